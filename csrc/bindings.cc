@@ -412,6 +412,11 @@ std::uint64_t submit(shoal::Engine& engine, const nb::object& operation) {
     spec.tag = get("tag", spec.tag);
     spec.source = reinterpret_cast<std::int32_t*>(get("source_rank", std::uintptr_t{}));
   }
+  if (shoal::is_served(spec.kind)) {
+    std::tie(spec.table, spec.step, spec.rule, spec.place) =
+        get("served", std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint64_t>{});
+    spec.name = get("text", std::string());
+  }
   const auto op = get("op", std::string());
   if (spec.kind == shoal::Kind::delegated) spec.name = op;
   else spec.combine = shoal::combine_named(op);
@@ -468,10 +473,13 @@ void bind_engine(nb::module_& m) {
   nb::class_<shoal::HelperServer>(m, "HelperServer")
       .def("__init__",
            [](shoal::HelperServer* self, const std::string& address, int port, const nb::bytes& secret,
-              int send_buffer_bytes, const std::string& fabric) {
-             new (self) shoal::HelperServer(address, port, secret_of(secret), send_buffer_bytes, fabric);
+              int send_buffer_bytes, const std::string& fabric, std::size_t max_weight_bytes) {
+             constexpr std::size_t kMaxGroups = 4096;
+             new (self) shoal::HelperServer(address, port, secret_of(secret), send_buffer_bytes, fabric, 0, kMaxGroups,
+                                            max_weight_bytes);
            },
-           nb::arg("address"), nb::arg("port"), nb::arg("secret"), nb::arg("send_buffer_bytes"), nb::arg("fabric") = "")
+           nb::arg("address"), nb::arg("port"), nb::arg("secret"), nb::arg("send_buffer_bytes"), nb::arg("fabric") = "",
+           nb::arg("max_weight_bytes") = 0)
       .def_prop_ro("port", &shoal::HelperServer::port)
       .def("start", &shoal::HelperServer::start, Release())
       .def("stop", &shoal::HelperServer::stop, Release())

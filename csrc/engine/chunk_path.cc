@@ -12,7 +12,7 @@ ChunkPath::ChunkPath(Parts parts)
       me_(with_.members.rank),
       flow_(with_.options, with_.topology, with_.liveness, with_.mailbox),
       server_(
-          with_.pool,
+          with_.pool, budget_,
           SumServer::Members{with_.topology.num_hosts(), [this](int rank) { return with_.topology.host_of(rank); }},
           [this](int peer, const FrameHeader& header, const Payload& payload) SHOAL_NO_ANALYSIS { answer(peer, header, payload); },
           [this](const SumServer::Conflict& conflict) SHOAL_NO_ANALYSIS { with_.mismatch.on_conflict(conflict); },
@@ -33,7 +33,7 @@ void ChunkPath::begin(const OpPtr& op) {
       continue;
     }
     std::byte* destination = nullptr;
-    if (spec.kind == Kind::all_reduce || spec.kind == Kind::barrier || (spec.kind == Kind::reduce && spec.root == me_) ||
+    if (sums_for_all(spec.kind) || (spec.kind == Kind::reduce && spec.root == me_) ||
         (spec.kind == Kind::reduce_scatter && source)) {
       destination = op->output_at(index, me_);
     }
@@ -119,6 +119,9 @@ FrameHeader ChunkPath::header_of(const Op& op, std::uint64_t index, FrameType ty
   header.seq = op.seq;
   header.chunk = index;
   header.signature = op.signature;
+  header.table = op.spec.table;
+  header.step = op.spec.step;
+  header.rule = op.spec.rule;
   header.server = static_cast<std::uint32_t>(part.server);
   return header;
 }
@@ -151,7 +154,7 @@ void ChunkPath::answer(int peer, const FrameHeader& header, const Payload& paylo
   const auto kind = static_cast<Kind>(header.kind);
   with_.journal.traced("sum", now_ns(), header.seq, header.chunk);
   if (forwards(kind)) return forward(peer, header, payload);
-  const bool needed = kind == Kind::all_reduce || kind == Kind::barrier || (kind == Kind::reduce && peer == header.root) ||
+  const bool needed = sums_for_all(kind) || (kind == Kind::reduce && peer == header.root) ||
                       (kind == Kind::reduce_scatter && peer == me_);
   send_result(peer, header, needed ? payload : Payload{});
 }

@@ -95,6 +95,7 @@ class ChunkPath {
   Parts with_;
   const int me_;
   FlowControl flow_;
+  WeightBudget budget_;
   SumServer server_;
   bool pumping_ GUARDED_BY(network_thread) = false;
   std::vector<Withheld> withheld_ GUARDED_BY(network_thread);  // by rank

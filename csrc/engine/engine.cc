@@ -95,6 +95,7 @@ Engine::Protocol::Protocol(Engine& engine)
 
 void Engine::set_pattern(std::vector<int> pattern) {
   const MutexLock lock(submit_mutex_);
+  if (keeps_weights_) throw std::invalid_argument("the servers keep weights, which cannot move");
   topology_->set_pattern(std::move(pattern));
   fused_ = {};
 }
@@ -103,6 +104,7 @@ std::uint64_t Engine::submit(OpSpec spec) {
   const MutexLock lock(submit_mutex_);
   ops_.require_open();
   require_possible(spec);
+  if (is_served(spec.kind)) keeps_weights_ = true;
   const OpPtr op = make_op(std::move(spec));
   ops_.add(op);
   journal_.count(op->spec);
@@ -136,8 +138,23 @@ void Engine::require_possible(const OpSpec& spec) const {
   }
   const bool reduces = spec.kind == Kind::all_reduce || spec.kind == Kind::reduce || spec.kind == Kind::reduce_scatter;
   if (reduces) shoal::require_possible({spec.combine, spec.element, spec.element, options_.size});
+  if (is_served(spec.kind)) require_servers(spec);
   if (by_messages(spec.kind)) return require_blocks(spec, options_.rank, options_.size);
   require_apart(spec, options_.rank, options_.size);
+}
+
+void Engine::require_servers(const OpSpec& spec) const {
+  if (topology_->num_hosts() < 2) {
+    throw std::invalid_argument("all ranks of group '" + options_.group +
+                                "' share a host, where nothing is sent to servers: they keep no weights for it");
+  }
+  const Element element = spec.kind == Kind::configure ? Element::uint8
+                          : spec.kind == Kind::update  ? Element::float32
+                                                       : Element::int32;
+  if (spec.count > 0 && spec.element == element && spec.root >= 0) return;
+  throw std::invalid_argument("a " + std::string(name_of(spec.kind)) + " takes " + std::string(name_of(element)) +
+                              " elements, at least one, not " + std::to_string(spec.count) + " of " +
+                              std::string(name_of(spec.element)));
 }
 
 OpPtr Engine::make_op(OpSpec spec) {
@@ -150,7 +167,8 @@ OpPtr Engine::make_op(OpSpec spec) {
   if (one_host && options_.size > 1 && HostStage::is_direct(op->spec, options_.size)) return op;  // it moves as a whole
   // where ranks share a host, the host stage emits chunks in call order
   op->ordered = op->spec.priority && op->spec.kind == Kind::all_reduce && !topology_->any_host_shared();
-  op->chunks = topology_->cut(op->spec, max_chunk_bytes(*op), fused_);
+  op->chunks = is_served(op->spec.kind) ? topology_->cut_served(op->spec, max_chunk_bytes(*op))
+                                        : topology_->cut(op->spec, max_chunk_bytes(*op), fused_);
   op->parts.resize(op->chunks.size());
   return op;
 }
@@ -331,6 +349,10 @@ void Engine::lose_helper(int server, const std::string& why, bool tell) {
   {
     const MutexLock lock(mutex_);
     lost_helpers_.push_back(name);
+  }
+  if (keeps_weights_) {
+    throw GroupFailure("helper " + name + " was lost (" + why + "), and with it the weights and optimizer state that it kept; "
+                       "start again from the last checkpoint, with or without servers that update");
   }
   journal_.note("helper " + name + " was lost (" + why + "); the others take over its chunks");
   protocol_->path.reroute(server);

@@ -100,6 +100,7 @@ class Engine : private ChannelEvents {
   void fail(const std::string& cause) REQUIRES(network_thread);
 
   void require_possible(const OpSpec& spec) const;
+  void require_servers(const OpSpec& spec) const;
   OpPtr make_op(OpSpec spec) REQUIRES(submit_mutex_);
   std::size_t max_chunk_bytes(const Op& op) const;
   std::string with_pending(const std::string& cause);
@@ -116,6 +117,7 @@ class Engine : private ChannelEvents {
   std::unique_ptr<Topology> topology_;
   std::unique_ptr<Protocol> protocol_;
   std::atomic<bool> started_{false};
+  std::atomic<bool> keeps_weights_{false};  // the servers keep weights of this group
 
   Mutex submit_mutex_;  // one caller at a time: operations reach the host stage and the transport in their order
   FusedBuffer fused_ GUARDED_BY(submit_mutex_);

@@ -15,8 +15,9 @@ constexpr std::size_t kMaxText = 4096;
 }  // namespace
 
 HelperServer::HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
-                           const std::string& fabric, std::uint64_t shuffle, std::size_t max_groups)
-    : max_groups_(max_groups) {
+                           const std::string& fabric, std::uint64_t shuffle, std::size_t max_groups,
+                           std::size_t max_weight_bytes)
+    : max_groups_(max_groups), budget_(max_weight_bytes) {
   TransportOptions options;
   options.tcp.address = address;
   options.tcp.port = port;
@@ -39,6 +40,7 @@ std::map<std::string, std::uint64_t> HelperServer::counters() {
   counts["groups"] = num_groups_;
   counts["chunks_summed"] = num_summed_;
   counts["held_bytes"] = held_bytes_;  // as of the last tick
+  counts["weight_bytes"] = budget_.used_bytes;
   return counts;
 }
 
@@ -109,7 +111,7 @@ void HelperServer::open_group(std::uint32_t number, const Identity& who) {
   group.size = who.size;
   group.num_hosts = who.num_hosts;
   group.server = std::make_unique<SumServer>(
-      pool_, SumServer::Members{who.num_hosts, [&group](int peer) { return group.members.at(peer).host; }},
+      pool_, budget_, SumServer::Members{who.num_hosts, [&group](int peer) { return group.members.at(peer).host; }},
       [this, number](int peer, const FrameHeader& header, const Payload& payload) { send(peer, number, header, payload); },
       [this, number](const SumServer::Conflict& conflict) { report_conflict(number, conflict); });
   num_groups_ = groups_.size();

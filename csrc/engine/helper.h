@@ -16,9 +16,11 @@ namespace shoal {
 
 class HelperServer : private Sink {
  public:
-  // Starts listening. Throws std::runtime_error if it cannot.
+  // Starts listening. `max_weight_bytes` bounds the weights that it keeps for all groups; 0: half of the memory.
+  // Throws std::runtime_error if it cannot.
   HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
-               const std::string& fabric = "", std::uint64_t shuffle = 0, std::size_t max_groups = 4096);
+               const std::string& fabric = "", std::uint64_t shuffle = 0, std::size_t max_groups = 4096,
+               std::size_t max_weight_bytes = 0);
   ~HelperServer() override;
 
   int port() const { return transport_->port(); }
@@ -63,6 +65,7 @@ class HelperServer : private Sink {
 
   const std::size_t max_groups_;
   BufferPool pool_;
+  WeightBudget budget_;
   LineLimit lines_;
   Groups groups_;
   LeftGroups left_;

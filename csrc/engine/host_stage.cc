@@ -285,7 +285,7 @@ void HostStage::add_up(const Entry& each, std::uint64_t ticket) {
     else inputs.push_back(shm_.contribution(rank, ticket));
   }
   const Element type = op.spec.element;
-  const bool to_all = op.spec.kind == Kind::all_reduce || op.spec.kind == Kind::barrier;
+  const bool to_all = sums_for_all(op.spec.kind);
   // A result that only this rank needs is written directly to its tensor.
   const bool has_output = to_all || op.spec.kind == Kind::reduce_scatter
                               ? to_all || op.chunks[each.index].server == topology_.rank()
@@ -325,7 +325,7 @@ bool HostStage::takes_result(const Entry& each) const {
     case Kind::all_reduce: return true;
     case Kind::broadcast: return op.spec.root != topology_.rank();
     case Kind::all_gather: return op.chunks[each.index].server != topology_.rank();
-    default: return false;
+    default: return is_served(op.spec.kind);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "engine/sum_server.h"
 
 #include <stdexcept>
+#include <utility>
 
 #include "engine/combine.h"
 #include "engine/types.h"
@@ -12,7 +13,8 @@ namespace {
 bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
 
 bool same_words(const FrameHeader& a, const FrameHeader& b) {
-  return a.kind == b.kind && a.element == b.element && a.input == b.input && a.combine == b.combine && a.divisor == b.divisor;
+  return a.kind == b.kind && a.element == b.element && a.input == b.input && a.combine == b.combine && a.divisor == b.divisor &&
+         a.table == b.table && a.step == b.step && a.rule == b.rule && (!is_served(static_cast<Kind>(a.kind)) || a.root == b.root);
 }
 
 std::string describe(const FrameHeader& header, std::size_t count) {
@@ -35,6 +37,9 @@ std::string SumServer::check(int peer, const FrameHeader& header, Element elemen
   const auto result = static_cast<Element>(header.element), input = static_cast<Element>(header.input);
   if (input != result && !(input == Element::float32 && is_half(result))) {
     return "a contribution of " + std::string(name_of(input)) + " to a result of " + std::string(name_of(result));
+  }
+  if (is_served(static_cast<Kind>(header.kind)) && (needed < 2 || header.redo || header.type != FrameType::push)) {
+    return "weights that the server keeps, supplied or sent again";
   }
   if (bytes % size_of(element) != 0) return "a contribution that is not a whole number of elements";
   try {
@@ -79,11 +84,30 @@ std::string SumServer::contribute(int peer, const FrameHeader& header, Payload p
   if (mine.present) return "";
   held_bytes_ += payload.size;
   mine = {peer, std::move(payload), true};
-  if (++state.num_present == state.contributions.size()) combine(header, state);
+  return ++state.num_present == state.contributions.size() ? complete(header, state) : "";
+}
+
+// Options come before the updates by them, unless frames overtake each other.
+std::string SumServer::complete(const FrameHeader& header, State& state) {
+  if (weights_.is_early(header)) {
+    early_.push_back({header.seq, header.chunk});
+    return "";
+  }
+  const std::string wrong = combine(header, state);
+  return wrong.empty() && static_cast<Kind>(header.kind) == Kind::configure ? combine_early() : wrong;
+}
+
+std::string SumServer::combine_early() {
+  for (const Key& key : std::exchange(early_, {})) {
+    const auto found = chunks_.find(key);
+    if (found == chunks_.end()) continue;
+    const FrameHeader header = found->second.first;
+    if (std::string wrong = combine(header, found->second); !wrong.empty()) return wrong;
+  }
   return "";
 }
 
-void SumServer::combine(const FrameHeader& header, State& state) {
+std::string SumServer::combine(const FrameHeader& header, State& state) {
   const auto result = static_cast<Element>(header.element);
   const auto input = static_cast<Element>(header.input);
   const std::size_t size = state.contributions[0].payload.size;
@@ -100,6 +124,9 @@ void SumServer::combine(const FrameHeader& header, State& state) {
     std::vector<const void*> inputs;
     for (const Contribution& each : state.contributions) inputs.push_back(each.payload.data);
     combine_in_order(to.get(), inputs, count, {static_cast<Combine>(header.combine), result, input, header.divisor});
+    if (is_served(static_cast<Kind>(header.kind))) {
+      if (std::string wrong = weights_.take(header, to.get(), bytes); !wrong.empty()) return wrong;
+    }
     state.result = {to.get(), bytes, to, 0, false};
   }
   ++num_summed_;
@@ -117,6 +144,7 @@ void SumServer::combine(const FrameHeader& header, State& state) {
     answer.host = static_cast<std::uint16_t>(host);
     answer_to(contributions[host].peer, answer, done);
   }
+  return "";
 }
 
 void SumServer::answer_to(int peer, FrameHeader header, const State& state) {
@@ -149,6 +177,8 @@ std::string SumServer::supply(int peer, const FrameHeader& header, Payload paylo
 
 void SumServer::clear() {
   chunks_.clear();
+  early_.clear();
+  weights_.clear();
   held_bytes_ = 0;
 }
 

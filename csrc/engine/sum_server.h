@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/served_weights.h"
 #include "engine/types.h"
 #include "transport/frame.h"
 
@@ -39,8 +40,11 @@ class SumServer {
   // Returns where to write a result of so many bytes, which may be a contribution's place, or null: into a buffer.
   using PlaceFor = std::function<std::shared_ptr<std::byte>(const FrameHeader&, std::size_t)>;
 
-  SumServer(BufferPool& pool, Members members, Answer answer, OnConflict on_conflict, PlaceFor place_for = {})
+  // `budget` bounds the weights that the server keeps.
+  SumServer(BufferPool& pool, WeightBudget& budget, Members members, Answer answer, OnConflict on_conflict,
+            PlaceFor place_for = {})
       : pool_(pool),
+        weights_(budget),
         members_(std::move(members)),
         answer_(std::move(answer)),
         on_conflict_(std::move(on_conflict)),
@@ -85,10 +89,14 @@ class SumServer {
 
   std::string check(int peer, const FrameHeader& header, Element element, std::size_t bytes) const;
   State* open(int peer, const FrameHeader& header, std::size_t count);
-  void combine(const FrameHeader& header, State& state);
+  std::string complete(const FrameHeader& header, State& state);
+  std::string combine(const FrameHeader& header, State& state);
+  std::string combine_early();
   void answer_to(int peer, FrameHeader header, const State& state);
 
   BufferPool& pool_;
+  ServedWeights weights_;
+  std::vector<Key> early_;  // complete updates whose options have not come
   Members members_;
   Answer answer_;
   OnConflict on_conflict_;

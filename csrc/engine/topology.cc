@@ -1,7 +1,9 @@
 #include "engine/topology.h"
 
 #include <algorithm>
+#include <bit>
 #include <map>
+#include <set>
 #include <stdexcept>
 
 namespace shoal {
@@ -16,6 +18,7 @@ constexpr std::size_t kMessageUnit = 128;          // bytes: 16 elements of the 
 constexpr std::size_t kMinSharedChunk = 16 << 10;
 constexpr std::int64_t kUnitBytes = 8 << 10;  // of the fused buffer
 constexpr std::size_t kLeastBytes = 64;       // an empty chunk still costs a frame
+constexpr std::uint64_t kServedBlock = 16384;  // elements that stay together, the unit of sums of squares
 constexpr std::uint64_t kChunkUnit = 16;      // elements; all chunks but the last are multiples
 
 std::uint64_t scramble(std::uint64_t x) {  // finalizer of splitmix64
@@ -128,6 +131,25 @@ std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes
     }
     done += count;
   } while (done < spec.count);
+  return chunks;
+}
+
+std::vector<Chunk> Topology::cut_served(const OpSpec& spec, std::size_t max_chunk_bytes) const {
+  std::vector<Chunk> chunks;
+  if (spec.kind == Kind::configure) {  // the same options for each server
+    if (spec.count > max_chunk_bytes) {
+      throw std::invalid_argument(std::to_string(spec.count) + " bytes of options do not fit a chunk of " +
+                                  std::to_string(max_chunk_bytes) + " bytes; use fewer parameter groups");
+    }
+    for (const int server : std::set<int>(pattern_.begin(), pattern_.end())) chunks.push_back({0, spec.count, server});
+    return chunks;
+  }
+  const std::uint64_t piece = std::bit_floor(std::min(max_chunk_bytes, kMessageBytes) / sizeof(float));
+  const std::uint64_t pieces_of_block = std::max<std::uint64_t>(kServedBlock / piece, 1);
+  for (std::uint64_t begin = 0; begin < spec.count; begin += piece) {
+    const std::uint64_t place = (spec.place + chunks.size() / pieces_of_block) % pattern_.size();
+    chunks.push_back({begin, std::min(piece, spec.count - begin), pattern_[place]});
+  }
   return chunks;
 }
 

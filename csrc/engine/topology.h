@@ -68,6 +68,10 @@ class Topology {
   // Cuts an operation into chunks. Chunks that any server may reduce take positions in `fused`.
   std::vector<Chunk> cut(const OpSpec& spec, std::size_t max_chunk_bytes, FusedBuffer& fused) const;
 
+  // Cuts an operation on weights that servers keep: a piece of a tensor goes to the same server each time, as long as the
+  // pattern stays. Throws std::invalid_argument for options that do not fit a chunk.
+  std::vector<Chunk> cut_served(const OpSpec& spec, std::size_t max_chunk_bytes) const;
+
   // Returns the stand-in of a lost server: the same on every rank that knows the same losses, and unchanged by
   // further losses unless it is lost itself (rendezvous hashing). -1 if no server is left.
   int stand_in(std::uint64_t seq, std::uint64_t chunk, const std::vector<bool>& lost_helpers, bool use_ranks) const;

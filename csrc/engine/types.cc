@@ -9,7 +9,8 @@ namespace {
 
 constexpr std::array<std::string_view, kNumKinds> kKinds = {
     "all_reduce", "reduce",     "broadcast", "all_gather", "reduce_scatter", "barrier",
-    "delegated",  "all_to_all", "gather",    "scatter",    "send",           "recv"};
+    "delegated",  "all_to_all", "gather",    "scatter",    "send",           "recv",
+    "configure",  "load",       "dump",      "update"};
 constexpr std::array<std::string_view, 8> kElements = {"float32", "float64", "float16", "bfloat16",
                                                        "int8",    "uint8",   "int32",   "int64"};
 constexpr std::array<std::string_view, 8> kCombines = {"sum", "avg",  "prod", "min",
@@ -48,6 +49,7 @@ Combine combine_named(std::string_view name) { return named<Combine>(kCombines, 
 std::string describe(const OpSpec& spec) {
   std::string text(spec.kind == Kind::delegated ? std::string_view(spec.name) : name_of(spec.kind));
   if (spec.kind == Kind::barrier) return text;
+  if (spec.kind == Kind::configure) return "an update on servers by " + spec.name;
   text += " of " + std::string(name_of(spec.element)) + "[";
   for (std::size_t k = 0; k < spec.shape.size(); ++k) text += (k ? ", " : "") + std::to_string(spec.shape[k]);
   text += "]";
@@ -59,6 +61,10 @@ std::string describe(const OpSpec& spec) {
   if (spec.kind == Kind::scatter) text += " from rank " + std::to_string(spec.root);
   if (spec.kind == Kind::send) text += " to rank " + std::to_string(spec.root);
   if (spec.kind == Kind::recv) text += spec.root < 0 ? " from any rank" : " from rank " + std::to_string(spec.root);
+  if (is_served(spec.kind)) {
+    text += " of tensor " + std::to_string(spec.table) + " on servers, number " + std::to_string(spec.root) + ", at step " +
+            std::to_string(spec.step);
+  }
   if (is_message(spec.kind)) text += " of the group (tag " + std::to_string(spec.tag) + ")";
   return text;
 }
@@ -73,6 +79,15 @@ std::uint64_t signature_of(const OpSpec& spec) {
   if (spec.kind == Kind::delegated) {  // shapes may differ between ranks: only the name must match
     for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
     return hash;
+  }
+  if (is_served(spec.kind)) {
+    for (const std::uint64_t value : {std::uint64_t{spec.table}, std::uint64_t{spec.step}, std::uint64_t{spec.rule}, spec.place}) {
+      hash = mix(hash, value);
+    }
+    for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
+    if (spec.kind == Kind::configure) {
+      for (std::uint64_t k = 0; k < spec.count; ++k) hash = mix(hash, static_cast<std::uint64_t>(spec.input[k]));
+    }
   }
   if (by_messages(spec.kind)) return hash;  // sizes differ between ranks; the receiver of each message compares them
   hash = mix(hash, spec.count);

@@ -10,15 +10,22 @@
 namespace shoal {
 
 enum class Kind : std::uint8_t {
-  all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated, all_to_all, gather, scatter, send, recv
+  all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated, all_to_all, gather, scatter, send, recv,
+  configure, load, dump, update
 };
-inline constexpr std::size_t kNumKinds = 12;
+inline constexpr std::size_t kNumKinds = 16;
 
 // Returns whether every host contributes; the other kinds move one rank's data.
 inline bool adds_up(Kind kind) { return kind != Kind::broadcast && kind != Kind::all_gather; }
 
 // Returns whether an operation consists of messages between two ranks each (engine/messages.h).
-inline bool by_messages(Kind kind) { return kind >= Kind::all_to_all; }
+inline bool by_messages(Kind kind) { return kind >= Kind::all_to_all && kind <= Kind::recv; }
+// Returns whether an operation concerns the weights that servers keep (engine/served_weights.h).
+inline bool is_served(Kind kind) { return kind >= Kind::configure; }
+// Returns whether every rank gets the sum of all.
+inline bool sums_for_all(Kind kind) {
+  return kind == Kind::all_reduce || kind == Kind::barrier || is_served(kind);
+}
 // Returns whether only two ranks take part: it has no number in the group's order.
 inline bool is_message(Kind kind) { return kind == Kind::send || kind == Kind::recv; }
 
@@ -61,6 +68,9 @@ struct OpSpec {
   std::vector<Block> inputs, outputs;  // by rank: all_to_all has both, a gather's root outputs, a scatter's inputs
   int tag = 0;                         // of a message
   std::int32_t* source = nullptr;      // of a receive: the rank that has sent is written here
+  // Of an operation on weights that servers keep, see engine/served_weights.h. `root` is the slot or the group of options.
+  std::uint32_t table = 0, step = 0, rule = 0;
+  std::uint64_t place = 0;  // of the tensor's first block among those of all tensors
 };
 
 // Describes an operation for messages: "all_reduce of float32[1024, 30] (sum)".

@@ -51,12 +51,12 @@ struct FrameHeader {
   std::uint64_t submitted = 0;  // operations that the sender has begun
   std::uint64_t completed = 0;  // operations completed by the sender (from a helper: by every rank)
   std::uint64_t counter = 0;    // of the sender's frames, for authentication
-  std::uint32_t step = 0;       // of the training, for servers that update weights
-  std::uint32_t table = 0;      // of the tensors' layout there
+  std::uint32_t step = 0;       // of the tensor's updates, for servers that keep weights
+  std::uint32_t table = 0;      // number of the tensor there
   std::array<std::uint8_t, 16> tag{};  // authenticates the frame
   std::uint32_t payload_bytes = 0;
   std::uint32_t payload_crc = 0;
-  std::uint32_t reserved = 0;
+  std::uint32_t rule = 0;        // number of the update's options there
   std::uint32_t header_crc = 0;  // of all bytes before this field
 };
 static_assert(sizeof(FrameHeader) == 120);

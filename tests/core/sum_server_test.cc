@@ -28,9 +28,10 @@ struct Fixture {
 
   int num_hosts;
   BufferPool pool;
+  shoal::WeightBudget budget;
   std::vector<Answered> answers;
   std::vector<SumServer::Conflict> conflicts;
-  SumServer server{pool, SumServer::Members{num_hosts, [](int peer) { return peer % 10; }},
+  SumServer server{pool, budget, SumServer::Members{num_hosts, [](int peer) { return peer % 10; }},
                    [this](int peer, const FrameHeader& header, const Payload& payload) {
                      std::vector<float> values(payload.size / sizeof(float));
                      if (!values.empty()) std::memcpy(values.data(), payload.data, values.size() * sizeof(float));

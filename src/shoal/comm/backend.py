@@ -228,6 +228,10 @@ class ShoalProcessGroup(ProcessGroup):
         check_tensors([tensor], "all_reduce")
         return self._submit(self._build.reduce([tensor], AllreduceOptions(), priority=priority))
 
+    def submit(self, operation: Operation) -> Work:
+        """Submit an operation on memory of the host, such as those of ``comm.served``."""
+        return self._submit_one(operation)
+
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = options_of(opts, AllreduceCoalescedOptions)
         check_tensors(tensors, "all_reduce_coalesced")

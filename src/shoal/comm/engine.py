@@ -185,6 +185,9 @@ class Operation:
         outputs: the same, of an all_to_all and of a gather's root.
         tag: of a message; a receive takes those of its tag.
         source_rank: of a receive, address of the int32 that gets the number of the rank that has sent.
+        served: table, step, rule and place of an operation on weights that servers keep: configure, load,
+            dump and update (``csrc/engine/served_weights.h``), which are made by ``comm.served``.
+        text: names the options of a configure, for messages.
         memory: tensors at the addresses, where ``source`` and ``target`` are not given.
         source: tensor at ``input``, flat and contiguous.
         target: tensor at ``output``, flat and contiguous.
@@ -206,6 +209,8 @@ class Operation:
     outputs: Sequence[tuple[int, int]] = ()
     tag: int = 0
     source_rank: int = 0
+    served: tuple[int, int, int, int] = (0, 0, 0, 0)
+    text: str = ""
     memory: Any = None
     source: Any = None
     target: Any = None

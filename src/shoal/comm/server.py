@@ -30,6 +30,7 @@ def serve(
     report_every_s: float = 0.0,
     transport: str | None = None,
     metrics: str | None = None,
+    weights_mib: int = 0,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; return the exit code. SIGUSR1 and SIGHUP change nothing.
 
@@ -43,9 +44,11 @@ def serve(
             tcp.
         metrics: PORT, on the loopback interface, or ADDRESS:PORT, at which to serve the counters over HTTP
             for Prometheus; default: do not.
+        weights_mib: MiB of weights and optimizer state that it keeps at most, for groups whose servers update
+            (``shoal.comm.served``); 0: half of the host's memory.
 
     Raises:
-        UsageError: there is no secret, or the transport or the place of the metrics is malformed.
+        UsageError: there is no secret, or the transport, the place of the metrics or a number is malformed.
         ShoalError: the address, the port or the transport is not available.
     """
     secret = env.secret({env.SECRET_FILE: str(secret_file)} if secret_file else None)
@@ -54,10 +57,14 @@ def serve(
             "a server admits only peers that know the job's secret: make one with "
             f"{env.MAKE_SECRET} and set SHOAL_SECRET_FILE=job.secret, here and on the workers"
         )
+    if weights_mib < 0:
+        raise UsageError(f"--weights-mib is {weights_mib}; it is at least 0")
     fabric = fabric_providers(transport or env.transport())
     core = native.core()
     try:
-        server = core.HelperServer(address, port, secret, 128 << 10, fabric)
+        server = core.HelperServer(
+            address, port, secret, 128 << 10, fabric, max_weight_bytes=weights_mib << 20
+        )
     except RuntimeError as error:
         raise ShoalError(f"shoal serve: {error}; choose another --port, --address or --transport") from None
     stops: list[int] = []  # no Event: a second signal within its set() would wait for the first for ever
@@ -105,6 +112,10 @@ def main(argv: list[str] | None = None) -> int:
     option("--report-every-s", type=float, default=0.0, help="seconds between prints of counters; 0: never")
     option("--transport", help="tcp, or ofi:PROVIDER,... as the workers' (default: SHOAL_TRANSPORT)")
     option("--metrics", metavar="PORT", help="serve the counters for Prometheus at PORT or ADDRESS:PORT")
+    option(
+        "--weights-mib", type=int, default=0,
+        help="MiB of weights and optimizer state to keep at most; 0: half of the host's memory",
+    )  # fmt: skip
     given = parser.parse_args(argv)
     try:
         return serve(**vars(given))
