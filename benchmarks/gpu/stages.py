@@ -14,7 +14,7 @@ from typing import Literal
 
 from benchmarks.bert_step import CASES
 
-Kind = Literal["exit", "train", "rows", "profile"]
+Kind = Literal["exit", "train", "peer", "rows", "profile"]
 PYTHON = sys.executable
 SHOAL = (PYTHON, "-m", "shoal")
 BERT_TEXT, ALBERT_TEXT, IMAGES, QUESTION = "bert-text", "albert-text", "images", "question.json"
@@ -31,7 +31,9 @@ class Job:
     command: tuple[str, ...]
     """``{out}`` stands for the file that it writes; such files are read and then removed."""
     kind: Kind = "exit"
-    """Kind of its output: none, the file of ``shoal bench train``, rows of a benchmark, or a profile."""
+    """Kind of its output: none, a file of ``shoal bench train`` or of a peer, rows, or a profile."""
+    beside: str | None = None
+    """Of a peer: title of the job of ours in this stage that it is measured for."""
     target: float | None = None
     """Of samples a second; on an H200, or 0.9 of it on an H100."""
     limit_s: float = 180.0
@@ -59,7 +61,7 @@ def stages(folder: Path, data: Path, *, rehearsal: bool) -> tuple[Stage, ...]:
         Stage(name="comm", limit_s=180, jobs=tuple(_comm(folder / "results", tiny))),
         Stage(name="bert", limit_s=360, jobs=tuple(_text(made, data, tiny))),
         Stage(name="vision", limit_s=300, jobs=tuple(_vision(made, tiny))),
-        Stage(name="t5", limit_s=120, jobs=(_t5(tiny),)),
+        Stage(name="t5", limit_s=120, jobs=tuple(_t5(tiny))),
         Stage(name="profiles", limit_s=180, jobs=tuple(_profiles(tiny))),
     )
 
@@ -100,6 +102,12 @@ def _bench(recipe: str, preset: str, batch: int, *options: object, tiny: bool = 
     return _module("shoal", "bench", "train", recipe, *words)
 
 
+def _peer(name: str, title: str, beside: str, *, tiny: bool) -> Job:
+    words = (name, *_device(tiny), "--json", "{out}", *["--tiny"] * tiny)
+    command = _module("benchmarks.gpu.peers", *words)
+    return Job(title=title, kind="peer", command=command, beside=beside, limit_s=90)
+
+
 def _squad(made: Path, data: Path, size: str, *, tiny: bool = False) -> tuple[str, ...]:
     files = ("--data.path", data / CASES["squad"].needs[0], "--data.eval", made / QUESTION)
     model = ("--model.path", made / f"bert-{size}", "--model.from-scratch")
@@ -116,6 +124,7 @@ def _text(made: Path, data: Path, tiny: bool) -> Iterator[Job]:
     if tiny:
         words = (*bert, "--model.vocab-size", 30_522)
         yield Job(title="bert tiny", kind="train", command=_bench("bert", "tiny", 2, *words, tiny=True))
+        yield _peer("bert-512", "transformers' BERT in a plain loop", "bert tiny", tiny=True)
         yield Job(title="squad tiny", kind="train", command=_squad(made, data, "tiny", tiny=True))
         words = (*albert, "--model.vocab-size", 30_000)
         yield Job(title="albert tiny", kind="train", command=_bench("albert", "tiny", 2, *words, tiny=True))
@@ -126,6 +135,8 @@ def _text(made: Path, data: Path, tiny: bool) -> Iterator[Job]:
         ):
             command = _bench("bert", "large", batch, "--phase", phase, *bert)
             yield Job(title=title, kind="train", command=command, target=target)
+            peer = "bert-512" if phase == 2 else "bert-128"
+            yield _peer(peer, f"transformers' BERT in a plain loop, {title[-10:]}", title, tiny=False)
         for size, target in (("large", 350.0), ("base", 932.0)):
             command = _squad(made, data, size)
             yield Job(title=f"SQuAD 384, {size}", kind="train", command=command, target=target)
@@ -150,19 +161,25 @@ def _vision(made: Path, tiny: bool) -> Iterator[Job]:
             title="mask_rcnn tiny", kind="train", command=_bench("mask_rcnn", "tiny", 1, *small, tiny=True)
         )
         return
+    title = "ResNet-50, made JPEGs"
     command = _bench("resnet50", "imagenet-16k", 256)
-    yield Job(title="ResNet-50, made JPEGs", kind="train", command=command, target=3_079.0)
+    yield Job(title=title, kind="train", command=command, target=3_079.0)
+    yield _peer("resnet50", "torchvision's ResNet-50 in a plain loop", title, tiny=False)
     command = _bench("resnet50", "imagenet-16k", 256, *real)
     yield Job(title="ResNet-50, JPEGs of COCO over and over", kind="train", command=command)
+    title = "Mask R-CNN, batch 12, made scenes"
     command = _bench("mask_rcnn", "coco-1x", 12, "--train.precision", "bf16")
-    yield Job(title="Mask R-CNN, batch 12, made scenes", kind="train", command=command, target=42.0)
+    yield Job(title=title, kind="train", command=command, target=42.0)
+    yield _peer("mask_rcnn", "torchvision's Mask R-CNN in a plain loop", title, tiny=False)
 
 
-def _t5(tiny: bool) -> Job:
-    if tiny:
-        return Job(title="T5 tiny", kind="train", command=_bench("t5", "tiny", 2, tiny=True))
-    command = _bench("t5", "base", 64)
-    return Job(title="T5 1.0 base, 512/114 tokens", kind="train", command=command, target=366.0)
+def _t5(tiny: bool) -> Iterator[Job]:
+    """Time T5 1.0, whose products are as large as those of T5 1.1 (d_ff 3,072, or 2,048 gated)."""
+    title = "T5 tiny" if tiny else "T5 1.0 base, 512/114 tokens"
+    command = _bench("t5", "tiny", 2, tiny=True) if tiny else _bench("t5", "base", 64)
+    yield Job(title=title, kind="train", command=command, target=None if tiny else 366.0, limit_s=90)
+    if not tiny:
+        yield _peer("t5", "transformers' T5 in a plain loop", title, tiny=False)
 
 
 def _profiles(tiny: bool) -> Iterator[Job]:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,21 @@ def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path
             job("breaks", "import sys; print('the reason'); sys.exit(3)"),
             job("hangs", hang, limit_s=1.5),
             job("throughput", WRITE, trained(tmp_path), "{out}", kind="train"),
+            replace(
+                job("a peer", WRITE, '{"samples_per_s": 64.0, "unit": "sequences/s"}', "{out}", kind="peer"),
+                beside="throughput",
+            ),
             job("misses its target", WRITE + "; sys.exit(1)", rows, "{out}", kind="rows"),
             job("writes something else", WRITE, '{"rows": [{}]}', "{out}", kind="rows"),
         ),
     )
-    kit = Kit(tmp_path / "out", 60, rehearsal=True)
+    kit = Kit(tmp_path / "out", 60, rehearsal=False)
     begin_s = time.monotonic()
     assert not kit.run([first])
     assert time.monotonic() - begin_s < 30
-    assert [outcome.status for outcome in kit.outcomes] == ["failed", "out of time", "done", "done", "failed"]
+    assert [outcome.status for outcome in kit.outcomes] == [
+        "failed", "out of time", "done", "done", "done", "failed",
+    ]  # fmt: skip
     assert kit.outcomes[-1].said == "its file cannot be read: KeyError('case')"
     assert kit.outcomes[0].said == "the reason"
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -62,7 +69,8 @@ def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path
     assert [one["title"] for one in tree["jobs"]] == [one.title for one in first.jobs]
     lines = table(kit.outcomes, title="a title", target_share=0.9)
     assert "| first | breaks | failed | | |" in lines
-    assert "| first | throughput | 128 sequences/s |  | 90 |" in lines
+    assert "| first | throughput | 128 sequences/s | 2.00 × a peer | 90 |" in lines
+    assert "| first | a peer | 64 sequences/s |  |  |" in lines
     assert "| first | throughput: share of a large product | 0.5  |  |  |" in lines
     shown = next(line for line in lines if row["case"] in line)
     assert f" {row['ours']:.4g} {row['unit']} | {row['ratio']:.2f} × {row['peer_name']} " in shown
@@ -88,6 +96,9 @@ def test_stages_fit_the_budget_and_are_rehearsed(tmp_path: Path, capsys: pytest.
             f"{module} is not rehearsed"
         )
     assert all("cuda" not in job.command for stage in tiny for job in stage.jobs)
+    for stage in full:
+        titles = {job.title for job in stage.jobs}
+        assert {job.beside for job in stage.jobs if job.beside} <= titles
     for words, said in (
         ([], "--rehearsal tries"),
         (["--rehearsal", "--stage", "brt"], "brt is none of build,"),
