@@ -326,6 +326,11 @@ def rendezvous(environ: Mapping[str, str] | None = None) -> str | None:
     return f"{address}:{_text('MASTER_PORT', environ) or _DEFAULT_PORT}" if address else None
 
 
+def torchrun_holds_port(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether torchrun's agent listens at MASTER_PORT, for a store that only torch reads."""
+    return _text("TORCHELASTIC_USE_AGENT_STORE", environ) == "True"
+
+
 def progress_file(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the file for the step of the last checkpoint, or ``None``."""
     value = _text(PROGRESS_FILE, environ)

@@ -82,6 +82,33 @@ class Store(Protocol):
         """Wait until the store has all of these keys; raise an error after ``timeout``."""
 
 
+class PrefixStore:
+    """A part of a store, for one group: its keys have a prefix there.
+
+    Args:
+        prefix: of the keys.
+        store: that has them.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        self._prefix, self.underlying_store = prefix, store
+
+    def set(self, key: str, value: str, /) -> None:
+        self.underlying_store.set(self._prefix + key, value)
+
+    def get(self, key: str, /) -> bytes:
+        return self.underlying_store.get(self._prefix + key)
+
+    def check(self, keys: list[str], /) -> bool:
+        return self.underlying_store.check([self._prefix + key for key in keys])
+
+    def add(self, key: str, amount: int, /) -> int:
+        return self.underlying_store.add(self._prefix + key, amount)
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        self.underlying_store.wait([self._prefix + key for key in keys], timeout)
+
+
 class Records:
     """The records of one group in the store.
 

@@ -1,0 +1,171 @@
+"""Joins all processes of a job to one group, for programs that do not use torch.
+
+The place of a process comes from its launcher (``shoal launch``, ``shoal emulate``, ``mpirun``, ``srun``,
+torchrun); a process without one is alone. Rank 0 holds the store (:mod:`shoal.comm.tcp_store`) at MASTER_ADDR
+and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from shoal import env
+from shoal.comm.engine import (
+    CollectiveEngine,
+    CommError,
+    Engine,
+    EngineOptions,
+    Operation,
+    SingleProcessEngine,
+)
+from shoal.comm.rendezvous import LOOPBACK, connect_engine
+from shoal.comm.tcp_store import TcpStore, TcpStoreServer
+from shoal.errors import UsageError
+
+TIMEOUT_S = 300.0
+_GROUP = "world"
+_POLL_S = 0.01
+
+
+class World:
+    """The group of all processes of a job.
+
+    Attributes:
+        rank: of this process in the job.
+        size: number of processes.
+        local_rank: rank among the processes of this host.
+        local_size: number of processes on this host.
+        timeout_s: limit for each rank's arrival and for each collective.
+        engine: of the group.
+    """
+
+    def __init__(
+        self,
+        place: env.WorkerPlace,
+        engine: CollectiveEngine,
+        timeout_s: float,
+        store: TcpStore | None = None,
+        server: TcpStoreServer | None = None,
+    ) -> None:
+        self.rank, self.size = place.rank, place.num_workers
+        self.local_rank, self.local_size = place.local_rank, place.num_local_workers
+        self.engine, self.timeout_s = engine, timeout_s
+        self._store, self._server = store, server
+
+    def c_group(self) -> int:
+        """Return the address of a new reference to the group of ``shoal.h``; 0 for one process alone."""
+        return self.engine.c_group() if isinstance(self.engine, Engine) else 0
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called it.
+
+        Raises:
+            CommError: the group failed, or a rank did not come within ``timeout_s``.
+        """
+        self._run(Operation(kind="barrier", timeout_s=self.timeout_s))
+
+    def broadcast_bytes(self, value: bytes, root: int = 0) -> bytes:
+        """Return the bytes of rank ``root`` on all ranks.
+
+        Raises:
+            CommError: the group failed, or a rank did not come within ``timeout_s``.
+        """
+        length = ctypes.c_int64(len(value))
+        self._broadcast(ctypes.addressof(length), ctypes.sizeof(length), root)
+        text = ctypes.create_string_buffer(value if self.rank == root else b"", max(length.value, 1))
+        self._broadcast(ctypes.addressof(text), length.value, root)
+        return text.raw[: length.value]
+
+    def close(self) -> None:
+        """Leave the group; data in flight to other ranks arrives first."""
+        self.engine.close()
+        if self._store is not None:
+            self._store.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _broadcast(self, where: int, num_bytes: int, root: int) -> None:
+        self._run(
+            Operation(
+                kind="broadcast",
+                input=where,
+                output=where,
+                count=num_bytes,
+                root=root,
+                timeout_s=self.timeout_s,
+            )
+        )
+
+    def _run(self, operation: Operation) -> None:
+        self.engine.wait(self.engine.submit(operation))
+
+
+def join(*, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None) -> World:
+    """Join the processes that the launcher has started together.
+
+    Args:
+        timeout_s: limit for each rank's arrival and for each collective.
+        options: of the engine, the same on all ranks.
+
+    Returns:
+        The group of all processes; of this one alone, where no launcher has set its rank.
+
+    Raises:
+        CommError: a rank did not come in time, or has another secret.
+        UsageError: an environment variable is wrong, or rank 0's port is taken.
+
+    Example:
+        >>> world = join()
+        >>> world.rank, world.size, world.broadcast_bytes(b"seed")
+        (0, 1, b'seed')
+        >>> world.close()
+    """
+    worker = env.worker_env()
+    if worker is None or worker.place.num_workers == 1:
+        alone = env.WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+        return World(alone, SingleProcessEngine(), timeout_s)
+    secret, limit, rank = env.secret(), timedelta(seconds=timeout_s), worker.place.rank
+    server = None
+    if worker.store_file is not None:  # all ranks are on this host, and no port is known
+        if rank == 0:
+            server = TcpStoreServer(LOOPBACK, 0, secret)
+            _write_port(_port_file(worker.store_file), server.port)
+        host, port = LOOPBACK, _read_port(_port_file(worker.store_file), timeout_s)
+    else:
+        host, port = worker.master_addr, worker.master_port + env.torchrun_holds_port()
+        if rank == 0:
+            server = TcpStoreServer("", port, secret)
+    store = TcpStore(host, port, secret, limit)
+    engine = connect_engine(
+        store, rank, worker.place.num_workers, _GROUP, rank, limit, options or EngineOptions()
+    )
+    return World(worker.place, engine, timeout_s, store, server)
+
+
+def _port_file(store_file: Path) -> Path:
+    return store_file.with_name(store_file.name + ".port")
+
+
+def _write_port(path: Path, port: int) -> None:
+    made = path.with_name(f"{path.name}.{os.getpid()}")
+    made.write_text(str(port))
+    made.replace(path)
+
+
+def _read_port(path: Path, timeout_s: float) -> int:
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > end:
+            raise CommError(
+                f"rank 0 did not write {path} within {timeout_s:g} s; see whether it was started and what it "
+                "printed"
+            )
+        time.sleep(_POLL_S)
+    text = path.read_text()
+    if not (text.isdecimal() and 0 < int(text) < 1 << 16):
+        raise UsageError(f"{path} has {text!r:.40}, not a port; delete it and start the job again")
+    return int(text)

@@ -1,0 +1,148 @@
+"""Tests the store in rank 0's process: its methods, its secret, and what strangers may send."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from shoal.comm import tcp_store
+from shoal.comm.engine import CommError
+from shoal.comm.store import PrefixStore
+from shoal.comm.tcp_store import TcpStore, TcpStoreServer
+from shoal.errors import UsageError
+
+SECRET = b"the secret of the store's tests"
+LIMIT = timedelta(seconds=20)
+REFUSED = struct.pack("!II", 15, 7) + b"refused" + bytes(4)
+SOON = timedelta(seconds=0.1)
+
+
+@pytest.fixture(params=[None, SECRET], ids=["open", "secret"])
+def secret(request: pytest.FixtureRequest) -> bytes | None:
+    return request.param
+
+
+_opened: list[TcpStore | TcpStoreServer] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def serve(secret: bytes | None) -> TcpStoreServer:
+    _opened.append(made := TcpStoreServer("127.0.0.1", 0, secret))
+    return made
+
+
+def client(server: TcpStoreServer, secret: bytes | None) -> TcpStore:
+    _opened.append(made := TcpStore("127.0.0.1", server.port, secret, LIMIT))
+    return made
+
+
+def test_it_stores_for_all_and_wakes_who_waits(secret: bytes | None) -> None:
+    server = serve(secret)
+    one, two = client(server, secret), client(server, secret)
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(two.get("späte Größe")))
+    reader.start()
+    assert not one.check(["späte Größe"])
+    one.set("späte Größe", "x" * 100_000)
+    reader.join(10)
+    assert found == [b"x" * 100_000]
+    assert [store.add("n", 3) for store in (one, two, one)] == [3, 6, 9]
+    assert two.check(["n", "späte Größe"])
+    with pytest.raises(TimeoutError):
+        one.wait(["n", "never"], SOON)
+    one.wait(["n"], SOON)
+    part = PrefixStore("group/", two)
+    part.set("n", "mine")
+    assert (one.get("group/n"), one.get("n")) == (b"mine", b"9")
+
+
+def test_secrets_that_differ_are_refused() -> None:
+    server = serve(SECRET)
+    with pytest.raises(CommError, match="another SHOAL_SECRET"):
+        client(server, b"another secret of the tests")
+    with pytest.raises(UsageError, match="has a SHOAL_SECRET and this rank has none"):
+        client(server, None)
+    bare = serve(None)
+    with pytest.raises(UsageError, match="has no SHOAL_SECRET"):
+        client(bare, SECRET)
+    assert client(server, SECRET).add("n", 1) == 1
+
+
+def test_a_server_without_the_secret_is_refused() -> None:
+    """A stranger at rank 0's port that repeats the greeting, and calls whatever proof good."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                tcp_store._send(connection, [tcp_store._GREETING, bytes(32), b"secret"])
+                tcp_store._receive(connection)
+                tcp_store._send(connection, [b"ok", bytes(32)])
+
+        stranger = threading.Thread(target=pretend)
+        stranger.start()
+        with pytest.raises(CommError, match="another SHOAL_SECRET"):
+            TcpStore("127.0.0.1", listener.getsockname()[1], SECRET, LIMIT)
+        stranger.join()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("!I", 1 << 31),
+        struct.pack("!II", 4, 1 << 20),
+        b"",
+        struct.pack("!I", 0),
+    ],
+    ids=["http", "two GB", "a field beyond the message", "nothing", "empty"],
+)
+def test_what_strangers_send_ends_their_connection_alone(sent: bytes) -> None:
+    server = serve(SECRET)
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.settimeout(10)
+        tcp_store._receive(stranger)
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) in (b"", REFUSED)
+    assert client(server, SECRET).add("n", 1) == 1
+
+
+def test_malformed_requests_and_too_much_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = client(serve(None), None)
+    for request in ([b"unknown"], [b"set", b"k"], [b"add", b"k", b"one"], [b"get", b"\xff", b"1"]):
+        with pytest.raises(CommError, match="a malformed request"):
+            store._call(*request)
+    with pytest.raises(CommError, match="at most 1,048,576 are sent"):
+        store.set("k", "x" * (1 << 20))
+    monkeypatch.setattr(tcp_store, "_MAX_STORED", 1000)
+    store.set("k", "x" * 900)
+    store.set("k", "x" * 950)
+    with pytest.raises(CommError, match="the store is full"):
+        store.set("l", "x" * 100)
+
+
+def test_a_port_that_is_taken_and_a_server_that_is_gone() -> None:
+    server = serve(None)
+    with pytest.raises(UsageError, match=f"cannot listen at 127.0.0.1:{server.port}"):
+        TcpStoreServer("127.0.0.1", server.port, None)
+    store = client(server, None)
+    server.close()
+    with pytest.raises(CommError, match=r"was lost|malformed"):
+        for _ in range(3):
+            store.set("k", "v")
+    with pytest.raises(CommError, match=r"did not answer within 0\.1 s"):
+        TcpStore("127.0.0.1", server.port, None, SOON)
