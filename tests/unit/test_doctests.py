@@ -19,7 +19,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "src"
 MODULES = [
     ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted(SOURCES.rglob("*.py"))
-    if ">>> " in path.read_text(encoding="utf-8")
+    if ">>> " in path.read_text(encoding="utf-8") and path.parent.name != "jax"  # real/test_jax.py runs those
 ]
 
 

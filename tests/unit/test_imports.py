@@ -41,6 +41,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE | LAYERS),
     "train": DECIDERS | NATIVE | LAYERS | DOERS,
     "recipes": BELOW_RECIPES | {"launch"},
+    "jax": NOUNS | NATIVE | {"comm"},
     "planner": DECIDERS | {"models"},
     "launch": frozenset({"errors", "json_text", "env"}),
     "report": frozenset({"errors", "atomic_io", "record", "formatting"}),

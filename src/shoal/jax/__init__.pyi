@@ -1,0 +1,13 @@
+from shoal.jax.collectives import all_gather as all_gather
+from shoal.jax.collectives import all_reduce as all_reduce
+from shoal.jax.collectives import broadcast as broadcast
+from shoal.jax.collectives import reduce_scatter as reduce_scatter
+from shoal.jax.mpi import use_collectives as use_collectives
+from shoal.jax.optimizer import distributed as distributed
+from shoal.jax.process import barrier as barrier
+from shoal.jax.process import init as init
+from shoal.jax.process import local_rank as local_rank
+from shoal.jax.process import local_size as local_size
+from shoal.jax.process import rank as rank
+from shoal.jax.process import shutdown as shutdown
+from shoal.jax.process import size as size

@@ -1,0 +1,173 @@
+"""Defines the primitive of JAX by which a collective enters a program, and its lowering to one FFI call.
+
+The primitive has an ordered effect, so that the calls of a program, in ``scan`` and ``cond`` too, and those
+of programs one after the other run in the order in which the user wrote them: all ranks must submit in the
+same order, and XLA orders by data alone. JAX passes a token from call to call for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import effects
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from shoal import native
+from shoal.errors import ShoalError
+
+_TARGET = "shoal_jax_collective"
+KINDS = {"all_reduce": 0, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
+"""Numbers of ``shoal_kind`` in ``shoal.h``."""
+REDUCTIONS = {"sum": 0, "mean": 1, "prod": 2, "min": 3, "max": 4}
+"""Numbers of ``shoal_reduction`` in ``shoal.h``."""
+_IN_PLACE = ("all_reduce", "broadcast")
+
+
+class _SubmissionOrder(effects.Effect):  # type: ignore[misc]
+    def __str__(self) -> str:
+        return "shoal's order"
+
+
+_ORDER = _SubmissionOrder()
+for _allowed in (
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.ordered_effects,
+    effects.custom_derivatives_allowed_effects,
+):
+    _allowed.add_type(_SubmissionOrder)
+
+collective_p = Primitive("shoal_collective")
+"""Operands: arrays. Results: one for each. Parameters: those of :func:`bind`."""
+collective_p.multiple_results = True
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the library with the handler.
+
+    Raises:
+        ShoalError: this shoal was built without it.
+    """
+    path = Path(native.core().__file__ or "").parent / "lib" / "libshoal_jax.so"
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as problem:
+        raise ShoalError(f"{path} cannot be loaded ({problem}); reinstall shoal") from None
+    loaded.shoal_jax_set_group.argtypes = (ctypes.c_int64, ctypes.c_void_p)
+    loaded.shoal_jax_set_group.restype = None
+    return loaded
+
+
+@cache
+def register() -> None:
+    """Make the handler known to XLA, for CPUs."""
+    handler = getattr(library(), _TARGET)
+    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+
+
+def set_group(number: int, group: int) -> None:
+    """Let compiled programs find a group by its number.
+
+    Args:
+        number: above 0.
+        group: address of a reference to a ``shoal_group``, which this takes over; 0: none any more.
+    """
+    library().shoal_jax_set_group(number, group)
+
+
+def bind(
+    leaves: Sequence[Any],
+    *,
+    kind: str,
+    group: int,
+    size: int,
+    timeout_s: float,
+    op: str = "sum",
+    root: int = 0,
+) -> list[jax.Array]:
+    """Return the results of one collective on several arrays.
+
+    Args:
+        leaves: arrays, those of a kind in place (all_reduce, broadcast) are overwritten where nothing else
+            uses them.
+        kind: one of :data:`KINDS`.
+        group: number of the group.
+        size: number of its ranks.
+        timeout_s: limit of the collective.
+        op: one of :data:`REDUCTIONS`.
+        root: source of a broadcast.
+
+    Returns:
+        For each leaf of shape ``s``: ``s``; of an all_gather ``(size, *s)``; of a reduce_scatter ``s`` with
+        the first dimension divided by ``size``.
+    """
+    found: list[jax.Array] = collective_p.bind(
+        *leaves, kind=kind, group=group, size=size, timeout_s=timeout_s, op=op, root=root
+    )
+    return found
+
+
+def _result(aval: Any, kind: str, size: int) -> Any:
+    if kind == "all_gather":
+        return aval.update(shape=(size, *aval.shape))
+    if kind == "reduce_scatter":
+        return aval.update(shape=(aval.shape[0] // size, *aval.shape[1:]))
+    return aval
+
+
+@collective_p.def_effectful_abstract_eval  # type: ignore[untyped-decorator,unused-ignore]
+def _abstract_eval(*avals: Any, kind: str, size: int, **_: Any) -> tuple[list[Any], set[Any]]:
+    return [_result(aval, kind, size).update(weak_type=False) for aval in avals], {_ORDER}
+
+
+def _lower(
+    ctx: Any, *operands: Any, kind: str, group: int, size: int, timeout_s: float, op: str, root: int
+) -> Any:
+    token = ctx.tokens_in.get(_ORDER)
+    abstract = jax.core.abstract_token
+    aliases = {number: number for number in range(1 + len(operands))} if kind in _IN_PLACE else {0: 0}
+    call = jax.ffi.ffi_lowering(_TARGET, has_side_effect=True, operand_output_aliases=aliases)
+    token, *results = call(
+        replace(ctx, avals_in=[abstract, *ctx.avals_in], avals_out=[abstract, *ctx.avals_out]),
+        token,
+        *operands,
+        group=np.int64(group),
+        kind=np.int64(KINDS[kind]),
+        reduction=np.int64(REDUCTIONS[op]),
+        root=np.int64(root),
+        timeout_s=np.float64(timeout_s),
+    )
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDER: token})))
+    return results
+
+
+mlir.register_lowering(collective_p, _lower, platform="cpu")
+
+
+def _refuse(ctx: Any, *operands: Any, platform: str, **_: Any) -> Any:
+    raise NotImplementedError(
+        f"shoal.jax is for arrays on CPUs, and this program is compiled for {platform}; compute there with "
+        "jax.default_device(jax.devices('cpu')[0]), or on GPUs use JAX's own collectives"
+    )
+
+
+for _platform in ("cuda", "rocm", "tpu"):
+    mlir.register_lowering(collective_p, partial(_refuse, platform=_platform), platform=_platform)
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, kind: str, **params: Any) -> Any:
+    if kind not in _IN_PLACE:
+        raise NotImplementedError(f"shoal.jax.{kind} inside vmap; call it outside, on the whole array")
+    return collective_p.bind(*operands, kind=kind, **params), dims
+
+
+batching.primitive_batchers[collective_p] = _batch

@@ -1,0 +1,356 @@
+"""Programs of the JAX tests, one function each: ``python jax_workers.py NAME``, in several processes.
+
+Their environment has the wheel and JAX, not torch. What they find to be wrong is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+LEAVES = [(0,), (1,), (3, 5), (), (300, 100), (70_000,)]
+"""Shapes: of 0 and 1 elements, below and above the 64 KiB that travel together."""
+
+
+def operands(dtype: str) -> list[list[np.ndarray]]:
+    """Return all ranks' leaves, of bits that a sum in another order would round differently."""
+    import ml_dtypes
+
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    random = np.random.default_rng(7)
+    return [
+        [(random.standard_normal(shape) * 10.0 ** random.integers(-3, 4)).astype(kind) for shape in LEAVES]
+        for _ in range(SIZE)
+    ]
+
+
+def digest(leaves: list[Any]) -> str:
+    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+
+
+def sums() -> None:
+    """Print the digests of sums and means, which the test compares with those of torch's backend."""
+    import jax
+
+    import shoal.jax as sj
+
+    assert "torch" not in sys.modules
+    sj.init(timeout_s=60)
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        with jax.enable_x64(dtype == "float64"):
+            mine = [jax.numpy.asarray(leaf) for leaf in operands(dtype)[RANK]]
+            before = digest(mine)
+            for op in ("sum", "mean"):
+                whole = sj.all_reduce(mine, op)
+                compiled = jax.jit(lambda leaves, op=op: sj.all_reduce(leaves, op))(mine)
+                apart = [sj.all_reduce(leaf, op) for leaf in mine]
+                assert digest(whole) == digest(compiled) == digest(apart), (dtype, op)
+                if RANK == 0:
+                    print(f"{dtype} {op} {digest(whole)}")
+            assert digest(mine) == before, "an array that was not donated has changed"
+
+
+def torch_sums() -> None:
+    """Print the digests of the same sums and means through ``torch.distributed``."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("shoal", init_method="env://")
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        for op, reduction in (("sum", dist.ReduceOp.SUM), ("mean", dist.ReduceOp.AVG)):
+            leaves = [
+                torch.from_numpy(leaf.reshape(-1).view(np.uint8)).view(getattr(torch, dtype))
+                for leaf in operands(dtype)[RANK]
+            ]
+            for leaf in leaves:
+                dist.all_reduce(leaf, reduction)
+            if RANK == 0:
+                print(f"{dtype} {op} {digest([leaf.view(torch.uint8).numpy() for leaf in leaves])}")
+    dist.destroy_process_group()
+
+
+def alone() -> None:
+    """Run every collective in a process without others."""
+    import jax
+    import jax.numpy as jnp
+
+    import shoal.jax as sj
+
+    try:
+        sj.rank()
+    except ValueError as error:
+        assert "shoal.jax.init() was not called" in str(error)
+    sj.init()
+    tree = {"a": jnp.arange(4.0), "b": jnp.int32(3)}
+    for same in (sj.all_reduce(tree["a"], "sum"), sj.broadcast(tree)["a"], jax.jit(sj.broadcast)(tree)["a"]):
+        assert same.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert sj.all_gather(tree)["a"].shape == (1, 4)
+    assert sj.reduce_scatter(tree["a"]).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert sj.all_reduce([]) == []
+    sj.barrier()
+
+
+def collectives() -> None:
+    """Compare all collectives with NumPy's results, and the places of donated arrays."""
+    import jax
+    import jax.numpy as jnp
+
+    import shoal.jax as sj
+
+    sj.init(timeout_s=60)
+    assert (sj.rank(), sj.size(), sj.local_rank(), sj.local_size()) == (RANK, SIZE, RANK, SIZE)
+    every = np.arange(SIZE * 4 * SIZE * 3, dtype=np.int32).reshape(SIZE, 4 * SIZE, 3) % 97
+    mine = {"x": jnp.asarray(every[RANK]), "flag": jnp.asarray(RANK == 1)}
+    assert np.array_equal(sj.all_gather(mine)["x"], every)
+    assert sj.all_gather(mine)["flag"].tolist() == [rank == 1 for rank in range(SIZE)]
+    assert np.array_equal(sj.all_gather(mine["x"], tiled=True), every.reshape(-1, 3))
+    assert np.array_equal(sj.reduce_scatter(mine["x"], "sum"), every.sum(0)[4 * RANK : 4 * RANK + 4])
+    assert np.array_equal(sj.broadcast(mine, root=SIZE - 1)["x"], every[SIZE - 1])
+    for op, reduce in (("max", np.max), ("min", np.min), ("prod", np.prod), ("sum", np.sum)):
+        assert np.array_equal(sj.all_reduce(mine["x"], op), reduce(every, axis=0)), op
+    assert bool(sj.all_reduce(mine["flag"], "max"))
+    assert complex(sj.all_reduce(jnp.complex64(RANK + 1j), "sum")) == sum(range(SIZE)) + SIZE * 1j
+    for dtype, op in (("int32", "mean"), ("bool", "sum"), ("uint32", "max"), ("int16", "sum")):
+        try:
+            sj.all_reduce(jnp.zeros(2, dtype), op)
+        except TypeError as error:
+            assert f"an array of dtype {dtype} has no {op} over ranks" in str(error)
+        else:
+            raise AssertionError(f"{dtype} {op}")
+    rounded = sj.all_reduce(jnp.float32(1 + 2**-12), wire="bfloat16")
+    assert (rounded.dtype, float(rounded)) == (jnp.float32, 1.0)
+    values = jnp.full(1 << 20, float(RANK))
+    place = values.unsafe_buffer_pointer()
+    mean = jax.jit(sj.all_reduce, donate_argnums=0)(values)
+    assert mean.unsafe_buffer_pointer() == place, "a donated array was copied"
+    assert float(mean[-1]) == (SIZE - 1) / 2
+    batch = jax.vmap(lambda row: sj.all_reduce(row, "sum"))(jnp.ones((4, 2)))
+    assert np.array_equal(batch, np.full((4, 2), SIZE))
+    sj.barrier()
+
+
+def order() -> None:
+    """Run 50 calls of random sizes and dependencies in one program, often, on ranks of different speed."""
+    import jax
+    import jax.numpy as jnp
+
+    import shoal.jax as sj
+
+    sj.init(timeout_s=60)
+    random = np.random.default_rng(3)
+    sizes = [int(size) for size in 10 ** random.uniform(0, 4.5, 50)]
+    earlier = [
+        int(random.integers(0, number)) if number and random.random() < 0.4 else None for number in range(50)
+    ]
+
+    @jax.jit
+    def program(seed: Any) -> list[Any]:
+        found: list[Any] = []
+        for number, (count, before) in enumerate(zip(sizes, earlier, strict=True)):
+            base = seed * (number + 1) if before is None else found[before].ravel()[0]
+            operand = jnp.full(count, 1.0) * base
+            found.append(sj.all_reduce(operand + jnp.float32(sj.rank()), "sum"))
+
+        def step(carry: Any, _: Any) -> Any:
+            carry = sj.all_reduce(carry, "mean") + 1
+            return carry, jax.lax.cond(carry[0] > 2, lambda x: sj.all_reduce(x, "max"), lambda x: x, carry)
+
+        carry, rows = jax.lax.scan(step, jnp.zeros(3), None, length=4)
+        return [*found, carry, rows]
+
+    def expected(seed: float) -> list[np.ndarray]:
+        found: list[float] = []
+        for number, before in enumerate(earlier):
+            base = seed * (number + 1) if before is None else found[before]
+            found.append(SIZE * base + sum(range(SIZE)))
+        return found
+
+    for run in range(int(os.environ.get("RUNS", "40"))):
+        if run % SIZE == RANK and run % 5 == 0:
+            time.sleep(0.01)
+        *leaves, carry, _ = program(jnp.float32(run % 3))
+        got = [float(np.asarray(leaf)[-1]) for leaf in leaves]
+        assert np.allclose(got, expected(float(run % 3)), rtol=1e-6), run
+        assert carry.tolist() == [4.0, 4.0, 4.0]
+
+
+def training() -> None:
+    """Train 20 steps of Adam on this rank's part of each batch, and in one process on the whole of it."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import shoal.jax as sj
+
+    sj.init(timeout_s=60)
+    random = np.random.default_rng(0)
+    widths = [64, 128, 128, 10]
+    params = [
+        (jnp.asarray(random.standard_normal(shape) * 0.1, jnp.float32), jnp.zeros(shape[1]))
+        for shape in pairwise(widths)
+    ]
+    inputs = random.standard_normal((20, 32, 64)).astype(np.float32)
+    labels = random.integers(0, 10, (20, 32))
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        for weights, bias in params[:-1]:
+            x = jnp.tanh(x @ weights + bias)
+        logits = x @ params[-1][0] + params[-1][1]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    def train(optimizer: Any, params: Any, rows: slice) -> Any:
+        @jax.jit
+        def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+            updates, state = optimizer.update(jax.grad(loss)(params, x, y), state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = optimizer.init(params)
+        for x, y in zip(inputs, labels, strict=True):
+            params, state = step(params, state, x[rows], y[rows])
+        return jax.tree.leaves(params)
+
+    share = 32 // SIZE
+    rows = slice(RANK * share, (RANK + 1) * share)
+    start = sj.broadcast(jax.tree.map(lambda leaf: leaf + RANK, params))  # rank 0's
+    for make in (lambda: optax.sgd(0.1, momentum=0.9), lambda: optax.adam(1e-2)):
+        ours = train(sj.distributed(make()), start, rows)
+        alone = train(make(), params, slice(None))
+        difference = max(float(jnp.abs(a - b).max()) for a, b in zip(ours, alone, strict=True))
+        assert difference <= 1e-6, difference
+        print(f"weights {digest(ours)} differ by {difference:.1e}")
+
+
+def lost() -> None:
+    """Lose rank 1 in a step: the others get an error that names it."""
+    import jax
+    import jax.numpy as jnp
+
+    import shoal.jax as sj
+
+    sj.init(timeout_s=60)
+    program = jax.jit(lambda x: sj.all_reduce(x, "sum"))
+    program(jnp.ones(1000)).block_until_ready()
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        program(jnp.ones(1000)).block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        assert "rank 1" in str(error), error
+        assert time.monotonic() - begun < 30
+        print("rank 1 was named")
+        sys.stdout.flush()
+        os._exit(0)
+    raise AssertionError("rank 1 is gone and nobody noticed")
+
+
+def differing() -> None:
+    """Submit arrays of other shapes on rank 1: all ranks get both sides."""
+    import jax
+    import jax.numpy as jnp
+
+    import shoal.jax as sj
+
+    sj.init(timeout_s=60)
+    try:
+        sj.all_reduce(jnp.ones(100 + RANK), "sum").block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        assert "100" in str(error) and "101" in str(error), error
+        os._exit(0)
+    raise AssertionError("100 and 101 elements were added")
+
+
+def mpi() -> None:
+    """Run JAX's own collectives on shoal, in an unchanged program of ``jax.distributed``."""
+    import shoal.jax
+
+    shoal.jax.use_collectives(timeout_s=60)
+
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    jax.distributed.initialize(f"127.0.0.1:{os.environ['COORDINATOR_PORT']}", SIZE, RANK)
+    mesh = jax.make_mesh((SIZE,), ("d",), axis_types=(AxisType.Auto,))
+
+    def shard(x: np.ndarray) -> Any:
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), x)
+
+    def run(function: Callable[..., Any], x: Any, *out: Any) -> np.ndarray:
+        specs = {"in_specs": P("d"), "out_specs": out[0] if out else P("d")}
+        mapped = jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
+        return np.asarray(jax.jit(mapped)(x).addressable_data(0))
+
+    every = np.random.default_rng(7).standard_normal((SIZE, SIZE, 1000)).astype(np.float32)
+    mine = shard(every[RANK : RANK + 1])
+    in_rank_order = every[0]
+    for part in every[1:]:
+        in_rank_order = in_rank_order + part
+    lax = jax.lax
+    assert np.array_equal(run(lambda x: lax.psum(x, "d"), mine, P())[0], in_rank_order)
+    assert np.array_equal(run(lambda x: lax.pmax(x, "d"), mine, P())[0], every.max(0))
+    assert np.array_equal(run(lambda x: lax.all_gather(x, "d", tiled=True), mine, P()), every)
+    scattered = run(lambda x: lax.psum_scatter(x[0], "d", tiled=True), mine)
+    assert np.array_equal(scattered, in_rank_order[RANK : RANK + 1])
+    ring = [(rank, (rank + 1) % SIZE) for rank in range(SIZE)]
+    assert np.array_equal(run(lambda x: lax.ppermute(x, "d", ring), mine), every[(RANK - 1) % SIZE][None])
+    exchanged = run(lambda x: lax.all_to_all(x, "d", 1, 0, tiled=True), mine)
+    assert np.array_equal(exchanged, every[:, RANK : RANK + 1])
+    for dtype in (jnp.int32, jnp.complex64, jnp.bfloat16, jnp.bool_):
+        whole = (every * 8).astype(np.int32) % 8
+        added = run(lambda x: lax.psum(x, "d"), shard(np.asarray(whole[RANK : RANK + 1], dtype)), P())
+        assert np.array_equal(
+            added[0], np.asarray(whole, dtype).astype(added.dtype).sum(0, dtype=added.dtype)
+        ), dtype
+    weights = jax.device_put(jnp.ones((256, 256)), NamedSharding(mesh, P()))
+    batch = shard(np.full((8, 256), RANK + 1.0, np.float32))
+    gradient = jax.jit(jax.grad(lambda w, x: ((x @ w) ** 2).mean()), out_shardings=NamedSharding(mesh, P()))(
+        weights, batch
+    )
+    expected = 2 * np.mean([(rank + 1.0) ** 2 for rank in range(SIZE)])
+    assert np.allclose(np.asarray(gradient.addressable_data(0)), expected, rtol=1e-6)
+    if SIZE == 4:
+        two = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        x = jax.make_array_from_process_local_data(
+            NamedSharding(two, P("a", "b")), np.full((1, 1), 10.0**RANK, np.float32), (2, 2)
+        )
+        both = jax.jit(
+            jax.shard_map(
+                lambda x: (lax.psum(x, "a"), lax.psum(x, "b")),
+                mesh=two, in_specs=P("a", "b"), out_specs=P("a", "b"), check_vma=False,
+            )
+        )(x)  # fmt: skip
+        got = [float(np.asarray(each.addressable_data(0))[0, 0]) for each in both]
+        assert got == [10.0 ** (RANK % 2) + 10.0 ** (RANK % 2 + 2), 11.0 if RANK < 2 else 1100.0]
+    repeat = jax.jit(
+        jax.shard_map(
+            lambda x: lax.psum_scatter(x[0], "d", tiled=True), mesh=mesh, in_specs=P("d"), out_specs=P("d")
+        )
+    )
+    for _ in range(int(os.environ.get("RUNS", "200"))):  # gloo's results differed from run to run (jax#40830)
+        assert np.array_equal(np.asarray(repeat(mine).addressable_data(0)), scattered)
+
+
+def too_late() -> None:
+    """Choose the collectives after JAX has been imported."""
+    import jax  # noqa: F401
+
+    import shoal.jax
+
+    shoal.jax.use_collectives()
+
+
+if __name__ == "__main__":
+    sys.path.remove(str(Path(__file__).parent))
+    globals()[sys.argv[1]]()
