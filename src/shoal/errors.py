@@ -23,7 +23,7 @@ EXIT_LOST = 76
 
 MODULES_OF_EXTRAS = {
     "torch": ("torch", "safetensors", "tensorboardX"),
-    "jax": ("jax", "jaxlib", "optax"),
+    "jax": ("jax", "optax"),
     "text": ("transformers", "tokenizers", "sentencepiece", "google"),
     "corpora": ("pyarrow", "zstandard", "mwparserfromhell"),
     "vision": ("torchvision", "PIL", "faster_coco_eval"),
