@@ -2,15 +2,24 @@
 
 # Annotations are objects here, not texts: cyclopts reads those of the settings.
 
+from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from shoal.cli.settings import settings_from
-from shoal.errors import EXIT_OK
+from shoal.errors import EXIT_OK, UsageError, did_you_mean
+from shoal.launch import cloudformation as stacks
 from shoal.launch import parallelcluster as parallel
+from shoal.launch.aws_checks import allowed
+from shoal.launch.cloudformation import CloudFormation
 from shoal.launch.parallelcluster import ParallelCluster
+
+_FSX_PER_GB_MONTH = 0.21
+"""US dollars of persistent SSD storage at 250 MB/s per TiB in us-east-1; recalled, not confirmed."""
+_HOURS_A_MONTH = 730
 
 cluster = App(name="cluster")
 write = App(name="write", help="Write files; nothing is made.", config=(settings_from(lambda _: ""),))
@@ -33,6 +42,7 @@ def parallelcluster(
     config
         TOML file with options of this command, such as region = "us-east-1".
     """
+    _check_instances(plan)
     out.mkdir(parents=True, exist_ok=True)
     path = out / parallel.CONFIGURATION
     path.write_text(parallel.render(plan), encoding="utf-8")
@@ -49,7 +59,61 @@ def parallelcluster(
     return EXIT_OK
 
 
-def _price(cluster: ParallelCluster) -> str:
+@write.command
+def cloudformation(
+    *,
+    plan: Annotated[CloudFormation, Parameter(name="*")],
+    out: Path,
+    config: Path | None = None,
+) -> int:
+    """Write two CloudFormation stacks: FSx for Lustre over S3, then hosts with EFA and a data host.
+
+    The hosts have no scheduler: `shoal submit ssh` on the data host starts jobs.
+
+    Parameters
+    ----------
+    out
+        Folder for filesystem.yaml and cluster.yaml.
+    config
+        TOML file with options of this command, such as region = "us-east-1".
+    """
+    _check_instances(plan)
+    out.mkdir(parents=True, exist_ok=True)
+    for file, text in stacks.render(plan).items():
+        (out / file).write_text(text, encoding="utf-8")
+        print(out / file)
+    print("make them, one after the other:")
+    for file in (stacks.FILE_SYSTEM, stacks.CLUSTER):
+        print(f"    {stacks.create_stack(plan, file, str(out / file))}")
+    print(f"the data host: {stacks.ask_data_host(plan)}")
+    print("delete them, the cluster first; the second takes all runs with it, but not the bucket:")
+    for file in (stacks.CLUSTER, stacks.FILE_SYSTEM):
+        print(f"    {stacks.delete_stack(plan, file)}")
+    file_system = plan.fsx_gb * _FSX_PER_GB_MONTH / _HOURS_A_MONTH
+    print(f"an hour of the file system: ${file_system:.2f}, a list price recalled and not confirmed")
+    print(f"an hour of the cluster: {_price(plan)}, and the data host {plan.data_instance}")
+    return EXIT_OK
+
+
+def _check_instances(plan: ParallelCluster | CloudFormation) -> None:
+    """Compare the instance types with those that botocore knows, where it is installed.
+
+    Raises:
+        UsageError: it does not know one.
+    """
+    if find_spec("botocore") is None:
+        return
+    known = allowed("ec2", "InstanceType")
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if field.name.endswith("_instance") and value not in known:
+            raise UsageError(
+                f"--{field.name.replace('_', '-')} {value!r} is no instance type that botocore knows; "
+                f"upgrade boto3 if it is new.{did_you_mean(value, known)}"
+            )
+
+
+def _price(cluster: ParallelCluster | CloudFormation) -> str:
     """Return the price of the worker and helper hosts by the planner's catalog."""
     from shoal.planner.hardware import Catalog
 

@@ -96,7 +96,7 @@ def render(cluster: ParallelCluster) -> str:
 
 _CLUSTER = """\
 Region: {region}
-Image: {{Os: alinux2023}}
+Image: {{Os: ubuntu2404}}
 HeadNode:  # data is prepared here, and TensorBoard runs here: ssh -L 6006:localhost:6006
   InstanceType: {head}
   Networking: {{SubnetId: {subnet}}}

@@ -7,6 +7,7 @@ command line, and nothing is left running.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shlex
@@ -202,12 +203,15 @@ def run(starts: Sequence[Start]) -> int:
     """
     secret = secrets.token_hex(32)
     running: list[tuple[Start, subprocess.Popen[str]]] = []
+    leashes: list[int] = []
+    asked: list[bool] = []
 
     def close(*signal_and_frame: Any) -> None:
-        for _, process in running:
-            assert process.stdin is not None
-            with suppress(OSError):
-                process.stdin.close()
+        # a second signal may interrupt this anywhere: a file object would refuse to be closed twice at once
+        asked.append(True)
+        with suppress(IndexError):
+            while True:
+                os.close(leashes.pop())
 
     handlers = {
         number: signal.signal(number, close)
@@ -216,8 +220,9 @@ def run(starts: Sequence[Start]) -> int:
     readers = []
     try:
         for start in starts:
-            process = _started(start, secret)
-            running.append((start, process))
+            running.append((start, process := _started(start, secret, leashes)))
+            if asked:
+                close()
             for source, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 reader = threading.Thread(target=_copy, args=(start.label, source, out), daemon=True)
                 reader.start()
@@ -244,11 +249,16 @@ def run(starts: Sequence[Start]) -> int:
     return next(code for code in _BY_WEIGHT if code in known)
 
 
-def _started(start: Start, secret: str) -> subprocess.Popen[str]:
+def _started(start: Start, secret: str, leashes: list[int]) -> subprocess.Popen[str]:
+    """Start a process, whose stdin says the secret and is open until its end in ``leashes`` closes."""
+    stdin, leash = os.pipe()
+    leashes.append(leash)
+    with suppress(OSError):
+        os.write(leash, f"{secret}\n".encode())
     try:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             start.command,
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -257,11 +267,8 @@ def _started(start: Start, secret: str) -> subprocess.Popen[str]:
         )
     except FileNotFoundError:
         raise ShoalError(f"{start.command[0]} was not found on this machine; install it") from None
-    assert process.stdin is not None
-    with suppress(OSError):
-        process.stdin.write(secret + "\n")
-        process.stdin.flush()
-    return process
+    finally:
+        os.close(stdin)
 
 
 def _copy(label: str, source: Any, out: Any) -> None:

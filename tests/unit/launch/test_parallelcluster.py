@@ -19,7 +19,7 @@ COMMON: dict[str, Any] = {
 
 CLUSTER = """\
 Region: us-east-1
-Image: {Os: alinux2023}
+Image: {Os: ubuntu2404}
 HeadNode:  # data is prepared here, and TensorBoard runs here: ssh -L 6006:localhost:6006
   InstanceType: m5.2xlarge
   Networking: {SubnetId: subnet-0123456789abcdef0}
@@ -117,10 +117,18 @@ def test_mistakes_in_the_options(settings: dict[str, Any], said: str) -> None:
 def test_the_command_says_how_to_make_and_delete_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert write(plan=ParallelCluster(**COMMON, helper_instance="x9.large"), out=tmp_path / "aws") == 0
+    assert write(plan=ParallelCluster(**COMMON, helper_instance="m5.large"), out=tmp_path / "aws") == 0
     said = capsys.readouterr().out
     assert (tmp_path / "aws" / "cluster.yaml").read_text() == render(
-        ParallelCluster(**COMMON, helper_instance="x9.large")
+        ParallelCluster(**COMMON, helper_instance="m5.large")
     )
     assert "pcluster create-cluster --cluster-name shoal --region us-east-1 --cluster-configuration" in said
-    assert "pcluster delete-cluster" in said and "without x9.large" in said
+    assert "pcluster delete-cluster" in said and "without m5.large" in said
+
+
+def test_an_instance_type_that_ec2_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"--worker-instance 'p4de.24xlarg' is no instance type.*p4de.24xlarge"
+    ):
+        write(plan=ParallelCluster(**COMMON, worker_instance="p4de.24xlarg"), out=tmp_path / "aws")
+    assert not (tmp_path / "aws").exists()

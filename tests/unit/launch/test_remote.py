@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +121,22 @@ def test_a_host_without_shoal_or_with_another_is_named(
     said = str(raised.value)
     assert "not all hosts have shoal 1" in said and "n1" not in said.partition(":")[2]
     assert "n2 has 'shoal 2'; n3: sh: shoal: not found" in said
+
+
+def test_signals_that_come_during_the_start_let_all_workers_save() -> None:
+    program = (
+        "import sys\n"
+        "from shoal.launch.remote import Start, run\n"
+        "wait = ['sh', '-c', 'echo ready; cat > /dev/null; exit 75']\n"
+        "sys.exit(run([Start(label=str(number), command=wait) for number in range(40)]))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) * 20:
+            process.send_signal(number)
+        assert len(process.stdout.readlines()) == 39
+        assert process.wait(60) == 75
 
 
 def test_a_program_that_is_missing() -> None:
