@@ -145,6 +145,7 @@ def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
     lines += [*job.prolog, ""]
     if job.helpers:
         lines.append(f'{helpers} shoal launch --role helper --job "$job" &')
+        lines.append("helpers=$!")
     options = [
         *([f"--workers {job.workers_per_host}"] if job.workers_per_host and not job.task_per_worker else []),
         *([f"--helpers {job.helpers}"] if job.helpers else []),
@@ -159,7 +160,12 @@ def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
         "code=$?",
     ]
     if job.helpers:
-        lines += ['scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1"  # the helpers stop', "wait"]
+        lines += [
+            'scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1"  # the helpers stop',
+            'sleep 60 && kill "$helpers" &  # those that have not are killed after a minute',
+            'wait "$helpers"',
+            "kill $!  # the sleep",
+        ]
     return "\n".join([*lines, *_ENDING]) + "\n"
 
 

@@ -30,12 +30,15 @@ job=/fsx/jobs/bert  # shared by all nodes
 module load cuda
 
 srun --het-group=1 --mpi=none --kill-on-bad-exit=0 shoal launch --role helper --job "$job" &
+helpers=$!
 srun --het-group=0 --mpi=none --kill-on-bad-exit=0 --ntasks-per-node=1 \\
     shoal launch --job "$job" --workers 8 --helpers 4 --global-batch 512 -- \\
     shoal train bert --preset large --data.path '/fsx/my text' --run.dir runs/b
 code=$?
 scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1"  # the helpers stop
-wait
+sleep 60 && kill "$helpers" &  # those that have not are killed after a minute
+wait "$helpers"
+kill $!  # the sleep
 
 # 75: the workers saved and left; 76: another host is gone. Slurm starts the same job again.
 case $code in
