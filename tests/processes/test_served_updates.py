@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from engine_group import SECRET
 from shoal import native
 from shoal.comm.engine import CommError
-from shoal.comm.served import Served, update_on_servers
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.sgd import SGD
+from shoal.train.served_update import Served, update_on_servers
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 STEPS = 6

@@ -186,7 +186,7 @@ class Operation:
         tag: of a message; a receive takes those of its tag.
         source_rank: of a receive, address of the int32 that gets the number of the rank that has sent.
         served: table, step, rule and place of an operation on weights that servers keep: configure, load,
-            dump and update (``csrc/engine/served_weights.h``), which are made by ``comm.served``.
+            dump and update (``csrc/engine/served_weights.h``), which are made by ``train.served_update``.
         text: names the options of a configure, for messages.
         memory: tensors at the addresses, where ``source`` and ``target`` are not given.
         source: tensor at ``input``, flat and contiguous.

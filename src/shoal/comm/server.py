@@ -45,7 +45,7 @@ def serve(
         metrics: PORT, on the loopback interface, or ADDRESS:PORT, at which to serve the counters over HTTP
             for Prometheus; default: do not.
         weights_mib: MiB of weights and optimizer state that it keeps at most, for groups whose servers update
-            (``shoal.comm.served``); 0: half of the host's memory.
+            (``shoal.train.served_update``); 0: half of the host's memory.
 
     Raises:
         UsageError: there is no secret, or the transport, the place of the metrics or a number is malformed.
