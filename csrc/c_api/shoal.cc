@@ -24,6 +24,8 @@ struct shoal_group {
         callbacks([this](shoal_handle handle, std::string& message) { return outcome(handle, message); }) {}
 
   shoal_status outcome(shoal_handle handle, std::string& message);
+  // Calls the callback once the operation has ended.
+  void call_back(const shoal::CallbackThread::Item& item);
 
   const int rank, size;
   const bool closes;  // the engine, with the last reference
@@ -176,9 +178,15 @@ shoal_group* shoal::share_engine(std::shared_ptr<Engine> engine, int rank, int s
 }
 
 shoal_status shoal_group::outcome(shoal_handle handle, std::string& message) {
-  const shoal_status status = shoal_wait(this, handle, -1);
+  const shoal_status status = shoal_wait(this, handle, 0);
   if (status != SHOAL_SUCCESS) message = last_error;
   return status;
+}
+
+void shoal_group::call_back(const shoal::CallbackThread::Item& item) {
+  callbacks.expect();
+  if (!engine) return callbacks.ended(item);
+  engine->on_end(item.handle, [this, item] { callbacks.ended(item); });
 }
 
 // ---- results --------------------------------------------------------------------------------------------
@@ -259,12 +267,16 @@ shoal_status shoal_submit(shoal_group* group, const shoal_operation* operations,
                           shoal_handle* handles) {
   if (handles) std::fill_n(handles, num_operations, SHOAL_NO_HANDLE);
   return guarded([&] {
+    std::vector<shoal_operation> given;
+    std::vector<shoal::OpSpec> specs;
     for (std::size_t k = 0; k < num_operations; ++k) {
-      const shoal_operation given = read_sized(element_of(operations, k), "shoal_operation");
-      shoal::OpSpec spec = spec_of(given, group->size);
-      const std::uint64_t handle = group->engine ? group->engine->submit(std::move(spec)) : group->single.submit(spec);
-      if (handles) handles[k] = handle;
-      if (given.on_complete) group->callbacks.add(handle, given.on_complete, given.context);
+      given.push_back(read_sized(element_of(operations, k), "shoal_operation"));
+      specs.push_back(spec_of(given.back(), group->size));
+    }
+    const auto begun = group->engine ? group->engine->submit_all(std::move(specs)) : group->single.submit_all(specs);
+    for (std::size_t k = 0; k < num_operations; ++k) {
+      if (handles) handles[k] = begun[k];
+      if (given[k].on_complete) group->call_back({begun[k], given[k].on_complete, given[k].context});
     }
     return SHOAL_SUCCESS;
   });

@@ -46,7 +46,7 @@ extern "C" {
 typedef enum shoal_status {
   SHOAL_SUCCESS = 0,
   SHOAL_TIMED_OUT = 1,         /* shoal_wait: the operation is still pending */
-  SHOAL_INVALID_ARGUMENT = 2,  /* the call has had no effect; see shoal_submit for lists */
+  SHOAL_INVALID_ARGUMENT = 2,  /* the call has had no effect */
   SHOAL_GROUP_FAILED = 3,      /* a rank was lost or differs, a deadline passed, or the group was aborted or closed */
   SHOAL_SYSTEM_ERROR = 4       /* memory, a socket, or a rank that could not be reached while connecting */
 } shoal_status;
@@ -176,7 +176,7 @@ typedef enum shoal_reduction {
 typedef uint64_t shoal_handle;
 #define SHOAL_NO_HANDLE UINT64_MAX
 
-/* Called once per operation when it has completed or failed, in the order of submission, by a thread of the group.
+/* Called once per operation when it has completed or failed, in the order in which they do, by a thread of the group.
  * `message` is that of shoal_last_error, "" on success, and valid during the call. It may submit operations. It must
  * not wait for one, and must not drop the last reference to the group. */
 typedef void (*shoal_callback)(void* context, shoal_handle handle, shoal_status status, const char* message);
@@ -210,11 +210,11 @@ typedef struct shoal_operation {
   int32_t* source;       /* of a receive: where the rank is written that has sent; may be NULL */
 } shoal_operation;
 
-/* Begins operations and writes their handles. Never waits for other ranks. The operations of one call may be announced
- * and sent together, so give those that are ready in one call.
+/* Begins operations, all or none, and writes their handles. Never waits for other ranks. The operations of one call
+ * are sent together, so give those that are ready in one call.
  *
- * All operations have the struct_size of the first one. Where one of them is invalid, those before it have been
- * submitted and have handles; it and those after it have SHOAL_NO_HANDLE. `handles` may be NULL. */
+ * All operations have the struct_size of the first one. If the call does not succeed, none has begun, and all handles
+ * are SHOAL_NO_HANDLE. `handles` may be NULL. */
 SHOAL_API shoal_status shoal_submit(shoal_group* group, const shoal_operation* operations, size_t num_operations,
                                     shoal_handle* handles);
 

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "engine/engine.h"
 
@@ -14,21 +15,20 @@ namespace shoal {
 
 class SingleRank {
  public:
-  std::uint64_t submit(const OpSpec& spec) {
+  // All operations, or none if it throws.
+  std::vector<std::uint64_t> submit_all(const std::vector<OpSpec>& specs) {
     const std::lock_guard lock(mutex_);
     if (!error_.empty()) throw GroupError(error_);
-    if (spec.root != 0) throw std::invalid_argument("the root is rank " + std::to_string(spec.root) + " of 1");
-    if (by_messages(spec.kind)) {
-      require_blocks(spec, 0, 1);
-      copy_own_block(spec, 0);
+    for (const OpSpec& spec : specs) {
+      if (spec.root != 0) throw std::invalid_argument("the root is rank " + std::to_string(spec.root) + " of 1");
+      if (by_messages(spec.kind)) require_blocks(spec, 0, 1);
     }
-    const bool moves = !by_messages(spec.kind) && spec.kind != Kind::barrier && spec.kind != Kind::delegated && spec.kind != Kind::broadcast;
-    const std::size_t bytes = spec.count * size_of(spec.element);
-    if (moves && bytes && spec.input != spec.output) std::memmove(spec.output, spec.input, bytes);
-    Count& count = counts_[static_cast<std::size_t>(spec.kind)];
-    count.num_operations += 1;
-    count.num_bytes += bytes;
-    return next_++;
+    std::vector<std::uint64_t> numbers;
+    for (const OpSpec& spec : specs) {
+      complete(spec);
+      numbers.push_back(next_++);
+    }
+    return numbers;
   }
 
   std::map<std::string, std::uint64_t> counters() {
@@ -50,6 +50,16 @@ class SingleRank {
   }
 
  private:
+  void complete(const OpSpec& spec) {
+    if (by_messages(spec.kind)) copy_own_block(spec, 0);
+    const bool moves = !by_messages(spec.kind) && spec.kind != Kind::barrier && spec.kind != Kind::delegated && spec.kind != Kind::broadcast;
+    const std::size_t bytes = spec.count * size_of(spec.element);
+    if (moves && bytes && spec.input != spec.output) std::memmove(spec.output, spec.input, bytes);
+    Count& count = counts_[static_cast<std::size_t>(spec.kind)];
+    count.num_operations += 1;
+    count.num_bytes += bytes;
+  }
+
   static constexpr std::size_t kKinds = kNumKinds;
   struct Count {
     std::uint64_t num_operations = 0, num_bytes = 0;

@@ -101,31 +101,54 @@ void Engine::set_pattern(std::vector<int> pattern) {
 }
 
 std::uint64_t Engine::submit(OpSpec spec) {
+  std::vector<OpSpec> one;
+  one.push_back(std::move(spec));
+  return submit_all(std::move(one)).front();
+}
+
+std::vector<std::uint64_t> Engine::submit_all(std::vector<OpSpec> specs) {
   const MutexLock lock(submit_mutex_);
   ops_.require_open();
-  require_possible(spec);
-  if (is_served(spec.kind)) keeps_weights_ = true;
-  const OpPtr op = make_op(std::move(spec));
-  ops_.add(op);
+  for (const OpSpec& spec : specs) require_possible(spec);
+  for (const OpSpec& spec : specs) keeps_weights_ = keeps_weights_ || is_served(spec.kind);
+  std::vector<OpPtr> ops;
+  for (OpSpec& spec : specs) ops.push_back(make_op(std::move(spec)));
+  ops_.add(ops);
+  std::vector<std::uint64_t> numbers;
+  std::vector<std::function<void()>> steps;
+  for (const OpPtr& op : ops) {
+    begin(op, steps);
+    numbers.push_back(op->seq);
+  }
+  if (steps.size() == 1) post(std::move(steps.front()));
+  if (steps.size() > 1) {
+    post([steps = std::move(steps)] {
+      for (const auto& step : steps) step();
+    });
+  }
+  return numbers;
+}
+
+// Begins an operation that has its number. Adds to `steps` what the network thread does for it.
+void Engine::begin(const OpPtr& op, std::vector<std::function<void()>>& steps) {
   journal_.count(op->spec);
   if (!is_message(op->spec.kind) && protocol_->mismatch.issued(*op)) {
-    post([this, op]() SHOAL_NO_ANALYSIS { protocol_->mismatch.begun(*op); });
+    steps.emplace_back([this, op]() SHOAL_NO_ANALYSIS { protocol_->mismatch.begun(*op); });
   }
-  if (op->spec.kind == Kind::delegated) return op->seq;
+  if (op->spec.kind == Kind::delegated) return;
   prepare_own_part(*op, options_.rank);
   if (by_messages(op->spec.kind)) {
-    post([this, op]() SHOAL_NO_ANALYSIS { protocol_->messages.begin(op); });
-    return op->seq;
+    steps.emplace_back([this, op]() SHOAL_NO_ANALYSIS { protocol_->messages.begin(op); });
+    return;
   }
   HostStage* const stage = this->stage();
   if (!stage) {
-    post([this, op]() SHOAL_NO_ANALYSIS { protocol_->path.begin(op); });
-    return op->seq;
+    steps.emplace_back([this, op]() SHOAL_NO_ANALYSIS { protocol_->path.begin(op); });
+    return;
   }
   stage->submit(op);
   const bool receives = !op->sums() && topology_->num_hosts() > 1;
-  if (receives) post([this]() SHOAL_NO_ANALYSIS { protocol_->mailbox.broadcast({FrameType::heartbeat}); });
-  return op->seq;
+  if (receives) steps.emplace_back([this]() SHOAL_NO_ANALYSIS { protocol_->mailbox.broadcast({FrameType::heartbeat}); });
 }
 
 // Rejects what the reducing thread could not handle.
@@ -177,7 +200,7 @@ std::size_t Engine::max_chunk_bytes(const Op& op) const {
   if (topology_->num_hosts() == 1) return options_.shared_chunk_bytes;
   if (options_.chunk_bytes) return options_.chunk_bytes;
   // an urgent operation goes before the next chunk; libfabric's buffers hold one message
-  return op.ordered || !options_.fabric.empty() ? Topology::kMessageBytes : topology_->message_bytes(op.spec);
+  return op.ordered || !options_.fabric.empty() ? topology_->usual_message_bytes() : topology_->message_bytes(op.spec);
 }
 
 void Engine::finish_delegated(std::uint64_t seq) {
@@ -202,6 +225,11 @@ bool Engine::is_done(std::uint64_t seq) {
 
 void Engine::watch(std::uint64_t seq) {
   ops_.watch(seq);
+  if (HostStage* stage = this->stage()) stage->advance_alone();
+}
+
+void Engine::on_end(std::uint64_t seq, std::function<void()> then) {
+  ops_.on_end(seq, std::move(then));
   if (HostStage* stage = this->stage()) stage->advance_alone();
 }
 

@@ -42,6 +42,9 @@ class Engine : private ChannelEvents {
   // Begins an operation and returns its number. Never waits for peers. Throws GroupError once the group has failed,
   // std::invalid_argument for an invalid operation.
   std::uint64_t submit(OpSpec spec);
+  // Begins all operations, in this order, or throws and begins none. Those that pass through the network thread reach
+  // it together, so that their chunks share frames' system calls.
+  std::vector<std::uint64_t> submit_all(std::vector<OpSpec> specs);
   void finish_delegated(std::uint64_t seq);
 
   // Returns whether the operation has completed within `timeout_s` (negative: no limit). Throws GroupError if it
@@ -51,6 +54,9 @@ class Engine : private ChannelEvents {
   // Makes next_watched() return the operation once it has ended.
   void watch(std::uint64_t seq);
   std::vector<std::uint64_t> next_watched(double timeout_s) { return ops_.next_watched(timeout_s); }
+
+  // Calls `then` once the operation has ended, at once if it has: on the thread that ends it, and without a lock.
+  void on_end(std::uint64_t seq, std::function<void()> then);
 
   std::string error() { return ops_.error(); }
   void abort(const std::string& reason);
@@ -102,6 +108,7 @@ class Engine : private ChannelEvents {
   void require_possible(const OpSpec& spec) const;
   void require_servers(const OpSpec& spec) const;
   OpPtr make_op(OpSpec spec) REQUIRES(submit_mutex_);
+  void begin(const OpPtr& op, std::vector<std::function<void()>>& steps) REQUIRES(submit_mutex_);
   std::size_t max_chunk_bytes(const Op& op) const;
   std::string with_pending(const std::string& cause);
   HostStage* stage();

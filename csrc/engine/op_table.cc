@@ -23,13 +23,15 @@ void OpTable::require_open() {
   check_open();
 }
 
-void OpTable::add(const OpPtr& op) {
+void OpTable::add(const std::vector<OpPtr>& ops) {
   const MutexLock lock(mutex_);
   check_open();
-  const bool message = is_message(op->spec.kind);
-  op->seq = message ? kFirstMessage + num_messages_++ : num_submitted_.load();
-  ops_.emplace(op->seq, op);
-  if (!message) num_submitted_ = op->seq + 1;
+  for (const OpPtr& op : ops) {
+    const bool message = is_message(op->spec.kind);
+    op->seq = message ? kFirstMessage + num_messages_++ : num_submitted_.load();
+    ops_.emplace(op->seq, op);
+    if (!message) num_submitted_ = op->seq + 1;
+  }
 }
 
 OpPtr OpTable::find(std::uint64_t seq) {
@@ -59,20 +61,25 @@ std::shared_ptr<const void> OpTable::held(const OpPtr& op) {
 }
 
 void OpTable::complete(const OpPtr& op) {
+  std::vector<std::function<void()>> then;
   {
     const MutexLock lock(mutex_);
     const auto found = ops_.find(op->seq);
     if (found == ops_.end()) return;  // end_all() came first
     ops_.erase(found);
-    end(op->seq, *op);
+    end(op->seq, *op, then);
     const bool none = ops_.empty() || ops_.begin()->first >= kFirstMessage;
     num_completed_ = none ? num_submitted_.load() : ops_.begin()->first;
   }
   changed_.notify_all();
+  for (const auto& call : then) call();
 }
 
-void OpTable::end(std::uint64_t seq, Op& op) {
+void OpTable::end(std::uint64_t seq, Op& op, std::vector<std::function<void()>>& then) {
   if (!watched_.empty() && watched_.erase(seq)) watched_done_.push_back(seq);
+  if (!on_end_.empty()) {
+    if (auto found = on_end_.extract(seq)) then.push_back(std::move(found.mapped()));
+  }
   op.ended = true;
 }
 
@@ -111,17 +118,27 @@ std::vector<std::uint64_t> OpTable::next_watched(double timeout_s) {
   return done;
 }
 
+void OpTable::on_end(std::uint64_t seq, std::function<void()> then) {
+  {
+    const MutexLock lock(mutex_);
+    if (ops_.count(seq)) return static_cast<void>(on_end_.emplace(seq, std::move(then)));
+  }
+  then();
+}
+
 void OpTable::end_all(const std::string& reason) {
+  std::vector<std::function<void()>> then;
   {
     const MutexLock lock(mutex_);
     if (error_.empty()) error_ = reason;
     for (const auto& [seq, op] : ops_) {
       failed_.insert(seq);
-      end(seq, *op);
+      end(seq, *op, then);
     }
     ops_.clear();
   }
   changed_.notify_all();
+  for (const auto& call : then) call();
 }
 
 bool OpTable::close() {

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -30,8 +31,8 @@ class OpTable {
   void open();
   // Throws GroupError if the group has failed or is not open.
   void require_open();
-  // Numbers and adds an operation. A message is numbered apart from the others. Throws GroupError too.
-  void add(const OpPtr& op);
+  // Numbers and adds operations, all of them or, if it throws GroupError, none. Messages are numbered apart.
+  void add(const std::vector<OpPtr>& ops);
 
   // Operations of the group that this rank has begun; those below the second number have completed here.
   std::uint64_t num_submitted() const { return num_submitted_; }
@@ -51,6 +52,8 @@ class OpTable {
   // Makes next_watched() return the operation once it has ended.
   void watch(std::uint64_t seq);
   std::vector<std::uint64_t> next_watched(double timeout_s);
+  // Calls `then` once the operation has ended, at once if it has: on the thread that ends it, and without the lock.
+  void on_end(std::uint64_t seq, std::function<void()> then);
 
   // The group has failed: ends all operations. The first reason stays.
   void end_all(const std::string& reason);
@@ -62,7 +65,8 @@ class OpTable {
  private:
   void check_open() REQUIRES(mutex_);
   void complete(const OpPtr& op);
-  void end(std::uint64_t seq, Op& op) REQUIRES(mutex_);
+  // Adds to `then` what is to be called once the lock is gone.
+  void end(std::uint64_t seq, Op& op, std::vector<std::function<void()>>& then) REQUIRES(mutex_);
 
   const std::string group_;
   std::atomic<std::uint64_t> num_submitted_{0}, num_completed_{0};
@@ -71,6 +75,7 @@ class OpTable {
   std::map<std::uint64_t, OpPtr> ops_ GUARDED_BY(mutex_);
   std::set<std::uint64_t> failed_ GUARDED_BY(mutex_), watched_ GUARDED_BY(mutex_);
   std::deque<std::uint64_t> watched_done_ GUARDED_BY(mutex_);
+  std::map<std::uint64_t, std::function<void()>> on_end_ GUARDED_BY(mutex_);
   std::string error_ GUARDED_BY(mutex_);
   std::uint64_t num_messages_ GUARDED_BY(mutex_) = 0;
   bool open_ GUARDED_BY(mutex_) = false, closed_ GUARDED_BY(mutex_) = false;

@@ -70,15 +70,19 @@ static void test_one_rank(void) {
   uint64_t num_all_reduces = 0;
   CHECK(shoal_group_counters(group, count_all_reduces, &num_all_reduces) == SHOAL_SUCCESS && num_all_reduces == 3);
 
-  /* the second of three is invalid: the first has been submitted */
+  /* the second of three is invalid: none has been submitted */
   operations[1].dtype = 99;
   CHECK(shoal_submit(group, operations, NUM_OPERATIONS, handles) == SHOAL_INVALID_ARGUMENT);
   CHECK(strcmp(shoal_last_error(), "the dtype is 99; it is 0 to 7 (see shoal.h)") == 0);
-  CHECK(handles[0] == 3 && handles[1] == SHOAL_NO_HANDLE && handles[2] == SHOAL_NO_HANDLE);
+  for (int k = 0; k < NUM_OPERATIONS; ++k) CHECK(handles[k] == SHOAL_NO_HANDLE);
+  operations[1].dtype = operations[0].dtype;
+  operations[1].root = 1; /* found invalid by the group, not by the conversion */
+  CHECK(shoal_submit(group, operations, NUM_OPERATIONS, handles) == SHOAL_INVALID_ARGUMENT);
+  for (int k = 0; k < NUM_OPERATIONS; ++k) CHECK(handles[k] == SHOAL_NO_HANDLE);
 
   CHECK(shoal_group_close(group) == SHOAL_SUCCESS);
-  CHECK(atomic_load(&calls.num) == 4 && calls.num_failed == 0); /* all, and in order */
-  CHECK(calls.handles[0] == 3 && calls.handles[1] == 1 && calls.handles[2] == 2);
+  CHECK(atomic_load(&calls.num) == 3 && calls.num_failed == 0); /* all, and in order */
+  CHECK(calls.handles[0] == 0 && calls.handles[1] == 1 && calls.handles[2] == 2);
   CHECK(shoal_submit(group, operations, 1, handles) == SHOAL_GROUP_FAILED);
   CHECK(strstr(shoal_last_error(), "closed"));
   shoal_group_release(group);
@@ -135,6 +139,15 @@ static void check_sums(struct rank* self) {
     operations[k].on_complete = note;
     operations[k].context = &calls;
   }
+  if (self->rank == 0) { /* a list with an invalid one begins none: the numbers of both ranks still agree */
+    operations[2].kind = SHOAL_BROADCAST;
+    operations[2].root = 2;
+    CHECK(shoal_submit(self->group, operations, NUM_OPERATIONS, handles) == SHOAL_INVALID_ARGUMENT);
+    CHECK(handles[0] == SHOAL_NO_HANDLE);
+    operations[2] = all_reduce_of(inputs[2], outputs[2]);
+    operations[2].on_complete = note;
+    operations[2].context = &calls;
+  }
   operations[1].reduction = SHOAL_MAX;
   CHECK(shoal_submit(self->group, operations, NUM_OPERATIONS, handles) == SHOAL_SUCCESS);
   for (int k = NUM_OPERATIONS - 1; k >= 0; --k) {
@@ -173,6 +186,36 @@ static void check_messages(struct rank* self) {
   CHECK(source == other && received == 7 + other);
 }
 
+/* A receive that waits for its message does not hold back the callback of what was submitted after it. */
+static void check_order_of_callbacks(struct rank* self) {
+  struct calls calls = {0};
+  int32_t number = 5, received = 0;
+  shoal_operation operations[2] = {
+      {.struct_size = sizeof(shoal_operation), .kind = SHOAL_RECV, .dtype = SHOAL_INT32, .count = 1, .root = 1,
+       .timeout_s = DEADLINE_S, .output = &received, .on_complete = note, .context = &calls},
+      {.struct_size = sizeof(shoal_operation), .kind = SHOAL_BARRIER, .timeout_s = DEADLINE_S, .on_complete = note,
+       .context = &calls}};
+  shoal_handle handles[2];
+  if (self->rank == 0) {
+    CHECK(shoal_submit(self->group, operations, 2, handles) == SHOAL_SUCCESS);
+    while (atomic_load(&calls.num) < 1) continue;
+    CHECK(calls.handles[0] == handles[1] && received == 0);
+    pthread_barrier_wait(self->meet);
+    while (atomic_load(&calls.num) < 2) continue;
+    CHECK(calls.handles[1] == handles[0] && calls.num_failed == 0 && received == 5);
+    return;
+  }
+  operations[0].kind = SHOAL_SEND;
+  operations[0].root = 0;
+  operations[0].input = &number;
+  operations[0].output = NULL;
+  operations[0].on_complete = operations[1].on_complete = NULL;
+  CHECK(shoal_submit(self->group, &operations[1], 1, handles) == SHOAL_SUCCESS);
+  pthread_barrier_wait(self->meet);
+  CHECK(shoal_submit(self->group, operations, 1, handles) == SHOAL_SUCCESS);
+  CHECK(shoal_wait(self->group, handles[0], DEADLINE_S) == SHOAL_SUCCESS);
+}
+
 static void check_failure(struct rank* self) {
   int64_t shape[2] = {5, 8 + self->rank};
   float tensor[45] = {0};
@@ -191,6 +234,7 @@ static void* run_rank(void* given) {
   CHECK(shoal_group_connect(self->group, self->members, DEADLINE_S) == SHOAL_SUCCESS);
   check_sums(self);
   check_messages(self);
+  check_order_of_callbacks(self);
   /* rank 0 waits for an operation that rank 1 begins later */
   shoal_operation barrier = {.struct_size = sizeof barrier, .kind = SHOAL_BARRIER, .timeout_s = DEADLINE_S};
   shoal_handle handle;

@@ -67,7 +67,7 @@ struct Parts {
     op->begun = std::chrono::steady_clock::now();
     op->chunks = topology.cut(op->spec, options.chunk_bytes ? options.chunk_bytes : shoal::Topology::kMessageBytes, fused);
     op->parts.resize(op->chunks.size());
-    ops.add(op);
+    ops.add({op});
     return op;
   }
 

@@ -12,7 +12,7 @@ using shoal::OpTable;
 
 OpPtr added(OpTable& ops) {
   const auto op = std::make_shared<shoal::Op>();
-  ops.add(op);
+  ops.add({op});
   return op;
 }
 
@@ -82,6 +82,26 @@ TEST(op_table_watched_operations_are_returned_once) {
   while (done.empty()) done = ops.next_watched(1.0);
   later.join();
   CHECK(done == std::vector<std::uint64_t>{0});
+}
+
+// Each is called once, in the order in which operations end, and one that comes late at once.
+TEST(op_table_calls_back_in_the_order_of_the_ends) {
+  OpTable ops("g");
+  ops.open();
+  const OpPtr first = added(ops), second = added(ops), third = added(ops);
+  std::vector<std::uint64_t> ended;
+  for (const OpPtr& op : {first, second, third}) {
+    ops.on_end(op->seq, [&ended, &ops, seq = op->seq] {
+      CHECK(ops.is_done(seq));  // no lock is held
+      ended.push_back(seq);
+    });
+  }
+  ops.release(second);
+  CHECK(ended == (std::vector<std::uint64_t>{1}));
+  ops.on_end(second->seq, [&] { ended.push_back(100); });
+  ops.release(first);
+  ops.end_all("over");
+  CHECK(ended == (std::vector<std::uint64_t>{1, 100, 0, 2}));
 }
 
 TEST(op_table_takes_operations_only_while_it_is_open) {
