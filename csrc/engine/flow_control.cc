@@ -17,10 +17,11 @@ FlowControl::FlowControl(const EngineOptions& options, const Topology& topology,
     : options_(options),
       liveness_(liveness),
       mailbox_(mailbox),
-      num_servers_(topology.num_hosts() + topology.num_helpers()) {}
+      num_paths_((topology.num_hosts() + topology.num_helpers()) * options.connections_per_peer),
+      least_bytes_(options.min_window_bytes ? options.min_window_bytes : topology.usual_message_bytes()) {}
 
 void FlowControl::add(const OpPtr& op, std::uint64_t index) {
-  min_window_ = static_cast<double>(std::max(options_.min_window_bytes, op->bytes_of(0))) * num_servers_;
+  min_window_ = static_cast<double>(std::max(least_bytes_, op->bytes_of(0))) * num_paths_;
   if (op->ordered) ordered_.add(op, index);
   else outbox_.add(op, index);
 }

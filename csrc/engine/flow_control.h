@@ -44,8 +44,9 @@ class FlowControl {
   const EngineOptions& options_;
   const Liveness& liveness_;
   Mailbox& mailbox_;
-  const int num_servers_;
-  double min_window_ GUARDED_BY(network_thread) = 0;  // a chunk to each server
+  const int num_paths_;            // connections to all servers
+  const std::size_t least_bytes_;  // of the window, for each of them
+  double min_window_ GUARDED_BY(network_thread) = 0;  // a chunk on each path
   Outbox outbox_ GUARDED_BY(network_thread);
   OrderedOutbox ordered_ GUARDED_BY(network_thread);
   Window window_ GUARDED_BY(network_thread), ordered_window_ GUARDED_BY(network_thread);

@@ -19,7 +19,7 @@ struct EngineOptions {
   std::size_t chunk_bytes = 0;                 // largest message between hosts; 0: by operation (Topology::message_bytes)
   std::size_t shared_chunk_bytes = 128 << 10;  // largest chunk inside a host
   std::size_t num_slots = 16;
-  std::size_t min_window_bytes = 32 << 10;  // flow-control window: minimum, per server;
+  std::size_t min_window_bytes = 0;         // flow-control window: minimum, per connection; 0: a message;
   std::size_t window_bytes = 8 << 20;       // maximum, for all servers together;
   double target_rtt_s = 0.015;              // round-trip time to which it adapts
   std::size_t unexpected_bytes = 1 << 20;   // bytes sent to a rank that has not begun the operation

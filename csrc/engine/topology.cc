@@ -12,7 +12,8 @@ namespace {
 
 constexpr std::size_t kMinNetworkChunk = 8 << 10;
 constexpr std::size_t kMaxMessageBytes = 256 << 10;
-constexpr std::size_t kBytesAtServer = 512 << 10;  // of the messages that all hosts send to one server at once
+constexpr std::size_t kBytesAtServer = 512 << 10;  // of the large messages that all hosts send to one server at once
+constexpr std::size_t kBytesQueued = 256 << 10;    // of the usual ones: they fit the queue of a slow link
 constexpr std::size_t kMessagesOfServer = 64;      // at least, of an operation with larger messages than usual
 constexpr std::size_t kMessageUnit = 128;          // bytes: 16 elements of the widest type
 constexpr std::size_t kMinSharedChunk = 16 << 10;
@@ -87,14 +88,20 @@ int Topology::server_beside_root(int server, const OpSpec& spec) const {
   return host_of(server) == host_of(spec.root) ? spec.root : server;
 }
 
+std::size_t Topology::usual_message_bytes() const {
+  const std::size_t share = kBytesQueued / static_cast<std::size_t>(num_hosts());
+  return std::clamp(share, kMinNetworkChunk, kMessageBytes) / kMessageUnit * kMessageUnit;
+}
+
 std::size_t Topology::message_bytes(const OpSpec& spec) const {
-  if (any_host_shared_) return kMessageBytes;
+  const std::size_t usual = usual_message_bytes();
+  if (any_host_shared_ || usual < kMessageBytes) return usual;
   const auto hosts = static_cast<std::size_t>(num_hosts());
   const bool fixed = spec.kind == Kind::all_gather || spec.kind == Kind::reduce_scatter;
   const std::size_t servers = fixed ? 1 : hosts + static_cast<std::size_t>(num_helpers_);
   const std::size_t share = spec.count * size_of(spec.element) / servers / kMessagesOfServer;
-  const std::size_t most = std::clamp(kBytesAtServer / hosts, kMessageBytes, kMaxMessageBytes);
-  return std::clamp(share, kMessageBytes, most) / kMessageUnit * kMessageUnit;
+  const std::size_t most = std::clamp(kBytesAtServer / hosts, usual, kMaxMessageBytes);
+  return std::clamp(share, usual, most) / kMessageUnit * kMessageUnit;
 }
 
 std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes, FusedBuffer& fused) const {

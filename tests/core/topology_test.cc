@@ -86,12 +86,26 @@ TEST(topology_messages_grow_with_the_bytes_of_a_server) {
   CHECK_EQ(messages(2, 2, Kind::all_reduce, 16 * kMiB), 64 * kKiB);
   CHECK_EQ(messages(2, 0, Kind::all_reduce, 1024 * kMiB), 256 * kKiB);
   CHECK_EQ(messages(4, 0, Kind::all_reduce, 1024 * kMiB), 128 * kKiB);
-  CHECK_EQ(messages(16, 0, Kind::all_reduce, 1024 * kMiB), 32 * kKiB);
-  CHECK_EQ(messages(200, 0, Kind::all_reduce, 1024 * kMiB), 32 * kKiB);
+  CHECK_EQ(messages(8, 8, Kind::all_reduce, 16 * kMiB), 32 * kKiB);
+  CHECK_EQ(messages(16, 0, Kind::all_reduce, 1024 * kMiB), 16 * kKiB);
   CHECK_EQ(messages(2, 0, Kind::all_gather, 4 * kMiB), 64 * kKiB);  // of each rank
   CHECK_EQ(messages(2, 0, Kind::all_reduce, 10 * kMiB + 4 * 16), 80 * kKiB);  // multiples of 128 bytes
   CHECK_EQ(Topology(0, {"a", "a", "b"}, 0, {0, 1, 2}).message_bytes(spec_of(Kind::all_reduce, shoal::Element::float32, 1 << 28, 0)),
            32 * kKiB);  // ranks that share a host
+}
+
+// What all hosts send to one server at once is 256 KiB from 8 hosts on; messages have 8 KiB at least.
+TEST(topology_messages_of_many_hosts_fit_a_queue) {
+  const auto usual = [](std::size_t hosts) {
+    std::vector<std::string> names;
+    for (std::size_t k = 0; k < hosts; ++k) names.push_back("h" + std::to_string(k));
+    return Topology(0, names, 0, all_servers(hosts, 0)).usual_message_bytes();
+  };
+  for (std::size_t hosts : {1, 4, 8}) CHECK_EQ(usual(hosts), std::size_t{32} << 10);
+  CHECK_EQ(usual(10), std::size_t{26112});  // a multiple of 128
+  CHECK_EQ(usual(16), std::size_t{16} << 10);
+  CHECK_EQ(usual(32), std::size_t{8} << 10);
+  CHECK_EQ(usual(200), std::size_t{8} << 10);
 }
 
 // A rank's own part of a reduce_scatter or all_gather is cut at its edges and served by that rank: one hop.

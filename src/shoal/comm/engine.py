@@ -26,7 +26,7 @@ _RANGES: dict[str, tuple[float, float, int]] = {
     "chunk_bytes": (0, 8 << 20, 128),
     "shared_chunk_bytes": (128, 8 << 20, 128),
     "num_slots": (1, 64, 1),
-    "min_window_bytes": (1, _MAX_BYTES, 1),
+    "min_window_bytes": (0, _MAX_BYTES, 1),
     "window_bytes": (1, _MAX_BYTES, 1),
     "target_rtt_s": (1e-6, 3600.0, 0),
     "unexpected_bytes": (0, _MAX_BYTES, 1),
@@ -101,11 +101,13 @@ class EngineOptions:
         65536
 
     Attributes:
-        chunk_bytes: largest message between hosts; a multiple of 128, at most 8 MiB. 0: 32 KiB, and over TCP
-            up to 256 KiB for large operations of at most 15 hosts with one rank each.
+        chunk_bytes: largest message between hosts; a multiple of 128, at most 8 MiB. 0: 32 KiB, or with more
+            than 8 hosts a share of 256 KiB; over TCP up to 256 KiB for large operations of at most 8 hosts
+            with one rank each.
         shared_chunk_bytes: largest chunk inside a host; small enough for the caches.
         num_slots: chunks of each rank in flight in shared memory, 1 to 64.
-        min_window_bytes: minimum of the flow-control window (bytes in flight), per server.
+        min_window_bytes: minimum of the flow-control window (bytes in flight), per connection for data. 0: 32
+            KiB, and with more than 8 hosts a share of 256 KiB, so that they fit the queue of a server's link.
         window_bytes: maximum of the window, for all servers together; bounds a server's memory.
         target_rtt_s: round-trip time of a chunk to which the window adapts; longer ones mean full queues.
         unexpected_bytes: bytes sent to a rank that has not begun the operation.
@@ -129,7 +131,7 @@ class EngineOptions:
     chunk_bytes: int = 0
     shared_chunk_bytes: int = 128 << 10
     num_slots: int = 16
-    min_window_bytes: int = 32 << 10
+    min_window_bytes: int = 0
     window_bytes: int = 8 << 20
     target_rtt_s: float = 0.015
     unexpected_bytes: int = 1 << 20
