@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import finetune_jobs as jobs
 import pretrain_jobs
@@ -15,6 +16,7 @@ import finetune_made as made
 from shoal import record
 from shoal.data.text.classify import Columns, read_classify
 from shoal.errors import EXIT_OK, EXIT_USAGE
+from shoal.recipes.t5_classify import T5ClassifyConfig
 from shoal.record import read_record
 
 
@@ -47,7 +49,7 @@ def test_what_a_finished_run_leaves(short_run: Path, train: Path) -> None:
     data = read_classify(train, Columns(), labels=None)
     predicted = (short_run / "predictions-train.txt").read_text().splitlines()
     right = [name == data.labels[x.label] for name, x in zip(predicted, data.examples, strict=True)]
-    assert sum(right) / len(right) == rows[0].metrics["accuracy"]
+    assert sum(right) / len(right) == pytest.approx(rows[0].metrics["accuracy"])
     assert "worded as: mnli hypothesis: {second} premise: {first}" in (short_run / "worker-0.log").read_text()
 
 
@@ -88,6 +90,71 @@ def test_a_directory_of_bert_is_refused(train: Path, tmp_path: Path) -> None:
     bert = made.write_model(tmp_path / "bert")
     assert jobs.run(made.t5_config(bert, train, (train,), tmp_path / "run")) == [EXIT_USAGE]
     assert "model_type 'bert' must be one of t5" in (tmp_path / "run" / "worker-0.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def whole_run(model: Path, train: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one worker that has the whole model, with dropout."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    assert jobs.run(divided(model, train, run_dir)) == [EXIT_OK], (run_dir / "worker-0.log").read_text()
+    return run_dir
+
+
+def divided(model: Path, train: Path, run_dir: Path, **parallel: Any) -> T5ClassifyConfig:
+    return made.t5_config(
+        model,
+        train,
+        (train,),
+        run_dir,
+        model={"dropout": 0.1},
+        train={"total_steps": 6, "global_batch_size": 16, "micro_batch_size": 2},
+        run={"checkpoint_frequency": 3},
+        parallel=parallel,
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"pipeline": 2, "data": 2}, id="2 stages, 2 replicas"),
+        pytest.param({"pipeline": 4, "data": 1}, id="4 stages", marks=pytest.mark.slow),
+        pytest.param({"shard": True, "data": 2}, id="2 shards"),
+    ],
+)
+def test_every_layout_trains_what_one_worker_trains(
+    layout: dict[str, Any], model: Path, train: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    num_workers = layout.get("pipeline", 1) * layout["data"]
+    config = divided(model, train, tmp_path / "run", **layout)
+    codes = jobs.run(config, num_workers, deadline_s=300.0)  # every worker exports the model twice
+    assert codes == [EXIT_OK] * num_workers, (tmp_path / "run" / "worker-0.log").read_text()
+    assert pretrain_jobs.losses(tmp_path / "run") == pytest.approx(pretrain_jobs.losses(whole_run), rel=1e-6)
+    found, wanted = (
+        T5ForConditionalGeneration.from_pretrained(run / "transformers").state_dict()
+        for run in (tmp_path / "run", whole_run)
+    )
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+    assert_likeliest(tmp_path / "run", train)
+
+
+@torch.no_grad()
+def assert_likeliest(run_dir: Path, data_file: Path) -> None:
+    """The predictions of a divided model are the labels to which transformers gives the least loss."""
+    model = T5ForConditionalGeneration.from_pretrained(run_dir / "transformers").eval()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(run_dir / "transformers" / "tokenizer.json"))
+    data, end = read_classify(data_file, Columns(), labels=None), model.config.eos_token_id
+    likeliest = []
+    for example in data.examples:
+        text = f"mnli hypothesis: {example.second} premise: {example.first}"
+        ids = torch.tensor([[*tokenizer(text, add_special_tokens=False).input_ids, end]])
+        losses = []
+        for label in data.labels:
+            words = torch.tensor([[*tokenizer(label, add_special_tokens=False).input_ids, end]])
+            losses.append(float(model(input_ids=ids, labels=words).loss) * words.numel())
+        likeliest.append(data.labels[losses.index(min(losses))])
+    assert (run_dir / "predictions-train.txt").read_text().splitlines() == likeliest
 
 
 @pytest.mark.slow

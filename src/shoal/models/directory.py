@@ -5,13 +5,15 @@ Nothing is unpickled, and nothing is downloaded unless a source is named ``hub:N
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -252,6 +254,7 @@ def save(
     *,
     tokenizer: PreTrainedTokenizerFast | None = None,
     tokenizer_from: Path | None = None,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a directory that transformers' Auto classes load.
 
@@ -260,13 +263,18 @@ def save(
     Args:
         model: the model with its weights.
         directory: to write.
+        read: returns a weight by its name in transformers, for a model on the meta device: only one of them
+            is in memory at a time.
         tokenizer: written beside the weights.
         tokenizer_from: a directory whose tokenizer files are copied beside the weights.
     """
     temporary = directory.with_name(f"{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     with quiet_transformers():
-        model.weights.save_pretrained(temporary)
+        if read is None:
+            model.weights.save_pretrained(temporary)
+        else:
+            _save_one_by_one(model.weights, temporary, read)
     if tokenizer is not None:
         tokenizer.save_pretrained(temporary)
     if tokenizer_from is not None:
@@ -275,6 +283,27 @@ def save(
                 shutil.copyfile(tokenizer_from / name, temporary / name)
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)
+
+
+def _save_one_by_one(model: PreTrainedModel, directory: Path, read: Callable[[str], Tensor]) -> None:
+    """Write what ``save_pretrained`` does, with weights from ``read``, in fp32."""
+    directory.mkdir(parents=True)
+    model.config.architectures, model.config.dtype = [type(model).__name__], torch.float32
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + torch.float32.itemsize * shape.numel()
+        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+    header = json.dumps(table).encode()
+    header = header.ljust(-(-len(header) // 8) * 8)  # aligns the data
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in shapes:
+            file.write(read(name).float().contiguous().numpy().data)
 
 
 @contextmanager

@@ -32,6 +32,8 @@ class T5Output(ModelOutput):  # type: ignore[misc]  # transformers is not typed
     """Mean over its targets, float32 (float64 of a float64 model)."""
     num_correct: Tensor | None = None
     """Targets of each sequence that were the likeliest token, int64 ``[B]``."""
+    sequence_loss: Tensor | None = None
+    """Sum over the targets of each sequence, as ``loss``, ``[B]``; in evaluation -log of its probability."""
 
 
 class T5(nn.Module):
@@ -87,7 +89,9 @@ class T5(nn.Module):
         losses = token_losses(logits, labels, z_loss=self.z_loss if self.training else 0.0)
         is_target = labels != IGNORED
         correct = (logits.argmax(-1) == labels) & is_target
-        return T5Output(loss=losses.sum() / is_target.sum(), num_correct=correct.sum(1))
+        return T5Output(
+            loss=losses.sum() / is_target.sum(), num_correct=correct.sum(1), sequence_loss=losses.sum(1)
+        )
 
 
 def shifted(labels: Tensor, start_id: int, pad_id: int) -> Tensor:
@@ -145,10 +149,12 @@ def read_t5(
     dropout: float | None = None,
     z_loss: float = 1e-4,
     activation_checkpointing: bool = False,
+    on_meta: bool = False,
 ) -> T5:
     """Return the T5 of a transformers directory.
 
     Args:
+        on_meta: without weights, on the meta device, to be split into stages.
         from_scratch: take only the sizes; all weights are drawn from torch's generator.
         dropout: default: that of the directory's config.json.
         activation_checkpointing: recompute layers in the backward pass.
@@ -166,8 +172,9 @@ def read_t5(
         sizes.decoder_start_token_id = sizes.pad_token_id
     if dropout is not None:
         sizes.dropout_rate = dropout
-    if from_scratch:
-        weights = T5ForConditionalGeneration(sizes)
+    if from_scratch or on_meta:
+        with torch.device("meta") if on_meta else nullcontext():
+            weights = T5ForConditionalGeneration(sizes)
     else:
         weights = load_weights(T5ForConditionalGeneration, directory, config=sizes)
     model = T5(weights.train(), z_loss=z_loss)

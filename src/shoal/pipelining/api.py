@@ -88,6 +88,7 @@ def pipeline(
     device: torch.device | str | None = None,
     initialise: Initialise | None = None,
     autocast: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
 ) -> Pipeline:
     """Split ``model`` over the ranks of ``mesh`` and return this rank's part. A collective call.
 
@@ -117,7 +118,8 @@ def pipeline(
         shard: shard parameters, gradients and optimizer state over the replicas (FSDP2).
         modules: names of the modules of each stage, for a model that cannot be exported.
         cuts: units at which the second, third, ... stage begins, instead of choosing them.
-        cost: cost of one micro-batch. Default: measured on the device, estimated for a model on meta.
+        cost: cost of one micro-batch. Default: measured on the device, for a model on meta with made-up
+            weights.
         count: returns the number of targets of a (micro-)batch. Default: the labels that are not -100, or the
             rows without labels.
         seed: of random operations (dropout), whose numbers do not depend on the layout.
@@ -128,6 +130,8 @@ def pipeline(
         autocast: dtype of matrix products in the forward pass, such as ``torch.bfloat16``; do not run
             :meth:`Pipeline.step` inside ``torch.autocast``, since it runs the backward pass too. Default:
             that of the parameters.
+        wire: dtype in which replicas send fp32 gradients, such as ``torch.bfloat16`` for half the bytes; not
+            those that ``shard`` divides. Default: as they are.
 
     Raises:
         UsageError: the model cannot be exported or split as requested, or fits no device; the message is the
@@ -208,6 +212,7 @@ def pipeline(
             count=count or default_count,
             seed=seed,
             title=type(model).__name__,
+            wire=wire,
         ),
         aliases=source.aliases,
         unsplit=(model, unsplit) if checked else None,
@@ -227,8 +232,9 @@ def _source(
     home = next((parameter.device for parameter in model.parameters()), None)
     if home is None:
         raise UsageError(f"{type(model).__name__} has no parameters: there is nothing to train")
-    part = {name: tensor.to(home) for name, tensor in micro_batches(example, microbatches)[0].items()}
-    return Graph(model, part) if modules is None else Named(model, part, modules)
+    values = micro_batches(example, microbatches)[0]
+    part = {name: tensor.to(home) for name, tensor in values.items()}
+    return Graph(model, part, values) if modules is None else Named(model, part, modules)
 
 
 def device_of(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:

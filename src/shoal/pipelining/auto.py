@@ -77,12 +77,12 @@ def auto_layout(
         sizes = [size for size in MICRO_BATCH_SIZES if rows % size == 0]
         base = sizes[len(sizes) // 2]
         home = next((parameter.device for parameter in model.parameters()), place)
-        example = {
-            name: (tensor[:base] if tensor.ndim else tensor).detach().to(home)
-            for name, tensor in global_batch.items()
+        values = {
+            name: (tensor[:base] if tensor.ndim else tensor).detach() for name, tensor in global_batch.items()
         }
+        example = {name: tensor.to(home) for name, tensor in values.items()}
         search = LayoutSearch(
-            cost=Graph(model, example).cost(place),
+            cost=Graph(model, example, values).cost(place),
             memory=memory,
             global_batch_size=rows,
             micro_batch_size=base,

@@ -6,10 +6,11 @@ Every process builds the whole model on the meta device, splits it, and allocate
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.decide.rng import Stream, random_keys
 from shoal.errors import UsageError
@@ -29,9 +30,9 @@ def init_meta(
     """Allocate the weights of these stages on a device and initialise them; those of others stay on meta.
 
     A weight that several of the stages use becomes one object again, and the model's own modules hold the new
-    weights too. Each module of the model is initialised from a stream of (seed, its index in the model), so
-    that the values do not depend on the layout, as long as no cut divides a module that draws for several
-    parameters at once.
+    weights too. Each random operation draws from a stream of (seed, index of the module in the model, number
+    of the operation in it), also those on weights that stay on meta, so that the values do not depend on the
+    layout.
 
     Args:
         model: the one that was exported.
@@ -43,20 +44,55 @@ def init_meta(
         UsageError: without ``initialise``, a module with weights has neither method.
     """
     held = nn.ModuleList(stage.weights for stage in stages)
+    _allocate(held, model, device)
+    for stage in stages:
+        stage.follow_device()
+    _initialise(held, model, device, initialise, seed)
+
+
+def init_whole(model: nn.Module, device: torch.device, *, seed: int = 0) -> None:
+    """Allocate a whole model that is on the meta device, with the weights that its stages would get."""
+    _allocate(model, model, device)
+    _initialise(model, model, device, None, seed)
+
+
+def _allocate(held: nn.Module, model: nn.Module, device: torch.device) -> None:
     on_meta = {id(t) for t in (*held.parameters(), *held.buffers()) if t.is_meta}
     replace_tensors(
         nn.ModuleList([held, model]),
         lambda old: torch.empty_like(old, device=device) if id(old) in on_meta else None,
     )
-    for stage in stages:
-        stage.follow_device()
+
+
+def _initialise(
+    held: nn.Module, model: nn.Module, device: torch.device, initialise: Initialise | None, seed: int
+) -> None:
     allocated = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
     modules = list(model.named_modules())
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
         for number, (name, module) in reversed(list(enumerate(modules))):  # children before parents
-            torch.manual_seed(int(random_keys(seed, Stream.STAGE_WEIGHTS, number)[0]))
-            (initialise or _default(model, name, module, allocated))(module)
+            with _NumberedDraws(seed, number):
+                (initialise or _default(model, name, module, allocated))(module)
+
+
+class _NumberedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seeds torch's generators before each random operation inside, by the number of the operation.
+
+    A module that draws for several weights gives each the same values, whichever of the others are on meta,
+    where an operation draws nothing.
+    """
+
+    def __init__(self, seed: int, module: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed, self._module, self._operation = seed, module, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            key = random_keys(self._seed, Stream.STAGE_WEIGHTS, self._module, self._operation)
+            torch.manual_seed(int(key[0]))
+            self._operation += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _default(model: nn.Module, name: str, module: nn.Module, allocated: set[int]) -> Initialise:

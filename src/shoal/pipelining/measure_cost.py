@@ -7,7 +7,7 @@ stage, so the whole model is timed alternately with the units, and their times a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,32 +19,42 @@ from shoal.errors import UsageError
 from shoal.pipelining.export_graph import Exported
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.split import container_of, split
-from shoal.pipelining.stage import StageModule
+from shoal.pipelining.stage import StageModule, replace_tensors, retarget
 from shoal.pipelining.unit_runner import UnitModule, run_units, unit_modules
 from shoal.pipelining.units import Units, units_of
 
 
-def measure_cost(exported: Exported, *, repetitions: int = 5) -> ModelCost:
+def measure_cost(
+    exported: Exported, *, repetitions: int = 5, stand_in: Mapping[str, Tensor] | None = None
+) -> ModelCost:
     """Return the measured cost of every unit, for one micro-batch, on the device that the model is on.
 
     The model is unchanged afterwards: gradients, buffers and generators too. It needs the memory of a
-    training step of the whole model; one that does not fit is estimated (``roofline.estimate_cost``).
+    training step of the whole model. For a model on the meta device, all weights of one shape are one
+    made-up tensor with one gradient, so that only the values between the units need much memory.
 
     Args:
         repetitions: of each pass, after one warm-up.
+        stand_in: for a model on the meta device, inputs as those of the export on the device to measure.
 
     Raises:
-        UsageError: the model is on the meta device, or was not exported for training.
+        UsageError: the model is on the meta device without ``stand_in``, or was not exported for training.
     """
-    if exported.device.type == "meta" or not exported.training:
+    if (exported.device.type == "meta" and stand_in is None) or not exported.training:
         raise UsageError(
             "measuring needs a model on a real device, exported for training: estimate_cost takes one on meta"
         )
-    units, inputs = units_of(exported), exported.inputs
+    units, inputs = units_of(exported), stand_in or exported.inputs
     weights, constants = all_weights(exported.model), nn.Module()
     modules = unit_modules(units, weights, constants)
     (whole,) = split(exported, [], units=units)
     device = exported.device
+    if stand_in is not None:
+        device = next(iter(stand_in.values())).device
+        replace_tensors(nn.ModuleList([weights, constants, whole]), _made_up(device))
+        for piece in modules:
+            retarget(piece.module, exported.device, device)
+        whole.follow_device()
     timings, whole_timings = Timings(len(modules), device), Timings(1, device)
     with undisturbed(exported.model), streams(0, 0, range(1)):
         saved = saved_bytes(modules, inputs, units)
@@ -125,6 +135,24 @@ def cost_of(
 def all_weights(model: nn.Module) -> nn.Module:
     """Return all parameters and buffers of a model, by their canonical names."""
     return container_of(model, {name for name, _ in (*model.named_parameters(), *model.named_buffers())})
+
+
+def _made_up(device: torch.device) -> Callable[[Tensor], Tensor | None]:
+    """Return what replaces a tensor on meta: a random matrix, or ones, the same for all of its shape."""
+    made: dict[tuple[Any, ...], Tensor] = {}
+
+    def replace(tensor: Tensor) -> Tensor | None:
+        if not tensor.is_meta:
+            return None
+        key = (tensor.shape, tensor.dtype, isinstance(tensor, nn.Parameter), tensor.requires_grad)
+        if key not in made:
+            new = torch.ones_like(tensor, device=device, requires_grad=False)
+            if tensor.ndim > 1 and tensor.is_floating_point():
+                new.uniform_(-0.05, 0.05)
+            made[key] = nn.Parameter(new, tensor.requires_grad) if key[2] else new
+        return made[key]
+
+    return replace
 
 
 def _run_whole(stage: StageModule, inputs: Mapping[str, Tensor], timings: Timings) -> None:

@@ -16,11 +16,23 @@ from shoal.decide.server_assignment import DDP_BUCKET_BYTES
 
 
 class ReplicaSum:
-    """Sums gradients over the replicas in buckets, overlapped with the backward passes of other stages."""
+    """Sums gradients over the replicas in buckets, overlapped with the backward passes of other stages.
 
-    def __init__(self, group: dist.ProcessGroup | None, bucket_bytes: int = DDP_BUCKET_BYTES) -> None:
+    Args:
+        group: the replicas; ``None``: there is one.
+        wire: dtype in which float32 gradients are sent; default: as they are.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        bucket_bytes: int = DDP_BUCKET_BYTES,
+        *,
+        wire: torch.dtype | None = None,
+    ) -> None:
         self._group = group
         self._bucket_bytes = bucket_bytes
+        self._wire = wire
         self._under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -45,6 +57,8 @@ class ReplicaSum:
 
     def _send(self, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
+        if self._wire is not None and flat.dtype == torch.float32:
+            flat = flat.to(self._wire)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
         self._under_way.append((work, flat, gradients))

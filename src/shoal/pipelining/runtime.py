@@ -50,6 +50,8 @@ class Settings:
     seed: int
     title: str
     """Name of the model, for reports."""
+    wire: torch.dtype | None = None
+    """Dtype in which replicas send fp32 gradients; default: as they are."""
 
 
 class Pipeline:
@@ -99,7 +101,7 @@ class Pipeline:
         self.module = ModelPart(parameters, buffers, aliases=aliases, not_saved=not_saved)
         self._parameters = parameters
         self._ties = TiedWeights(users, parameters, groups.group)
-        self._replicas = ReplicaSum(groups.data_group)
+        self._replicas = ReplicaSum(groups.data_group, wire=settings.wire)
         self._replicated = self._find_replicated()
         self._left: dict[int, set[nn.Parameter]] = {}
         self._tracer = Tracer(groups.device, self._inside)

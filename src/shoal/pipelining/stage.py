@@ -132,7 +132,7 @@ def replace_tensors(root: nn.Module, replace: Callable[[Tensor], Tensor | None])
 
     Args:
         replace: returns the new tensor, made a parameter where the old one is, or ``None`` to keep the old.
-            It is called once per tensor, so that shared tensors stay shared.
+            It is called once per tensor, so that shared tensors stay shared; a parameter is taken as it is.
     """
     known: dict[int, tuple[Tensor, Tensor | None]] = {}
     for module in root.modules():
@@ -143,7 +143,7 @@ def replace_tensors(root: nn.Module, replace: Callable[[Tensor], Tensor | None])
                     continue
                 if id(old) not in known:
                     new = replace(old)
-                    if new is not None and isinstance(old, nn.Parameter):
+                    if isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter | None):
                         new = nn.Parameter(new, old.requires_grad)
                     known[id(old)] = (old, new)
                 if (new := known[id(old)][1]) is not None:

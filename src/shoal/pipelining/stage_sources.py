@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,17 +32,22 @@ class Graph:
         UsageError: it cannot be exported; the message has the line and the reason.
     """
 
-    def __init__(self, model: nn.Module, part: Batch) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, part: Batch, values: Batch) -> None:
+        self._model, self._values = model, values
         self._training = export_model(model, part, training=True)
         self._evaluation = export_model(model, part, training=False)
         self.aliases = self._training.aliases
         self._whole: StageModule | None = None
 
     def cost(self, device: torch.device) -> ModelCost:
-        """Measure the units if the model is on the device; else estimate with the rates of a usual GPU."""
+        """Measure the units if the model is on the device or on meta; a model on another device, or too large
+        for this one, is estimated with the rates of a usual GPU."""
         if self._training.device.type == device.type:
             return measure_cost(self._training)
+        if self._training.device.type == "meta" and not any(v.is_meta for v in self._values.values()):
+            values = {name: value.to(device) for name, value in self._values.items()}
+            with suppress(torch.OutOfMemoryError):
+                return measure_cost(self._training, stand_in=values)
         return estimate_cost(self._training, DEFAULT_RATES)
 
     def stages(self, cuts: Sequence[int]) -> list[StageModule]:

@@ -6,13 +6,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.data.manifest import Manifest
+from shoal.data.text.text_to_text import text_to_text_tokenizer
 from shoal.errors import UsageError
-from shoal.models.pretraining import AlbertPretraining, BertPretraining, Pretraining
+from shoal.models.pretraining import AlbertPretraining, BertPretraining
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes import masked_lm, t5
+from shoal.recipes.t5_stages import write_stored
 from shoal.record import Start, read_record
-from shoal.train.checkpoint import load_model
+from shoal.train.checkpoint import load_model, stored_model
 from shoal.train.config import load_toml
 from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
 
@@ -58,10 +62,11 @@ def export_run(source: Path, out: Path | None = None) -> Path:
         ShoalError: there is no checkpoint, or it is damaged.
     """
     run_dir = run_dir_of(source)
-    model, step = _read_pretrained(source, run_dir)
+    if recipe_of(run_dir) == "t5":
+        return _export_t5(source, run_dir, out)
+    model, step = _read_encoder(source, run_dir)
     out = out or run_dir / f"transformers-{step}"
-    write = masked_lm.write_export if isinstance(model, Pretraining) else t5.write_export
-    write(model, description_in(run_dir), out)
+    masked_lm.write_export(model, description_in(run_dir), out)
     return out
 
 
@@ -73,25 +78,37 @@ def read_encoder(source: Path) -> tuple[AlbertPretraining | BertPretraining, Pat
         ShoalError: there is no checkpoint, or it is damaged.
     """
     run_dir = run_dir_of(source)
-    model, _ = _read_pretrained(source, run_dir)
-    if not isinstance(model, AlbertPretraining | BertPretraining):
+    if recipe_of(run_dir) == "t5":
         raise UsageError(f"{run_dir} is a run of t5, which has no masks to fill: name one of albert or bert")
+    model, _ = _read_encoder(source, run_dir)
     return model, description_in(run_dir)
 
 
-def _read_pretrained(source: Path, run_dir: Path) -> tuple[Any, int]:
-    """Return the model of a checkpoint and its step."""
-    tree, recipe = load_toml(run_dir / CONFIG_FILE), recipe_of(run_dir)
-    if recipe not in (*_ENCODERS, "t5"):
+def _read_encoder(source: Path, run_dir: Path) -> tuple[Any, int]:
+    """Return the model of a checkpoint of ALBERT or BERT, and its step."""
+    recipe = recipe_of(run_dir)
+    if recipe not in _ENCODERS:
         known = ", ".join((*_ENCODERS, "t5"))
         raise UsageError(f"{run_dir} is a run of {recipe}; pretraining runs ({known}) can be exported")
-    sizes = {name: value for name, value in tree["model"].items() if name != "checkpoint_path"}
-    if recipe == "t5":
-        model: Any = t5.make_model(T5ModelConfig(**sizes), Manifest.load(description_in(run_dir)))
-    else:
-        config, make = _ENCODERS[recipe]
-        model = make(config(**sizes))
+    config, make = _ENCODERS[recipe]
+    model = make(config(**_sizes_in(run_dir)))
     return model, load_model(source, model)
+
+
+def _export_t5(source: Path, run_dir: Path, out: Path | None) -> Path:
+    """Write a T5 one tensor at a time: it may be too large for this machine's memory."""
+    data, (step, _) = description_in(run_dir), stored_model(source)
+    out = out or run_dir / f"transformers-{step}"
+    with torch.device("meta"):
+        model = t5.make_model(T5ModelConfig(**_sizes_in(run_dir)), Manifest.load(data))
+    write_stored(source, model, out, tokenizer=text_to_text_tokenizer(data))
+    return out
+
+
+def _sizes_in(run_dir: Path) -> dict[str, Any]:
+    """Return the settings of a run's model without the source of its weights."""
+    sizes = load_toml(run_dir / CONFIG_FILE)["model"]
+    return {name: value for name, value in sizes.items() if name != "checkpoint_path"}
 
 
 def recipe_of(run_dir: Path) -> str:

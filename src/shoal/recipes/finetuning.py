@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.decide.batch import MicroBatch
+from shoal.decide.batch import BatchPlan, MicroBatch, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.json_text import parse_json
 from shoal.models.text_config import HUB
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from shoal.data.loader import Batch
     from shoal.data.text.sequences import Sequences
-    from shoal.decide.batch import BatchPlan
     from shoal.models.t5 import T5
     from shoal.models.tasks import TaskModel
     from shoal.optim.lr_schedules import Schedule
@@ -131,6 +130,14 @@ class FinetuneConfig:
     optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)
     run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def batch(self, num_workers: int) -> BatchPlan:
+        """Return how a global batch is computed by so many workers.
+
+        Raises:
+            UsageError: the sizes do not divide.
+        """
+        return plan_batch(self.train, num_workers)
 
     def __post_init__(self) -> None:
         check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
@@ -322,7 +329,7 @@ class Plan:
     """The steps of a finetuning, the arithmetic of its batch and its schedule."""
 
     total_steps: int
-    batch: "BatchPlan"
+    batch: BatchPlan
     schedule: "Schedule"
 
 
@@ -332,14 +339,13 @@ def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -
     Raises:
         UsageError: the warm-up is longer than the run, or the batch does not divide.
     """
-    from shoal.decide.batch import plan_batch
     from shoal.train.config import schedule_of
 
     train, optim = config.train, config.optim
     total = train.total_steps or math.ceil(train.epochs * num_sequences / train.global_batch_size)
     warmup = optim.warmup_steps or round(optim.warmup_share * total)
     check_warmup("optim", warmup, "train", total)
-    batch = plan_batch(train, num_workers)
+    batch = config.batch(num_workers)
     rates = replace(optim, warmup_steps=warmup)
     return Plan(total_steps=total, batch=batch, schedule=schedule_of(rates, optim, total))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from shoal.errors import UsageError
-from shoal.models.text_config import EncoderConfig, T5ModelConfig
+from shoal.models.text_config import EncoderConfig
 from shoal.train.config import REQUIRED, required
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def open_shards(data: PreparedTextConfig, *, verify: bool) -> "tuple[TextShards,
     return TextShards(path, "train", verify=how), TextShards(path, "validation", verify=how)
 
 
-def load_weights(model: "nn.Module", config: EncoderConfig | T5ModelConfig) -> None:
+def load_weights(model: "nn.Module", config: EncoderConfig) -> None:
     """Copy the initial weights that the settings name into ``model``.
 
     Raises:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
-from shoal.decide.batch import BatchPlan, known_size, plan_batch
+from shoal.decide.batch import BatchPlan, known_size
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import T5ModelConfig
@@ -27,7 +27,6 @@ from shoal.recipes import run_script
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
     keep_tokenizer,
-    load_weights,
     open_shards,
     read_manifest,
 )
@@ -107,11 +106,7 @@ class T5Config:
         require_positive("optim", self.optim, "hold_steps")
         if self.train.precision == "fp16":
             raise UsageError("train.precision fp16: T5's activations overflow in it; use bf16 or fp32")
-        if self.distributed.wire != "fp32":
-            raise UsageError(
-                f"distributed.wire {self.distributed.wire}: the stages of T5 average their gradients in "
-                "fp32; leave it out"
-            )
+        self.parallel.check_wire(self.distributed.wire)
         if self.distributed.shares != "equal":
             raise UsageError(
                 f"distributed.shares {self.distributed.shares}: the stages of T5 are built for parts of one "
@@ -164,10 +159,10 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     import torch
 
     from shoal.data.sources import ReaderSource
+    from shoal.data.text.text_to_text import text_to_text_tokenizer
     from shoal.models.t5 import MODEL_INPUTS
-    from shoal.pipelining.api import make_mesh, pipeline
     from shoal.recipes.t5_score import LOSS, evaluate, reference_loss, verdict
-    from shoal.train.checkpoint import load_model
+    from shoal.recipes.t5_stages import open_stages, write_stored
     from shoal.train.optimizers import build_optimizer
     from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run
@@ -182,7 +177,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         ExitStack() as stack,
     ):
         # ----------------------------------------------------------------------------------------- data
-        batch = plan(config, run.world.num_workers)
+        batch = parallel.plan(config.train, run.world.num_workers)
         train, held_out = open_text(config, verify=run.world.is_main)
         keep_tokenizer(config.data, run)
         manifest, spans = train.shards.manifest, config.spans()
@@ -190,25 +185,17 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         example = train.batch(0, np.arange(batch.worker_batch_size) % train.num_examples)
 
         # ----------------------------------------------------------------------------------------- model
-        mesh = make_mesh(run.world.device.type, pipeline=parallel.pipeline, data=batch.num_workers)
-        torch.manual_seed(run.seed)
-        model = make_model(config.model, manifest)
-        load_weights(model, config.model)
-        stage = pipeline(
+        with torch.device("meta"):  # this worker allocates its stages only
+            model = make_model(config.model, manifest)
+        stage, mesh = open_stages(
             model,
             {name: torch.from_numpy(example[name]) for name in MODEL_INPUTS},
-            mesh=mesh["pp"],
-            data_parallel=mesh["dp"],
-            microbatches=batch.accumulation_steps,
-            schedule=parallel.schedule,
-            virtual_stages=parallel.virtual_stages,
-            optimize=parallel.optimize,
-            shard=parallel.shard,
-            seed=run.seed,
-            device=run.world.device,
-            autocast=run.precision.dtype,
+            run,
+            parallel,
+            batch,
+            weights=config.model.checkpoint_path,
+            wire=config.distributed.wire,
         )
-        del model  # this worker keeps its stages
         stack.callback(stage.close)
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
         run.num_parameters = config.model.num_parameters
@@ -254,9 +241,8 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- export
         def export(directory: Path) -> None:
-            whole = make_model(config.model, manifest)
-            load_model(directory, whole)  # from the checkpoint: no worker has all stages
-            write_export(whole, required(config.data.path), directory / "transformers")
+            tokenizer = text_to_text_tokenizer(required(config.data.path))
+            write_stored(directory, model, directory / "transformers", tokenizer=tokenizer)
 
         return run.finish(export, lambda last: verdict(last["validation"], references[LOSS]))
 
@@ -275,18 +261,6 @@ def open_text(config: T5Config, *, verify: bool) -> "tuple[SpanReader, SpanReade
     train, held_out = open_shards(config.data, verify=verify)
     train.manifest.check_vocabulary(config.model.vocab_size, sentinels=MAX_SENTINELS)
     return SpanReader(train, config.spans()), SpanReader(held_out, config.spans())
-
-
-def plan(config: T5Config, num_workers: int) -> BatchPlan:
-    """Return how a global batch is computed; the ``num_workers`` of the plan are the replicas.
-
-    Raises:
-        UsageError: the sizes do not divide.
-    """
-    train, replicas = config.train, config.parallel.replicas(num_workers)
-    share = train.global_batch_size // replicas
-    size = config.parallel.micro_batch_size(share, known_size(train.micro_batch_size))
-    return replace(plan_batch(replace(train, micro_batch_size=size), replicas), replicas=True)
 
 
 # ------------------------------------------------------------------------------------------------- model
@@ -363,20 +337,6 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
     return search.choose(num_devices, None if parallel.layout == "auto" else (parallel.pipeline,))
 
 
-# ------------------------------------------------------------------------------------------------- export
-
-
-def write_export(model: "T5", data: Path, out: Path) -> None:
-    """Write ``model`` with the tokenizer of the prepared text ``data``, whole or not at all.
-
-    An older export in ``out`` is replaced.
-    """
-    from shoal.data.text.text_to_text import text_to_text_tokenizer
-    from shoal.models.directory import save
-
-    save(model, out, tokenizer=text_to_text_tokenizer(data))
-
-
 # ------------------------------------------------------------------------------------------------- dry run
 
 
@@ -401,7 +361,7 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
         device = f"{devices:,} {parallel.device.upper()}s of {parallel.memory}"
         predicted = [explain_layouts(layouts, title=f"T5 on {device}, by a cost model, not measured")]
         config = with_layout(config, layouts[0]) if parallel.layout == "auto" else config
-    batch, spans = plan(config, devices), config.spans()
+    batch, spans = parallel.plan(config.train, devices), config.spans()
     manifest = read_manifest(config.data)
     manifest.check_vocabulary(config.model.vocab_size, sentinels=MAX_SENTINELS)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))

@@ -21,15 +21,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shoal import record
 from shoal.errors import ShoalError, UsageError
@@ -318,13 +319,14 @@ def _surface(error: Exception) -> NoReturn:
     raise error
 
 
-def load_model(path: Path, model: nn.Module, *, key: str = "model") -> int:
+def load_model(path: Path, model: nn.Module, *, key: str = "model", whole: nn.Module | None = None) -> int:
     """Load only the model of a checkpoint, for evaluation, export or a new run. Not a collective.
 
     Args:
         path: a checkpoint, or a run directory, whose newest checkpoint is loaded.
         model: filled in place.
         key: name of the model in the saved state.
+        whole: the model, on meta or not, of which ``model`` is a part; default: ``model`` is all of it.
 
     Returns:
         The step of the checkpoint.
@@ -333,6 +335,41 @@ def load_model(path: Path, model: nn.Module, *, key: str = "model") -> int:
         ShoalError: there is no checkpoint, it is damaged, or it is of another format.
         UsageError: it is of another model.
     """
+    path = _find_whole(path)
+    _load(path, {key: model}, [local_state({key: each}) for each in (model, whole or model)])
+    return files.step_of(path)
+
+
+def stored_model(path: Path, *, key: str = "model") -> tuple[int, dict[str, Callable[[], Tensor]]]:
+    """Return the step of a checkpoint, and name -> function that reads the tensor, of its model.
+
+    So a model that fits no worker can be written elsewhere one tensor at a time.
+
+    Args:
+        path: a checkpoint, or a run directory, whose newest checkpoint is read.
+        key: name of the model in the saved state.
+
+    Raises:
+        ShoalError: there is no checkpoint, it is damaged, or it is of another format.
+    """
+    path = _find_whole(path)
+    stored, _ = files.read_contents(path)
+
+    def read(name: str) -> Tensor:
+        target = torch.empty(stored[name].size, dtype=files.DTYPES[stored[name].dtype])
+        read_tensors(path, {name: stored[name]}, {name: target})
+        return target
+
+    names = [name for name in stored if name.startswith(f"{key}.")]
+    return files.step_of(path), {name.removeprefix(f"{key}."): partial(read, name) for name in names}
+
+
+def _find_whole(path: Path) -> Path:
+    """Return a checkpoint whose checksums match: ``path``, or the newest in it.
+
+    Raises:
+        ShoalError: there is none, or it is damaged.
+    """
     if not files.is_checkpoint(path):
         found = files.list_checkpoints(path)
         if not found:
@@ -340,8 +377,7 @@ def load_model(path: Path, model: nn.Module, *, key: str = "model") -> int:
         path = found[-1]
     if damage := files.find_damage(path):
         raise ShoalError(f"the checkpoint {path} is damaged: {damage}; use an older one of the run instead")
-    _load(path, {key: model}, [local_state({key: model})])
-    return files.step_of(path)
+    return path
 
 
 def _load(path: Path, state: Mapping[str, Any], workers: list[LocalState]) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from shoal.decide.batch import BatchPlan, BatchSizes, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
 
 ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "bfs", "vee", "backward_first"]
@@ -70,6 +71,37 @@ class ParallelConfig:
             )
         return found
 
+    def check_wire(self, wire: str) -> None:
+        """Check that replicas of stages can send their gradients in the format ``wire``.
+
+        Raises:
+            UsageError: int8, or bf16 for gradients that FSDP2 sums.
+        """
+        if wire == "int8" or (wire == "bf16" and self.shard):
+            what = "with parallel.shard, replicas" if self.shard else "replicas of stages"
+            may = "fp32" if self.shard else "fp32 or bf16"
+            raise UsageError(f"distributed.wire {wire}: {what} add their gradients in {may}")
+
+    @property
+    def splits(self) -> bool:
+        """Whether a worker holds less than the whole model."""
+        return self.pipeline > 1 or self.shard
+
+    def plan(self, sizes: BatchSizes, num_workers: int) -> BatchPlan:
+        """Return how a global batch is computed; the ``num_workers`` of the plan are the replicas.
+
+        Args:
+            sizes: of the global batch and, or ``None``, of the micro-batch.
+
+        Raises:
+            UsageError: the sizes do not divide.
+        """
+        replicas = self.replicas(num_workers)
+        given = known_size(sizes.micro_batch_size)
+        size = self.micro_batch_size(sizes.global_batch_size // replicas, given)
+        found = plan_batch(_Sizes(sizes.global_batch_size, size), replicas)
+        return replace(found, replicas=True)
+
     def micro_batch_size(self, share: int, given: int | None) -> int | None:
         """Return the sequences per micro-batch; ``None``: the default without a pipeline.
 
@@ -96,6 +128,12 @@ class ParallelConfig:
                 f"train.micro_batch_size is {given}: leave one of them out"
             )
         return size
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    global_batch_size: int
+    micro_batch_size: int | None
 
 
 def parse_bytes(text: str, name: str = "parallel.memory") -> int:

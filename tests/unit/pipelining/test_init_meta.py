@@ -11,7 +11,7 @@ from transformers import T5ForConditionalGeneration
 from pipeline_models import cases
 from shoal.errors import UsageError
 from shoal.pipelining.export_graph import export_model
-from shoal.pipelining.init_meta import init_meta
+from shoal.pipelining.init_meta import init_meta, init_whole
 from shoal.pipelining.split import split
 from shoal.pipelining.units import units_of
 
@@ -50,6 +50,44 @@ def test_only_the_stages_given_are_allocated() -> None:
     stages = split(export_model(model, batch, True), [2])
     init_meta(stages[1:], model, CPU)
     assert [parameter.is_meta for parameter in model.parameters()] == [True] * 4 + [False] * 4
+
+
+class Pair(nn.Module):
+    """Draws both of its weights in one call, as transformers' attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def reset_parameters(self) -> None:
+        for linear in (self.first, self.second):
+            linear.weight.data.normal_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_a_cut_inside_a_module_that_draws_for_two_weights_changes_neither() -> None:
+    def weights(*stages_made: int) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model, batch = Pair(), {"x": torch.zeros(2, 4)}
+        exported = export_model(model, batch, True)
+        stages = split(exported, [len(units_of(exported)) - 1])
+        init_meta([stages[index] for index in stages_made], model, CPU, seed=5)
+        return {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
+
+    both, first, second = weights(0, 1), weights(0), weights(1)
+    assert (set(first), set(second)) == ({"first.weight"}, {"second.weight"})
+    assert all(torch.equal(both[name], value) for name, value in (first | second).items())
+    assert not torch.equal(both["first.weight"], both["second.weight"])
+
+
+def test_a_whole_model_gets_the_weights_of_its_stages() -> None:
+    with torch.device("meta"):
+        model, other, batch = Pair(), Pair(), {"x": torch.zeros(2, 4)}
+    init_meta(split(export_model(model, batch, True), []), model, CPU, seed=5)
+    init_whole(other, CPU, seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_weights_that_nobody_initialises_are_refused() -> None:

@@ -68,6 +68,18 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_model_on_meta_is_measured_as_the_real_one() -> None:
+    real, batch = cases()["t5"]()
+    wanted = measure_cost(export_model(real, batch, True), repetitions=1)
+    model = real.to("meta")
+    shapes = {name: value.to("meta") for name, value in batch.items()}
+    found = measure_cost(export_model(model, shapes, True), repetitions=1, stand_in=batch)
+    assert [unit.saved_bytes for unit in found.units] == [unit.saved_bytes for unit in wanted.units]
+    assert [unit.parameters for unit in found.units] == [unit.parameters for unit in wanted.units]
+    assert found.source == "measured" and all(unit.forward_s > 0 for unit in found.units)
+    assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["t5"])
 def test_estimate_counts_what_the_model_saves(name: str) -> None:
     model, batch = cases()[name]()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shoal.decide.batch import BatchPlan
 from shoal.errors import UsageError
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate
@@ -19,7 +20,6 @@ from shoal.recipes.t5 import (
     T5OptimConfig,
     check,
     find_layouts,
-    plan,
     with_layout,
 )
 from shoal.train.config import DistributedConfig, RunConfig, TrainConfig
@@ -40,6 +40,10 @@ def preset(name: str, **sections: dict[str, Any]) -> T5Config:
         "distributed": DistributedConfig,
     }
     return T5Config(**{s: kind(**{**tree.get(s, {}), **sections.get(s, {})}) for s, kind in kinds.items()})
+
+
+def plan(config: T5Config, num_workers: int) -> BatchPlan:
+    return config.parallel.plan(config.train, num_workers)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -91,6 +95,14 @@ def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, mess
         (
             {"distributed": {"shares": "by-speed"}},
             "by-speed: the stages of T5 are built for parts of one size",
+        ),
+        (
+            {"distributed": {"wire": "int8"}},
+            "int8: replicas of stages add their gradients in fp32 or bf16",
+        ),
+        (
+            {"distributed": {"wire": "bf16"}, "parallel": {"shard": True}},
+            "wire bf16: with parallel.shard, replicas add their gradients in fp32",
         ),
         ({"train": {"compile": True}}, "train.compile does not go with"),
         ({"data": {"noise_density": 0.0}}, "noise_density 0.0 must lie between"),

@@ -13,7 +13,7 @@ bitwise the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,9 +38,13 @@ class TaskSource:
     data: Sequences
     seed: int
     name: Callable[[int], str] = lambda index: f"example {index + 1}"
+    whole: bool = False
+    """Give the worker's part of a global batch in one piece, for a pipeline that cuts it up itself."""
 
     def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[list[Batch]]:
         """Return a stream with, per step (from 0), this worker's micro-batches, prefetched by a thread."""
+        if self.whole:
+            shard = replace(shard, micro_batch_size=shard.global_batch_size // shard.num_workers)
 
         def make(step: int) -> list[Batch]:
             return [

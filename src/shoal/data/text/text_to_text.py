@@ -6,7 +6,7 @@ and targets end with the end token; long inputs are truncated at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class TextToText(Sequences):
     pad_id: int
     num_cut: int
     """Inputs that were truncated."""
+    width: int = 0
+    """Columns to which inputs are padded, for models of fixed shapes; 0: those of the longest in a batch."""
 
     @property
     def longest_word(self) -> int:
@@ -48,20 +50,24 @@ class TextToText(Sequences):
         return max(map(len, self.words), default=0)
 
     def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
-        """Return the sequences ``indices`` padded to their longest.
+        """Return the sequences ``indices`` padded to their longest, or to ``width``.
 
         - ``input_ids``, ``attention_mask`` int64 ``[B, S]``: the mask is 0 in the padding;
         - ``labels`` int64 ``[B, longest_word]``: -100 behind the end token.
         """
+        own = [self.data.examples[index].label for index in indices] if self.words else []
+        return self.batch_with(indices, own)
+
+    def batch_with(self, indices: Int64Array, labels: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+        """Return :meth:`batch` with other labels, given by their numbers."""
         lengths = self.lengths[indices]
-        there = np.arange(int(lengths.max())) < lengths[:, None]
+        there = np.arange(self.width or int(lengths.max())) < lengths[:, None]
         ids = np.full(there.shape, self.pad_id, dtype=np.int64)
         ids[there] = self.tokens[ranges(self.bounds[indices], lengths)]
-        labels = np.full((len(indices), self.longest_word), IGNORED, dtype=np.int64)
-        for row, index in enumerate(indices if self.words else ()):
-            word = self.words[self.data.examples[index].label]
-            labels[row, : len(word)] = word
-        return {"input_ids": ids, "attention_mask": there.astype(np.int64), "labels": labels}
+        targets = np.full((len(indices), self.longest_word), IGNORED, dtype=np.int64)
+        for row, label in enumerate(labels):
+            targets[row, : len(self.words[label])] = self.words[label]
+        return {"input_ids": ids, "attention_mask": there.astype(np.int64), "labels": targets}
 
     def label_of(self, written: npt.NDArray[np.integer[Any]]) -> int:
         """Return the index of the label that the tokens spell up to the end token; ``len(words)`` for

@@ -1,0 +1,82 @@
+"""Memory of a worker that finetunes T5-small: one of 4 stages, against a worker that has the whole model.
+
+Both run ``shoal finetune t5`` from a transformers directory to the finished model: two steps, an evaluation,
+a checkpoint and the export. A sample is the most that a process had resident (pages of files included) above
+what it had when torch, transformers and the recipe were imported.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.harness import Benchmark
+
+STAGES = 4
+MIB = 2**20
+
+
+def prepare(folder: Path) -> tuple[int, Path, Path]:
+    """Write a T5-small with random weights, a tokenizer and examples; return the model's bytes."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from shoal.data.text.tokenizer import tokenizer_json, train_tokenizer
+
+    words = ["sun", "moon", "river", "stone", "bird", "tree", "wind", "light", "road", "same", "other", ":"]
+    tokenizer = train_tokenizer("wordpiece", [" ".join(words)] * 20, vocab_size=120, lowercase=True)
+    pad, end = tokenizer.token_to_id("[PAD]"), tokenizer.token_to_id("[SEP]")
+    sizes = T5Config(num_layers=6, pad_token_id=pad, eos_token_id=end, decoder_start_token_id=pad)
+    model = T5ForConditionalGeneration(sizes)
+    model.save_pretrained(folder / "t5")
+    (folder / "t5" / "tokenizer.json").write_bytes(tokenizer_json(tokenizer))
+    rows = [f"{words[i % 9]}\t{words[i % 7]}\t{'same' if i % 2 else 'other'}" for i in range(16)]
+    (folder / "pairs.tsv").write_text("\n".join(["sentence1\tsentence2\tgold_label", *rows]) + "\n")
+    return sum(p.nbytes for p in model.parameters()), folder / "t5", folder / "pairs.tsv"
+
+
+def measure(folder: Path, model: Path, pairs: Path, *, pipeline: int) -> list[float]:
+    """Return the growth of each worker of a run, in MiB."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spec = {"model": str(model), "pairs": str(pairs), "run": str(folder / f"run-{pipeline}"), "port": port}
+    command = [sys.executable, "-m", "benchmarks.t5_memory_worker", json.dumps(spec | {"pipeline": pipeline})]
+    workers = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(pipeline)
+    ]
+    outputs = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        raise SystemExit("a worker failed; its output is above")
+    return [float(output.splitlines()[-1]) / MIB for output in outputs]
+
+
+def main() -> int:
+    bench = Benchmark("t5_memory")
+    with tempfile.TemporaryDirectory() as name:
+        num_bytes, model, pairs = prepare(Path(name))
+        whole = measure(Path(name), model, pairs, pipeline=1)
+        stages = measure(Path(name), model, pairs, pipeline=STAGES)
+    size = num_bytes / MIB
+    bench.limit(
+        f"T5-small ({size:.0f} MiB), the fullest of {STAGES} stages",
+        max(stages),
+        0.5 * size + 300,
+        unit="MiB",
+        formula="0.5 × the model + 300 MiB",
+    )
+    bench.add(
+        f"T5-small ({size:.0f} MiB), each of {STAGES} stages",
+        ours=stages,
+        peer=whole,
+        peer_name="a worker with the whole model",
+        unit="MiB",
+    )
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Runs one worker of ``benchmarks.t5_memory`` and prints by how many bytes its resident memory grew."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from shoal.env import WorkerEnv, WorkerPlace
+from shoal.models import t5 as _models  # noqa: F401  # imported before the first measurement
+from shoal.recipes import t5_classify, t5_stages  # noqa: F401
+from shoal.recipes.finetuning import FinetuneRunConfig, FinetuneTrainConfig, SourceConfig
+from shoal.train.config import DistributedConfig
+from shoal.train.parallel_config import ParallelConfig
+
+
+def resident(name: str) -> int:
+    """Return ``VmRSS`` or ``VmHWM`` of this process in bytes."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
+
+
+def main(spec: dict[str, object], rank: int) -> None:
+    torch.set_num_threads(1)
+    pipeline = int(str(spec["pipeline"]))
+    pairs = Path(str(spec["pairs"]))
+    config = t5_classify.T5ClassifyConfig(
+        model=SourceConfig(path=Path(str(spec["model"]))),
+        data=t5_classify.T5DataConfig(path=pairs, eval=(pairs,), max_seq_length=32),
+        train=FinetuneTrainConfig(
+            total_steps=2, global_batch_size=8, micro_batch_size=2, precision="fp32", compile=False
+        ),
+        run=FinetuneRunConfig(dir=Path(str(spec["run"])), evaluation_batch_size=8),
+        distributed=DistributedConfig(device="cpu", backend="gloo"),
+        parallel=ParallelConfig(pipeline=pipeline),
+    )
+    place = WorkerPlace(rank=rank, num_workers=pipeline, local_rank=rank, num_local_workers=pipeline)
+    port = int(str(spec["port"]))
+    worker = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1).step()  # imports dynamo, as any optimizer
+    before = resident("VmRSS")
+    code = t5_classify.main(config, worker)
+    print(resident("VmHWM") - before, flush=True)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), int(sys.argv[2]))

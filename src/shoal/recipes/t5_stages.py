@@ -1,0 +1,141 @@
+"""Begins and ends a T5 that no worker holds whole: stages of a model on the meta device.
+
+Every worker builds the model without weights, allocates its own stages, and fills them from files one tensor
+at a time. The trained model is written from the run's checkpoint in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoal.decide.batch import BatchPlan
+from shoal.errors import ShoalError, UsageError
+from shoal.models.directory import model_type_of, refuse_pickles, save
+from shoal.models.t5 import T5
+from shoal.pipelining.api import make_mesh, pipeline
+from shoal.pipelining.runtime import Pipeline
+from shoal.pipelining.stage import replace_tensors
+from shoal.train.checkpoint import load_model, stored_model
+from shoal.train.checkpoint_files import Chunk, StoredTensor
+from shoal.train.checkpoint_plan import read_tensors
+from shoal.train.checkpoint_state import named_tensors
+from shoal.train.parallel_config import ParallelConfig
+from shoal.train.run import Run
+
+_WEIGHTS = "weights."
+"""Before the names of transformers in those of :class:`shoal.models.t5.T5`."""
+
+
+def open_stages(
+    model: T5,
+    example: Mapping[str, Tensor],
+    run: Run,
+    parallel: ParallelConfig,
+    batch: BatchPlan,
+    *,
+    weights: Path | None = None,
+    wire: str = "fp32",
+) -> tuple[Pipeline, DeviceMesh]:
+    """Return this worker's stages with their weights, and the mesh of all workers. A collective call.
+
+    Args:
+        model: on the meta device, where it stays.
+        example: one replica's batch, on the CPU.
+        batch: its ``num_workers`` are the replicas.
+        weights: a transformers directory, a run of shoal or one of its checkpoints; default: weights drawn
+            from the run's seed, the same in every layout.
+        wire: ``distributed.wire`` of the settings, fp32 or bf16.
+
+    Raises:
+        UsageError: the model cannot be split so, or the weights are of another one.
+        ShoalError: the weights cannot be read; another worker failed.
+    """
+    mesh = make_mesh(run.world.device.type, pipeline=parallel.pipeline, data=batch.num_workers)
+    stage = pipeline(
+        model,
+        example,
+        mesh=mesh["pp"],
+        data_parallel=mesh["dp"],
+        microbatches=batch.accumulation_steps,
+        schedule=parallel.schedule,
+        virtual_stages=parallel.virtual_stages,
+        optimize=parallel.optimize,
+        shard=parallel.shard,
+        seed=run.seed,
+        device=run.world.device,
+        initialise=None if weights is None else lambda module: None,
+        autocast=run.precision.dtype,
+        wire=torch.bfloat16 if wire == "bf16" else None,
+    )
+    if weights is not None:
+        load_weights(stage.module, model, weights)
+    # The model would keep the weights of its stages, which FSDP2 has replaced by shards.
+    replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    return stage, mesh
+
+
+def load_weights(part: nn.Module, whole: nn.Module, source: Path) -> None:
+    """Copy weights into a part of a model, one tensor at a time.
+
+    Args:
+        part: parameters, sharded or not, under the names of ``whole``.
+        whole: the model, on meta or not.
+        source: a transformers directory, a run of shoal or one of its checkpoints.
+
+    Raises:
+        UsageError: they are not there, or are of another model.
+        ShoalError: they cannot be read.
+    """
+    if not (source / "config.json").is_file():
+        load_model(source, part, whole=whole)
+        return
+    model_type_of(source, known=("t5",))
+    stored = _stored_weights(source)
+    for name, tensor in named_tensors(whole).items():
+        there = stored[name].size if name in stored else "missing"
+        if there != tuple(tensor.shape):
+            raise UsageError(
+                f"{source}: {name.removeprefix(_WEIGHTS)} is {there} there and {tuple(tensor.shape)} in the "
+                "model; take the config.json or the preset that belongs to these weights"
+            )
+    for name, tensor in named_tensors(part).items():  # the file is closed after each: so are its pages
+        read_tensors(source, {name: stored[name]}, {name: tensor})
+
+
+def _stored_weights(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a transformers directory by their names in :class:`T5`."""
+    refuse_pickles(directory)
+    found: dict[str, StoredTensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  # it is no mapping
+                    piece = file.get_slice(key)
+                    size = tuple(piece.get_shape())
+                    chunk = Chunk(offsets=(0,) * len(size), sizes=size, file=path.name, key=key)
+                    found[_WEIGHTS + key] = StoredTensor(dtype=piece.get_dtype(), size=size, chunks=(chunk,))
+        except Exception as error:  # that of safetensors derives from Exception alone
+            raise ShoalError(f"{path}: the weights cannot be read: {error}") from None
+    return found
+
+
+def write_stored(source: Path, model: T5, out: Path, **tokenizer: Any) -> None:
+    """Write the model of a checkpoint as a transformers directory, one tensor at a time.
+
+    Args:
+        source: a run of shoal, or one of its checkpoints.
+        model: its sizes; may be on the meta device.
+        tokenizer: arguments of :func:`shoal.models.directory.save`.
+
+    Raises:
+        ShoalError: there is no checkpoint, or it is damaged.
+    """
+    _, stored = stored_model(source)
+    save(model, out, read=lambda name: stored[_WEIGHTS + name](), **tokenizer)
