@@ -134,7 +134,11 @@ void DirectExchange::leave(const Op& op) {
     case Kind::gather:
     case Kind::scatter:
     case Kind::send:
-    case Kind::recv: break;
+    case Kind::recv:
+    case Kind::configure:
+    case Kind::load:
+    case Kind::dump:
+    case Kind::update: break;
   }
   hooks_.trace("copy out", begin, op.seq, 0);
   shm_.progress(me_).num_left.store(++num_left_);

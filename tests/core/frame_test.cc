@@ -62,7 +62,7 @@ TEST(frame_sealed_nonsense_is_refused) {
   };
   CHECK(!refused([](FrameHeader&, Payload&) {}));
   CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(17); }));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.kind = 12; }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.kind = 16; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.element = 8; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.input = 8; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.combine = 8; }));
