@@ -1,7 +1,8 @@
 """Tests ``shoal.jax`` in an environment with the wheel, JAX and optax, and without torch.
 
 The programs are in ``jax_workers.py``. They run ``shoal.jax.collectives``, ``shoal.jax.optimizer``,
-``shoal.jax.process`` and ``shoal.jax.mpi``. The environment has 400 MB and is made once per wheel.
+``shoal.jax.process`` and ``shoal.jax.mpi``. The environment has 400 MB and is made once per wheel; the first
+program compiles the handlers for XLA, once per cache.
 """
 
 from __future__ import annotations
@@ -112,6 +113,19 @@ def test_collectives_are_those_of_numpy(python: Path, size: int, hosts: str) -> 
 
 def test_one_process_alone(python: Path) -> None:
     run(python, "alone", 1)
+    run(python, "alone", 1, PATH="", CXX="")  # it is compiled by now
+
+
+def test_without_a_compiler_it_says_what_to_install(python: Path, tmp_path: Path) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [python, WORKERS, "alone"],
+        env={**os.environ, **alone, "PATH": "", "CXX": "", "SHOAL_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "UsageError: shoal.jax compiles its handlers for XLA on first use: " in done.stderr
+    assert "no C++ compiler is found; install g++ or clang++, or set CXX" in done.stderr
 
 
 @pytest.mark.parametrize(

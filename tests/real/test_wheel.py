@@ -82,6 +82,7 @@ def with_torch(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environ
 def test_it_is_small_and_tagged_and_holds_its_notices(wheel: Path) -> None:
     names = check_file(wheel)
     assert {"shoal/lib/libshoal.so", "shoal/include/shoal.h", "shoal/py.typed", "shoal/commit.txt"} <= names
+    assert {"shoal/comm/native/group.cc", "shoal/jax/native/ffi.cc", "shoal/lib/libshoal_mpi.so"} <= names
 
 
 # ---- with numpy and cyclopts alone -------------------------------------------------------------------------

@@ -232,8 +232,8 @@ def test_only_json_text_reads_json() -> None:
             assert not lines, f"{path.relative_to(ROOT)}, lines {lines}: read JSON with json_text.parse_json"
 
 
-def test_core_knows_neither_python_nor_torch() -> None:
-    foreign = re.compile(r'#\s*include\s*[<"](nanobind/|pybind11/|Python\.h|torch/|ATen/|c10/)')
+def test_core_knows_neither_python_nor_torch_nor_xla() -> None:
+    foreign = re.compile(r'#\s*include\s*[<"](nanobind/|pybind11/|Python\.h|torch/|ATen/|c10/|xla/)')
     sources = [path for path in CSRC.rglob("*") if path.suffix in {".h", ".hpp", ".cc", ".cpp", ".inc"}]
     assert sources
     for path in sources:

@@ -8,6 +8,7 @@ same order, and XLA orders by data alone. JAX passes a token from call to call f
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -19,9 +20,10 @@ import numpy as np
 from jax._src import effects
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.lib import __version__ as jaxlib_version
 
-from shoal import native
-from shoal.errors import ShoalError
+from shoal.comm import native_build
+from shoal.errors import ShoalError, UsageError
 
 _TARGET = "shoal_jax_collective"
 KINDS = {"all_reduce": 0, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
@@ -52,16 +54,30 @@ collective_p.multiple_results = True
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library with the handler.
+    """Return the library with the handler, compiled when the cache lacks it.
+
+    Its source includes XLA's headers, which the installed jaxlib brings: what is compiled fits that version.
 
     Raises:
-        ShoalError: this shoal was built without it.
+        UsageError: there is no compiler.
+        ShoalError: it cannot be compiled or loaded.
     """
-    path = Path(native.core().__file__ or "").parent / "lib" / "libshoal_jax.so"
+    headers = Path(jax.ffi.include_dir())
     try:
+        path = native_build.build(
+            native_build.Library(
+                title="its handlers for JAX",
+                kind="jax",
+                name="libshoal_jax",
+                sources=Path(__file__).parent / "native",
+                versions=(jaxlib_version, str(headers), platform.machine()),
+                includes=(headers,),
+            )
+        )
         loaded = ctypes.CDLL(str(path))
-    except OSError as problem:
-        raise ShoalError(f"{path} cannot be loaded ({problem}); reinstall shoal") from None
+    except (ShoalError, OSError) as problem:
+        kind = UsageError if isinstance(problem, UsageError) else ShoalError
+        raise kind(f"shoal.jax compiles its handlers for XLA on first use: {problem}") from None
     loaded.shoal_jax_set_group.argtypes = (ctypes.c_int64, ctypes.c_void_p)
     loaded.shoal_jax_set_group.restype = None
     return loaded

@@ -30,7 +30,8 @@ def init(*, timeout_s: float = worlds.TIMEOUT_S, options: EngineOptions | None =
 
     Raises:
         CommError: a rank did not come in time, or has another secret.
-        UsageError: it was called before, an environment variable is wrong, or rank 0's port is taken.
+        UsageError: it was called before, an environment variable is wrong, rank 0's port is taken, or
+            there is no C++ compiler for the handlers that XLA calls, which are compiled on first use.
 
     Example:
         >>> import shoal.jax

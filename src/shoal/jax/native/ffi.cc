@@ -1,9 +1,15 @@
-// libshoal_jax.so: collectives of a group as one asynchronous call of XLA's foreign function interface (FFI).
+// Collectives of a group as one asynchronous call of XLA's foreign function interface (FFI).
 //
 // A call has any number of operands, the leaves of a pytree, and each result has the operand of its index. Small leaves
 // travel in one block. The handler submits and returns; XLA goes on when the group has completed all of it. Python
 // (shoal.jax.ffi) orders the calls by a token, the first operand and the first result, so that all ranks submit in the
 // order of the program.
+//
+// Built on first use by shoal/jax/ffi.py, with the headers of the installed jaxlib. Uses the engine through the C
+// interface only (shoal.h).
+#include <shoal.h>
+#include <xla/ffi/api/ffi.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -16,9 +22,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#include "c_api/shoal.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace {
 

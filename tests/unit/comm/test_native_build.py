@@ -1,0 +1,72 @@
+"""Tests that a library is compiled against ``libshoal.so`` once, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal import env
+from shoal.comm import native_build
+from shoal.errors import EXIT_FAILURE, EXIT_USAGE
+
+SOURCE = """
+#include <outside.h>
+#include <shoal.h>
+extern "C" SHOAL_API int sum(int value) { return value + OUTSIDE + static_cast<int>(shoal_last_error()[0]); }
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> native_build.Library:
+    """Return a library of one source, which includes a header of another package; the cache is empty."""
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "cache"))
+    for name, text in (("sources/sum.cc", SOURCE), ("outside/outside.h", "#define OUTSIDE 40\n")):
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_text(text)
+    return native_build.Library(
+        title="a sum", kind="sum", name="libsum", sources=tmp_path / "sources", versions=("1.0",),
+        includes=(tmp_path / "outside",),
+    )  # fmt: skip
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "")
+
+
+def test_it_is_compiled_once_for_each_version(
+    library: native_build.Library, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = native_build.build(library)
+    assert ctypes.CDLL(str(file)).sum(2) == 42
+    assert capsys.readouterr().err == f"shoal: building a sum in {file.parent}, once\n"
+    assert native_build.build(library) == file
+    assert capsys.readouterr().err == ""
+    (library.includes[0] / "outside.h").write_text("#define OUTSIDE 50\n")
+    newer = replace(library, versions=("1.1",))
+    assert ctypes.CDLL(str(native_build.build(newer))).sum(2) == 52
+    without_compiler(monkeypatch)
+    assert native_build.build(library) == file, "what is in the cache needs no compiler"
+
+
+def test_without_a_compiler_it_says_what_to_install(
+    library: native_build.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_compiler(monkeypatch)
+    with pytest.raises(
+        native_build.NoCompilerError, match=r"no C\+\+ compiler is found; install g\+\+"
+    ) as seen:
+        native_build.build(library)
+    assert seen.value.exit_code == EXIT_USAGE
+
+
+def test_errors_of_the_compiler_are_kept(library: native_build.Library) -> None:
+    (library.sources / "sum.cc").write_text("#error too old\n")
+    for kept in ("", r"delete it to try again"):
+        with pytest.raises(native_build.CannotBuildError, match=r"failed: .*error too old.*" + kept) as seen:
+            native_build.build(library)
+        assert seen.value.exit_code == EXIT_FAILURE
