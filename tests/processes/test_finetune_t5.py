@@ -118,7 +118,7 @@ def divided(model: Path, train: Path, run_dir: Path, **parallel: Any) -> T5Class
     [
         pytest.param({"pipeline": 2, "data": 2}, id="2 stages, 2 replicas"),
         pytest.param({"pipeline": 4, "data": 1}, id="4 stages", marks=pytest.mark.slow),
-        pytest.param({"shard": True, "data": 2}, id="2 shards"),
+        pytest.param({"shard": True, "data": 2}, id="2 shards", marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_trains_what_one_worker_trains(

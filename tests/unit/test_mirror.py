@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from test_imports import CSRC, PACKAGE, ROOT, Graph, import_graph, imported_names, module_sources, unit_of
@@ -44,10 +45,11 @@ def has_code(path: Path) -> bool:
     return any(not isinstance(node, ast.Expr | ast.ImportFrom) for node in body)
 
 
-def shoal_modules_of(test: Path, known: set[str]) -> set[str]:
+@cache
+def shoal_modules_of(test: Path, known: frozenset[str]) -> frozenset[str]:
     """Return the modules of the package that a test file imports or names, or its helpers in ``tests`` do."""
     text = test.read_text(encoding="utf-8")
-    found = set(re.findall(r"\bshoal(?:\.\w+)+", text)) & known  # as in "-m shoal.comm.server"
+    found = known.intersection(re.findall(r"\bshoal(?:\.\w+)+", text))  # as in "-m shoal.comm.server"
     for base, name in imported_names(text, test.stem, is_package=False):
         found |= {base, f"{base}.{name}"} & known
         for helper in (test.parent / f"{base}.py", TESTS / f"{base}.py", TESTS / "processes" / f"{base}.py"):
@@ -71,7 +73,7 @@ def reached(tested: set[str], graph: Graph) -> set[str]:
 def test_every_module_has_tests() -> None:
     sources = module_sources(PACKAGE)
     tests = set(TESTS.rglob("test_*.py")) - {Path(__file__)}
-    tested = set().union(*(shoal_modules_of(test, set(sources)) for test in tests))
+    tested: set[str] = set().union(*(shoal_modules_of(test, frozenset(sources)) for test in tests))
     without = {
         module
         for module in set(sources) - reached(tested, import_graph(PACKAGE))
@@ -83,7 +85,7 @@ def test_every_module_has_tests() -> None:
 
 
 def test_folders_of_unit_tests_are_packages_that_they_import() -> None:
-    known = set(module_sources(PACKAGE))
+    known = frozenset(module_sources(PACKAGE))
     for test in sorted((TESTS / "unit").glob("*/**/test_*.py")):
         parts = test.relative_to(TESTS / "unit").parent.parts
         if parts[0] in NOT_OF_THE_PACKAGE:

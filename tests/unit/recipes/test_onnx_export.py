@@ -64,7 +64,13 @@ def computed(file: Path, inputs: dict[str, torch.Tensor]) -> dict[str, np.ndarra
     return dict(zip(names, found, strict=True))
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+SLOW = {"roberta", "distilbert"}
+"""Exported as bert is."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ENCODERS]
+)
 def test_an_encoder_computes_the_same(name: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
     model, file = ENCODERS[name]().eval(), tmp_path / "model.onnx"
