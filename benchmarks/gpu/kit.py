@@ -205,7 +205,7 @@ def check_results(results: Path) -> None:
 
 
 def compare(job: Job, outcome: Outcome, before: Sequence[Outcome]) -> None:
-    """Write the ratio to a peer's figure into the figure of ours that it is measured for."""
+    """Add to each of our figures its ratio to the figure of the peer."""
     if job.beside is None or not outcome.figures:
         return
     peer = outcome.figures[0]

@@ -33,7 +33,7 @@ class Job:
     kind: Kind = "exit"
     """Kind of its output: none, a file of ``shoal bench train`` or of a peer, rows, or a profile."""
     beside: str | None = None
-    """Of a peer: title of the job of ours in this stage that it is measured for."""
+    """Of a peer: title of our job in this stage with which it is compared."""
     target: float | None = None
     """Of samples a second; on an H200, or 0.9 of it on an H100."""
     limit_s: float = 180.0

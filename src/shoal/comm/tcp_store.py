@@ -41,7 +41,7 @@ class TcpStoreServer:
     Args:
         host: address or name at which it listens; an empty string: all addresses of this host.
         port: port at which it listens; 0: any.
-        secret: of the job; ``None``: whoever reaches the port may connect.
+        secret: of the job; ``None``: any process that reaches the port may connect.
 
     Raises:
         UsageError: the address is not this host's, or the port is taken.

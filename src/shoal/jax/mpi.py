@@ -69,7 +69,7 @@ def use_collectives(*, timeout_s: float = TIMEOUT_S) -> None:
 
 
 _kept: list[Any] = []
-"""What C calls as long as the process lives."""
+"""Callbacks that C may call until the process ends."""
 
 
 def _connector(timeout_s: float) -> Any:

@@ -84,7 +84,7 @@ class ParallelConfig:
 
     @property
     def splits(self) -> bool:
-        """Whether a worker holds less than the whole model."""
+        """True if a worker holds less than the whole model."""
         return self.pipeline > 1 or self.shard
 
     def plan(self, sizes: BatchSizes, num_workers: int) -> BatchPlan:
