@@ -239,8 +239,9 @@ class Scaling:
         figure.suptitle(self.title, fontsize=10)
         rates, efficiencies = figure.subplots(1, 2)
         ideal: dict[int, dict[int, float]] = {}
-        for name in dict.fromkeys(row.curve for row in self.rows):
-            curve = [row for row in self.rows if row.curve == name]
+        for key in dict.fromkeys((row.backend, row.accumulate) for row in self.rows):
+            curve = [row for row in self.rows if (row.backend, row.accumulate) == key]
+            name = max(curve, key=lambda row: row.helpers).curve  # one host alone has no helpers
             hosts = [row.hosts for row in curve]
             (drawn,) = rates.plot(hosts, _each(curve, "samples_per_s"), "o-", markersize=3, label=name)
             shares = [100 * share for share in _each(curve, "efficiency")]
