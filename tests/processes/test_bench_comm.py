@@ -19,6 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.slow
 def test_every_collective_on_local_workers(tmp_path: Path) -> None:
     files = {name: tmp_path / f"comm.{name}" for name in ("json", "png", "trace")}
     result = run(

@@ -83,6 +83,7 @@ def test_the_saved_model_predicts_in_transformers_what_the_files_say(whole_run: 
     assert predicted == (whole_run / "predictions-other.txt").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_two_workers_predict_what_their_model_says(
     model: Path, train: Path, whole_run: Path, tmp_path: Path
 ) -> None:

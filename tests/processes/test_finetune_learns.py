@@ -50,6 +50,7 @@ def score(folder: Path, num_questions: int, *options: str, **sizes: int) -> floa
     return float(scores["f1"])
 
 
+@pytest.mark.slow
 def test_twenty_questions_are_learnt_by_heart(tmp_path: Path) -> None:
     options = ("--train.epochs", "30", "--train.global-batch-size", "10")
     sizes = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 1_000}

@@ -108,6 +108,7 @@ def test_two_workers_answer_like_one(model: Path, questions: Path, whole_run: Pa
     assert found == wanted and len(set(wanted.values())) > 3
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_with_another_number_of_workers(
     model: Path, questions: Path, whole_run: Path, tmp_path: Path
 ) -> None:

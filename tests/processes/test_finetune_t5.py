@@ -116,7 +116,8 @@ def divided(model: Path, train: Path, run_dir: Path, **parallel: Any) -> T5Class
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({"pipeline": 2, "data": 2}, id="2 stages, 2 replicas"),
+        pytest.param({"pipeline": 2, "data": 1}, id="2 stages"),
+        pytest.param({"pipeline": 2, "data": 2}, id="2 stages, 2 replicas", marks=pytest.mark.slow),
         pytest.param({"pipeline": 4, "data": 1}, id="4 stages", marks=pytest.mark.slow),
         pytest.param({"shard": True, "data": 2}, id="2 shards", marks=pytest.mark.slow),
     ],

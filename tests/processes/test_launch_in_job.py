@@ -11,6 +11,8 @@ import time
 import uuid
 from pathlib import Path
 
+import pytest
+
 from forked import fork_process, wait_for
 from shoal.cli.app import main
 
@@ -146,6 +148,7 @@ def test_the_failure_of_one_host_is_the_others_exit_code(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_host_that_is_gone_without_a_word_makes_the_run_resumable(tmp_path: Path) -> None:
     job = free_job()
     code = (

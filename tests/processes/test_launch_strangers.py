@@ -186,7 +186,7 @@ def test_a_stranger_at_the_rendezvous_runs_no_code_and_is_named(start: Launchers
     assert "was not written by a launcher of this job" in job.text and "Traceback" not in job.text
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shoal"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shoal"])
 def test_a_stranger_at_a_running_job_runs_no_code(start: Launchers, tmp_path: Path, backend: str) -> None:
     port = free_port()
     settings = {"num_workers": 1, "nnodes": 2, "rdzv": f"127.0.0.1:{port}", "backend": backend}

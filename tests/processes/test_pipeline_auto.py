@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from pipeline_world import Made, Shared, Worker, run_worlds, worst_gradient
 
@@ -48,6 +49,7 @@ def in_memories(worker: Worker) -> list[Any]:
     return [less, "fits"]
 
 
+@pytest.mark.slow
 def test_memory_decides_and_the_gradients_stay(tmp_path: Path) -> None:
     ((first, second),) = run_worlds(tmp_path, make_models, [(2, in_memories)])
     for less, refusal in (first, second):

@@ -349,6 +349,7 @@ def test_bad_input_is_named_before_a_worker_starts(classify_run: Path, tmp_path:
         read_questions(tmp_path / "q.jsonl")
 
 
+@pytest.mark.slow
 def test_the_command_starts_its_workers(classify_run: Path, predicted: Predicted, tmp_path: Path) -> None:
     arguments = ("predict", "classify", classify_run.parent / "train.tsv", "--model", classify_run)
     result = shoal(*map(str, arguments), "--workers", "2")

@@ -159,6 +159,7 @@ def test_every_source_gives_its_articles_in_order(
         assert len(found) > 5
 
 
+@pytest.mark.slow
 def test_killed_while_it_unpacks_it_ends_with_the_same_bytes(
     sources: list[str], whole: Path, tmp_path: Path
 ) -> None:

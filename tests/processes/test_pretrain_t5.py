@@ -99,7 +99,10 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
     assert tokenizer.convert_tokens_to_ids("<extra_id_99>") == manifest.vocab_size
 
 
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=["two replicas", "two stages"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param((1, 2), id="two replicas", marks=pytest.mark.slow), pytest.param((2, 1), id="two stages")],
+)
 def test_another_layout_goes_on_from_a_checkpoint_as_the_same_run(
     layout: tuple[int, int], data: Path, whole_run: Path, tmp_path: Path
 ) -> None:

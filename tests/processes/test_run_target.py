@@ -204,6 +204,7 @@ def known(config: Any) -> dict[str, set[str]]:
     return declared
 
 
+@pytest.mark.slow
 def test_t5_and_the_image_recipes_end_at_theirs(text: Path, tmp_path: Path) -> None:
     t5 = jobs.small_t5_config(text, tmp_path / "t5", run={"until": "span_loss<=99"})
     resnet = image_jobs.small_config(image_jobs.prepare_small(tmp_path), tmp_path / "resnet")

@@ -65,7 +65,7 @@ def wholes(outs: list[dict[str, Any]]) -> list[list[int]]:
     return [one + other for one, other in zip(outs[0]["seen"], outs[1]["seen"], strict=True)]
 
 
-@pytest.mark.parametrize(("ahead", "processes"), [(0, 0), (4, 2)])
+@pytest.mark.parametrize(("ahead", "processes"), [(0, 0), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_slow_worker_gets_its_part_and_batches_stay_the_same(
     tmp_path: Path, ahead: int, processes: int
 ) -> None:
@@ -81,6 +81,7 @@ def test_a_slow_worker_gets_its_part_and_batches_stay_the_same(
     assert by_speed[0]["weights"] == by_speed[1]["weights"]
 
 
+@pytest.mark.slow
 def test_a_loop_that_continues_goes_on_with_its_batches_and_shares(tmp_path: Path) -> None:
     before = train(tmp_path, passes=6)
     (tmp_path / "next.json").rename(tmp_path / "state.json")

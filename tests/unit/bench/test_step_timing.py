@@ -143,6 +143,7 @@ def _bench(folder: Path, *options: str) -> dict[str, object]:
     return read
 
 
+@pytest.mark.slow
 def test_albert_tiny_is_measured(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options = ("--preset", "tiny", "--batch", "2", "--accumulate", "2", "--steps", "3", "--warm-up", "1")

@@ -115,7 +115,8 @@ def test_what_strangers_send_ends_their_connection_alone(sent: bytes) -> None:
         stranger.settimeout(10)
         tcp_store._receive(stranger)
         stranger.sendall(sent)
-        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # refused before the end of what was sent
+            stranger.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(100) in (b"", REFUSED)
     assert client(server, SECRET).add("n", 1) == 1

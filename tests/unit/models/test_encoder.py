@@ -226,7 +226,7 @@ def compilations_of(model_type: str, batches: list[tuple[int, ...]]) -> int:
     return count
 
 
-@pytest.mark.parametrize("model_type", ["bert", "albert"])
+@pytest.mark.parametrize("model_type", ["bert", pytest.param("albert", marks=pytest.mark.slow)])
 def test_changing_lengths_are_one_graph_each_way(model_type: str) -> None:
     """Traced once for the first sizes, once for any, and once more for equal lengths."""
     mixed = [(13, 20, 9, 17), (7, 12, 11, 3), (20, 4, 19, 18), (8, 9, 10, 11), (5, 16, 6, 9), (3, 18, 2, 7)]
