@@ -66,9 +66,10 @@ def cloudformation(
     out: Path,
     config: Path | None = None,
 ) -> int:
-    """Write two CloudFormation stacks: FSx for Lustre over S3, then hosts with EFA and a data host.
+    """Write two CloudFormation stacks: FSx for Lustre over S3 with a data host, then hosts with EFA.
 
-    The hosts have no scheduler: `shoal submit ssh` on the data host starts jobs.
+    The hosts have no scheduler: `shoal submit ssh` on the data host starts jobs. Prepare the data there
+    before you make the second stack, whose hosts cost from their first minute.
 
     Parameters
     ----------
@@ -91,7 +92,8 @@ def cloudformation(
         print(f"    {stacks.delete_stack(plan, file)}")
     file_system = plan.fsx_gb * _FSX_PER_GB_MONTH / _HOURS_A_MONTH
     print(f"an hour of the file system: ${file_system:.2f}, a list price recalled and not confirmed")
-    print(f"an hour of the cluster: {_price(plan)}, and the data host {plan.data_instance}")
+    print(f"besides it the data host, {plan.data_instance}")
+    print(f"an hour of the cluster: {_price(plan)}")
     return EXIT_OK
 
 

@@ -1,87 +1,41 @@
-"""Writes two CloudFormation stacks: a file system over an S3 bucket, then a cluster that mounts it.
+"""Writes two CloudFormation stacks: a file system over an S3 bucket with a data host, then a cluster.
 
-The cluster has no scheduler. Its data host finds the others by their tags, and ``shoal submit ssh`` starts
-jobs there; the secret of each start goes through ssh, so that none is kept in AWS.
+Data is prepared on the data host before the cluster costs anything. The cluster has no scheduler: the data
+host finds the others by their tags, and ``shoal submit ssh`` starts jobs there; the secret of each start goes
+through ssh, so that none is kept in AWS.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from shoal.errors import UsageError
+from shoal.launch.aws_cluster import AwsCluster
 
 FILE_SYSTEM, CLUSTER = "filesystem.yaml", "cluster.yaml"
-_INSTANCE = r"[a-z0-9-]+\.[a-z0-9-]+"
-_SUBNET = r"subnet-[0-9a-f]{8,17}"
-_FORMS = {
-    "region": r"[a-z]{2}(-[a-z]+)+-\d",
-    "vpc": r"vpc-[0-9a-f]{8,17}",
-    "subnet": _SUBNET,
-    "data_subnet": _SUBNET,
-    "key": r"[\w.@-]{1,255}",
-    "bucket": r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]",
-    "ssh_from": r"(\d{1,3}\.){3}\d{1,3}/\d{1,2}",
-    "name": r"[a-zA-Z][a-zA-Z0-9-]{0,39}",
-    "worker_instance": _INSTANCE,
-    "helper_instance": _INSTANCE,
-    "data_instance": _INSTANCE,
-}
 _MAX_CARDS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class CloudFormation:
-    """Two stacks to be made."""
+class CloudFormation(AwsCluster):
+    """Two stacks to be made, called NAME-fs and NAME; their hosts run until the second is deleted."""
 
-    region: str
-    """Region, like us-east-1."""
     vpc: str
     """VPC of all hosts."""
-    subnet: str
-    """Subnet of worker and helper hosts: a private one with a way out, such as a NAT gateway."""
     data_subnet: str | None = None
     """Subnet of the data host, which you reach by ssh: a public one in the same zone; default: --subnet."""
-    key: str
-    """EC2 key pair to log in with."""
-    bucket: str
-    """S3 bucket that appears as /fsx/data, and takes back what is written there."""
     ssh_from: str
     """Addresses that may reach the data host by ssh, like 203.0.113.7/32."""
-    name: str = "shoal"
-    """Name of the cluster's stack; that of the file system is NAME-fs."""
-    workers: int = 8
-    """Worker hosts."""
-    worker_instance: str = "p4d.24xlarge"
-    """Type of the worker hosts."""
     worker_cards: int = 4
     """Network cards with EFA of a worker host: 4 of p4d.24xlarge, 32 of p5.48xlarge, 1 of p3dn.24xlarge."""
-    helpers: int = 4
-    """Helper hosts."""
-    helper_instance: str = "c5n.18xlarge"
-    """Type of the helper hosts; with one network card that has EFA."""
     data_instance: str = "m5.2xlarge"
     """Type of the data host, which prepares data and shows TensorBoard."""
-    fsx_gb: int = 1200
-    """Size of the FSx for Lustre file system: 1200, or a multiple of 2400."""
-    spot: bool = False
-    """Use spot instances for workers."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            form = _FORMS.get(field.name)
-            if form and value is not None and not re.fullmatch(form, value):
-                raise UsageError(f"--{field.name.replace('_', '-')} {value!r} is not of the form {form}")
-        if self.workers < 1 or self.helpers < 0:
-            raise UsageError(
-                f"--workers {self.workers} must be at least 1, --helpers {self.helpers} at least 0"
-            )
+        super().__post_init__()
         if not 1 <= self.worker_cards <= _MAX_CARDS:
             raise UsageError(f"--worker-cards {self.worker_cards} must be from 1 to {_MAX_CARDS}")
-        if self.fsx_gb != 1200 and (self.fsx_gb < 2400 or self.fsx_gb % 2400):
-            raise UsageError(f"--fsx-gb {self.fsx_gb} must be 1200 or a multiple of 2400")
 
 
 def render(plan: CloudFormation) -> dict[str, str]:
@@ -89,7 +43,7 @@ def render(plan: CloudFormation) -> dict[str, str]:
     cards = "".join(_CARD % {"device": min(number, 1), "card": number} for number in range(plan.worker_cards))
     helper_card = _CARD % {"device": 0, "card": 0}
     cluster = _CLUSTER % {"cards": cards, "helper_card": helper_card, "mount": _MOUNT}
-    return {FILE_SYSTEM: _FILE_SYSTEM, CLUSTER: cluster}
+    return {FILE_SYSTEM: _FILE_SYSTEM % {"mount": _MOUNT}, CLUSTER: cluster}
 
 
 def parameters(plan: CloudFormation) -> dict[str, dict[str, str]]:
@@ -100,19 +54,19 @@ def parameters(plan: CloudFormation) -> dict[str, dict[str, str]]:
             "Vpc": plan.vpc,
             "Subnet": plan.subnet,
             "SizeGb": str(plan.fsx_gb),
+            "DataSubnet": plan.data_subnet or plan.subnet,
+            "DataType": plan.data_instance,
+            "KeyName": plan.key,
+            "SshFrom": plan.ssh_from,
         },
         CLUSTER: {
             "FileSystemStack": f"{plan.name}-fs",
-            "Vpc": plan.vpc,
             "Subnet": plan.subnet,
-            "DataSubnet": plan.data_subnet or plan.subnet,
             "KeyName": plan.key,
-            "SshFrom": plan.ssh_from,
             "Workers": str(plan.workers),
             "WorkerType": plan.worker_instance,
             "Helpers": str(plan.helpers),
             "HelperType": plan.helper_instance,
-            "DataType": plan.data_instance,
             "Spot": str(plan.spot).lower(),
         },
     }
@@ -124,7 +78,7 @@ def create_stack(plan: CloudFormation, file: str, path: str) -> str:
     given = " ".join(
         f"ParameterKey={key},ParameterValue={value}" for key, value in parameters(plan)[file].items()
     )
-    role = " --capabilities CAPABILITY_IAM" if file == CLUSTER else ""
+    role = " --capabilities CAPABILITY_IAM" if file == FILE_SYSTEM else ""
     return (
         f"aws cloudformation create-stack --region {plan.region} --stack-name {name}{role} "
         f"--template-body file://{path} --parameters {given} && "
@@ -140,8 +94,8 @@ def delete_stack(plan: CloudFormation, file: str) -> str:
 def ask_data_host(plan: CloudFormation) -> str:
     """Return the command that prints the data host's name."""
     return (
-        f"aws cloudformation describe-stacks --region {plan.region} --stack-name {plan.name} --output text "
-        "--query 'Stacks[0].Outputs[0].OutputValue'"
+        f"aws cloudformation describe-stacks --region {plan.region} --stack-name {plan.name}-fs "
+        "--output text --query 'Stacks[0].Outputs[?OutputKey==`DataHost`].OutputValue'"
     )
 
 
@@ -152,12 +106,19 @@ def stack_names(plan: CloudFormation) -> Mapping[str, str]:
 
 _FILE_SYSTEM = """\
 AWSTemplateFormatVersion: "2010-09-09"
-Description: shoal - FSx for Lustre over an S3 bucket; make it before the cluster
+Description: shoal - FSx for Lustre over an S3 bucket, and a data host; make it before the cluster
 Parameters:
   Bucket: {Type: String}
   Vpc: {Type: "AWS::EC2::VPC::Id"}
   Subnet: {Type: "AWS::EC2::Subnet::Id"}
   SizeGb: {Type: Number, Default: 1200}
+  DataSubnet: {Type: "AWS::EC2::Subnet::Id"}
+  DataType: {Type: String, Default: m5.2xlarge}
+  KeyName: {Type: "AWS::EC2::KeyPair::KeyName"}
+  SshFrom: {Type: String}
+  Image:
+    Type: AWS::SSM::Parameter::Value<AWS::EC2::Image::Id>
+    Default: /aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id
 Resources:
   Network:  # hosts and file system; all traffic between its members, which EFA needs both ways
     Type: AWS::EC2::SecurityGroup
@@ -195,39 +156,6 @@ Resources:
       S3:
         AutoImportPolicy: {Events: [NEW, CHANGED, DELETED]}
         AutoExportPolicy: {Events: [NEW, CHANGED, DELETED]}
-Outputs:
-  FileSystem: {Value: !Ref FileSystem}
-  Mount:
-    Value: !Sub "${FileSystem.DNSName}@tcp:/${FileSystem.LustreMountName}"
-    Export: {Name: !Sub "${AWS::StackName}-Mount"}
-  Network:
-    Value: !Ref Network
-    Export: {Name: !Sub "${AWS::StackName}-Network"}
-"""
-
-# Ubuntu: the wheel needs glibc 2.35 and Python 3.11, and Amazon Linux 2023 has 2.34 and 3.9
-_CLUSTER = """\
-AWSTemplateFormatVersion: "2010-09-09"
-Description: shoal - worker and helper hosts with EFA, and a data host to work from
-Parameters:
-  FileSystemStack: {Type: String}
-  Vpc: {Type: "AWS::EC2::VPC::Id"}
-  Subnet: {Type: "AWS::EC2::Subnet::Id"}
-  DataSubnet: {Type: "AWS::EC2::Subnet::Id"}
-  KeyName: {Type: "AWS::EC2::KeyPair::KeyName"}
-  SshFrom: {Type: String}
-  Workers: {Type: Number, Default: 8, MinValue: 1}
-  WorkerType: {Type: String, Default: p4d.24xlarge}
-  Helpers: {Type: Number, Default: 4, MinValue: 0}
-  HelperType: {Type: String, Default: c5n.18xlarge}
-  DataType: {Type: String, Default: m5.2xlarge}
-  Spot: {Type: String, Default: "false", AllowedValues: ["true", "false"]}
-  Image:
-    Type: AWS::SSM::Parameter::Value<AWS::EC2::Image::Id>
-    Default: /aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id
-Conditions: {UseSpot: !Equals [!Ref Spot, "true"]}
-Resources:
-  Near: {Type: "AWS::EC2::PlacementGroup", Properties: {Strategy: cluster}}
   Ssh:
     Type: AWS::EC2::SecurityGroup
     Properties:
@@ -246,6 +174,75 @@ Resources:
           Version: "2012-10-17"
           Statement: [{Effect: Allow, Action: "ec2:DescribeInstances", Resource: "*"}]
   Profile: {Type: "AWS::IAM::InstanceProfile", Properties: {Roles: [!Ref Role]}}
+  DataHost:
+    Type: AWS::EC2::Instance
+    Properties:
+      ImageId: !Ref Image
+      InstanceType: !Ref DataType
+      KeyName: !Ref KeyName
+      IamInstanceProfile: !Ref Profile
+      SubnetId: !Ref DataSubnet
+      SecurityGroupIds: [!Ref Ssh, !Ref Network]
+      BlockDeviceMappings: [{DeviceName: /dev/sda1, Ebs: {VolumeSize: 100, VolumeType: gp3, Encrypted: true}}]
+      Tags: [{Key: Name, Value: !Sub "${AWS::StackName}-data"}]
+      UserData:
+        Fn::Base64: !Sub
+        - |
+%(mount)s            chown ubuntu /fsx
+            cat > /usr/local/bin/shoal-hosts <<'END'
+            #!/bin/sh
+            # shoal-hosts worker, shoal-hosts helper: options of shoal submit ssh for the hosts that run
+            [ "$1" = helper ] && option=--helper-hosts || option=--hosts
+            aws ec2 describe-instances --region ${AWS::Region} --output text \\
+                --filters "Name=tag:shoal:$1,Values=${AWS::StackName}" \\
+                Name=instance-state-name,Values=running \\
+                --query 'Reservations[].Instances[].[PrivateDnsName]' | sort | sed "s/^/$option /"
+            END
+            chmod 755 /usr/local/bin/shoal-hosts
+            printf 'Host ip-*\\n    StrictHostKeyChecking accept-new\\n' > /etc/ssh/ssh_config.d/shoal.conf
+            cat > /etc/systemd/system/tensorboard.service <<'END'
+            [Unit]
+            RequiresMountsFor=/fsx
+            [Service]
+            User=ubuntu
+            ExecStart=/fsx/venv/bin/tensorboard --host 127.0.0.1 --port 6006 --logdir /fsx/runs
+            Restart=always
+            RestartSec=30
+            [Install]
+            WantedBy=multi-user.target
+            END
+            systemctl enable --now tensorboard
+        - Mount: !Sub "${FileSystem.DNSName}@tcp:/${FileSystem.LustreMountName}"
+Outputs:
+  DataHost: {Value: !GetAtt DataHost.PublicDnsName, Description: "ssh -A -L 6006:localhost:6006 ubuntu@..."}
+  FileSystem: {Value: !Ref FileSystem}
+  Mount:
+    Value: !Sub "${FileSystem.DNSName}@tcp:/${FileSystem.LustreMountName}"
+    Export: {Name: !Sub "${AWS::StackName}-Mount"}
+  Network:
+    Value: !Ref Network
+    Export: {Name: !Sub "${AWS::StackName}-Network"}
+"""
+
+# Ubuntu: the wheel needs glibc 2.35 and Python 3.11, and Amazon Linux 2023 has 2.34 and 3.9
+_CLUSTER = """\
+AWSTemplateFormatVersion: "2010-09-09"
+Description: shoal - worker and helper hosts with EFA, which mount the file system of the first stack
+Parameters:
+  FileSystemStack: {Type: String}
+  Subnet: {Type: "AWS::EC2::Subnet::Id"}
+  KeyName: {Type: "AWS::EC2::KeyPair::KeyName"}
+  Workers: {Type: Number, Default: 8, MinValue: 1}
+  WorkerType: {Type: String, Default: p4d.24xlarge}
+  Helpers: {Type: Number, Default: 4, MinValue: 0}
+  HelperType: {Type: String, Default: c5n.18xlarge}
+  Spot: {Type: String, Default: "false", AllowedValues: ["true", "false"]}
+  Image:
+    Type: AWS::SSM::Parameter::Value<AWS::EC2::Image::Id>
+    Default: /aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id
+Conditions: {UseSpot: !Equals [!Ref Spot, "true"]}
+Resources:
+  Near: {Type: "AWS::EC2::PlacementGroup", Properties: {Strategy: cluster}}
   Worker:
     Type: AWS::EC2::LaunchTemplate
     Properties:
@@ -258,10 +255,9 @@ Resources:
         MetadataOptions: {HttpTokens: required}
         NetworkInterfaces:
 %(cards)s        UserData:
-          Fn::Base64:
-            Fn::Sub:
-            - |
-%(mount)s            - Mount: {"Fn::ImportValue": !Sub "${FileSystemStack}-Mount"}
+          Fn::Base64: !Sub
+          - |
+%(mount)s          - Mount: {"Fn::ImportValue": !Sub "${FileSystemStack}-Mount"}
   Helper:
     Type: AWS::EC2::LaunchTemplate
     Properties:
@@ -273,10 +269,9 @@ Resources:
         MetadataOptions: {HttpTokens: required}
         NetworkInterfaces:
 %(helper_card)s        UserData:
-          Fn::Base64:
-            Fn::Sub:
-            - |
-%(mount)s            - Mount: {"Fn::ImportValue": !Sub "${FileSystemStack}-Mount"}
+          Fn::Base64: !Sub
+          - |
+%(mount)s          - Mount: {"Fn::ImportValue": !Sub "${FileSystemStack}-Mount"}
   WorkerHosts:
     Type: AWS::AutoScaling::AutoScalingGroup
     Properties:
@@ -285,7 +280,7 @@ Resources:
       DesiredCapacity: !Ref Workers
       VPCZoneIdentifier: [!Ref Subnet]
       LaunchTemplate: {LaunchTemplateId: !Ref Worker, Version: !GetAtt Worker.LatestVersionNumber}
-      Tags: [{Key: "shoal:worker", Value: !Ref "AWS::StackName", PropagateAtLaunch: true}]
+      Tags: [{Key: "shoal:worker", Value: !Ref FileSystemStack, PropagateAtLaunch: true}]
   HelperHosts:
     Type: AWS::AutoScaling::AutoScalingGroup
     Properties:
@@ -294,68 +289,21 @@ Resources:
       DesiredCapacity: !Ref Helpers
       VPCZoneIdentifier: [!Ref Subnet]
       LaunchTemplate: {LaunchTemplateId: !Ref Helper, Version: !GetAtt Helper.LatestVersionNumber}
-      Tags: [{Key: "shoal:helper", Value: !Ref "AWS::StackName", PropagateAtLaunch: true}]
-  DataHost:
-    Type: AWS::EC2::Instance
-    Properties:
-      ImageId: !Ref Image
-      InstanceType: !Ref DataType
-      KeyName: !Ref KeyName
-      IamInstanceProfile: !Ref Profile
-      SubnetId: !Ref DataSubnet
-      SecurityGroupIds: [!Ref Ssh, {"Fn::ImportValue": !Sub "${FileSystemStack}-Network"}]
-      BlockDeviceMappings: [{DeviceName: /dev/sda1, Ebs: {VolumeSize: 100, VolumeType: gp3, Encrypted: true}}]
-      Tags: [{Key: Name, Value: !Sub "${AWS::StackName}-data"}]
-      UserData:
-        Fn::Base64:
-          Fn::Sub:
-          - |
-%(mount)s              chown ubuntu /fsx
-              cat > /usr/local/bin/shoal-hosts <<'END'
-              #!/bin/sh
-              # shoal-hosts worker, shoal-hosts helper: options of shoal submit ssh for the hosts that run
-              [ "$1" = helper ] && option=--helper-hosts || option=--hosts
-              aws ec2 describe-instances --region ${AWS::Region} --output text \\
-                  --filters "Name=tag:shoal:$1,Values=${AWS::StackName}" \\
-                  Name=instance-state-name,Values=running \\
-                  --query 'Reservations[].Instances[].[PrivateDnsName]' | sort | sed "s/^/$option /"
-              END
-              chmod 755 /usr/local/bin/shoal-hosts
-              printf 'Host ip-*\\n    StrictHostKeyChecking accept-new\\n' > /etc/ssh/ssh_config.d/shoal.conf
-              cat > /etc/systemd/system/tensorboard.service <<'END'
-              [Unit]
-              RequiresMountsFor=/fsx
-              [Service]
-              User=ubuntu
-              ExecStart=/fsx/venv/bin/tensorboard --host 127.0.0.1 --port 6006 --logdir /fsx/runs
-              Restart=always
-              RestartSec=30
-              [Install]
-              WantedBy=multi-user.target
-              END
-              systemctl enable --now tensorboard
-          - Mount: {"Fn::ImportValue": !Sub "${FileSystemStack}-Mount"}
-Outputs:
-  DataHost: {Value: !GetAtt DataHost.PublicDnsName, Description: "ssh -A -L 6006:localhost:6006 ubuntu@..."}
+      Tags: [{Key: "shoal:helper", Value: !Ref FileSystemStack, PropagateAtLaunch: true}]
 """
 
 _CARD = """\
-        - InterfaceType: efa
-          DeviceIndex: %(device)s
-          NetworkCardIndex: %(card)s
-          DeleteOnTermination: true
-          Groups: [{"Fn::ImportValue": !Sub "${FileSystemStack}-Network"}]
+        - {InterfaceType: efa, DeviceIndex: %(device)s, NetworkCardIndex: %(card)s, DeleteOnTermination: true,
+           Groups: [{"Fn::ImportValue": !Sub "${FileSystemStack}-Network"}]}
 """
 
 _MOUNT = """\
-              #!/bin/bash
-              fsx=https://fsx-lustre-client-repo
-              key=/usr/share/keyrings/fsx-ubuntu-public-key.gpg
-              curl -fsS $fsx-public-keys.s3.amazonaws.com/fsx-ubuntu-public-key.asc | gpg --dearmor > $key
-              echo "deb [signed-by=$key] $fsx.s3.amazonaws.com/ubuntu noble main" \\
-                  > /etc/apt/sources.list.d/fsx.list
-              apt-get update && apt-get install -y python3-venv lustre-client-modules-$(uname -r)
-              mkdir -p /fsx
-              echo "${Mount} /fsx lustre defaults,relatime,flock,_netdev 0 0" >> /etc/fstab
-              mount /fsx
+            #!/bin/bash
+            fsx=https://fsx-lustre-client-repo key=/usr/share/keyrings/fsx.gpg
+            curl -fsS $fsx-public-keys.s3.amazonaws.com/fsx-ubuntu-public-key.asc | gpg --dearmor > $key
+            echo "deb [signed-by=$key] $fsx.s3.amazonaws.com/ubuntu noble main" \\
+                > /etc/apt/sources.list.d/fsx.list
+            apt-get update && apt-get install -y python3-venv lustre-client-modules-$(uname -r)
+            mkdir -p /fsx && echo "${Mount} /fsx lustre defaults,relatime,flock,_netdev 0 0" >> /etc/fstab
+            mount /fsx
 """

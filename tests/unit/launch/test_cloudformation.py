@@ -116,7 +116,7 @@ def test_both_stacks_are_valid(settings: dict[str, Any]) -> None:
 
 def test_what_the_cluster_imports_is_what_the_file_system_exports() -> None:
     found = templates()
-    given = GIVEN | {"AWS::StackName": "shoal-fs", **parameters(CloudFormation(**COMMON))[CLUSTER]}
+    given = GIVEN | parameters(CloudFormation(**COMMON))[CLUSTER] | {"AWS::StackName": "shoal-fs"}
     exported = {
         resolved(each["Export"]["Name"], given)
         for each in found[FILE_SYSTEM]["Outputs"].values()
@@ -150,7 +150,7 @@ MISTAKES: list[tuple[str, tuple[str | int, ...], Any]] = [
         "efaa",
     ),
     (CLUSTER, ("WorkerHosts", "Properties", "MinSiz"), "1"),
-    (CLUSTER, ("DataHost", "Properties", "InstanceType"), "m5.2xlarg"),
+    (FILE_SYSTEM, ("DataHost", "Properties", "InstanceType"), "m5.2xlarg"),
 ]
 
 
@@ -173,12 +173,15 @@ def test_each_planted_mistake_is_found() -> None:
 
 def test_what_the_hosts_run_when_they_start(tmp_path: Path) -> None:
     """Read the scripts with bash; run the data host's list of hosts with an aws that answers."""
-    cluster = templates()[CLUSTER]
-    given = GIVEN | parameters(CloudFormation(**COMMON))[CLUSTER]
-    holders = [cluster["Resources"][name]["Properties"] for name in ("Worker", "Helper", "DataHost")]
+    found = templates()
+    hosts = {"Worker": CLUSTER, "Helper": CLUSTER, "DataHost": FILE_SYSTEM}
+    holders = [found[file]["Resources"][name]["Properties"] for name, file in hosts.items()]
+    given = GIVEN | parameters(CloudFormation(**COMMON))[CLUSTER] | {"AWS::StackName": "shoal-fs"}
+    given |= {"FileSystem.DNSName": "fs-1.fsx", "FileSystem.LustreMountName": "abcdefgh"}
     scripts = [resolved(each.get("LaunchTemplateData", each)["UserData"], given) for each in holders]
-    for script in scripts:
-        assert script.startswith("#!/bin/bash\n") and "shoal-fs-Mount /fsx lustre" in script
+    mounts = ["shoal-fs-Mount", "shoal-fs-Mount", "fs-1.fsx@tcp:/abcdefgh"]
+    for script, mount in zip(scripts, mounts, strict=True):
+        assert script.startswith("#!/bin/bash\n") and f'"{mount} /fsx lustre' in script
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     listing = scripts[2].partition("shoal-hosts <<'END'\n")[2].partition("\nEND\n")[0]
     (tmp_path / "aws").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > asked\nprintf "ip-2\\nip-1\\n"\n')
@@ -188,24 +191,25 @@ def test_what_the_hosts_run_when_they_start(tmp_path: Path) -> None:
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "--helper-hosts ip-1\n--helper-hosts ip-2\n"
-    assert "Name=tag:shoal:helper,Values=shoal" in (tmp_path / "asked").read_text()
-    assert cluster["Resources"]["HelperHosts"]["Properties"]["Tags"][0]["Key"] == "shoal:helper"
+    assert "Name=tag:shoal:helper,Values=shoal-fs\n" in (tmp_path / "asked").read_text()
+    (tag,) = found[CLUSTER]["Resources"]["HelperHosts"]["Properties"]["Tags"]
+    assert (tag["Key"], resolved(tag["Value"], given)) == ("shoal:helper", "shoal-fs")
     assert "--host 127.0.0.1 --port 6006" in scripts[2]
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"region": "Virginia"}, "--region 'Virginia' is not of the form"),
-        ({"vpc": "subnet-0123456789abcdef0"}, "--vpc 'subnet-0123456789abcdef0' is not"),
-        ({"data_subnet": "subnet-1"}, "--data-subnet 'subnet-1' is not"),
-        ({"bucket": "s3://b"}, "--bucket 's3://b' is not"),
-        ({"ssh_from": "everywhere"}, "--ssh-from 'everywhere' is not"),
-        ({"workers": 0}, "--workers 0 must be at least 1"),
-        ({"worker_cards": 0}, "--worker-cards 0 must be from 1 to 32"),
-        ({"fsx_gb": 1_300}, "--fsx-gb 1300 must be 1200 or a multiple of 2400"),
-    ],
-)
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"region": "Virginia"}, "--region 'Virginia' is not of the form"),
+    ({"vpc": "subnet-0123456789abcdef0"}, "--vpc 'subnet-0123456789abcdef0' is not"),
+    ({"data_subnet": "subnet-1"}, "--data-subnet 'subnet-1' is not"),
+    ({"bucket": "s3://b"}, "--bucket 's3://b' is not"),
+    ({"ssh_from": "everywhere"}, "--ssh-from 'everywhere' is not"),
+    ({"workers": 0}, "--workers 0 must be at least 1"),
+    ({"worker_cards": 0}, "--worker-cards 0 must be from 1 to 32"),
+    ({"fsx_gb": 1_300}, "--fsx-gb 1300 must be 1200 or a multiple of 2400"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), SETTINGS)
 def test_mistakes_in_the_options(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         CloudFormation(**{**COMMON, **settings})
@@ -221,12 +225,11 @@ def test_the_command_says_how_to_make_and_delete_them(
     made = [create_stack(plan, file, str(tmp_path / "aws" / file)) for file in (FILE_SYSTEM, CLUSTER)]
     deleted = [delete_stack(plan, file) for file in (CLUSTER, FILE_SYSTEM)]
     assert [line for line in said if line in made + deleted] == made + deleted
-    words = shlex.split(made[1])
-    assert (
-        words[words.index("--stack-name") + 1] == "mine"
-        and "ParameterKey=KeyName,ParameterValue=key" in words
-    )
-    assert words[words.index("--capabilities") + 1] == "CAPABILITY_IAM"
+    first, second = map(shlex.split, made)
+    assert [words[words.index("--stack-name") + 1] for words in (first, second)] == ["mine-fs", "mine"]
+    assert first[first.index("--capabilities") + 1] == "CAPABILITY_IAM" and "--capabilities" not in second
+    for words in (first, second):
+        assert "ParameterKey=KeyName,ParameterValue=key" in words
     assert any(line.startswith("an hour of the cluster: $") for line in said)
     with pytest.raises(UsageError, match=r"--data-instance 'm5.2xlarg' is no instance type"):
         write(plan=CloudFormation(**COMMON, data_instance="m5.2xlarg"), out=tmp_path / "no")

@@ -96,19 +96,19 @@ def test_parallelclusters_schema_takes_it_and_finds_planted_mistakes(
             schema.ClusterSchema(cluster_name="shoal").load(bad)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"region": "Virginia"}, "--region 'Virginia' is not of the form"),
-        ({"subnet": "subnet-1"}, "--subnet 'subnet-1' is not"),
-        ({"bucket": "s3://b"}, "--bucket 's3://b' is not"),
-        ({"key": "a: b"}, "--key 'a: b' is not"),
-        ({"worker_instance": "p4d"}, "--worker-instance 'p4d' is not"),
-        ({"workers": 0}, "--workers 0 must be at least 1"),
-        ({"fsx_gb": 1_300}, "--fsx-gb 1300 must be 1200 or a multiple of 2400"),
-        ({"name": "my cluster"}, "--name 'my cluster' is not"),
-    ],
-)
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"region": "Virginia"}, "--region 'Virginia' is not of the form"),
+    ({"subnet": "subnet-1"}, "--subnet 'subnet-1' is not"),
+    ({"bucket": "s3://b"}, "--bucket 's3://b' is not"),
+    ({"key": "a: b"}, "--key 'a: b' is not"),
+    ({"worker_instance": "p4d"}, "--worker-instance 'p4d' is not"),
+    ({"workers": 0}, "--workers 0 must be at least 1"),
+    ({"fsx_gb": 1_300}, "--fsx-gb 1300 must be 1200 or a multiple of 2400"),
+    ({"name": "my cluster"}, "--name 'my cluster' is not"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), SETTINGS)
 def test_mistakes_in_the_options(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         ParallelCluster(**{**COMMON, **settings})
