@@ -57,6 +57,7 @@ tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which writes its answers.
     "cli.launch:launch": "Do this host's part in a cluster's job: `srun shoal launch -- python train.py`.",
     "cli.submit:submit": "Put a command into the queue of a cluster.",
     "cli.cluster:cluster": "Write files from which AWS's tools make a cluster.",
+    "cli.image:image": "Build container images for clusters, and push them.",
     "cli.runs:runs": "List submitted jobs: state, starts, last saved step, last line.",
     "cli.runs:logs": "Print the output of a submitted job.",
     "cli.runs:stop": "Let a submitted job save and leave for good.",

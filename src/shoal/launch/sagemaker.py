@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shoal.env import SECRET_ID, SOURCE_SHA256, TRANSPORT, sagemaker_defaults
-from shoal.errors import ShoalError, UsageError, import_extra
+from shoal.errors import ShoalError, UsageError
+from shoal.launch.aws_calls import called, client
 from shoal.launch.aws_checks import problems
 from shoal.launch.source import ARCHIVE, digest, pack
-
-T = TypeVar("T")
 
 REQUEST = "request.json"
 WORKERS, HELPERS = "workers", "helpers"
@@ -272,45 +271,6 @@ def _filled(words: list[str], indent: str) -> list[str]:
 
 
 # ---- calls of AWS ------------------------------------------------------------------------------------------
-
-_REMEDIES = {
-    "ExpiredToken": "the credentials have expired: aws sso login, or new keys",
-    "UnrecognizedClient": "the credentials are not known to AWS: aws configure",
-    "AccessDenied": "this user's policy does not allow it",
-    "ResourceLimitExceeded": "ask for more under Service Quotas, Amazon SageMaker, 'for training job usage'",
-    "ResourceInUse": "a job of this name exists; submit again",
-    "NoSuchBucket": "aws s3 mb makes the bucket of --bucket",
-    "Throttling": "try again in a minute",
-}
-
-
-def client(service: str, region: str | None) -> Any:
-    """Return a client of boto3.
-
-    Raises:
-        ShoalError: boto3 is not installed, or no region is known.
-    """
-    boto3 = import_extra("boto3", "aws", "SageMaker is asked through boto3")
-    return called(lambda: boto3.session.Session(region_name=region).client(service))
-
-
-def called(call: Callable[[], T]) -> T:
-    """Return what a call of AWS returns.
-
-    Raises:
-        ShoalError: it fails; with what AWS says and, where one is known, the remedy.
-    """
-    errors = import_extra("botocore.exceptions", "aws", "SageMaker is asked through boto3")
-    try:
-        return call()
-    except errors.ClientError as problem:
-        code = problem.response.get("Error", {}).get("Code", "")
-        remedy = next((text for sign, text in _REMEDIES.items() if code.startswith(sign)), "")
-        raise ShoalError(f"AWS: {problem}{remedy and f' ({remedy})'}") from None
-    except errors.BotoCoreError as problem:
-        hint = " (aws configure, or --region)" if "egion" in str(problem) else ""
-        hint = " (aws configure, or aws sso login)" if "redentials" in str(problem) else hint
-        raise ShoalError(f"AWS: {problem}{hint}") from None
 
 
 def submit(job: SageMakerJob, request: dict[str, Any]) -> None:

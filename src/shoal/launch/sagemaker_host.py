@@ -21,9 +21,10 @@ from shoal.env import (
 )
 from shoal.errors import EXIT_LOST, EXIT_STOPPED, ShoalError
 from shoal.json_text import parse_json
+from shoal.launch.aws_calls import called, client
 from shoal.launch.in_job import InJob, in_job
 from shoal.launch.sagemaker import HELPERS as HELPER_GROUP
-from shoal.launch.sagemaker import SOURCE_CHANNEL, called, client
+from shoal.launch.sagemaker import SOURCE_CHANNEL
 from shoal.launch.source import ARCHIVE, unpack
 
 HELPER_PORT, MEETING_PORT = 7070, 29_400
