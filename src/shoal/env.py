@@ -116,6 +116,8 @@ class SlurmStep:
     node: int
     num_nodes: int
     first_node: str
+    num_gpus: int = 0
+    """GPUs that Slurm gives the job on this node; 0: it does not say."""
 
     @property
     def port(self) -> int:
@@ -267,6 +269,7 @@ def slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | None:
         node=node,
         num_nodes=len(counts),
         first_node=first_node(environ.get("SLURM_STEP_NODELIST", "")),
+        num_gpus=_number(environ, "SLURM_GPUS_ON_NODE", default=0),
     )
 
 

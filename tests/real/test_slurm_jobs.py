@@ -88,6 +88,52 @@ def test_a_job_takes_as_many_nodes_of_its_range_as_there_are(slurm: SlurmCluster
     assert starts(slurm, "range-0")[0][:5] == ["0", "2", "0", "1", "1"]
 
 
+def test_an_allocation_by_hand(slurm: SlurmCluster) -> None:
+    """As the documentation has it: ``salloc``, and in its shell ``srun``."""
+    slurm.await_true(lambda: slurm.idle_nodes() == slurm.num_nodes, DEADLINE_S)
+    shell = (
+        "srun --ntasks-per-node=1 shoal launch --workers 1 -- python3 count.py hand 1 && "
+        "srun --ntasks-per-node=2 shoal launch -- python3 count.py tasks 1"
+    )
+    slurm.run("salloc", "--nodes=2", "--partition=gpu", "--exclusive", "bash", "-c", shell)
+    places = [starts(slurm, f"hand-{rank}")[0][:5] for rank in range(2)]
+    assert places == [[str(rank), "2", "0", "1", "0"] for rank in range(2)]
+    assert [starts(slurm, f"tasks-{rank}")[0][:5] for rank in range(4)] == [
+        [str(rank), "4", str(rank % 2), "2", "0"] for rank in range(4)
+    ]
+
+
+MISTAKES = [
+    ("--partition=gpu", "--partition=gpuu", "invalid partition specified: gpuu"),
+    ("--nodes=2", "--nodes=9", "Requested node configuration is not available"),
+    ("--nodes=2", "--nodse=2", "unrecognized option '--nodse=2'"),
+    ("--time=24:00:00", "--time=24h", "Invalid --time specification"),
+    ("USR1@180", "USR77@180", "Invalid --signal specification"),
+    ("--exclusive", "--gpus-per-node=8", "Invalid generic resource (gres) specification"),
+    ("--exclusive", "--constraint=a100", "Invalid feature specification"),
+    ("--exclusive", "--mem=9000T", "Requested node configuration is not available"),
+    ("--exclusive", "--cpus-per-task=64", "Requested node configuration is not available"),
+    ("#!/bin/bash\n", "", "This does not look like a batch script"),
+]
+
+
+def test_planted_mistakes_in_the_script_are_found(slurm: SlurmCluster) -> None:
+    """Slurm itself reads the script, as ``shoal submit slurm --dry-run`` lets it."""
+    options = ("--hosts", "2", "--partition", "gpu", "--to", "planted", "--", "true")
+    slurm.run("shoal", "submit", "slurm", *options)
+    path = slurm.folder / "planted" / "job.sbatch"
+    good = path.read_text()
+    assert slurm.try_to("sbatch", "--test-only", str(path))[0] == 0
+    missed = {}
+    for right, wrong, said in MISTAKES:
+        assert right in good
+        path.write_text(good.replace(right, wrong, 1))
+        code, out, err = slurm.try_to("sbatch", "--test-only", str(path))
+        if code == 0 or said not in err:
+            missed[wrong] = out + err
+    assert not missed
+
+
 def test_what_slurm_refuses_is_said_with_a_remedy(slurm: SlurmCluster) -> None:
     code, _, said = slurm.try_to(
         "shoal", "submit", "slurm", "--hosts", "2", "--partition", "no", "--", "true"

@@ -128,7 +128,7 @@ def kubernetes(
         print(f"{path}\nits secret: {make}; kubectl create secret generic {name}-secret --from-file=secret")
         print(f"submit it with: kubectl create --filename {path}")
         return EXIT_OK
-    pods.submit(path, name, job.namespace)
+    pods.submit(path, name, job.namespace, job.queue)
     submissions.note(folder, "kubernetes", name, api=job.api, namespace=job.namespace)
     print(f"job {name} is submitted; its output: shoal logs --follow {name}")
     return EXIT_OK

@@ -148,7 +148,8 @@ def join_hosts(
     except RuntimeError as error:  # from the store
         raise ShoalError(
             f"the launchers of {num_hosts} hosts did not come together at {host}:{port} ({error}); start "
-            "the same command with the same --nnodes and --rdzv on each, and see that the port can be reached"
+            "the same command with the same --nnodes and --rdzv on each, see that the port can be reached, "
+            f"and that no other program on {host} listens there (ss -ltnp)"
         ) from error
     return Membership(rank=rank, num_hosts=num_hosts, store=store, signed=signed)
 

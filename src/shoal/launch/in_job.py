@@ -156,6 +156,12 @@ def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
             f"{step.num_nodes} nodes, and several tasks of a node are a worker each: start one task per node "
             "(srun --ntasks-per-node=1), or leave out --workers"
         )
+    workers = 0 if step is None or how.helper else how.workers or step.place.num_local_workers
+    if step is not None and 0 < step.num_gpus < workers:
+        raise UsageError(
+            f"{workers} workers on the node {os.uname().nodename}, and Slurm gives the job "
+            f"{step.num_gpus} GPUs there: ask for as many GPUs as workers (--gpus-per-node)"
+        )
 
 
 # ---- worker hosts ------------------------------------------------------------------------------------------

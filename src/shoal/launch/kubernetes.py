@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.errors import ShoalError, UsageError
+from shoal.launch.slurm import check_gpus
 
 MANIFEST = "job.yaml"
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -80,6 +81,7 @@ class KubernetesJob:
         for name in ("hosts", "gpus_per_host", "efa_per_host", "workers_per_host", "global_batch", "save_s"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"--{_option(name)} {value} must be at least 1")
+        check_gpus(self.workers_per_host, self.gpus_per_host)
         if self.helpers < 0 or self.user < 1:
             raise UsageError(f"--helpers {self.helpers} must be at least 0, and --user {self.user} not root")
         if self.gpus_per_host is None and self.cpus_per_host is None:
@@ -119,13 +121,16 @@ def job_name(job: KubernetesJob, command: Sequence[str]) -> str:
 # ---- kubectl -----------------------------------------------------------------------------------------------
 
 
-def submit(path: Path, name: str, namespace: str | None) -> None:
+def submit(path: Path, name: str, namespace: str | None, queue: str | None = None) -> None:
     """Create the job's secret, which goes to kubectl by a pipe, and what the manifest holds.
 
     Raises:
-        ShoalError: kubectl is not here, or the cluster refuses.
+        ShoalError: kubectl is not here, the cluster refuses, or it has no such queue, in which a job would
+            wait for ever.
     """
     where = _in(namespace)
+    if queue is not None:
+        _kubectl(["kubectl", "get", *where, "localqueues.kueue.x-k8s.io", queue, "--output=name"], "")
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -136,6 +141,20 @@ def submit(path: Path, name: str, namespace: str | None) -> None:
     _kubectl(["kubectl", "create", *where, "--filename", "-"], json.dumps(secret))
     _kubectl(["kubectl", "create", *where, "--filename", str(path)], "")
 
+
+_HINTS = {
+    "AlreadyExists": "; kubectl delete it, or choose another --name",
+    "exceeded quota": "; kubectl describe resourcequota shows what is left: ask for more, or fewer --hosts",
+    'kind "JobSet"': "; the cluster has no JobSet controller: install it, or use --api job, which needs none",
+    'kind "TrainJob"': "; the cluster has no Kubeflow trainer: install it, or use --api jobset or job",
+    'kind "TrainingRuntime"': "; the cluster has no Kubeflow trainer: install it, or use --api jobset or job",
+    "localqueues": "; kubectl get localqueues lists the queues of --queue",
+    'namespaces "': "; kubectl get namespaces lists those of --namespace",
+    "forbidden": "; kubectl auth can-i --list shows what you may do there",
+    "must be logged in": "; the credentials have expired: log in again, with EKS aws eks update-kubeconfig",
+    "expired": "; the credentials have expired: log in again, with EKS aws eks update-kubeconfig",
+    "connection to the server": "; kubectl config current-context names the cluster",
+}
 
 _KINDS = {"jobset": ("jobset", "workers-0"), "job": ("job", "workers"), "trainjob": ("trainjob", "node-0")}
 """Kind of each form of manifest, and the end of the name of the workers' Job."""
@@ -187,6 +206,7 @@ def _kubectl(command: list[str], text: str) -> str:
     except subprocess.TimeoutExpired:
         raise ShoalError(f"the cluster did not answer kubectl in {_DEADLINE_S:g} s") from None
     if done.returncode != 0:
-        hint = "; kubectl delete it, or choose another --name" if "AlreadyExists" in done.stderr else ""
-        raise ShoalError(f"kubectl: {done.stderr.strip()}{hint}")
+        said = done.stderr.strip()
+        hint = next((hint for sign, hint in _HINTS.items() if sign.lower() in said.lower()), "")
+        raise ShoalError(f"kubectl: {said}{hint}")
     return done.stdout

@@ -86,6 +86,7 @@ class SlurmJob:
                 raise UsageError(f"--{_option(name)} {value} must be at least 1")
         if self.min_hosts is not None and self.min_hosts > self.hosts:
             raise UsageError(f"--min-hosts {self.min_hosts} must be at most --hosts {self.hosts}")
+        check_gpus(self.workers_per_host, self.gpus_per_host)
         if self.task_per_worker and self.workers_per_host is None:
             raise UsageError("--task-per-worker needs --workers-per-host, the number of tasks per node")
         if self.task_per_worker and self.min_hosts is not None:
@@ -112,6 +113,19 @@ class SlurmJob:
             raise UsageError(f"--option {option!r} must be one word like --mem=0")
         if name in _OWNED:
             raise UsageError(f"--option {option}: the script sets --{name} itself; edit it after --to DIR")
+
+
+def check_gpus(workers: int | None, gpus: int | None) -> None:
+    """Check that each worker of a host has a GPU, if it has any.
+
+    Raises:
+        UsageError: there are more workers than GPUs.
+    """
+    if workers is not None and gpus is not None and workers > gpus:
+        raise UsageError(
+            f"--workers-per-host {workers} must be at most --gpus-per-host {gpus}: "
+            "a worker has a GPU of its own"
+        )
 
 
 def _option(field: str) -> str:
@@ -347,6 +361,9 @@ def _remedy(text: str) -> str:
         "invalid partition": "; sinfo lists the partitions",
         "Invalid account": "; sacctmgr show associations user=$USER lists your accounts",
         "Invalid qos": "; sacctmgr show qos lists them",
+        "invalid generic resource": "; sinfo -o '%P %G' shows the GPUs that nodes have",
+        "violates accounting": "; sacctmgr show associations user=$USER shows the limits",
+        "node count specification invalid": "; sinfo -o '%P %D' shows how many nodes partitions have",
         "node configuration is not available": "; sinfo -o '%P %D %c %G' shows what nodes have",
         "Time limit": "; sinfo -o '%P %l' shows the partitions' limits",
     }

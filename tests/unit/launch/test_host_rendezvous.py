@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -192,6 +195,21 @@ def test_a_value_signed_for_another_place() -> None:
         store.set("host/1", store.get("leader"))
         with pytest.raises(ShoalError, match="'host/1' in the store"):
             leading.result()
+
+
+def test_a_port_that_another_program_has_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        threading.Thread(target=hang_up, args=(stranger,), daemon=True).start()
+        port = stranger.getsockname()[1]
+        taken = partial(host(port, 2), deadline_s=1.5)
+        with pytest.raises(ShoalError, match=rf"127\.0\.0\.1:{port} .* no other program .* \(ss -ltnp\)"):
+            taken()
+
+
+def hang_up(listener: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            listener.accept()[0].close()
 
 
 def test_who_listens() -> None:

@@ -38,6 +38,18 @@ def mpi(*, size: int, local_size: int) -> dict[str, str]:
         ({}, (), InJob(helper=True), "a folder that all share: --job DIR"),
         (slurm("1(x2)"), ("true",), InJob(nnodes=3), "Slurm has started this step on 2 nodes; leave it out"),
         (slurm("2(x2)"), ("true",), InJob(workers=4), "4 tasks on 2 nodes, and several tasks of a node are"),
+        (
+            slurm("1(x2)") | {"SLURM_GPUS_ON_NODE": "4"},
+            ("true",),
+            InJob(workers=8),
+            "8 workers on the node .*, and Slurm gives the job 4 GPUs there: ask for as many",
+        ),
+        (
+            slurm("8(x2)") | {"SLURM_GPUS_ON_NODE": "4"},
+            ("true",),
+            InJob(),
+            "8 workers on the node .*, and Slurm gives the job 4 GPUs",
+        ),
         (slurm("3,1"), ("true",), InJob(), "4 tasks on 2 nodes, not the same number on each"),
         ({}, ("true",), InJob(nnodes=2, job=Path("j")), "--job with several hosts needs --node-rank N"),
         ({}, ("true",), InJob(run_id="bert"), "--run-id 'bert' is not of the form JOB.START"),

@@ -180,26 +180,26 @@ def pod_of(jobset: dict[str, Any]) -> Any:
     return workers_of(jobset)["template"]["spec"]["template"]["spec"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda m: m["spec"].update(failPolicy={}), "failPolicy"),
-        (
-            lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Restart"),
-            "'Restart' is not one of",
-        ),
-        (lambda m: m["spec"]["failurePolicy"].update(restartStrategy="Block"), "'Block' is not one of"),
-        (lambda m: workers_of(m).update(replica=1), "replica"),
-        (lambda m: workers_of(m)["dependsOn"][0].update(status="Running"), "'Running' is not one of"),
-        (lambda m: workers_of(m)["dependsOn"][0].update(name="helper"), "dependsOn names an earlier job"),
-        (lambda m: m["spec"].update(startupPolicy={"startupPolicyOrder": "InOrder"}), "exclude each other"),
-        (lambda m: pod_of(m)["containers"][0].update(resource={}), "resource"),
-        (lambda m: pod_of(m)["containers"][0]["volumeMounts"][0].update(name="x"), "a mount without its"),
-        (lambda m: pod_of(m).update(restartPolicy="OnFailure"), "needs restartPolicy Never"),
-        (lambda m: m["spec"]["failurePolicy"]["rules"][0].update(name="not-allowed"), "the name of a rule"),
-        (lambda m: pod_of(m).update(terminationGracePeriodSeconds="180s"), "is not of type 'integer'"),
-    ],
-)
+JOBSET_MISTAKES: list[tuple[Change, str]] = [
+    (lambda m: m["spec"].update(failPolicy={}), "failPolicy"),
+    (
+        lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Restart"),
+        "'Restart' is not one of",
+    ),
+    (lambda m: m["spec"]["failurePolicy"].update(restartStrategy="Block"), "'Block' is not one of"),
+    (lambda m: workers_of(m).update(replica=1), "replica"),
+    (lambda m: workers_of(m)["dependsOn"][0].update(status="Running"), "'Running' is not one of"),
+    (lambda m: workers_of(m)["dependsOn"][0].update(name="helper"), "dependsOn names an earlier job"),
+    (lambda m: m["spec"].update(startupPolicy={"startupPolicyOrder": "InOrder"}), "exclude each other"),
+    (lambda m: pod_of(m)["containers"][0].update(resource={}), "resource"),
+    (lambda m: pod_of(m)["containers"][0]["volumeMounts"][0].update(name="x"), "a mount without its"),
+    (lambda m: pod_of(m).update(restartPolicy="OnFailure"), "needs restartPolicy Never"),
+    (lambda m: m["spec"]["failurePolicy"]["rules"][0].update(name="not-allowed"), "the name of a rule"),
+    (lambda m: pod_of(m).update(terminationGracePeriodSeconds="180s"), "is not of type 'integer'"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), JOBSET_MISTAKES)
 def test_planted_mistakes_are_found(change: Change, said: str) -> None:
     good = manifest(helpers=2, helpers_required=True)
     bad = copy.deepcopy(good)
@@ -216,23 +216,23 @@ def of_pod(what: Callable[[dict[str, Any]], Any]) -> Change:
     return lambda job: what(job["spec"]["template"]["spec"])
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (job_change(lambda j: j.update(backofLimit=1)), "backofLimit"),
-        (job_change(lambda j: j.update(completions="8")), "is not of type 'integer'"),
-        (job_change(lambda j: j.update(completionMode="NonIndexed")), "only in Indexed jobs"),
-        (job_change(lambda j: j.update(parallelism=4)), "all pods run at once"),
-        (
-            job_change(lambda j: j.update(podReplacementPolicy="TerminatingOrFailed")),
-            "podReplacementPolicy Failed",
-        ),
-        (job_change(lambda j: j["podFailurePolicy"]["rules"][0].pop("action")), "'action' is a required"),
-        (of_pod(lambda p: p.update(restartPolicy="OnFailure")), "needs restartPolicy Never"),
-        (of_pod(lambda p: p["containers"][0].update(workdir="/")), "workdir"),
-        (of_pod(lambda p: p["volumes"].pop(0)), "a mount without its volume"),
-    ],
-)
+JOB_MISTAKES: list[tuple[Change, str]] = [
+    (job_change(lambda j: j.update(backofLimit=1)), "backofLimit"),
+    (job_change(lambda j: j.update(completions="8")), "is not of type 'integer'"),
+    (job_change(lambda j: j.update(completionMode="NonIndexed")), "only in Indexed jobs"),
+    (job_change(lambda j: j.update(parallelism=4)), "all pods run at once"),
+    (
+        job_change(lambda j: j.update(podReplacementPolicy="TerminatingOrFailed")),
+        "podReplacementPolicy Failed",
+    ),
+    (job_change(lambda j: j["podFailurePolicy"]["rules"][0].pop("action")), "'action' is a required"),
+    (of_pod(lambda p: p.update(restartPolicy="OnFailure")), "needs restartPolicy Never"),
+    (of_pod(lambda p: p["containers"][0].update(workdir="/")), "workdir"),
+    (of_pod(lambda p: p["volumes"].pop(0)), "a mount without its volume"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), JOB_MISTAKES)
 def test_planted_mistakes_in_plain_jobs_are_found(change: Change, said: str) -> None:
     good = documents(helpers=2, api="job")[2]
     bad = copy.deepcopy(good)
@@ -241,20 +241,20 @@ def test_planted_mistakes_in_plain_jobs_are_found(change: Change, said: str) -> 
     assert said in "; ".join(problems(bad))
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "said"),
-    [
-        (0, lambda m: m["spec"]["mlPolicy"].update(numNode=8), "numNode"),
-        (0, lambda m: m["spec"]["mlPolicy"].update(numNodes=4), "as many completions as nodes"),
-        (0, lambda m: workers_of(m["spec"]["template"]).update(replicas=2), "replicas must be 1"),
-        (0, lambda m: workers_of(m["spec"]["template"])["template"].pop("metadata"), "the trainer's step"),
-        (0, lambda m: pod_of(m["spec"]["template"])["containers"][0].update(name="shoal"), "is called node"),
-        (0, lambda m: pod_of(m["spec"]["template"])["containers"][0].update(resource={}), "resource"),
-        (1, lambda m: m["spec"]["trainer"].update(numNodes="8"), "is not of type 'integer'"),
-        (1, lambda m: m["spec"].update(podTemplateOverrides=[]), "podTemplateOverrides"),
-        (1, lambda m: m["spec"]["runtimeRef"].pop("name"), "'name' is a required property"),
-    ],
-)
+TRAINJOB_MISTAKES: list[tuple[int, Change, str]] = [
+    (0, lambda m: m["spec"]["mlPolicy"].update(numNode=8), "numNode"),
+    (0, lambda m: m["spec"]["mlPolicy"].update(numNodes=4), "as many completions as nodes"),
+    (0, lambda m: workers_of(m["spec"]["template"]).update(replicas=2), "replicas must be 1"),
+    (0, lambda m: workers_of(m["spec"]["template"])["template"].pop("metadata"), "the trainer's step"),
+    (0, lambda m: pod_of(m["spec"]["template"])["containers"][0].update(name="shoal"), "is called node"),
+    (0, lambda m: pod_of(m["spec"]["template"])["containers"][0].update(resource={}), "resource"),
+    (1, lambda m: m["spec"]["trainer"].update(numNodes="8"), "is not of type 'integer'"),
+    (1, lambda m: m["spec"].update(podTemplateOverrides=[]), "podTemplateOverrides"),
+    (1, lambda m: m["spec"]["runtimeRef"].pop("name"), "'name' is a required property"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "said"), TRAINJOB_MISTAKES)
 def test_planted_mistakes_in_trainjobs_are_found(kind: int, change: Change, said: str) -> None:
     good = documents(helpers=2, api="trainjob")[kind]
     bad = copy.deepcopy(good)
@@ -339,24 +339,25 @@ def test_the_words_of_the_command_arrive_as_they_are() -> None:
     assert given == ["--"] + [word.replace("$(", "$$(") for word in words]
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"hosts": 0}, "--hosts 0 must be at least 1"),
-        ({"helpers": -1}, "--helpers -1 must be at least 0"),
-        ({"gpus_per_host": None}, "say what a worker pod has"),
-        ({"image": "x y"}, "--image 'x y' is not what Kubernetes takes"),
-        ({"claim": "Runs"}, "--claim 'Runs' is not"),
-        ({"name": "my_job"}, "--name 'my_job' is not"),
-        ({"queue": "a\n  b: c"}, "--queue .* is not"),
-        ({"memory_per_host": "64 GB"}, "--memory-per-host '64 GB' is not"),
-        ({"node_selector": ("p4d",)}, "--node-selector 'p4d' is not of the form KEY=VALUE"),
-        ({"user": 0}, "--user 0 not root"),
-        ({"mount": "runs"}, "--mount 'runs' is not"),
-        ({"topology": "rack"}, "--topology rack is for Kueue: name its --queue too"),
-        ({"api": "job", "helpers": 1, "helpers_required": True}, "an order of start, which plain Jobs lack"),
-    ],
-)
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"hosts": 0}, "--hosts 0 must be at least 1"),
+    ({"helpers": -1}, "--helpers -1 must be at least 0"),
+    ({"gpus_per_host": None}, "say what a worker pod has"),
+    ({"image": "x y"}, "--image 'x y' is not what Kubernetes takes"),
+    ({"claim": "Runs"}, "--claim 'Runs' is not"),
+    ({"name": "my_job"}, "--name 'my_job' is not"),
+    ({"queue": "a\n  b: c"}, "--queue .* is not"),
+    ({"workers_per_host": 9}, "--workers-per-host 9 must be at most --gpus-per-host 8"),
+    ({"memory_per_host": "64 GB"}, "--memory-per-host '64 GB' is not"),
+    ({"node_selector": ("p4d",)}, "--node-selector 'p4d' is not of the form KEY=VALUE"),
+    ({"user": 0}, "--user 0 not root"),
+    ({"mount": "runs"}, "--mount 'runs' is not"),
+    ({"topology": "rack"}, "--topology rack is for Kueue: name its --queue too"),
+    ({"api": "job", "helpers": 1, "helpers_required": True}, "an order of start, which plain Jobs lack"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), SETTINGS)
 def test_mistakes_are_found_before_the_api_sees_them(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         KubernetesJob(**{**COMMON, **settings})
@@ -390,3 +391,54 @@ def test_the_secret_goes_to_kubectl_by_a_pipe(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ShoalError, match="kubectl was not found"):
         kubernetes.submit(tmp_path / "job.yaml", "bert", None)
+
+
+@pytest.mark.parametrize(
+    ("complaint", "remedy"),
+    [
+        (
+            'jobs.batch "bert" is forbidden: exceeded quota: team, requested: nvidia.com/gpu=64, used: '
+            "nvidia.com/gpu=8, limited: nvidia.com/gpu=64",
+            "kubectl describe resourcequota shows what is left",
+        ),
+        (
+            'no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
+            "or use --api job, which needs none",
+        ),
+        (
+            'no matches for kind "TrainJob" in version "trainer.kubeflow.org/v1alpha1"',
+            "or use --api jobset or job",
+        ),
+        (
+            'localqueues.kueue.x-k8s.io "teem" not found',
+            "kubectl get localqueues lists the queues of --queue",
+        ),
+        ('namespaces "trian" not found', "kubectl get namespaces lists those of --namespace"),
+        ('jobs.batch is forbidden: User "me" cannot create resource', "kubectl auth can-i --list"),
+        ("You must be logged in to the server (Unauthorized)", "aws eks update-kubeconfig"),
+        ("The connection to the server 10.0.0.1:6443 was refused", "kubectl config current-context"),
+    ],
+)
+def test_what_the_cluster_refuses_is_passed_on_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complaint: str, remedy: str
+) -> None:
+    (tmp_path / "kubectl").write_text(f"#!/bin/sh\necho 'error: {complaint}' >&2; exit 1\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ShoalError) as raised:
+        kubernetes.submit(tmp_path / "job.yaml", "bert", None)
+    assert complaint in str(raised.value) and remedy in str(raised.value)
+
+
+def test_the_queue_is_looked_up_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kubectl").write_text(
+        '#!/bin/sh\necho "$@" >> "$(dirname "$0")/said"\n[ "$1" != get ] || exit 1\n'
+    )
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ShoalError):
+        kubernetes.submit(tmp_path / "job.yaml", "bert", "train", "team")
+    said = (tmp_path / "said").read_text()
+    assert said == "get --namespace train localqueues.kueue.x-k8s.io team --output=name\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from pathlib import Path
@@ -105,6 +106,27 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(meeting, "SHARED_DEADLINE_S", 0.2)
     with pytest.raises(ShoalError, match=r"starts/7.0/secret did not appear .* --job has to name one"):
         Meeting(tmp_path, "7.0").await_secret()
+
+
+def test_the_wait_for_a_folder_says_so_and_asks_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(ShoalError, match=rf"did not appear on {os.uname().nodename} in 90 s: .* not shared"):
+        Meeting(tmp_path, "7.0").await_secret()
+    assert pauses[0] == 0.1 and pauses == sorted(pauses) and max(pauses) == 2.0
+    assert 90 < now[0] <= 92
+    said = capsys.readouterr().err
+    assert said == f"shoal launch: {os.uname().nodename} waits for {tmp_path}/starts/7.0/secret\n"
+    Meeting(tmp_path, "7.1").begin()  # the next start does not see the file of this one
+    assert not Meeting(tmp_path, "7.2").secret_file.exists()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -102,35 +102,35 @@ def test_the_model_takes_what_is_written(settings: dict[str, Any]) -> None:
 Change = Callable[[dict[str, Any]], Any]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda r: r["ResourceConfig"]["InstanceGroups"][0].update(InstanceTyp="x"), "InstanceTyp"),
-        (lambda r: r["ResourceConfig"]["InstanceGroups"][0].update(InstanceCount="8"), "InstanceCount"),
-        (
-            lambda r: r["ResourceConfig"]["InstanceGroups"][0].update(InstanceType="ml.p4d.24xlage"),
-            "'ml.p4d.24xlage' is not known. Did you mean 'ml.p4d.24xlarge'?",
+MISTAKES: list[tuple[Change, str]] = [
+    (lambda r: r["ResourceConfig"]["InstanceGroups"][0].update(InstanceTyp="x"), "InstanceTyp"),
+    (lambda r: r["ResourceConfig"]["InstanceGroups"][0].update(InstanceCount="8"), "InstanceCount"),
+    (
+        lambda r: r["ResourceConfig"]["InstanceGroups"][0].update(InstanceType="ml.p4d.24xlage"),
+        "'ml.p4d.24xlage' is not known. Did you mean 'ml.p4d.24xlarge'?",
+    ),
+    (
+        lambda r: r["InputDataConfig"][0]["DataSource"]["FileSystemDataSource"].update(
+            FileSystemType="Lustre"
         ),
-        (
-            lambda r: r["InputDataConfig"][0]["DataSource"]["FileSystemDataSource"].update(
-                FileSystemType="Lustre"
-            ),
-            "FileSystemType 'Lustre' is not known. Did you mean 'FSxLustre'? Known are EFS, FSxLustre.",
-        ),
-        (lambda r: r.update(TrainingJobName="my_job"), "TrainingJobName 'my_job' does not match"),
-        (lambda r: r.update(RoleArn="arn:aws:iam::12:role/training"), "RoleArn"),
-        (lambda r: r["AlgorithmSpecification"].update(ContainerArguments=["x" * 257]), "is 257 long"),
-        (
-            lambda r: r["VpcConfig"].update(Subnets=["subnet-1"] * 17),
-            "VpcConfig.Subnets is 17 long and must be 1 to 16",
-        ),
-        (lambda r: r["StoppingCondition"].update(MaxRuntimeInSeconds=0), "valid min value: 1"),
-        (
-            lambda r: r["ResourceConfig"].pop("VolumeSizeInGB") and r.pop("OutputDataConfig"),
-            "OutputDataConfig",
-        ),
-    ],
-)
+        "FileSystemType 'Lustre' is not known. Did you mean 'FSxLustre'? Known are EFS, FSxLustre.",
+    ),
+    (lambda r: r.update(TrainingJobName="my_job"), "TrainingJobName 'my_job' does not match"),
+    (lambda r: r.update(RoleArn="arn:aws:iam::12:role/training"), "RoleArn"),
+    (lambda r: r["AlgorithmSpecification"].update(ContainerArguments=["x" * 257]), "is 257 long"),
+    (
+        lambda r: r["VpcConfig"].update(Subnets=["subnet-1"] * 17),
+        "VpcConfig.Subnets is 17 long and must be 1 to 16",
+    ),
+    (lambda r: r["StoppingCondition"].update(MaxRuntimeInSeconds=0), "valid min value: 1"),
+    (
+        lambda r: r["ResourceConfig"].pop("VolumeSizeInGB") and r.pop("OutputDataConfig"),
+        "OutputDataConfig",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), MISTAKES)
 def test_planted_mistakes_are_found(change: Change, said: str) -> None:
     good = request(helpers=4)
     bad = copy.deepcopy(good)
@@ -141,21 +141,21 @@ def test_planted_mistakes_are_found(change: Change, said: str) -> None:
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"hosts": 0}, "--hosts 0 must be at least 1"),
-        ({"bucket": "my-bucket"}, "--bucket 'my-bucket' is not of the form s3://"),
-        ({"channel": ("s3://b/x",)}, "--channel 's3://b/x' is not of the form NAME=s3://"),
-        ({"name": "my_job"}, "--name 'my_job' must be 1 to 40 letters"),
-        ({"max_hours": 0.0}, "--max-hours 0.0 must be above 0"),
-        ({"max_wait_hours": 30.0}, "--max-wait-hours goes with --spot"),
-        ({"role": None}, "--role ARN or SAGEMAKER_ROLE"),
-        ({"fsx_path": None}, "--fsx and --fsx-path go together"),
-        ({"security_groups": ()}, "--subnets and --security-groups"),
-        ({"fsx": None, "fsx_path": None}, "--hosts 8 needs --fsx"),
-    ],
-)
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"hosts": 0}, "--hosts 0 must be at least 1"),
+    ({"bucket": "my-bucket"}, "--bucket 'my-bucket' is not of the form s3://"),
+    ({"channel": ("s3://b/x",)}, "--channel 's3://b/x' is not of the form NAME=s3://"),
+    ({"name": "my_job"}, "--name 'my_job' must be 1 to 40 letters"),
+    ({"max_hours": 0.0}, "--max-hours 0.0 must be above 0"),
+    ({"max_wait_hours": 30.0}, "--max-wait-hours goes with --spot"),
+    ({"role": None}, "--role ARN or SAGEMAKER_ROLE"),
+    ({"fsx_path": None}, "--fsx and --fsx-path go together"),
+    ({"security_groups": ()}, "--subnets and --security-groups"),
+    ({"fsx": None, "fsx_path": None}, "--hosts 8 needs --fsx"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), SETTINGS)
 def test_mistakes_in_the_options(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         SageMakerJob(**{**COMMON, **settings}).filled()
@@ -205,6 +205,10 @@ def test_source_secret_and_job_arrive(aws: None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
+        ("ExpiredToken", "the credentials have expired"),
+        ("InvalidClientTokenId", "aws configure"),
+        ("ServiceQuotaExceededException", "ask for more under Service Quotas"),
+        ("ThrottlingException", "try again in a minute"),
         ("ExpiredTokenException", "the credentials have expired: aws sso login"),
         ("ResourceLimitExceeded", "ask for more under Service Quotas"),
         ("AccessDeniedException", "this user's policy does not allow it"),

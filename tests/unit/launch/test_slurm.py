@@ -116,25 +116,29 @@ def test_shellcheck_finds_nothing(tmp_path: Path, helpers: int) -> None:
     subprocess.run(["shellcheck", str(path)], check=True)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"hosts": 0}, "--hosts 0 must be at least 1"),
-        ({"hosts": 4, "min_hosts": 8}, "--min-hosts 8 must be at most --hosts 4"),
-        ({"hosts": 4, "helpers": -1}, "--helpers -1 must be at least 0"),
-        ({"hosts": 4, "task_per_worker": True}, "--task-per-worker needs --workers-per-host"),
-        ({"hosts": 4, "helpers": 2, "array": "0-3"}, "no arrays of heterogeneous jobs"),
-        ({"hosts": 4, "time": "a day"}, "--time 'a day' must be one word"),
-        ({"hosts": 4, "time": "1h"}, "--time '1h' is not of Slurm's form, like 1-12:00:00"),
-        ({"hosts": 4, "array": "a-b"}, "--array 'a-b' is not of Slurm's form, like 0-4"),
-        ({"hosts": 4, "partition": "gpu\n#SBATCH --uid=0"}, "--partition .* must be one word"),
-        ({"hosts": 4, "name": "my job"}, "--name 'my job' must be one word"),
-        ({"hosts": 4, "option": ("--nodes=3",)}, "--option --nodes=3: the script sets --nodes itself"),
-        ({"hosts": 4, "option": ("mem=0",)}, "--option 'mem=0' must be one word like --mem=0"),
-        ({"hosts": 4, "prolog": ("a\nb",)}, "--prolog is one line"),
-        ({"hosts": 4, "save_s": 0}, "--save-s 0 must be at least 1"),
-    ],
-)
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"hosts": 0}, "--hosts 0 must be at least 1"),
+    ({"hosts": 4, "min_hosts": 8}, "--min-hosts 8 must be at most --hosts 4"),
+    ({"hosts": 4, "helpers": -1}, "--helpers -1 must be at least 0"),
+    ({"hosts": 4, "task_per_worker": True}, "--task-per-worker needs --workers-per-host"),
+    ({"hosts": 4, "helpers": 2, "array": "0-3"}, "no arrays of heterogeneous jobs"),
+    ({"hosts": 4, "time": "a day"}, "--time 'a day' must be one word"),
+    ({"hosts": 4, "time": "1h"}, "--time '1h' is not of Slurm's form, like 1-12:00:00"),
+    ({"hosts": 4, "array": "a-b"}, "--array 'a-b' is not of Slurm's form, like 0-4"),
+    ({"hosts": 4, "partition": "gpu\n#SBATCH --uid=0"}, "--partition .* must be one word"),
+    ({"hosts": 4, "name": "my job"}, "--name 'my job' must be one word"),
+    ({"hosts": 4, "option": ("--nodes=3",)}, "--option --nodes=3: the script sets --nodes itself"),
+    ({"hosts": 4, "option": ("mem=0",)}, "--option 'mem=0' must be one word like --mem=0"),
+    ({"hosts": 4, "prolog": ("a\nb",)}, "--prolog is one line"),
+    ({"hosts": 4, "save_s": 0}, "--save-s 0 must be at least 1"),
+    (
+        {"hosts": 4, "workers_per_host": 8, "gpus_per_host": 4},
+        "--workers-per-host 8 must be at most --gpus-per-host 4: a worker has a GPU of its own",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), SETTINGS)
 def test_mistakes_are_found(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         SlurmJob(**settings)
@@ -161,6 +165,31 @@ def test_no_slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ShoalError, match=r"sbatch was not found: submit on a login node .* --to DIR"):
         slurm.submit(slurm.write(render(SlurmJob(hosts=1), BERT, FOLDER), tmp_path))
     assert not slurm.is_here()
+
+
+@pytest.mark.parametrize(
+    ("complaint", "remedy"),
+    [
+        ("invalid partition specified: gpuu", "sinfo lists the partitions"),
+        ("Invalid account or account/partition combination specified", "sacctmgr show associations"),
+        ("Invalid qos specification", "sacctmgr show qos lists them"),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "shows the limits",
+        ),
+        ("Invalid generic resource (gres) specification", "sinfo -o '%P %G' shows the GPUs"),
+        ("Requested node configuration is not available", "shows what nodes have"),
+        ("Node count specification invalid", "shows how many nodes"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "shows the partitions' limits"),
+    ],
+)
+def test_what_slurm_refuses_is_passed_on_with_a_remedy(
+    tmp_path: Path, fake: Path, complaint: str, remedy: str
+) -> None:
+    (fake / "sbatch").write_text(f'#!/bin/sh\necho "sbatch: error: {complaint}" >&2; exit 1\n')
+    with pytest.raises(ShoalError) as raised:
+        slurm.submit(slurm.write(render(SlurmJob(hosts=1), BERT, FOLDER), tmp_path))
+    assert complaint in str(raised.value) and remedy in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"id": "4; rm"}'])
