@@ -332,6 +332,53 @@ def test_pmix_alone_does_not_say_how_many_workers_there_are() -> None:
         env.worker_env({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1"})
 
 
+# What `mpirun -n 2` gave the second process, without paths, ports and what says nothing about places
+RECORDED = {
+    "Open MPI 5.0.11": {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_NODE_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_UNIVERSE_SIZE": "2", "OMPI_WORLD_LOCAL_SIZE": "2", "OMPI_WORLD_SIZE": "2",
+        "PMIX_HOSTNAME": "n1", "PMIX_NAMESPACE": "prterun-n1-20106@1", "PMIX_RANK": "1", "PRTE_LAUNCHED": "1",
+    },
+    "Open MPI 4.1.4": {
+        "OMPI_APP_CTX_NUM_PROCS": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_NODE_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_FIRST_RANKS": "0", "PMIX_ID": "576847873.1", "PMIX_NAMESPACE": "576847873", "PMIX_RANK": "1",
+    },
+    "MPICH 5.0.2": {
+        "HYDI_CONTROL_FD": "7", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1", "PMI_FD": "11",
+        "PMI_HOSTNAME": "n1", "PMI_RANK": "1", "PMI_SIZE": "2",
+    },
+    "Intel MPI 2021.19": {
+        "HYDRA_BSTRAP_LOCALHOST": "n1", "HYDRA_BSTRAP_SUBTREE_SIZE": "1", "I_MPI_PIN_INFO": "1",
+        "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1", "PMI_FD": "11", "PMI_RANK": "1", "PMI_SIZE": "2",
+    },
+    "MPICH's gforker, which is for one host": {
+        "MPI_APPNUM": "0", "MPI_UNIVERSE_SIZE": "-1", "PMI_DEBUG": "0", "PMI_FD": "12", "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", RECORDED)
+def test_the_place_in_recorded_environments(launcher: str) -> None:
+    given = env.worker_env(RECORDED[launcher])
+    assert given is not None and given.launcher == ("Open MPI" if "Open" in launcher else "MPICH")
+    assert given.place == WorkerPlace(rank=1, num_workers=2, local_rank=1, num_local_workers=2)
+    launchers = env.mpi_place(RECORDED[launcher])
+    assert launchers == (None if "gforker" in launcher else given.place)
+    assert not env.has_other_hosts(RECORDED[launcher])
+
+
+def test_prterun_says_no_number_of_workers() -> None:
+    """Recorded under ``prterun -n 2`` of PRRTE 3, which has started this process without Open MPI."""
+    prterun = {"PMIX_HOSTNAME": "n1", "PMIX_NAMESPACE": "prterun-n1-20521@1", "PMIX_RANK": "0"}
+    with pytest.raises(UsageError, match=r"PMIX_RANK.* export RANK, WORLD_SIZE"):
+        env.worker_env({**prterun, "PRTE_LAUNCHED": "1"})
+    given = env.worker_env({**prterun, **TORCHRUN, **MEETING})
+    assert given is not None and given.place == PLACE
+
+
 def test_the_rendezvous_from_an_environment_with_an_address_only() -> None:
     assert env.rendezvous({"MASTER_ADDR": "a"}) == "a:29500"
     assert env.rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": "7"}) == "a:7"

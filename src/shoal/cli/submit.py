@@ -228,8 +228,8 @@ def mpi(
 ) -> int:
     """Run a command on hosts by mpirun: `shoal submit mpi --hosts n1 --hosts n2 -- python train.py`.
 
-    It starts one launcher per host, with one mpirun for the workers and one for the helpers, and stays until
-    the command has ended. Open MPI, MPICH and Intel MPI are known.
+    It starts one launcher per host, each with an mpirun of its own, and stays until the command has ended.
+    Open MPI, MPICH and Intel MPI are known.
 
     Parameters
     ----------

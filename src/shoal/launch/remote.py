@@ -78,6 +78,8 @@ class Start:
     label: str
     command: list[str]
     is_helper: bool = False
+    stop: signal.Signals | None = None
+    """Asks it to let the launcher save and leave, where the end of its stdin does not."""
 
 
 def name_of(host: str) -> str:
@@ -88,24 +90,18 @@ def name_of(host: str) -> str:
 def ssh_starts(job: RemoteJob, command: Sequence[str]) -> list[Start]:
     """Return the ssh commands, the helpers' first."""
     ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", *job.option]
-    found = [
-        Start(
-            label=name_of(host),
-            command=[*ssh, host, _remote(job, launch_words(job, helper=True))],
-            is_helper=True,
-        )
-        for host in job.helper_hosts
+    return [
+        Start(label=name_of(host), command=[*ssh, host, _remote(job, words)], is_helper=is_helper)
+        for host, words, is_helper in _parts(job, command)
     ]
-    for number, host in enumerate(job.hosts):
-        words = launch_words(job, command, place=(f"--nnodes={len(job.hosts)}", f"--node-rank={number}"))
-        found.append(Start(label=name_of(host), command=[*ssh, host, _remote(job, words)]))
-    return found
 
 
 def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[Start]:
-    """Return the mpirun commands, one for the helpers and one for the workers.
+    """Return the mpirun commands, one per host, the helpers' first.
 
-    Two, since one would put helpers and workers into the same world.
+    An mpirun of all hosts would count helpers as workers, and not every one gives its stdin to more than the
+    first process. Open MPI 5 does not pass on the end of stdin: there USR1 asks it, also when this process
+    is killed.
 
     Args:
         job: the job.
@@ -115,21 +111,32 @@ def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[Sta
     Raises:
         UsageError: it is of an unknown MPI.
     """
-    found = []
-    for hosts, is_helper in ((job.helper_hosts, True), (job.hosts, False)):
-        if not hosts:
-            continue
-        if "Open MPI" in version or "PRTE" in version:
-            first = ["mpirun", "--host", ",".join(hosts), "-np", str(len(hosts)), "--map-by", "ppr:1:node"]
-            first += ["--stdin", "all"]
-        elif "HYDRA" in version or "Intel(R) MPI" in version:
-            first = ["mpirun", "-hosts", ",".join(hosts), "-n", str(len(hosts)), "-ppn", "1", "-s", "all"]
-        else:
-            raise UsageError(f"mpirun is of neither Open MPI nor Hydra: {version.strip()[:100]!r}")
-        words = launch_words(job, () if is_helper else command, helper=is_helper)
-        folder = ["-wdir", str(job.folder)] if job.folder else []
-        start = [*first, *folder, *job.option, *words]
-        found.append(Start(label="helpers" if is_helper else "workers", command=start, is_helper=is_helper))
+    open_mpi = re.search(r"Open MPI\D*(\d+)", version)
+    if open_mpi is None and "HYDRA" not in version and "Intel(R) MPI" not in version:
+        raise UsageError(
+            f"mpirun is of neither Open MPI nor Hydra: {version.strip()[:100]!r}; use shoal submit ssh"
+        )
+    mpirun, stop = ["mpirun", "--host" if open_mpi else "-hosts"], None
+    if open_mpi and int(open_mpi[1]) >= 5:
+        mpirun, stop = ["setpriv", "--pdeathsig", "USR1", *mpirun], signal.SIGUSR1
+    folder = ["-wdir", str(job.folder)] if job.folder else []
+    return [
+        Start(
+            label=name_of(host),
+            command=[*mpirun, host, "-n", "1", *folder, *job.option, *words],
+            is_helper=is_helper,
+            stop=stop,
+        )
+        for host, words, is_helper in _parts(job, command)
+    ]
+
+
+def _parts(job: RemoteJob, command: Sequence[str]) -> list[tuple[str, list[str], bool]]:
+    """Return each host, the helpers first, with the words of its launcher and whether it is a helper."""
+    found = [(host, launch_words(job, helper=True), True) for host in job.helper_hosts]
+    for number, host in enumerate(job.hosts):
+        place = (f"--nnodes={len(job.hosts)}", f"--node-rank={number}")
+        found.append((host, launch_words(job, command, place=place), False))
     return found
 
 
@@ -212,6 +219,9 @@ def run(starts: Sequence[Start]) -> int:
         with suppress(IndexError):
             while True:
                 os.close(leashes.pop())
+        for start, process in running:
+            if start.stop is not None and process.poll() is None:
+                process.send_signal(start.stop)
 
     handlers = {
         number: signal.signal(number, close)

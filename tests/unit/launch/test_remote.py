@@ -39,32 +39,75 @@ def test_ssh_runs_the_very_words_on_each_host() -> None:
     )
 
 
-def test_helpers_have_an_mpirun_of_their_own() -> None:
-    job = RemoteJob(hosts=("n1", "n2"), helper_hosts=("h1",), folder=Path("/fsx"))
-    helpers, workers = mpi_starts(job, COMMAND, OPEN_MPI)
-    assert helpers.command[:8] == ["mpirun", "--host", "h1", "-np", "1", "--map-by", "ppr:1:node", "--stdin"]
-    assert workers.command == [
-        "mpirun", "--host", "n1,n2", "-np", "2", "--map-by", "ppr:1:node", "--stdin", "all", "-wdir", "/fsx",
-        "env", "SHOAL_HELPERS=h1:7070", "shoal", "launch", "--leash", "--rdzv=n1:29400", "--", *COMMAND,
+def test_each_host_has_an_mpirun_of_its_own() -> None:
+    job = RemoteJob(hosts=("n1", "n2"), helper_hosts=("h1",), folder=Path("/fsx"), option=("-x", "A"))
+    helper, first, second = mpi_starts(job, COMMAND, OPEN_MPI)
+    assert [(each.label, each.is_helper) for each in (helper, first, second)] == [
+        ("h1", True), ("n1", False), ("n2", False),
     ]  # fmt: skip
-    (hydra,) = mpi_starts(RemoteJob(hosts=("n1",)), COMMAND, "HYDRA build details:\n")
-    assert hydra.command[:9] == ["mpirun", "-hosts", "n1", "-n", "1", "-ppn", "1", "-s", "all"]
-    with pytest.raises(UsageError, match="neither Open MPI nor Hydra: 'mpirun 1'"):
-        mpi_starts(job, COMMAND, "mpirun 1")
+    assert helper.command == [
+        "mpirun", "--host", "h1", "-n", "1", "-wdir", "/fsx", "-x", "A", "shoal", "launch", "--leash",
+        "--rdzv=n1:29400", "--role=helper", "--helper-port=7070",
+    ]  # fmt: skip
+    assert second.command == [
+        "mpirun", "--host", "n2", "-n", "1", "-wdir", "/fsx", "-x", "A", "env", "SHOAL_HELPERS=h1:7070",
+        "shoal", "launch", "--leash", "--rdzv=n1:29400", "--nnodes=2", "--node-rank=1", "--", *COMMAND,
+    ]  # fmt: skip
+    assert first.stop is None
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("version", "command", "stop"),
     [
-        ({"hosts": ()}, "name the worker hosts"),
-        ({"hosts": ("-oProxyCommand=x",)}, "is no name of a host"),
-        ({"hosts": ("n1", "n1")}, "the host n1 is named twice"),
-        ({"helper_hosts": ("a@n1",)}, "the host n1 is named twice"),
-        ({"hosts": ("n1;rm",)}, "is no name of a host"),
-        ({"workers_per_host": 0}, "--workers-per-host 0 must be at least 1"),
-        ({"port": 70_000}, "--port 70000 must be from 1 to 65535"),
+        (
+            "mpirun (Open MPI) 5.0.11\n\nReport bugs",
+            ["setpriv", "--pdeathsig", "USR1", "mpirun", "--host"],
+            10,
+        ),
+        ("HYDRA build details:\n    Version: 5.0.2\n", ["mpirun", "-hosts"], None),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 2026", ["mpirun", "-hosts"], None),
     ],
 )
+def test_what_each_mpi_understands(version: str, command: list[str], stop: int | None) -> None:
+    """As their ``mpirun --version`` begins, recorded."""
+    (start,) = mpi_starts(RemoteJob(hosts=("n1",)), COMMAND, version)
+    assert start.command[: len(command) + 3] == [*command, "n1", "-n", "1"]
+    assert start.stop == stop
+
+
+def test_a_signal_asks_where_the_end_of_stdin_is_not_passed_on() -> None:
+    program = (
+        "import signal, sys\n"
+        "from shoal.launch.remote import Start, run\n"
+        "wait = ['sh', '-c', 'trap \"exit 75\" USR1; echo ready; while sleep 0.1; do :; done']\n"
+        "sys.exit(run([Start(label='n1', command=wait, stop=signal.SIGUSR1)]))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 75
+
+
+def test_an_mpirun_that_is_not_known() -> None:
+    with pytest.raises(UsageError, match="neither Open MPI nor Hydra: 'mpirun 1'; use shoal submit ssh"):
+        mpi_starts(RemoteJob(hosts=("n1",)), COMMAND, "mpirun 1")
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"hosts": ()}, "name the worker hosts"),
+    ({"hosts": ("-oProxyCommand=x",)}, "'-oProxyCommand=x' is no name of a host"),
+    ({"hosts": ("n1", "n1")}, "the host n1 is named twice; --workers-per-host N starts several"),
+    ({"helper_hosts": ("a@n1",)}, "the host n1 is named twice"),
+    ({"hosts": ("n1;rm",)}, "'n1;rm' is no name of a host"),
+    ({"workers_per_host": 0}, "--workers-per-host 0 must be at least 1"),
+    ({"global_batch": 0}, "--global-batch 0 must be at least 1"),
+    ({"port": 70_000}, "--port 70000 must be from 1 to 65535"),
+    ({"hosts": ("n1 n2",)}, "'n1 n2' is no name of a host"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), SETTINGS)
 def test_mistakes(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         RemoteJob(**{"hosts": ("n1", "n2"), **settings})
