@@ -28,14 +28,13 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
 from shoal.data.loader import as_tensors, to_device
-from shoal.decide.batch import plan_batch
+from shoal.data.steps import DataShard
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.models.text_config import BertModelConfig
 from shoal.train.config import DistributedConfig, OptimConfig
 from shoal.train.gradients import LocalUpdate, LossScale, Precision, choose_precision, wrap_model
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
-from shoal.train.run import Sizes
 from shoal.train.step import Step, Training
 from shoal.train.world import World, join_world
 
@@ -114,8 +113,8 @@ class OurStep:
 
     def take(self, step: int) -> None:
         """Do one optimizer step, from reading to the new weights."""
-        plan = plan_batch(Sizes(global_batch_size=1, micro_batch_size=1), 1)
-        with Step(self._training, step, [self.read(step)], plan, num_targets=1, commit=self._end) as current:
+        whole = DataShard(global_batch_size=1, micro_batch_size=1)
+        with Step(self._training, step, [self.read(step)], whole, num_targets=1, commit=self._end) as current:
             for batch in current:
                 current.backward(self.loss(batch))
             current.update(self._optimizer, max_norm=self._optim.max_grad_norm)

@@ -64,8 +64,8 @@ class Kit:
     Args:
         folder: of the results, which it makes.
         budget_s: for all jobs together.
-        rehearsal: figures mean nothing, so two jobs run at once after the first stage, which others need,
-            and stages and jobs have more time, since a busy CPU is no fault of the kit.
+        rehearsal: figures mean nothing, so two jobs run at once after those that others need, and stages and
+            jobs have more time, since a busy CPU is no fault of the kit.
         kept: outcomes of stages that are not run.
     """
 
@@ -75,6 +75,7 @@ class Kit:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._rehearsal = folder, rehearsal
         self._end_s = time.monotonic() + budget_s
+        self._ends_s: dict[str, float] = {}  # of stages
         self._log = folder / "kit.log"
         self._log.write_text("", encoding="utf-8")
         self._kept = list(kept)
@@ -82,16 +83,19 @@ class Kit:
 
     def run(self, chosen: Sequence[Stage]) -> bool:
         """Run the jobs until the budget is spent; return whether none failed."""
+        jobs = [(stage, job) for stage in chosen for job in stage.jobs]
         if self._rehearsal and len(chosen) > 1:
-            first, *others = chosen
-            self._run_stages([first], at_once=1)
-            self._run_stages(others, at_once=2)
+            needed = sum(job.needed for _, job in jobs)
+            self._run_jobs(jobs[:needed], at_once=1)
+            self._run_jobs(jobs[needed:], at_once=2)
         else:
-            self._run_stages(chosen, at_once=1)
+            self._run_jobs(jobs, at_once=1)
         return all(outcome.status == "done" for outcome in self.outcomes)
 
-    def _run_stages(self, chosen: Sequence[Stage], *, at_once: int) -> None:
-        ends_s: dict[str, float] = {}
+    def _run_jobs(self, jobs: Sequence[tuple[Stage, Job]], *, at_once: int) -> None:
+        if not jobs:
+            return
+        ends_s = self._ends_s
         patience = REHEARSAL_PATIENCE if self._rehearsal else 1.0
 
         def run(stage: Stage, job: Job) -> Outcome:
@@ -101,7 +105,6 @@ class Kit:
                 return Outcome(stage=stage.name, title=job.title, status="not run")
             return self._run(stage, job, min(left_s, patience * job.limit_s))
 
-        jobs = [(stage, job) for stage in chosen for job in stage.jobs]
         with ThreadPoolExecutor(at_once) as pool:
             for (_, job), outcome in zip(jobs, pool.map(run, *zip(*jobs, strict=True)), strict=True):
                 compare(job, outcome, self.outcomes)

@@ -37,6 +37,8 @@ class Job:
     target: float | None = None
     """Of samples a second; on an H200, or 0.9 of it on an H100."""
     limit_s: float = 180.0
+    needed: bool = False
+    """Whether later jobs need what it leaves; such jobs come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,9 @@ def _device(tiny: bool) -> tuple[str, str]:
 
 def _build(made: Path, tiny: bool) -> Iterator[Job]:
     """Build the core and the process group, unless they are there, without a network; make the input."""
-    yield Job(title="the C++ core", command=_module("benchmarks.gpu.core"))
-    yield Job(title="input", command=_module("benchmarks.gpu.inputs", made, *["--tiny"] * tiny), limit_s=60)
+    yield Job(title="the C++ core", command=_module("benchmarks.gpu.core"), needed=True)
+    inputs = _module("benchmarks.gpu.inputs", made, *["--tiny"] * tiny)
+    yield Job(title="input", command=inputs, limit_s=60, needed=True)
     yield Job(title="shoal doctor", command=(*SHOAL, "doctor"), limit_s=60)
     group = "from shoal.comm import native_group; native_group.build()"
     yield Job(title="the process group in C++", command=(PYTHON, "-c", group))

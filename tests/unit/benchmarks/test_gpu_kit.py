@@ -80,7 +80,7 @@ def test_the_budget_ends_the_kit(tmp_path: Path) -> None:
     slow = Stage(
         name="slow", limit_s=30, jobs=(job("sleeps", "import time; time.sleep(60)"), job("is left", ""))
     )
-    kit = Kit(tmp_path, 2.5, rehearsal=True)
+    kit = Kit(tmp_path, 2.5, rehearsal=False)
     assert not kit.run([slow, slow])
     assert [outcome.status for outcome in kit.outcomes] == ["out of time", "not run", "not run", "not run"]
 
