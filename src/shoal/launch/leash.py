@@ -84,7 +84,7 @@ class Leash:
 
 
 def take_secret(stdin: IO[str]) -> Path:
-    """Return a file with the first line of ``stdin``; when that closes, this process gets SIGTERM.
+    """Return a file with the first line of ``stdin``; when that closes, or at USR2, SIGTERM comes.
 
     Raises:
         UsageError: it is empty.
@@ -106,6 +106,7 @@ def take_secret(stdin: IO[str]) -> Path:
                 pass
         os.kill(os.getpid(), signal.SIGTERM)
 
+    signal.signal(signal.SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     threading.Thread(target=wait, name="stdin", daemon=True).start()
     return path
 

@@ -100,7 +100,7 @@ def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[Sta
     """Return the mpirun commands, one per host, the helpers' first.
 
     An mpirun of all hosts would count helpers as workers, and not every one gives its stdin to more than the
-    first process. Open MPI 5 does not pass on the end of stdin: there USR1 asks it, also when this process
+    first process. Open MPI 5 does not pass on the end of stdin: there USR2 asks it, also when this process
     is killed.
 
     Args:
@@ -118,7 +118,7 @@ def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[Sta
         )
     mpirun, stop = ["mpirun", "--host" if open_mpi else "-hosts"], None
     if open_mpi and int(open_mpi[1]) >= 5:
-        mpirun, stop = ["setpriv", "--pdeathsig", "USR1", *mpirun], signal.SIGUSR1
+        mpirun, stop = ["setpriv", "--pdeathsig", "USR2", *mpirun], signal.SIGUSR2
     folder = ["-wdir", str(job.folder)] if job.folder else []
     return [
         Start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import socket
 import subprocess
 import sys
@@ -41,7 +42,8 @@ def test_helpers_are_released_when_the_holder_ends(code: int | None) -> None:
     assert said == [code]
 
 
-def test_the_end_of_stdin_asks_to_stop_and_its_first_line_is_the_secret() -> None:
+@pytest.mark.parametrize("how", ["the end of stdin", "USR2"])
+def test_stdin_asks_to_stop_and_its_first_line_is_the_secret(how: str) -> None:
     program = (
         "import signal, sys, time\n"
         "from shoal.launch.leash import take_secret\n"
@@ -59,7 +61,10 @@ def test_the_end_of_stdin_asks_to_stop_and_its_first_line_is_the_secret() -> Non
         path, mode, secret = child.stdout.readline().split()
         assert (mode, secret) == ("0o600", "0123456789abcdef")
         assert child.poll() is None
-        child.stdin.close()
+        if how == "USR2":
+            child.send_signal(signal.SIGUSR2)
+        else:
+            child.stdin.close()
         assert child.wait(30) == 75
     assert not Path(path).exists()
     with pytest.raises(UsageError, match="--leash reads the job's secret from stdin, which is empty"):

@@ -61,8 +61,8 @@ def test_each_host_has_an_mpirun_of_its_own() -> None:
     [
         (
             "mpirun (Open MPI) 5.0.11\n\nReport bugs",
-            ["setpriv", "--pdeathsig", "USR1", "mpirun", "--host"],
-            10,
+            ["setpriv", "--pdeathsig", "USR2", "mpirun", "--host"],
+            signal.SIGUSR2,
         ),
         ("HYDRA build details:\n    Version: 5.0.2\n", ["mpirun", "-hosts"], None),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 2026", ["mpirun", "-hosts"], None),
