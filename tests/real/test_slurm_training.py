@@ -22,16 +22,18 @@ from shoal.record import read_record
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(900)]
 
 STEPS, EVERY = 240, 10
+STEPS_OF_8_SLOTS = 900
 TRAINED_S = 20.0
 LOST_S = 30.0
 HELPER = 2
 DEADLINE_S = 300.0
+FIGURES = Path(__file__).parents[2] / "build" / "slurm_latency.txt"
+"""Gets a line for each job: how long it took to save, and to start again."""
 SETTINGS = {
     "data.path": "text",
-    "train.total-steps": STEPS,
     "run.log-frequency": 1,
     "run.checkpoint-frequency": EVERY,
-    "run.keep-checkpoints": STEPS,
+    "run.keep-checkpoints": STEPS_OF_8_SLOTS,
     "run.validation-frequency": 0,
     "run.validation-samples": 256,
 }
@@ -48,8 +50,9 @@ SUBMIT = (
 )
 
 
-def train(run: str) -> list[str]:
-    options = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+def train(run: str, steps: int = STEPS) -> list[str]:
+    settings = {**SETTINGS, "train.total-steps": steps}
+    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     return ["shoal", "train", "albert", "--preset", "tiny", "--run.dir", run, *options]
 
 
@@ -69,10 +72,10 @@ def whole(slurm: SlurmCluster) -> Path:
     return alone(slurm, "whole", num_workers=2)
 
 
-def alone(slurm: SlurmCluster, run: str, *, num_workers: int) -> Path:
+def alone(slurm: SlurmCluster, run: str, *, num_workers: int, steps: int = STEPS) -> Path:
     """Run the job on this machine to its end, and return its directory."""
-    command = [sys.executable, "-m", *train(run), "--workers", str(num_workers)]
-    done = subprocess.run(command, cwd=slurm.folder, capture_output=True, text=True, timeout=DEADLINE_S)
+    command = [sys.executable, "-m", *train(run, steps), "--workers", str(num_workers)]
+    done = subprocess.run(command, cwd=slurm.folder, capture_output=True, text=True, timeout=2 * DEADLINE_S)
     assert done.returncode == 0, done.stderr
     return slurm.folder / run
 
@@ -80,10 +83,10 @@ def alone(slurm: SlurmCluster, run: str, *, num_workers: int) -> Path:
 class Job:
     """A submitted job and what its run's record says."""
 
-    def __init__(self, slurm: SlurmCluster, run: str, *options: str) -> None:
+    def __init__(self, slurm: SlurmCluster, run: str, *options: str, steps: int = STEPS) -> None:
         self.slurm, self.run = slurm, slurm.folder / run
         slurm.await_true(lambda: slurm.idle_nodes() == slurm.num_nodes, DEADLINE_S)
-        said = slurm.run(*SUBMIT, "--name", run, *options, "--", *train(run), deadline_s=DEADLINE_S)
+        said = slurm.run(*SUBMIT, "--name", run, *options, "--", *train(run, steps), deadline_s=DEADLINE_S)
         self.id = said.split()[1]
         self.figures: list[str] = []
 
@@ -133,19 +136,20 @@ class Job:
 
     def ends(self) -> None:
         self.slurm.await_true(lambda: self.slurm.ended(self.id), DEADLINE_S)
-        print("\n".join(self.figures))
+        with FIGURES.open("a") as file:
+            print(time.strftime("%Y-%m-%d %H:%M"), self.run.name, "; ".join(self.figures), file=file)
         assert self.slurm.ended(self.id) == "0:0", self.slurm.logs()
 
 
-def losses(run: Path, until: int = STEPS) -> dict[int, float]:
+def losses(run: Path, until: int = STEPS_OF_8_SLOTS) -> dict[int, float]:
     return {
         row.step: row.loss for row in read_record(run) if isinstance(row, record.Step) if row.step <= until
     }
 
 
-def end_of(run: Path) -> dict[str, bytes]:
+def end_of(run: Path, steps: int = STEPS) -> dict[str, bytes]:
     """Return the content of the last checkpoint's tensors and of the exported model."""
-    (checkpoint,) = (run / "checkpoints").glob(f"step-{STEPS:08}")
+    (checkpoint,) = (run / "checkpoints").glob(f"step-{steps:08}")
     files = [*checkpoint.glob("**/*.safetensors"), *(run / "transformers").glob("*.safetensors")]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
@@ -153,7 +157,24 @@ def end_of(run: Path) -> dict[str, bytes]:
 def test_three_slots_give_the_bits_of_one(slurm: SlurmCluster, whole: Path) -> None:
     """Preempt the first start; the second is told of its time limit; the third may end."""
     job = Job(slurm, "slots", "--hosts", "2", "--helpers", "1", "--time", "60")
-    job.train_20_s(1)
+    interrupt(job, slots=3)
+    assert losses(job.run) == losses(whole)
+    assert end_of(job.run) == end_of(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_eight_slots_give_the_bits_of_one(slurm: SlurmCluster) -> None:
+    steps = STEPS_OF_8_SLOTS
+    reference = alone(slurm, "whole8", num_workers=2, steps=steps)
+    job = Job(slurm, "slots8", "--hosts", "2", "--helpers", "1", "--time", "60", steps=steps)
+    interrupt(job, slots=8)
+    assert losses(job.run) == losses(reference)
+    assert end_of(job.run, steps) == end_of(reference, steps)
+
+
+def interrupt(job: Job, *, slots: int) -> None:
+    """Preempt each start of a job but the last, or let it hear of its time limit, in turn."""
     urgent = (
         "sbatch",
         "--parsable",
@@ -166,14 +187,15 @@ def test_three_slots_give_the_bits_of_one(slurm: SlurmCluster, whole: Path) -> N
         "--wrap",
         "sleep 1",
     )
-    job.stops("preempted", lambda: slurm.run(*urgent))
-    job.train_20_s(2)
-    job.stops("the time limit is near", lambda: job.limit(3))
-    job.limit(60)
+    for start in range(1, slots):
+        job.train_20_s(start)
+        if start % 2:
+            job.stops("preempted", lambda: job.slurm.run(*urgent))
+        else:
+            job.stops("the time limit is near", lambda: job.limit(3))
+            job.limit(60)
     job.ends()
-    assert len(job.rows(record.Start)) >= 3
-    assert losses(job.run) == losses(whole)
-    assert end_of(job.run) == end_of(whole)
+    assert len(job.rows(record.Start)) >= slots
 
 
 def test_lost_helper_lost_worker_and_fewer_nodes(slurm: SlurmCluster, whole: Path) -> None:

@@ -434,11 +434,15 @@ def test_the_queue_is_looked_up_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kubectl").write_text(
-        '#!/bin/sh\necho "$@" >> "$(dirname "$0")/said"\n[ "$1" != get ] || exit 1\n'
+        '#!/bin/sh\necho "$@" >> "$(dirname "$0")/said"\n[ "$1" != get ] || { cat "$0.says" >&2; exit 1; }\n'
     )
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(ShoalError):
+    (tmp_path / "kubectl.says").write_text('localqueues.kueue.x-k8s.io "team" not found')
+    with pytest.raises(ShoalError, match="kubectl get localqueues lists the queues"):
         kubernetes.submit(tmp_path / "job.yaml", "bert", "train", "team")
     said = (tmp_path / "said").read_text()
     assert said == "get --namespace train localqueues.kueue.x-k8s.io team --output=name\n"
+    (tmp_path / "kubectl.says").write_text("localqueues is forbidden: User cannot get resource")
+    kubernetes.submit(tmp_path / "job.yaml", "bert", "train", "team")
+    assert (tmp_path / "said").read_text().count("create --namespace train") == 2
