@@ -160,6 +160,7 @@ def sagemaker(
     """
     _require_command(command)
     filled = job.filled()
+    _check_instance(job)
     base = training.base_name(filled, command)
     name = training.job_name(base)
     request = training.checked(training.render(filled, command, name))
@@ -269,6 +270,23 @@ def _show(starts: Sequence[Start]) -> int:
 def _require_command(command: Sequence[str]) -> None:
     if not command:
         raise UsageError("name the command of the workers after --: … -- shoal train bert --preset large")
+
+
+def _check_instance(job: SageMakerJob) -> None:
+    """Compare the number of workers with the GPUs of an instance type that the planner's catalog knows.
+
+    Raises:
+        UsageError: there are more workers.
+    """
+    from shoal.planner.hardware import Catalog
+
+    known = Catalog().instances.get(job.instance.removeprefix("ml."))
+    num_gpus = known.num_accelerators if known is not None and known.accelerator is not None else 0
+    if 0 < num_gpus < (job.workers_per_host or 0):
+        raise UsageError(
+            f"--workers-per-host {job.workers_per_host} must be at most {num_gpus}, "
+            f"the GPUs of {job.instance}"
+        )
 
 
 def _check_settings(command: Sequence[str], job: SlurmJob, *, show: bool) -> None:

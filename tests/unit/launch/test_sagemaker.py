@@ -14,6 +14,7 @@ import pytest
 from botocore.stub import Stubber
 from moto import mock_aws
 
+from shoal.cli.submit import sagemaker as command
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import sagemaker
 from shoal.launch.aws_checks import problems
@@ -159,6 +160,18 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 def test_mistakes_in_the_options(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         SageMakerJob(**{**COMMON, **settings}).filled()
+
+
+def test_more_workers_than_the_instances_have_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    def submit(workers: int, instance: str) -> int:
+        job = SageMakerJob(**{**COMMON, "workers_per_host": workers, "instance": instance})
+        return command(*BERT, job=job, dry_run=True)
+
+    with pytest.raises(
+        UsageError, match=r"--workers-per-host 9 must be at most 8, the GPUs of ml\.p4d\.24xl"
+    ):
+        submit(9, "ml.p4d.24xlarge")
+    assert submit(8, "ml.p4d.24xlarge") == submit(2, "ml.m5.xlarge") == 0  # one without GPUs may train too
 
 
 def test_the_environment_says_what_the_options_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
