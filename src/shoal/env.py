@@ -82,6 +82,12 @@ _REPORTED = re.compile(
     r"|LD_(?:LIBRARY_PATH|PRELOAD)|MALLOC_\w+|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|CXX|CC|TMPDIR|LANG|LC_ALL"
 )
 """Environment variables for bug reports."""
+_OF_THE_JOB = re.compile(
+    r"(?:GLOBAL_|LOCAL_|GROUP_|ROLE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|MASTER_(?:ADDR|PORT)"
+    r"|(?:TORCHELASTIC|OMPI|PMI|PMIX|MPI|SLURM_STEP)_\w+|SLURM_(?:PROCID|LOCALID|NODEID)"
+    rf"|{LAUNCH_DIR}|{STORE_FILE}|{SECRET}|{SECRET_FILE}|{HELPERS}|{PROGRESS_FILE}"
+)
+"""Environment variables that a launcher gives to the workers of a job."""
 _SECRET_NAME = re.compile(
     r"SECRET|TOKEN(?!IZERS)|PASS(?!IVE)|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|SIGNATURE|COOKIE|_KEY$|_PAT$"
 )
@@ -536,6 +542,11 @@ def test_data_dir(environ: Mapping[str, str] | None = None) -> Path:
 def child_environment(**changes: str) -> dict[str, str]:
     """Return a copy of this process's environment for a child, with ``changes`` applied."""
     return {**os.environ, **changes}
+
+
+def outside_of_job() -> dict[str, str]:
+    """Return a copy of this process's environment without what makes it a worker of its job."""
+    return {name: value for name, value in os.environ.items() if not _OF_THE_JOB.fullmatch(name)}
 
 
 def reportable(environ: Mapping[str, str] | None = None) -> dict[str, str]:

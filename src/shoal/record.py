@@ -138,6 +138,8 @@ class Evaluation(_Line):
     seconds: float
     samples: int = 0
     """Samples that training had consumed since the start of the run."""
+    beside: bool = False
+    """Whether training went on meanwhile; ``seconds`` are those of other processes then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +310,7 @@ def target_row(rows: Sequence[Row], step: int, until: str, metrics: Mapping[str,
         until=until,
         metrics=dict(metrics),
         seconds=duration_s(rows),
-        evaluation_s=sum(row.seconds for row in rows if isinstance(row, Evaluation)),
+        evaluation_s=sum(row.seconds for row in rows if isinstance(row, Evaluation) and not row.beside),
     )
 
 

@@ -2,6 +2,8 @@
 
 # Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,8 +12,8 @@ from cyclopts import App, Parameter
 
 from shoal.cli.settings import this_command
 from shoal.cli.use import LAUNCH, settings_of_the_run, with_options
-from shoal.errors import EXIT_OK
-from shoal.recipes import USES, load, using
+from shoal.errors import EXIT_OK, UsageError
+from shoal.recipes import RECIPES, USES, load, using
 from shoal.recipes.resnet50_score import Scoring, run
 from shoal.recipes.start import Launch
 
@@ -34,7 +36,17 @@ Predictions and scores are bitwise those of its own finetuning, on any number of
 Parameters
 ----------
 inputs
-    Files of texts and labels, .tsv (column names first) or .jsonl.
+    Files of texts and labels, .tsv (column names first), .jsonl or .parquet.
+"""
+_TEXTS = """Score what a finetuned T5 writes, each file by itself: labels by accuracy, texts by four scores.
+
+Texts (--data.source-column, --data.target-column) are scored by exact match, token F1, ROUGE and BLEU.
+Predictions and scores are bitwise those of its own finetuning, on any number of workers.
+
+Parameters
+----------
+inputs
+    Files of texts, and labels or other texts, .tsv (column names first), .jsonl or .parquet.
 """
 
 
@@ -73,7 +85,7 @@ def _labels(name: str) -> Callable[..., int]:
     ) -> int:
         return _run(module, what, inputs, launch)
 
-    return with_options(command, module.Evaluate, _LABELS)
+    return with_options(command, module.Evaluate, _TEXTS if name == "t5" else _LABELS)
 
 
 def _detector() -> Callable[..., int]:
@@ -106,7 +118,7 @@ def _run(module: Any, what: Any, inputs: tuple[Path, ...], launch: Launch) -> in
 for _name, _text in (
     ("squad", _SQUAD),
     ("classify", _LABELS),
-    ("t5", _LABELS),
+    ("t5", _TEXTS),
     ("mask_rcnn", _DETECTOR),
 ):
     evaluate.command(f"{__name__}:{_name}", name=_name, help=_text.partition("\nParameters")[0])
@@ -138,6 +150,43 @@ def evaluate_coco(
     from shoal.data.coco import score as coco
 
     print(coco.evaluate(annotations, results, on_bad=on_bad, out=json))
+
+
+@evaluate.command(name="checkpoint")
+def evaluate_checkpoint(
+    checkpoint: Path, *, run: Path | None = None, out: Path | None = None, workers: int | None = None
+) -> None:
+    """Score a checkpoint on the held-out data of its run, by the recipe that trained it.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint, or the directory of a run, whose newest one is scored.
+    run
+        The run with the settings; default: that of the checkpoint.
+    out
+        Folder for the record with the scores, and what the recipe writes; default: scores-STEP in the run.
+    workers
+        Workers on this host (default: one a GPU, or one).
+    """
+    from shoal.record import Start, read_record
+    from shoal.train.checkpoint_files import is_checkpoint, list_checkpoints
+    from shoal.train.run_dir import CONFIG_FILE, run_dir_of
+
+    run = run or run_dir_of(checkpoint)
+    if not is_checkpoint(checkpoint):
+        found = list_checkpoints(checkpoint)
+        if not found:
+            raise UsageError(f"{checkpoint} is neither a checkpoint nor the directory of a run that has one")
+        checkpoint = found[-1]
+    name = next((row.recipe for row in read_record(run) if isinstance(row, Start)), "")
+    if name not in RECIPES:
+        raise UsageError(f"{run} is a run of {name or 'nothing yet'}, not of one of {', '.join(RECIPES)}")
+    out = out or run / checkpoint.name.replace("step", "scores")
+    words = [RECIPES[name].group, RECIPES[name].command or name, "--config", run / CONFIG_FILE]
+    words += ["--run.dir", out, "--run.evaluate", checkpoint]
+    words += [] if workers is None else ["--workers", workers]
+    os.execv(sys.executable, [sys.executable, "-m", "shoal", *map(str, words)])
 
 
 @evaluate.command(name="imagenet")

@@ -68,7 +68,7 @@ class ClassifyDataConfig(LabelledColumnsConfig):
     """The files of examples and the names of their columns."""
 
     path: Path | None = None
-    """Training examples, .tsv (column names first) or .jsonl."""
+    """Training examples, .tsv (column names first), .jsonl or .parquet."""
     eval: tuple[Path, ...] = ()
     """Files to evaluate on, each by itself, such as MNLI's matched and mismatched."""
     labels: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                     loss = label_loss(ddp(**packed_inputs(batch)), batch["labels"])
                     step.backward(loss / step.num_samples)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-            if run.due(config.run.validation_frequency):
+            if run.evaluates(config.run.validation_frequency):
                 evaluate(model, held_out, config, run)
         if run.lacks_scores():
             evaluate(model, held_out, config, run)
@@ -172,12 +172,17 @@ def read_files(data: ClassifyDataConfig) -> "list[ClassifyData]":
     """
     from shoal.data.text.classify import read_classify
 
-    names = [path.stem for path in data.eval]
-    if len(set(names)) != len(names):
-        raise UsageError(f"data.eval has two files of the same name ({', '.join(names)}); rename one")
+    require_names(data.eval)
     columns = data.columns()
     train = read_classify(required(data.path), columns, labels=data.labels or None)
     return [train, *(read_classify(path, columns, labels=train.labels) for path in data.eval)]
+
+
+def require_names(files: tuple[Path, ...]) -> None:
+    """Raise a :class:`UsageError` if two evaluation files have one name, after which scores are named."""
+    names = [path.stem for path in files]
+    if len(set(names)) != len(names):
+        raise UsageError(f"data.eval has two files of the same name ({', '.join(names)}); rename one")
 
 
 def counts(data: "ClassifyData", num_examples: int, num_cut: int, length: int) -> str:

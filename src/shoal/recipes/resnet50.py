@@ -356,7 +356,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 continue
             if average:
                 average.update(model, step.number)
-            if run.due(validation_ends):
+            if run.evaluates(validation_ends):
                 scored = score()
             if run.due(epoch_ends):
                 run.save()

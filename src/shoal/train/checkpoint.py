@@ -340,6 +340,29 @@ def load_model(path: Path, model: nn.Module, *, key: str = "model", whole: nn.Mo
     return files.step_of(path)
 
 
+def load_models(
+    path: Path, models: Mapping[str, nn.Module], group: dist.ProcessGroup | None
+) -> tuple[int, dict[str, Any]]:
+    """Load the models of a checkpoint, in any division over the workers. A collective.
+
+    Args:
+        path: a checkpoint, or a run directory, whose newest checkpoint is loaded.
+        models: by their names in the saved state; filled in place.
+        group: of all workers; ``None``: there is one.
+
+    Returns:
+        The step of the checkpoint, and its plain values.
+
+    Raises:
+        ShoalError: there is no checkpoint, it is damaged, or it is of another format.
+        UsageError: it is of other models.
+    """
+    path = Path(run_on_all(group, lambda: str(_find_whole(path)))[0])
+    workers = run_on_all(group, lambda: local_state(models))
+    values = run_on_all(group, lambda: _load(path, models, workers))[0]
+    return files.step_of(path), values
+
+
 def stored_model(path: Path, *, key: str = "model") -> tuple[int, dict[str, Callable[[], Tensor]]]:
     """Return the step of a checkpoint, and name -> function that reads the tensor, of its model.
 

@@ -212,13 +212,20 @@ class RunOutputConfig:
     """Write checkpoints, and the trained model at the end; otherwise the run cannot be continued."""
     until: str | None = None
     """End at the first evaluation with such scores: 'box_AP>=0.377,mask_AP>=0.339'."""
+    validation_beside: int = 0
+    """Processes on the first worker's host that evaluate while training goes on; 0: training waits for its
+    evaluations."""
+    evaluate: Path | None = None
+    """Train nothing: score this checkpoint, of a run with the same settings, into run.dir."""
     mlperf_log: Path | None = None
     """File to append log lines of MLPerf training to (:::MLLOG)."""
 
     def __post_init__(self) -> None:
         require_positive("run", self, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
         require_positive("run", self, "validation_samples", "evaluation_batch_size")
-        require_positive("run", self, "validation_frequency", least=0)
+        require_positive("run", self, "validation_frequency", "validation_beside", least=0)
+        if self.validation_beside and not self.save:
+            raise UsageError("run.validation_beside needs weights on disk: leave --run.no-save out")
         if self.until is not None and not getattr(self, "validation_frequency", 1):
             raise UsageError(f"run.until {self.until!r} needs evaluations: set --run.validation-frequency N")
 

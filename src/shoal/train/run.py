@@ -72,6 +72,7 @@ from shoal.train.reporting import (
 from shoal.train.run_dir import open_run_dir, owned
 from shoal.train.step import Step, Training
 from shoal.train.stopping import (
+    Goal,
     StopRequest,
     Target,
     is_out_of_memory,
@@ -155,10 +156,11 @@ class Run:
         self.log: RunLog | None = None
         self.step = 0
         self.stopped = self.is_over = self.reached = self.writes_line = False
-        self._target = target
+        self._goal = Goal(target) if target is not None else None
         self._scores: dict[str, Mapping[str, float]] = {}  # of the step just done, by split
         self._config, self._settings, self._loop, self._distributed = config, settings, loop, distributed
         self.stop_request, self._tree = stop, _tree(config)
+        self._beside: Any = None  # shoal.train.beside.Beside, which is rarely wanted
         self._checkpointer: Checkpointer | None = None
         if directory is not None and settings.save:
             self._checkpointer = Checkpointer(directory, keep=settings.keep_checkpoints)
@@ -227,6 +229,8 @@ class Run:
             ShoalError: a worker was lost, or memory ran out.
         """
         settings = settings or _section(config, "run", RunOutputConfig)
+        if settings.evaluate is not None:
+            settings = replace(settings, save=False, until=None, validation_beside=0, mlperf_log=None)
         loop = loop or _section(config, "train", LoopConfig)
         distributed = distributed or _section(config, "distributed", DistributedConfig)
         scores = getattr(config, "scores", {}) if scores is None else scores
@@ -256,6 +260,9 @@ class Run:
                 remedy = getattr(config, "memory_remedy", "a smaller model")
                 raise out_of_memory(error, run._batch, remedy, section=run._section) from error
             finally:  # what has threads of its own ends before the process groups do
+                if run._beside is not None:
+                    run._beside.close()
+                    run._beside = None
                 run._kept.clear()
                 run._training.models.clear()
                 run._checkpointer = run._current = None
@@ -323,6 +330,10 @@ class Run:
         self._kept.update(stateful)
         if isinstance(model := stateful.get("model"), nn.Module):
             self.num_parameters = self.num_parameters or sum(p.numel() for p in model.parameters())
+        if self._settings.evaluate is not None:
+            load_weights = import_module("shoal.train.beside").load_weights  # rarely wanted
+            self.step, self._samples = load_weights(self._settings.evaluate, self._kept, self.world)
+            return
         if not first:
             self._training.scale = self._fresh_scale()
             return
@@ -380,12 +391,19 @@ class Run:
         index, num_replicas = replica or (self.world.place.rank, self.world.num_workers)
         if not isinstance(batch, BatchPlan):
             batch = plan_batch(batch, num_replicas, section=section, unit=self.unit)
+        if self._settings.evaluate is not None:
+            until = total = self.step
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
         self.is_over = self._has_ended()
         if self.is_over:
             return
         source = as_source(data, seed=self.seed)
         self._shares = self._open_shares(source, replace(batch, replicas=replica is not None))
+        if self._settings.validation_beside and self.directory is not None and self._beside is None:
+            self._beside = import_module("shoal.train.beside").Beside(
+                self.directory, num_workers=self._settings.validation_beside, world=self.world,
+                step=self.step, goal=self._goal,
+            )  # fmt: skip
         if self.directory is not None and not self.stopped:
             self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *notes])
         if phase is not None and self.log and self.step == since:
@@ -411,7 +429,7 @@ class Run:
                 shares=self._shares.current if self._shares else (),
             )
             yield from self._attempt(source, shard, left, targets, on_host)
-        if self._target is not None and self.step == until and self.sum([self._has_scores()])[0]:
+        if self._goal is not None and self.step == until and self.sum([self._has_scores()])[0]:
             self._reach()
 
     def _attempt(
@@ -428,6 +446,8 @@ class Run:
             for index, micro_batches in zip(steps, batches, strict=False):
                 num_targets = sum(map(targets, micro_batches)) if targets else 0
                 self.timer.lap("data")
+                if self._beside is not None:
+                    self._beside.poll(self.log)
                 bad = not math.isfinite(self._last_loss)
                 stops = self.stop_request.requested is not None
                 sums = self.sum([num_targets, bad, stops, self._has_scores(), *self._busy_s()])
@@ -476,6 +496,19 @@ class Run:
             return self.step in every
         return self.step == self._until or bool(every and self.step % every == 0)
 
+    def evaluates(self, every: int | Sequence[int] | None) -> bool:
+        """Return whether the loop is to evaluate the step just done, which is due as for :meth:`due`.
+
+        Where evaluations are made beside training, this has one made, and only the last step is left.
+        """
+        if not self.due(every):
+            return False
+        if self._beside is None or self.step == self._until:
+            return True
+        self._beside.ask(self.step, self._kept, self._samples)
+        self.timer.lap("other")
+        return False
+
     def evaluation(self, split: str, metrics: Mapping[str, float], *, num_samples: int) -> None:
         """Write scores of the step just done to the record and the terminal.
 
@@ -507,6 +540,8 @@ class Run:
         """
         if self.directory is None or self.stopped or self.is_over:
             return False
+        if self._settings.evaluate is not None:
+            return not self._scores
         return not self._on_main(lambda: any(split in (None, name) for name in self._last_evaluations()))
 
     def note(self, text: str) -> None:
@@ -544,15 +579,17 @@ class Run:
         if self.is_over:
             if self.world.is_main:
                 ended, longer = "is finished", f"raise {getattr(self._config, 'longer', 'until')}"
-                if self._target is not None and self._has_scores():
-                    reached = format_metrics(self._target.found(self._scores))
-                    ended = f"has reached its target {self._target} ({reached})"
+                if self._goal is not None and self._has_scores():
+                    reached = format_metrics(self._goal.found(self._scores))
+                    ended = f"has reached its target {self._goal.target} ({reached})"
                     longer = "raise --run.until or leave it out"
                 print(
                     f"{self.directory} {ended}: {self.step:,} of {self._total:,} steps. To train longer, "
                     f"{longer}; to begin again, name another --run.dir or remove {self.directory}"
                 )
             return EXIT_OK
+        if self._beside is not None:
+            self._beside.finish(self.log)
         self._tell_target()
         if self._checkpointer is not None:
             self._checkpointer.finish()
@@ -585,7 +622,7 @@ class Run:
     def _log_for_mlperf(self, path: Path) -> None:
         """Begin the log lines of MLPerf on the first worker."""
         if self.world.is_main:
-            conditions = self._target.conditions if self._target is not None else ()
+            conditions = self._goal.target.conditions if self._goal is not None else ()
             module = import_module("shoal.train.mlperf_log")  # rarely wanted, and of a package of its own
             log = module.MLPerfLog(path, frozenset(one.name for one in conditions))
             self._stack.callback(log.close)
@@ -609,13 +646,15 @@ class Run:
 
         def ended() -> bool:
             self._scores = {split: row.metrics for split, row in self._last_evaluations().items()}
+            if self._goal is not None:
+                self._goal.read(record.read_record(required(self.directory)))
             return bool(self._rows(record.End)) and (self.step == self._total or self._has_scores())
 
         return self.step > self._total or self._on_main(ended)
 
     def _has_scores(self) -> bool:
-        """Return whether the scores of the step just done are the target's; the first worker knows."""
-        return self._target is not None and self.world.is_main and self._target.holds(self._scores)
+        """Return whether scores are the target's; the first worker knows."""
+        return self._goal is not None and self.world.is_main and self._goal.holds(self._scores)
 
     def _reach(self) -> None:
         """End the steps because the last evaluations reached the target."""
@@ -625,16 +664,15 @@ class Run:
 
     def _tell_target(self) -> None:
         """Write once that the target is reached, or at the end that it is not, on the first worker."""
-        if self._target is None or self.log is None or self._rows(record.Target):
+        goal = self._goal
+        if goal is None or self.log is None or goal.row is not None:
             return
-        found = self._target.found(self._scores)
-        if self._has_scores():
+        if goal.holds(self._scores):
             rows = record.read_record(required(self.directory))
-            self.log.write(record.target_row(rows, self.step, str(self._target), found))
+            self.log.write(goal.reach(rows, self.step, self._scores))
         else:
-            self.note(
-                f"the target {self._target} was not reached: {format_metrics(found) or 'no such score'}"
-            )
+            found = format_metrics(goal.found(self._scores)) or "no such score"
+            self.note(f"the target {goal.target} was not reached: {found}")
 
     def _begin(self, batch: BatchPlan, references: Mapping[str, float], notes: Sequence[str]) -> None:
         """Begin the record on the first worker, once: the settings, the arithmetic, where it goes on from."""

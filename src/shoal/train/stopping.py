@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 
+from shoal import record
 from shoal.decide.batch import BatchPlan
 from shoal.errors import ShoalError, UsageError, did_you_mean
 
@@ -165,6 +166,56 @@ class Target:
         return {name: value for one in self.conditions for name, value in one.found(scores).items()}
 
 
+class Goal:
+    """Compares scores with the target of a run; on the first worker.
+
+    Attributes:
+        target: the scores that end the run.
+        row: its row in the record, once the target is reached.
+        reached: the step of the first weights that have the scores, and these, where an evaluation beside
+            training has found them.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.row: record.Target | None = None
+        self.reached: tuple[int, Scores] | None = None
+
+    def read(self, rows: Sequence[record.Row]) -> None:
+        """Take the row that an earlier process group has written about this target."""
+        rows_of_it = (row for row in rows if isinstance(row, record.Target) and row.until == str(self.target))
+        self.row = next(rows_of_it, None)
+
+    def holds(self, scores: Scores) -> bool:
+        """Return whether the target is reached: before, or by the scores of the step just done."""
+        return self.row is not None or self.reached is not None or self.target.holds(scores)
+
+    def offer(self, step: int, scores: Scores) -> bool:
+        """Return whether weights of an earlier step have the scores, and keep step and scores if they do."""
+        if not self.target.holds(scores):
+            return False
+        self.reached = (step, scores)
+        return True
+
+    def found(self, scores: Scores) -> dict[str, float]:
+        """Return the scores that reached the target, or else those of the step just done."""
+        return (
+            self.row.metrics if self.row else self.target.found(self.reached[1] if self.reached else scores)
+        )
+
+    def reach(self, rows: Sequence[record.Row], step: int, scores: Scores) -> record.Target:
+        """Return the row of the target, for the record.
+
+        Args:
+            rows: the record.
+            step: the step just done.
+            scores: its scores.
+        """
+        step = self.reached[0] if self.reached else step
+        self.row = record.target_row(rows, step, str(self.target), self.found(scores))
+        return self.row
+
+
 def read_target(text: str | None, known: Mapping[str, Collection[str]]) -> Target | None:
     """Read conditions on scores that a run will have; ``None`` for no text.
 
@@ -226,7 +277,7 @@ def _sensible(condition: Condition, *, in_percent: bool) -> Condition:
     """
     name, bound = condition.name, condition.bound
     falls, fraction = name.endswith("loss"), name.endswith("accuracy") or "_AP" in name
-    percentage = name in ("f1", "exact_match")
+    percentage = name in ("f1", "exact_match", "bleu") or name.startswith("rouge")
     if falls == condition.rises and (falls or fraction or percentage):
         raise UsageError(f"{name} is to {'fall: write <=' if falls else 'rise: write >='}")
     if in_percent and not (fraction or percentage):

@@ -1,0 +1,112 @@
+"""Evaluation beside training: scores of a copy of the weights, under its step; targets; weights left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import finetune_jobs as jobs
+import pytest
+
+import finetune_made as made
+from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
+from shoal.recipes.classify import ClassifyConfig
+from shoal.record import End, Evaluation, Target, read_record
+from shoal.train.beside import FOLDER
+from shoal.train.checkpoint_files import list_checkpoints
+from shoal.train.config import RunOutputConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and pairs."""
+    folder = tmp_path_factory.mktemp("beside")
+    made.write_model(folder / "bert")
+    made.write_pairs(folder / "train.tsv", 60, seed=1)
+    return folder
+
+
+def config(folder: Path, run_dir: Path, *, total_steps: int, every: int, **run: Any) -> ClassifyConfig:
+    train = folder / "train.tsv"
+    return made.classify_config(
+        folder / "bert",
+        train,
+        (train,),
+        run_dir,
+        train={"total_steps": total_steps},
+        run={"validation_frequency": every, "checkpoint_frequency": every, **run},
+    )
+
+
+def rows_of(run_dir: Path, kind: type[Any]) -> list[Any]:
+    return [row for row in read_record(run_dir) if isinstance(row, kind)]
+
+
+def test_scores_have_the_bits_of_an_evaluation_within_training(folder: Path, tmp_path: Path) -> None:
+    plain, run_dir = tmp_path / "plain", tmp_path / "run"
+    assert jobs.run(config(folder, plain, total_steps=60, every=30)) == [EXIT_OK]
+    beside = config(folder, run_dir, total_steps=60, every=30, validation_beside=1)
+    assert jobs.run(beside) == [EXIT_OK], (run_dir / "worker-0.log").read_text()
+    found = sorted(rows_of(run_dir, Evaluation), key=lambda row: row.step)
+    log = run_dir / FOLDER / "log.txt"
+    assert [(row.step, row.beside) for row in found] == [(30, True), (60, False)], log.read_text()
+    for row, wanted in zip(found, rows_of(plain, Evaluation), strict=True):
+        assert (row.split, row.num_samples, row.samples) == (wanted.split, wanted.num_samples, wanted.samples)
+        assert row.metrics == wanted.metrics
+    assert found[0].metrics != found[1].metrics
+    assert list_checkpoints(run_dir / FOLDER) == list((run_dir / FOLDER).glob("scores-*")) == []
+
+
+@pytest.mark.slow
+def test_a_target_ends_the_run_with_the_step_of_its_weights(folder: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = config(
+        folder, run_dir, total_steps=100_000, every=20, validation_beside=1, until="accuracy>=0"
+    )
+    assert jobs.run(settings, 2, deadline_s=240.0) == [EXIT_OK] * 2, (run_dir / "worker-0.log").read_text()
+    (target,), (end,) = rows_of(run_dir, Target), rows_of(run_dir, End)
+    first = next(row for row in rows_of(run_dir, Evaluation) if row.beside)
+    assert target.step == first.step == 20 < end.step < 100_000
+    assert target.metrics == {"train/accuracy": first.metrics["accuracy"]}
+    assert target.evaluation_s == 0  # training did not wait
+    assert rows_of(run_dir, Evaluation)[-1].step == end.step  # what is exported has scores, too
+    assert "step-00000020" in [path.name for path in list_checkpoints(run_dir / FOLDER)]
+    assert jobs.run(settings, 2) == [EXIT_OK] * 2
+    assert "has reached its target accuracy>=0" in (run_dir / "worker-0.log").read_text()
+
+
+@pytest.mark.slow
+def test_weights_that_are_left_are_evaluated_by_the_next_process_group(folder: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = config(folder, run_dir, total_steps=3_000, every=1_000, validation_beside=1)
+    (worker,) = jobs.start(settings, 1)
+    deadline = time.monotonic() + 100
+    while not list_checkpoints(run_dir / FOLDER) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.join(60)
+    assert worker.exitcode == EXIT_STOPPED, (run_dir / "worker-0.log").read_text()
+    assert rows_of(run_dir, Evaluation) == [] and len(list_checkpoints(run_dir / FOLDER)) == 1
+    assert jobs.run(settings, 1, deadline_s=240.0) == [EXIT_OK], (run_dir / "worker-0.log").read_text()
+    assert sorted(row.step for row in rows_of(run_dir, Evaluation)) == [1_000, 2_000, 3_000]
+    assert list_checkpoints(run_dir / FOLDER) == []
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_fails_does_not_end_training(folder: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = config(folder, run_dir, total_steps=60, every=30, validation_beside=7)  # 12 do not divide by 7
+    assert jobs.run(settings, 1) == [EXIT_OK]
+    assert [row.step for row in rows_of(run_dir, Evaluation)] == [60]
+    said = (run_dir / "worker-0.log").read_text()
+    assert "the evaluation of step 30 beside training failed (exit code 2)" in said
+    assert "7" in (run_dir / FOLDER / "log.txt").read_text()
+
+
+def test_settings_that_do_not_go_together() -> None:
+    with pytest.raises(UsageError, match=r"run\.validation_beside needs weights on disk"):
+        RunOutputConfig(validation_beside=1, save=False)
