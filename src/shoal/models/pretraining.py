@@ -1,9 +1,9 @@
-"""Computes the pretraining losses of ALBERT and BERT on packed batches.
+"""Computes the pretraining losses of ALBERT, BERT, RoBERTa and DistilBERT on packed batches.
 
-The modules and their names are those of ``AlbertForPreTraining`` and ``BertForPreTraining``, so that weights
-load in both directions. A step computes less than those classes do: the encoder works on packed batches
-(:mod:`shoal.models.encoder`), and the masked-LM head runs on the masked tokens only, ``[M, vocab]`` instead
-of ``[B, S, vocab]``.
+The modules and their names are those of ``AlbertForPreTraining``, ``BertForPreTraining``,
+``RobertaForMaskedLM`` and ``DistilBertForMaskedLM``, so that weights load in both directions. A step computes
+less than those classes do: the encoder works on packed batches (:mod:`shoal.models.encoder`), and the
+masked-LM head runs on the masked tokens only, ``[M, vocab]`` instead of ``[B, S, vocab]``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from transformers import (
     AlbertForPreTraining,
     BertConfig,
     BertForPreTraining,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
     PretrainedConfig,
     PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
 )
 
 from shoal.models.encoder import PACKED_INPUTS, Encoder, drop_in_head
@@ -34,10 +38,11 @@ PRETRAINING_INPUTS = (*PACKED_INPUTS, "masked_rows", "masked_ids", "labels")
 class Pretraining(nn.Module):
     """Masked-LM and sentence losses of a packed micro-batch, the base of ALBERT and BERT.
 
-    A subclass creates ``encoder`` and the two heads.
+    A subclass creates ``encoder`` and the heads.
     """
 
     encoder: Encoder
+    config: AlbertModelConfig | BertModelConfig
 
     @property
     def weights(self) -> PreTrainedModel:
@@ -46,13 +51,16 @@ class Pretraining(nn.Module):
 
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         """Return the masked-LM logits ``[M, vocab]`` of ``[M, hidden]``."""
-        raise NotImplementedError
+        return masked_lm_logits(self.weights, hidden)
 
-    def sentence_logits(self, first: Tensor, keys: Tensor | None = None) -> Tensor:
+    def sentence_logits(self, first: Tensor, keys: Tensor | None = None) -> Tensor | None:
         """Return the sentence logits ``[B, 2]`` of the hidden states of [CLS], ``[B, hidden]``.
 
         Args:
             keys: int64 ``[B]`` to drop by, in training.
+
+        Returns:
+            ``None`` for a model without a task about two sentences.
         """
         raise NotImplementedError
 
@@ -67,6 +75,8 @@ class Pretraining(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the sums (masked-LM loss, correct predictions, sentence loss, correct sentences).
 
+        The latter two are 0 without a task about two sentences.
+
         Args:
             masked_rows: ``[M]`` which of the T tokens to predict, none twice, none a [CLS].
             masked_ids: ``[M]`` the tokens there.
@@ -80,13 +90,15 @@ class Pretraining(nn.Module):
         num_first = len(first_rows)
         hidden = self.encoder(**packed, wanted=torch.cat([first_rows, masked_rows]), dropout_keys=keys)
         mlm_logits = at_least_fp32(self.mlm_logits(hidden[num_first:]))
-        sentence_logits = at_least_fp32(self.sentence_logits(hidden[:num_first], keys))
-        return (
-            F.cross_entropy(mlm_logits, masked_ids, reduction="sum"),
-            _num_correct(mlm_logits.detach(), masked_ids),
-            F.cross_entropy(sentence_logits, labels, reduction="sum"),
-            _num_correct(sentence_logits.detach(), labels),
-        )
+        sentence_logits = self.sentence_logits(hidden[:num_first], keys)
+        mlm_loss = F.cross_entropy(mlm_logits, masked_ids, reduction="sum")
+        mlm_correct = _num_correct(mlm_logits.detach(), masked_ids)
+        if sentence_logits is None:
+            none = torch.zeros(2, device=hidden.device)
+            return mlm_loss, mlm_correct, none[0], none[1]
+        sentence_logits = at_least_fp32(sentence_logits)
+        sentence_loss = F.cross_entropy(sentence_logits, labels, reduction="sum")
+        return mlm_loss, mlm_correct, sentence_loss, _num_correct(sentence_logits.detach(), labels)
 
 
 @torch.inference_mode()
@@ -95,7 +107,7 @@ def evaluate(
     batches: Iterable[Mapping[str, Any]],
     device: torch.device,
     sum_over_workers: Callable[[Sequence[float]], list[float]],
-    task: Literal["sop", "nsp"],
+    task: Literal["sop", "nsp"] | None,
 ) -> tuple[dict[str, float], int]:
     """Return mean losses in nats and accuracies on held-out examples, and the number of examples.
 
@@ -104,7 +116,7 @@ def evaluate(
         batches: this worker's packed micro-batches.
         device: the model's.
         sum_over_workers: returns each value summed over all workers.
-        task: sentence order or next sentence, as in the metrics' names.
+        task: sentence order or next sentence, as in the metrics' names, or none.
     """
     sums: Tensor | None = None
     num_masked = num_sequences = 0
@@ -119,9 +131,9 @@ def evaluate(
     model.train()
     own = [0.0] * 4 if sums is None else sums.tolist()
     *totals, masked, sequences = sum_over_workers([*own, num_masked, num_sequences])
-    names = ("mlm_loss", "mlm_accuracy", f"{task}_loss", f"{task}_accuracy")
+    names = ("mlm_loss", "mlm_accuracy", *((f"{task}_loss", f"{task}_accuracy") if task else ()))
     counts = (masked, masked, sequences, sequences)
-    metrics = {n: value / max(count, 1) for n, value, count in zip(names, totals, counts, strict=True)}
+    metrics = {n: value / max(count, 1) for n, value, count in zip(names, totals, counts, strict=False)}
     return metrics, int(sequences)
 
 
@@ -149,10 +161,6 @@ class AlbertPretraining(Pretraining):
             final_norm=self.final_norm,
         )
 
-    def mlm_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.albert.predictions(hidden)
-        return logits
-
     def sentence_logits(self, first: Tensor, keys: Tensor | None = None) -> Tensor:
         base, head = self.albert.albert, self.albert.sop_classifier
         pooled = base.pooler_activation(base.pooler(first))
@@ -173,13 +181,51 @@ class BertPretraining(Pretraining):
         self.bert = BertForPreTraining(transformers_config(config))
         self.encoder = Encoder(self.bert.bert, activation_checkpointing=config.activation_checkpointing)
 
-    def mlm_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.bert.cls.predictions(hidden)
-        return logits
-
     def sentence_logits(self, first: Tensor, keys: Tensor | None = None) -> Tensor:
         logits: Tensor = self.bert.cls.seq_relationship(self.bert.bert.pooler(first[:, None]))
         return logits
+
+
+class MaskedLMPretraining(Pretraining):
+    """Masked LM alone (Liu et al. 2019, arXiv 1907.11692; Sanh et al. 2019, arXiv 1910.01108).
+
+    Args:
+        config: its sizes; ``family`` is ``roberta`` or ``distilbert``.
+    """
+
+    def __init__(self, config: BertModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        kind = RobertaForMaskedLM if config.family == "roberta" else DistilBertForMaskedLM
+        self.model = kind(transformers_config(config))
+        self.encoder = Encoder(
+            self.model.base_model, activation_checkpointing=config.activation_checkpointing
+        )
+
+    def sentence_logits(self, first: Tensor, keys: Tensor | None = None) -> Tensor | None:
+        return None
+
+
+def new_encoder(config: AlbertModelConfig | BertModelConfig) -> Pretraining:
+    """Return a model to pretrain, with random weights from torch's generator."""
+    if isinstance(config, AlbertModelConfig):
+        return AlbertPretraining(config)
+    return BertPretraining(config) if config.family == "bert" else MaskedLMPretraining(config)
+
+
+def masked_lm_logits(weights: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Return the masked-LM logits ``[M, vocab]`` of ``[M, hidden]`` by the head of a transformers model."""
+    match weights.config.model_type:
+        case "distilbert":
+            hidden = weights.vocab_layer_norm(weights.activation(weights.vocab_transform(hidden)))
+            logits: Tensor = weights.vocab_projector(hidden)
+        case "roberta":
+            logits = weights.lm_head(hidden)
+        case "albert":
+            logits = weights.predictions(hidden)
+        case _:
+            logits = weights.cls.predictions(hidden)
+    return logits
 
 
 def at_least_fp32(logits: Tensor) -> Tensor:
@@ -187,14 +233,32 @@ def at_least_fp32(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
-_OURS = frozenset({"checkpoint_path", "activation_checkpointing", "pre_layer_norm"})
+_OURS = frozenset({"checkpoint_path", "activation_checkpointing", "pre_layer_norm", "family"})
 """Settings that the configurations of transformers do not have."""
 
 
 def transformers_config(config: AlbertModelConfig | BertModelConfig) -> PretrainedConfig:
     """Return the configuration of the transformers model."""
-    kind = BertConfig if isinstance(config, BertModelConfig) else AlbertConfig
-    return kind(**{name: value for name, value in vars(config).items() if name not in _OURS})
+    values = {name: value for name, value in vars(config).items() if name not in _OURS}
+    if isinstance(config, AlbertModelConfig):
+        return AlbertConfig(**values)
+    if config.family == "distilbert":
+        return DistilBertConfig(**{_OF_DISTILBERT.get(name, name): value for name, value in values.items()})
+    if config.family == "roberta":
+        values["max_position_embeddings"] += config.pad_token_id + 1
+        return RobertaConfig(**values, type_vocab_size=1)
+    return BertConfig(**values)
+
+
+_OF_DISTILBERT = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+"""Names of the settings in DistilBERT's configuration, where they differ."""
 
 
 def _num_correct(logits: Tensor, targets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.models.encoder import Encoder, drop_in_head, token_keys
-from shoal.models.pretraining import at_least_fp32
+from shoal.models.pretraining import at_least_fp32, masked_lm_logits
 
 
 class TaskModel(nn.Module):
@@ -85,15 +85,7 @@ class MaskedLM(TaskModel):
 
     def mlm_logits(self, hidden: Tensor) -> Tensor:
         """Return the masked-LM logits ``[M, vocab]`` of ``[M, hidden]``."""
-        weights, model_type = self.weights, self.weights.config.model_type
-        if model_type == "distilbert":
-            hidden = weights.vocab_layer_norm(weights.activation(weights.vocab_transform(hidden)))
-            logits: Tensor = weights.vocab_projector(hidden)
-        elif model_type == "roberta":
-            logits = weights.lm_head(hidden)
-        else:
-            logits = (weights.predictions if model_type == "albert" else weights.cls.predictions)(hidden)
-        return logits
+        return masked_lm_logits(self.weights, hidden)
 
 
 def span_loss(

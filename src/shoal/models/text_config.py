@@ -7,6 +7,7 @@ Standard library only, so that ``--help`` does not wait for torch.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from shoal.errors import UsageError, require_positive
 
@@ -89,15 +90,21 @@ class AlbertModelConfig(EncoderConfig):
 class BertModelConfig(EncoderConfig):
     """The model: its sizes, where its weights come from, what is trained."""
 
+    family: Literal["bert", "roberta", "distilbert"] = "bert"
+    """Architecture: BERT with next-sentence prediction, or RoBERTa or DistilBERT with masked LM alone."""
+    pad_token_id: int = 0
+    """Token of padding in the vocabulary of the data; RoBERTa counts positions from behind it."""
+
     @property
     def num_parameters(self) -> int:
-        """Parameters of the pretraining model, both heads included."""
+        """Parameters of the pretraining model, the heads included."""
         h = self.hidden_size
-        embeddings = (self.vocab_size + self.max_position_embeddings + 2) * h + 2 * h
+        others = {"bert": 2, "distilbert": 0, "roberta": self.pad_token_id + 2}  # segments; unused positions
+        rows = self.vocab_size + self.max_position_embeddings + others[self.family]
         layers = self.num_hidden_layers * self.layer_parameters
-        pooler = h * h + h
-        heads = (h * h + h) + 2 * h + self.vocab_size + (2 * h + 2)
-        return embeddings + layers + pooler + heads
+        head = (h * h + h) + 2 * h + self.vocab_size
+        pooler_and_sentence = (h * h + h) + (2 * h + 2) if self.family == "bert" else 0
+        return rows * h + 2 * h + layers + head + pooler_and_sentence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,14 +188,13 @@ def _detector(name: str) -> Workload:
 def _masked_lm(name: str, sequence_length: int | None) -> Workload:
     """Count the model of a recipe's preset over full packed sequences with 15 % of the tokens masked."""
     _library("transformers", "text")
-    from shoal.models.pretraining import AlbertPretraining, BertPretraining
+    from shoal.models.pretraining import new_encoder
     from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 
     recipe, preset = name.split("-")
     file = resources.files("shoal.recipes") / "presets" / recipe / f"{preset}.toml"
     sizes = tomllib.loads(file.read_text(encoding="utf-8"))
-    is_bert = recipe == "bert"
-    config: Any = (BertModelConfig if is_bert else AlbertModelConfig)(**sizes["model"])
+    config: Any = (BertModelConfig if recipe == "bert" else AlbertModelConfig)(**sizes["model"])
     length = sequence_length or sizes.get("data", {}).get("max_seq_length", config.max_position_embeddings)
     num_tokens, num_masked = _SAMPLES * length, int(_SAMPLES * length * 0.15)
 
@@ -203,7 +202,7 @@ def _masked_lm(name: str, sequence_length: int | None) -> Workload:
         return torch.empty(*shape, dtype=torch.int64)
 
     with torch.device("meta"):
-        model: nn.Module = (BertPretraining if is_bert else AlbertPretraining)(config)
+        model: nn.Module = new_encoder(config)
         batch = {
             "input_ids": ids(num_tokens),
             "token_type_ids": ids(num_tokens),

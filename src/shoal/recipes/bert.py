@@ -1,5 +1,7 @@
 """Pretrains BERT (Devlin et al. 2018, arXiv 1810.04805): masked LM and next sentence, in two phases.
 
+RoBERTa and DistilBERT (``--model.family``) are trained with masked LM alone, on text of one document.
+
     python -m shoal.recipes.bert --preset tiny --data.path runs/text
     torchrun --nproc-per-node 8 -m shoal.recipes.bert --preset large --data.path /data/text
     shoal train bert --preset tiny --data.path runs/text --workers 2
@@ -22,7 +24,7 @@ from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
-from shoal.recipes.prepared_text import keep_tokenizer, load_weights
+from shoal.recipes.prepared_text import keep_tokenizer, load_weights, read_manifest
 from shoal.train.config import LoopConfig, Rates, check_warmup, required, schedule_of
 
 # ------------------------------------------------------------------------------------------------- config
@@ -99,6 +101,16 @@ class BertConfig(MaskedLMConfig):
         self.check_common(self.total_steps, *lengths)
 
     @property
+    def sentence_task(self) -> Literal["sop", "nsp"] | None:
+        """Next sentence, of BERT alone."""
+        return self.pairs if self.model.family == "bert" else None
+
+    @property
+    def pair_task(self) -> Literal["next", "none"]:
+        """How examples are made for it."""
+        return "next" if self.model.family == "bert" else "none"
+
+    @property
     def phases(self) -> list[tuple[str, PhaseConfig]]:
         """The phases that have steps, in order, with their sections."""
         sections = (("phase1", self.phase1), ("phase2", self.phase2))
@@ -143,7 +155,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.loader import held_out_batches
     from shoal.data.sources import ReaderSource
     from shoal.data.text.examples import ExampleReader
-    from shoal.models.pretraining import PRETRAINING_INPUTS, BertPretraining, evaluate
+    from shoal.models.pretraining import PRETRAINING_INPUTS, evaluate, new_encoder
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
@@ -151,7 +163,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
         keep_tokenizer(config.data, run)
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
-        model = BertPretraining(config.model)
+        model = new_encoder(config.model)
         load_weights(model, config.model)
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
         run.compile(model, dynamic=True)  # packed: no two micro-batches have the same shape
@@ -167,7 +179,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
                 rank=run.world.place.rank,
                 num_workers=run.world.num_workers,
             )
-            scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, "nsp")
+            scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, config.sentence_task)
             run.evaluation("validation", scores, num_samples=num_samples)
 
         ends = list(accumulate(phase.total_steps for _, phase in config.phases))
@@ -180,10 +192,12 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
             train, held_out = masked_lm.open_text(
                 config,
                 phase,
-                pairs="next",
+                pairs=config.pair_task,
                 verify=run.world.is_main and section == config.phases[0][0],
             )
-            references = masked_lm.reference_lines("nsp", held_out, config.run.validation_samples)
+            references = masked_lm.reference_lines(
+                config.sentence_task, held_out, config.run.validation_samples
+            )
             if run.step == begin > 0:
                 optimizer = build_optimizer(model.named_parameters(), config.optim)
                 run.keep(optimizer=optimizer)
@@ -213,9 +227,10 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
                         mlm_loss, mlm_correct, nsp_loss, nsp_correct = sums
                         step.backward(mlm_loss / step.num_targets + nsp_loss / step.num_samples)
                         step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
-                        step.add(step.num_samples, nsp_loss=nsp_loss, nsp_accuracy=nsp_correct)
+                        if config.sentence_task:
+                            step.add(step.num_samples, nsp_loss=nsp_loss, nsp_accuracy=nsp_correct)
                     step.update(optimizer, max_norm=config.optim.max_grad_norm)
-                if run.due(config.run.validation_frequency):
+                if run.evaluates(config.run.validation_frequency):
                     score(held_out)
             if run.lacks_scores("validation"):
                 score(held_out)
@@ -231,7 +246,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
             lambda directory: masked_lm.write_export(
                 model, required(config.data.path), directory / "transformers"
             ),
-            lambda last: masked_lm.verdict("nsp", last["validation"], references),
+            lambda last: masked_lm.verdict(config.sentence_task, last["validation"], references),
         )
 
 
@@ -241,6 +256,12 @@ def check(config: BertConfig, num_workers: int, dry_run: bool) -> list[str]:
     Raises:
         UsageError: sizes that do not divide, or no data that fits.
     """
+    pad_id = read_manifest(config.data).pad_id
+    if config.model.family == "roberta" and config.model.pad_token_id != pad_id:
+        raise UsageError(
+            f"model.pad_token_id {config.model.pad_token_id} is not the padding of {config.data.path}, which "
+            f"is token {pad_id}: set --model.pad-token-id {pad_id}"
+        )
     phases = [
         (section, phase, phase.total_steps, phase.max_seq_length, phase.max_predictions_per_seq)
         for section, phase in config.phases

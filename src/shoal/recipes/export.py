@@ -11,7 +11,7 @@ import torch
 from shoal.data.manifest import Manifest
 from shoal.data.text.text_to_text import text_to_text_tokenizer
 from shoal.errors import UsageError
-from shoal.models.pretraining import AlbertPretraining, BertPretraining
+from shoal.models.pretraining import Pretraining, new_encoder
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes import masked_lm, t5
 from shoal.recipes.t5_stages import write_stored
@@ -20,11 +20,8 @@ from shoal.train.checkpoint import load_model, stored_model
 from shoal.train.config import load_toml
 from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
 
-_ENCODERS: dict[str, tuple[Any, Any]] = {
-    "albert": (AlbertModelConfig, AlbertPretraining),
-    "bert": (BertModelConfig, BertPretraining),
-}
-"""The settings of the models, and the models."""
+_ENCODERS: dict[str, Any] = {"albert": AlbertModelConfig, "bert": BertModelConfig}
+"""The settings of the models."""
 _IMAGES = {"mask_rcnn": "shoal.recipes.mask_rcnn_export", "resnet50": "shoal.recipes.resnet50_export"}
 """Recipes for images: modules with ``read_checkpoint`` and ``write_export``."""
 
@@ -70,7 +67,7 @@ def export_run(source: Path, out: Path | None = None) -> Path:
     return out
 
 
-def read_encoder(source: Path) -> tuple[AlbertPretraining | BertPretraining, Path]:
+def read_encoder(source: Path) -> tuple[Pretraining, Path]:
     """Return the model of a pretraining run of ALBERT or BERT, and the folder with its tokenizer.
 
     Raises:
@@ -90,8 +87,7 @@ def _read_encoder(source: Path, run_dir: Path) -> tuple[Any, int]:
     if recipe not in _ENCODERS:
         known = ", ".join((*_ENCODERS, "t5"))
         raise UsageError(f"{run_dir} is a run of {recipe}; pretraining runs ({known}) can be exported")
-    config, make = _ENCODERS[recipe]
-    model = make(config(**_sizes_in(run_dir)))
+    model = new_encoder(_ENCODERS[recipe](**_sizes_in(run_dir)))
     return model, load_model(source, model)
 
 

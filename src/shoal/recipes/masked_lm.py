@@ -23,6 +23,7 @@ from shoal.train.config import (
 
 if TYPE_CHECKING:
     from shoal.data.text.examples import ExampleReader
+    from shoal.data.text.segments import PairTask
     from shoal.decide.batch import BatchSizes
     from shoal.models.pretraining import Pretraining
     from shoal.record import Evaluation
@@ -92,9 +93,15 @@ class MaskedLMConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     @property
+    def sentence_task(self) -> Literal["sop", "nsp"] | None:
+        """The task about two sentences, if there is one."""
+        return self.pairs
+
+    @property
     def scores(self) -> dict[str, tuple[str, ...]]:
         """The names of the scores in the record, by split."""
-        names = tuple(f"{task}_{score}" for task in ("mlm", self.pairs) for score in ("loss", "accuracy"))
+        tasks = ("mlm", self.sentence_task)
+        names = tuple(f"{task}_{score}" for task in tasks if task for score in ("loss", "accuracy"))
         return {"validation": names, **({"squad": SQUAD_SCORES} if self.finetune.at else {})}
 
     def check_common(self, total_steps: int, *sequence_lengths: tuple[str, int]) -> None:
@@ -132,13 +139,13 @@ class MaskedLMConfig:
 
 
 def open_text(
-    config: MaskedLMConfig, lengths: Any, *, pairs: Literal["order", "next"], verify: bool
+    config: MaskedLMConfig, lengths: Any, *, pairs: "PairTask", verify: bool
 ) -> tuple["ExampleReader", "ExampleReader"]:
     """Return the readers of the training and the held-out examples.
 
     Args:
         lengths: the section with ``max_seq_length`` and ``max_predictions_per_seq``.
-        pairs: the sentence task, ALBERT's order or BERT's next sentence.
+        pairs: the sentence task, ALBERT's order or BERT's next sentence, or none.
         verify: read every byte once.
     """
     from shoal.data.text.examples import ExampleConfig, ExampleReader
@@ -162,30 +169,38 @@ def open_text(
 # ------------------------------------------------------------------------------------------------- scores
 
 
-def reference_lines(task: str, reader: "ExampleReader", limit: int) -> dict[str, float]:
-    """Return the scores of a model that ignores the text: the unigram entropy of its targets, chance."""
+def reference_lines(task: str | None, reader: "ExampleReader", limit: int) -> dict[str, float]:
+    """Return the scores of a model that ignores the text: the unigram entropy of its targets, chance.
+
+    Args:
+        task: the one about two sentences, if there is one.
+    """
     import torch
 
     from shoal.data.loader import held_out_batches
     from shoal.data.text.examples import unigram_entropy
 
     targets = [batch["masked_ids"] for batch in held_out_batches(reader, micro_batch_size=64, limit=limit)]
-    return {
-        "mlm_loss": unigram_entropy(torch.cat(targets).numpy()),
-        f"{task}_loss": math.log(2),
-        f"{task}_accuracy": 0.5,
-    }
+    references = {"mlm_loss": unigram_entropy(torch.cat(targets).numpy())}
+    if task is not None:
+        references |= {f"{task}_loss": math.log(2), f"{task}_accuracy": 0.5}
+    return references
 
 
-def verdict(task: str, scores: "Evaluation", references: dict[str, float]) -> str:
+def verdict(task: str | None, scores: "Evaluation", references: dict[str, float]) -> str:
     """Compare held-out scores with the unigram entropy of the targets and with guessing, in two lines."""
     loss, entropy = scores.metrics["mlm_loss"], references["mlm_loss"]
+    line = (
+        f"held-out masked-LM loss {loss:.3f}: {abs(entropy - loss):.2f} nats "
+        f"{'below' if loss < entropy else 'above'} the unigram entropy of its targets ({entropy:.3f})"
+    )
+    if task is None:
+        return line
     accuracy = scores.metrics[f"{task}_accuracy"]
     z = (accuracy - 0.5) / (0.5 / math.sqrt(scores.num_samples))
     p_value = max(0.5 * math.erfc(z / math.sqrt(2)), 1e-300)  # one-sided, normal approximation
     return (
-        f"held-out masked-LM loss {loss:.3f}: {abs(entropy - loss):.2f} nats "
-        f"{'below' if loss < entropy else 'above'} the unigram entropy of its targets ({entropy:.3f})\n"
+        f"{line}\n"
         f"held-out {SENTENCE_TASKS[task]} {100 * accuracy:.1f} % right on {scores.num_samples:,} pairs "
         f"(by guessing: p {'<' if p_value <= 1e-300 else '='} {p_value:.1e})"
     )

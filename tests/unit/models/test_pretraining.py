@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal.errors import UsageError
-from shoal.models.pretraining import AlbertPretraining, BertPretraining, Pretraining, transformers_config
+from shoal.models.pretraining import Pretraining, evaluate, new_encoder, transformers_config
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 
 SIZES: dict[str, Any] = {
@@ -28,12 +28,17 @@ SIZES: dict[str, Any] = {
 ALBERT = AlbertModelConfig(**SIZES, embedding_size=16, classifier_dropout_prob=0.0)
 BERT = BertModelConfig(**SIZES)
 Config = AlbertModelConfig | BertModelConfig
+ROBERTA = replace(BERT, family="roberta", pad_token_id=1)
+DISTILBERT = replace(BERT, family="distilbert")
 both = pytest.mark.parametrize("config", [ALBERT, BERT], ids=["albert", "bert"])
+all_four = pytest.mark.parametrize(
+    "config", [ALBERT, BERT, ROBERTA, DISTILBERT], ids=["albert", "bert", "roberta", "distilbert"]
+)
 
 
 def make(config: Config) -> Pretraining:
     torch.manual_seed(1)
-    return AlbertPretraining(config) if isinstance(config, AlbertModelConfig) else BertPretraining(config)
+    return new_encoder(config)
 
 
 def example(lengths: tuple[int, ...] = LENGTHS) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -55,9 +60,14 @@ def example(lengths: tuple[int, ...] = LENGTHS) -> tuple[dict[str, Tensor], dict
 
 
 def their_loss(model: PreTrainedModel, padded: dict[str, Tensor]) -> Tensor:
-    name = "sentence_order_label" if model.config.model_type == "albert" else "next_sentence_label"
+    names = {"albert": "sentence_order_label", "bert": "next_sentence_label"}
     inputs = {n: t for n, t in padded.items() if n != "sentences"}
-    loss: Tensor = model(**inputs, **{name: padded["sentences"]}).loss
+    model_type = model.config.model_type
+    if model_type in names:
+        inputs[names[model_type]] = padded["sentences"]
+    else:  # without segments
+        del inputs["token_type_ids"]
+    loss: Tensor = model(**inputs).loss
     return loss
 
 
@@ -73,7 +83,7 @@ def theirs_with_weights_of(model: Pretraining) -> PreTrainedModel:
     return theirs
 
 
-@both
+@all_four
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("lengths", [LENGTHS, (15, 15, 15)], ids=["mixed", "equal"])
 def test_loss_and_every_gradient_equal_transformers(
@@ -128,7 +138,7 @@ def test_pre_layer_norm_trains_its_last_norm_too() -> None:
     assert "final_norm.weight" in model.state_dict()
 
 
-@pytest.mark.parametrize("config", [ALBERT, BERT, replace(ALBERT, pre_layer_norm=True)])
+@pytest.mark.parametrize("config", [ALBERT, BERT, replace(ALBERT, pre_layer_norm=True), ROBERTA, DISTILBERT])
 def test_number_of_parameters(config: Config) -> None:
     assert config.num_parameters == sum(p.numel() for p in make(config).parameters())
 
@@ -143,7 +153,18 @@ def test_base_has_the_published_number_of_parameters() -> None:
     assert BertModelConfig().num_parameters == 110_106_428
 
 
-@both
+def test_models_without_a_sentence_task_have_two_scores() -> None:
+    model, (_, batch) = make(DISTILBERT), example()
+    with torch.no_grad():
+        mlm_loss, mlm_correct, *rest = model.eval()(**batch)
+    assert rest == [0, 0]
+    scores, count = evaluate(model, [{"dropout_keys": None, **batch}], torch.device("cpu"), list, None)
+    assert set(scores) == {"mlm_loss", "mlm_accuracy"} and count == len(LENGTHS)
+    assert scores["mlm_loss"] == pytest.approx(float(mlm_loss) / len(batch["masked_ids"]), rel=1e-6)
+    assert scores["mlm_accuracy"] == pytest.approx(float(mlm_correct) / len(batch["masked_ids"]))
+
+
+@all_four
 def test_weights_have_transformers_names_and_no_others(config: Config) -> None:
     model = make(config)
     (prefix,) = {name.split(".")[0] for name in model.state_dict()}

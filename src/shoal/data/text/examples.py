@@ -1,4 +1,4 @@
-"""Makes batches of masked-LM examples of two segments, a pure function of (seed, epoch, index).
+"""Makes batches of masked-LM examples of one or two segments, a pure function of (seed, epoch, index).
 
 Only tokens are stored; the segments, masks and label of an example are drawn while reading, from a generator
 keyed by seed, epoch and index. Reading an example again, in another batch, worker or process, gives the same
@@ -29,7 +29,7 @@ from shoal.decide.rng import Int64Array, Stream, UInt64Array, draw, dropout_keys
 from shoal.errors import UsageError, require_positive
 
 NUM_SPECIAL = 3
-"""Special tokens of [CLS] A [SEP] B [SEP]."""
+"""Special tokens of [CLS] A [SEP] B [SEP]; [CLS] A [SEP] has one less."""
 
 _SEGMENTS, _NGRAMS, _CHOICE, _REPLACEMENT = range(4)  # streams of one example
 
@@ -46,6 +46,11 @@ class ExampleConfig:
     pairs: PairTask = "order"
     short_seq_prob: float = 0.1
     seed: int = 42
+
+    @property
+    def num_special(self) -> int:
+        """Special tokens of an example."""
+        return NUM_SPECIAL - (self.pairs == "none")
 
     def __post_init__(self) -> None:
         shortest = 2 * MIN_TOKENS + NUM_SPECIAL
@@ -91,7 +96,7 @@ class ExampleReader(Reader):
         self.seed, self.example_tokens = config.seed, config.max_seq_length
         self._windows = Windows(
             shards,
-            num_text_tokens=config.max_seq_length - NUM_SPECIAL,
+            num_text_tokens=config.max_seq_length - config.num_special,
             short_seq_prob=config.short_seq_prob,
             seed=config.seed,
             pairs=config.pairs,
@@ -124,7 +129,8 @@ class ExampleReader(Reader):
 
         With T = max_seq_length and P = max_predictions_per_seq:
 
-        - ``input_ids`` int64 [B, T]: [CLS] first segment [SEP] second segment [SEP], then padding;
+        - ``input_ids`` int64 [B, T]: [CLS] first segment [SEP] second segment [SEP], then padding; without a
+          task of two segments, [CLS] text [SEP];
         - ``token_type_ids`` int64 [B, T]: 1 in the second segment and its [SEP];
         - ``attention_mask`` int64 [B, T]: 0 in the padding;
         - ``masked_positions`` int64 [B, P]: ascending, then 0;
@@ -140,7 +146,7 @@ class ExampleReader(Reader):
         epochs_, indices_ = example_names(epochs, indices)
         streams = self._streams(epochs_, indices_)
         segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
-        layout = _Layout(segments, self.config.max_seq_length)
+        layout = _Layout(segments, self.config.max_seq_length, self.config.num_special)
         ids = self._lay_out(segments, layout)
         return {
             "input_ids": ids,
@@ -228,21 +234,24 @@ def packed(batch: Mapping[str, npt.NDArray[Any]]) -> Packed:
 
 
 class _Layout:
-    """Layout of [CLS] first [SEP] second [SEP] in each row, as boolean arrays ``[B, T]``."""
+    """Layout of [CLS] first [SEP] second [SEP] in each row, as boolean arrays ``[B, T]``.
 
-    def __init__(self, segments: Segments, max_seq_length: int) -> None:
+    With two special tokens there is no second segment and no [SEP] behind it.
+    """
+
+    def __init__(self, segments: Segments, max_seq_length: int, num_special: int) -> None:
         first, second = segments.first, segments.second
         num_first, num_text = (first.end - first.start)[:, None], segments.num_tokens[:, None]
         column = np.arange(max_seq_length)
         separator = 1 + num_first
-        last = num_text + 2
-        self.num_tokens: Int64Array = num_text[:, 0] + NUM_SPECIAL
+        last = num_text + num_special - 1
+        self.num_tokens: Int64Array = num_text[:, 0] + num_special
         self.attended = column <= last
         self.second = (column > separator) & self.attended
         self.separators = (column == separator) | (column == last)
         self.text = self.attended & ~self.separators
         self.text[:, 0] = False
-        self.segment_starts = (column == 1) | (column == separator + 1)
+        self.segment_starts = (column == 1) | (column == separator + 1) & self.second
         # The shard's token for each column; padding and specials read the first one, which is thrown away.
         first_start, second_start = first.start[:, None], second.start[:, None]
         in_text = np.where(self.second, second_start - separator - 1, first_start - 1) + column

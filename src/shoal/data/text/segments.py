@@ -31,8 +31,8 @@ from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, rando
 from shoal.errors import ShoalError, UsageError
 
 BoolArray = npt.NDArray[np.bool_]
-PairTask = Literal["order", "next"]
-"""The task of two segments: sentence order, or next sentence."""
+PairTask = Literal["order", "next", "none"]
+"""The task of two segments: sentence order, next sentence, or none, where there is one segment."""
 
 _Groups = list[tuple[int, Any]]  # (shard number, the rows of a batch that lie in it)
 
@@ -63,7 +63,8 @@ class Span:
 class Segments:
     """The two segments of each example in the order of the input.
 
-    ``labels`` (``[B]``) is true if they are swapped, or if the second is of another document.
+    ``labels`` (``[B]``) is true if they are swapped, or if the second is of another document. Without a task
+    the second segment is empty.
     """
 
     first: Span
@@ -129,6 +130,9 @@ class Windows:
         short = MIN_TOKENS + below(bits[:, _SHORT_LENGTH], capacity - MIN_TOKENS + 1)
         is_short = u[:, _IS_SHORT] < self._short_seq_prob
         end = start + np.where(is_short, np.minimum(length, short), length)
+        if self._pairs == "none":
+            whole, nothing = (Span(shard=shard, start=at, end=end) for at in (start, end))
+            return Segments(first=whole, second=nothing, labels=np.zeros(len(start), dtype=np.bool_))
         middle = self._boundaries(groups, start, end, u[:, _BOUNDARY])
         before = Span(shard=shard, start=start, end=middle)
         after = Span(shard=shard, start=middle, end=end)

@@ -47,7 +47,7 @@ def find_window(documents, capacity, index):
 
 def segments(documents, config, epoch, index):
     """Return (first tokens, second tokens, label)."""
-    capacity = config.max_seq_length - 3
+    capacity = config.max_seq_length - (2 if config.pairs == "none" else 3)
     number, window, num_windows = find_window(documents, capacity, index)
     document = documents[number]
     tokens = [token for sentence in document for token in sentence]
@@ -70,6 +70,8 @@ def segments(documents, config, epoch, index):
     if uniform(draw(shape, 0)) < config.short_seq_prob:
         length = min(length, MIN_TOKENS + below(draw(shape, 1), capacity - MIN_TOKENS + 1))
     end = start + length
+    if config.pairs == "none":
+        return tokens[start:end], [], False
     inside = [s for s in starts if start < s < end]
     middle = inside[below(draw(shape, 2), len(inside))] if inside else start + length // 2
     label = uniform(draw(shape, 3)) < 0.5
@@ -126,13 +128,16 @@ def choose(key, sizes, budget):
 def example(documents, manifest, config, epoch, index):
     """Return the arrays of one example as lists."""
     first, second, label = segments(documents, config, epoch, index)
-    ids = [manifest.cls_id, *first, manifest.sep_id, *second, manifest.sep_id]
-    types = [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    ids, types = [manifest.cls_id, *first, manifest.sep_id], [0] * (len(first) + 2)
+    if config.pairs != "none":
+        ids, types = [*ids, *second, manifest.sep_id], types + [1] * (len(second) + 1)
     num_tokens = len(ids)
     padding = config.max_seq_length - num_tokens
 
     words, segment_firsts = [], []
     for offset, segment in ((1, first), (len(first) + 2, second)):
+        if config.pairs == "none" and not segment:
+            continue
         segment_firsts.append(len(words))
         for i, token in enumerate(segment):
             if i and config.whole_words and manifest.continues_word[token]:

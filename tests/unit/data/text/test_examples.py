@@ -53,7 +53,7 @@ def all_batches(reader, epochs=(0,), size=64):
 
 @pytest.mark.parametrize("sentence_tokens", [4, 20, 10_000])
 @pytest.mark.parametrize("num_shards", [1, 4])
-@pytest.mark.parametrize("pairs", ["order", "next"])
+@pytest.mark.parametrize("pairs", ["order", "next", "none"])
 def test_examples_are_those_of_the_plain_rules(tmp_path, sentence_tokens, num_shards, pairs):
     documents = random_documents(MIXED, vocab_size=300, sentence_tokens=sentence_tokens, unknown_share=0.02)
     reader = reader_of(
