@@ -10,7 +10,7 @@ DATA    ?= runs/builtin-text
 RUN     ?= runs/first-light
 BIN     := $(VENV)/bin
 UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
-EXTRAS  := torch,text,corpora,vision,aws,report,watch,mlperf,onnx,dev,bench,docs
+EXTRAS  := torch,text,corpora,vision,aws,report,watch,mlperf,scores,onnx,dev,bench,docs
 STAMP   := $(VENV)/.installed
 # Whole files: what a file's tests share is made once.
 TWO     := -n 2 --dist loadfile --no-loadscope-reorder

@@ -63,6 +63,17 @@ def write_pairs(path: Path, num_examples: int, *, seed: int) -> Path:
     return path
 
 
+def write_texts(path: Path, num_examples: int, *, seed: int) -> Path:
+    """Write texts of three words, and as targets the words that are longer than four letters."""
+    draw = random.Random(seed)
+    lines = ["text\tlonger"]
+    for _ in range(num_examples):
+        words = draw.sample(WORDS, 3)
+        lines.append(f"{' '.join(words)}\t{' '.join(word for word in words if len(word) > 4) or 'same'}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def write_model(folder: Path, texts: list[str] | None = None, **sizes: int) -> Path:
     """Write a transformers directory without weights: sizes and a tokenizer trained on ``texts``."""
     folder.mkdir(parents=True)
@@ -118,6 +129,13 @@ def t5_config(
     shared = _shared(source, run_dir) | {"optim": T5OptimConfig(learning_rate=3e-2)}
     config = T5ClassifyConfig(data=T5DataConfig(path=examples, eval=evals, max_seq_length=32), **shared)
     return _changed(config, changes)
+
+
+def texts_config(source: Path, examples: Path, run_dir: Path, **changes: Any) -> T5ClassifyConfig:
+    """Return settings of :func:`t5_config` for the files of :func:`write_texts`."""
+    config = t5_config(source, examples, (examples,), run_dir)
+    data = {"task": "longer", "source_column": "text", "target_column": "longer", "max_target_length": 8}
+    return _changed(_changed(config, {"data": data}), changes)
 
 
 def squad_config(source: Path, questions: Path, run_dir: Path, **changes: Any) -> SquadConfig:

@@ -33,6 +33,7 @@ EXTRAS = {
     "vision": "to train on images",
     "aws": "to start runs on AWS",
     "mlperf": "to log as MLPerf asks",
+    "scores": "to score texts by ROUGE and BLEU",
     "onnx": "to export models to ONNX",
 }
 """The optional dependencies and their use."""

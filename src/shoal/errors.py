@@ -31,6 +31,7 @@ MODULES_OF_EXTRAS = {
     "report": ("matplotlib", "jinja2"),
     "watch": ("tensorboard",),
     "mlperf": ("mlperf_logging",),
+    "scores": ("rouge_score", "sacrebleu"),
     "onnx": ("onnx", "onnxscript"),
 }
 """Modules that each optional dependency of users adds to numpy and cyclopts."""

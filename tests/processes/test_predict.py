@@ -28,7 +28,7 @@ from shoal.data.text.classify import Columns, make_pairs, read_texts
 from shoal.errors import EXIT_OK, UsageError
 from shoal.models.t5 import read_t5
 from shoal.models.tasks import QuestionAnswering
-from shoal.recipes import t5_use, using
+from shoal.recipes import t5_written, using
 from shoal.recipes.finetuning import read_source_tokenizer
 from shoal.record import Evaluation, read_record
 from shoal.train.checkpoint_files import list_checkpoints
@@ -221,13 +221,15 @@ def test_a_t5_without_labels_writes_text(tmp_path: Path, predicted: Predicted) -
     torch.manual_seed(3)
     model = T5ForConditionalGeneration(T5Config.from_pretrained(directory)).eval()
     model.save_pretrained(directory)
-    (row,) = predicted("t5", "--text", "sun moon river", "--model", directory, "--max-new-tokens", 5)
+    (row,) = predicted(
+        "t5", "--text", "sun moon river", "--model", directory, "--generation.max-new-tokens", 5
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
     ids = [*tokenizer("sun moon river", add_special_tokens=False).input_ids, model.config.eos_token_id]
     written = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0, 1:]
     assert row == {"id": 1, "text": tokenizer.decode(written.tolist(), skip_special_tokens=True)}
     with pytest.raises(UsageError, match="was not finetuned on labels"):
-        t5_use.require_labels(tmp_path, read_t5(directory))
+        t5_written.require_labels(tmp_path, read_t5(directory))
 
 
 @pytest.mark.parametrize("workers", ONE_TO_THREE)

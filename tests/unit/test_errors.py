@@ -64,7 +64,8 @@ def test_modules_of_extras_are_those_that_the_package_requires() -> None:
     distributions = metadata.packages_distributions()
     for extra, modules in MODULES_OF_EXTRAS.items():
         required = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in extras[extra]}
-        found = {name.lower() for module in modules for name in distributions.get(module, [module])}
+        names = (name for module in modules for name in distributions.get(module, [module]))
+        found = {name.lower().replace("_", "-") for name in names}
         assert required <= found and found - required <= NAMESAKES
 
 

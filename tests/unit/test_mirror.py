@@ -32,6 +32,8 @@ RUN_BY_OTHERS = {
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
     "shoal.cli.use": ("processes/test_predict.py", '"predict"'),
+    "shoal.recipes.classify_use": ("processes/test_predict.py", 'predicted("classify"'),
+    "shoal.recipes.t5_use": ("processes/test_predict.py", 'predicted("t5"'),
     "shoal.recipes.mask_rcnn_use": ("processes/test_predict.py", '"mask_rcnn"'),
     "shoal.recipes.resnet50_use": ("processes/test_predict.py", 'predicted("resnet50"'),
     "shoal.recipes.squad_use": ("processes/test_predict.py", 'predicted("squad"'),

@@ -142,18 +142,18 @@ def _t5(config: T5Config) -> Script:
 
 
 def _masked_lm(config: Any) -> Script:
-    from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, BertPretraining
+    from shoal.models.pretraining import PRETRAINING_INPUTS, new_encoder
     from shoal.recipes import albert, bert, masked_lm
 
     two = isinstance(config, BertConfig)
     sizes = config.phase1 if two else config.data
-    reader = partial(masked_lm.open_text, config, sizes, pairs="next" if two else "order", verify=False)
-    make: Any = BertPretraining if two else AlbertPretraining
+    pairs: Any = config.pair_task if two else "order"
+    reader = partial(masked_lm.open_text, config, sizes, pairs=pairs, verify=False)
     return Script(
         main=bert.main if two else albert.main,
         config=config,
         sequence_length=sizes.max_seq_length,
-        make_model=lambda: make(config.model),
+        make_model=lambda: new_encoder(config.model),
         batch=lambda: _first_batch(reader()[0], PRETRAINING_INPUTS, config),
         loss=lambda model, inputs: (lambda sums: sums[0] + sums[2])(model(**inputs)),
     )
@@ -239,12 +239,12 @@ def _classify(config: ClassifyConfig) -> Script:
 def _t5_classify(config: T5ClassifyConfig) -> Script:
     from shoal.data.text.text_to_text import make_text_to_text
     from shoal.models.t5 import read_t5
-    from shoal.recipes import classify, t5_classify
+    from shoal.recipes import t5_classify
 
     length = config.data.max_seq_length
 
     def batch() -> dict[str, Any]:
-        source, data = _source(config), classify.read_files(config.data)[0]
+        source, data = _source(config), t5_classify.read_files(config.data)[0]
         sizes = finetuning.read_model_config(source)
         examples = make_text_to_text(
             data,
@@ -253,6 +253,7 @@ def _t5_classify(config: T5ClassifyConfig) -> Script:
             max_seq_length=length,
             end_id=sizes["eos_token_id"],
             pad_id=sizes["pad_token_id"],
+            max_target_length=config.data.max_target_length if config.data.is_text else None,
         )
         return _first_examples(examples, config)
 

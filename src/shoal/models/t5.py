@@ -184,13 +184,28 @@ def read_t5(
 
 
 @torch.no_grad()
-def generate(model: T5, input_ids: Tensor, attention_mask: Tensor, *, num_tokens: int) -> Tensor:
-    """Return the greedy continuation, int64 ``[B, num_tokens]``, padded behind its end token."""
+def generate(
+    model: T5,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    num_tokens: int,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+) -> Tensor:
+    """Return what the model writes, int64 ``[B, num_tokens]``, padded behind its end token.
+
+    Args:
+        num_tokens: most tokens of an output, the end token included.
+        num_beams: 1 takes the likeliest token each time; more search for the text whose log-probability over
+            its length to the power of ``length_penalty`` is highest (transformers' beam search).
+    """
     config = model.weights.config
     settings = GenerationConfig(
         max_new_tokens=num_tokens,
         do_sample=False,
-        num_beams=1,
+        num_beams=num_beams,
+        length_penalty=length_penalty,
         pad_token_id=config.pad_token_id,
         eos_token_id=config.eos_token_id,
         decoder_start_token_id=config.decoder_start_token_id,

@@ -46,6 +46,8 @@ _CLASSIFY = """For each evaluation file, the run directory gets predictions-NAME
 scores-NAME.json (accuracy and confusion table, which is printed too), and the finetuned model as a
 transformers directory. Columns have MNLI's names unless --data.first, --data.second and --data.label give
 others."""
+_T5 = f"""{_CLASSIFY} With --source-column and --target-column targets are texts: inputs begin with the task's
+name, outputs are found by beam search, and scores are exact match, token F1, ROUGE and BLEU."""
 _CLASSIFY_SHORTCUTS = {
     "model": "model.path",
     "data": "data.path",
@@ -100,7 +102,7 @@ RECIPES = {
     "classify": Recipe(
         config="ClassifyConfig",
         preset="bert",
-        help="Finetune on sentences or pairs with labels: MNLI, and any tab-separated or JSONL file.",
+        help="Finetune on sentences or pairs with labels: MNLI, any tab-separated, JSONL or Parquet file.",
         example="shoal finetune classify --model runs/first --data train.tsv --eval dev.tsv",
         group="finetune",
         details=_CLASSIFY,
@@ -109,12 +111,17 @@ RECIPES = {
     "t5_classify": Recipe(
         config="T5ClassifyConfig",
         preset="t5",
-        help="Finetune T5 on sentences or pairs with labels, which it generates as words.",
+        help="Finetune T5 on sentences or pairs with labels, which it generates, or from text to text.",
         example="shoal finetune t5 --task mnli --model runs/t5 --data train.tsv --eval dev_matched.tsv",
         group="finetune",
         command="t5",
-        details=_CLASSIFY,
-        shortcuts={"task": "data.task", **_CLASSIFY_SHORTCUTS},
+        details=_T5,
+        shortcuts={
+            "task": "data.task",
+            "source_column": "data.source_column",
+            "target_column": "data.target_column",
+            **_CLASSIFY_SHORTCUTS,
+        },
         run_name="t5-{config.data.task}-{preset}",
     ),
 }
@@ -132,8 +139,8 @@ class Use:
     details: str
 
 
-_TEXTS = """Files are .tsv (column names first) or .jsonl, without labels; --text gives one input instead.
-A line of the output: {"id": 1, "label": "entailment", "probabilities": {"contradiction": 0.1, …}}."""
+_TEXTS = """Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives one input
+instead. A line of the output: {"id": 1, "label": "entailment", "probabilities": {"neutral": 0.1, …}}."""
 
 USES = {
     "squad": Use(
@@ -168,9 +175,10 @@ of the output: {"image": "photos/1.jpg", "label": …, "probability": …, "top"
         module="t5_use",
         help="Label texts with a finetuned T5, or let a T5 write.",
         example="shoal predict t5 pairs.tsv --model runs/t5-mnli --out labels.jsonl --workers 2",
-        details="""Files are .tsv (column names first) or .jsonl, without labels; --text gives one input
-instead. A line of the output: {"id": 1, "label": "entailment"}, null where the model spells no label. A model
-that was not finetuned on labels reads the first text as it stands: {"id": 1, "text": …}.""",
+        details="""Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives one
+input instead. A line of the output: {"id": 1, "label": "entailment"}, null where the model spells no label.
+A model that was finetuned from text to text, or not at all, writes: {"id": 1, "text": …}. The latter reads
+the first text as it stands, or in the wording of --data.task.""",
     ),
 }
 

@@ -1,48 +1,45 @@
-"""Finetunes T5 on sentences or pairs with labels: MNLI, or any file like it.
+"""Finetunes T5 on sentences or pairs with labels, such as MNLI, or from any text to any other.
 
     python -m shoal.recipes.t5_classify --task mnli --model t5/ --data train.tsv --eval dev_matched.tsv
+    python -m shoal.recipes.t5_classify --task summarize --source-column article --target-column summary ...
     torchrun --nproc-per-node 8 -m shoal.recipes.t5_classify --model runs/t5 ...
     shoal finetune t5 --preset tiny --model runs/t5 --workers 2 ...
 
-The model reads "mnli hypothesis: … premise: …" and generates the label's word. The loss is the cross-entropy
-(with z-loss) of the word's tokens, summed and divided by those of the whole global batch. An evaluation
-decodes greedily; an output that spells no label counts as wrong.
+The model reads "mnli hypothesis: … premise: …" and generates the label's word, or reads "summarize: …" and
+writes a text. The loss is the cross-entropy (with z-loss) of the target's tokens, summed and divided by those
+of the whole global batch. An evaluation decodes labels greedily, where an output that spells none counts as
+wrong, and texts by beam search.
 
 A model that is too large for one worker is divided over several (``--parallel.pipeline``,
-``--parallel.shard``). Its inputs are all padded to one length, and an evaluation takes the label whose tokens
-are likeliest. Gradients and dropout are those of one worker, and a run may continue in any layout.
+``--parallel.shard``). Its inputs are all padded to one length, and its targets too. An evaluation takes the
+label whose tokens are likeliest; of texts it computes the loss. Gradients and dropout are those of one
+worker, and a run may continue in any layout.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from shoal.data.text.text_scores import require_packages, score_names
 from shoal.decide.batch import BatchPlan
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import classify, finetuning, run_script
+from shoal.recipes import classify, finetuning, run_script, t5_written
 from shoal.recipes.classify import ClassifyDataConfig, TextColumnsConfig
 from shoal.recipes.finetuning import EXPORT, FinetuneConfig, FinetuneOptimConfig
+from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search
 from shoal.train.config import required
 from shoal.train.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from tokenizers import Tokenizer
+    from torch import nn
 
-    from shoal.data.loader import Batch
-    from shoal.data.steps import Arrays
     from shoal.data.text.classify import ClassifyData
     from shoal.data.text.text_to_text import TextToText
-    from shoal.decide.rng import Int64Array
     from shoal.models.t5 import T5
-    from shoal.pipelining.runtime import Pipeline
-    from shoal.train.gradients import Precision
-    from shoal.train.run import Run
-    from shoal.train.world import Float32Array, World
 
 NO_LABEL = "(no label)"
 """Stands for outputs that spell none of the labels, in tables and predictions."""
@@ -61,10 +58,24 @@ class T5WordingConfig(TextColumnsConfig):
     sentence2, or sentence."""
     template: str | None = None
     """Another wording, such as "topic of: {first}", with {first} and {second} in place of the texts."""
+    source_column: str = ""
+    """Column of the texts to read in a task whose targets are texts, not labels; an input is
+    "TASK: text"."""
+    target_column: str = ""
+    """Column of the texts to write."""
     max_seq_length: int = 512
     """Tokens of an input at most, the end token included; longer inputs are cut at the end."""
+    max_target_length: int = 128
+    """Tokens of a text to write at most, the end token included; longer ones are cut at the end."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether targets are texts, not labels."""
+        return bool(self.source_column)
 
     def __post_init__(self) -> None:
+        if self.target_column and not self.source_column:
+            raise UsageError("data.target_column needs data.source_column, the texts to read")
         if self.template is not None and self.template.count("{first}") != 1:
             raise UsageError(f'data.template {self.template!r} must have "{{first}}" in it, once')
 
@@ -72,6 +83,20 @@ class T5WordingConfig(TextColumnsConfig):
 @dataclass(frozen=True, kw_only=True)
 class T5DataConfig(T5WordingConfig, ClassifyDataConfig):
     """The files of examples, the names of their columns and the wording of inputs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.is_text:
+            return
+        if not self.target_column:
+            raise UsageError("data.source_column needs data.target_column, the texts to write")
+        if self.labels:
+            raise UsageError("data.labels are of tasks with labels: leave data.source_column or them out")
+        if self.task == T5WordingConfig.task:
+            raise UsageError(
+                f'a task from text to text needs a name, with which inputs begin: give --task, "" for none '
+                f"({self.task} has labels)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +124,7 @@ class T5ClassifyConfig(FinetuneConfig):
     data: T5DataConfig = field(default_factory=T5DataConfig)
     optim: T5OptimConfig = field(default_factory=T5OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,10 +160,16 @@ class T5ClassifyConfig(FinetuneConfig):
     @property
     def scores(self) -> dict[str, tuple[str, ...]]:
         """The names of the scores in the record, by split."""
-        return classify.scores_of(self.data)
+        if not self.data.is_text:
+            return classify.scores_of(self.data)
+        names = (LOSS,) if self.parallel.splits else score_names(self.generation.metrics)
+        return {path.stem: names for path in self.data.eval}
 
 
-IMMUTABLE = (*classify.IMMUTABLE, "data.task", "data.template")
+IMMUTABLE = (
+    *classify.IMMUTABLE,
+    *(f"data.{name}" for name in ("task", "template", "source_column", "target_column", "max_target_length")),
+)
 
 
 def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
@@ -168,7 +200,8 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- data
         source = finetuning.open_source(config.model, run)
         model = read_t5(source, **config.model.options, on_meta=scratch or parallel.splits)
-        training, *held_out = files = open_files(config.data, model, source, fixed=parallel.splits)
+        tokenizer = finetuning.read_source_tokenizer(source)
+        training, *held_out = files = open_files(config, model, tokenizer)
         plan = finetuning.make_plan(config, num_sequences=len(training), num_workers=run.world.num_workers)
 
         # ----------------------------------------------------------------------------------------- model
@@ -177,7 +210,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         trained: nn.Module = model
         if parallel.splits:
             rows = np.arange(plan.batch.worker_batch_size) % len(training)
-            example = with_keys(training.batch(rows), run.seed, rows)
+            example = t5_written.with_keys(training.batch(rows), run.seed, rows)
             stage, mesh = open_stages(
                 model,
                 example,
@@ -200,13 +233,22 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> None:
+            how = (run.world, run.precision)
+            size = config.run.evaluation_batch_size
             for file in held_out:
-                if stage is None:
-                    size = config.run.evaluation_batch_size
-                    predicted = predicted_labels(model, file, run.world, run.precision, batch_size=size)
+                if config.data.is_text and stage is not None:
+                    loss = t5_written.mean_loss(stage, file, run, parallel.pipeline)
+                    run.evaluation(file.data.path.stem, {LOSS: loss}, num_samples=len(file))
+                elif config.data.is_text:
+                    search = t5_written.form_of(model).search
+                    texts = t5_written.written_texts(model, file, tokenizer, search, *how, batch_size=size)
+                    t5_written.record_texts(run, file.data, texts, config.generation.metrics)
                 else:
-                    predicted = likeliest_labels(stage, file, run, parallel.pipeline)
-                classify.record_scores(run, file.data, (*file.data.labels, NO_LABEL), predicted)
+                    if stage is not None:
+                        predicted = t5_written.likeliest_labels(stage, file, run, parallel.pipeline)
+                    else:
+                        predicted = t5_written.written_labels(model, file, *how, batch_size=size)
+                    classify.record_scores(run, file.data, (*file.data.labels, NO_LABEL), predicted)
 
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
@@ -219,7 +261,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             else None,
             notes=[
                 f"worded as: {wording(config.data, training.data)}",
-                *(classify.counts(f.data, len(f), f.num_cut, config.data.max_seq_length) for f in files),
+                *(counts(config.data, file) for file in files),
             ],
         )
         for step in steps:
@@ -232,7 +274,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                         mean_loss = required(ddp)(**batch).loss
                         step.backward(mean_loss * (batch["labels"] != IGNORED).sum() / step.num_targets)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-            if run.due(config.run.validation_frequency):
+            if run.evaluates(config.run.validation_frequency):
                 score()
         if run.lacks_scores():
             score()
@@ -249,112 +291,91 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 # ------------------------------------------------------------------------------------------------- data
 
 
-def open_files(settings: T5DataConfig, model: "T5", source: Path, *, fixed: bool) -> "list[TextToText]":
-    """Return the training examples and those of each evaluation file; the model's config gets their labels.
-
-    Args:
-        fixed: pad all inputs to the longest of all files.
+def read_files(settings: T5DataConfig) -> "list[ClassifyData]":
+    """Return the training examples, then those of each evaluation file; targets that are texts as labels.
 
     Raises:
-        UsageError: a file or the tokenizer of ``source`` cannot be used.
+        UsageError: a file cannot be used, or two evaluation files have the same name.
+    """
+    from shoal.data.text.text_to_text import read_text_pairs
+
+    if not settings.is_text:
+        return classify.read_files(settings)
+    classify.require_names(settings.eval)
+    source, target = settings.source_column, settings.target_column
+    return [
+        read_text_pairs(path, source=source, target=target)
+        for path in (required(settings.path), *settings.eval)
+    ]
+
+
+def open_files(config: T5ClassifyConfig, model: "T5", tokenizer: "Tokenizer") -> "list[TextToText]":
+    """Return the training examples and those of each evaluation file; the model's config gets their form.
+
+    Of a model in stages, all inputs are padded to the longest, and all targets.
+
+    Raises:
+        UsageError: a file or the tokenizer cannot be used, or a package of the scores is not installed.
+    """
+    settings, splits = config.data, config.parallel.splits
+    if settings.is_text and not splits:
+        require_packages(config.generation.metrics)
+    files_data = read_files(settings)
+    template = wording(settings, files_data[0])
+    files = [examples_of(settings, data, model, tokenizer, template=template) for data in files_data]
+    first_search = Search(num_tokens=settings.max_target_length, num_beams=4, length_penalty=0.6)
+    labels = () if settings.is_text else files_data[0].labels
+    form = Form(template=template, labels=labels, search=first_search)
+    form = replace(form, search=form.searched(config.generation))
+    t5_written.set_form(model, settings.task, form)
+    if not splits:
+        return files
+    width = max(int(file.lengths.max()) for file in files)
+    target_width = max(file.longest_word for file in files)
+    return [replace(file, width=width, target_width=target_width) for file in files]
+
+
+def examples_of(
+    settings: T5WordingConfig, data: "ClassifyData", model: "T5", tokenizer: "Tokenizer", *, template: str
+) -> "TextToText":
+    """Return the examples of a file as the model reads them.
+
+    Raises:
+        UsageError: the tokenizer cannot be used for them.
     """
     from shoal.data.text.text_to_text import make_text_to_text
 
-    tokenizer, sizes = finetuning.read_source_tokenizer(source), model.weights.config
-    files = [
-        make_text_to_text(
-            data,
-            tokenizer,
-            template=wording(settings, data),
-            max_seq_length=settings.max_seq_length,
-            end_id=sizes.eos_token_id,
-            pad_id=sizes.pad_token_id,
-        )
-        for data in classify.read_files(settings)
-    ]
-    training = files[0].data
-    sizes.id2label = dict(enumerate(training.labels))
-    sizes.task_specific_params = {settings.task: {"template": wording(settings, training)}}
-    width = max(int(file.lengths.max()) for file in files) if fixed else 0
-    return [replace(file, width=width) for file in files]
+    sizes = model.weights.config
+    return make_text_to_text(
+        data,
+        tokenizer,
+        template=template,
+        max_seq_length=settings.max_seq_length,
+        end_id=sizes.eos_token_id,
+        pad_id=sizes.pad_token_id,
+        max_target_length=settings.max_target_length if settings.is_text else None,
+    )
 
 
 def wording(settings: T5WordingConfig, data: "ClassifyData") -> str:
     """Return the template of a file's inputs."""
     from shoal.data.text.text_to_text import template_of
 
-    return settings.template or template_of(settings.task, has_pairs=data.examples[0].second is not None)
+    if settings.template:
+        return settings.template
+    if settings.is_text:
+        return f"{settings.task}: {{first}}" if settings.task else "{first}"
+    return template_of(settings.task, has_pairs=data.examples[0].second is not None)
 
 
-def with_keys(arrays: "Arrays", seed: int, rows: "Int64Array") -> "Batch":
-    """Return a batch outside of the training's order as stages take it: with dropout keys."""
-    from shoal.data.loader import as_tensors
-    from shoal.decide.rng import dropout_keys
-
-    return as_tensors({**arrays, "dropout_keys": dropout_keys(seed, 0, rows)}, False)
-
-
-# ------------------------------------------------------------------------------------------------- evaluation
-
-
-def predicted_labels(
-    model: "T5", file: "TextToText", world: "World", precision: "Precision", *, batch_size: int
-) -> list[int] | None:
-    """Return the label that the model writes for each example; one more than the last: none of them.
-
-    Only the first worker has them; all workers call it.
-    """
-    tokens = written(model, file, file.longest_word, world, precision, batch_size=batch_size)
-    return None if tokens is None else [file.label_of(row) for row in tokens.astype("int64")]
-
-
-def written(
-    model: "T5",
-    file: "TextToText",
-    num_tokens: int,
-    world: "World",
-    precision: "Precision",
-    *,
-    batch_size: int,
-) -> "Float32Array | None":
-    """Return the tokens that the model writes, ``[num_examples, num_tokens]``, on the first worker."""
-    return finetuning.outputs_of(  # float32 holds ids below 2^24 exactly
-        model, file, partial(_generated, model, num_tokens), world, precision, batch_size=batch_size
+def counts(settings: T5DataConfig, file: "TextToText") -> str:
+    """Return a line about a file for the beginning of the run."""
+    if not settings.is_text:
+        return classify.counts(file.data, len(file), file.num_cut, settings.max_seq_length)
+    return (
+        f"{file.data.path.name}: {len(file):,} examples, {file.num_cut:,} inputs cut to "
+        f"{settings.max_seq_length} tokens, {file.num_targets_cut:,} targets to {settings.max_target_length}"
     )
-
-
-def _generated(model: "T5", num_tokens: int, batch: "Batch") -> "Tensor":
-    from shoal.models.t5 import generate
-
-    return generate(model, batch["input_ids"], batch["attention_mask"], num_tokens=num_tokens)
-
-
-def likeliest_labels(stage: "Pipeline", file: "TextToText", run: "Run", pipeline: int) -> list[int] | None:
-    """Return the label of each example whose tokens, the end token included, are likeliest behind its input.
-
-    Stages cannot generate: each example is computed once a label. Only the first worker has the labels; all
-    workers call it.
-
-    Args:
-        pipeline: workers that hold a part of the model each.
-    """
-    import numpy as np
-    import torch
-
-    num_labels, size = len(file.words), run.batch.worker_batch_size
-    losses = torch.zeros(len(file) * num_labels, dtype=torch.float64)
-    replica = run.world.place.rank // pipeline
-    for first in range(0, len(losses), run.batch.num_workers * size):
-        own = np.arange(first + replica * size, first + (replica + 1) * size)
-        rows = np.minimum(own, len(losses) - 1)  # batches have one shape: the last row again
-        arrays = file.batch_with(rows // num_labels, (rows % num_labels).tolist())
-        found = stage.evaluate(**with_keys(arrays, run.seed, rows))
-        if found.outputs is not None:  # on the workers of the last stage
-            own_losses = torch.cat([output.sequence_loss for output in found.outputs]).double().cpu()
-            there = own < len(losses)
-            losses[own[there]] = own_losses[there]
-    table = np.reshape(run.sum(losses), (-1, num_labels))
-    return [int(label) for label in table.argmin(axis=1)] if run.world.is_main else None
 
 
 # ------------------------------------------------------------------------------------------------- dry run
@@ -367,7 +388,7 @@ def check(config: T5ClassifyConfig, num_workers: int, dry_run: bool) -> list[str
         UsageError: a file or model that cannot be used, or sizes that do not divide.
     """
     finetuning.require_paths(config, config.data, "examples")
-    files = classify.read_files(config.data)
+    files = read_files(config.data)
     length = config.data.max_seq_length
     finetuning.check_model(config, num_workers, setting="data.max_seq_length", max_seq_length=length)
     if not dry_run:
@@ -375,7 +396,7 @@ def check(config: T5ClassifyConfig, num_workers: int, dry_run: bool) -> list[str
     return [
         *finetuning.describe(config, len(files[0].examples), num_workers),
         f"worded as    {wording(config.data, files[0])}",
-        f"labels       {', '.join(files[0].labels)}",
+        *([] if config.data.is_text else [f"labels       {', '.join(files[0].labels)}"]),
         *(f"{data.path}: {len(data.examples):,} examples" for data in files),
     ]
 

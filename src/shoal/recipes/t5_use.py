@@ -5,13 +5,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shoal.data.text.text_scores import require_packages
 from shoal.errors import UsageError
-from shoal.recipes import classify, classify_use, t5_classify, using
+from shoal.recipes import classify, classify_use, t5_classify, t5_written, using
 from shoal.recipes.classify import LabelledColumnsConfig
 from shoal.recipes.classify_use import EvaluateLabelsConfig, TextsConfig
 from shoal.recipes.t5_classify import T5WordingConfig
+from shoal.recipes.t5_written import Form, GenerationConfig, SearchConfig
 from shoal.recipes.using import Row
 
 if TYPE_CHECKING:
@@ -36,17 +38,19 @@ class T5TextsConfig(T5WordingConfig):
 class Predict(TextsConfig):
     """Texts, and the form in which they are read."""
 
-    max_new_tokens: int = 32
-    """Tokens to write at most, by a model that was not finetuned on labels."""
     data: T5TextsConfig = field(default_factory=T5TextsConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_new_tokens < 1:
-            raise UsageError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
+    generation: SearchConfig = field(default_factory=SearchConfig)
 
 
-check_prediction = classify_use.check_prediction
+def check_prediction(what: Predict, inputs: tuple[Path, ...]) -> list[str]:
+    """Check what can be checked without torch; return the lines of a dry run.
+
+    Raises:
+        UsageError: no model, no text, or a file that cannot be read.
+    """
+    using.check_inputs(what, inputs, single=what.text is not None, option="--text")
+    files = classify_use.read_texts(what, _columns(what.data), inputs, ())
+    return [f"{file.path}: {len(file.examples):,} texts" for file in files]
 
 
 def predict(what: Predict, inputs: tuple[Path, ...], world: "World", precision: "Precision") -> Iterator[Row]:
@@ -57,14 +61,24 @@ def predict(what: Predict, inputs: tuple[Path, ...], world: "World", precision: 
         ShoalError: its files are damaged.
     """
     model, tokenizer = _read_model(what.model, what.data, world)
-    labels, _ = form_of(model)
-    columns = what.data if labels else replace(what.data, second="")
-    for data in classify_use.read_texts(what, columns, inputs, labels):
-        texts = _worded(what.data, data, model, tokenizer)
-        num_tokens = texts.longest_word if labels else what.max_new_tokens
-        tokens = t5_classify.written(model, texts, num_tokens, world, precision, batch_size=what.batch_size)
-        if tokens is not None:
-            yield from _rows(texts, tokens, tokenizer, model.weights.config.eos_token_id)
+    form, how, size = t5_written.form_of(model), (world, precision), what.batch_size
+    columns = _columns(what.data) if form.labels else replace(_columns(what.data), second="")
+    for data in classify_use.read_texts(what, columns, inputs, form.labels):
+        file = _examples(what.data, data, model, tokenizer, form)
+        if form.labels:
+            found = t5_written.written_labels(model, file, *how, batch_size=size)
+            names = (*form.labels, None)
+            rows = [{"label": names[label]} for label in found or ()]
+        else:
+            search = form.searched(what.generation)
+            texts = t5_written.written_texts(model, file, tokenizer, search, *how, batch_size=size)
+            rows = [{"text": text} for text in texts or ()]
+        yield from ({"id": number} | row for number, row in enumerate(rows, start=1))
+
+
+def _columns(columns: T5TextsConfig) -> T5TextsConfig:
+    """Return the names under which the texts to read are found: those of a task from text to text too."""
+    return replace(columns, first=columns.source_column, second="") if columns.is_text else columns
 
 
 def _read_model(source: Path, columns: T5TextsConfig, world: "World") -> "tuple[T5, Tokenizer]":
@@ -75,52 +89,12 @@ def _read_model(source: Path, columns: T5TextsConfig, world: "World") -> "tuple[
     return model.to(world.device), tokenizer
 
 
-def _worded(
-    columns: T5TextsConfig, data: "ClassifyData", model: "T5", tokenizer: "Tokenizer"
+def _examples(
+    columns: T5TextsConfig, data: "ClassifyData", model: "T5", tokenizer: "Tokenizer", form: Form
 ) -> "TextToText":
-    from shoal.data.text.text_to_text import make_text_to_text
-
-    sizes, (_, template) = model.weights.config, form_of(model)
-    if columns.template or columns.task:
-        template = t5_classify.wording(columns, data)
-    return make_text_to_text(
-        data,
-        tokenizer,
-        template=template,
-        max_seq_length=columns.max_seq_length,
-        end_id=sizes.eos_token_id,
-        pad_id=sizes.pad_token_id,
-    )
-
-
-def require_labels(source: Path, model: "T5") -> tuple[str, ...]:
-    """Return the labels on which a T5 was finetuned; raise a :class:`UsageError` if it was on none."""
-    labels, _ = form_of(model)
-    if not labels:
-        raise UsageError(f"--model {source} was not finetuned on labels: use `shoal finetune t5` first")
-    return labels
-
-
-def form_of(model: "T5") -> tuple[tuple[str, ...], str]:
-    """Return the labels on which a T5 was finetuned, and the wording of its inputs; of others none, and the
-    text itself."""
-    config = model.weights.config
-    for task in (getattr(config, "task_specific_params", None) or {}).values():
-        if "template" in task:
-            names: dict[int, str] = config.id2label
-            return tuple(names[number] for number in sorted(names)), str(task["template"])
-    return (), "{first}"
-
-
-def _rows(texts: "TextToText", tokens: Any, tokenizer: Any, end_id: int) -> Iterator[Row]:
-    for number, row in enumerate(tokens.astype("int64"), start=1):
-        if texts.words:
-            label = texts.label_of(row)
-            yield {"id": number, "label": (*texts.data.labels, None)[label]}
-        else:
-            ids = row.tolist()
-            ids = ids[: ids.index(end_id)] if end_id in ids else ids
-            yield {"id": number, "text": tokenizer.decode(ids, skip_special_tokens=True)}
+    asked = columns.template or columns.task
+    template = t5_classify.wording(columns, data) if asked else form.template
+    return t5_classify.examples_of(columns, data, model, tokenizer, template=template)
 
 
 # ------------------------------------------------------------------------------------------------- scores
@@ -136,29 +110,65 @@ class Evaluate(EvaluateLabelsConfig):
     """The form in which texts and labels are read."""
 
     data: T5LabelledConfig = field(default_factory=T5LabelledConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 
-check_evaluation = classify_use.check_evaluation
+def check_evaluation(what: Evaluate, inputs: tuple[Path, ...]) -> list[str]:
+    """Check what can be checked without torch; return the lines of a dry run.
+
+    Raises:
+        UsageError: no model, no file, two files of one name, a folder that cannot be written, a column that
+            is not named, or a package of the scores that is not installed.
+    """
+    if what.data.is_text:
+        if not what.data.target_column:
+            raise UsageError("name the column of the wanted texts with --data.target-column")
+        require_packages(what.generation.metrics)
+    return classify_use.check_evaluation(what, inputs)
 
 
 def evaluate(
     what: Evaluate, inputs: tuple[Path, ...], world: "World", precision: "Precision"
 ) -> Iterator[str]:
-    """Yield the table of each file, on the first worker; all workers call it.
+    """Yield the scores of each file, on the first worker; all workers call it.
 
     Raises:
-        UsageError: the model was not finetuned on labels, or a file has a label that it does not know.
+        UsageError: the model was not finetuned on labels and no columns of texts are named, or a file has a
+            label that it does not know.
         ShoalError: its files are damaged, or a file cannot be written.
     """
-    from shoal.data.text.classify import read_classify
-
     using.make_folder(what.out, world)
     model, tokenizer = _read_model(what.model, what.data, world)
-    labels = require_labels(what.model, model)
+    score = _score_texts if what.data.is_text else _score_labels
     for path in inputs:
-        data = read_classify(path, what.data.columns(), labels=labels)
-        texts = _worded(what.data, data, model, tokenizer)
-        predicted = t5_classify.predicted_labels(model, texts, world, precision, batch_size=what.batch_size)
-        if predicted is not None:
-            names = (*labels, t5_classify.NO_LABEL)
-            yield classify_use.told(data, classify.write_scores(what.out, data, names, predicted))
+        yield from score(what, path, model, tokenizer, world, precision)
+
+
+def _score_labels(
+    what: Evaluate, path: Path, model: "T5", tokenizer: "Tokenizer", world: "World", precision: "Precision"
+) -> Iterator[str]:
+    from shoal.data.text.classify import read_classify
+
+    labels = t5_written.require_labels(what.model, model)
+    data = read_classify(path, what.data.columns(), labels=labels)
+    file = _examples(what.data, data, model, tokenizer, t5_written.form_of(model))
+    predicted = t5_written.written_labels(model, file, world, precision, batch_size=what.batch_size)
+    if predicted is not None:
+        names = (*labels, t5_classify.NO_LABEL)
+        yield classify_use.told(data, classify.write_scores(what.out, data, names, predicted))
+
+
+def _score_texts(
+    what: Evaluate, path: Path, model: "T5", tokenizer: "Tokenizer", world: "World", precision: "Precision"
+) -> Iterator[str]:
+    from shoal.data.text.text_to_text import read_text_pairs
+
+    data = read_text_pairs(path, source=what.data.source_column, target=what.data.target_column)
+    form, size = t5_written.form_of(model), what.batch_size
+    file = _examples(what.data, data, model, tokenizer, form)
+    search = form.searched(what.generation)
+    texts = t5_written.written_texts(model, file, tokenizer, search, world, precision, batch_size=size)
+    if texts is not None:
+        scores = t5_written.write_text_scores(what.out, data, texts, what.generation.metrics)
+        listed = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
+        yield f"{data.path}: {listed} of {len(texts):,} examples"

@@ -1,4 +1,4 @@
-"""Reads labelled texts and pairs (MNLI, and any tab-separated or JSONL file), tokenises and scores them.
+"""Reads labelled texts and pairs (MNLI, any tab-separated, JSONL or Parquet file), tokenises and scores them.
 
 MNLI's matched and mismatched sets are two files, read and scored one by one.
 """
@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from shoal.atomic_io import read_text
+from shoal.data.text.rows import field_names, field_rows
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
 from shoal.errors import UsageError, did_you_mean
@@ -59,7 +60,7 @@ class ClassifyData:
 
 
 def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None) -> ClassifyData:
-    """Read a file whose name ends in ``.tsv`` (with a line of column names) or ``.jsonl``.
+    """Read a file whose name ends in ``.tsv`` (with a line of column names), ``.jsonl`` or ``.parquet``.
 
     Quotes in a tab-separated file are ordinary characters, as in MNLI's.
 
@@ -72,8 +73,7 @@ def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None)
         UsageError: the file cannot be read, a column is not there, a line is damaged, a label is not in the
             set (with its line), or there is no example.
     """
-    _check_name(path)
-    found = list(_rows(path, columns))
+    found = list(read_rows(path, columns))
     labelled = [row for row in found if row[3] != columns.unlabelled]
     if not labelled:
         raise UsageError(f"{path}: holds no example with a label")
@@ -82,12 +82,12 @@ def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None)
     index = {label: k for k, label in enumerate(labels)}
     if len(index) != len(labels) or len(index) < 2:
         raise UsageError(f"{path}: the labels {', '.join(labels)} must be two or more different ones")
-    wrong = [(line, label) for line, _, _, label in labelled if label not in index]
+    wrong = [(where, label) for where, _, _, label in labelled if label not in index]
     if wrong:
-        line, label = wrong[0]
+        where, label = wrong[0]
         more = f" ({len(wrong)} lines have such labels)" if len(wrong) > 1 else ""
         raise UsageError(
-            f"{path}, line {line}: the label {label!r} is not one of {', '.join(labels)}{more}."
+            f"{where}: the label {label!r} is not one of {', '.join(labels)}{more}."
             f"{did_you_mean(label, labels)}"
         )
     return ClassifyData(
@@ -108,20 +108,12 @@ def read_texts(path: Path, columns: Columns, *, labels: Sequence[str]) -> Classi
     Raises:
         UsageError: the file cannot be read, a column is not there, a line is damaged, or there is no text.
     """
-    _check_name(path)
     examples = tuple(
-        Example(first, second, 0) for _, first, second, _ in _rows(path, replace(columns, label=()))
+        Example(first, second, 0) for _, first, second, _ in read_rows(path, replace(columns, label=()))
     )
     if not examples:
         raise UsageError(f"{path}: holds no text")
     return ClassifyData(path=path, labels=tuple(labels), examples=examples, num_unlabelled=0)
-
-
-def _check_name(path: Path) -> None:
-    if path.suffix not in (".tsv", ".jsonl"):
-        raise UsageError(
-            f"{path}: is known by the end of its name: .tsv (tab-separated, column names first) or .jsonl"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +147,36 @@ def score_classify(labels: Sequence[str], gold: Iterable[int], predicted: Iterab
     )
 
 
-def _rows(path: Path, columns: Columns) -> Iterator[tuple[int, str, str | None, str]]:
-    """Yield number, texts and label of each line that is not empty; only \\n and \\r\\n end a line."""
+def read_rows(path: Path, columns: Columns) -> Iterator[tuple[str, str, str | None, str]]:
+    """Yield place (for messages), texts and label of each row; the label is empty if none is asked for.
+
+    Raises:
+        UsageError: the file cannot be read, a column is not there, or a row is damaged.
+    """
+    for where, names, entry in _entries(path, columns):
+        cells = [entry[name] for name in names]
+        texts, label = (cells[:-1], cells[-1]) if columns.label else (cells, "")
+        is_label = isinstance(label, str | int) and not isinstance(label, bool)
+        if not is_label or not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"{where}: texts must be strings, labels strings or whole numbers")
+        yield where, texts[0], texts[1] if len(texts) > 1 else None, str(label)
+
+
+def _entries(path: Path, columns: Columns) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
+    """Yield place, names of the wanted columns and cells of each row that is not empty.
+
+    Only \\n and \\r\\n end a line.
+    """
+    if path.suffix == ".parquet":
+        names = _chosen(str(path), columns, field_names(path, str(path)))
+        for number, entry in enumerate(field_rows(path, names, str(path)), start=1):
+            yield f"{path}, row {number}", names, entry
+        return
+    if path.suffix not in (".tsv", ".jsonl"):
+        raise UsageError(
+            f"{path}: is known by the end of its name: .tsv (tab-separated, column names first), .jsonl or "
+            ".parquet"
+        )
     numbered = enumerate(read_text(path).split("\n"), start=1)
     lines = ((number, line.removesuffix("\r")) for number, line in numbered if line.strip("\r"))
     header: list[str] = []
@@ -169,18 +189,13 @@ def _rows(path: Path, columns: Columns) -> Iterator[tuple[int, str, str | None, 
             parts = line.split("\t")
             if len(parts) != len(header):
                 raise UsageError(f"{where}: has {len(parts)} columns, but the first line names {len(header)}")
-            entry: Any = dict(zip(header, parts, strict=True))
+            entry = dict(zip(header, parts, strict=True))
         else:
             entry = parse_json(line, where, error=UsageError)
             if not isinstance(entry, dict):
                 raise UsageError(f"{where}: must be a JSON object with a key for each column")
             names = _chosen(where, columns, entry)
-        cells = [entry[name] for name in names]
-        texts, label = (cells[:-1], cells[-1]) if columns.label else (cells, "")
-        is_label = isinstance(label, str | int) and not isinstance(label, bool)
-        if not is_label or not all(isinstance(text, str) for text in texts):
-            raise UsageError(f"{where}: texts must be strings, labels strings or whole numbers")
-        yield number, texts[0], texts[1] if len(texts) > 1 else None, str(label)
+        yield where, names, entry
 
 
 def _chosen(where: str, columns: Columns, present: Collection[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Takes the text of rows: of JSON lines, and of Parquet files.
+"""Takes the texts of rows: of JSON lines, and of Parquet files.
 
 A Parquet file is cut by *virtual bytes*, which are those of the text's column, uncompressed, as the file's
 footer counts them. Row *i* of a row group with *n* rows and *b* bytes begins at virtual byte ``i b // n`` of
@@ -8,7 +8,7 @@ the group. So a part of a large row group is one piece of work, and planning rea
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ TEXT = "text"
 _BATCH_BYTES = 1 << 20
 """Text that is decoded together, about."""
 _READ_BYTES = 1 << 20
+_ROWS_AT_ONCE = 1024
+"""Rows that become Python's objects together."""
 
 
 def json_line_text(line: str, field: str, where: str) -> str:
@@ -72,6 +74,27 @@ def column_texts(path: Path, field: str, name: str, start: int, end: int) -> Ite
                 first, last = (-(-(edge - base) * rows // size) for edge in (max(start, base), end))
                 yield from _rows(file, group, field, first, min(last, rows), max(size // rows, 1))
             base += size
+
+
+def field_names(path: Path, name: str) -> list[str]:
+    """Return the names of the columns of a Parquet file.
+
+    Raises:
+        UsageError: it is no Parquet file; ``name`` names it.
+    """
+    with _opened(path, name) as file:
+        return list(file.schema_arrow.names)
+
+
+def field_rows(path: Path, fields: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file with these of its columns.
+
+    Raises:
+        UsageError: as :func:`field_names`, or the file is damaged.
+    """
+    with _opened(path, name) as file:
+        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(fields), use_threads=False):
+            yield from batch.to_pylist()
 
 
 def _groups(metadata: Any, field: str) -> Iterator[tuple[int, int]]:

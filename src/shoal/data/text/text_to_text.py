@@ -1,7 +1,8 @@
-"""Turns classification into text-to-text examples for T5: a text as input, the words of the label as target.
+"""Makes text-to-text examples for T5: a text as input, the words of the label or another text as target.
 
-"mnli hypothesis: … premise: …" becomes "entailment" (Raffel et al. 2020, section 2.4 and appendix D). Inputs
-and targets end with the end token; long inputs are truncated at the end.
+"mnli hypothesis: … premise: …" becomes "entailment", "translate English to German: …" its translation (Raffel
+et al. 2020, section 2.4 and appendix D). Inputs and targets end with the end token; long ones are truncated
+at the end.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from shoal.data.text.classify import ClassifyData, Example
+from shoal.data.text.classify import ClassifyData, Columns, Example, read_rows
 from shoal.data.text.sequences import Sequences
-from shoal.data.text.special_tokens import Int64Array, encode_texts, plain, ranges
+from shoal.data.text.special_tokens import Int32Array, Int64Array, encode_texts, plain, ranges
 from shoal.errors import UsageError
 
 TEMPLATES: Mapping[str, str] = {
@@ -36,24 +37,28 @@ class TextToText(Sequences):
     """Inputs, and their targets."""
 
     data: ClassifyData
-    words: tuple[tuple[int, ...], ...]
-    """The tokens of each label, the end token included; without labels there are only inputs."""
+    words: tuple[Int32Array, ...]
+    """The tokens of each of ``data.labels``, the end token included; without labels there are only inputs."""
     pad_id: int
     num_cut: int
     """Inputs that were truncated."""
+    num_targets_cut: int = 0
+    """Targets that were truncated."""
     width: int = 0
     """Columns to which inputs are padded, for models of fixed shapes; 0: those of the longest in a batch."""
+    target_width: int = 0
+    """The same of targets."""
 
     @property
     def longest_word(self) -> int:
-        """Tokens of the longest label; 0 without labels."""
+        """Tokens of the longest target; 0 without targets."""
         return max(map(len, self.words), default=0)
 
     def batch(self, indices: Int64Array) -> dict[str, npt.NDArray[Any]]:
-        """Return the sequences ``indices`` padded to their longest, or to ``width``.
+        """Return the sequences ``indices`` padded to their longest, or to ``width`` and ``target_width``.
 
         - ``input_ids``, ``attention_mask`` int64 ``[B, S]``: the mask is 0 in the padding;
-        - ``labels`` int64 ``[B, longest_word]``: -100 behind the end token.
+        - ``labels`` int64 ``[B, T]``: -100 behind the end token.
         """
         own = [self.data.examples[index].label for index in indices] if self.words else []
         return self.batch_with(indices, own)
@@ -64,57 +69,101 @@ class TextToText(Sequences):
         there = np.arange(self.width or int(lengths.max())) < lengths[:, None]
         ids = np.full(there.shape, self.pad_id, dtype=np.int64)
         ids[there] = self.tokens[ranges(self.bounds[indices], lengths)]
-        targets = np.full((len(indices), self.longest_word), IGNORED, dtype=np.int64)
-        for row, label in enumerate(labels):
-            targets[row, : len(self.words[label])] = self.words[label]
+        words = [self.words[label] for label in labels]
+        columns = self.target_width or max(map(len, words), default=0)
+        targets = np.full((len(indices), columns), IGNORED, dtype=np.int64)
+        for row, word in enumerate(words):
+            targets[row, : len(word)] = word
         return {"input_ids": ids, "attention_mask": there.astype(np.int64), "labels": targets}
 
     def label_of(self, written: npt.NDArray[np.integer[Any]]) -> int:
         """Return the index of the label that the tokens spell up to the end token; ``len(words)`` for
         none."""
-        text = tuple(int(token) for token in written)
-        found = (k for k, word in enumerate(self.words) if text[: len(word)] == word)
+        found = (k for k, word in enumerate(self.words) if np.array_equal(written[: len(word)], word))
         return next(found, len(self.words))
 
 
+def read_text_pairs(path: Path, *, source: str, target: str) -> ClassifyData:
+    """Read sources and targets: each example has a label of its own, which is its target.
+
+    Args:
+        path: its name ends in ``.tsv`` (with a line of column names), ``.jsonl`` or ``.parquet``.
+        source: the column (or key) of inputs.
+        target: that of targets.
+
+    Raises:
+        UsageError: the file cannot be read, a column is not there, a row is damaged, or there is none.
+    """
+    found = list(read_rows(path, Columns(first=source, second=target, label=())))
+    if not found:
+        raise UsageError(f"{path}: holds no example")
+    return ClassifyData(
+        path=path,
+        labels=tuple(text or "" for _, _, text, _ in found),
+        examples=tuple(Example(text, None, number) for number, (_, text, _, _) in enumerate(found)),
+        num_unlabelled=0,
+    )
+
+
 def make_text_to_text(
-    data: ClassifyData, tokenizer: Tokenizer, *, template: str, max_seq_length: int, end_id: int, pad_id: int
+    data: ClassifyData,
+    tokenizer: Tokenizer,
+    *,
+    template: str,
+    max_seq_length: int,
+    end_id: int,
+    pad_id: int,
+    max_target_length: int | None = None,
 ) -> TextToText:
     """Fill the template with all examples and tokenise them; special tokens in a text are plain characters.
 
     Args:
         template: the input, with ``{first}`` and ``{second}`` in place of the texts.
         max_seq_length: most tokens of an input, the end token included.
+        max_target_length: most tokens of a target, the end token included. Default: targets are labels,
+            which stay whole, and each of which has other tokens.
 
     Raises:
         UsageError: two labels are the same to the tokenizer, or no room is left for a text.
     """
-    if max_seq_length < 2:
-        raise UsageError(f"max_seq_length {max_seq_length} has no room for a text and its end; raise it")
+    lengths_of = {"max_seq_length": max_seq_length, "max_target_length": max_target_length}
+    for name, most in lengths_of.items():
+        if most is not None and most < 2:
+            raise UsageError(f"{name} {most} has no room for a text and its end; raise it")
     with plain(tokenizer):
-        ids, begins, _ = encode_texts(
-            tokenizer, [worded(template, example) for example in data.examples], with_offsets=False
-        )
-        names, at, _ = encode_texts(tokenizer, data.labels, with_offsets=False)
-    words = tuple((*names[at[k] : at[k + 1]].tolist(), end_id) for k in range(len(data.labels)))
-    if len(set(words)) != len(words):
+        texts = [worded(template, example) for example in data.examples]
+        inputs = encode_texts(tokenizer, texts, with_offsets=False)[:2]
+        targets = encode_texts(tokenizer, data.labels, with_offsets=False)[:2]
+    tokens, bounds, num_cut = _ended(*inputs, most=max_seq_length, end_id=end_id)
+    ids, at, num_targets_cut = _ended(*targets, most=max_target_length, end_id=end_id)
+    words = tuple(np.split(ids, at[1:-1])) if data.labels else ()
+    if max_target_length is None and len({tuple(word.tolist()) for word in words}) != len(words):
         raise UsageError(
             f"{data.path}: the tokenizer gives two of the labels {', '.join(data.labels)} the same tokens; "
             "rename one"
         )
-    lengths = np.diff(begins)
-    kept = np.minimum(lengths, max_seq_length - 1)
-    bounds = np.concatenate([[0], np.cumsum(kept + 1)])
-    tokens = np.full(bounds[-1], end_id, dtype=np.int32)
-    tokens[ranges(bounds[:-1], kept)] = ids[ranges(begins[:-1], kept)]
     return TextToText(
         data=data,
         tokens=tokens,
         bounds=bounds,
         words=words,
         pad_id=pad_id,
-        num_cut=int((lengths > kept).sum()),
+        num_cut=num_cut,
+        num_targets_cut=num_targets_cut,
     )
+
+
+def _ended(
+    ids: Int32Array, begins: Int64Array, *, most: int | None, end_id: int
+) -> tuple[Int32Array, Int64Array, int]:
+    """Return the tokens and bounds of texts with an end token each, and how many were cut to ``most``."""
+    lengths = np.diff(begins)
+    kept = lengths if most is None else np.minimum(lengths, most - 1)
+    bounds = np.concatenate([[0], np.cumsum(kept + 1)])
+    tokens = np.full(bounds[-1], end_id, dtype=np.int32)
+    if len(kept):
+        tokens[ranges(bounds[:-1], kept)] = ids[ranges(begins[:-1], kept)]
+    return tokens, bounds, int((lengths > kept).sum())
 
 
 def template_of(task: str, *, has_pairs: bool) -> str:

@@ -64,7 +64,7 @@ def test_jsonl_single_texts_and_labels_of_the_file(tmp_path: Path) -> None:
         ("", "x.tsv", "x.tsv: the file is empty"),
         (HEAD, "x.tsv", "x.tsv: holds no example with a label"),
         (f"{HEAD}-\ta\tb\n", "x.tsv", "x.tsv: holds no example with a label"),
-        ("a\n", "x.csv", r"x.csv: is known by the end of its name: .tsv .* or .jsonl"),
+        ("a\n", "x.csv", r"x.csv: is known by the end of its name: .tsv .* or .parquet"),
         (
             f"{HEAD}neutral\ta\tb\n\nnetural\ta\tb\nx\ta\tb\n",
             "x.tsv",

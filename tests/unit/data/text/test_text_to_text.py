@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from shoal.data.text.classify import Columns, Example, read_classify
-from shoal.data.text.text_to_text import TextToText, make_text_to_text, template_of, worded
+from shoal.data.text.text_to_text import (
+    TextToText,
+    make_text_to_text,
+    read_text_pairs,
+    template_of,
+    worded,
+)
 from shoal.data.text.tokenizer import train_tokenizer
 from shoal.errors import UsageError
 
@@ -83,3 +93,53 @@ def test_labels_with_the_same_tokens(tmp_path: Path) -> None:
         made(tmp_path, ["a\tb\tNO", "b\ta\tno"])
     with pytest.raises(UsageError, match="max_seq_length 1 has no room"):
         made(tmp_path, ["a\tb\tyes", "b\ta\tno"], max_seq_length=1)
+
+
+SOURCES, TARGETS = ["a b a", "b", "a"], ["b b b b", "a", "b"]
+
+
+def text_pairs(folder: Path) -> list[Path]:
+    """Write the same texts in each format."""
+    paths = [folder / f"texts.{end}" for end in ("tsv", "jsonl", "parquet")]
+    pairs = list(zip(SOURCES, TARGETS, strict=True))
+    paths[0].write_text("".join(f"{a}\t{b}\n" for a, b in [("from", "to"), *pairs]))
+    paths[1].write_text("".join(json.dumps({"to": b, "other": 1, "from": a}) + "\n" for a, b in pairs))
+    table = pa.table({"to": TARGETS, "number": [1, 2, 3], "from": SOURCES})
+    pyarrow.parquet.write_table(table, paths[2], row_group_size=2)
+    return paths
+
+
+def test_texts_and_their_targets_in_each_format(tmp_path: Path) -> None:
+    for path in text_pairs(tmp_path):
+        data = read_text_pairs(path, source="from", target="to")
+        assert [example.first for example in data.examples] == SOURCES
+        assert [data.labels[example.label] for example in data.examples] == TARGETS
+        with pytest.raises(UsageError, match=r"there is no column 'form'.*Did you mean 'from'"):
+            read_text_pairs(path, source="form", target="to")
+    labels = {path: read_classify(path, Columns(first="from", second=None, label=("to",)), labels=None)
+              for path in text_pairs(tmp_path)}  # fmt: skip
+    assert len({data.labels for data in labels.values()}) == 1
+    missing = pa.table({"from": ["a", None], "to": ["b", "b"]})
+    pyarrow.parquet.write_table(missing, tmp_path / "some.parquet")
+    with pytest.raises(UsageError, match=r"some\.parquet, row 2: texts must be strings"):
+        read_text_pairs(tmp_path / "some.parquet", source="from", target="to")
+
+
+def test_targets_are_cut_and_padded_to_those_of_the_batch(tmp_path: Path) -> None:
+    data = read_text_pairs(text_pairs(tmp_path)[0], source="from", target="to")
+    tokenizer = train_tokenizer("wordpiece", ["task : a b"] * 5, vocab_size=90, lowercase=True)
+    a, b = (tokenizer.token_to_id(word) for word in "ab")
+    texts = make_text_to_text(
+        data, tokenizer, template="task: {first}", max_seq_length=64, end_id=END, pad_id=PAD,
+        max_target_length=4,
+    )  # fmt: skip
+    assert (texts.num_cut, texts.num_targets_cut, texts.longest_word) == (0, 1, 4)
+    assert texts.batch(np.array([0, 1]))["labels"].tolist() == [[b, b, b, END], [a, END, -100, -100]]
+    assert texts.batch(np.array([2, 1]))["labels"].tolist() == [[b, END], [a, END]]
+    wide = replace(texts, width=9, target_width=5).batch(np.array([2]))
+    assert wide["labels"].tolist() == [[b, END, -100, -100, -100]] and wide["input_ids"].shape == (1, 9)
+    with pytest.raises(UsageError, match="max_target_length 1 has no room"):
+        make_text_to_text(
+            data, tokenizer, template="{first}", max_seq_length=64, end_id=END, pad_id=PAD,
+            max_target_length=1,
+        )  # fmt: skip
