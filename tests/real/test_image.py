@@ -274,6 +274,7 @@ def test_the_workers_image_trains_without_root(buildah: Buildah, registry: str, 
     buildah("commit", "--quiet", "--rm", container, "localhost/torch")
     others = needed("shoal[torch,text,vision,aws]")
     others = {name: each for name, each in others.items() if name != "shoal" and name not in with_torch}
+    others["setuptools"] = metadata.distribution("setuptools")  # that of Debian's venv is too old for torch
     wheels = buildah.folder / "context" / "dist"
     fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
     subprocess.run([*fetch, *(f"{name}=={each.version}" for name, each in others.items())], check=True)
