@@ -22,7 +22,7 @@ from shoal.record import read_record
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(900)]
 
 STEPS, EVERY = 240, 10
-STEPS_OF_8_SLOTS = 900
+STEPS_OF_8_SLOTS = 600
 TRAINED_S = 20.0
 LOST_S = 30.0
 HELPER = 2
