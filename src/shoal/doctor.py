@@ -26,6 +26,8 @@ OLDEST_PYTHON = (3, 11)
 EXTRAS = {
     "torch": "for the backend, the optimizers, pipelines and training",
     "jax": "for collectives in JAX programs",
+    "keras": "for model.fit of several processes",
+    "tensorflow": "for collectives in TensorFlow programs",
     "text": "to train ALBERT and to prepare text",
     "corpora": "to prepare text from Parquet, .zst and MediaWiki's dumps",
     "report": "to write reports",
@@ -233,7 +235,8 @@ def _native_core() -> Check:
 def _compiler() -> Check:
     path = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if path is None:
-        remedy = "torch.compile on the CPU needs one, and so does shoal.jax: install g++ or clang++"
+        users = "torch.compile on the CPU needs one, and so do shoal.jax and shoal.tensorflow"
+        remedy = f"{users}: install g++ or clang++"
         return Check("C++ compiler", "none found", "note", remedy)
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     return Check("C++ compiler", answer.stdout.partition("\n")[0].strip() or path)

@@ -24,6 +24,8 @@ EXIT_LOST = 76
 MODULES_OF_EXTRAS = {
     "torch": ("torch", "safetensors", "tensorboardX"),
     "jax": ("jax", "optax"),
+    "keras": ("keras",),
+    "tensorflow": ("tensorflow",),
     "text": ("transformers", "tokenizers", "sentencepiece", "google"),
     "corpora": ("pyarrow", "zstandard", "mwparserfromhell"),
     "vision": ("torchvision", "PIL", "faster_coco_eval"),

@@ -8,20 +8,17 @@ program compiles the handlers for XLA, once per cache.
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import framework_jobs
 import pytest
-from wheels import ROOT, find_wheel
+from framework_jobs import environment
+from wheels import ROOT
 
 WORKERS = Path(__file__).with_name("jax_workers.py")
-SECRET = "the secret of the tests of JAX"
-DEADLINE_S = 240.0
-NOT_FOR_CHILDREN = ("PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
+SEAM = Path(__file__).with_name("seam_workers.py")
 WITH_SHARED_MEMORY = pytest.param("", id="shared memory")
 OVER_TCP = pytest.param("hosts", id="tcp", marks=pytest.mark.slow)
 TWO = pytest.param(2)
@@ -31,65 +28,14 @@ FOUR = pytest.param(4, marks=pytest.mark.slow)
 @pytest.fixture(scope="session")
 def python() -> Path:
     """Return the interpreter of an environment with ``pip install shoal[jax]``."""
-    own = "abi3" if sys.version_info >= (3, 12) else f"cp3{sys.version_info.minor}"
-    wheel = find_wheel("make wheels", own)
-    folder = ROOT / "build" / "jax-environment"
-    made_of, stamp = f"{wheel.name} {wheel.stat().st_mtime_ns}", folder / "made-of.txt"
-    if not stamp.exists() or stamp.read_text() != made_of:
-        uv = [sys.executable, "-m", "uv"]
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, folder], check=True)
-        subprocess.run(
-            [
-                *uv,
-                "pip",
-                "install",
-                "--quiet",
-                "--python",
-                folder / "bin/python",
-                f"shoal[jax] @ {wheel.as_uri()}",
-            ],
-            check=True,
-        )
-        stamp.write_text(made_of)
-    return folder / "bin" / "python"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return environment("jax", "jax,keras", "flax")
 
 
 def run(
     python: Path | str, name: str, size: int, hosts: str = "", *, lost: int | None = None, **more: str
 ) -> str:
-    """Run a program of ``jax_workers.py`` in ``size`` processes; return what rank 0 printed.
-
-    Args:
-        hosts: not empty: each process counts as a host, so that data goes over TCP.
-        lost: rank that kills itself.
-    """
-    kept = {key: value for key, value in os.environ.items() if key not in NOT_FOR_CHILDREN}
-    common = {
-        **kept, **more, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "COORDINATOR_PORT": str(free_port()), "SHOAL_SECRET": SECRET, "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    workers = [
-        subprocess.Popen(
-            [python, WORKERS, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/",
-            env={**common, "RANK": str(rank)} | ({"SHOAL_HOST_ID": f"host-{rank}"} if hosts else {}),
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        said = [worker.communicate(timeout=DEADLINE_S)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    expected = [-signal.SIGKILL if rank == lost else 0 for rank in range(size)]
-    assert [worker.returncode for worker in workers] == expected, "\n".join(said)
-    return said[0]
+    """Run a program of ``jax_workers.py`` in ``size`` processes; return what rank 0 printed."""
+    return framework_jobs.run(python, WORKERS, name, size, hosts, lost=lost, **more)
 
 
 def results(text: str) -> list[str]:
@@ -139,7 +85,12 @@ def test_many_calls_of_a_program_keep_their_order(python: Path, size: int, runs:
 def test_weights_are_those_of_one_process(python: Path, size: int) -> None:
     first = results(run(python, "training", size))
     assert len(first) == 2
-    assert results(run(python, "training", size)) == first
+    for _ in range(1 if size == 2 else 4):
+        assert results(run(python, "training", size)) == first
+
+
+def test_powers_of_two_leave_no_difference(python: Path) -> None:
+    run(python, "exact_training", 2)
 
 
 def test_a_lost_rank_is_named(python: Path) -> None:
@@ -156,6 +107,26 @@ def test_both_sides_of_a_mismatch_are_named(python: Path) -> None:
 )
 def test_jaxs_own_collectives_run_unchanged(python: Path, size: int, runs: int, hosts: str) -> None:
     run(python, "mpi", size, hosts, RUNS=str(runs))
+
+
+@pytest.mark.parametrize("size", [TWO, FOUR])
+@pytest.mark.parametrize("name", ["flax_model", pytest.param("keras_model", marks=pytest.mark.slow)])
+def test_models_of_flax_and_keras_train_on_jaxs_own_collectives(python: Path, name: str, size: int) -> None:
+    framework_jobs.run(python, SEAM, name, size, KERAS_BACKEND="jax")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_psum_scatter_of_4_mib_is_right_10_000_times(python: Path, size: int) -> None:
+    framework_jobs.run(python, SEAM, "scatter", size, RUNS="10000")
+
+
+@pytest.mark.parametrize("size", [TWO, FOUR])
+def test_helper_hosts_change_no_bit(python: Path, size: int, tmp_path: Path) -> None:
+    without = results(run(python, "sums", size, "hosts"))
+    with framework_jobs.helper(python, tmp_path) as address:
+        assert results(run(python, "sums", size, "hosts", SHOAL_HELPERS=address)) == without
+        run(python, "mpi", size, "hosts", RUNS="50", SHOAL_HELPERS=address)
 
 
 def test_collectives_are_chosen_before_jax_is_imported(python: Path) -> None:

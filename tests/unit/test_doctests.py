@@ -16,10 +16,12 @@ from shoal.data.images.synthetic import make_images
 from synthetic_text import prepare, random_documents
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
+FRAMEWORKS = ("jax", "keras", "tensorflow")
+"""Packages whose examples ``real/test_jax.py`` and the others run."""
 MODULES = [
     ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted(SOURCES.rglob("*.py"))
-    if ">>> " in path.read_text(encoding="utf-8") and path.parent.name != "jax"  # real/test_jax.py runs those
+    if ">>> " in path.read_text(encoding="utf-8") and path.parent.name not in FRAMEWORKS
 ]
 
 
@@ -57,8 +59,11 @@ def test_import_is_quick_and_needs_no_torch() -> None:
     assert "AttributeError: module 'shoal' has no attribute 'nothing'" in done.stderr
 
 
-def test_the_stub_names_the_same() -> None:
+@pytest.mark.parametrize("package", ["shoal", *(f"shoal.{name}" for name in FRAMEWORKS)])
+def test_the_stub_names_the_same(package: str) -> None:
     """Type checkers read ``__init__.pyi``."""
-    lines = (SOURCES / "shoal" / "__init__.pyi").read_text(encoding="utf-8").splitlines()
-    imported = {line.rpartition(" ")[2]: line.split()[1] for line in lines if line.startswith("from ")}
-    assert imported == shoal._MODULES
+    stub = SOURCES.joinpath(*package.split("."), "__init__.pyi").read_text(encoding="utf-8")
+    lines = [line for line in stub.splitlines() if line.startswith("from ")]
+    imported = {line.rpartition(" ")[2]: line.split()[1] for line in lines}
+    imported.pop("callbacks", None)  # a module
+    assert imported == importlib.import_module(package)._MODULES

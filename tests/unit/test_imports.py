@@ -42,6 +42,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "train": DECIDERS | NATIVE | LAYERS | DOERS,
     "recipes": BELOW_RECIPES | {"launch"},
     "jax": NOUNS | NATIVE | {"comm"},
+    "tensorflow": NOUNS | NATIVE | {"comm"},
+    "keras": NOUNS | NATIVE | {"comm", "jax", "tensorflow"},
     "planner": DECIDERS | {"models"},
     "launch": frozenset({"errors", "json_text", "env"}),
     "report": frozenset({"errors", "atomic_io", "record", "formatting"}),

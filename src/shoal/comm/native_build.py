@@ -23,6 +23,8 @@ from pathlib import Path
 from shoal import env, native
 from shoal.errors import ShoalError, UsageError
 
+TREE_CALL = Path(__file__).parent / "native_call"
+"""Folder of the header on which the libraries for JAX and TensorFlow are built."""
 _LIMIT_S = 900
 _MOST_LINES = 3
 """Lines of the compiler's output in an error."""
@@ -51,6 +53,7 @@ class Library:
         sources: folder of its ``.cc`` and ``.h`` files.
         versions: all that a build depends on but sources, ``shoal.h`` and the compiler.
         includes: folders of headers that are not shoal's.
+        shared: folders of headers of shoal's that several libraries use.
         flags: of the compiler, besides those of every library.
         links: arguments of the linker, besides ``libshoal.so``.
     """
@@ -61,6 +64,7 @@ class Library:
     sources: Path
     versions: tuple[str, ...]
     includes: tuple[Path, ...]
+    shared: tuple[Path, ...] = ()
     flags: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
 
@@ -110,7 +114,8 @@ def _compiler() -> Path:
 
 
 def _sources(library: Library) -> list[Path]:
-    return sorted(path for path in library.sources.iterdir() if path.suffix in {".cc", ".h"})
+    folders = (library.sources, *library.shared)
+    return sorted(path for folder in folders for path in folder.iterdir() if path.suffix in {".cc", ".h"})
 
 
 def _compiler_key(compiler: Path) -> str:
@@ -146,7 +151,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(library: Library, compiler: Path, package: Path, target: Path) -> None:
-    includes = (library.sources, package / "include", *library.includes)
+    includes = (library.sources, *library.shared, package / "include", *library.includes)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         command = [

@@ -23,6 +23,7 @@ from shoal.comm.engine import (
     SingleProcessEngine,
 )
 from shoal.comm.rendezvous import LOOPBACK, connect_engine
+from shoal.comm.store import PrefixStore, Store
 from shoal.comm.tcp_store import TcpStore, TcpStoreServer
 from shoal.errors import UsageError
 
@@ -104,12 +105,16 @@ class World:
         self.engine.wait(self.engine.submit(operation))
 
 
-def join(*, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None) -> World:
+def join(
+    *, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None, store: Store | None = None
+) -> World:
     """Join the processes that the launcher has started together.
 
     Args:
         timeout_s: limit for each rank's arrival and for each collective.
         options: of the engine, the same on all ranks.
+        store: that all ranks reach already, such as the one of a ``torch.distributed`` group; ``None``: rank
+            0 makes one.
 
     Returns:
         The group of all processes; of this one alone, where no launcher has set its rank.
@@ -129,6 +134,10 @@ def join(*, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None) 
         alone = env.WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
         return World(alone, SingleProcessEngine(), timeout_s)
     secret, limit, rank = env.secret(), timedelta(seconds=timeout_s), worker.place.rank
+    if store is not None:
+        kept = PrefixStore(f"shoal/{_GROUP}/", store)
+        engine = _connect(kept, worker.place, limit, options)
+        return World(worker.place, engine, timeout_s)
     server = None
     if worker.store_file is not None:  # all ranks are on this host, and no port is known
         if rank == 0:
@@ -139,11 +148,13 @@ def join(*, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None) 
         host, port = worker.master_addr, worker.master_port + env.torchrun_holds_port()
         if rank == 0:
             server = TcpStoreServer("", port, secret)
-    store = TcpStore(host, port, secret, limit)
-    engine = connect_engine(
-        store, rank, worker.place.num_workers, _GROUP, rank, limit, options or EngineOptions()
-    )
-    return World(worker.place, engine, timeout_s, store, server)
+    own = TcpStore(host, port, secret, limit)
+    return World(worker.place, _connect(own, worker.place, limit, options), timeout_s, own, server)
+
+
+def _connect(store: Store, place: env.WorkerPlace, limit: timedelta, options: EngineOptions | None) -> Engine:
+    size = place.num_workers
+    return connect_engine(store, place.rank, size, _GROUP, place.rank, limit, options or EngineOptions())
 
 
 def _port_file(store_file: Path) -> Path:

@@ -72,6 +72,7 @@ def library() -> ctypes.CDLL:
                 sources=Path(__file__).parent / "native",
                 versions=(jaxlib_version, str(headers), platform.machine()),
                 includes=(headers,),
+                shared=(native_build.TREE_CALL,),
             )
         )
         loaded = ctypes.CDLL(str(path))

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-import atexit
-
 import jax
 
-from shoal.comm import world as worlds
 from shoal.comm.engine import EngineOptions
-from shoal.comm.world import World
-from shoal.errors import UsageError
+from shoal.comm.membership import Membership
+from shoal.comm.store import Store
+from shoal.comm.world import TIMEOUT_S, World
 from shoal.jax import ffi
 
-_world: World | None = None
 _WORLD_GROUP = 1
 """Number of the group of all processes in compiled programs; 0 is that of one process alone."""
 
 
-def init(*, timeout_s: float = worlds.TIMEOUT_S, options: EngineOptions | None = None) -> None:
+def _joined(world: World) -> None:
+    if group := world.c_group():
+        ffi.set_group(_WORLD_GROUP, group)
+
+
+def _finish() -> None:
+    jax.effects_barrier()
+    ffi.set_group(_WORLD_GROUP, 0)
+
+
+_membership = Membership("shoal.jax", prepare=ffi.register, joined=_joined, finish=_finish)
+world = _membership.world
+rank = _membership.rank
+size = _membership.size
+local_rank = _membership.local_rank
+local_size = _membership.local_size
+is_initialized = _membership.is_initialized
+
+
+def init(
+    *, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None, store: Store | None = None
+) -> None:
     """Join the processes that the launcher has started together; once, before the first collective.
 
     The launcher (``shoal launch``, ``shoal emulate``, ``mpirun``, ``srun``) sets the rank. A process without
-    one is
-    alone: its collectives return their operands.
+    one is alone: its collectives return their operands.
 
     Args:
         timeout_s: limit for each rank's arrival and for each collective, in seconds.
         options: of the engine, the same on all ranks.
+        store: that all ranks reach already, such as the one of a ``torch.distributed`` group; ``None``: rank
+            0 makes one.
 
     Raises:
         CommError: a rank did not come in time, or has another secret.
@@ -40,77 +59,17 @@ def init(*, timeout_s: float = worlds.TIMEOUT_S, options: EngineOptions | None =
         (0, 1)
         >>> shoal.jax.shutdown()
     """
-    global _world
-    if _world is not None:
-        raise UsageError("shoal.jax.init() was called before; call it once, at the program's beginning")
-    ffi.register()
-    _world = worlds.join(timeout_s=timeout_s, options=options)
-    if group := _world.c_group():
-        ffi.set_group(_WORLD_GROUP, group)
-    atexit.register(shutdown)
+    _membership.init(timeout_s=timeout_s, options=options, store=store)
 
 
 def shutdown() -> None:
     """Wait for the collectives of this process, and leave the others. A program's end does it too."""
-    global _world
-    if _world is not None:
-        leaving, _world = _world, None
-        atexit.unregister(shutdown)
-        jax.effects_barrier()
-        ffi.set_group(_WORLD_GROUP, 0)
-        leaving.close()
-
-
-def world() -> World:
-    """Return the group of all processes.
-
-    Raises:
-        UsageError: :func:`init` was not called.
-    """
-    if _world is None:
-        raise UsageError("shoal.jax.init() was not called; call it before the first collective")
-    return _world
+    _membership.shutdown()
 
 
 def group_number() -> int:
     """Return the number by which compiled programs name the group of all processes."""
-    return _WORLD_GROUP if world().size > 1 else 0
-
-
-def rank() -> int:
-    """Return the rank of this process, from 0 to :func:`size` - 1.
-
-    Raises:
-        UsageError: :func:`init` was not called.
-    """
-    return world().rank
-
-
-def size() -> int:
-    """Return the number of processes.
-
-    Raises:
-        UsageError: :func:`init` was not called.
-    """
-    return world().size
-
-
-def local_rank() -> int:
-    """Return the rank of this process among those of its host.
-
-    Raises:
-        UsageError: :func:`init` was not called.
-    """
-    return world().local_rank
-
-
-def local_size() -> int:
-    """Return the number of processes on this host.
-
-    Raises:
-        UsageError: :func:`init` was not called.
-    """
-    return world().local_size
+    return _WORLD_GROUP if size() > 1 else 0
 
 
 def barrier() -> None:

@@ -43,7 +43,14 @@ from shoal.launch.emulated_network import (
     identity,
     plan_cluster,
 )
-from shoal.launch.supervision import POLL_S, Output, end_process_groups, worker_variables, write_secret
+from shoal.launch.supervision import (
+    POLL_S,
+    THREADS,
+    Output,
+    end_process_groups,
+    worker_variables,
+    write_secret,
+)
 
 HELPER_COMMAND = (sys.executable, "-m", "shoal.comm.server")
 """Command of each helper host's server, before ``--address ADDRESS --port PORT``; it prints a line with
@@ -217,7 +224,7 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             SECRET_FILE: str(self._secret_file),
-            "OMP_NUM_THREADS": "1",
+            **dict.fromkeys(THREADS, "1"),
         }
         if self._num_helpers:
             variables[HELPERS] = helpers_setting(self.plan, announce_rates=self._announce_rates)

@@ -296,8 +296,10 @@ def _accepts(server: tuple[str, int]) -> bool:
 
 
 def _num_gpus() -> int:
-    from torch import cuda  # takes seconds, which a launcher with --workers does without
-
+    try:
+        from torch import cuda  # takes seconds, which a launcher with --workers does without
+    except ModuleNotFoundError:  # workers of JAX or TensorFlow, which run on the CPU
+        return 1
     return max(cuda.device_count(), 1)
 
 

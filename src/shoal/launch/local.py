@@ -42,7 +42,7 @@ from shoal.env import (
     without_brackets,
 )
 from shoal.errors import EXIT_STOPPED, UsageError
-from shoal.launch.supervision import POLL_S, Job, Outcome, worker_variables, write_secret
+from shoal.launch.supervision import POLL_S, THREADS, Job, Outcome, worker_variables, write_secret
 
 if TYPE_CHECKING:
     from shoal.launch.host_rendezvous import Membership
@@ -200,10 +200,8 @@ def _parse_rendezvous(rdzv: str) -> tuple[str, int]:
 
 
 def _worker_env(folder: Path, num_workers: int) -> dict[str, str]:
-    changes = {LAUNCH_DIR: str(folder)}
-    if "OMP_NUM_THREADS" not in child_environment():  # torchrun would set 1
-        changes["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_workers))
-    return changes
+    given, threads = child_environment(), str(max(1, num_cores() // num_workers))  # torchrun would set 1
+    return {LAUNCH_DIR: str(folder), **{name: threads for name in THREADS if name not in given}}
 
 
 def _one_host_env(folder: Path) -> dict[str, str]:

@@ -29,6 +29,8 @@ AFTER_FAILURE_S = 5.0
 _AFTER_STOP_S = 120.0
 """The same after one has saved and left."""
 _AFTER_SIGNAL_S = 10.0
+THREADS = ("OMP_NUM_THREADS", "PJRT_NPROC", "TF_NUM_INTRAOP_THREADS")
+"""Variables that say how many threads a worker's libraries use: PyTorch's and NumPy's, JAX, TensorFlow."""
 
 _FORWARDED_AS = {
     signal.SIGTERM: signal.SIGTERM,

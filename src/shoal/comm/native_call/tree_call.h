@@ -1,0 +1,183 @@
+// One asynchronous call of a framework's program on several tensors, the leaves of a tree. What XLA and TensorFlow call
+// is built on it (shoal/jax/native, shoal/tensorflow/native). Uses the engine through the C interface only (shoal.h).
+#ifndef SHOAL_TREE_CALL_H
+#define SHOAL_TREE_CALL_H
+
+#include <shoal.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace shoal {
+
+// Leaves below this share a block: a message of their own costs more than two copies. shoal/comm/arrays.py fuses in the
+// same way, so that it can stand in for this on some of the ranks.
+constexpr std::uint64_t fused_below_bytes = 64 << 10;
+
+struct Leaf {
+  const std::byte* input;
+  std::byte* output;
+  shoal_dtype dtype;
+  std::uint64_t count;  // of the operation
+  std::uint64_t input_bytes;
+};
+
+inline std::uint64_t bytes_of(shoal_dtype dtype) {
+  constexpr std::array<std::uint64_t, 8> bytes = {4, 8, 2, 2, 1, 1, 4, 8};
+  return bytes[dtype];
+}
+
+// Groups by the number that a compiled program has as an attribute; an address would not outlive the process.
+class GroupTable {
+ public:
+  // Takes over a reference to a group under a number above 0, in place of the one before.
+  void set(std::int64_t number, shoal_group* group) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    shoal_group*& place = groups_[number];
+    shoal_group* const before = std::exchange(place, group);
+    if (group == nullptr) groups_.erase(number);
+    shoal_group_release(before);
+  }
+
+  // Returns a new reference, or nullptr.
+  shoal_group* find(std::int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = groups_.find(number);
+    return found == groups_.end() ? nullptr : shoal_group_retain(found->second);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::int64_t, shoal_group*> groups_;
+};
+
+class TreeCall {
+ public:
+  // Called once, with an empty string or the reason of a failure, by a thread of the group or by the caller of `run`.
+  using Done = std::function<void(const std::string& error)>;
+
+  // Submits one operation per leaf or block of leaves, and returns; `operation` has what they share.
+  static void run(shoal_group* group, std::vector<Leaf> leaves, shoal_operation operation, Done done) {
+    auto* const call = new TreeCall(std::move(done));
+    if (operation.kind == SHOAL_BROADCAST && operation.root == shoal_group_rank(group)) {
+      copy(leaves);  // the engine leaves the root's output as it is
+      for (Leaf& leaf : leaves) leaf.input = leaf.output;
+    }
+    if (operation.kind == SHOAL_ALL_REDUCE || operation.kind == SHOAL_BROADCAST) call->fuse(leaves);
+    operation.struct_size = sizeof operation;
+    operation.on_complete = on_complete;
+    operation.context = call;
+    call->submit(group, leaves, operation);
+    call->end();
+  }
+
+  // A group of one rank: every operation is a copy.
+  static void copy(const std::vector<Leaf>& leaves) {
+    for (const Leaf& leaf : leaves) {
+      if (leaf.input != leaf.output && leaf.input_bytes) std::memcpy(leaf.output, leaf.input, leaf.input_bytes);
+    }
+  }
+
+ private:
+  // Small leaves of one dtype, side by side.
+  struct Block {
+    std::unique_ptr<std::byte[]> memory;
+    std::vector<Leaf> leaves;
+    std::uint64_t count = 0;
+  };
+
+  explicit TreeCall(Done done) : done_(std::move(done)) {}
+
+  static void on_complete(void* context, shoal_handle, shoal_status status, const char* message) {
+    auto* const call = static_cast<TreeCall*>(context);
+    if (status != SHOAL_SUCCESS) call->fail(message);
+    call->end();
+  }
+
+  void fail(const char* message) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (error_.empty()) error_ = message;
+  }
+
+  // Copies small leaves into blocks, one per dtype, and removes them from `leaves`.
+  void fuse(std::vector<Leaf>& leaves) {
+    std::map<shoal_dtype, std::vector<Leaf>> small;
+    for (const Leaf& leaf : leaves) {
+      if (leaf.input_bytes < fused_below_bytes) small[leaf.dtype].push_back(leaf);
+    }
+    for (auto& [dtype, group] : small) {
+      if (group.size() < 2) continue;
+      Block block;
+      std::uint64_t bytes = 0;
+      for (const Leaf& leaf : group) bytes += leaf.input_bytes;
+      block.memory = std::make_unique<std::byte[]>(bytes);
+      std::byte* to = block.memory.get();
+      for (const Leaf& leaf : group) {
+        if (leaf.input_bytes) std::memcpy(to, leaf.input, leaf.input_bytes);
+        to += leaf.input_bytes;
+      }
+      block.count = bytes / bytes_of(dtype);
+      block.leaves = std::move(group);
+      const auto fused = [type = dtype](const Leaf& leaf) {
+        return leaf.dtype == type && leaf.input_bytes < fused_below_bytes;
+      };
+      leaves.erase(std::remove_if(leaves.begin(), leaves.end(), fused), leaves.end());
+      blocks_.push_back(std::move(block));
+    }
+  }
+
+  void submit(shoal_group* group, const std::vector<Leaf>& leaves, shoal_operation operation) {
+    std::vector<shoal_operation> operations;
+    const auto add = [&](shoal_dtype dtype, std::uint64_t count, const void* input, void* output) {
+      operation.dtype = dtype;
+      operation.count = count;
+      operation.input = input;
+      operation.output = output;
+      operations.push_back(operation);
+    };
+    for (const Block& block : blocks_) {
+      add(block.leaves.front().dtype, block.count, block.memory.get(), block.memory.get());
+    }
+    for (const Leaf& leaf : leaves) add(leaf.dtype, leaf.count, leaf.input, leaf.output);
+    if (operations.empty()) return;
+    pending_ += operations.size();
+    if (shoal_submit(group, operations.data(), operations.size(), nullptr) == SHOAL_SUCCESS) return;
+    fail(shoal_last_error());  // none has begun
+    pending_ -= operations.size();
+  }
+
+  // Ends one operation. The last one completes the call and deletes it.
+  void end() {
+    if (pending_.fetch_sub(1) != 1) return;
+    const std::unique_ptr<TreeCall> self(this);
+    for (const Block& block : blocks_) {
+      const std::byte* from = block.memory.get();
+      for (const Leaf& leaf : block.leaves) {
+        if (error_.empty() && leaf.input_bytes) std::memcpy(leaf.output, from, leaf.input_bytes);
+        from += leaf.input_bytes;
+      }
+    }
+    done_(error_);
+  }
+
+  std::atomic<std::size_t> pending_{1};  // operations, and `run` while it submits
+  std::mutex mutex_;
+  std::string error_;
+  std::vector<Block> blocks_;
+  Done done_;
+};
+
+}  // namespace shoal
+
+#endif  // SHOAL_TREE_CALL_H

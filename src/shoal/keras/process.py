@@ -1,0 +1,131 @@
+"""Joins this process to the others, by the way of Keras' backend, and tells its place among them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import keras
+
+from shoal.comm.engine import EngineOptions
+from shoal.comm.membership import Membership
+from shoal.comm.store import Store
+from shoal.comm.world import TIMEOUT_S, World
+from shoal.errors import UsageError
+
+_of_torch = Membership("shoal.keras")
+_MODULES = {"jax": "shoal.jax.process", "tensorflow": "shoal.tensorflow.process"}
+
+
+def backend() -> str:
+    """Return Keras' backend: tensorflow, jax or torch.
+
+    Raises:
+        UsageError: it is another one.
+    """
+    name = str(keras.config.backend())
+    if name not in (*_MODULES, "torch"):
+        raise UsageError(
+            f"Keras' backend is {name}; shoal.keras trains with tensorflow, jax and torch: set KERAS_BACKEND"
+        )
+    return name
+
+
+def _process() -> Any:
+    name = backend()
+    return import_module(_MODULES[name]) if name in _MODULES else _of_torch
+
+
+def init(
+    *, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None, store: Store | None = None
+) -> None:
+    """Join the processes that the launcher has started together; once, before the first collective.
+
+    It is ``init`` of :mod:`shoal.jax` or :mod:`shoal.tensorflow` on these backends, whose collectives can
+    then be used too.
+
+    Args:
+        timeout_s: limit for each rank's arrival and for each collective, in seconds.
+        options: of the engine, the same on all ranks.
+        store: that all ranks reach already, such as the one of a ``torch.distributed`` group; ``None``: rank
+            0 makes one.
+
+    Raises:
+        CommError: a rank did not come in time, or has another secret.
+        UsageError: it was called before, an environment variable is wrong, rank 0's port is taken, or on
+            JAX's backend there is no C++ compiler.
+
+    Example:
+        >>> import shoal.keras as sk
+        >>> sk.init()
+        >>> sk.rank(), sk.size()
+        (0, 1)
+        >>> sk.shutdown()
+    """
+    _process().init(timeout_s=timeout_s, options=options, store=store)
+
+
+def shutdown() -> None:
+    """Wait for the collectives of this process, and leave the others. A program's end does it too."""
+    _process().shutdown()
+
+
+def is_initialized() -> bool:
+    """Return whether :func:`init` was called."""
+    return bool(_process().is_initialized())
+
+
+def world() -> World:
+    """Return the group of all processes.
+
+    Raises:
+        UsageError: :func:`init` was not called.
+    """
+    found: World = _process().world()
+    return found
+
+
+def rank() -> int:
+    """Return the rank of this process, from 0 to :func:`size` - 1.
+
+    Raises:
+        UsageError: :func:`init` was not called.
+    """
+    return world().rank
+
+
+def size() -> int:
+    """Return the number of processes.
+
+    Raises:
+        UsageError: :func:`init` was not called.
+    """
+    return world().size
+
+
+def local_rank() -> int:
+    """Return the rank of this process among those of its host.
+
+    Raises:
+        UsageError: :func:`init` was not called.
+    """
+    return world().local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this host.
+
+    Raises:
+        UsageError: :func:`init` was not called.
+    """
+    return world().local_size
+
+
+def barrier() -> None:
+    """Wait until all ranks have called it.
+
+    Raises:
+        CommError: a rank was lost, or did not come in time.
+        UsageError: :func:`init` was not called.
+    """
+    world().barrier()

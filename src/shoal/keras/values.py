@@ -1,0 +1,74 @@
+"""Collectives on numbers and arrays outside of training steps, by Horovod's names."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from shoal.comm import arrays
+from shoal.errors import UsageError
+from shoal.keras import process
+
+
+def allreduce(value: Any, op: Literal["mean", "sum", "min", "max", "prod"] = "mean") -> Any:
+    """Return the mean, or another reduction, of a number or array over all ranks.
+
+    Args:
+        value: what NumPy can convert, of the same shape and dtype on all ranks.
+        op: ``mean`` of floating-point numbers, ``sum``, ``min``, ``max`` or ``prod``.
+
+    Raises:
+        CommError: a rank was lost, or ranks differ.
+        TypeError: the dtype does not have the reduction.
+        UsageError: ``init`` was not called.
+
+    Example:
+        >>> import shoal.keras as sk
+        >>> sk.init()
+        >>> float(sk.allreduce(2.5))
+        2.5
+        >>> sk.shutdown()
+    """
+    result = np.array(value, order="C")
+    arrays.all_reduce(process.world(), [result], "avg" if op == "mean" else op)
+    return result
+
+
+def allgather(value: Any) -> Any:
+    """Return the arrays of all ranks, concatenated along the first dimension in rank order.
+
+    Args:
+        value: an array of shape ``(n, ...)``, where ``n`` may differ by rank.
+
+    Raises:
+        CommError: a rank was lost, or ranks differ.
+        UsageError: ``init`` was not called, or the value has no dimension.
+    """
+    own = np.array(value, order="C")
+    if not own.ndim:
+        raise UsageError("allgather of a number; give a list with it")
+    world = process.world()
+    lengths = arrays.all_gather(world, [np.array([len(own)], np.int64)])[0].ravel().tolist()
+    padded = np.zeros((max(lengths), *own.shape[1:]), own.dtype)
+    padded[: len(own)] = own
+    gathered = arrays.all_gather(world, [padded])[0]
+    return np.concatenate([part[:length] for part, length in zip(gathered, lengths, strict=True)])
+
+
+def broadcast(value: Any, root_rank: int = 0) -> Any:
+    """Return the number or array of rank ``root_rank`` on all ranks.
+
+    Args:
+        value: what NumPy can convert, of the same shape and dtype on all ranks.
+        root_rank: rank whose value is sent.
+
+    Raises:
+        CommError: a rank was lost, or ranks differ.
+        UsageError: ``init`` was not called, or there is no such rank.
+    """
+    if not 0 <= root_rank < process.size():
+        raise UsageError(f"root_rank {root_rank} is no rank; ranks are 0 to {process.size() - 1}")
+    result = np.array(value, order="C")
+    arrays.broadcast(process.world(), [result], root_rank)
+    return result

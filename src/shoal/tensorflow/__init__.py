@@ -1,0 +1,57 @@
+"""Collectives of shoal in TensorFlow programs, on CPUs, by Horovod's names.
+
+One process per host or per group of cores: :func:`init`, then :class:`DistributedGradientTape` around the
+tape of a loop, or :func:`DistributedOptimizer` around a Keras optimizer, and :func:`broadcast_variables` at
+the beginning. Programs of ``model.fit`` find all they need in :mod:`shoal.keras`.
+
+The names are imported when they are first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "Average": "shoal.tensorflow.ops",
+    "Compression": "shoal.tensorflow.ops",
+    "DistributedGradientTape": "shoal.tensorflow.tape",
+    "DistributedOptimizer": "shoal.keras.optimizer",
+    "Max": "shoal.tensorflow.ops",
+    "Min": "shoal.tensorflow.ops",
+    "Product": "shoal.tensorflow.ops",
+    "Sum": "shoal.tensorflow.ops",
+    "allgather": "shoal.tensorflow.ops",
+    "allgather_object": "shoal.tensorflow.ops",
+    "allreduce": "shoal.tensorflow.ops",
+    "barrier": "shoal.tensorflow.process",
+    "broadcast": "shoal.tensorflow.ops",
+    "broadcast_object": "shoal.tensorflow.ops",
+    "broadcast_variables": "shoal.tensorflow.ops",
+    "grouped_allgather": "shoal.tensorflow.ops",
+    "grouped_allreduce": "shoal.tensorflow.ops",
+    "init": "shoal.tensorflow.process",
+    "is_initialized": "shoal.tensorflow.process",
+    "local_rank": "shoal.tensorflow.process",
+    "local_size": "shoal.tensorflow.process",
+    "rank": "shoal.tensorflow.process",
+    "reducescatter": "shoal.tensorflow.ops",
+    "shutdown": "shoal.tensorflow.process",
+    "size": "shoal.tensorflow.process",
+}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'shoal.tensorflow' has no attribute {name!r}")
+    try:
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        if not (needs := import_module("shoal.errors").missing_extra(error)):
+            raise
+        raise ModuleNotFoundError(f"shoal.tensorflow.{name} {needs}", name=error.name) from None
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,85 @@
+"""Joins this process to the others, and tells its place among them."""
+
+from __future__ import annotations
+
+from shoal.comm.engine import EngineOptions
+from shoal.comm.membership import Membership
+from shoal.comm.store import Store
+from shoal.comm.world import TIMEOUT_S, World
+from shoal.tensorflow import op
+
+_WORLD_GROUP = 1
+"""Number of the group of all processes in programs; 0 is that of one process alone."""
+
+
+def _joined(world: World) -> None:
+    if world.size > 1:
+        op.set_group(_WORLD_GROUP, world.c_group())
+
+
+def _finish() -> None:
+    op.set_group(_WORLD_GROUP, 0)
+
+
+def _prepare() -> None:
+    op.compiled()
+
+
+_membership = Membership("shoal.tensorflow", prepare=_prepare, joined=_joined, finish=_finish)
+world = _membership.world
+rank = _membership.rank
+size = _membership.size
+local_rank = _membership.local_rank
+local_size = _membership.local_size
+is_initialized = _membership.is_initialized
+
+
+def init(
+    *, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None, store: Store | None = None
+) -> None:
+    """Join the processes that the launcher has started together; once, before the first collective.
+
+    The launcher (``shoal launch``, ``shoal emulate``, ``mpirun``, ``srun``) sets the rank. A process without
+    one is alone: its collectives return their operands.
+
+    The operation that TensorFlow calls is compiled on first use. Without a compiler ``tf.numpy_function``
+    takes its place, and one line says so.
+
+    Args:
+        timeout_s: limit for each rank's arrival and for each collective, in seconds.
+        options: of the engine, the same on all ranks.
+        store: that all ranks reach already, such as the one of a ``torch.distributed`` group; ``None``: rank
+            0 makes one.
+
+    Raises:
+        CommError: a rank did not come in time, or has another secret.
+        UsageError: it was called before, an environment variable is wrong, or rank 0's port is taken.
+
+    Example:
+        >>> import shoal.tensorflow as st
+        >>> st.init()
+        >>> st.rank(), st.size()
+        (0, 1)
+        >>> st.shutdown()
+    """
+    _membership.init(timeout_s=timeout_s, options=options, store=store)
+
+
+def shutdown() -> None:
+    """Leave the other processes. A program's end does it too."""
+    _membership.shutdown()
+
+
+def group_number() -> int:
+    """Return the number by which programs name the group of all processes."""
+    return _WORLD_GROUP if size() > 1 else 0
+
+
+def barrier() -> None:
+    """Wait until all ranks have called it.
+
+    Raises:
+        CommError: a rank was lost, or did not come in time.
+        UsageError: :func:`init` was not called.
+    """
+    world().barrier()

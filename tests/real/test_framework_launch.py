@@ -1,0 +1,65 @@
+"""Runs the examples for JAX, Keras and TensorFlow by ``shoal launch`` and on emulated hosts, without torch.
+
+They reach ``shoal.launch.local`` and ``shoal.launch.emulated``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from framework_jobs import DEADLINE_S, NOT_FOR_CHILDREN, environment
+from wheels import ROOT
+
+EXAMPLES = ROOT / "examples"
+LAUNCH = ["launch", "--workers", "2"]
+EMULATE = ["emulate", "--hosts", "2", "--helpers", "1", "--nic", "200mbit"]
+
+
+def shoal(python: Path, folder: Path, *arguments: str, **variables: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
+    done = subprocess.run(
+        [python, "-m", "shoal", *arguments], cwd=folder, timeout=DEADLINE_S, check=False, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**kept, "TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu", **variables},
+    )  # fmt: skip
+    logs = "\n".join(path.read_text() for path in folder.rglob("worker-*"))
+    assert done.returncode == 0, done.stdout + logs
+    return done.stdout
+
+
+def losses(said: str, size: int) -> list[float]:
+    found = re.findall(rf"loss (\d\.\d+).* on {size} processes", said)
+    assert len(found) == 3, said
+    return [float(each) for each in found]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(LAUNCH, id="launch"), pytest.param(EMULATE, id="emulate", marks=pytest.mark.slow)],
+)
+def test_jax(how: list[str], tmp_path: Path) -> None:
+    python = environment("jax", "jax,keras", "flax")
+    said = shoal(python, tmp_path, *how, "--", str(python), str(EXAMPLES / "jax_optax.py"))
+    assert losses(said, 2)[-1] < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [LAUNCH, EMULATE], ids=["launch", "emulate"])
+def test_tensorflow(how: list[str], tmp_path: Path) -> None:
+    python = environment("tensorflow", "keras", "tensorflow-cpu")
+    said = shoal(python, tmp_path, *how, "--", str(python), str(EXAMPLES / "tensorflow_tape.py"))
+    assert losses(said, 2)[-1] < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [LAUNCH, EMULATE], ids=["launch", "emulate"])
+def test_keras_goes_on(how: list[str], tmp_path: Path) -> None:
+    python = environment("jax", "jax,keras", "flax")
+    program = [str(python), str(EXAMPLES / "keras_fit.py"), "--backup", "backup"]
+    first = losses(shoal(python, tmp_path, *how, "--", *program, KERAS_BACKEND="jax"), 2)
+    again = shoal(python, tmp_path, *how, "--", *program, "--epochs", "4", KERAS_BACKEND="jax")
+    assert first[-1] < first[0] and "epoch 3" not in again and "epoch 4: loss" in again

@@ -1,0 +1,55 @@
+"""Tests ``shoal.keras`` under its three backends: ``model.fit`` of several processes against one.
+
+The programs are in ``keras_workers.py``. They run ``shoal.keras.optimizer``, ``shoal.keras.gradients``,
+``shoal.keras.callbacks``, ``shoal.keras.shards``, ``shoal.keras.values`` and ``shoal.keras.process``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from framework_jobs import environment, run
+from wheels import ROOT
+
+WORKERS = Path(__file__).with_name("keras_workers.py")
+PROGRAMS = ("training", "accumulation", "scaling", "mixed_precision", "resume", "metrics", "steps", "others")
+
+
+def python_of(backend: str) -> Path | str:
+    if backend == "torch":
+        return sys.executable
+    if backend == "jax":
+        return environment("jax", "jax,keras", "flax")
+    return environment("tensorflow", "keras", "tensorflow-cpu")
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "hosts"),
+    [
+        ("torch", 2, ""),
+        pytest.param("jax", 2, "", marks=pytest.mark.slow),
+        ("tensorflow", 2, ""),
+        *(
+            pytest.param(backend, 4, hosts, marks=pytest.mark.slow)
+            for backend in ("torch", "jax", "tensorflow")
+            for hosts in ("", "hosts")
+        ),
+    ],
+)
+def test_fit_is_that_of_one_process(backend: str, size: int, hosts: str) -> None:
+    said = run(python_of(backend), WORKERS, ",".join(PROGRAMS), size, hosts, KERAS_BACKEND=backend)
+    assert said.count("weights ") == 4, said
+
+
+def test_examples_in_docstrings() -> None:
+    modules = [f"shoal.keras.{path.stem}" for path in sorted((ROOT / "src/shoal/keras").glob("[a-z]*.py"))]
+    program = "import doctest, importlib, sys\nfor name in sys.argv[1:]:\n"
+    program += "    failed, _ = doctest.testmod(importlib.import_module(name)); assert not failed, name\n"
+    subprocess.run(
+        [python_of("torch"), "-c", program, *modules], check=True, cwd="/",
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+    )  # fmt: skip
