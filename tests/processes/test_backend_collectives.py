@@ -122,9 +122,7 @@ def check_whole_averages(rank: int, size: int) -> None:
         options.reduceOp = avg
         pair = [torch.empty(10, dtype=dtype), torch.empty(20, dtype=dtype)]
         sources = [given(rank, size, 10), given(rank, size, 20)]
-        older = getattr(world, "reduce_scatter_tensor_coalesced", None)  # its name in torch 2.11
-        scatter = getattr(world, "reduce_scatter_single_coalesced", older)
-        scatter(pair, sources, options).wait()
+        world.reduce_scatter_tensor_coalesced(pair, sources, options).wait()
         assert torch.equal(pair[0], wanted(size, 10)[rank])
         assert torch.equal(pair[1], rows[rank])
         assert torch.equal(sources[1], given(rank, size, 20)), "the input stays as it was"
@@ -241,13 +239,13 @@ def check_fusion(rank: int) -> None:
     assert ops("all_reduce") == 3, "one operation a dtype"
     inputs = [torch.full((2, 3), rank), torch.full((4,), rank + 10.0)]
     outputs = [torch.empty(6, 3, dtype=torch.int64), torch.empty(3, 4)]
-    world.all_gather_single_coalesced(outputs, inputs).wait()
+    world.allgather_into_tensor_coalesced(outputs, inputs).wait()
     assert torch.equal(outputs[0], torch.arange(3).repeat_interleave(2).view(6, 1).expand(6, 3))
     assert torch.equal(outputs[1], torch.arange(10.0, 13).view(3, 1).expand(3, 4))
     assert ops("all_gather") == 1
     inputs = [torch.arange(6.0), torch.arange(3.0) + rank]
     outputs = [torch.empty(2), torch.empty(1)]
-    world.reduce_scatter_single_coalesced(outputs, inputs).wait()
+    world.reduce_scatter_tensor_coalesced(outputs, inputs).wait()
     assert outputs[0].tolist() == [6 * rank, 6 * rank + 3]
     assert outputs[1].tolist() == [3 * rank + 3]
     assert ops("reduce_scatter") == 1
