@@ -82,6 +82,7 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert expected in run(name, tmp_path, num_workers, *arguments)
 
 
+@pytest.mark.slow
 def test_the_recipe_sees_the_same_batches_on_other_workers(tmp_path: Path) -> None:
     from shoal.record import Step, read_record
 

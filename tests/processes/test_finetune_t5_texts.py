@@ -111,7 +111,7 @@ def divided(model: Path, texts: Path, run_dir: Path, **parallel: Any) -> T5Class
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({"pipeline": 2}, id="2 stages"),
+        pytest.param({"pipeline": 2}, id="2 stages", marks=pytest.mark.slow),
         pytest.param({"pipeline": 2, "data": 2}, id="2 stages, 2 replicas", marks=pytest.mark.slow),
         pytest.param({"shard": True, "data": 2}, id="2 shards", marks=pytest.mark.slow),
     ],

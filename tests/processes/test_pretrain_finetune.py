@@ -92,7 +92,7 @@ def test_a_run_that_ends_before_its_score_makes_up_for_it(
     assert [row.step for row in scores(tmp_path / "run")] == [6]
 
 
-@pytest.mark.parametrize("at", [4, 12])
+@pytest.mark.parametrize("at", [4, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_signal_in_between_stops_and_the_score_is_made_up_for(
     data: Path, questions: Path, tmp_path: Path, at: int
 ) -> None:

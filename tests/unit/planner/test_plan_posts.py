@@ -28,6 +28,7 @@ def catalog() -> Catalog:
     return Catalog()
 
 
+@pytest.mark.slow
 def test_ratios_of_the_posts_own_figures(facts: dict[str, Any], catalog: Catalog) -> None:
     found = {(r.section.split(",")[0], r.what): r for r in scaled(facts, catalog)}
     # One host's time over n times that of n hosts, in minutes.

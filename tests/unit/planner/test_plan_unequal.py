@@ -75,6 +75,7 @@ def test_equal_hosts_change_nothing(plan: Plan) -> None:
         assert division.of_possible == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_pipelines_are_not_divided() -> None:
     plan = api.plan("t5-3b", "8xp4d.24xlarge")[0]
     found = divisions(plan, host_speeds(8, ["1x0.5"]), jitter=0.0)
