@@ -38,7 +38,7 @@ class Job:
     """Of samples a second; on an H200, or 0.9 of it on an H100."""
     limit_s: float = 180.0
     needed: bool = False
-    """Whether later jobs need what it leaves; such jobs come first."""
+    """Leaves input that later jobs read; such jobs come first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,7 @@ class Evaluation(_Line):
     samples: int = 0
     """Samples that training had consumed since the start of the run."""
     beside: bool = False
-    """Whether training went on meanwhile; ``seconds`` are those of other processes then."""
+    """Set where training went on meanwhile; ``seconds`` are those of other processes then."""
 
 
 @dataclass(frozen=True, kw_only=True)

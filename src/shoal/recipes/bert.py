@@ -107,7 +107,7 @@ class BertConfig(MaskedLMConfig):
 
     @property
     def pair_task(self) -> Literal["next", "none"]:
-        """How examples are made for it."""
+        """Task on pairs of segments: the next sentence, or none."""
         return "next" if self.model.family == "bert" else "none"
 
     @property

@@ -70,7 +70,7 @@ class T5WordingConfig(TextColumnsConfig):
 
     @property
     def is_text(self) -> bool:
-        """Whether targets are texts, not labels."""
+        """Return true where targets are texts, not labels."""
         return bool(self.source_column)
 
     def __post_init__(self) -> None:
