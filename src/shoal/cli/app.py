@@ -5,6 +5,7 @@ It starts fast because each command imports its modules when it runs.
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
 from typing import Literal
@@ -100,6 +101,8 @@ def version() -> None:
 
 def main() -> None:
     """Run the command line; the only place that turns an error into an exit code."""
+    # A parent may have ignored it, which is inherited: the children's exit codes would be lost, and read as 0
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         result = app(sys.argv[1:], result_action="return_value", exit_on_error=False, print_error=True)
     except cyclopts.CycloptsError:

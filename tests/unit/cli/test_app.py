@@ -50,6 +50,20 @@ def test_the_version_is_one_line_in_a_narrow_terminal() -> None:
     assert said == version_text() + "\n" and len(said) > 20
 
 
+def test_exit_codes_are_seen_under_a_parent_that_ignores_its_children(tmp_path: Path) -> None:
+    """SIGCHLD that is ignored stays so in children, and their children's exit codes are 0 then."""
+    program = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
+    launch = [sys.executable, "-m", "shoal", "launch", "--workers", "1", "--", "sh", "-c", "kill -USR1 $$"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *launch], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (1, "worker 0 was ended by SIGUSR1\n")
+
+
 WRONG_PATHS = (
     "train albert --preset tiny --data.path wrong",
     "train bert --preset tiny --data.path wrong",
