@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -116,12 +117,15 @@ class Hosts:
                 cwd=self.folder,
             )
 
-    def submit(self, how: str, what: str, out: Path) -> subprocess.Popen[str]:
+    def submit(
+        self, how: str, what: str, out: Path, names: tuple[str, ...] = ("n1", "n2")
+    ) -> subprocess.Popen[str]:
         """Run ``shoal submit`` on the login host."""
         config = self.folder / "ssh_config"
         agent = {"ssh": ("-F", str(config)), "mpi": ("--mca", "plm_rsh_agent", f"ssh -F {config}")}
         options = [f"--option={option}" for option in agent[how]]
-        hosts = ("--hosts", "n1", "--hosts", "n2", "--helper-hosts", "h1", "--workers-per-host", "1")
+        hosts = [word for name in names for word in ("--hosts", name)]
+        hosts += ["--helper-hosts", "h1", "--workers-per-host", "1"]
         command = ("shoal", "submit", how, *hosts, *options, "--", sys.executable, "script.py", what)
         return self._start(NAMES.index("login"), *command, out=out)
 
@@ -133,11 +137,15 @@ class Hosts:
         for name in names:
             (self.folder / name).unlink()
 
-    def launchers(self) -> list[int]:
-        """Return the processes of shoal and the script on the hosts."""
+    def launchers(self, words: bytes = rb"shoal|script.py") -> list[int]:
+        """Return the processes of shoal and the script on the hosts, or those with other words."""
         networks = {identity(self._cluster.enter(n)[1].removeprefix("--net=")) for n in range(len(NAMES) - 1)}
-        words = (Path(f"/proc/{pid}/cmdline") for pid in processes_in(networks))
-        return [path for path in words if path.exists() and re.search(rb"shoal|script.py", path.read_bytes())]
+        found = []
+        for pid in processes_in(networks):
+            with suppress(OSError):  # it has ended
+                if re.search(words, Path(f"/proc/{pid}/cmdline").read_bytes()):
+                    found.append(pid)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +178,15 @@ def test_the_workers_save_when_the_leash_closes(
     while left := hosts.launchers():
         assert time.monotonic() < end, left
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_a_worker_that_dies_of_a_signal_fails_the_job(hosts: Hosts, tmp_path: Path, start: int) -> None:
+    """Four times: it was seen once that the exit code was 0."""
+    submitted = hosts.submit("mpi", "wait", tmp_path / "log", names=("n1",))
+    hosts.await_files("waits-0")
+    (worker,) = hosts.launchers(rb"^[^\0]*python[^\0]*\0script\.py")
+    os.kill(worker, signal.SIGUSR1)
+    said = submitted.wait(60), (tmp_path / "log").read_text()
+    assert said[0] == 1, said[1]
+    assert "n1: worker 0 was ended by SIGUSR1\n" in said[1]

@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ HELPER_PORT, MEETING_PORT = 7070, 29_400
 _HOST = re.compile(r"([\w.-]+@)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?")
 _ASK_S = 60.0
 _HELPERS_LEAVE_S = 20.0
+_OTHERS_END_S = 15.0
+"""Time for the other hosts to notice a failure by themselves, and to say what it was."""
+_POLL_S = 0.1
 _BY_WEIGHT = (EXIT_USAGE, EXIT_FAILURE, EXIT_LOST, EXIT_STOPPED, EXIT_OK)
 
 
@@ -206,7 +210,7 @@ def run(starts: Sequence[Start]) -> int:
     """Run all starts to their end and return the exit code of the job.
 
     Their lines go to this process's stdout and stderr with the host's name in front. A signal that asks to
-    stop, or the end of a start of workers, closes the stdin of all.
+    stop, or 15 s after the failure of a start of workers, closes the stdin of all.
     """
     secret = secrets.token_hex(32)
     running: list[tuple[Start, subprocess.Popen[str]]] = []
@@ -237,7 +241,7 @@ def run(starts: Sequence[Start]) -> int:
                 reader = threading.Thread(target=_copy, args=(start.label, source, out), daemon=True)
                 reader.start()
                 readers.append(reader)
-        codes = [process.wait() for each, process in running if not each.is_helper]
+        codes = _await_all([process for each, process in running if not each.is_helper], close)
         close()
         for each, process in running:
             if each.is_helper:
@@ -257,6 +261,19 @@ def run(starts: Sequence[Start]) -> int:
         for code in codes
     ]
     return next(code for code in _BY_WEIGHT if code in known)
+
+
+def _await_all(workers: Sequence[subprocess.Popen[str]], close: Callable[[], None]) -> list[int]:
+    """Return the exit codes of the workers' starts; some time after a failure, ask the others to leave."""
+    failed_at = None
+    while any(process.poll() is None for process in workers):
+        if failed_at is None and any(process.poll() for process in workers):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() > failed_at + _OTHERS_END_S:
+            close()
+            break
+        time.sleep(_POLL_S)
+    return [process.wait() for process in workers]
 
 
 def _started(start: Start, secret: str, leashes: list[int]) -> subprocess.Popen[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ShoalError, UsageError
+from shoal.launch import remote
 from shoal.launch.remote import RemoteJob, Start, check_versions, mpi_starts, run, ssh_starts
 
 COMMAND = ("python", "train.py", "a b", "$HOME")
@@ -132,6 +133,13 @@ def shell(text: str, *, label: str = "n1", is_helper: bool = False) -> Start:
 def test_the_exit_code_is_that_of_the_worst_worker_host(codes: tuple[int, int], expected: int) -> None:
     helper = shell("cat > /dev/null; exit 1", is_helper=True)
     assert run([helper, *(shell(f"exit {code}") for code in codes)]) == expected
+
+
+def test_hosts_that_do_not_notice_the_failure_of_another_are_asked_to_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "_OTHERS_END_S", 0.3)
+    assert run([shell("exit 1"), shell("cat > /dev/null; exit 75")]) == 1
 
 
 def test_lines_have_the_hosts_name_and_the_secret_is_the_first_of_stdin(
