@@ -13,6 +13,7 @@ import test_remote
 import test_sagemaker
 import test_slurm
 
+import parallelcluster_mistakes
 from shoal.errors import UsageError
 from shoal.launch.aws_cluster import AwsCluster
 from shoal.launch.cloudformation import CloudFormation
@@ -24,7 +25,7 @@ IN_FILES: dict[str, list[Any]] = {
     "Jobs": test_kubernetes.JOB_MISTAKES,
     "TrainJob": test_kubernetes.TRAINJOB_MISTAKES,
     "SageMaker": test_sagemaker.MISTAKES,
-    "ParallelCluster": test_parallelcluster.MISTAKES,
+    "ParallelCluster": parallelcluster_mistakes.MISTAKES,
     "CloudFormation": test_cloudformation.MISTAKES,
 }
 IN_SETTINGS: dict[str, list[tuple[dict[str, Any], str]]] = {

@@ -1,21 +1,17 @@
-"""The configuration for AWS ParallelCluster: what it says, and that ParallelCluster's own schema takes it."""
+"""The configuration for AWS ParallelCluster; its own schema reads it in tests/real."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from parallelcluster_mistakes import COMMON
 from shoal.cli.cluster import parallelcluster as write
 from shoal.errors import UsageError
 from shoal.launch.parallelcluster import ParallelCluster, render
-
-COMMON: dict[str, Any] = {
-    "region": "us-east-1", "subnet": "subnet-0123456789abcdef0", "key": "key", "bucket": "my-data",
-}  # fmt: skip
 
 CLUSTER = """\
 Region: us-east-1
@@ -60,40 +56,6 @@ def test_a_cluster_reads_like_this() -> None:
         "SlurmQueues"
     ]
     assert [(queue["Name"], queue["CapacityType"]) for queue in alone] == [("workers", "SPOT")]
-
-
-MISTAKES: list[tuple[tuple[str | int, ...], Any]] = [
-    (("SharedStorage", 0, "FsxLustreSettings", "DeploymentType"), "PERSISTENT_9"),
-    (("SharedStorage", 0, "FsxLustreSettings", "AutoImportPolic"), "NEW"),
-    (("SharedStorage", 0, "MountDir"), None),
-    (("Scheduling", "SlurmQueues", 0, "ComputeResources", 0, "Efa"), {"Enable": True}),
-    (("Scheduling", "SlurmQueues", 0, "CapacityType"), "SPOTT"),
-    (("Scheduling", "SlurmQueues", 1, "Networking", "PlacementGroup"), {"Enabled": "yes?"}),
-    (("HeadNode", "Networking"), {"Subnet": "x"}),
-    (("Image", "Os"), "debian"),
-]
-
-
-@pytest.mark.slow  # the gate has no such package
-@pytest.mark.parametrize("settings", [{}, {"helpers": 0, "spot": True, "fsx_gb": 4_800}])
-def test_parallelclusters_schema_takes_it_and_finds_planted_mistakes(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    reason = "pip install aws-parallelcluster, in an environment of its own: it is large"
-    schema = pytest.importorskip("pcluster.schemas.cluster_schema", reason=reason)
-    good = yaml.safe_load(render(ParallelCluster(**COMMON, **settings)))
-    schema.ClusterSchema(cluster_name="shoal").load(copy.deepcopy(good))
-    for path, value in MISTAKES:
-        bad = copy.deepcopy(good)
-        inner = bad
-        for key in path[:-1]:
-            if isinstance(key, int):
-                key = min(key, len(inner) - 1)
-            inner = inner[key]
-        inner[path[-1]] = value
-        with pytest.raises(Exception, match=str(path[-1])):
-            schema.ClusterSchema(cluster_name="shoal").load(bad)
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
