@@ -134,8 +134,8 @@ class Job:
             f"{why}: saved and stopped {self.rows(record.Stop)[-1].time_s - asked:.1f} s later"
         )
 
-    def ends(self) -> None:
-        self.slurm.await_true(lambda: self.slurm.ended(self.id), DEADLINE_S)
+    def ends(self, deadline_s: float = DEADLINE_S) -> None:
+        self.slurm.await_true(lambda: self.slurm.ended(self.id), deadline_s)
         with FIGURES.open("a") as file:
             print(time.strftime("%Y-%m-%d %H:%M"), self.run.name, "; ".join(self.figures), file=file)
         assert self.slurm.ended(self.id) == "0:0", self.slurm.logs()
@@ -194,7 +194,7 @@ def interrupt(job: Job, *, slots: int) -> None:
         else:
             job.stops("the time limit is near", lambda: job.limit(3))
             job.limit(60)
-    job.ends()
+    job.ends(2 * DEADLINE_S)  # most steps are those of the last start
     assert len(job.rows(record.Start)) >= slots
 
 
