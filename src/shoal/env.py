@@ -1,7 +1,7 @@
 """Reads environment variables, which no other module does (a test enforces it), and counts the cores.
 
 A worker's rank comes from its launcher: torchrun's variables first, then those of Open MPI, of MPICH's Hydra
-and Intel MPI, and of Slurm.
+and Intel MPI, and of Slurm. Kubeflow's pods have torchrun's without the local ones, or its options (PET_…).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from shoal.errors import UsageError
@@ -52,6 +53,8 @@ SECRET_ID = "SHOAL_SECRET_ID"
 """Name or ARN of the job's secret in AWS Secrets Manager, for jobs of SageMaker."""
 SOURCE_SHA256 = "SHOAL_SOURCE_SHA256"
 """Sum of the archive that ``shoal submit sagemaker --source`` has uploaded."""
+GPUS = "SHOAL_GPUS"
+"""GPUs that the job asks for on each host; finding none is an error then."""
 SAGEMAKER_BASE = "SHOAL_SAGEMAKER_BASE"
 """Folder that stands for ``/opt/ml``; tests emulate SageMaker's instances with it."""
 
@@ -76,7 +79,7 @@ _SECRET_BYTES = (16, 4_096)
 """Minimum and maximum; a shorter secret could be found by trial from the messages of a handshake."""
 
 _REPORTED = re.compile(
-    r"(?:SHOAL|NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|CUDA|NVIDIA|HIP|ROCR|FI|UCX|OMP|GOMP|KMP|MKL|OPENBLAS|OMPI_COMM"
+    r"(?:SHOAL|NCCL|GLOO|TORCH|TORCHELASTIC|PET|PYTORCH|CUDA|NVIDIA|HIP|ROCR|FI|UCX|OMP|GOMP|KMP|MKL|OPENBLAS|OMPI_COMM"
     r"|PMI|PMIX|MPI|TOKENIZERS|SLURM)_\w+"
     r"|(?:GLOBAL_|LOCAL_|GROUP_|ROLE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|MASTER_(?:ADDR|PORT)"
     r"|LD_(?:LIBRARY_PATH|PRELOAD)|MALLOC_\w+|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|CXX|CC|TMPDIR|LANG|LC_ALL"
@@ -84,7 +87,7 @@ _REPORTED = re.compile(
 """Environment variables for bug reports."""
 _OF_THE_JOB = re.compile(
     r"(?:GLOBAL_|LOCAL_|GROUP_|ROLE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|MASTER_(?:ADDR|PORT)"
-    r"|(?:TORCHELASTIC|OMPI|PMI|PMIX|MPI|SLURM_STEP)_\w+|SLURM_(?:PROCID|LOCALID|NODEID)"
+    r"|(?:TORCHELASTIC|PET|OMPI|PMI|PMIX|MPI|SLURM_STEP)_\w+|SLURM_(?:PROCID|LOCALID|NODEID)"
     rf"|{LAUNCH_DIR}|{STORE_FILE}|{SECRET}|{SECRET_FILE}|{HELPERS}|{PROGRESS_FILE}"
 )
 """Environment variables that a launcher gives to the workers of a job."""
@@ -134,6 +137,16 @@ class SlurmStep:
     def run_id(self) -> str:
         """A name of this start of the job."""
         return f"{self.job}.{self.restarts}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubeflowHost:
+    """A pod among those of a job of Kubeflow."""
+
+    number: int
+    num_hosts: int
+    num_workers: int | None
+    """Workers to start in it; ``None``: one a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +213,9 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     else:
         return None
     rank, num_workers = (_number(environ, name) for name in names[:2])
-    local_rank = _number(environ, names[2], default=rank)
-    num_local = _number(environ, names[3], default=num_workers)
+    one_per_host = launcher == "torchrun" and _is_one_per_host(environ, num_workers)
+    local_rank = _number(environ, names[2], default=0 if one_per_host else rank)
+    num_local = _number(environ, names[3], default=1 if one_per_host else num_workers)
     if rank >= num_workers:
         raise UsageError(f"{names[0]}={rank} must be below {names[1]}={num_workers}; check the launcher")
     addr, store = environ.get("MASTER_ADDR", ""), environ.get(STORE_FILE)
@@ -226,6 +240,56 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
         launcher=launcher,
         store_file=Path(store) if store else None,
     )
+
+
+def _is_one_per_host(environ: Mapping[str, str], num_workers: int) -> bool:
+    """Return whether RANK and WORLD_SIZE, without the local ones, number hosts with a worker each.
+
+    They do in the pods of Kubeflow's PyTorchJob, where MASTER_ADDR names the first; with the address of this
+    host itself, or none, they number workers on this host.
+
+    Raises:
+        UsageError: each of the hosts is to start several workers, by torchrun.
+    """
+    address = environ.get("MASTER_ADDR", "")
+    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ or not address or _names_this_host(address):
+        return False
+    hosts = environ.get("PET_NNODES", "")
+    if hosts.isdecimal() and int(hosts) != num_workers:
+        raise UsageError(
+            f"WORLD_SIZE={num_workers} workers on PET_NNODES={hosts} hosts, and RANK counts hosts: start the "
+            "command with shoal launch -- or torchrun, or set PET_NPROC_PER_NODE (nprocPerNode) to 1"
+        )
+    return True
+
+
+def _names_this_host(address: str) -> bool:
+    try:
+        return ip_address(without_brackets(address)).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def kubeflow_host(environ: Mapping[str, str] | None = None) -> KubeflowHost | None:
+    """Return what Kubeflow gives a pod of a PyTorchJob or TrainJob for torchrun, or ``None``.
+
+    Raises:
+        UsageError: a variable is not a number.
+    """
+    environ = os.environ if environ is None else environ
+    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:  # of a worker that torchrun has started
+        return None
+    if environ.get("PET_NNODES", "").isdecimal() and "PET_NODE_RANK" in environ:
+        workers = environ.get("PET_NPROC_PER_NODE", "")
+        return KubeflowHost(
+            number=_number(environ, "PET_NODE_RANK"),
+            num_hosts=int(environ["PET_NNODES"]),
+            num_workers=int(workers) if workers.isdecimal() else None,
+        )
+    size = _number(environ, "WORLD_SIZE", default=0) if "RANK" in environ else 0
+    if size and _is_one_per_host(environ, size):  # older versions set no PET_NNODES
+        return KubeflowHost(number=_number(environ, "RANK"), num_hosts=size, num_workers=None)
+    return None
 
 
 def mpi_place(environ: Mapping[str, str] | None = None) -> WorkerPlace | None:
@@ -326,13 +390,16 @@ def has_other_hosts(environ: Mapping[str, str] | None = None) -> bool:
         sizes = environ.get(size, ""), environ.get(local, "")
         if all(map(str.isdecimal, sizes)):
             return int(sizes[1]) < int(sizes[0])
-    return False
+    host = kubeflow_host(environ)
+    return host is not None and host.num_hosts > 1
 
 
 def rendezvous(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return ``MASTER_ADDR:MASTER_PORT`` (default port 29500), or ``None`` without MASTER_ADDR."""
-    address = _text("MASTER_ADDR", environ)
-    return f"{address}:{_text('MASTER_PORT', environ) or _DEFAULT_PORT}" if address else None
+    """Return ``MASTER_ADDR:MASTER_PORT`` (default port 29500), Kubeflow's PET_MASTER_ADDR, or ``None``."""
+    for name in ("MASTER", "PET_MASTER"):
+        if address := _text(f"{name}_ADDR", environ):
+            return f"{address}:{_text(f'{name}_PORT', environ) or _DEFAULT_PORT}"
+    return None
 
 
 def torchrun_holds_port(environ: Mapping[str, str] | None = None) -> bool:
@@ -527,6 +594,33 @@ def host_id(environ: Mapping[str, str] | None = None) -> str | None:
 def job_id(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the scheduler's job id, which a requeued job keeps, or ``None``."""
     return _text(_SLURM_JOB_ID, environ)
+
+
+def promised_gpus(environ: Mapping[str, str] | None = None) -> int:
+    """Return how many GPUs the job has asked for on this host, and its scheduler says it has; 0: none.
+
+    That is SHOAL_GPUS, Slurm's number in a step, or the GPUs that Kubernetes' device plug-in names.
+
+    Raises:
+        UsageError: a variable is not a number.
+    """
+    environ = os.environ if environ is None else environ
+    step = slurm_step(environ)
+    named = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")  # an image's own "all" promises nothing
+    return (
+        _number(environ, GPUS, default=0)
+        or (step.num_gpus if step else 0)
+        or sum(name.startswith(("GPU-", "MIG-")) for name in named)
+    )
+
+
+def selected_gpus(environ: Mapping[str, str] | None = None) -> str:
+    """Return a variable that selects GPUs, such as ``CUDA_VISIBLE_DEVICES=0,1``; empty: none does."""
+    environ = os.environ if environ is None else environ
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if re.match(r"\d|GPU-|MIG-", value := environ.get(name, "")):
+            return f"{name}={value}"
+    return ""
 
 
 def worker_memory(environ: Mapping[str, str] | None = None) -> str | None:

@@ -119,6 +119,23 @@ def test_one_task_per_worker_is_the_same_job(tmp_path: Path) -> None:
         assert (tmp_path / f"env-{task}").read_text() == expected
 
 
+def test_pods_of_kubeflow_are_hosts(tmp_path: Path) -> None:
+    """Its variables stand for --nnodes, --node-rank, --workers and --rdzv; the secret is the user's."""
+    secret = tmp_path / "secret"
+    secret.write_text(uuid.uuid4().hex)
+    secret.chmod(0o600)
+    port = str(20_000 + free_job() % 10_000)
+    given = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": "localhost"}
+    given |= {"PET_MASTER_PORT": port, "SHOAL_SECRET_FILE": str(secret)}
+    pods = [{**given, "PET_NODE_RANK": str(pod)} for pod in (1, 0)]
+    started = [Started(tmp_path, pod, "--", sys.executable, "-c", WORKER) for pod in pods]
+    assert [code for code, _ in end(*started)] == [0, 0]
+    found = [(tmp_path / f"env-{rank}").read_text().split()[:7] for rank in range(4)]
+    assert [" ".join(words) for words in found] == [
+        f"{rank} 4 {rank % 2} 2 {rank // 2} localhost {port}" for rank in range(4)
+    ]
+
+
 def test_hosts_that_the_batch_does_not_need_stay_idle(tmp_path: Path) -> None:
     command = ("--workers", "2", "--global-batch", "10", "--", sys.executable, "-c", WORKER)
     job = free_job()

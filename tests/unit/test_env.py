@@ -55,6 +55,82 @@ def test_one_host_needs_only_rank_and_size() -> None:
     assert given.init_method == "tcp://127.0.0.1:29500"
 
 
+# What Kubeflow's training operator gives the second pod of a PyTorchJob (pkg/controller.v1/pytorch/envvar.go)
+PYTORCH_JOB = {
+    "MASTER_ADDR": "bert-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "4", "RANK": "2",
+    "PET_MASTER_ADDR": "bert-master-0", "PET_MASTER_PORT": "23456", "PET_NNODES": "4", "PET_NODE_RANK": "2",
+    "PET_NPROC_PER_NODE": "1",
+}  # fmt: skip
+OLD_PYTORCH_JOB = {name: value for name, value in PYTORCH_JOB.items() if "PET" not in name}
+TRAIN_JOB = {name: value for name, value in PYTORCH_JOB.items() if "PET" in name}
+
+
+@pytest.mark.parametrize("variables", [PYTORCH_JOB, OLD_PYTORCH_JOB])
+def test_each_pod_of_a_pytorch_job_is_a_host_with_one_worker(variables: dict[str, str]) -> None:
+    given = env.worker_env(variables)
+    assert given is not None
+    assert given.place == WorkerPlace(rank=2, num_workers=4, local_rank=0, num_local_workers=1)
+    assert given.init_method == "tcp://bert-master-0:23456"
+    assert env.has_other_hosts(variables)
+    alone = env.worker_env({**variables, "WORLD_SIZE": "1", "RANK": "0", "PET_NNODES": "1"})
+    assert alone is not None and (alone.place.num_workers, alone.place.num_local_workers) == (1, 1)
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "[::1]", ""])
+def test_ranks_with_the_address_of_this_host_are_those_of_its_workers(address: str) -> None:
+    variables = {**OLD_PYTORCH_JOB, "MASTER_ADDR": address}
+    given = env.worker_env(variables)
+    assert given is not None
+    assert given.place == WorkerPlace(rank=2, num_workers=4, local_rank=2, num_local_workers=4)
+    assert not env.has_other_hosts(variables)
+
+
+def test_pods_that_are_to_start_several_workers_each() -> None:
+    """RANK counts pods there, and WORLD_SIZE workers: torchrun or ``shoal launch`` has to come between."""
+    eight = {**PYTORCH_JOB, "WORLD_SIZE": "32", "PET_NPROC_PER_NODE": "8"}
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=32 workers on PET_NNODES=4 hosts.* shoal launch --"):
+        env.worker_env(eight)
+    started = env.worker_env({**eight, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "RANK": "17"})
+    assert started is not None and started.place.local_rank == 1
+    assert env.kubeflow_host(eight) == env.KubeflowHost(number=2, num_hosts=4, num_workers=8)
+
+
+def test_what_kubeflow_gives_a_pod() -> None:
+    found = env.KubeflowHost(number=2, num_hosts=4, num_workers=1)
+    assert env.kubeflow_host(PYTORCH_JOB) == env.kubeflow_host(TRAIN_JOB) == found
+    one_a_gpu = env.KubeflowHost(number=2, num_hosts=4, num_workers=None)
+    assert env.kubeflow_host(OLD_PYTORCH_JOB) == one_a_gpu
+    assert env.kubeflow_host({**TRAIN_JOB, "PET_NPROC_PER_NODE": "auto"}) == one_a_gpu
+    assert env.kubeflow_host({}) is None and env.kubeflow_host({**TRAIN_JOB, **TORCHRUN}) is None
+    assert env.kubeflow_host({"PET_NNODES": "1:4"}) is None  # elastic: torchrun counts them
+    assert env.rendezvous(TRAIN_JOB) == "bert-master-0:23456"
+    assert env.has_other_hosts(TRAIN_JOB)
+
+
+@pytest.mark.parametrize(
+    ("variables", "promised"),
+    [
+        ({}, 0),
+        ({"SHOAL_GPUS": "8"}, 8),
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, 0),  # of an image
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, 0),
+        ({"NVIDIA_VISIBLE_DEVICES": "GPU-8932f937,GPU-46a7"}, 2),  # of the device plug-in
+        ({"SLURM_GPUS_ON_NODE": "4"}, 0),  # the batch script, or salloc's shell on a login node
+    ],
+)
+def test_gpus_that_a_scheduler_promises(variables: dict[str, str], promised: int) -> None:
+    assert env.promised_gpus(variables) == promised
+    assert env.promised_gpus({**SLURM, "SLURM_GPUS_ON_NODE": "4"}) == 4
+
+
+def test_gpus_that_are_selected() -> None:
+    for value in ("0,1", "GPU-8932f937", "MIG-1"):
+        assert env.selected_gpus({"CUDA_VISIBLE_DEVICES": value}) == f"CUDA_VISIBLE_DEVICES={value}"
+    for value in ("", "-1", "NoDevFiles"):
+        assert env.selected_gpus({"CUDA_VISIBLE_DEVICES": value}) == ""
+    assert env.selected_gpus({"ROCR_VISIBLE_DEVICES": "0"}) == "ROCR_VISIBLE_DEVICES=0"
+
+
 def test_an_address_of_ipv6_has_brackets_before_a_port() -> None:
     given = env.worker_env({**TORCHRUN, **MEETING, "MASTER_ADDR": "fd00::7", "MASTER_PORT": "5"})
     assert given is not None and given.init_method == "tcp://[fd00::7]:5"

@@ -1,8 +1,9 @@
 """Does one host's part in a job that a scheduler has started: ``shoal launch -- COMMAND``.
 
 On a worker host it starts the command once per worker with torchrun's variables, SHOAL_HELPERS and the
-job's secret; on a helper host it runs the server. Slurm tells each host its place; elsewhere ``--nnodes`` and
-``--rdzv`` (or MASTER_ADDR and MASTER_PORT) do. In Slurm a step with one task per worker is understood too.
+job's secret; on a helper host it runs the server. Slurm, mpirun and Kubeflow say each host's place; elsewhere
+``--nnodes`` and ``--rdzv`` (or MASTER_ADDR and MASTER_PORT) do. In Slurm a step with one task per worker is
+understood too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from shoal.env import (
     SlurmStep,
     child_environment,
     helpers,
+    kubeflow_host,
     mpi_place,
+    promised_gpus,
     rendezvous,
     secret,
     set_variables,
@@ -97,7 +100,7 @@ def in_job(command: Sequence[str], how: InJob) -> int:
         ShoalError: the other hosts, the helpers or the shared folder did not come.
     """
     step = slurm_step()
-    how = _placed_by_mpi(how) if step is None else how
+    how = _placed(how) if step is None else how
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, _leave)
     if how.leash:
@@ -114,23 +117,28 @@ def in_job(command: Sequence[str], how: InJob) -> int:
     return _launch_host(command, how, step, meeting)
 
 
-def _placed_by_mpi(how: InJob) -> InJob:
-    """Return the options with this host's number from mpirun, if that has started one launcher per host.
+def _placed(how: InJob) -> InJob:
+    """Return the options with this host's number from mpirun, which starts a launcher per host, or Kubeflow.
 
     Raises:
-        UsageError: it has started several.
+        UsageError: mpirun has started several.
     """
-    place = mpi_place()
-    if place is None or how.node_rank is not None:
+    if how.node_rank is not None:
         return how
-    if place.num_local_workers > 1:
+    place, pod = mpi_place(), kubeflow_host()
+    if place is not None and place.num_local_workers > 1:
         raise UsageError(
             f"mpirun has started {place.num_local_workers} shoal launch on this host; it starts the workers "
             "itself: start one per host (mpirun --map-by ppr:1:node), or the command without shoal launch"
         )
-    return replace(
-        how, node_rank=place.rank, nnodes=how.nnodes or (None if how.helper else place.num_workers)
-    )
+    if place is not None:
+        number, num_hosts = place.rank, place.num_workers
+    elif pod is not None:
+        number, num_hosts = pod.number, pod.num_hosts
+        how = replace(how, workers=how.workers or pod.num_workers)
+    else:
+        return how
+    return replace(how, node_rank=number, nnodes=how.nnodes or (None if how.helper else num_hosts))
 
 
 def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
@@ -296,11 +304,22 @@ def _accepts(server: tuple[str, int]) -> bool:
 
 
 def _num_gpus() -> int:
+    """Return the number of GPUs that torch finds, or 1: workers on the CPU.
+
+    Raises:
+        UsageError: it finds none, and the job has asked for some.
+    """
     try:
         from torch import cuda  # takes seconds, which a launcher with --workers does without
     except ModuleNotFoundError:  # workers of JAX or TensorFlow, which run on the CPU
         return 1
-    return max(cuda.device_count(), 1)
+    count = cuda.device_count()
+    if count == 0 and (promised := promised_gpus()):
+        raise UsageError(
+            f"the job has {promised} GPUs on {os.uname().nodename}, and torch finds none there: see shoal "
+            "doctor on that host; --workers N starts workers all the same"
+        )
+    return max(count, 1)
 
 
 # ---- helper hosts ------------------------------------------------------------------------------------------

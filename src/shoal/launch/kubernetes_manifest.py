@@ -135,7 +135,7 @@ parallelism: {count}
       workingDir: {mount}
       env:
       - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
-{restarts}{servers}      resources: {{limits: {{{limits}}}}}
+{gpus}{restarts}{servers}      resources: {{limits: {{{limits}}}}}
       volumeMounts:
       - {{name: secret, mountPath: /run/shoal, readOnly: true}}
       - {{name: runs, mountPath: {mount}}}
@@ -225,6 +225,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
         failure=_ENDS_ITSELF if job.api == "job" else _ENDS_JOBSET,
         place=f"--log-dir={folder}/logs" if job.api == "job" else counted,
         restarts="" if job.api == "job" else f"      - {{name: RESTARTS, valueFrom: {restarts}}}\n",
+        gpus=f'      - {{name: SHOAL_GPUS, value: "{job.gpus_per_host}"}}\n' if job.gpus_per_host else "",
         selector=f"    nodeSelector: {{{selector}}}\n" if selector else "",
         options="".join(f", {option}" for option in given),
         command=_flow(command),

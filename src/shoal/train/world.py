@@ -7,11 +7,14 @@ targets, stop requests) use a gloo group of CPU tensors, so that they never wait
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,10 +22,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from shoal.env import WorkerEnv, WorkerPlace, helpers
+from shoal.env import WorkerEnv, WorkerPlace, helpers, promised_gpus, selected_gpus
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.json_text import parse_json
 from shoal.train.config import DistributedConfig
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+"""Devices of the drivers of NVIDIA and AMD."""
 
 T = TypeVar("T")
 Float32Array = npt.NDArray[np.float32]
@@ -60,20 +66,41 @@ class World:
 
 
 def choose_device(config: DistributedConfig, local_rank: int, num_local_workers: int) -> torch.device:
-    """Return the device of a worker.
+    """Return the device of a worker: a GPU of its own if there are enough on this host, else the CPU.
+
+    Where GPUs are in sight and the CPU is used all the same, the first worker of the host says so.
 
     Raises:
-        UsageError: ``device`` is ``cuda`` and there are fewer GPUs than workers on this host.
+        UsageError: there are fewer GPUs than workers on this host, and ``device`` is ``cuda`` or the job has
+            asked its scheduler for GPUs.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cuda" and num_gpus < num_local_workers:
-        raise UsageError(
-            f"distributed.device cuda: {num_local_workers} workers on this host but {num_gpus} GPUs; "
-            "start fewer workers or use --distributed.device cpu"
-        )
-    if config.device == "cpu" or num_gpus < num_local_workers:
+    if config.device == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", local_rank)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus >= num_local_workers:
+        return torch.device("cuda", local_rank)
+    problem = f"{num_local_workers} workers on this host but {num_gpus} GPUs{_why_no_gpus(num_gpus)}"
+    promised = promised_gpus()
+    if config.device == "cuda" or promised:
+        asked = "distributed.device cuda" if config.device == "cuda" else f"the job asked for {promised} GPUs"
+        raise UsageError(f"{asked}: {problem}; start fewer workers or use --distributed.device cpu")
+    sign = selected_gpus() or next((file for file in _DRIVERS if Path(file).exists()), "")
+    if local_rank == 0 and (num_gpus or sign):
+        seen = f" ({sign})" if sign else ""
+        print(
+            f"shoal: WARNING: training on the CPU of {os.uname().nodename}{seen}: {problem}; "
+            "--distributed.device cuda makes this an error, cpu leaves this line out",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    return torch.device("cpu")
+
+
+def _why_no_gpus(num_gpus: int) -> str:
+    if num_gpus:
+        return ""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f" (torch {torch.__version__} is built for the CPU)"
+    return " (torch finds none; nvidia-smi and shoal doctor may say why)"
 
 
 def choose_backend(config: DistributedConfig, device: torch.device) -> str:

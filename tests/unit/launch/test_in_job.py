@@ -29,6 +29,11 @@ def mpi(*, size: int, local_size: int) -> dict[str, str]:
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
 
 
+KUBEFLOW = {
+    "PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "bert-master-0",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("variables", "command", "how", "said"),
     [
@@ -58,6 +63,8 @@ def mpi(*, size: int, local_size: int) -> dict[str, str]:
         ({}, (), InJob(helper=True, helper_port=7070), "--helper-port needs the job's secret"),
         (mpi(size=4, local_size=2), ("true",), InJob(), "mpirun has started 2 shoal launch on this host"),
         (mpi(size=4, local_size=1), ("true",), InJob(workers=1), "--nnodes 4 needs --rdzv HOST:PORT"),
+        (KUBEFLOW, ("true",), InJob(), "--nnodes 4 needs the job's secret"),
+        ({"SHOAL_GPUS": "8"}, ("true",), InJob(), "the job has 8 GPUs on .* and torch finds none"),
     ],
 )
 def test_what_cannot_be(

@@ -257,6 +257,50 @@ def test_devices_without_a_gpu() -> None:
         choose_device(DistributedConfig(device="cuda"), 0, 2)
 
 
+GPU_SIGNS = ("SHOAL_GPUS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch find no GPU, and nothing say that there is one."""
+    for name in (*GPU_SIGNS, "NVIDIA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(world, "_DRIVERS", ())
+
+
+def test_the_cpu_in_place_of_gpus_is_said_once(
+    no_gpus: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert choose_device(DistributedConfig(), 0, 2) == CPU
+    assert capsys.readouterr().err == ""  # nobody expected a GPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert [choose_device(DistributedConfig(), rank, 2) for rank in range(2)] == [CPU, CPU]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("shoal: WARNING: training on the CPU of ")
+    assert "(CUDA_VISIBLE_DEVICES=0,1): 2 workers on this host but 0 GPUs (torch " in said
+    assert choose_device(DistributedConfig(device="cpu"), 0, 2) == CPU
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(world, "_DRIVERS", (str(tmp_path / "none"), str(tmp_path)))
+    assert choose_device(DistributedConfig(), 0, 1) == CPU
+    assert f"({tmp_path}): 1 workers on this host but 0 GPUs" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(DistributedConfig(), 1, 2) == torch.device("cuda", 1)
+    assert capsys.readouterr().err == ""
+    assert choose_device(DistributedConfig(), 0, 4) == CPU
+    assert "4 workers on this host but 2 GPUs; --distributed.device cuda makes" in capsys.readouterr().err
+
+
+def test_the_cpu_in_place_of_gpus_that_the_job_asked_for_is_an_error(
+    no_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_GPUS", "8")
+    with pytest.raises(UsageError, match="the job asked for 8 GPUs: 2 workers on this host but 0 GPUs"):
+        choose_device(DistributedConfig(), 1, 2)
+    assert choose_device(DistributedConfig(device="cpu"), 0, 2) == CPU
+
+
 def test_backends() -> None:
     assert choose_backend(DistributedConfig(), CPU) == "gloo"
     assert choose_backend(DistributedConfig(backend="GLOO"), CPU) == "gloo"
