@@ -34,7 +34,7 @@ file.write_text("done")
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", workers=2, helpers=1) as cluster:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", workers=2, helpers=2) as cluster:
         (cluster.folder / "count.py").write_text(COUNT)
         yield cluster
 
@@ -51,9 +51,9 @@ def starts(slurm: SlurmCluster, name: str) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_preempted_job_with_a_helper_saves_and_is_started_again(slurm: SlurmCluster) -> None:
+def test_a_preempted_job_with_helpers_saves_and_is_started_again(slurm: SlurmCluster) -> None:
     command = ("--", "python3", "count.py", "out", "120")
-    job = submit(slurm, "--helpers", "1", "--helper-partition", "cpu", "--workers-per-host", "1", *command)
+    job = submit(slurm, "--helpers", "2", "--helper-partition", "cpu", "--workers-per-host", "1", *command)
     slurm.await_true(lambda: starts(slurm, "out-0") and starts(slurm, "out-1"), DEADLINE_S)
     time.sleep(2.0)
     high = slurm.run(
@@ -64,8 +64,8 @@ def test_a_preempted_job_with_a_helper_saves_and_is_started_again(slurm: SlurmCl
     assert slurm.ended(job) == "0:0", slurm.logs()
     for rank in range(2):
         first, second = starts(slurm, f"out-{rank}")
-        assert first == [str(rank), "2", "0", "1", "1", "0", "0"]
-        assert second[:6] == [str(rank), "2", "0", "1", "1", "1"]
+        assert first == [str(rank), "2", "0", "1", "2", "0", "0"]
+        assert second[:6] == [str(rank), "2", "0", "1", "2", "1"]
         assert int(second[6]) > 5, "it continues where it saved"
 
 

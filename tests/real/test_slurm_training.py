@@ -59,7 +59,7 @@ def train(run: str, steps: int = STEPS) -> list[str]:
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     with SlurmCluster(
-        tmp_path_factory.mktemp("slurm") / "cluster", workers=2, helpers=1, nic="40mbit"
+        tmp_path_factory.mktemp("slurm") / "cluster", workers=2, helpers=2, nic="40mbit"
     ) as cluster:
         text = ("shoal", "prepare", "text", "builtin", "--out", "text", "--vocab-size", "2048")
         cluster.run(*text, deadline_s=DEADLINE_S)

@@ -54,8 +54,9 @@ def parallelcluster(
     print(
         f"delete it: pcluster delete-cluster {name}; the file system stays, and costs until it is deleted too"
     )
-    price = _price(plan)
-    print(f"an hour with all hosts: {price}; worker and helper hosts run only while jobs want them")
+    print(f"an hour of the file system: {_file_system_price(plan)}")
+    print(f"an hour of the head node: {_price((plan.head_instance, 1))}")
+    print(f"an hour with all hosts: {_price(*_hosts(plan))}; they run only while jobs want them")
     return EXIT_OK
 
 
@@ -90,10 +91,9 @@ def cloudformation(
     print("delete them, the cluster first; the second takes all runs with it, but not the bucket:")
     for file in (stacks.CLUSTER, stacks.FILE_SYSTEM):
         print(f"    {stacks.delete_stack(plan, file)}")
-    file_system = plan.fsx_gb * _FSX_PER_GB_MONTH / _HOURS_A_MONTH
-    print(f"an hour of the file system: ${file_system:.2f}, a list price recalled and not confirmed")
-    print(f"besides it the data host, {plan.data_instance}")
-    print(f"an hour of the cluster: {_price(plan)}")
+    print(f"an hour of the file system: {_file_system_price(plan)}")
+    print(f"an hour of the data host: {_price((plan.data_instance, 1))}")
+    print(f"an hour of the cluster: {_price(*_hosts(plan))}")
     return EXIT_OK
 
 
@@ -115,18 +115,24 @@ def _check_instances(plan: ParallelCluster | CloudFormation) -> None:
             )
 
 
-def _price(cluster: ParallelCluster | CloudFormation) -> str:
-    """Return the price of the worker and helper hosts by the planner's catalog."""
+def _price(*hosts: tuple[str, int]) -> str:
+    """Return the price of an hour of hosts, given as type and number, by the planner's catalog."""
     from shoal.planner.hardware import Catalog
 
     known, total, unpriced = Catalog().instances, 0.0, []
-    for name, count in (
-        (cluster.worker_instance, cluster.workers),
-        (cluster.helper_instance, cluster.helpers),
-    ):
+    for name, count in hosts:
         price = known[name].price_per_hour if name in known else None
         total += count * (price or 0.0)
         if count and price is None:
             unpriced.append(name)
     without = f", without {', '.join(unpriced)}" if unpriced else ""
-    return f"${total:,.0f} on demand by shoal plan's catalog{without}"
+    return f"${total:,.2f} on demand by shoal plan's catalog{without}"
+
+
+def _hosts(plan: ParallelCluster | CloudFormation) -> tuple[tuple[str, int], ...]:
+    return (plan.worker_instance, plan.workers), (plan.helper_instance, plan.helpers)
+
+
+def _file_system_price(plan: ParallelCluster | CloudFormation) -> str:
+    an_hour = plan.fsx_gb * _FSX_PER_GB_MONTH / _HOURS_A_MONTH
+    return f"${an_hour:.2f}, a list price recalled and not confirmed"

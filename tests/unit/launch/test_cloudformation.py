@@ -230,6 +230,9 @@ def test_the_command_says_how_to_make_and_delete_them(
     assert first[first.index("--capabilities") + 1] == "CAPABILITY_IAM" and "--capabilities" not in second
     for words in (first, second):
         assert "ParameterKey=KeyName,ParameterValue=key" in words
-    assert any(line.startswith("an hour of the cluster: $") for line in said)
+    # 8 × p4d.24xlarge at 32.77 and 4 × c5n.18xlarge at 3.888; 1,200 GB at 0.21 a month
+    costs = {"file system": "$0.35", "data host": "$0.38", "cluster": "$277.71"}
+    for what, price in costs.items():
+        assert [line for line in said if line.startswith(f"an hour of the {what}: {price}")]
     with pytest.raises(UsageError, match=r"--data-instance 'm5.2xlarg' is no instance type"):
         write(plan=CloudFormation(**COMMON, data_instance="m5.2xlarg"), out=tmp_path / "no")

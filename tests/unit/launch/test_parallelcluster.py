@@ -86,6 +86,7 @@ def test_the_command_says_how_to_make_and_delete_it(
     )
     assert "pcluster create-cluster --cluster-name shoal --region us-east-1 --cluster-configuration" in said
     assert "pcluster delete-cluster" in said and "without m5.large" in said
+    assert "an hour of the head node: $0.38 " in said and "an hour of the file system: $0.35," in said
 
 
 def test_an_instance_type_that_ec2_does_not_know(tmp_path: Path) -> None:

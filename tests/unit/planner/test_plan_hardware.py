@@ -12,7 +12,7 @@ from shoal.planner.hardware import Catalog, require_accelerators
 
 NAMES = {
     *("p3.16xlarge", "p3dn.24xlarge", "p4d.24xlarge", "p5.48xlarge", "g4dn.12xlarge", "c5n.18xlarge"),
-    *("m4.16xlarge", "DGX-1", "DGX-2", "DGX-2H", "DGX-A100", "DGX-H100"),
+    *("m4.16xlarge", "m5.2xlarge", "DGX-1", "DGX-2", "DGX-2H", "DGX-A100", "DGX-H100"),
 }
 
 GOOD = """
