@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import yaml
@@ -63,6 +64,29 @@ def test_a_manifest_for_kubernetes_and_how_its_secret_is_made(tmp_path: Path) ->
     assert "kubectl create secret generic albert-secret --from-file=secret\n" in done.stdout
     manifest = yaml.safe_load((tmp_path / "job" / "job.yaml").read_text())
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("JobSet", "albert")
+
+
+def test_dry_runs_have_the_planners_summary(tmp_path: Path) -> None:
+    options = ("--hosts", "2", "--helpers", "1", "--dry-run")
+    pods = ("--image", "shoal:1", "--claim", "runs", "--gpus-per-host", "8")
+    machines = ("--machine", "p4d.24xlarge", "--helper-machine", "c5n.18xlarge")
+    bert = ("--", "shoal", "train", "bert")
+    done = shoal("submit", "kubernetes", *options, *pods, *machines, *bert, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert yaml.safe_load(done.stdout)["kind"] == "JobSet"  # the summary is a comment
+    said = done.stdout.partition("\n# ")[2]
+    assert "bert-large on 2xp4d.24xlarge" in said and "c5n.18xlarge" in said
+    (tmp_path / "cluster.toml").write_text(
+        'instance = "ml.p4d.24xlarge"\nimage = "a/shoal:1"\nbucket = "s3://my-data/shoal"\n'
+        'region = "us-east-1"\nrole = "arn:aws:iam::123456789012:role/shoal"\n'
+        'subnets = ["subnet-0123456789abcdef0"]\nsecurity-groups = ["sg-0123456789abcdef0"]\n'
+        'fsx = "fs-0123456789abcdef0"\nfsx-path = "/abcdefgh"\n'
+    )
+    training = ("--config", "cluster.toml")
+    done = shoal("submit", "sagemaker", *options, *training, *bert, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["RoleArn"].endswith("/shoal")
+    assert "bert-large on 2xp4d.24xlarge" in done.stderr and "c5n.18xlarge" in done.stderr
 
 
 def test_commands_for_other_hosts_are_shown(tmp_path: Path) -> None:

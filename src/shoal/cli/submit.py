@@ -95,6 +95,8 @@ def kubernetes(
     job: Annotated[KubernetesJob, Parameter(name="*")],
     to: Path | None = None,
     dry_run: bool = False,
+    machine: str | None = None,
+    helper_machine: str | None = None,
     config: Path | None = None,
 ) -> int:
     """Submit a command to Kubernetes: `shoal submit kubernetes --hosts 8 … -- shoal train bert`.
@@ -109,7 +111,11 @@ def kubernetes(
     to
         Write the manifest into this folder and submit nothing; the job's secret is not in it.
     dry_run
-        Print the manifest; submit nothing.
+        Print the manifest, and the planner's summary as comments; submit nothing.
+    machine
+        What the planner calls a worker host, like p4d.24xlarge: --dry-run then predicts time and cost.
+    helper_machine
+        The same for a helper host, like c5n.18xlarge.
     config
         TOML file with options of this command, such as image = "registry.example/shoal:1".
     """
@@ -118,6 +124,8 @@ def kubernetes(
     text = kubernetes_manifest.render(job, command)
     if dry_run:
         print(text, end="")
+        predicted = _prediction(command, job.hosts, machine, job.helpers, helper_machine)
+        print("".join(f"# {line}\n" for line in predicted.splitlines()), end="")
         return EXIT_OK
     folder = to or Path("jobs") / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +162,7 @@ def sagemaker(
     to
         Write the request into this folder and submit nothing.
     dry_run
-        Print the request; submit nothing.
+        Print the request and, to stderr, the planner's summary; submit nothing.
     config
         TOML file with options of this command, such as role = "arn:aws:iam::…".
     """
@@ -167,6 +175,8 @@ def sagemaker(
     text = training.text_of(request)
     if dry_run:
         print(text)
+        kinds = _in_catalog(job.instance), job.helpers, _in_catalog(job.helper_instance)
+        print(_prediction(command, job.hosts, *kinds), file=sys.stderr)
         return EXIT_OK
     folder = to or Path("jobs") / base
     folder.mkdir(parents=True, exist_ok=True)
@@ -320,10 +330,26 @@ def _summarise(
             print(queue.test_only(queue.write(script, Path(folder))))
     else:
         print("sbatch is not here: whether Slurm would take the job was not checked")
+    if text := _prediction(command, job.hosts, machine, job.helpers, helper_machine):
+        print(text)
+
+
+def _prediction(
+    command: Sequence[str], hosts: int, machine: str | None, helpers: int, helper_machine: str | None
+) -> str:
+    """Return the planner's time and cost of a recipe on the given machines; empty: it does not know them."""
     recipe = _PLANNED.get(command[2]) if list(command[:2]) == ["shoal", "train"] and command[2:] else None
     if machine is None or recipe is None:
-        return
+        return ""
     from shoal.planner import answer, api
 
-    helpers = f"{job.helpers}x{helper_machine}" if helper_machine and job.helpers else None
-    print(answer.text_of(api.plan(recipe, f"{job.hosts}x{machine}", helpers), [], compare=False))
+    beside = f"{helpers}x{helper_machine}" if helper_machine and helpers else None
+    return answer.text_of(api.plan(recipe, f"{hosts}x{machine}", beside), [], compare=False)
+
+
+def _in_catalog(instance: str | None) -> str | None:
+    """Return the name by which the planner knows an instance type of SageMaker, or ``None``."""
+    from shoal.planner.hardware import Catalog
+
+    name = (instance or "").removeprefix("ml.")
+    return name if name in Catalog().instances else None
