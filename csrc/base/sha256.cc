@@ -8,7 +8,7 @@
 namespace shoal {
 namespace {
 
-constexpr std::size_t kBlock = 64;
+constexpr std::size_t kBlockBytes = 64;
 
 // floor(frac(root(n)) * 2^32) of the first primes: FIPS 180-4, sections 4.2.2 (cube roots) and 5.3.3 (square roots),
 // computed in integers: the largest x with x^power <= prime * 2^(32 power), without its integer part.
@@ -47,23 +47,23 @@ class Sha256 {
   void add(std::span<const std::uint8_t> bytes) {
     length_ += bytes.size();
     while (!bytes.empty()) {
-      const std::size_t taken = std::min(bytes.size(), kBlock - filled_);
+      const std::size_t taken = std::min(bytes.size(), kBlockBytes - filled_);
       std::memcpy(block_.data() + filled_, bytes.data(), taken);
       filled_ += taken;
       bytes = bytes.subspan(taken);
-      if (filled_ == kBlock) take_block();
+      if (filled_ == kBlockBytes) take_block();
     }
   }
 
   Digest finish() {
     const std::uint64_t bits = length_ * 8;
     block_[filled_++] = 0x80;
-    if (filled_ > kBlock - 8) {
+    if (filled_ > kBlockBytes - 8) {
       std::fill(block_.begin() + filled_, block_.end(), std::uint8_t{0});
       take_block();
     }
     std::fill(block_.begin() + filled_, block_.end(), std::uint8_t{0});
-    for (int i = 0; i < 8; ++i) block_[kBlock - 1 - i] = static_cast<std::uint8_t>(bits >> (8 * i));
+    for (int i = 0; i < 8; ++i) block_[kBlockBytes - 1 - i] = static_cast<std::uint8_t>(bits >> (8 * i));
     take_block();
     Digest digest;
     for (std::size_t i = 0; i < digest.size(); ++i) {
@@ -99,7 +99,7 @@ class Sha256 {
   }
 
   std::array<std::uint32_t, 8> state_ = kStart;
-  std::array<std::uint8_t, kBlock> block_{};
+  std::array<std::uint8_t, kBlockBytes> block_{};
   std::size_t filled_ = 0;
   std::uint64_t length_ = 0;
 };
@@ -113,15 +113,15 @@ Digest sha256(std::span<const std::uint8_t> message) {
 }
 
 Digest hmac_sha256(std::span<const std::uint8_t> key, std::span<const std::uint8_t> message) {
-  std::array<std::uint8_t, kBlock> padded{};
-  if (key.size() > kBlock) {
+  std::array<std::uint8_t, kBlockBytes> padded{};
+  if (key.size() > kBlockBytes) {
     const Digest digest = sha256(key);
     std::copy(digest.begin(), digest.end(), padded.begin());
   } else {
     std::copy(key.begin(), key.end(), padded.begin());
   }
-  std::array<std::uint8_t, kBlock> inner_pad, outer_pad;
-  for (std::size_t i = 0; i < kBlock; ++i) {
+  std::array<std::uint8_t, kBlockBytes> inner_pad, outer_pad;
+  for (std::size_t i = 0; i < kBlockBytes; ++i) {
     inner_pad[i] = padded[i] ^ 0x36;
     outer_pad[i] = padded[i] ^ 0x5c;
   }

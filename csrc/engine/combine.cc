@@ -64,7 +64,7 @@ T from_float(float x) {
 }
 
 template <class T>
-constexpr bool is_half = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
+constexpr bool is_half_v = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
 
 // Integers are added and multiplied unsigned, where overflow is defined.
 template <class T, bool multiply>
@@ -116,7 +116,7 @@ T apply(Combine combine, T a, T b) {
 // In blocks, so that the running result stays in the L1 cache.
 template <class In, class Out = In>
 void combine_typed(void* out, const std::vector<const void*>& inputs, std::size_t count, const CombineSpec& spec) {
-  using Work = std::conditional_t<is_half<In>, float, In>;
+  using Work = std::conditional_t<is_half_v<In>, float, In>;
   constexpr std::size_t kBlock = 1024;
   Work block[kBlock];
   In x[kBlock];  // copied: contributions may be unaligned
@@ -127,7 +127,7 @@ void combine_typed(void* out, const std::vector<const void*>& inputs, std::size_
       std::memcpy(x, static_cast<const std::byte*>(inputs[k]) + begin * sizeof(In), size * sizeof(In));
       for (std::size_t i = 0; i < size; ++i) {
         Work value;
-        if constexpr (is_half<In>) value = to_float(x[i]);
+        if constexpr (is_half_v<In>) value = to_float(x[i]);
         else value = x[i];
         block[i] = k == 0 ? value : apply<Work>(spec.combine, block[i], value);
       }
@@ -154,13 +154,11 @@ bool is_fast(const CombineSpec& spec) {
   return spec.combine == Combine::sum && spec.input == spec.result && type;
 }
 
-bool is_half_type(Element element) { return element == Element::float16 || element == Element::bfloat16; }
-
 }  // namespace
 
 void require_possible(const CombineSpec& spec) {
-  const bool partial = (spec.input == Element::float32 && is_half_type(spec.result)) ||
-                       (spec.result == Element::float32 && is_half_type(spec.input));
+  const bool partial = (spec.input == Element::float32 && is_half(spec.result)) ||
+                       (spec.result == Element::float32 && is_half(spec.input));
   if (spec.input != spec.result && !partial) {
     throw std::invalid_argument("contributions of " + std::string(name_of(spec.input)) + " do not make a result of " +
                                 std::string(name_of(spec.result)));

@@ -1,7 +1,6 @@
 #include "engine/direct_exchange.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/clock.h"
 #include "engine/combine.h"
@@ -17,11 +16,6 @@ constexpr std::size_t kMaxBytesOfAll = 256 << 10;  // inputs of all ranks togeth
 std::size_t bytes_in(const OpSpec& spec, int num_ranks) {
   const std::size_t bytes = spec.count * size_of(spec.element);
   return spec.kind == Kind::reduce_scatter ? bytes * static_cast<std::size_t>(num_ranks) : bytes;
-}
-
-// An empty tensor may have a null address.
-void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
-  if (bytes) std::memcpy(to, from, bytes);
 }
 
 }  // namespace

@@ -9,8 +9,6 @@ namespace shoal {
 namespace {
 
 constexpr int kMaxRanks = 65535;
-constexpr std::size_t kMaxProcesses = 65536;
-constexpr std::size_t kMaxText = 4096;
 
 }  // namespace
 

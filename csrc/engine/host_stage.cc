@@ -1,7 +1,6 @@
 #include "engine/host_stage.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
 #include "base/clock.h"
@@ -12,11 +11,6 @@ namespace shoal {
 namespace {
 
 constexpr int kNapMs = 200;
-
-// An empty tensor may have a null address.
-void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
-  if (bytes) std::memcpy(to, from, bytes);
-}
 
 constexpr int kSpins = 2000;  // pauses of a waiting caller before it yields: about 25 us
 constexpr int kYields = 16;   // before it sleeps

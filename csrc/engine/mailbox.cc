@@ -2,12 +2,6 @@
 
 namespace shoal {
 
-namespace {
-
-constexpr std::size_t kMaxText = 4096;
-
-}  // namespace
-
 void Mailbox::send(int peer, FrameHeader header, Payload payload) {
   header.submitted = ops_.num_submitted();
   header.completed = ops_.num_completed();

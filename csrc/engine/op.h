@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <vector>
@@ -59,7 +61,10 @@ struct Op {
 
 using OpPtr = std::shared_ptr<Op>;
 
-inline bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
+// An empty tensor may have a null address.
+inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (bytes) std::memcpy(to, from, bytes);
+}
 
 // Kinds whose results go to ranks that contribute nothing, and so may not have begun the operation.
 inline bool forwards(Kind kind) { return kind == Kind::broadcast || kind == Kind::all_gather; }

@@ -10,8 +10,6 @@ namespace shoal {
 
 namespace {
 
-bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
-
 bool same_words(const FrameHeader& a, const FrameHeader& b) {
   return a.kind == b.kind && a.element == b.element && a.input == b.input && a.combine == b.combine && a.divisor == b.divisor &&
          a.table == b.table && a.step == b.step && a.rule == b.rule && (!is_served(static_cast<Kind>(a.kind)) || a.root == b.root);

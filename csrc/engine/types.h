@@ -30,6 +30,7 @@ inline bool sums_for_all(Kind kind) {
 inline bool is_message(Kind kind) { return kind == Kind::send || kind == Kind::recv; }
 
 enum class Element : std::uint8_t { float32, float64, float16, bfloat16, int8, uint8, int32, int64 };
+inline bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
 
 enum class Combine : std::uint8_t { sum, avg, prod, min, max, band, bor, bxor };
 

@@ -18,9 +18,7 @@ namespace shoal {
 
 namespace {
 
-constexpr std::size_t kMaxProcesses = 65536;
 constexpr std::size_t kMaxEarlyJoins = 65536;
-constexpr std::size_t kMaxText = 4096;
 
 // The connections that engines may share. A child of fork() begins without any: threads do not survive it.
 struct Registry {

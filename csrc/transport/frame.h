@@ -63,6 +63,7 @@ static_assert(sizeof(FrameHeader) == 120);
 
 inline constexpr std::uint32_t kFrameMagic = 0x324c4853;  // "SHL2"
 inline constexpr std::size_t kMaxPayload = std::size_t{16} << 20;
+inline constexpr std::size_t kMaxText = 4096;  // of a notice, such as why a rank leaves
 
 // Bytes with an owner: the user's tensor, a pooled buffer, or a result that is sent to many peers.
 struct Payload {
