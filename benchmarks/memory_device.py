@@ -2,23 +2,29 @@
 
 For tests, and to run the copy pipeline without a GPU. Tensors are ordinary CPU tensors. What a caller does to
 them outside of a stream is complete when the call returns, as on the CPU, unless it runs inside
-:meth:`MemoryDevice.on`.
+:meth:`MemoryDevice.on`. A queue keeps no memory alive, as a GPU's does not: a step whose tensors were freed
+before the stream came to it fails, where a GPU would use memory that has been given out again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.comm.collectives import collective
 from shoal.comm.devices import Stream
@@ -27,6 +33,60 @@ from shoal.comm.rendezvous import connect_engine
 
 _DELAYS_S = (0.0, 0.0, 0.0, 0.0005, 0.002)
 _CPU = torch.device("cpu")
+FREED = "a step uses memory that was freed before the stream came to it: keep its tensors until a later event"
+
+Step = Callable[[], object]
+
+
+def borrowed(step: Step) -> Step:
+    """Return ``step`` without its references: it raises RuntimeError if what it uses is gone by then.
+
+    Args:
+        step: a method of a tensor with its arguments (``partial``); or another function or method, of which
+            the caller keeps the object, and with it the tensors.
+    """
+    if isinstance(step, partial) and isinstance(getattr(step.func, "__self__", None), Tensor):
+        return _on_aliases(step.func.__self__, step.func.__name__, step.args, step.keywords)  # type: ignore[attr-defined]
+    reference: Any = weakref.WeakMethod(step) if hasattr(step, "__self__") else weakref.ref(step)
+    del step
+
+    def run() -> None:
+        if (found := reference()) is None:
+            raise RuntimeError(FREED)
+        found()
+
+    return run
+
+
+def _on_aliases(tensor: Tensor, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Step:
+    """Return a call of a tensor's method by addresses, after a look whether the memory is still there."""
+    used = [each for each in (tensor, *args) if isinstance(each, Tensor)]
+    storages = [each.untyped_storage() for each in used if each.numel()]
+    memory = [(StorageWeakRef(each), each.data_ptr()) for each in storages]
+    mine, *others = [_alias(each) if isinstance(each, Tensor) else each for each in (tensor, *args)]
+
+    def run() -> None:
+        kept = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference, _ in memory]
+        if any(
+            each is None or each.data_ptr() != address
+            for each, (_, address) in zip(kept, memory, strict=True)
+        ):
+            raise RuntimeError(FREED)
+        getattr(mine, name)(*others, **keywords)
+
+    return run
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory that does not keep it alive."""
+    storage = tensor.untyped_storage()
+    if not tensor.numel():
+        return tensor
+    whole = torch.frombuffer(
+        (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8
+    )
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class MemoryEvent:
@@ -70,7 +130,7 @@ class MemoryStream:
 
     def __init__(self, check: Callable[[], None] = lambda: None, delays: random.Random | None = None) -> None:
         self._check, self._delays = check, delays
-        self._steps: queue.SimpleQueue[Callable[[], object] | MemoryEvent | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Step | MemoryEvent | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         threading.Thread(target=self._run, name="shoal-memory-stream", daemon=True).start()
 
@@ -87,8 +147,12 @@ class MemoryStream:
                     except Exception as problem:
                         self._failure = problem
 
-    def run(self, step: Callable[[], object]) -> None:
-        self._steps.put(step)
+    def run(self, step: Step) -> None:
+        self._steps.put(borrowed(step))
+
+    def call(self, function: Step) -> None:
+        """Queue a function of the host, which the stream keeps."""
+        self._steps.put(function)
 
     def wait_event(self, event: MemoryEvent) -> None:
         self._steps.put(event.passed)
@@ -105,7 +169,7 @@ class MemoryStream:
 class _CallerStream:
     """Executes steps at once, on the calling thread."""
 
-    def run(self, step: Callable[[], object]) -> None:
+    def run(self, step: Step) -> None:
         step()
 
     def wait_event(self, event: MemoryEvent) -> None:

@@ -31,12 +31,12 @@ def check_order(rank: int) -> None:
         tensor, seen = torch.zeros(1000), torch.zeros(1000)
         with device.on(stream):
             for step in range(3):
-                stream.run(lambda: time.sleep(0.02))
-                stream.run(lambda step=step: tensor.fill_(step + rank))  # type: ignore[misc]
-                side.pipeline._h2d.run(lambda: time.sleep(0.02))
+                stream.call(lambda: time.sleep(0.02))
+                stream.call(lambda step=step: tensor.fill_(step + rank))  # type: ignore[misc]
+                side.pipeline._h2d.call(lambda: time.sleep(0.02))
                 work: Any = dist.all_reduce(tensor, async_op=True)
                 work.wait()
-                stream.run(lambda: seen.copy_(tensor))
+                stream.call(lambda: seen.copy_(tensor))
                 stream.record_event().synchronize()
                 assert (seen == 2 * step + 1).all()
                 assert work.is_completed() and work.is_success()
@@ -46,7 +46,7 @@ def check_order(rank: int) -> None:
         with device.on(late):
             for i, work in reversed(list(enumerate(works))):
                 work.wait()
-                late.run(lambda i=i: tensors[i].mul_(2))  # type: ignore[misc]
+                late.call(lambda i=i: tensors[i].mul_(2))  # type: ignore[misc]
         late.record_event().synchronize()
         assert [set(tensor.tolist()) for tensor in tensors] == [{2.0 * (2 * i + 1)} for i in range(20)]
         # futures: before and after the end, a chain, and several as one
@@ -164,7 +164,7 @@ def check_wrong(rank: int) -> None:
     with staged() as side:
         dist.all_reduce(torch.ones(10))
         if rank == 0:
-            side.pipeline._h2d.run(fail)
+            side.pipeline._h2d.call(fail)
         with raises(RuntimeError if rank == 0 else CommError, "the copy came to grief", *["rank 0"] * rank):
             for _ in range(100):
                 dist.all_reduce(torch.ones(10))
