@@ -42,6 +42,10 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 48,
     "max_position_embeddings": 32,
 }
+SMALL_DETECTOR = MaskRCNNConfig(
+    backbone="resnet18", anchor_sizes=(8, 16, 32, 64, 128), proposals_a_level=60, proposals=100,
+    proposal_samples=40, region_samples=32,
+)  # fmt: skip
 BERT, ALBERT = BertModelConfig(**SIZES), AlbertModelConfig(**SIZES, embedding_size=16)
 
 Made = tuple[nn.Module, Callable[[str], Callable[[], Tensor]]]
@@ -164,11 +168,7 @@ def detection_batch() -> tuple[Tensor, dict[str, Tensor], Tensor]:
 def test_waits_of_a_step_of_mask_rcnn() -> None:
     """Today's number: sampled anchors, regions and masks are tensors whose sizes the host has to know."""
     torch.manual_seed(0)
-    config = MaskRCNNConfig(
-        backbone="resnet18", anchor_sizes=(8, 16, 32, 64, 128), proposals_a_level=60, proposals=100,
-        proposal_samples=40, region_samples=32,
-    )  # fmt: skip
-    model = MaskRCNN(config, 5)
+    model = MaskRCNN(SMALL_DETECTOR, 5)
     with as_on_a_gpu(), counting() as counts:
         losses = mean_losses(model(*detection_batch()))
         losses.sum().backward()  # type: ignore[no-untyped-call]
@@ -239,7 +239,7 @@ def test_what_is_counted() -> None:
 
 
 @contextmanager
-def compiled_graphs(model: Any) -> Iterator[list[int]]:
+def compiled_graphs(model: Any, dynamic: bool | None = None) -> Iterator[list[int]]:
     """Compile ``model`` by a backend that notes the operations of each graph and runs it as it is."""
     graphs: list[int] = []
 
@@ -248,9 +248,39 @@ def compiled_graphs(model: Any) -> Iterator[list[int]]:
         return graph
 
     torch._dynamo.reset()
-    model.compile(backend=backend, dynamic=True, fullgraph=True)
+    model.compile(backend=backend, dynamic=dynamic, fullgraph=True)
     yield graphs
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "resnet50" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_forward_is_one_graph_in_training_and_one_in_evaluation(name: str) -> None:
+    model, loss = MODELS[name]()
+    compute = loss("cpu")
+    with compiled_graphs(model) as graphs:
+        compute()
+        assert len(graphs) == 1
+        with torch.no_grad():
+            model.eval()
+            compute()
+        assert len(graphs) == 2
+
+
+def test_forward_with_recomputed_layers_is_one_graph() -> None:
+    model, loss = pretraining(BertPretraining(replace(BERT, activation_checkpointing=True)))
+    with compiled_graphs(model) as graphs:
+        loss("cpu")().backward()  # type: ignore[no-untyped-call]
+    assert len(graphs) == 1
+
+
+def test_the_backbone_of_mask_rcnn_is_one_graph() -> None:
+    """Its heads are not compiled: they sample as many regions as the host finds."""
+    backbone = MaskRCNN(SMALL_DETECTOR, 5).backbone
+    with compiled_graphs(backbone) as graphs:
+        assert len(backbone(torch.randn(1, 3, 64, 96))) == 5
+    assert len(graphs) == 1
 
 
 def test_fifty_mixes_of_lengths_are_two_graphs_inside_ddp(tmp_path: Path) -> None:
@@ -263,7 +293,7 @@ def test_fifty_mixes_of_lengths_are_two_graphs_inside_ddp(tmp_path: Path) -> Non
         with Run.open(tmp_path / "run", loop=LoopConfig(compile=True), worker=alone(tmp_path)) as run:
             ddp: Any = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
             run.compile(model, dynamic=True)
-            with compiled_graphs(model) as graphs:
+            with compiled_graphs(model, dynamic=True) as graphs:
                 for mix in range(50):
                     size = 16 + int(torch.randint(1, 16, (1,), generator=random))
                     batch = packed_batch(3 + mix % 5, size, num_masked=2 + mix % 3, device="cpu")

@@ -8,6 +8,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,9 +26,18 @@ from shoal.recipes.resnet50 import TrainConfig as ImageTrainConfig
 from shoal.recipes.t5 import T5Config
 from shoal.record import PARTS, Step
 from shoal.train import world
-from shoal.train.config import DistributedConfig, TrainConfig, as_tree, check_wire, load_toml, to_toml
+from shoal.train.config import (
+    DistributedConfig,
+    LoopConfig,
+    TrainConfig,
+    as_tree,
+    check_wire,
+    load_toml,
+    to_toml,
+)
 from shoal.train.gradients import LossScale, choose_precision, has_native_bf16
 from shoal.train.reporting import Progress, RunningMetrics, StepTimer, duration, peak_memory_bytes
+from shoal.train.run import Run
 from shoal.train.run_dir import open_run_dir
 from shoal.train.world import choose_backend, choose_device
 
@@ -65,6 +75,26 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.backends.cuda.mem_efficient_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_a_run_on_a_gpu_is_compiled_where_there_is_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, (problem, asked, compiled, noted) in enumerate(
+        (
+            ("", None, True, []),
+            ("no C compiler", None, False, ["not compiled: no C compiler"]),
+            ("no C compiler", True, True, []),
+            ("", False, False, []),
+        )
+    ):
+        monkeypatch.setattr("shoal.train.run.compiler_problem", lambda problem=problem: problem)
+        folder = tmp_path / f"{number}"
+        with Run.open(folder, loop=LoopConfig(compile=asked), worker=alone(tmp_path)) as run:
+            run.world = replace(run.world, device=torch.device("cuda", 0))
+            module = torch.nn.Linear(2, 2)
+            run.compile(module)
+            assert ((module._compiled_call_impl is not None), run._notes) == (compiled, noted)
 
 
 def test_a_dynamic_scale_halves_at_an_overflow_and_doubles_after_the_interval() -> None:
