@@ -92,7 +92,7 @@ gpu-wheels: $(STAMP)  ## download the packages that such a machine lacks, for Py
 gpu-data: $(STAMP)  ## copy the test data that it reads
 	$(BIN)/python -m benchmarks.gpu.travel data --folder $(GPU_FOLDER)
 
-gpu-rehearsal: $(STAMP)  ## the same on a CPU with tiny sizes, in a fresh environment without a network (6 minutes)
+gpu-rehearsal: $(STAMP)  ## the same on a CPU with tiny sizes, in a fresh environment without a network (4 minutes)
 	.ci/gpu-rehearsal $(BIN)
 
 lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core

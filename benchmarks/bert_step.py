@@ -86,7 +86,7 @@ def measure(case: str, device: Device, size: str, num_steps: int) -> tuple[dict[
         out = Path(folder) / "samples.json"
         command = [sys.executable, "-m", "benchmarks.bert_step_worker", case, device, size, str(num_steps)]
         with ForeignCores() as watch:
-            threads = str(os.cpu_count() or 1)
+            threads = "1" if size == "tiny" else str(os.cpu_count() or 1)
             subprocess.run([*command, str(out)], check=True, env=child_environment(OMP_NUM_THREADS=threads))
         return json.loads(out.read_text()), watch.cores or 0.0
 

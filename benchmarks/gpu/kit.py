@@ -20,9 +20,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -64,8 +66,8 @@ class Kit:
     Args:
         folder: of the results, which it makes.
         budget_s: for all jobs together.
-        rehearsal: figures mean nothing, so two jobs run at once after those that others need, and stages and
-            jobs have more time, since a busy CPU is no fault of the kit.
+        rehearsal: figures mean nothing, so two jobs run at once, with a thread each; and stages and jobs have
+            more time, since a busy CPU is no fault of the kit.
         kept: outcomes of stages that are not run.
     """
 
@@ -76,6 +78,7 @@ class Kit:
         self._folder, self._rehearsal = folder, rehearsal
         self._end_s = time.monotonic() + budget_s
         self._ends_s: dict[str, float] = {}  # of stages
+        self._ended: dict[str | None, threading.Event] = {}  # of jobs
         self._log = folder / "kit.log"
         self._log.write_text("", encoding="utf-8")
         self._kept = list(kept)
@@ -84,29 +87,18 @@ class Kit:
     def run(self, chosen: Sequence[Stage]) -> bool:
         """Run the jobs until the budget is spent; return whether none failed."""
         jobs = [(stage, job) for stage in chosen for job in stage.jobs]
-        if self._rehearsal and len(chosen) > 1:
-            needed = sum(job.needed for _, job in jobs)
-            self._run_jobs(jobs[:needed], at_once=1)
-            self._run_jobs(jobs[needed:], at_once=2)
-        else:
-            self._run_jobs(jobs, at_once=1)
+        self._ended = {job.title: threading.Event() for _, job in jobs}
+        self._run_jobs([each for each in jobs if each[1].is_first], at_once=1)
+        others = [each for each in jobs if not each[1].is_first]
+        self._run_jobs(others, at_once=2 if self._rehearsal else 1)
         return all(outcome.status == "done" for outcome in self.outcomes)
 
     def _run_jobs(self, jobs: Sequence[tuple[Stage, Job]], *, at_once: int) -> None:
         if not jobs:
             return
-        ends_s = self._ends_s
-        patience = REHEARSAL_PATIENCE if self._rehearsal else 1.0
-
-        def run(stage: Stage, job: Job) -> Outcome:
-            end_s = ends_s.setdefault(stage.name, time.monotonic() + patience * stage.limit_s)
-            left_s = min(self._end_s, end_s) - time.monotonic()
-            if left_s <= 1:
-                return Outcome(stage=stage.name, title=job.title, status="not run")
-            return self._run(stage, job, min(left_s, patience * job.limit_s))
-
         with ThreadPoolExecutor(at_once) as pool:
-            for (_, job), outcome in zip(jobs, pool.map(run, *zip(*jobs, strict=True)), strict=True):
+            outcomes = pool.map(self._run_in_time, *zip(*jobs, strict=True))
+            for (_, job), outcome in zip(jobs, outcomes, strict=True):
                 compare(job, outcome, self.outcomes)
                 self.outcomes.append(outcome)
                 print(
@@ -116,6 +108,20 @@ class Kit:
                 if outcome.said:
                     print(outcome.said, flush=True)
                 self.write()
+
+    def _run_in_time(self, stage: Stage, job: Job) -> Outcome:
+        """Run a job after the one whose files it reads, unless the time of its stage or of all is over."""
+        if job.after in self._ended:  # it began earlier, so this ends
+            self._ended[job.after].wait()
+        patience = REHEARSAL_PATIENCE if self._rehearsal else 1.0
+        end_s = self._ends_s.setdefault(stage.name, time.monotonic() + patience * stage.limit_s)
+        left_s = min(self._end_s, end_s) - time.monotonic()
+        try:
+            if left_s <= 1:
+                return Outcome(stage=stage.name, title=job.title, status="not run")
+            return self._run(stage, job, min(left_s, patience * job.limit_s))
+        finally:
+            self._ended[job.title].set()
 
     def _run(self, stage: Stage, job: Job, limit_s: float) -> Outcome:
         begin_s = time.monotonic()
@@ -138,10 +144,12 @@ class Kit:
         )
 
     def _call(self, command: list[str], limit_s: float) -> tuple[Status, str]:
-        """Run a command in a process group of its own, which ends with it."""
+        """Run a command in a session of its own, which ends with it."""
         environment = child_environment()
         environment.pop("PYTHONPATH", None)  # make's, by which the kit runs before shoal is installed
         environment.setdefault(TEST_DATA, str(data_folder().absolute()))
+        if self._rehearsal:  # the threads of two jobs would wait for each other's processors
+            environment["OMP_NUM_THREADS"] = "1"
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             start_new_session=True, env=environment,
@@ -151,7 +159,7 @@ class Kit:
             text, _ = process.communicate(timeout=limit_s)
             status = "failed" if process.returncode else "done"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            end_session(process.pid)
             text, _ = process.communicate()
             status = "out of time"
         with self._log.open("a", encoding="utf-8") as log:
@@ -177,6 +185,29 @@ class Kit:
         stem.with_suffix(".json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
         lines = table(outcomes, title=f"{device}, torch {torch.__version__}, {date}", target_share=share)
         stem.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def end_session(leader: int) -> None:
+    """Kill all processes of a session, those in other process groups too, such as the compilers of ninja."""
+    while members := members_of_session(leader):
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def members_of_session(leader: int) -> list[int]:
+    """Return the processes of a session that run, by Linux's ``/proc``."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text(encoding="utf-8", errors="replace")
+        except OSError:  # ended in the meantime
+            continue
+        state, _, _, session = text[text.rindex(")") + 2 :].split()[:4]
+        if int(session) == leader and state not in "ZX":
+            found.append(int(stat.parent.name))
+    return found
 
 
 def data_folder() -> Path:
@@ -219,10 +250,15 @@ def compare(job: Job, outcome: Outcome, before: Sequence[Outcome]) -> None:
 def figures_of(job: Job, tree: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the figures of the file that a job wrote."""
     if job.kind == "train":
+        figures: list[dict[str, Any]]
         value, unit = tree["samples_per_s"], f"{tree['unit']}/s"
         busy = tree["samples_per_s"] * tree["flops_per_sample"] / tree["matmul_flops_per_s"]
         figures = [{"what": job.title, "value": value, "unit": unit, "target": job.target}]
-        return [*figures, {"what": f"{job.title}: share of a large product", "value": busy, "unit": ""}]
+        figures.append({"what": f"{job.title}: share of a large product", "value": busy, "unit": ""})
+        if tree["mfu"] is not None:
+            what = f"{job.title}: share of the data sheet's peak (MFU)"
+            figures.append({"what": what, "value": tree["mfu"], "unit": ""})
+        return figures
     if job.kind == "peer":
         return [{"what": job.title, "value": tree["samples_per_s"], "unit": tree["unit"]}]
     if job.kind == "rows":
@@ -233,12 +269,18 @@ def figures_of(job: Job, tree: dict[str, Any]) -> list[dict[str, Any]]:
             }
             for row in tree["rows"]
         ]  # fmt: skip
-    kernels = [
-        {"what": f"{tree['model']}: {kernel['name'][:80]}", "value": kernel["share"], "unit": "of the step"}
-        for kernel in tree["kernels"]
-    ]
-    queued = tree["queued_s"] / tree["step_s"]
-    return [{"what": f"{tree['model']}: the host queues", "value": queued, "unit": "of the step"}, *kernels]
+    figures = []
+    for model in tree["models"]:
+        queued = model["queued_s"] / model["step_s"]
+        shares = [
+            ("the host queues", queued),
+            *((one["name"][:80], one["share"]) for one in model["kernels"]),
+        ]
+        figures += [
+            {"what": f"{model['model']}: {what}", "value": share, "unit": "of the step"}
+            for what, share in shares
+        ]
+    return figures
 
 
 def table(outcomes: Sequence[Outcome], *, title: str, target_share: float) -> list[str]:
@@ -249,12 +291,13 @@ def table(outcomes: Sequence[Outcome], *, title: str, target_share: float) -> li
             lines.append(f"| {outcome.stage} | {outcome.title} | {outcome.status} | | |")
         for figure in outcome.figures:
             against = f"{figure['ratio']:.2f} × {figure['peer']}" if figure.get("ratio") else ""
-            target = figure.get("target_ratio")
+            target, reached = figure.get("target_ratio"), figure.get("ratio")
             if figure.get("target"):
-                target = target_share * figure["target"]
+                target, reached = target_share * figure["target"], figure["value"]
+            wanted = f"{target:.4g}: {reached / target:.0%} of it" if target and reached else ""
             lines.append(
                 f"| {outcome.stage} | {figure['what'].replace('|', '/')} | {figure['value']:.4g} "
-                f"{figure['unit']} | {against} | {f'{target:.4g}' if target else ''} |"
+                f"{figure['unit']} | {against} | {wanted} |"
             )
     return lines
 

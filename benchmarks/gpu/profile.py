@@ -1,6 +1,6 @@
-"""Profiles a training step: time by kernel of forward and backward, and the share of the host.
+"""Profiles training steps: time by kernel of forward and backward, and the share of the host.
 
-python -m benchmarks.gpu.profile bert --device cuda --json profile.json
+python -m benchmarks.gpu.profile bert t5 --device cuda --json profile.json
 """
 
 from __future__ import annotations
@@ -176,13 +176,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("models", nargs="+", choices=MODELS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="show that it runs")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
-    found = profile(args.model, args.device, tiny=args.tiny)
-    args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = [profile(name, args.device, tiny=args.tiny) for name in args.models]
+    args.json.write_text(json.dumps({"models": found}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

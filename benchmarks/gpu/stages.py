@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,8 @@ PYTHON = sys.executable
 SHOAL = (PYTHON, "-m", "shoal")
 BERT_TEXT, ALBERT_TEXT, IMAGES, QUESTION = "bert-text", "albert-text", "images", "question.json"
 """Input that the kit makes on the machine (``inputs``)."""
+INPUT = "input"
+"""Title of the job that makes it."""
 MODELS = ("bert", "albert", "squad", "resnet50", "mask_rcnn", "t5")
 """Models that are profiled."""
 
@@ -37,8 +39,10 @@ class Job:
     target: float | None = None
     """Of samples a second; on an H200, or 0.9 of it on an H100."""
     limit_s: float = 180.0
-    needed: bool = False
-    """Leaves input that later jobs read; such jobs come first."""
+    is_first: bool = False
+    """Ends before any other begins, in a rehearsal too."""
+    after: str | None = None
+    """Title of an earlier job whose files it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +62,23 @@ def stages(folder: Path, data: Path, *, rehearsal: bool) -> tuple[Stage, ...]:
         data: the test data that travels.
     """
     tiny, made = rehearsal, folder / "made"
+
+    def stage(name: str, limit_s: float, jobs: Iterator[Job]) -> Stage:
+        return Stage(name=name, limit_s=limit_s, jobs=tuple(_after_input(job, made) for job in jobs))
+
     return (
-        Stage(name="build", limit_s=180, jobs=tuple(_build(made, tiny))),
-        Stage(name="comm", limit_s=180, jobs=tuple(_comm(folder / "results", tiny))),
-        Stage(name="bert", limit_s=360, jobs=tuple(_text(made, data, tiny))),
-        Stage(name="vision", limit_s=300, jobs=tuple(_vision(made, tiny))),
-        Stage(name="t5", limit_s=120, jobs=tuple(_t5(tiny))),
-        Stage(name="profiles", limit_s=180, jobs=tuple(_profiles(tiny))),
+        stage("build", 180, _build(made, tiny)),
+        stage("comm", 180, _comm(folder / "results", tiny)),
+        stage("bert", 360, _text(made, data, tiny)),
+        stage("vision", 300, _vision(made, tiny)),
+        stage("t5", 120, _t5(tiny)),
+        stage("profiles", 180, _profiles(tiny)),
     )
+
+
+def _after_input(job: Job, made: Path) -> Job:
+    reads = job.title != INPUT and any(word.startswith(str(made)) for word in job.command)
+    return replace(job, after=INPUT) if reads else job
 
 
 def _module(name: str, *options: object) -> tuple[str, ...]:
@@ -78,9 +91,9 @@ def _device(tiny: bool) -> tuple[str, str]:
 
 def _build(made: Path, tiny: bool) -> Iterator[Job]:
     """Build the core and the process group, unless they are there, without a network; make the input."""
-    yield Job(title="the C++ core", command=_module("benchmarks.gpu.core"), needed=True)
+    yield Job(title="the C++ core", command=_module("benchmarks.gpu.core"), is_first=True)
     inputs = _module("benchmarks.gpu.inputs", made, *["--tiny"] * tiny)
-    yield Job(title="input", command=inputs, limit_s=60, needed=True)
+    yield Job(title=INPUT, command=inputs, limit_s=60)
     yield Job(title="shoal doctor", command=(*SHOAL, "doctor"), limit_s=60)
     group = "from shoal.comm import native_group; native_group.build()"
     yield Job(title="the process group in C++", command=(PYTHON, "-c", group))
@@ -112,7 +125,8 @@ def _peer(name: str, title: str, beside: str, *, tiny: bool) -> Job:
 
 
 def _squad(made: Path, data: Path, size: str, *, tiny: bool = False) -> tuple[str, ...]:
-    files = ("--data.path", data / CASES["squad"].needs[0], "--data.eval", made / QUESTION)
+    questions = made / QUESTION if tiny else data / CASES["squad"].needs[0]
+    files = ("--data.path", questions, "--data.eval", made / QUESTION)
     model = ("--model.path", made / f"bert-{size}", "--model.from-scratch")
     if tiny:
         short = ("--window.max-seq-length", 64, "--window.doc-stride", 16, "--window.max-question-length", 16)
@@ -186,8 +200,10 @@ def _t5(tiny: bool) -> Iterator[Job]:
 
 
 def _profiles(tiny: bool) -> Iterator[Job]:
-    for model in MODELS:
+    """Profile each model, in a process of its own where one may fill the device's memory."""
+    for models in (MODELS,) if tiny else tuple((model,) for model in MODELS):
         command = _module(
-            "benchmarks.gpu.profile", model, *_device(tiny), "--json", "{out}", *["--tiny"] * tiny
+            "benchmarks.gpu.profile", *models, *_device(tiny), "--json", "{out}", *["--tiny"] * tiny
         )
-        yield Job(title=f"{model}, time by kernel", kind="profile", command=command)
+        title = "all models" if tiny else models[0]
+        yield Job(title=f"{title}, time by kernel", kind="profile", command=command)

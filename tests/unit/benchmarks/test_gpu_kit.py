@@ -11,12 +11,20 @@ from pathlib import Path
 
 import pytest
 from benchmarks.gpu import core, travel
-from benchmarks.gpu.kit import Kit, check_results, main, outcomes_of_others, table
+from benchmarks.gpu.kit import Kit, check_results, main, members_of_session, outcomes_of_others, table
 from benchmarks.gpu.stages import Job, Kind, Stage, stages
 
 from shoal.bench.step_timing import TrainResult
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+PROFILE = json.dumps(
+    {
+        "models": [
+            {"model": "bert", "step_s": 2.0, "queued_s": 0.5, "kernels": [{"name": "gemm", "share": 0.75}]},
+            {"model": "t5", "step_s": 1.0, "queued_s": 0.5, "kernels": []},
+        ]
+    }
+)
 WRITE = "import json, sys; json.dump(json.loads(sys.argv[1]), open(sys.argv[2], 'w'))"
 
 
@@ -29,7 +37,7 @@ def trained(folder: Path) -> str:
     result = TrainResult(
         recipe="bert-large", sequence_length=512, num_parameters=1, device="x", num_devices=1,
         precision="bf16", global_batch=64, micro_batch=64, samples_s=(0.5,), parts_s={"forward": 0.5},
-        peak_memory_bytes=1, flops_per_sample=1e9, matmul_flops_per_s=2.56e11,
+        peak_memory_bytes=1, flops_per_sample=1e9, matmul_flops_per_s=2.56e11, peak_flops_per_s=1.28e12,
     )  # fmt: skip
     result.write(folder / "train.json")
     return (folder / "train.json").read_text()
@@ -38,7 +46,12 @@ def trained(folder: Path) -> str:
 def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path) -> None:
     rows = (RESULTS / "overhead_epyc-2core_2026-11-21.json").read_text()
     row = json.loads(rows)["rows"][0]
-    hang = "import subprocess, sys; subprocess.call([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    hang = (  # its child is the leader of a process group, as ninja's are, and keeps its output open
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], process_group=0)\n"
+        f"open({str(tmp_path / 'session')!r}, 'w').write(str(os.getsid(child.pid)))\n"
+        "child.wait()"
+    )
     first = Stage(
         name="first",
         limit_s=30,
@@ -51,6 +64,7 @@ def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path
                 beside="throughput",
             ),
             job("misses its target", WRITE + "; sys.exit(1)", rows, "{out}", kind="rows"),
+            job("a profile", WRITE, PROFILE, "{out}", kind="profile"),
             job("writes something else", WRITE, '{"rows": [{}]}', "{out}", kind="rows"),
         ),
     )
@@ -58,8 +72,9 @@ def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path
     begin_s = time.monotonic()
     assert not kit.run([first])
     assert time.monotonic() - begin_s < 30
+    assert members_of_session(int((tmp_path / "session").read_text())) == []
     assert [outcome.status for outcome in kit.outcomes] == [
-        "failed", "out of time", "done", "done", "done", "failed",
+        "failed", "out of time", "done", "done", "done", "done", "failed",
     ]  # fmt: skip
     assert kit.outcomes[-1].said == "its file cannot be read: KeyError('case')"
     assert kit.outcomes[0].said == "the reason"
@@ -69,9 +84,12 @@ def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path
     assert [one["title"] for one in tree["jobs"]] == [one.title for one in first.jobs]
     lines = table(kit.outcomes, title="a title", target_share=0.9)
     assert "| first | breaks | failed | | |" in lines
-    assert "| first | throughput | 128 sequences/s | 2.00 × a peer | 90 |" in lines
+    assert "| first | throughput | 128 sequences/s | 2.00 × a peer | 90: 142% of it |" in lines
     assert "| first | a peer | 64 sequences/s |  |  |" in lines
     assert "| first | throughput: share of a large product | 0.5  |  |  |" in lines
+    assert "| first | throughput: share of the data sheet's peak (MFU) | 0.1  |  |  |" in lines
+    assert "| first | bert: the host queues | 0.25 of the step |  |  |" in lines
+    assert "| first | bert: gemm | 0.75 of the step |  |  |" in lines
     shown = next(line for line in lines if row["case"] in line)
     assert f" {row['ours']:.4g} {row['unit']} | {row['ratio']:.2f} × {row['peer_name']} " in shown
 
@@ -85,6 +103,15 @@ def test_the_budget_ends_the_kit(tmp_path: Path) -> None:
     assert [outcome.status for outcome in kit.outcomes] == ["out of time", "not run", "not run", "not run"]
 
 
+def test_a_job_begins_after_the_one_whose_files_it_reads(tmp_path: Path) -> None:
+    file = str(tmp_path / "file")
+    writes = "import sys, time; time.sleep(0.5); open(sys.argv[1], 'w').write('x')"
+    reads = replace(job("reads", "import sys; open(sys.argv[1])", file), after="writes")
+    stage = Stage(name="one", limit_s=30, jobs=(job("writes", writes, file), reads, job("other", "")))
+    kit = Kit(tmp_path / "out", 60, rehearsal=True)
+    assert kit.run([stage]), [outcome.said for outcome in kit.outcomes]
+
+
 def test_stages_fit_the_budget_and_are_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full, tiny = (stages(tmp_path, tmp_path / "data", rehearsal=rehearsal) for rehearsal in (False, True))
     assert [stage.name for stage in full] == [stage.name for stage in tiny]
@@ -96,7 +123,10 @@ def test_stages_fit_the_budget_and_are_rehearsed(tmp_path: Path, capsys: pytest.
             f"{module} is not rehearsed"
         )
     assert all("cuda" not in job.command for stage in tiny for job in stage.jobs)
-    for stage in full:
+    for stage in (*full, *tiny):
+        for one in stage.jobs:
+            reads = one.title != "input" and str(tmp_path / "made") in " ".join(one.command)
+            assert one.after == ("input" if reads else None)
         titles = {job.title for job in stage.jobs}
         assert {job.beside for job in stage.jobs if job.beside} <= titles
     for words, said in (
