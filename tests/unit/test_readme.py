@@ -80,6 +80,13 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(target.read_text("utf-8")), f"{page}: {link} has no such heading"
 
 
+def test_the_index_of_the_log_has_every_entry() -> None:
+    index, *entries = (ROOT / "docs/log.md").read_text(encoding="utf-8").split("\n## 2")
+    for entry in entries:
+        (anchor,) = anchors(f"## 2{entry.splitlines()[0]}")
+        assert f"](#{anchor})" in index
+
+
 # ---- figures ---------------------------------------------------------------------------------------------
 
 
