@@ -62,7 +62,7 @@ def _on_aliases(tensor: Tensor, name: str, args: tuple[Any, ...], keywords: dict
     """Return a call of a tensor's method by addresses, after a look whether the memory is still there."""
     used = [each for each in (tensor, *args) if isinstance(each, Tensor)]
     storages = [each.untyped_storage() for each in used if each.numel()]
-    memory = [(StorageWeakRef(each), each.data_ptr()) for each in storages]
+    memory = [(StorageWeakRef(each), each.data_ptr()) for each in storages]  # type: ignore[no-untyped-call]
     mine, *others = [_alias(each) if isinstance(each, Tensor) else each for each in (tensor, *args)]
 
     def run() -> None:

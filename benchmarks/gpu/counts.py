@@ -76,9 +76,9 @@ class Counts:
         return self.waits.total()
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, counts: Counts) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,7 +181,9 @@ def as_on_a_gpu() -> Iterator[None]:
 def text_step(config: BertModelConfig | AlbertModelConfig, sequences: int, length: int) -> Counts:
     """Count forward and backward of a micro-batch in bf16, on fake tensors."""
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
-        model = (BertPretraining if isinstance(config, BertModelConfig) else AlbertPretraining)(config)
+        model: nn.Module = (
+            BertPretraining(config) if isinstance(config, BertModelConfig) else AlbertPretraining(config)
+        )
         batch = packed_batch(sequences, length, num_masked=max(length // 7, 1), device="cpu")
         return trained(model, lambda: (lambda sums: sums[0] + sums[2])(model(**batch)))
 

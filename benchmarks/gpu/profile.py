@@ -81,7 +81,12 @@ def _squad(device: str, *, tiny: bool) -> Made:
     count, length = (2, 32) if tiny else (32, 384)
     batch = packed_inputs(packed_batch(count, length, num_masked=1, device=device))
     where = torch.ones(count, dtype=torch.int64, device=device)
-    return model, lambda: span_loss(*model(**batch), batch, where, where)
+
+    def loss() -> Tensor:
+        start, end = model(**batch)
+        return span_loss(start, end, batch, where, where)
+
+    return model, loss
 
 
 def _mask_rcnn(device: str, *, tiny: bool) -> Made:

@@ -163,8 +163,8 @@ def _text(made: Path, data: Path, tiny: bool) -> Iterator[Job]:
     yield Job(title="LAMB's step", kind="rows", command=lamb)
     sizes = ("tiny",) if tiny else ("base", "large")
     for case, size in [("albert", size) for size in sizes] + [("squad", size) for size in sizes]:
-        words = ("--case", case, *_device(tiny), "--size", size, "--quick")
-        command = _module("benchmarks.bert_step", *words, "--json", "{out}")
+        options = ("--case", case, *_device(tiny), "--size", size, "--quick", "--json", "{out}")
+        command = _module("benchmarks.bert_step", *options)
         yield Job(title=f"{case} {size} beside Trainer", kind="rows", command=command)
 
 
