@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,31 @@ def save_beside_training_collectives(rank: int, run_dir: Path) -> None:
         state["weights"].fill_(-1)  # what is stored is the value at the time of the save
     checkpointer.finish()
     assert [completed.step for completed in checkpointer.poll()] == list(range(1, 9))
+
+
+def resume_three_times(rank: int, folders: list[Path]) -> None:
+    model, optimizer = make_training("ddp")
+    take_steps(model, optimizer, 1, 3)
+    Checkpointer(folders[0]).save(3, {"model": model, "optimizer": optimizer}, wait=True)
+    for seed, (earlier, later) in enumerate(pairwise(folders), start=1):
+        model, optimizer = make_training("ddp", seed)
+        Checkpointer(earlier).restore({"model": model, "optimizer": optimizer})
+        Checkpointer(later).save(3, {"model": model, "optimizer": optimizer}, wait=True)
+
+
+def test_the_files_of_a_run_do_not_depend_on_how_often_it_was_resumed(tmp_path: Path) -> None:
+    """A loaded optimizer has its state in another order, which must not choose the workers that write it."""
+    folders = [tmp_path / str(number) for number in range(4)]
+    for folder in folders:
+        folder.mkdir()
+    assert run_workers(resume_three_times, 2, tmp_path / "meet", folders) == [0, 0]
+    first, *others = (
+        {path.name: path.read_bytes() for path in folder.glob("checkpoints/*/*.safetensors")}
+        for folder in folders
+    )
+    assert len(first) == 2
+    for other in others:
+        assert other == first
 
 
 def test_saving_runs_beside_the_trainings_collectives(tmp_path: Path) -> None:

@@ -157,8 +157,9 @@ def _file_of(rank: int) -> str:
 
 
 def _assigned(layouts: list[Layout]) -> list[Layout]:
-    """Give each tensor or shard to one of the workers that hold it, the one with the fewest bytes so far.
+    """Give each tensor or shard, the largest first, to the worker that holds it with the fewest bytes so far.
 
+    The order of the layouts does not matter: that of an optimizer's state differs after it has been loaded.
     Shards of tensors that some worker holds unsharded are dropped: a tied weight is not sharded on a worker
     whose stages share it, but may be where one stage has it.
     """
@@ -170,11 +171,16 @@ def _assigned(layouts: list[Layout]) -> list[Layout]:
                 holders.setdefault((entry["name"], *entry["offsets"]), []).append((rank, entry))
     parts: list[Layout] = [[] for _ in layouts]
     num_bytes = [0] * len(layouts)
-    for held in holders.values():
-        rank, entry = min(held, key=lambda holder: num_bytes[holder[0]])
+    for key in sorted(holders, key=lambda key: (-_bytes_of(holders[key][0][1]), key)):
+        rank, entry = min(holders[key], key=lambda holder: num_bytes[holder[0]])
         parts[rank].append(entry)
-        num_bytes[rank] += DTYPES[entry["dtype"]].itemsize * math.prod(entry["sizes"])
+        num_bytes[rank] += _bytes_of(entry)
     return parts
+
+
+def _bytes_of(entry: Mapping[str, Any]) -> int:
+    num_bytes: int = DTYPES[entry["dtype"]].itemsize * math.prod(entry["sizes"])
+    return num_bytes
 
 
 def _stored_tensors(parts: list[Layout]) -> dict[str, StoredTensor]:
