@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -31,6 +32,7 @@
 #include "optim/elementwise.h"
 #include "optim/lamb.h"
 #include "optim/momentum.h"
+#include "optim/unit_sums.h"
 
 namespace nb = nanobind;
 
@@ -216,6 +218,56 @@ std::pair<double, double> novograd_step(const Addresses& weights, const Addresse
   nb::gil_scoped_release release;
   const shoal::Norms norms = shoal::novograd_step(tensors, states, options, num_threads, level);
   return {norms.grad_sq, norms.weight_sq};
+}
+
+// ---- norms of tensors that servers keep -----------------------------------------------------------------
+
+using Sums = std::tuple<double, double, double>;
+
+// Returns the sums of each tensor from those of its units, which lie at `units` (optim/unit_sums.h) one tensor after the
+// other, and the norm of all gradients. `counts` are the tensors' numbers of elements.
+std::pair<std::vector<Sums>, double> unit_totals(std::uintptr_t units, const Counts& counts) {
+  const auto* at = reinterpret_cast<const shoal::UnitSums*>(units);
+  std::vector<Sums> totals;
+  double grad_sq = 0.0;
+  for (const std::size_t count : counts) {
+    const shoal::UnitSums total = shoal::total_of({at, shoal::num_units(count)}, grad_sq);
+    totals.emplace_back(total.grad_sq, total.weight_sq, total.other_sq);
+    at += shoal::num_units(count);
+  }
+  return {std::move(totals), std::sqrt(grad_sq)};
+}
+
+using Coefficients = std::vector<float>;
+
+Coefficients of_motion(const shoal::Motion& m) {
+  return {m.keep, m.of_grad, m.of_weight, m.by_momentum, m.by_change, m.by_weight};
+}
+
+Coefficients lamb_coefficients(const Sums& total, double learning_rate, bool trust_ratio) {
+  shoal::LambOptions options{};
+  options.learning_rate = learning_rate;
+  options.trust_ratio = trust_ratio;
+  return {shoal::lamb_step_size(options, std::get<1>(total), std::get<2>(total))};
+}
+
+Coefficients lars_coefficients(const Sums& total, double learning_rate, double momentum, double weight_decay, double eta,
+                               double eps, bool clips, bool nesterov, bool trust_ratio) {
+  const shoal::LarsOptions options{learning_rate, momentum, weight_decay, eta,        eps,
+                                   1.0,           clips,    nesterov,     trust_ratio};
+  return of_motion(shoal::lars_motion(options, {std::get<0>(total), std::get<1>(total), std::get<2>(total)}));
+}
+
+// Also returns the running squared norm of the gradient.
+std::pair<Coefficients, float> novograd_coefficients(const Sums& total, float norm_sq, double step, double learning_rate,
+                                                     double beta1, double beta2, double eps, double weight_decay,
+                                                     bool bias_correction, bool grad_averaging, bool init_zero,
+                                                     bool reg_inside_moment) {
+  const shoal::NovoGradOptions options{learning_rate, beta1,     beta2,           eps,
+                                       weight_decay,  1.0,       bias_correction, grad_averaging,
+                                       init_zero,     reg_inside_moment};
+  Coefficients motion = of_motion(shoal::novograd_motion(options, {&norm_sq, step}, std::get<0>(total)));
+  return {std::move(motion), norm_sq};
 }
 
 double sum_of_squares(const Addresses& values, const Counts& counts, int num_threads,
@@ -416,6 +468,7 @@ std::uint64_t submit(shoal::Engine& engine, const nb::object& operation) {
     std::tie(spec.table, spec.step, spec.rule, spec.place) =
         get("served", std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint64_t>{});
     spec.name = get("text", std::string());
+    spec.weights = shoal::element_named(get("weights", std::string()));
   }
   const auto op = get("op", std::string());
   if (spec.kind == shoal::Kind::delegated) spec.name = op;
@@ -529,6 +582,16 @@ NB_MODULE(_core, m) {
         nb::arg("reg_inside_moment"), nb::arg("num_threads"), nb::arg("level").none());
   m.def("sum_of_squares", &sum_of_squares, nb::arg("values"), nb::arg("counts"), nb::arg("num_threads"),
         nb::arg("level").none());
+  m.def("unit_totals", &unit_totals, nb::arg("units"), nb::arg("counts"));
+  m.def("lamb_coefficients", &lamb_coefficients, nb::arg("total"), nb::kw_only(), nb::arg("learning_rate"),
+        nb::arg("trust_ratio"));
+  m.def("lars_coefficients", &lars_coefficients, nb::arg("total"), nb::kw_only(), nb::arg("learning_rate"),
+        nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("eta"), nb::arg("eps"), nb::arg("clips"),
+        nb::arg("nesterov"), nb::arg("trust_ratio"));
+  m.def("novograd_coefficients", &novograd_coefficients, nb::arg("total"), nb::arg("norm_sq"), nb::arg("step"),
+        nb::kw_only(), nb::arg("learning_rate"), nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"),
+        nb::arg("weight_decay"), nb::arg("bias_correction"), nb::arg("grad_averaging"), nb::arg("init_zero"),
+        nb::arg("reg_inside_moment"));
   m.def("finish_image", &finish_image, nb::arg("pixels").noconvert(), nb::arg("out").noconvert(),
         nb::arg("steps"), nb::arg("scale"), nb::arg("shift"), nb::arg("flip"), nb::arg("level").none());
   bind_detection(m);

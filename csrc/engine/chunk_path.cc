@@ -108,7 +108,7 @@ FrameHeader ChunkPath::header_of(const Op& op, std::uint64_t index, FrameType ty
   FrameHeader header;
   header.type = type;
   header.kind = static_cast<std::uint8_t>(op.spec.kind);
-  header.element = static_cast<std::uint8_t>(op.spec.element);
+  header.element = static_cast<std::uint8_t>(returns_weights(op.spec.kind) ? op.spec.weights : op.spec.element);
   header.input = static_cast<std::uint8_t>(part.input);
   header.combine = static_cast<std::uint8_t>(op.spec.combine);
   header.redo = part.server != op.chunks[index].server;
@@ -236,7 +236,7 @@ std::shared_ptr<std::byte> ChunkPath::place_for(int peer, const FrameHeader& hea
   if (header.type != FrameType::result || with_.members.is_helper(peer) || with_.mismatch.diverged()) return nullptr;
   const OpPtr op = with_.ops.find(header.seq);
   if (!op || header.chunk >= op->parts.size() || op->parts[header.chunk].server != peer) return nullptr;
-  return header.payload_bytes == op->bytes_of(header.chunk) ? place_of(op, header) : nullptr;
+  return header.payload_bytes == op->result_bytes_of(header.chunk) ? place_of(op, header) : nullptr;
 }
 
 // The sum of a chunk that this rank serves is written in place too, and sent to the others from there. Not into a slot
@@ -245,6 +245,8 @@ std::shared_ptr<std::byte> ChunkPath::place_for_sum(const FrameHeader& header, s
   if (with_.topology.any_host_shared()) return nullptr;
   const OpPtr op = with_.ops.find(header.seq);
   if (!op || header.chunk >= op->parts.size() || op->parts[header.chunk].server != me_) return nullptr;
+  const bool same = !sends_coefficients(op->spec.kind) && !returns_sums(op->spec.kind);
+  if (!same || op->bytes_of(header.chunk) != op->result_bytes_of(header.chunk)) return nullptr;  // not in place of the sum
   return bytes == op->bytes_of(header.chunk) ? place_of(op, header) : nullptr;
 }
 
@@ -262,7 +264,7 @@ void ChunkPath::check_result(int peer, const FrameHeader& header, const Op& op, 
   if (peer != part.server && peer != op.chunks[header.chunk].server) {
     throw ProtocolError(peer, "a result of " + chunk + ", which " + with_.members.name_of(part.server) + " serves");
   }
-  const std::size_t expected = part.destination ? op.bytes_of(header.chunk) : 0;
+  const std::size_t expected = part.destination ? op.result_bytes_of(header.chunk) : 0;
   if (bytes == expected) return;
   throw ProtocolError(peer, "a result of " + std::to_string(bytes) + " bytes where " + std::to_string(expected) +
                                 " were expected, " + chunk);

@@ -132,7 +132,10 @@ void DirectExchange::leave(const Op& op) {
     case Kind::configure:
     case Kind::load:
     case Kind::dump:
-    case Kind::update: break;
+    case Kind::update:
+    case Kind::collect:
+    case Kind::measure:
+    case Kind::apply: break;
   }
   hooks_.trace("copy out", begin, op.seq, 0);
   shm_.progress(me_).num_left.store(++num_left_);

@@ -19,6 +19,8 @@ constexpr double kAbortS = 5.0;
 // Input is read while output is written, so the two may overlap only where they are the same element.
 void require_apart(const OpSpec& spec, int rank, int size) {
   if (spec.kind == Kind::barrier || spec.kind == Kind::broadcast || spec.kind == Kind::delegated) return;
+  const bool other_size = returns_weights(spec.kind) && spec.weights != Element::float32;
+  if (sends_coefficients(spec.kind) || returns_sums(spec.kind) || other_size) return;  // they have two memories
   const std::size_t bytes = spec.count * size_of(spec.element), all = bytes * static_cast<std::size_t>(size);
   const bool gathers = spec.kind == Kind::all_gather, scatters = spec.kind == Kind::reduce_scatter;
   const auto input = reinterpret_cast<std::uintptr_t>(spec.input), output = reinterpret_cast<std::uintptr_t>(spec.output);
@@ -172,9 +174,10 @@ void Engine::require_servers(const OpSpec& spec) const {
                                 "' share a host, where nothing is sent to servers: they keep no weights for it");
   }
   const Element element = spec.kind == Kind::configure ? Element::uint8
-                          : spec.kind == Kind::update  ? Element::float32
-                                                       : Element::int32;
-  if (spec.count > 0 && spec.element == element && spec.root >= 0) return;
+                          : spec.kind == Kind::update || spec.kind == Kind::collect ? Element::float32
+                                                                                    : Element::int32;
+  const bool answers = spec.weights == Element::float32 || spec.weights == Element::bfloat16;
+  if (spec.count > 0 && spec.element == element && spec.root >= 0 && answers) return;
   throw std::invalid_argument("a " + std::string(name_of(spec.kind)) + " takes " + std::string(name_of(element)) +
                               " elements, at least one, not " + std::to_string(spec.count) + " of " +
                               std::string(name_of(spec.element)));

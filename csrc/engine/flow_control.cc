@@ -66,7 +66,7 @@ void FlowControl::answered(const Op& op, std::uint64_t index) {
   if (part.server == options_.rank) return;
   retire(op, index);
   Window& window = op.ordered ? ordered_window_ : window_;
-  window.answered += part.contribution.size;
+  window.answered += op.in_flight_bytes(index);
   window.bytes = std::max(window.bytes, min_window_);
   if (static_cast<double>(window.answered) < window.bytes) return;
   const double took_s = static_cast<double>(now_ns() - part.sent_ns) * 1e-9;

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "engine/errors.h"
+
 namespace shoal {
 
 namespace {
@@ -171,8 +173,15 @@ void HelperServer::on_data(int peer, const FrameHeader& header, Payload payload)
   Group& group = groups_.at(header.group);
   std::string wrong;
   const std::uint64_t summed_before = group.server->num_summed();
-  if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
-  if (header.type == FrameType::supply) wrong = group.server->supply(peer, header, std::move(payload));
+  try {
+    if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
+    if (header.type == FrameType::supply) wrong = group.server->supply(peer, header, std::move(payload));
+  } catch (const GroupFailure& full) {
+    FrameHeader fail;
+    fail.type = FrameType::fail;
+    tell_group(header.group, fail, full.what());
+    return leave(groups_.find(header.group), peer, full.what());
+  }
   num_summed_ += group.server->num_summed() - summed_before;  // of all groups, those that ended too
   if (wrong.empty()) return;
   // frames arrive intact, so the sender is broken: the group must not continue with it

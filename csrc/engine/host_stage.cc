@@ -64,9 +64,10 @@ void HostStage::stop() {
 
 void HostStage::submit(const OpPtr& op) {
   for (std::uint64_t index = 0; index < op->chunks.size(); ++index) {
-    if (op->bytes_of(index) <= shm_.layout().slot_bytes) continue;
+    const std::size_t bytes = std::max(op->bytes_of(index), op->result_bytes_of(index));
+    if (bytes <= shm_.layout().slot_bytes) continue;
     throw std::logic_error("chunk " + std::to_string(index) + " of " + numbered(op->seq) + " has " +
-                           std::to_string(op->bytes_of(index)) + " bytes, a slot of the shared memory " +
+                           std::to_string(bytes) + " bytes, a slot of the shared memory " +
                            std::to_string(shm_.layout().slot_bytes));
   }
   {
@@ -272,7 +273,7 @@ bool HostStage::own() {
 void HostStage::add_up(const Entry& each, std::uint64_t ticket) {
   const std::uint64_t begin = now_ns();
   Op& op = *each.op;
-  const std::size_t count = op.chunks[each.index].count;
+  const std::size_t count = op.bytes_of(each.index) / op.width();
   std::vector<const void*> inputs;
   for (int rank = 0; rank < num_locals_; ++rank) {
     if (rank == me_) inputs.push_back(op.input_at(each.index, topology_.rank()));
@@ -330,7 +331,8 @@ bool HostStage::leave() {
     const Entry each = entry(to_leave_);
     if (takes_result(each)) {
       const std::uint64_t begin = now_ns();
-      copy_bytes(each.op->output_at(each.index, topology_.rank()), shm_.result(to_leave_), each.op->bytes_of(each.index));
+      copy_bytes(each.op->output_at(each.index, topology_.rank()), shm_.result(to_leave_),
+                 each.op->result_bytes_of(each.index));
       hooks_.trace("copy out", begin, each.op->seq, each.index);
     }
     shm_.left(me_, to_leave_).store(to_leave_ + 1, std::memory_order_release);

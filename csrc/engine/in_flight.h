@@ -14,7 +14,7 @@ class InFlight {
   // Chunks served by `rank` itself do not count.
   static std::size_t counted(const Op& op, std::uint64_t index, int rank) {
     const Op::Part& part = op.parts[index];
-    return part.server == rank ? 0 : part.contribution.size;
+    return part.server == rank ? 0 : op.in_flight_bytes(index);
   }
 
   // Chunks that do not count need no window, and neither does the first chunk in flight.
@@ -32,7 +32,7 @@ class InFlight {
   void arrived(const Op& op, std::uint64_t index) {
     const auto found = of_.find(op.seq);
     if (found == of_.end()) return;
-    const std::size_t bytes = std::min(found->second, op.parts[index].contribution.size);
+    const std::size_t bytes = std::min(found->second, op.in_flight_bytes(index));
     found->second -= bytes;
     bytes_ -= bytes;
     if (!found->second) of_.erase(found);

@@ -48,14 +48,29 @@ struct Op {
 
   // Address of chunk `index` in this rank's input or output. Only for ranks that have it.
   const std::byte* input_at(std::uint64_t index, int rank) const {
+    if (sends_coefficients(spec.kind)) return spec.input;
     const std::uint64_t base = spec.kind == Kind::all_gather ? static_cast<std::uint64_t>(rank) * spec.count : 0;
     return spec.input + (chunks[index].begin - base) * width();
   }
   std::byte* output_at(std::uint64_t index, int rank) const {
+    if (returns_sums(spec.kind)) return spec.output + chunks[index].begin / kServedUnit * kSums * sizeof(double);
+    if (returns_weights(spec.kind)) return spec.output + chunks[index].begin * size_of(spec.weights);
     const std::uint64_t base = spec.kind == Kind::reduce_scatter ? static_cast<std::uint64_t>(rank) * spec.count : 0;
     return spec.output + (chunks[index].begin - base) * width();
   }
-  std::size_t bytes_of(std::uint64_t index) const { return chunks[index].count * width(); }
+  // Bytes of a chunk's contribution, and of its result.
+  std::size_t bytes_of(std::uint64_t index) const {
+    return sends_coefficients(spec.kind) ? kCoefficients * sizeof(float) : chunks[index].count * width();
+  }
+  std::size_t result_bytes_of(std::uint64_t index) const {
+    const std::size_t count = chunks[index].count;
+    if (returns_sums(spec.kind)) return (count + kServedUnit - 1) / kServedUnit * kSums * sizeof(double);
+    return count * (returns_weights(spec.kind) ? size_of(spec.weights) : width());
+  }
+  // Bytes of a chunk that windows bound: those of an apply are on their way back.
+  std::size_t in_flight_bytes(std::uint64_t index) const {
+    return spec.kind == Kind::apply ? result_bytes_of(index) : parts[index].contribution.size;
+  }
   bool sums() const { return adds_up(spec.kind); }
 };
 

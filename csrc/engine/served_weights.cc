@@ -8,13 +8,21 @@
 #include <span>
 #include <utility>
 
+#include "engine/combine.h"
+#include "engine/errors.h"
 #include "optim/elementwise.h"
+#include "optim/unit_sums.h"
 
 namespace shoal {
 
 namespace {
 
+using Optimizer = Rule::Optimizer;
+using Coefficients = std::array<float, kCoefficients>;
+
 constexpr std::size_t kGroupBytes = 6 * sizeof(double);
+static_assert(kServedUnit == kSumUnit && sizeof(UnitSums) == kSums * sizeof(double));
+static_assert(sizeof(Motion) <= sizeof(Coefficients));
 
 std::string name_of_piece(const FrameHeader& header) {
   return "piece " + std::to_string(header.chunk) + " of tensor " + std::to_string(header.table);
@@ -25,44 +33,98 @@ std::size_t half_of_memory() {
   return pages > 0 && size > 0 ? static_cast<std::size_t>(pages) * static_cast<std::size_t>(size) / 2 : std::size_t{1} << 32;
 }
 
+bool needs_norms(Optimizer optimizer) { return optimizer >= Optimizer::lamb; }
+
+Element element_of(Kind kind) {
+  if (kind == Kind::configure) return Element::uint8;
+  return kind == Kind::update || kind == Kind::collect ? Element::float32 : Element::int32;
+}
+
+MomentsTensor moments_of(std::array<std::vector<float>, 3>& slots, const float* grad, std::uint32_t step) {
+  return {slots[0].data(), grad, slots[1].data(), slots[2].data(), slots[0].size(), static_cast<double>(step)};
+}
+
+LambOptions lamb_options(const std::array<double, 6>& o) { return {o[0], o[1], o[2], o[3], o[4], 1.0, o[5] != 0.0, true}; }
+
+// The kernels give the same bits for a tensor that is cut anywhere.
+void step_elementwise(std::array<std::vector<float>, 3>& slots, Optimizer optimizer, const std::array<double, 6>& o,
+                      const float* grad, std::uint32_t step) {
+  if (optimizer == Optimizer::adamw) {
+    const MomentsTensor tensor = moments_of(slots, grad, step);
+    adamw_step(std::span(&tensor, 1), {o[0], o[1], o[2], o[3], o[4], 1.0}, 1);
+    return;
+  }
+  const MomentumTensor tensor{slots[0].data(), grad, slots[1].data(), slots[0].size()};
+  sgd_step(std::span(&tensor, 1), {o[0], o[1], o[2], 1.0, o[3] != 0.0}, 1);
+}
+
+// Rounds as workers do, which multiply their gradients before the step.
+void scale_gradient(std::vector<float>& grad, float factor) {
+  if (factor == 1.0f) return;
+  for (float& each : grad) each *= factor;
+}
+
+// Reads the coefficients. Returns an empty string, or what is wrong.
+std::string read_coefficients(Coefficients& to, const FrameHeader& header, const std::byte* data, std::size_t bytes) {
+  if (bytes != sizeof to) return "coefficients of " + std::to_string(bytes) + " bytes for " + name_of_piece(header);
+  std::memcpy(to.data(), data, sizeof to);
+  const bool finite = std::ranges::all_of(to, [](float each) { return std::isfinite(each); });
+  return finite ? "" : "coefficients that are not finite for " + name_of_piece(header);
+}
+
 }  // namespace
 
 WeightBudget::WeightBudget(std::size_t bytes) : max_bytes(bytes ? bytes : half_of_memory()) {}
 
 void ServedWeights::clear() {
   pieces_.clear();
-  rule_ = {};
+  rules_.clear();
   budget_.used_bytes -= std::exchange(used_bytes_, 0);
 }
 
-std::string ServedWeights::take(const FrameHeader& header, std::byte* sum, std::size_t bytes) {
+bool ServedWeights::is_early(const FrameHeader& header) const {
   const auto kind = static_cast<Kind>(header.kind);
-  const Element element = kind == Kind::configure ? Element::uint8 : kind == Kind::update ? Element::float32 : Element::int32;
-  if (static_cast<Element>(header.element) != element || static_cast<Element>(header.input) != element || bytes == 0) {
+  if (kind != Kind::update && kind != Kind::measure && kind != Kind::apply) return false;
+  const auto piece = pieces_.find({header.table, header.chunk});
+  if (piece == pieces_.end()) return false;
+  const auto rule = rules_.find(piece->second.model);
+  return header.rule == (rule == rules_.end() ? 0 : rule->second.number) + 1;
+}
+
+std::string ServedWeights::take(const FrameHeader& header, std::byte* sum, std::size_t bytes, Payload& reply) {
+  const auto kind = static_cast<Kind>(header.kind);
+  const auto given = static_cast<Element>(header.input), answer = static_cast<Element>(header.element);
+  const bool answers = returns_weights(kind) ? answer == Element::float32 || answer == Element::bfloat16 : answer == given;
+  if (given != element_of(kind) || !answers || bytes == 0) {
     return "a " + std::string(name_of(kind)) + " of " + std::to_string(bytes) + " bytes of " +
-           std::string(name_of(static_cast<Element>(header.element)));
+           std::string(name_of(given)) + " for " + std::string(name_of(answer));
   }
   switch (kind) {
-    case Kind::configure: return configure(sum, bytes);
+    case Kind::configure: return configure(header.table, sum, bytes);
     case Kind::load: return load(header, sum, bytes);
     case Kind::dump: return dump(header, sum, bytes);
-    default: return update(header, sum, bytes);
+    case Kind::collect: return collect(header, sum, bytes, reply);
+    case Kind::measure: return measure(header, sum, bytes, reply);
+    case Kind::apply: return apply(header, sum, bytes, reply);
+    default: return update(header, sum, bytes, reply);
   }
 }
 
-std::string ServedWeights::configure(const std::byte* data, std::size_t bytes) {
+std::string ServedWeights::configure(std::uint32_t model, const std::byte* data, std::size_t bytes) {
   std::array<std::uint32_t, 4> head{};
   if (bytes < sizeof head) return "options of " + std::to_string(bytes) + " bytes";
   std::memcpy(head.data(), data, sizeof head);
   const auto [number, optimizer, num_groups, zero] = head;
-  if (optimizer > static_cast<std::uint32_t>(Rule::Optimizer::adamw) || zero != 0 || bytes != sizeof head + num_groups * kGroupBytes) {
+  if (optimizer > static_cast<std::uint32_t>(Optimizer::novograd) || zero != 0 || bytes != sizeof head + num_groups * kGroupBytes) {
     return "options of " + std::to_string(bytes) + " bytes for optimizer " + std::to_string(optimizer) + " with " +
            std::to_string(num_groups) + " groups";
   }
-  if (number != rule_.number + 1) {
-    return "options number " + std::to_string(number) + " after number " + std::to_string(rule_.number);
+  if (model >= kMaxModels) return "options of model " + std::to_string(model);
+  Rule& in_force = rules_[model];
+  if (number != in_force.number + 1) {
+    return "options number " + std::to_string(number) + " after number " + std::to_string(in_force.number);
   }
-  Rule rule{number, static_cast<Rule::Optimizer>(optimizer), {}};
+  Rule rule{number, static_cast<Optimizer>(optimizer), {}};
   rule.groups.resize(num_groups);
   std::memcpy(rule.groups.data(), data + sizeof head, num_groups * kGroupBytes);
   for (const auto& group : rule.groups) {
@@ -70,26 +132,48 @@ std::string ServedWeights::configure(const std::byte* data, std::size_t bytes) {
       if (!std::isfinite(value)) return "options that are not finite";
     }
   }
-  rule_ = std::move(rule);
+  in_force = std::move(rule);
   return "";
 }
 
 // Makes a slot of so many numbers, all 0, within the budget.
-std::string ServedWeights::make_room(std::vector<float>& slot, std::size_t count) {
-  if (!slot.empty()) return "";
+void ServedWeights::make_room(std::vector<float>& slot, std::size_t count) {
+  if (!slot.empty()) return;
   const std::size_t bytes = count * sizeof(float);
   if (budget_.used_bytes.fetch_add(bytes) + bytes > budget_.max_bytes) {
     budget_.used_bytes -= bytes;
-    return "the weights and their state need more than the " + std::to_string(budget_.max_bytes) +
-           " bytes that this server keeps; use more helpers, or give them more memory";
+    throw GroupFailure("a server has no memory left: weights and optimizer state need more than the " +
+                       std::to_string(budget_.max_bytes) + " bytes that it keeps; use more helpers, or give them more "
+                       "memory (shoal serve --weights-mib)");
   }
   used_bytes_ += bytes;
   slot.assign(count, 0.0f);
-  return "";
+}
+
+void ServedWeights::make_state(Piece& piece, const Rule& rule, const std::array<double, 6>& options) {
+  const bool moments = rule.optimizer == Optimizer::adamw || rule.optimizer == Optimizer::lamb;
+  const bool plain = rule.optimizer == Optimizer::sgd && options[1] == 0.0;
+  const std::size_t slots = moments ? 2 : plain ? 0 : 1;
+  for (std::size_t slot = 1; slot <= slots; ++slot) make_room(piece.slots[slot], piece.slots[0].size());
+}
+
+// The weights of a piece, rounded to nearest even if they are asked for as bfloat16.
+Payload ServedWeights::weights_of(const Piece& piece, const FrameHeader& header) {
+  const auto answer = static_cast<Element>(header.element);
+  const std::vector<float>& weights = piece.slots[0];
+  Payload reply = new_reply(weights.size() * size_of(answer));
+  combine_in_order(const_cast<std::byte*>(reply.data), {weights.data()}, weights.size(), {Combine::sum, answer, Element::float32, 1});
+  return reply;
+}
+
+Payload ServedWeights::new_reply(std::size_t bytes) {
+  const auto buffer = pool_.take(bytes);
+  return {buffer.get(), bytes, buffer, 0, false};
 }
 
 std::string ServedWeights::load(const FrameHeader& header, const std::byte* data, std::size_t bytes) {
   if (header.root < 0 || header.root >= kSlots) return "slot " + std::to_string(header.root) + " of a tensor";
+  if (header.rule >= kMaxModels) return "weights of model " + std::to_string(header.rule);
   Piece& piece = pieces_[{header.table, header.chunk}];
   const std::size_t count = bytes / sizeof(float);
   const auto& weights = piece.slots[0];
@@ -101,9 +185,11 @@ std::string ServedWeights::load(const FrameHeader& header, const std::byte* data
     return "state after " + std::to_string(header.step) + " updates for weights after " + std::to_string(piece.step);
   }
   std::vector<float>& slot = piece.slots[static_cast<std::size_t>(header.root)];
-  if (std::string wrong = make_room(slot, count); !wrong.empty()) return wrong;
+  make_room(slot, count);
   std::memcpy(slot.data(), data, bytes);
   piece.step = header.step;
+  piece.model = header.rule;
+  piece.phase = Phase::idle;
   return "";
 }
 
@@ -122,46 +208,113 @@ std::string ServedWeights::dump(const FrameHeader& header, std::byte* data, std:
   return "";
 }
 
-std::string ServedWeights::update(const FrameHeader& header, std::byte* data, std::size_t bytes) {
+ServedWeights::Target ServedWeights::target_of(const FrameHeader& header) {
   const auto found = pieces_.find({header.table, header.chunk});
-  if (found == pieces_.end() || found->second.slots[0].size() * sizeof(float) != bytes) {
-    return "a gradient of " + std::to_string(bytes) + " bytes for " + name_of_piece(header) + ", of which " +
-           std::to_string(found == pieces_.end() ? 0 : found->second.slots[0].size() * sizeof(float)) + " bytes are kept";
+  if (found == pieces_.end() || found->second.slots[0].empty()) {
+    return {.wrong = "an update of " + name_of_piece(header) + ", which is not kept here"};
   }
   Piece& piece = found->second;
-  if (header.rule != rule_.number || header.root < 0 || static_cast<std::size_t>(header.root) >= rule_.groups.size()) {
-    return "an update by group " + std::to_string(header.root) + " of options number " + std::to_string(header.rule) +
-           ", where number " + std::to_string(rule_.number) + " with " + std::to_string(rule_.groups.size()) +
-           " groups is in force";
-  }
   if (header.step != piece.step + 1) {
-    return "update number " + std::to_string(header.step) + " of " + name_of_piece(header) + ", which has taken " +
-           std::to_string(piece.step);
+    return {.wrong = "update number " + std::to_string(header.step) + " of " + name_of_piece(header) + ", which has taken " +
+                     std::to_string(piece.step)};
   }
-  const auto& options = rule_.groups[static_cast<std::size_t>(header.root)];
-  const bool adamw = rule_.optimizer == Rule::Optimizer::adamw;
-  const std::size_t count = bytes / sizeof(float);
-  for (int slot = 1; slot <= (adamw ? 2 : options[1] != 0.0 ? 1 : 0); ++slot) {
-    if (std::string wrong = make_room(piece.slots[static_cast<std::size_t>(slot)], count); !wrong.empty()) return wrong;
+  if (static_cast<Kind>(header.kind) == Kind::collect) return {&piece, nullptr, nullptr, ""};
+  const Rule& rule = rules_[piece.model];
+  if (header.rule != rule.number || header.root < 0 || static_cast<std::size_t>(header.root) >= rule.groups.size()) {
+    return {.wrong = "an update by group " + std::to_string(header.root) + " of options number " +
+                     std::to_string(header.rule) + ", where number " + std::to_string(rule.number) + " with " +
+                     std::to_string(rule.groups.size()) + " groups is in force"};
   }
+  return {&piece, &rule, &rule.groups[static_cast<std::size_t>(header.root)], ""};
+}
+
+std::string ServedWeights::update(const FrameHeader& header, std::byte* data, std::size_t bytes, Payload& reply) {
+  Target at = target_of(header);
+  if (!at.wrong.empty()) return at.wrong;
+  Piece& piece = *at.piece;
+  if (piece.slots[0].size() * sizeof(float) != bytes || needs_norms(at.rule->optimizer)) {
+    return "a gradient of " + std::to_string(bytes) + " bytes for optimizer " +
+           std::to_string(static_cast<int>(at.rule->optimizer)) + " and " + name_of_piece(header) + ", of which " +
+           std::to_string(piece.slots[0].size() * sizeof(float)) + " bytes are kept";
+  }
+  make_state(piece, *at.rule, *at.options);
   piece.step = header.step;
-  step(piece, options, reinterpret_cast<const float*>(data));
-  std::memcpy(data, piece.slots[0].data(), bytes);
+  piece.phase = Phase::idle;
+  step_elementwise(piece.slots, at.rule->optimizer, *at.options, reinterpret_cast<const float*>(data), piece.step);
+  if (static_cast<Element>(header.element) == Element::float32) std::memcpy(data, piece.slots[0].data(), bytes);
+  else reply = weights_of(piece, header);
   return "";
 }
 
-// The kernels give the same bits for a tensor that is cut anywhere.
-void ServedWeights::step(Piece& piece, const std::array<double, 6>& options, const float* grad) const {
-  float *weight = piece.slots[0].data(), *first = piece.slots[1].data(), *second = piece.slots[2].data();
-  const std::size_t count = piece.slots[0].size();
-  if (rule_.optimizer == Rule::Optimizer::adamw) {
-    const MomentsTensor tensor{weight, grad, first, second, count, static_cast<double>(piece.step)};
-    const AdamWOptions given{options[0], options[1], options[2], options[3], options[4], 1.0};
-    adamw_step(std::span(&tensor, 1), given, 1);
-    return;
+std::string ServedWeights::collect(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply) {
+  Target at = target_of(header);
+  if (!at.wrong.empty()) return at.wrong;
+  Piece& piece = *at.piece;
+  if (piece.slots[0].size() * sizeof(float) != bytes || piece.phase == Phase::measured) {
+    return "a gradient of " + std::to_string(bytes) + " bytes for " + name_of_piece(header) + ", of which " +
+           std::to_string(piece.slots[0].size() * sizeof(float)) + " bytes are kept, " +
+           (piece.phase == Phase::measured ? "in the middle of an update" : "before an update");
   }
-  const MomentumTensor tensor{weight, grad, first, count};
-  sgd_step(std::span(&tensor, 1), {options[0], options[1], options[2], 1.0, options[3] != 0.0}, 1);
+  make_room(piece.grad, piece.slots[0].size());
+  std::memcpy(piece.grad.data(), data, bytes);
+  piece.phase = Phase::collected;
+  std::vector<UnitSums> sums(num_units(piece.grad.size()));
+  squares_of_units(piece.grad.data(), piece.grad.size(), sums.data());
+  reply = new_reply(sums.size() * sizeof(UnitSums));
+  std::memcpy(const_cast<std::byte*>(reply.data), sums.data(), reply.size);
+  return "";
+}
+
+std::string ServedWeights::measure(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply) {
+  Target at = target_of(header);
+  Coefficients given{};
+  if (at.wrong.empty()) at.wrong = read_coefficients(given, header, data, bytes);
+  if (!at.wrong.empty()) return at.wrong;
+  Piece& piece = *at.piece;
+  if (piece.phase != Phase::collected || !needs_norms(at.rule->optimizer)) {
+    return "a measure of " + name_of_piece(header) + ", whose gradient has not come or needs none";
+  }
+  make_state(piece, *at.rule, *at.options);
+  piece.phase = Phase::measured;
+  scale_gradient(piece.grad, given[0]);
+  std::vector<UnitSums> sums(num_units(piece.grad.size()));
+  if (at.rule->optimizer == Optimizer::lamb) {
+    lamb_measure(moments_of(piece.slots, piece.grad.data(), header.step), lamb_options(*at.options), sums.data());
+  } else if (at.rule->optimizer == Optimizer::lars) {
+    const MomentumTensor tensor{piece.slots[0].data(), piece.grad.data(), piece.slots[1].data(), piece.grad.size()};
+    lars_measure(tensor, (*at.options)[0], sums.data());
+  } else {
+    squares_of_units(piece.grad.data(), piece.grad.size(), sums.data());
+  }
+  reply = new_reply(sums.size() * sizeof(UnitSums));
+  std::memcpy(const_cast<std::byte*>(reply.data), sums.data(), reply.size);
+  return "";
+}
+
+std::string ServedWeights::apply(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply) {
+  Target at = target_of(header);
+  Coefficients given{};
+  if (at.wrong.empty()) at.wrong = read_coefficients(given, header, data, bytes);
+  if (!at.wrong.empty()) return at.wrong;
+  Piece& piece = *at.piece;
+  const Optimizer optimizer = at.rule->optimizer;
+  if (piece.phase != (needs_norms(optimizer) ? Phase::measured : Phase::collected)) {
+    return "an apply to " + name_of_piece(header) + ", whose gradient has not come or was not measured";
+  }
+  make_state(piece, *at.rule, *at.options);
+  piece.step = header.step;
+  piece.phase = Phase::idle;
+  if (optimizer == Optimizer::lamb) {
+    lamb_move(moments_of(piece.slots, piece.grad.data(), piece.step), lamb_options(*at.options), given[0]);
+  } else if (needs_norms(optimizer)) {
+    const MomentumTensor tensor{piece.slots[0].data(), piece.grad.data(), piece.slots[1].data(), piece.grad.size()};
+    move_by(tensor, {given[0], given[1], given[2], given[3], given[4], given[5]});
+  } else {
+    scale_gradient(piece.grad, given[0]);
+    step_elementwise(piece.slots, optimizer, *at.options, piece.grad.data(), piece.step);
+  }
+  reply = weights_of(piece, header);
+  return "";
 }
 
 }  // namespace shoal

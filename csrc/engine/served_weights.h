@@ -1,13 +1,20 @@
 // The weights and optimizer state that a server keeps for a group, and the steps that it takes with summed gradients.
 //
 // A tensor has a number, its table. It is cut into pieces, the chunks of its operations, each on one server for as long
-// as the group exists. Four kinds of operation concern them; all of them sum, and what a rank receives is:
-//   configure  the optimizer's options of the next steps: bytes, see Rule            the same bytes
-//   load       slot `root` of a piece (0: weights, 1 and 2: state), after `step` updates   the same numbers
+// as the group exists. These kinds of operation concern them; all of them sum, and what a rank receives is:
+//   configure  the optimizer's options of model `table`'s next steps: bytes, see Rule    the same bytes
+//   load       slot `root` of a piece (0: weights, 1 and 2: state) of model `rule`, after `step` updates   the same numbers
 //   dump       ignored                                                              slot `root` of the piece
 //   update     the summed gradient, with the options of group `root` of rule `rule`     the weights after it
-// An update has number `step` of its tensor, one more than the piece's last. One that overtakes its options waits for
-// them (SumServer). Ranks agree about all of this by the operations' signatures; the server checks it again.
+// Where an update depends on norms, it has two or three phases. The ranks add up the sums of all pieces, which all of
+// them receive, and decide with the functions of optim that workers use:
+//   collect    the summed gradient, which is kept                       the sums of squares of its units (unit_sums.h)
+//   measure    coefficients: first a factor of the gradient             the sums that the optimizer needs
+//   apply      coefficients: a factor of the gradient (SGD, AdamW), the step's size (LAMB), or a Motion   the weights after it
+// The weights that answer an update or apply are float32, or bfloat16 (the header's element): the server's stay float32.
+// A collect may come again before the rest of its update: the step was given up. An update has number `step` of its
+// tensor, one more than the piece's last. What overtakes its options waits for them (SumServer). Ranks agree about all of
+// this by the operations' signatures; the server checks it again.
 #pragma once
 
 #include <array>
@@ -34,9 +41,9 @@ struct WeightBudget {
 
 // Options of one step, as a configure carries them: u32 number, u32 optimizer, u32 number of groups, u32 0; then
 // for each group six doubles. SGD: learning rate, momentum, weight decay, nesterov (0 or 1), 0, 0. AdamW: learning rate,
-// beta1, beta2, eps, weight decay, 0.
+// beta1, beta2, eps, weight decay, 0. LAMB: as AdamW, and bias correction (0 or 1). LARS: weight decay, 0 ... NovoGrad: 0 ...
 struct Rule {
-  enum class Optimizer : std::uint32_t { sgd, adamw };
+  enum class Optimizer : std::uint32_t { sgd, adamw, lamb, lars, novograd };
 
   std::uint32_t number = 0;
   Optimizer optimizer = Optimizer::sgd;
@@ -45,25 +52,36 @@ struct Rule {
 
 class ServedWeights {
  public:
-  explicit ServedWeights(WeightBudget& budget) : budget_(budget) {}
+  ServedWeights(BufferPool& pool, WeightBudget& budget) : pool_(pool), budget_(budget) {}
   ~ServedWeights() { clear(); }
   ServedWeights(const ServedWeights&) = delete;
   ServedWeights& operator=(const ServedWeights&) = delete;
 
-  // Returns whether an update has come before its options.
-  bool is_early(const FrameHeader& header) const {
-    return static_cast<Kind>(header.kind) == Kind::update && header.rule == rule_.number + 1;
-  }
-  // Takes the sum of a chunk and replaces it by what the ranks receive. Returns an empty string, or what is wrong.
-  std::string take(const FrameHeader& header, std::byte* sum, std::size_t bytes);
+  // Returns whether a phase of an update has come before its options.
+  bool is_early(const FrameHeader& header) const;
+  // Takes the sum of a chunk and replaces it by what the ranks receive, or sets `reply` where that has another size.
+  // Returns an empty string, or what is wrong. Throws GroupFailure if there is no memory for it.
+  std::string take(const FrameHeader& header, std::byte* sum, std::size_t bytes, Payload& reply);
 
   void clear();
 
  private:
   static constexpr int kSlots = 3;
+  static constexpr std::uint32_t kMaxModels = 4096;
+  enum class Phase : std::uint8_t { idle, collected, measured };
   struct Piece {
     std::array<std::vector<float>, kSlots> slots;  // an empty one is not kept
+    std::vector<float> grad;                       // from collect to apply
     std::uint32_t step = 0;                        // updates taken
+    std::uint32_t model = 0;
+    Phase phase = Phase::idle;
+  };
+  // What an update reads: the piece, its rule, and the options of its group.
+  struct Target {
+    Piece* piece = nullptr;
+    const Rule* rule = nullptr;
+    const std::array<double, 6>* options = nullptr;
+    std::string wrong;  // or empty
   };
   struct Key {
     std::uint32_t table;
@@ -74,16 +92,23 @@ class ServedWeights {
     std::size_t operator()(const Key& key) const { return key.table * 0x9e3779b97f4a7c15ULL + key.chunk; }
   };
 
-  std::string configure(const std::byte* data, std::size_t bytes);
+  std::string configure(std::uint32_t model, const std::byte* data, std::size_t bytes);
   std::string load(const FrameHeader& header, const std::byte* data, std::size_t bytes);
   std::string dump(const FrameHeader& header, std::byte* data, std::size_t bytes);
-  std::string update(const FrameHeader& header, std::byte* data, std::size_t bytes);
-  std::string make_room(std::vector<float>& slot, std::size_t count);
-  void step(Piece& piece, const std::array<double, 6>& options, const float* grad) const;
+  std::string update(const FrameHeader& header, std::byte* data, std::size_t bytes, Payload& reply);
+  std::string collect(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply);
+  std::string measure(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply);
+  std::string apply(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply);
+  Target target_of(const FrameHeader& header);
+  void make_state(Piece& piece, const Rule& rule, const std::array<double, 6>& options);
+  void make_room(std::vector<float>& slot, std::size_t count);
+  Payload weights_of(const Piece& piece, const FrameHeader& header);
+  Payload new_reply(std::size_t bytes);
 
+  BufferPool& pool_;
   WeightBudget& budget_;
   std::size_t used_bytes_ = 0;
-  Rule rule_;
+  std::unordered_map<std::uint32_t, Rule> rules_;  // by model
   std::unordered_map<Key, Piece, Hash> pieces_;
 };
 

@@ -15,6 +15,11 @@ bool same_words(const FrameHeader& a, const FrameHeader& b) {
          a.table == b.table && a.step == b.step && a.rule == b.rule && (!is_served(static_cast<Kind>(a.kind)) || a.root == b.root);
 }
 
+// Returns the type of the sum: weights that answer may have another.
+Element sum_of(const FrameHeader& header) {
+  return static_cast<Element>(is_served(static_cast<Kind>(header.kind)) ? header.input : header.element);
+}
+
 std::string describe(const FrameHeader& header, std::size_t count) {
   return std::to_string(count) + " elements of " + std::string(name_of(static_cast<Element>(header.input))) +
          " (" + std::string(name_of(static_cast<Kind>(header.kind))) + ", " +
@@ -32,7 +37,7 @@ std::string SumServer::check(int peer, const FrameHeader& header, Element elemen
     return "a contribution of host " + std::to_string(header.host) + " of " + std::to_string(header.needed) +
            " where host " + std::to_string(host) + " of " + std::to_string(needed) + " was expected";
   }
-  const auto result = static_cast<Element>(header.element), input = static_cast<Element>(header.input);
+  const auto input = static_cast<Element>(header.input), result = sum_of(header);
   if (input != result && !(input == Element::float32 && is_half(result))) {
     return "a contribution of " + std::string(name_of(input)) + " to a result of " + std::string(name_of(result));
   }
@@ -99,6 +104,10 @@ std::string SumServer::combine_early() {
   for (const Key& key : std::exchange(early_, {})) {
     const auto found = chunks_.find(key);
     if (found == chunks_.end()) continue;
+    if (weights_.is_early(found->second.first)) {  // of another model
+      early_.push_back(key);
+      continue;
+    }
     const FrameHeader header = found->second.first;
     if (std::string wrong = combine(header, found->second); !wrong.empty()) return wrong;
   }
@@ -106,7 +115,7 @@ std::string SumServer::combine_early() {
 }
 
 std::string SumServer::combine(const FrameHeader& header, State& state) {
-  const auto result = static_cast<Element>(header.element);
+  const Element result = sum_of(header);
   const auto input = static_cast<Element>(header.input);
   const std::size_t size = state.contributions[0].payload.size;
   const std::size_t count = size / size_of(input);
@@ -122,10 +131,10 @@ std::string SumServer::combine(const FrameHeader& header, State& state) {
     std::vector<const void*> inputs;
     for (const Contribution& each : state.contributions) inputs.push_back(each.payload.data);
     combine_in_order(to.get(), inputs, count, {static_cast<Combine>(header.combine), result, input, header.divisor});
-    if (is_served(static_cast<Kind>(header.kind))) {
-      if (std::string wrong = weights_.take(header, to.get(), bytes); !wrong.empty()) return wrong;
-    }
     state.result = {to.get(), bytes, to, 0, false};
+    if (is_served(static_cast<Kind>(header.kind))) {
+      if (std::string wrong = weights_.take(header, to.get(), bytes, state.result); !wrong.empty()) return wrong;
+    }
   }
   ++num_summed_;
   state.summed = true;

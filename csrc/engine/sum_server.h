@@ -44,13 +44,13 @@ class SumServer {
   SumServer(BufferPool& pool, WeightBudget& budget, Members members, Answer answer, OnConflict on_conflict,
             PlaceFor place_for = {})
       : pool_(pool),
-        weights_(budget),
+        weights_(pool, budget),
         members_(std::move(members)),
         answer_(std::move(answer)),
         on_conflict_(std::move(on_conflict)),
         place_for_(std::move(place_for)) {}
 
-  // Return an empty string, or why the frame is malformed.
+  // Return an empty string, or why the frame is malformed. Throw GroupFailure if there is no memory for weights.
   std::string contribute(int peer, const FrameHeader& header, Payload payload);
   // Accepts a result that a worker already has, after its server was lost.
   std::string supply(int peer, const FrameHeader& header, Payload payload);

@@ -152,6 +152,11 @@ std::vector<Chunk> Topology::cut_served(const OpSpec& spec, std::size_t max_chun
     return chunks;
   }
   const std::uint64_t piece = std::bit_floor(std::min(max_chunk_bytes, kMessageBytes) / sizeof(float));
+  if (piece < kServedUnit && (sends_coefficients(spec.kind) || returns_sums(spec.kind))) {
+    throw std::invalid_argument("chunks of " + std::to_string(max_chunk_bytes) + " bytes hold no unit of " +
+                                std::to_string(kServedUnit) + " numbers, whose squares are summed together: chunk_bytes "
+                                "must be at least " + std::to_string(kServedUnit * sizeof(float)));
+  }
   const std::uint64_t pieces_of_block = std::max<std::uint64_t>(kServedBlock / piece, 1);
   for (std::uint64_t begin = 0; begin < spec.count; begin += piece) {
     const std::uint64_t place = (spec.place + chunks.size() / pieces_of_block) % pattern_.size();

@@ -10,7 +10,8 @@ namespace {
 constexpr std::array<std::string_view, kNumKinds> kKinds = {
     "all_reduce", "reduce",     "broadcast", "all_gather", "reduce_scatter", "barrier",
     "delegated",  "all_to_all", "gather",    "scatter",    "send",           "recv",
-    "configure",  "load",       "dump",      "update"};
+    "configure",  "load",       "dump",      "update",     "collect",        "measure",
+    "apply"};
 constexpr std::array<std::string_view, 8> kElements = {"float32", "float64", "float16", "bfloat16",
                                                        "int8",    "uint8",   "int32",   "int64"};
 constexpr std::array<std::string_view, 8> kCombines = {"sum", "avg",  "prod", "min",
@@ -81,12 +82,16 @@ std::uint64_t signature_of(const OpSpec& spec) {
     return hash;
   }
   if (is_served(spec.kind)) {
-    for (const std::uint64_t value : {std::uint64_t{spec.table}, std::uint64_t{spec.step}, std::uint64_t{spec.rule}, spec.place}) {
+    for (const std::uint64_t value : {std::uint64_t{spec.table}, std::uint64_t{spec.step}, std::uint64_t{spec.rule}, spec.place,
+                                      static_cast<std::uint64_t>(spec.weights)}) {
       hash = mix(hash, value);
     }
     for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
     if (spec.kind == Kind::configure) {
       for (std::uint64_t k = 0; k < spec.count; ++k) hash = mix(hash, static_cast<std::uint64_t>(spec.input[k]));
+    }
+    if (sends_coefficients(spec.kind)) {
+      for (std::size_t k = 0; k < kCoefficients * sizeof(float); ++k) hash = mix(hash, static_cast<std::uint64_t>(spec.input[k]));
     }
   }
   if (by_messages(spec.kind)) return hash;  // sizes differ between ranks; the receiver of each message compares them

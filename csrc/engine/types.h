@@ -11,9 +11,9 @@ namespace shoal {
 
 enum class Kind : std::uint8_t {
   all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated, all_to_all, gather, scatter, send, recv,
-  configure, load, dump, update
+  configure, load, dump, update, collect, measure, apply
 };
-inline constexpr std::size_t kNumKinds = 16;
+inline constexpr std::size_t kNumKinds = 19;
 
 // Returns whether every host contributes; the other kinds move one rank's data.
 inline bool adds_up(Kind kind) { return kind != Kind::broadcast && kind != Kind::all_gather; }
@@ -22,6 +22,14 @@ inline bool adds_up(Kind kind) { return kind != Kind::broadcast && kind != Kind:
 inline bool by_messages(Kind kind) { return kind >= Kind::all_to_all && kind <= Kind::recv; }
 // Returns whether an operation concerns the weights that servers keep (engine/served_weights.h).
 inline bool is_served(Kind kind) { return kind >= Kind::configure; }
+// Returns whether all chunks have the same contribution, kCoefficients floats, and not the tensor's elements.
+inline bool sends_coefficients(Kind kind) { return kind == Kind::measure || kind == Kind::apply; }
+inline constexpr std::size_t kCoefficients = 8;
+// Returns whether a result consists of kSums doubles for each kServedUnit elements of a chunk, and not of elements.
+inline bool returns_sums(Kind kind) { return kind == Kind::collect || kind == Kind::measure; }
+inline constexpr std::size_t kServedUnit = 2048, kSums = 3;
+// Returns whether a result consists of weights.
+inline bool returns_weights(Kind kind) { return kind == Kind::update || kind == Kind::apply; }
 // Returns whether every rank gets the sum of all.
 inline bool sums_for_all(Kind kind) {
   return kind == Kind::all_reduce || kind == Kind::barrier || is_served(kind);
@@ -72,6 +80,7 @@ struct OpSpec {
   // Of an operation on weights that servers keep, see engine/served_weights.h. `root` is the slot or the group of options.
   std::uint32_t table = 0, step = 0, rule = 0;
   std::uint64_t place = 0;  // of the tensor's first block among those of all tensors
+  Element weights = Element::float32;  // type in which an update or apply answers; or bfloat16
 };
 
 // Describes an operation for messages: "all_reduce of float32[1024, 30] (sum)".

@@ -75,9 +75,7 @@ class LambRule {
       weight_sq += sums.weight_sq;
       update_sq += sums.update_sq;
     }
-    const bool has_ratio = options_.trust_ratio && weight_sq > 0.0 && update_sq > 0.0;
-    const double ratio = has_ratio ? std::sqrt(weight_sq) / std::sqrt(update_sq) : 1.0;
-    step_size_[tensor] = static_cast<float>(options_.learning_rate * ratio);
+    step_size_[tensor] = lamb_step_size(options_, weight_sq, update_sq);
   }
 
   void move(const Piece& piece, const Sums&) const {
@@ -102,6 +100,34 @@ class LambRule {
 Norms lamb_step(std::span<const MomentsTensor> tensors, const LambOptions& options, int num_threads, Level level) {
   LambRule rule(tensors, options, kernels_of(level));
   return TwoPasses(tensors, rule).run(num_threads);
+}
+
+void lamb_measure(const MomentsTensor& piece, const LambOptions& options, UnitSums* sums, Level level) {
+  const Kernels kernels = kernels_of(level);
+  const BlockOptions given = block_options(options, piece.step);
+  for (std::size_t at = 0; at < piece.count; at += kSumUnit) {
+    const Block unit{piece.weight + at, piece.grad + at, piece.exp_avg + at, piece.exp_avg_sq + at};
+    const BlockSums of_unit = kernels.moments(given, unit, std::min(kSumUnit, piece.count - at));
+    *sums++ = {of_unit.grad_sq, of_unit.weight_sq, of_unit.update_sq};
+  }
+}
+
+float lamb_step_size(const LambOptions& options, double weight_sq, double update_sq) {
+  const bool has_ratio = options.trust_ratio && weight_sq > 0.0 && update_sq > 0.0;
+  const double ratio = has_ratio ? std::sqrt(weight_sq) / std::sqrt(update_sq) : 1.0;
+  return static_cast<float>(options.learning_rate * ratio);
+}
+
+void lamb_move(const MomentsTensor& piece, const LambOptions& options, float step_size, Level level) {
+  const Block block{piece.weight, piece.grad, piece.exp_avg, piece.exp_avg_sq};
+  kernels_of(level).apply(block_options(options, piece.step), block, piece.count, step_size);
+}
+
+void squares_of_units(const float* values, std::size_t count, UnitSums* sums, Level level) {
+  const Kernels kernels = kernels_of(level);
+  for (std::size_t at = 0; at < count; at += kSumUnit) {
+    *sums++ = {kernels.squares(values + at, std::min(kSumUnit, count - at)), 0.0, 0.0};
+  }
 }
 
 double sum_of_squares(std::span<const ConstTensor> tensors, int num_threads, Level level) {

@@ -7,6 +7,7 @@
 
 #include "base/cpu.h"
 #include "optim/two_passes.h"
+#include "optim/unit_sums.h"
 
 namespace shoal {
 
@@ -38,11 +39,19 @@ struct LambOptions {
 Norms lamb_step(std::span<const MomentsTensor> tensors, const LambOptions& options, int num_threads,
                 Level level = best_level());
 
+// The same for a piece of a tensor that begins at a multiple of kSumUnit, in three parts: pass 1, which writes the sums of
+// each unit (the third is of the update), the factor that their totals give, and pass 2.
+void lamb_measure(const MomentsTensor& piece, const LambOptions& options, UnitSums* sums, Level level = best_level());
+float lamb_step_size(const LambOptions& options, double weight_sq, double update_sq);
+void lamb_move(const MomentsTensor& piece, const LambOptions& options, float step_size, Level level = best_level());
+
 // Returns the sum of squares over all tensors, in the same fixed order.
 struct ConstTensor {
   const float* values;
   std::size_t count;
 };
 double sum_of_squares(std::span<const ConstTensor> tensors, int num_threads, Level level = best_level());
+// Writes the sums of squares of the units of a piece as grad_sq; the others become 0.
+void squares_of_units(const float* values, std::size_t count, UnitSums* sums, Level level = best_level());
 
 }  // namespace shoal

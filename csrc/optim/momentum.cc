@@ -15,13 +15,6 @@ struct Block {
   float* momentum;
 };
 
-// change = of_grad g + of_weight w
-// m = keep m + change
-// w = w - (by_momentum m + by_change change + by_weight w)
-struct Motion {
-  float keep, of_grad, of_weight, by_momentum, by_change, by_weight;
-};
-
 // decayed = of_grad g + of_weight w
 struct Decay {
   float of_grad, of_weight;
@@ -56,6 +49,18 @@ Kernels kernels_of(Level level) {
 }
 
 float narrow(double x) { return static_cast<float>(x); }
+
+double lars_ratio(const LarsOptions& o, const UnitSums& sums) {
+  if (!o.trust_ratio) return 1.0;
+  const double weight_norm = std::sqrt(sums.weight_sq);
+  if (o.clips) {
+    const bool both = sums.weight_sq > 0.0 && sums.other_sq > 0.0;
+    return std::min(1.0, (both ? o.eta * weight_norm / std::sqrt(sums.other_sq) : 1.0) / o.learning_rate);
+  }
+  const double grad_norm = std::sqrt(sums.grad_sq);
+  const bool both = sums.weight_sq > 0.0 && sums.grad_sq > 0.0;
+  return both ? o.eta * weight_norm / (grad_norm + o.weight_decay * weight_norm + o.eps) : 1.0;
+}
 
 // Common part of LARS and NovoGrad: a derived class turns a tensor's sums into its motion.
 class MomentumRule {
@@ -99,37 +104,16 @@ class LarsRule : public MomentumRule {
   }
 
   void settle(std::size_t tensor, std::span<const Sums> blocks) {
-    const LarsOptions& o = options_;
-    Sums all;
+    UnitSums all;
     for (const Sums& sums : blocks) {
       all.grad_sq += sums.grad_sq;
       all.weight_sq += sums.weight_sq;
-      all.decayed_sq += sums.decayed_sq;
+      all.other_sq += sums.decayed_sq;
     }
-    const double inside = ratio(all) * (o.clips ? 1.0 : o.learning_rate);
-    const double outside = o.clips ? o.learning_rate : 1.0;
-    motions_[tensor] = {.keep = narrow(o.momentum),
-                        .of_grad = narrow(inside * o.grad_scale),
-                        .of_weight = narrow(inside * o.weight_decay),
-                        .by_momentum = narrow(outside * (o.nesterov ? o.momentum : 1.0)),
-                        .by_change = narrow(o.nesterov ? outside : 0.0),
-                        .by_weight = 0.0f};
+    motions_[tensor] = lars_motion(options_, all);
   }
 
  private:
-  double ratio(const Sums& sums) const {
-    const LarsOptions& o = options_;
-    if (!o.trust_ratio) return 1.0;
-    const double weight_norm = std::sqrt(sums.weight_sq);
-    if (o.clips) {
-      const bool both = sums.weight_sq > 0.0 && sums.decayed_sq > 0.0;
-      return std::min(1.0, (both ? o.eta * weight_norm / std::sqrt(sums.decayed_sq) : 1.0) / o.learning_rate);
-    }
-    const double grad_norm = std::sqrt(sums.grad_sq);
-    const bool both = sums.weight_sq > 0.0 && sums.grad_sq > 0.0;
-    return both ? o.eta * weight_norm / (grad_norm + o.weight_decay * weight_norm + o.eps) : 1.0;
-  }
-
   const LarsOptions& options_;
 };
 
@@ -145,26 +129,9 @@ class NovoGradRule : public MomentumRule {
   }
 
   void settle(std::size_t tensor, std::span<const Sums> blocks) {
-    const NovoGradOptions& o = options_;
-    const NovoGradState& state = states_[tensor];
-    const double before = *state.norm_sq;
     double square = 0.0;
     for (const Sums& sums : blocks) square += sums.grad_sq;
-    const bool begins = state.step == 1.0 && !o.init_zero;
-    *state.norm_sq = narrow(begins ? square : o.beta2 * before + (1.0 - o.beta2) * square);
-    double norm = std::sqrt(static_cast<double>(*state.norm_sq)), rate = o.learning_rate;
-    if (o.bias_correction) {
-      norm /= std::sqrt(1.0 - std::pow(o.beta2, state.step));
-      rate /= 1.0 - std::pow(o.beta1, state.step);
-    }
-    const double share = o.grad_averaging ? 1.0 - o.beta1 : 1.0, divisor = norm + o.eps;
-    const bool inside = o.reg_inside_moment;
-    motions_[tensor] = {.keep = narrow(o.beta1),
-                        .of_grad = narrow(share * o.grad_scale / (inside ? divisor : 1.0)),
-                        .of_weight = narrow(inside ? share * o.weight_decay : 0.0),
-                        .by_momentum = narrow(rate / (inside ? 1.0 : divisor)),
-                        .by_change = 0.0f,
-                        .by_weight = narrow(inside ? 0.0 : o.learning_rate * o.weight_decay)};
+    motions_[tensor] = novograd_motion(options_, states_[tensor], square);
   }
 
  private:
@@ -173,6 +140,50 @@ class NovoGradRule : public MomentumRule {
 };
 
 }  // namespace
+
+void lars_measure(const MomentumTensor& piece, double weight_decay, UnitSums* sums, Level level) {
+  const Kernels kernels = kernels_of(level);
+  const Decay decay{1.0f, narrow(weight_decay)};
+  for (std::size_t at = 0; at < piece.count; at += kSumUnit) {
+    const Block unit{piece.weight + at, piece.grad + at, piece.momentum + at};
+    const BlockSums of_unit = kernels.measure(decay, unit, std::min(kSumUnit, piece.count - at));
+    *sums++ = {of_unit.grad_sq, of_unit.weight_sq, of_unit.decayed_sq};
+  }
+}
+
+Motion lars_motion(const LarsOptions& o, const UnitSums& total) {
+  const double inside = lars_ratio(o, total) * (o.clips ? 1.0 : o.learning_rate);
+  const double outside = o.clips ? o.learning_rate : 1.0;
+  return {.keep = narrow(o.momentum),
+          .of_grad = narrow(inside * o.grad_scale),
+          .of_weight = narrow(inside * o.weight_decay),
+          .by_momentum = narrow(outside * (o.nesterov ? o.momentum : 1.0)),
+          .by_change = narrow(o.nesterov ? outside : 0.0),
+          .by_weight = 0.0f};
+}
+
+Motion novograd_motion(const NovoGradOptions& o, const NovoGradState& state, double grad_sq) {
+  const double before = *state.norm_sq;
+  const bool begins = state.step == 1.0 && !o.init_zero;
+  *state.norm_sq = narrow(begins ? grad_sq : o.beta2 * before + (1.0 - o.beta2) * grad_sq);
+  double norm = std::sqrt(static_cast<double>(*state.norm_sq)), rate = o.learning_rate;
+  if (o.bias_correction) {
+    norm /= std::sqrt(1.0 - std::pow(o.beta2, state.step));
+    rate /= 1.0 - std::pow(o.beta1, state.step);
+  }
+  const double share = o.grad_averaging ? 1.0 - o.beta1 : 1.0, divisor = norm + o.eps;
+  const bool inside = o.reg_inside_moment;
+  return {.keep = narrow(o.beta1),
+          .of_grad = narrow(share * o.grad_scale / (inside ? divisor : 1.0)),
+          .of_weight = narrow(inside ? share * o.weight_decay : 0.0),
+          .by_momentum = narrow(rate / (inside ? 1.0 : divisor)),
+          .by_change = 0.0f,
+          .by_weight = narrow(inside ? 0.0 : o.learning_rate * o.weight_decay)};
+}
+
+void move_by(const MomentumTensor& piece, const Motion& motion, Level level) {
+  kernels_of(level).move(motion, {piece.weight, piece.grad, piece.momentum}, piece.count);
+}
 
 Norms lars_step(std::span<const MomentumTensor> tensors, const LarsOptions& options, int num_threads,
                 Level level) {

@@ -7,6 +7,7 @@
 
 #include "base/cpu.h"
 #include "optim/two_passes.h"
+#include "optim/unit_sums.h"
 
 namespace shoal {
 
@@ -16,6 +17,14 @@ struct MomentumTensor {
   const float* grad;
   float* momentum;
   std::size_t count;
+};
+
+// How a tensor moves, from its norms:
+//   change = of_grad g + of_weight w
+//   m = keep m + change
+//   w = w - (by_momentum m + by_change change + by_weight w)
+struct Motion {
+  float keep, of_grad, of_weight, by_momentum, by_change, by_weight;
 };
 
 struct LarsOptions {
@@ -57,5 +66,13 @@ struct NovoGradOptions {
 // `states` are those of `tensors`, in their order.
 Norms novograd_step(std::span<const MomentumTensor> tensors, std::span<const NovoGradState> states,
                     const NovoGradOptions& options, int num_threads, Level level = best_level());
+
+// The same for a piece of a tensor that begins at a multiple of kSumUnit: pass 1 of LARS, which writes the sums of each unit
+// (the third is of the gradients with decay; NovoGrad needs squares_of_units() only), the motion that the totals give, and
+// pass 2 of both.
+void lars_measure(const MomentumTensor& piece, double weight_decay, UnitSums* sums, Level level = best_level());
+Motion lars_motion(const LarsOptions& options, const UnitSums& total);
+Motion novograd_motion(const NovoGradOptions& options, const NovoGradState& state, double grad_sq);
+void move_by(const MomentumTensor& piece, const Motion& motion, Level level = best_level());
 
 }  // namespace shoal

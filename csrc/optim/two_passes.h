@@ -16,6 +16,9 @@ namespace shoal {
 
 // Elements per block, the unit of work and of the sums of squares; independent of the number of threads.
 inline constexpr std::size_t kBlock = 16384;
+// Elements whose squares are summed by themselves; a block adds up its units, a tensor its blocks. So a tensor may be cut
+// at multiples of a unit, and the sums of its pieces give those of the whole (unit_sums.h).
+inline constexpr std::size_t kSumUnit = 2048;
 // Pass 1 and pass 2 alternate over waves of tensors of about this many elements, so that pass 2 finds the data of
 // pass 1 (8 to 12 bytes per element) in the caches; a larger tensor is a wave of its own.
 inline constexpr std::size_t kWaveElements = std::size_t{1} << 19;

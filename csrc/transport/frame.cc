@@ -13,6 +13,7 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kCoveredBytes = offsetof(FrameHeader, header_crc);
+constexpr std::uint8_t kLastKind = 18;  // of engine/types.h
 constexpr std::size_t kKeptBytes = std::size_t{32} << 20;  // per size
 
 }  // namespace
@@ -35,7 +36,7 @@ std::string check_header(const FrameHeader& header) {
     return "a frame announces " + std::to_string(header.payload_bytes) + " bytes; at most " +
            std::to_string(kMaxPayload) + " are allowed";
   }
-  if (header.type > FrameType::room || header.kind > 15 || header.element > 7 || header.input > 7 ||
+  if (header.type > FrameType::room || header.kind > kLastKind || header.element > 7 || header.input > 7 ||
       header.combine > 7) {
     return "a frame holds an unknown code";
   }

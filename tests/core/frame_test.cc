@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "engine/types.h"
 #include "transport/connection.h"
 
 namespace {
@@ -62,7 +63,8 @@ TEST(frame_sealed_nonsense_is_refused) {
   };
   CHECK(!refused([](FrameHeader&, Payload&) {}));
   CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(17); }));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.kind = 16; }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.kind = shoal::kNumKinds; }));
+  CHECK(!refused([](FrameHeader& h, Payload&) { h.kind = shoal::kNumKinds - 1; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.element = 8; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.input = 8; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.combine = 8; }));

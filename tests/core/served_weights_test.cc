@@ -2,11 +2,15 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "check.h"
+#include "engine/errors.h"
 #include "engine/sum_server.h"
+#include "optim/lamb.h"
 
 namespace {
 
@@ -15,22 +19,25 @@ using namespace shoal;
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 FrameHeader header_of(Kind kind, int root = 0, std::uint32_t step = 0, std::uint32_t rule = 0) {
-  const Element element = kind == Kind::configure ? Element::uint8 : kind == Kind::update ? Element::float32 : Element::int32;
+  const bool sums = kind == Kind::update || kind == Kind::collect;
+  const Element element = kind == Kind::configure ? Element::uint8 : sums ? Element::float32 : Element::int32;
   FrameHeader header;
   header.type = FrameType::push;
   header.kind = static_cast<std::uint8_t>(kind);
-  header.element = header.input = static_cast<std::uint8_t>(element);
+  header.input = static_cast<std::uint8_t>(element);
+  header.element = static_cast<std::uint8_t>(returns_weights(kind) ? Element::float32 : element);
   header.root = root;
   header.step = step;
   header.rule = rule;
-  header.table = 5;
+  header.table = kind == Kind::configure ? 0 : 5;  // a model, or a tensor
   return header;
 }
 
 // SGD without momentum and decay.
-std::vector<std::byte> options(std::uint32_t number, double rate, std::uint32_t num_groups = 1) {
-  const std::uint32_t head[4] = {number, 0, num_groups, 0};
-  const double group[6] = {rate, 0, 0, 0, 0, 0};
+std::vector<std::byte> options(std::uint32_t number, double rate, std::uint32_t num_groups = 1, std::uint32_t optimizer = 0,
+                               double second = 0) {
+  const std::uint32_t head[4] = {number, optimizer, num_groups, 0};
+  const double group[6] = {rate, second, second, second, 0, 0};
   std::vector<std::byte> data(sizeof head + sizeof group);
   std::memcpy(data.data(), head, sizeof head);
   std::memcpy(data.data() + sizeof head, group, sizeof group);
@@ -38,17 +45,33 @@ std::vector<std::byte> options(std::uint32_t number, double rate, std::uint32_t 
 }
 
 std::string take(ServedWeights& weights, const FrameHeader& header, std::vector<float>& values) {
-  return weights.take(header, reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(float));
+  Payload reply;
+  return weights.take(header, reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(float), reply);
 }
 
 std::string take(ServedWeights& weights, const FrameHeader& header, std::vector<std::byte> data) {
-  return weights.take(header, data.data(), data.size());
+  Payload reply;
+  return weights.take(header, data.data(), data.size(), reply);
 }
 
+// Takes a phase of an update and returns its reply.
+template <class Number>
+std::vector<Number> phase(ServedWeights& weights, Kind kind, std::uint32_t step, std::vector<float> given) {
+  Payload reply;
+  const FrameHeader header = header_of(kind, 0, step, kind == Kind::collect ? 0 : 1);
+  CHECK_EQ(weights.take(header, reinterpret_cast<std::byte*>(given.data()), given.size() * sizeof(float), reply), "");
+  std::vector<Number> numbers(reply.size / sizeof(Number));
+  if (reply.size) std::memcpy(numbers.data(), reply.data, reply.size);
+  return numbers;
+}
+
+std::vector<float> coefficients(float first) { return {first, 0, 0, 0, 0, 0, 0, 0}; }
+
 TEST(served_weights_are_loaded_updated_and_dumped) {
+  BufferPool pool;
   WeightBudget budget(1 << 20);
   {
-    ServedWeights weights(budget);
+    ServedWeights weights(pool, budget);
     std::vector<float> values{1, 2, 3}, gradient{2, 4, 8}, dumped(3);
     CHECK_EQ(take(weights, header_of(Kind::load), values), "");
     CHECK_EQ(take(weights, header_of(Kind::configure), options(1, 0.5)), "");
@@ -62,14 +85,15 @@ TEST(served_weights_are_loaded_updated_and_dumped) {
 }
 
 TEST(served_weights_name_what_a_correct_rank_never_sends) {
+  BufferPool pool;
   WeightBudget budget(1 << 20);
-  ServedWeights weights(budget);
+  ServedWeights weights(pool, budget);
   std::vector<float> values{1, 2, 3}, other{1, 2};
   const auto wrong = [&](const FrameHeader& header, std::vector<float>& sent, const char* part) {
     const std::string said = take(weights, header, sent);
     if (!contains(said, part)) check::fail(__FILE__, __LINE__, "'" + said + "' lacks '" + part + "'");
   };
-  wrong(header_of(Kind::update, 0, 1), values, "of which 0 bytes are kept");
+  wrong(header_of(Kind::update, 0, 1), values, "which is not kept here");
   wrong(header_of(Kind::dump), values, "which is not kept here");
   wrong(header_of(Kind::load, 1), values, "where 0 weights are kept");
   wrong(header_of(Kind::load, 3), values, "slot 3");
@@ -87,16 +111,105 @@ TEST(served_weights_name_what_a_correct_rank_never_sends) {
   wrong(header_of(Kind::update, 0, 1, 1), other, "of which 12 bytes are kept");
   FrameHeader halves = header_of(Kind::update, 0, 1, 1);
   halves.input = static_cast<std::uint8_t>(Element::bfloat16);
-  wrong(halves, values, "a update of 12 bytes");
+  wrong(halves, values, "a update of 12 bytes of bfloat16");
+  FrameHeader bytes = header_of(Kind::update, 0, 1, 1);
+  bytes.element = static_cast<std::uint8_t>(Element::int8);
+  wrong(bytes, values, "for int8");
 }
 
 TEST(served_weights_stay_within_the_budget) {
+  BufferPool pool;
   WeightBudget budget(20);
-  ServedWeights weights(budget);
+  ServedWeights weights(pool, budget);
   std::vector<float> values{1, 2, 3};
   CHECK_EQ(take(weights, header_of(Kind::load), values), "");
-  CHECK(contains(take(weights, header_of(Kind::load, 1), values), "more than the 20 bytes"));
+  std::string said;
+  try {
+    take(weights, header_of(Kind::load, 1), values);
+  } catch (const GroupFailure& full) {
+    said = full.what();
+  }
+  CHECK(contains(said, "more than the 20 bytes"));
   CHECK_EQ(budget.used_bytes.load(), 12u);
+}
+
+TEST(served_weights_take_a_step_in_phases) {
+  BufferPool pool;
+  WeightBudget budget(1 << 20);
+  ServedWeights weights(pool, budget);
+  const std::size_t count = kSumUnit + 5;
+  std::vector<float> w(count), g(count), m(count, 0.0f), v(count, 0.0f), scaled(count);
+  for (std::size_t k = 0; k < count; ++k) {
+    w[k] = 0.01f * static_cast<float>(k % 97) - 0.3f;
+    g[k] = 0.02f * static_cast<float>(k % 89) - 0.7f;
+    scaled[k] = g[k] * 0.3f;
+  }
+  CHECK_EQ(take(weights, header_of(Kind::load), w), "");
+  CHECK_EQ(take(weights, header_of(Kind::configure), options(1, 0.5, 1, 2, 0.9)), "");  // LAMB
+  CHECK(contains(take(weights, header_of(Kind::update, 0, 1, 1), g), "for optimizer 2"));
+  std::vector<float> none = coefficients(1);
+  CHECK(contains(take(weights, header_of(Kind::measure, 0, 1, 1), none), "whose gradient has not come"));
+  phase<double>(weights, Kind::collect, 1, w);  // a step that is given up
+  const auto squares = phase<double>(weights, Kind::collect, 1, g);
+  CHECK_EQ(squares.size(), 6u);
+  const ConstTensor whole{g.data(), count};
+  CHECK_EQ(squares[0] + squares[3], sum_of_squares(std::span(&whole, 1), 1));
+  CHECK(contains(take(weights, header_of(Kind::apply, 0, 1, 1), none), "was not measured"));
+
+  const auto sums = phase<double>(weights, Kind::measure, 1, coefficients(0.3f));
+  CHECK(contains(take(weights, header_of(Kind::collect, 0, 1), g), "in the middle of an update"));
+  const LambOptions lamb{0.5, 0.9, 0.9, 0.9, 0.0, 1.0, false, true};
+  const MomentsTensor tensor{w.data(), scaled.data(), m.data(), v.data(), count, 1.0};
+  const float step_size = lamb_step_size(lamb, sums[1] + sums[4], sums[2] + sums[5]);
+  std::vector<float> infinite = coefficients(std::numeric_limits<float>::infinity()), few{1};
+  CHECK(contains(take(weights, header_of(Kind::apply, 0, 1, 1), infinite), "not finite"));
+  CHECK(contains(take(weights, header_of(Kind::apply, 0, 1, 1), few), "coefficients of 4 bytes"));
+  const auto after = phase<float>(weights, Kind::apply, 1, coefficients(step_size));
+  lamb_step(std::span(&tensor, 1), lamb, 1);
+  CHECK(after == w);
+  CHECK(contains(take(weights, header_of(Kind::apply, 0, 1, 1), none), "which has taken 1"));
+}
+
+TEST(served_weights_answer_in_bfloat16_and_stay_float32) {
+  BufferPool pool;
+  WeightBudget budget(1 << 20);
+  ServedWeights weights(pool, budget);
+  std::vector<float> values{1.00390625f, 1.01171875f}, gradient{0, 0}, kept(2);  // halfway between two of bfloat16
+  CHECK_EQ(take(weights, header_of(Kind::load), values), "");
+  CHECK_EQ(take(weights, header_of(Kind::configure), options(1, 0.5)), "");
+  Payload reply;
+  FrameHeader update = header_of(Kind::update, 0, 1, 1);
+  update.element = static_cast<std::uint8_t>(Element::bfloat16);
+  CHECK_EQ(weights.take(update, reinterpret_cast<std::byte*>(gradient.data()), 8, reply), "");
+  CHECK_EQ(reply.size, 4u);
+  std::uint16_t halves[2];
+  std::memcpy(halves, reply.data, sizeof halves);
+  CHECK_EQ(halves[0], 0x3f80u);  // to even: 1 and 1.015625
+  CHECK_EQ(halves[1], 0x3f82u);
+  CHECK_EQ(take(weights, header_of(Kind::dump, 0, 1), kept), "");
+  CHECK(kept == values);
+}
+
+TEST(served_weights_of_two_models_have_options_of_their_own) {
+  BufferPool pool;
+  WeightBudget budget(1 << 20);
+  ServedWeights weights(pool, budget);
+  std::vector<float> values{1, 2}, gradient{2, 2};
+  FrameHeader load = header_of(Kind::load), configure = header_of(Kind::configure), update = header_of(Kind::update, 0, 1, 1);
+  CHECK_EQ(take(weights, load, values), "");
+  load.rule = 1;
+  load.table = 6;
+  CHECK_EQ(take(weights, load, values), "");
+  CHECK_EQ(take(weights, configure, options(1, 0.5)), "");
+  update.table = 6;
+  CHECK(weights.is_early(update));
+  configure.table = 1;
+  CHECK_EQ(take(weights, configure, options(1, 1.0)), "");
+  CHECK(!weights.is_early(update));
+  CHECK_EQ(take(weights, update, gradient), "");
+  CHECK(gradient == (std::vector<float>{-1, 0}));
+  configure.table = 4096;
+  CHECK(contains(take(weights, configure, options(1, 1.0)), "options of model 4096"));
 }
 
 // Frames may overtake each other on several connections: an update waits for its options.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,7 +25,11 @@ from shoal import native
 from shoal.comm.engine import CommError
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
+from shoal.optim.lamb import Lamb
+from shoal.optim.lars import Lars
+from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
+from shoal.train.gradients import clip_factor, norm_of, parameters_of, scale_all
 from shoal.train.served_update import Served, update_on_servers
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -36,8 +42,35 @@ OPTIMIZERS: dict[str, tuple[Factory, Factory]] = {
         lambda groups: SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
         lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
     ),
+    "lamb": (lambda groups: Lamb(groups, lr=0.01), lambda groups: Lamb(groups, lr=0.01)),
+    "lamb with its own clip": (
+        lambda groups: Lamb(groups, lr=0.01, bias_correction=False, max_grad_norm=0.3),
+        lambda groups: Lamb(groups, lr=0.01, bias_correction=False, max_grad_norm=0.3),
+    ),
+    "lars": (lambda groups: Lars(groups, lr=0.5, eta=0.02), lambda groups: Lars(groups, lr=0.5, eta=0.02)),
+    "larc": (
+        lambda groups: Lars(groups, lr=0.5, eta=0.02, form="larc", nesterov=True),
+        lambda groups: Lars(groups, lr=0.5, eta=0.02, form="larc", nesterov=True),
+    ),
+    "novograd": (
+        lambda groups: Novograd(groups, lr=0.01, bias_correction=True, grad_averaging=True),
+        lambda groups: Novograd(groups, lr=0.01, bias_correction=True, grad_averaging=True),
+    ),
 }
 """By name: what workers step with, and what servers are given."""
+
+
+@dataclass
+class Clipping:
+    """Clips the gradients of each step, as a :class:`shoal.train.run.Run` does."""
+
+    optimizer: Optimizer
+    max_norm: float
+
+    def step(self) -> None:
+        gradients = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
+        scale_all(gradients, clip_factor(norm_of(gradients), self.max_norm))
+        self.optimizer.step()
 
 
 class Net(nn.Module):
@@ -73,9 +106,11 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def train(model: DistributedDataParallel, stepper: Optimizer | Served, rank: int, steps: range) -> None:
+def train(
+    model: DistributedDataParallel, stepper: Optimizer | Served | Clipping | Rounding, rank: int, steps: range
+) -> None:
     """Take steps of two micro-batches with a rate of its own each."""
-    optimizer = stepper.optimizer if isinstance(stepper, Served) else stepper
+    optimizer = stepper if isinstance(stepper, Optimizer) else stepper.optimizer
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = 0.05 / (1 + step)
@@ -99,6 +134,27 @@ def require_same(model: nn.Module, optimizer: Optimizer, other: nn.Module, refer
             assert torch.equal(optimizer.state[have][key], value), (name, key)
 
 
+@dataclass
+class Rounding:
+    """Steps float32 weights apart from the model's, which are these rounded to bfloat16."""
+
+    optimizer: Optimizer
+    masters: dict[nn.Parameter, nn.Parameter]
+    """By parameter of the model."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in self.masters.items():
+            master.grad, parameter.grad = parameter.grad, None
+        self.optimizer.step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self) -> None:
+        for parameter, master in self.masters.items():
+            parameter.copy_(master.bfloat16())
+
+
 @contextmanager
 def helpers(count: int, **limits: Any) -> Iterator[tuple[dict[str, str], list[Any]]]:
     """Run helper servers; yield the environment of the workers, and the servers."""
@@ -116,12 +172,12 @@ def helpers(count: int, **limits: Any) -> Iterator[tuple[dict[str, str], list[An
 # ---- bits -----------------------------------------------------------------------------------------------
 
 
-def compare(rank: int, name: str) -> None:
+def compare(rank: int, name: str, max_norm: float | None) -> None:
     unserved, served = OPTIMIZERS[name]
     want, have = wrapped(), wrapped()
     reference, optimizer = unserved(groups_of(want)), served(groups_of(have))
-    train(want, reference, rank, range(STEPS))
-    training = update_on_servers(have, optimizer)
+    train(want, reference if max_norm is None else Clipping(reference, max_norm), rank, range(STEPS))
+    training = update_on_servers(have, optimizer, max_norm=max_norm)
     train(have, training, rank, range(STEPS))
     assert not optimizer.state, "a worker keeps no state"
     training.finish()
@@ -129,33 +185,117 @@ def compare(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hosts", "num_helpers"),
+    ("name", "max_norm", "hosts", "num_helpers"),
     [
-        ("adamw", ("a", "b", "c"), 0),
-        ("adamw", ("a", "b", "c"), 3),
-        ("momentum", ("a", "a", "b"), 1),
-        ("sgd", ("a", "b"), 1),
+        ("adamw", None, ("a", "b", "c"), 0),
+        ("adamw", 0.3, ("a", "b", "c"), 3),
+        ("momentum", None, ("a", "a", "b"), 1),
+        ("sgd", 0.3, ("a", "b"), 1),
+        ("lamb", 0.3, ("a", "a", "b"), 0),
+        ("lamb with its own clip", None, ("a", "b", "c"), 3),
+        ("lars", 0.3, ("a", "b"), 1),
+        ("larc", None, ("a", "b", "c"), 0),
+        ("novograd", 0.3, ("a", "a", "b"), 1),
     ],
 )
 def test_the_bits_are_those_of_workers_that_step(
-    tmp_path: Path, name: str, hosts: tuple[str, ...], num_helpers: int
+    tmp_path: Path, name: str, max_norm: float | None, hosts: tuple[str, ...], num_helpers: int
 ) -> None:
     with helpers(num_helpers) as (environment, _):
-        run_group(compare, len(hosts), tmp_path, name, hosts=hosts, environment=environment)
+        run_group(compare, len(hosts), tmp_path, name, max_norm, hosts=hosts, environment=environment)
+
+
+def compare_rounded(rank: int, name: str, max_norm: float | None) -> None:
+    """Weights that come in bf16: the servers' are those of float32 masters, and finish() brings them."""
+    want, have = wrapped(), wrapped()
+    masters = {p: nn.Parameter(p.detach().clone()) for p in want.parameters() if p.requires_grad}
+    groups = [{**group, "params": [masters[p] for p in group["params"]]} for group in groups_of(want)]
+    reference = Rounding(OPTIMIZERS[name][0](groups), masters)
+    reference.round()
+    train(want, reference, rank, range(STEPS))
+    training = update_on_servers(
+        have, OPTIMIZERS[name][1](groups_of(have)), max_norm=max_norm, weights="bf16"
+    )
+    train(have, training, rank, range(3))
+    training.finish()
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in have.parameters())
+    train(have, training, rank, range(3, STEPS))
+    for found, parameter in zip(have.parameters(), want.parameters(), strict=True):
+        assert torch.equal(found, parameter)
+    training.finish()
+    for found, parameter in zip(have.parameters(), want.parameters(), strict=True):
+        if (master := masters.get(parameter)) is not None:
+            assert torch.equal(found, master)
+            for key, value in reference.optimizer.state[master].items():
+                assert torch.equal(training.optimizer.state[found][key], value), key
+
+
+@pytest.mark.parametrize(
+    ("name", "max_norm", "hosts"), [("adamw", None, ("a", "a", "b")), ("lamb", math.inf, ("a", "b"))]
+)
+def test_weights_in_bf16_are_those_of_float32_masters(
+    tmp_path: Path, name: str, max_norm: float | None, hosts: tuple[str, ...]
+) -> None:
+    with helpers(1) as (environment, _):
+        run_group(compare_rounded, len(hosts), tmp_path, name, max_norm, hosts=hosts, environment=environment)
+
+
+def overflow(rank: int) -> None:
+    """Takes no step on any rank with a gradient that is infinite on one of them; the next one is as ever."""
+    model = wrapped()
+    training = update_on_servers(model, AdamW(groups_of(model), lr=0.01), max_norm=1.0)
+    train(model, training, rank, range(1))
+    before = [p.detach().clone() for p in model.parameters()]
+    factor = math.inf if rank == 1 else 1.0
+    (model(torch.zeros(2, 12, dtype=torch.long)).sum() * factor).backward()
+    training.step(grad_scale=0.5)
+    assert not math.isfinite(training.grad_norm)
+    assert training.num_skipped == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    train(model, training, rank, range(1, 2))
+    want = wrapped()
+    reference = Clipping(AdamW(groups_of(want), lr=0.01), 1.0)
+    train(want, reference, rank, range(2))
+    training.finish()
+    require_same(model, training.optimizer, want, reference.optimizer)
+
+
+def two_models(rank: int) -> None:
+    """Trains two models in turn on the servers of one group."""
+    pairs = []
+    for name in ("adamw", "lamb"):
+        want, have = wrapped(), wrapped()
+        reference, optimizer = OPTIMIZERS[name][0](groups_of(want)), OPTIMIZERS[name][1](groups_of(have))
+        train(want, reference, rank, range(3))
+        pairs.append((update_on_servers(have, optimizer), have, want, reference))
+    for step in range(3):
+        for training, have, _, _ in pairs:
+            train(have, training, rank, range(step, step + 1))
+    for training, have, want, reference in pairs:
+        training.finish()
+        require_same(have, training.optimizer, want, reference)
+
+
+@pytest.mark.parametrize("check", [overflow, two_models])
+def test_steps_that_are_skipped_and_models_that_share_servers(
+    tmp_path: Path, check: Callable[[int], None]
+) -> None:
+    run_group(check, 2, tmp_path, hosts=("a", "b"))
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------
 
 
-def exchange(rank: int, folder: Path) -> None:
+def exchange(rank: int, folder: Path, name: str) -> None:
     """Steps 0 and 1 unserved, 2 and 3 served, 4 and 5 unserved: the weights of six unserved steps."""
     want = wrapped()
-    reference = AdamW(groups_of(want), lr=0.01)
+    make = OPTIMIZERS[name][0]
+    reference = make(groups_of(want))
     train(want, reference, rank, range(6))
     saved: dict[str, Any] = {}
     for part in range(3):
         model = wrapped()
-        optimizer = AdamW(groups_of(model), lr=0.01)
+        optimizer = make(groups_of(model))
         stepper: Optimizer | Served = update_on_servers(model, optimizer) if part == 1 else optimizer
         if saved:
             model.module.load_state_dict(saved["model"])
@@ -173,8 +313,9 @@ def exchange(rank: int, folder: Path) -> None:
     require_same(model, optimizer, want, reference)
 
 
-def test_served_and_unserved_training_go_on_from_each_other(tmp_path: Path) -> None:
-    run_group(exchange, 2, tmp_path / "group", tmp_path, hosts=("a", "b"))
+@pytest.mark.parametrize("name", ["adamw", "momentum", "novograd"])
+def test_served_and_unserved_training_go_on_from_each_other(tmp_path: Path, name: str) -> None:
+    run_group(exchange, 2, tmp_path / "group", tmp_path, name, hosts=("a", "b"))
 
 
 # ---- servers that fail ----------------------------------------------------------------------------------
@@ -208,7 +349,9 @@ def test_a_lost_helper_is_named(tmp_path: Path) -> None:
 
 def need_memory(rank: int) -> None:
     model = wrapped()
-    with pytest.raises(CommError, match="more than the 65536 bytes that this server keeps; use more helpers"):
+    with pytest.raises(
+        CommError, match=r"has no memory left: .* more than the 65536 bytes .* use more helpers"
+    ):
         update_on_servers(model, SGD(groups_of(model), lr=0.01))
 
 
@@ -235,7 +378,7 @@ def refuse(rank: int) -> None:
     refused("no amsgrad=True", lambda m: torch.optim.AdamW(groups_of(m), amsgrad=True))
     refused("no dampening=0.5", lambda m: torch.optim.SGD(groups_of(m), momentum=0.9, dampening=0.5))
     refused("lacks 2 that are trained", lambda m: SGD(groups_of(m)[:1]))
-    refused("takes dense float32 .*head.bias is torch.float64",
+    refused("dense float32 .*head.bias is torch.float64",
             lambda m: SGD(groups_of(m)), _with_double_bias())  # fmt: skip
     hooked = wrapped()
     hooked.register_comm_hook(None, allreduce_hook)
@@ -245,7 +388,12 @@ def refuse(rank: int) -> None:
 
     model = wrapped()
     training = update_on_servers(model, SGD(groups_of(model), lr=0.1))
-    refused("serves another model", lambda m: SGD(groups_of(m)))
+    refused("has the communication hook update_on_servers", lambda m: SGD(groups_of(m)), model)
+    with pytest.raises(UsageError, match="give update_on_servers max_norm"):
+        training.step(grad_scale=0.5)
+    with pytest.raises(UsageError, match="set one of them"):
+        other = wrapped()
+        update_on_servers(other, Lamb(groups_of(other), lr=0.1, max_grad_norm=1.0), max_norm=1.0)
     with pytest.raises(UsageError, match="step\\(\\) without gradients"):
         training.step()
     with pytest.raises(UsageError, match="call step\\(\\) of what it returned"):

@@ -188,7 +188,9 @@ class Operation:
         tag: of a message; a receive takes those of its tag.
         source_rank: of a receive, address of the int32 that gets the number of the rank that has sent.
         served: table, step, rule and place of an operation on weights that servers keep: configure, load,
-            dump and update (``csrc/engine/served_weights.h``), which are made by ``train.served_update``.
+            dump, update, collect, measure and apply (``csrc/engine/served_weights.h``), which are made by
+            ``train.served_tensors``.
+        weights: dtype in which an update or an apply answers: float32 or bfloat16.
         text: names the options of a configure, for messages.
         memory: tensors at the addresses, where ``source`` and ``target`` are not given.
         source: tensor at ``input``, flat and contiguous.
@@ -212,6 +214,7 @@ class Operation:
     tag: int = 0
     source_rank: int = 0
     served: tuple[int, int, int, int] = (0, 0, 0, 0)
+    weights: str = "float32"
     text: str = ""
     memory: Any = None
     source: Any = None

@@ -138,6 +138,7 @@ class T5ClassifyConfig(FinetuneConfig):
         parallel.check_wire(self.distributed.wire)
         for setting, value, plain in (
             ("distributed.shares", self.distributed.shares, "equal"),
+            ("distributed.update", self.distributed.update, "workers"),
             ("optim.clip", self.optim.clip, "global"),
             ("train.compile", self.train.compile or False, False),
             ("train.precision", "fp16" if self.train.precision == "fp16" else "", ""),

@@ -256,6 +256,9 @@ class DistributedConfig:
     shares: str = "equal"
     """Division of the global batch among workers: equal; by-speed: in proportion to the measured speed of
     each; or the directory of a run, whose shares are repeated."""
+    update: Literal["workers", "servers"] = "workers"
+    """Place of the optimizer's step: on every worker; or on the servers of backend shoal, which then keep its
+    state (on CPUs of at least two hosts)."""
     bucket_mb: float | None = None
     """Size of DistributedDataParallel's buckets in MiB; default: 25, more from about 100 workers on."""
 

@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoal import native
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
 from shoal.train.config import DistributedConfig
@@ -46,11 +48,13 @@ class DataParallel(DistributedDataParallel):
     Attributes:
         wire: communication hook of 8-bit gradients, which has residuals; ``None`` for other formats.
         average: whether backward averages; otherwise the update does, after clipping per worker.
+        served: sends gradients to servers that update the weights (:mod:`shoal.train.served_steps`), if any.
         precision: autocast type of the forward pass.
     """
 
     wire: Any = None
     average = True
+    served: Any = None
     precision: Precision | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +86,9 @@ class DataParallel(DistributedDataParallel):
         return {name: value.clone() for name, value in state.items()}
 
     def restore_volatile(self, before: dict[str, Tensor]) -> None:
-        """Restore the tensors of :meth:`volatile_state`."""
+        """Restore the tensors of :meth:`volatile_state`, and drop gradients that servers have."""
+        if self.served is not None:
+            self.served.abandon()
         for name, value in self.module.named_buffers():
             value.copy_(before[f"buffer.{name}"])
         if self.wire is not None:
@@ -164,7 +170,7 @@ def wrap_model(
     def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         if bucket.is_last():
             lap("backward")
-        return hook(group, bucket)
+        return hook(group, bucket) if ddp.served is None else ddp.served.begin_updates(bucket)
 
     ddp.register_comm_hook(dist.group.WORLD, average)
     return ddp
@@ -220,8 +226,20 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the Euclidean norm of all ``tensors`` together; synchronizes with a GPU."""
-    return float(torch.nn.utils.get_total_norm(list(tensors)))
+    """Return the Euclidean norm of all ``tensors`` together; synchronizes with a GPU.
+
+    Those of float32 on the CPU are summed in an order that does not depend on the number of threads, nor on
+    whether servers have parts of them.
+    """
+    values = list(tensors)
+    if values and native.is_built() and all(map(_is_flat, values)):
+        return native.l2_norm(values, num_threads=torch.get_num_threads())
+    return float(torch.nn.utils.get_total_norm(values))
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.is_cpu and tensor.dtype == torch.float32 and dense and not isinstance(tensor, DTensor)
 
 
 def scale_all(tensors: list[Tensor], factor: float) -> None:

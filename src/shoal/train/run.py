@@ -45,6 +45,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal import record
 from shoal.atomic_io import write_atomically
@@ -182,6 +183,7 @@ class Run:
         self._samples, self._until, self._total = 0, 0, 0
         self._batch: BatchPlan | None = None
         self._shares: Shares | None = None
+        self._served: Any = None  # shoal.train.served_steps.ServedUpdate, if servers update the weights
         self._section = "train"
         self.num_parameters, self.epoch_samples = 0, 0
         self._last_loss = 0.0
@@ -336,13 +338,24 @@ class Run:
             return
         if not first:
             self._training.scale = self._fresh_scale()
-            return
-        if self._checkpointer is None:
-            return
-        self._restored = self._checkpointer.restore(self._state())
-        if self._restored:
+        elif self._checkpointer is not None:
+            self._restored = self._checkpointer.restore(self._state())
+        if first and self._restored:
             self.step, self._samples = self._restored.step, int(self._restored.values["samples"])
             self._training.scale.load_state_dict(self._restored.values["loss_scale"])
+        optimizer = stateful.get("optimizer")
+        if self._distributed.update == "servers" and isinstance(optimizer, Optimizer):
+            self._serve(optimizer)
+
+    def _serve(self, optimizer: Optimizer) -> None:
+        """Have servers take the optimizer's steps, from its state."""
+        if self._served is not None:
+            self._served.renew(optimizer)
+            return
+        served_steps = import_module("shoal.train.served_steps")  # rarely wanted
+        self._served = served_steps.ServedUpdate(self._training.models, optimizer, self._distributed)
+        self.use(self._served)
+        self._notes.append(f"servers update the weights by {type(optimizer).__name__}, and keep its state")
 
     def use(self, update: Update) -> None:
         """Replace how a step's gradients are measured and become new weights (:class:`Update`)."""
@@ -559,6 +572,8 @@ class Run:
         """Save a checkpoint of the step just done; :meth:`steps` does so when one is due."""
         if self._checkpointer is None:
             return
+        if self._served is not None:
+            self._served.bring_state()
         self._checkpointer.save(self.step, self._state(), wait=wait)
         self._report_checkpoints()
 

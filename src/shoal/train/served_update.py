@@ -16,8 +16,14 @@
     step with the kernel that workers use, and answers with the new weights instead of the sum.
 4.  ``step()`` waits for the last answer and copies the weights into the model.
 
-The weights are those of DDP on backend ``"shoal"`` with :class:`shoal.optim.adamw.AdamW` or
-:class:`shoal.optim.sgd.SGD`, to the last bit, for any number of servers.
+LAMB, LARS, NovoGrad and clipping need norms before any weight moves. The servers then keep the sums of step 3
+(``collect``) and answer with sums of squares, 24 bytes for 2,048 numbers. ``step()`` adds these up on every
+worker, in the order of the kernels for whole tensors, has the servers take the optimizer's own norms
+(``measure``), and sends what all workers have computed from them alike (``apply``); the answer is the
+weights.
+
+The weights are those of DDP on backend ``"shoal"`` with the optimizers of :mod:`shoal.optim`, to the last
+bit, for any number of servers.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014); the state on
 servers is also that of ZeRO's first stage (Rajbhandari et al., arXiv 1910.02054), on other hosts.
@@ -25,43 +31,48 @@ servers is also that of ZeRO's first stage (Rajbhandari et al., arXiv 1910.02054
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
-from weakref import WeakSet
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.comm.engine import Operation
 from shoal.comm.native_group import python_group
-from shoal.comm.priority import trained
 from shoal.errors import UsageError
-from shoal.optim.adamw import AdamW
-from shoal.optim.sgd import SGD
+from shoal.optim.lamb import Lamb
+from shoal.train.gradients import clip_factor
+from shoal.train.served_checks import check_model, check_optimizer, forbid_hook
+from shoal.train.served_optimizers import kernel_of, options_of
+from shoal.train.served_tensors import ServedTensors, Table, tables_of
 
-_BLOCK = 16384
-"""Elements that one server keeps together, as in csrc/engine/topology.cc."""
-_SGD, _ADAMW = 0, 1
-"""Numbers of the optimizers, as in csrc/engine/served_weights.h."""
+Weights = Literal["fp32", "bf16"]
 
 
-def update_on_servers(model: DistributedDataParallel, optimizer: Optimizer) -> Served:
+def update_on_servers(
+    model: DistributedDataParallel,
+    optimizer: Optimizer,
+    *,
+    max_norm: float | None = None,
+    weights: Weights = "fp32",
+) -> Served:
     """Have the servers of backend ``"shoal"`` keep the optimizer's state and update the weights.
 
     Call it on all ranks, before the first backward pass. The workers' copies of the weights become rank 0's.
 
     Args:
         model: of float32 parameters on the CPU, without a communication hook, on at least two hosts.
-        optimizer: ``shoal.optim``'s AdamW or SGD, or torch's, over all parameters of ``model`` that are
-            trained. Its state is loaded to the servers and dropped here. torch's SGD gives the same weights;
-            torch's AdamW gives those of shoal's, an ulp from its own here and there.
+        optimizer: ``shoal.optim``'s AdamW, SGD, Lamb, Lars or Novograd, or torch's AdamW or SGD, over all
+            parameters of ``model`` that are trained. Its state is loaded to the servers and dropped here.
+            torch's SGD gives the same weights; torch's AdamW gives those of shoal's, an ulp from its own here
+            and there.
+        max_norm: measure the norm of the whole gradient in each step and clip it to this; ``math.inf`` only
+            measures. A norm that is not finite skips the step.
+        weights: format in which weights come back. ``"bf16"`` halves these bytes: forward passes use weights
+            that are rounded to nearest even, the servers' stay float32. :meth:`Served.finish` brings those.
 
     Returns:
         An object whose ``step()`` replaces the optimizer's.
@@ -73,49 +84,21 @@ def update_on_servers(model: DistributedDataParallel, optimizer: Optimizer) -> S
     Example (needs two hosts; under torchrun every rank does the same)::
 
         model = DistributedDataParallel(nn.Linear(4, 2))
-        training = update_on_servers(model, AdamW(model.parameters(), lr=0.1))
+        training = update_on_servers(model, AdamW(model.parameters(), lr=0.1), max_norm=1.0)
         model(torch.ones(3, 4)).sum().backward()
         training.step()
     """
-    _check_model(model)
-    _check_optimizer(optimizer, model)
-    group = python_group(model.process_group)
-    if group in _serving:
-        raise UsageError(
-            "update_on_servers: this process group serves another model already; give each model a group of "
-            "its own, by DistributedDataParallel(..., process_group=dist.new_group())"
-        )
-    _serving.add(group)
-    return Served(model, optimizer)
-
-
-_serving: WeakSet[Any] = WeakSet()
-"""Groups whose servers keep weights."""
-
-
-@dataclass(eq=False)
-class _Table:
-    """A tensor that the servers keep.
-
-    Attributes:
-        number: of the tensor, in the order of the optimizer's groups.
-        group: index of its parameter group.
-        place: of its first block among those of all tensors.
-        step: updates taken.
-    """
-
-    parameter: Tensor
-    number: int
-    group: int
-    place: int
-    step: int = 0
+    forbid_hook(model)
+    served = Served(model, optimizer, max_norm=max_norm, weights=weights)
+    model.register_comm_hook(None, lambda state, bucket: served.begin_updates(bucket))
+    return served
 
 
 @dataclass(eq=False)
 class _Update:
     """An update in flight: where the gradient was and the weights come, and that view's version."""
 
-    table: _Table
+    table: Table
     memory: Tensor
     work: Any
     version: int = 0
@@ -127,48 +110,145 @@ class Served:
     Attributes:
         optimizer: holds the options; schedulers set them as usual, after :meth:`step`. Its state is on the
             servers until :meth:`finish`.
+        grad_norm: norm of the last step's gradient before clipping, where it is measured; else NaN.
+        num_skipped: steps that were not taken because that norm was not finite.
     """
 
-    def __init__(self, model: DistributedDataParallel, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: Optimizer,
+        *,
+        max_norm: float | None = None,
+        weights: Weights = "fp32",
+        replaces: bool = False,
+    ) -> None:
+        """Load the weights to the servers.
+
+        Args:
+            model: as in :func:`update_on_servers`; its communication hook calls :meth:`begin_updates`.
+            optimizer: as there.
+            max_norm: as there.
+            weights: as there.
+            replaces: whether a backward pass without a step may follow another, whose gradients are dropped.
+        """
+        check_model(model)
+        check_optimizer(optimizer, model)
+        if max_norm is not None and not max_norm > 0:
+            raise UsageError(f"max_norm={max_norm} must be above 0; None clips nothing")
+        if weights not in ("fp32", "bf16"):
+            raise UsageError(f"weights={weights!r} must be 'fp32' or 'bf16'")
+        own_limit = optimizer.max_grad_norm if isinstance(optimizer, Lamb) else None
+        if max_norm is not None and own_limit is not None:
+            raise UsageError(
+                f"max_norm={max_norm} and the optimizer's max_grad_norm={own_limit}: set one of them"
+            )
         self.optimizer = optimizer
+        self.grad_norm, self.num_skipped = math.nan, 0
+        self._kernel = kernel_of(optimizer)
+        self._max_norm = max_norm
+        self._phased = self._kernel.decide is not None or max_norm is not None
+        self._replaces = replaces
         self._model = model
         self._group = python_group(model.process_group)
-        self._tables = _tables_of(optimizer)
-        self._table_of = {table.parameter: table for table in self._tables}
-        self._slots = _slots_of(optimizer)
-        self._rule = 0
-        self._options: list[tuple[float, ...]] = []  # of the step that is under way
+        self._rounds = weights == "bf16"
+        self._has_masters = True  # whether the parameters are the servers' float32 weights
+        self._servers = ServedTensors(self._group, optimizer, half=self._rounds)
+        self._table_of = {table.parameter: table for table in self._servers.tables}
         self._updates: list[_Update] = []  # of the last backward pass, before step()
         self._in_backward = False
-        self._is_loaded = self._was_loaded = self._is_fetched = False
+        self._is_loaded = self._is_fetched = False
         try:
-            self._configure()
+            self._servers.configure(optimizer)
         except ValueError as problem:  # such as all ranks on one host
             raise UsageError(f"update_on_servers: {problem}") from None
         self._load()
-        model.register_comm_hook(None, lambda state, bucket: self._begin_updates(bucket))
-        optimizer.register_step_pre_hook(self._refuse_step)
-        optimizer.register_state_dict_pre_hook(self._require_state)
+        self._watch(optimizer)
         for owner in (model, model.module):
             owner.register_load_state_dict_post_hook(self._reload)
-        optimizer.register_load_state_dict_post_hook(self._reload)
+        if self._rounds:
+            model.register_forward_pre_hook(self._round)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        optimizer.register_step_pre_hook(self._refuse_step)
+        optimizer.register_state_dict_pre_hook(self._require_state)
+        optimizer.register_load_state_dict_post_hook(self._reload_state)
 
     # ---- called by the training loop ----------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, *, grad_scale: float = 1.0) -> None:
         """Wait for the weights after the step with the last backward pass's gradients.
+
+        Args:
+            grad_scale: gradients are multiplied by it first, as 1 / loss scale; needs ``max_norm``.
 
         Raises:
             UsageError: there was no backward pass with averaging since the last step; the options were
                 changed since it began; or the gradients were changed, as clipping does.
             CommError: a rank or a server was lost.
         """
+        if grad_scale != 1.0 and self._max_norm is None:
+            raise UsageError(
+                f"step(grad_scale={grad_scale}): the servers step before they know it; give "
+                "update_on_servers max_norm, math.inf if nothing is to be clipped"
+            )
+        self._require_updates()
+        if not self._phased:
+            return self._finish_step()
+        self.grad_norm = self.measure() * grad_scale
+        if math.isfinite(self.grad_norm):
+            return self.apply(self._factor(self.grad_norm) * grad_scale)
+        self.num_skipped += 1
+        self.abandon()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # checked by torch's schedulers
+        return None
+
+    def _factor(self, norm: float) -> float:
+        own = self.optimizer.max_grad_norm if isinstance(self.optimizer, Lamb) else None
+        return 1.0 / max(1.0, norm / own) if own is not None else clip_factor(norm, self._max_norm)
+
+    def measure(self) -> float:
+        """Wait until the servers have all gradients, and return the norm of their mean over the workers."""
+        self._require_updates()
+        self._wait()
+        return self._servers.totals()[1]
+
+    @torch.no_grad()
+    def apply(self, factor: float) -> None:
+        """Have the servers take the step with ``factor`` times the gradients of :meth:`measure`."""
+        servers, decide = self._servers, self._kernel.decide
+        servers.configure(self.optimizer)
+        if decide is not None:
+            for update in self._updates:
+                update.work = servers.measure(update.table, factor)
+            self._wait()
+        totals = servers.totals()[0]
+        for update in self._updates:
+            table, coefficients = update.table, [factor]
+            if decide is not None:
+                group, of_tensor = self.optimizer.param_groups[table.group], totals[table.index]
+                coefficients, table.norm_sq = decide(
+                    self.optimizer, group, of_tensor, table.step + 1, table.norm_sq
+                )
+            update.work = servers.apply(table, coefficients, update.memory)
+        self._finish_step()
+
+    def abandon(self) -> None:
+        """Drop the gradients of the last backward pass, after which there was no step."""
+        self._wait()
+        for update in self._updates:
+            if update.table.parameter.grad is update.memory:
+                update.table.parameter.grad = None
+        self._updates = []
+        self._in_backward = False
+
+    def _require_updates(self) -> None:
         if not self._updates:
             raise UsageError(
                 "step() without gradients: it belongs after a backward pass outside of no_sync()"
             )
-        if _options_of(self.optimizer) != self._options:
+        if not self._phased and options_of(self.optimizer) != self._servers.options:
             raise UsageError(
                 "the optimizer's options were changed between backward() and step(), when the servers had "
                 "them: change them after step(), as schedulers do"
@@ -178,27 +258,57 @@ class Served:
             if gradient is not update.memory or gradient._version != update.version:
                 raise UsageError(
                     "the gradients were changed between backward() and step(), when the servers had them: "
-                    "clipping, unscaling and zero_grad() there need plain DDP"
+                    "clip with max_norm of update_on_servers, unscale with grad_scale of step(), and call "
+                    "zero_grad() after it"
                 )
+
+    def _wait(self) -> None:
         for update in self._updates:
             update.work.wait()
-        torch._foreach_copy_(
-            [update.table.parameter for update in self._updates], [update.memory for update in self._updates]
-        )
+
+    def _finish_step(self) -> None:
+        """Wait for the weights and copy them into the model."""
+        self._wait()
+        halves = [update.table.half for update in self._updates]
+        came = [u.memory if half is None else half for u, half in zip(self._updates, halves, strict=True)]
+        torch._foreach_copy_([update.table.parameter for update in self._updates], came)
+        self._has_masters = not self._rounds
         for update in self._updates:
             update.table.parameter.grad = None
             update.table.step += 1
+            update.table.has_state = True
         self._updates = []
         self.optimizer.state.clear()
         self._is_fetched = False
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # checked by torch's schedulers
+
+    def renew(self, optimizer: Optimizer) -> None:
+        """Train on with another optimizer of the same kind over the same parameters, from its state.
+
+        Raises:
+            UsageError: the optimizer cannot be served, or has other parameters or another kind.
+        """
+        check_optimizer(optimizer, self._model)
+        now = [(table.parameter, table.group) for table in self._servers.tables]
+        new = [(table.parameter, table.group) for table in tables_of(optimizer)]
+        same = all(a is c and b == d for (a, b), (c, d) in zip(now, new, strict=False))
+        if type(optimizer) is not type(self.optimizer) or len(now) != len(new) or not same:
+            raise UsageError(
+                "the servers keep the state of another optimizer for these parameters: give the new one the "
+                "same class and groups"
+            )
+        self.abandon()
+        self.optimizer = optimizer
+        self._watch(optimizer)
+        self._is_loaded = self._is_fetched = False
 
     @torch.no_grad()
     def finish(self) -> None:
         """Bring the optimizer's state back from the servers, which go on keeping it.
 
         All ranks call it, before ``optimizer.state_dict()`` and at the end. The state has the form of a run
-        without servers, which can continue with it, and the reverse. The next step drops it again.
+        without servers, which can continue with it, and the reverse. The next step drops it again. Where
+        weights come in bf16, the parameters become the servers' float32 ones, until the next forward pass.
 
         Raises:
             UsageError: a backward pass has had no step.
@@ -206,83 +316,24 @@ class Served:
         """
         if self._updates:
             raise UsageError("finish() between backward() and step(): call step() first")
+        if not self._has_masters:
+            self._servers.dump_weights()
+            self._has_masters = True
         if self._is_fetched or not self._is_loaded:
             return
-        works = []
-        for table in self._tables:
-            state: dict[str, Any] = {}
-            for slot, name in enumerate(self._slots_of(table), start=1):
-                if table.step:
-                    state[name] = torch.zeros_like(table.parameter)
-                    works.append(self._move("dump", table, slot, state[name]))
-            if table.step and "exp_avg" in state:
-                state["step"] = torch.tensor(float(table.step))
-            if state:
-                self.optimizer.state[table.parameter] = state
-        for work in works:
-            work.wait()
+        self._servers.dump(self.optimizer)
         self._is_fetched = True
 
-    # ---- operations on the servers ------------------------------------------------------------------------
-
-    def _configure(self) -> None:
-        """Send the options of the next step to all servers; ranks whose options differ are named."""
-        self._rule += 1
-        self._options = _options_of(self.optimizer)
-        kind = _ADAMW if isinstance(self.optimizer, AdamW | torch.optim.AdamW) else _SGD
-        packed = struct.pack("<4I", self._rule, kind, len(self._options), 0)
-        packed += b"".join(struct.pack("<6d", *options) for options in self._options)
-        memory = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        self._submit(
-            memory, kind="configure", dtype="uint8", op="bor", served=(0, 0, self._rule, 0),
-            text=_description(self.optimizer, len(self._tables)),
-        )  # fmt: skip
-
-    @torch.no_grad()
     def _load(self) -> None:
         """Load rank 0's weights and optimizer state to the servers, and wait until they have them."""
-        works = []
-        for table in self._tables:
-            state = self.optimizer.state.get(table.parameter, {})
-            slots = self._slots_of(table)
-            table.step = int(state.get("step", 0)) if "exp_avg" in slots else 0
-            works.append(self._move("load", table, 0, table.parameter.data))
-            for slot, name in enumerate(slots, start=1):
-                value = state.get(name)
-                if value is not None or self._was_loaded:
-                    memory = torch.zeros_like(table.parameter)
-                    works.append(
-                        self._move("load", table, slot, memory if value is None else memory.copy_(value))
-                    )
-        for work in works:
-            work.wait()
+        self._servers.load(self.optimizer)
         self.optimizer.state.clear()
-        self._is_loaded = self._was_loaded = True
-        self._is_fetched = all(table.step == 0 for table in self._tables)
-
-    def _move(self, kind: str, table: _Table, slot: int, memory: Tensor) -> Any:
-        """Load a slot of a tensor from rank 0's memory or dump it; all ranks' memory then holds it."""
-        if kind == "load" and self._group.rank() != 0:
-            memory.zero_()
-        served = (table.number, table.step, 0, table.place)
-        return self._submit(memory, kind=kind, dtype="int32", op="bor", root=slot, served=served)
-
-    def _submit(self, memory: Tensor, **words: Any) -> Any:
-        address = memory.data_ptr()
-        return self._group.submit(
-            Operation(
-                input=address, output=address, count=memory.numel(), shape=tuple(memory.shape), memory=memory,
-                result=memory, **words,
-            )
-        )  # fmt: skip
-
-    def _slots_of(self, table: _Table) -> tuple[str, ...]:
-        group = self.optimizer.param_groups[table.group]
-        return () if "momentum" in group and not group["momentum"] else self._slots
+        self._is_loaded = True
+        self._is_fetched = not any(table.has_state for table in self._servers.tables)
 
     # ---- the backward pass --------------------------------------------------------------------------------
 
-    def _begin_updates(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def begin_updates(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket's gradients and return a completed future, so that DDP does not wait for them."""
         if self._model._join_config.enable:
             raise UsageError(
@@ -295,16 +346,16 @@ class Served:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             table = self._table_of[parameter]
             memory = buffer.as_strided(parameter.size(), parameter.stride(), gradient.storage_offset())
-            work = self._submit(
-                memory, kind="update", dtype="float32", root=table.group,
-                served=(table.number, table.step + 1, self._rule, table.place),
-            )  # fmt: skip
+            begin = self._servers.collect if self._phased else self._servers.update
+            work = begin(table, memory)
             self._updates.append(_Update(table, memory, work))
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
 
     def _begin_step(self) -> None:
+        if self._updates and self._replaces:
+            self.abandon()
         if self._updates:
             raise UsageError(
                 "a second backward pass before step(): the servers have updated with the first one's "
@@ -318,7 +369,8 @@ class Served:
                 )
         if not self._is_loaded:
             self._load()
-        self._configure()
+        if not self._phased:
+            self._servers.configure(self.optimizer)
         self._in_backward = True
         after = torch.autograd.Variable._execution_engine.queue_callback
         # runs after DDP's own callback, which is queued with the last bucket
@@ -347,112 +399,24 @@ class Served:
 
     def _reload(self, *_: Any) -> None:
         self._is_loaded = False
+        self._has_masters = True
 
-
-# ---- optimizers -----------------------------------------------------------------------------------------
-
-
-def _tables_of(optimizer: Optimizer) -> list[_Table]:
-    tables: list[_Table] = []
-    place = 0
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in trained(group["params"]):
-            tables.append(_Table(parameter, len(tables), index, place))
-            place += -(-parameter.numel() // _BLOCK)
-    return tables
-
-
-def _slots_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the names of the state's tensors in the slots after the weights."""
-    if isinstance(optimizer, AdamW | torch.optim.AdamW):
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",)
-
-
-def _options_of(optimizer: Optimizer) -> list[tuple[float, ...]]:
-    """Return six numbers for each group, as csrc/engine/served_weights.h describes them."""
-    options = []
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, AdamW | torch.optim.AdamW):
-            given = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], 0.0)
-        else:
-            nesterov = group.get("nesterov", getattr(optimizer, "nesterov", False))
-            given = (group["lr"], group["momentum"], group["weight_decay"], nesterov, 0.0, 0.0)
-        options.append(tuple(map(float, given)))
-    return options
-
-
-def _description(optimizer: Optimizer, num_tensors: int) -> str:
-    names = ("lr", "betas", "eps", "momentum", "nesterov", "weight_decay")
-    groups = (
-        ", ".join(f"{name}={group[name]}" for name in names if name in group)
-        for group in optimizer.param_groups
-    )
-    return f"{type(optimizer).__name__}({'; '.join(groups)}) of {num_tensors} tensors"
-
-
-_SERVED = (AdamW, SGD, torch.optim.AdamW, torch.optim.SGD)
-_OFF = ("amsgrad", "maximize", "dampening", "differentiable")
-"""Options of torch's optimizers that the kernels do not have."""
-
-
-def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    name = type(optimizer).__name__
-    if type(optimizer) not in _SERVED:
-        raise UsageError(
-            f"update_on_servers: the servers have no kernel for {type(optimizer).__module__}.{name}; they "
-            "have AdamW and SGD of shoal.optim and torch.optim"
-        )
-    for group in optimizer.param_groups:
-        for option in _OFF:
-            if group.get(option):
-                raise UsageError(
-                    f"update_on_servers: the servers' {name} has no {option}={group[option]}; switch it off"
-                )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise UsageError(f"update_on_servers: {name} has step hooks, and workers take no step; remove them")
-    given, wanted = (
-        set(trained(chain.from_iterable(g["params"] for g in optimizer.param_groups))),
-        set(trained(model.parameters())),
-    )
-    if given != wanted:
-        raise UsageError(
-            f"update_on_servers: {name} has {len(given - wanted)} parameters that are not the model's, and "
-            f"lacks {len(wanted - given)} that are trained; give it the model's"
-        )
-
-
-def _check_model(model: DistributedDataParallel) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        raise UsageError(f"update_on_servers takes a DistributedDataParallel, not a {type(model).__name__}")
-    if model._comm_hooks:
-        hook = getattr(model._comm_hooks[0][0], "__qualname__", "?")
-        raise UsageError(f"update_on_servers: the model has the communication hook {hook}; register none")
-    if model.find_unused_parameters:
-        raise UsageError(
-            "update_on_servers: with find_unused_parameters=True a gradient that no rank has is known only "
-            "after the servers' step; make all parameters used, or freeze those that are not"
-        )
-    if not hasattr(python_group(model.process_group), "engine"):
-        raise UsageError(
-            'update_on_servers needs a process group of backend "shoal", not '
-            f"{dist.get_backend(model.process_group)!r}"
-        )
-    if dist.get_world_size(model.process_group) == 1:
-        raise UsageError("update_on_servers: a single worker has no servers; use the optimizer itself")
-    for name, parameter in _named(model):
-        dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-        if not (parameter.is_cpu and parameter.dtype == torch.float32 and dense and parameter.numel()):
+    def _reload_state(self, *_: Any) -> None:
+        if not self._has_masters:
             raise UsageError(
-                f"update_on_servers takes dense float32 parameters on the CPU, and {name} is "
-                f"{parameter.dtype}{list(parameter.shape)} on {parameter.device}"
+                "optimizer.load_state_dict(): the parameters are rounded to bf16; call finish() before "
+                "it, on all ranks, or load the model's weights first"
             )
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(
-                f"update_on_servers takes no sparse gradients, as {module} makes; give it sparse=False"
-            )
+        self._is_loaded = False
 
-
-def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    return ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    @torch.no_grad()
+    def _round(self, *_: Any) -> None:
+        """Round the parameters as the servers do, before a forward pass with float32 ones."""
+        if not self._has_masters:
+            return
+        if not self._is_loaded:
+            self._load()
+        for table in self._servers.tables:
+            assert table.half is not None
+            table.parameter.copy_(table.half.copy_(table.parameter))
+        self._has_masters = False

@@ -96,6 +96,7 @@ def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, mess
             {"distributed": {"shares": "by-speed"}},
             "by-speed: the stages of T5 are built for parts of one size",
         ),
+        ({"distributed": {"update": "servers"}}, "update servers: the stages of T5 update their own weights"),
         (
             {"distributed": {"wire": "int8"}},
             "int8: replicas of stages add their gradients in fp32 or bf16",

@@ -1,0 +1,98 @@
+"""Checks that servers can keep a model's weights, and step by an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoal.comm.native_group import python_group
+from shoal.comm.priority import trained
+from shoal.errors import UsageError
+from shoal.train.served_optimizers import KERNELS
+
+_OFF = ("amsgrad", "maximize", "dampening", "differentiable")
+"""Options of torch's optimizers that the kernels do not have."""
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Check that servers can take the optimizer's step for all trained parameters of ``model``.
+
+    Raises:
+        UsageError: they cannot; the message says why.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) not in KERNELS:
+        raise UsageError(
+            f"weights on servers: the servers have no kernel for {type(optimizer).__module__}.{name}; they "
+            "have AdamW and SGD of shoal.optim and torch.optim, and shoal.optim's Lamb, Lars and Novograd"
+        )
+    for group in optimizer.param_groups:
+        for option in _OFF:
+            if group.get(option):
+                raise UsageError(
+                    f"weights on servers: the servers' {name} has no {option}={group[option]}; switch it off"
+                )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UsageError(f"weights on servers: {name} has step hooks, and workers take no step; remove them")
+    given, wanted = (
+        set(trained(chain.from_iterable(g["params"] for g in optimizer.param_groups))),
+        set(trained(model.parameters())),
+    )
+    if given != wanted:
+        raise UsageError(
+            f"weights on servers: {name} has {len(given - wanted)} parameters that are not the model's, and "
+            f"lacks {len(wanted - given)} that are trained; give it the model's"
+        )
+
+
+def forbid_hook(model: DistributedDataParallel) -> None:
+    """Raise a :class:`UsageError` if the model has a communication hook."""
+    if isinstance(model, DistributedDataParallel) and model._comm_hooks:
+        hook = getattr(model._comm_hooks[0][0], "__qualname__", "?")
+        raise UsageError(f"weights on servers: the model has the communication hook {hook}; register none")
+
+
+def check_model(model: DistributedDataParallel) -> None:
+    """Check that servers can keep the weights of ``model``.
+
+    Raises:
+        UsageError: they cannot; the message says why.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            f"weights on servers: the model has to be a DistributedDataParallel, not a {type(model).__name__}"
+        )
+    if model.find_unused_parameters:
+        raise UsageError(
+            "weights on servers: with find_unused_parameters=True a gradient that no rank has is known only "
+            "after the servers' step; make all parameters used, or freeze those that are not"
+        )
+    if not hasattr(python_group(model.process_group), "engine"):
+        raise UsageError(
+            'weights on servers need a process group of backend "shoal", not '
+            f"{dist.get_backend(model.process_group)!r}"
+        )
+    if dist.get_world_size(model.process_group) == 1:
+        raise UsageError("weights on servers: a single worker has no servers; use the optimizer itself")
+    for name, parameter in _named(model):
+        dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+        if not (parameter.is_cpu and parameter.dtype == torch.float32 and dense and parameter.numel()):
+            raise UsageError(
+                f"weights on servers: parameters are dense float32 on the CPU, and {name} is "
+                f"{parameter.dtype}{list(parameter.shape)} on {parameter.device}"
+            )
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(
+                f"weights on servers: no sparse gradients, as {module} makes; give it sparse=False"
+            )
+
+
+def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return ((name, each) for name, each in model.named_parameters() if each.requires_grad)

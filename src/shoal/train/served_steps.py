@@ -1,0 +1,85 @@
+"""Has servers update the weights of a :class:`shoal.train.run.Run`, instead of every worker by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from shoal.errors import UsageError
+from shoal.train.config import DistributedConfig
+from shoal.train.gradients import DataParallel, clip_factor, norm_of, parameters_of
+from shoal.train.served_update import Served
+
+
+class ServedUpdate:
+    """The update of a model whose weights and optimizer state are on servers (:meth:`Run.use`).
+
+    The bits are those of :class:`shoal.train.gradients.LocalUpdate` with the optimizers of
+    :mod:`shoal.optim`, on backend ``"shoal"``. Checkpoints hold what they hold without servers.
+    """
+
+    def __init__(
+        self, models: Sequence[DataParallel], optimizer: Optimizer, config: DistributedConfig
+    ) -> None:
+        """Load the weights and the optimizer's state to the servers.
+
+        Args:
+            models: those of :meth:`Run.data_parallel`.
+            optimizer: of the one model.
+            config: the wire format has to be fp32.
+
+        Raises:
+            UsageError: the model, the optimizer or the settings do not suit.
+        """
+        if len(models) != 1:
+            raise UsageError(
+                f"distributed.update servers is for one model of run.data_parallel, and the run has "
+                f"{len(models)}: leave it out (a pipeline's stages update their own weights)"
+            )
+        if not models[0].average:
+            raise UsageError(
+                "distributed.update servers with optim.clip worker: servers see the sum of the gradients "
+                "only; use --optim.clip global"
+            )
+        if config.wire != "fp32":
+            raise UsageError(
+                f"distributed.update servers with distributed.wire {config.wire}: gradients go to the "
+                "servers in fp32; use --distributed.wire fp32"
+            )
+        self._served = Served(models[0], optimizer, max_norm=math.inf, replaces=True)
+        models[0].served = self._served
+        self._factor = 1.0
+
+    def finish_gradients(
+        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> float:
+        """Wait until the servers have the gradients, and return their norm."""
+        self._require(optimizer)
+        norm = self._served.measure() / loss_scale
+        self._factor = clip_factor(norm, max_norm) / loss_scale
+        return norm
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Have the servers step, and wait for the weights."""
+        self._served.apply(self._factor)
+
+    def weight_norm(self, optimizer: Optimizer) -> float:
+        """Return the norm of all weights."""
+        return norm_of(parameter.detach() for parameter in parameters_of(optimizer))
+
+    def renew(self, optimizer: Optimizer) -> None:
+        """Go on with another optimizer, from its state."""
+        self._served.renew(optimizer)
+
+    def bring_state(self) -> None:
+        """Bring the optimizer's state back for a checkpoint; all workers call it."""
+        self._served.finish()
+
+    def _require(self, optimizer: Optimizer) -> None:
+        if optimizer is not self._served.optimizer:
+            raise UsageError(
+                "step.update() was given another optimizer than run.keep(), whose state the servers have: "
+                "give both the same"
+            )

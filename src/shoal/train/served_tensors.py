@@ -1,0 +1,241 @@
+"""Begins the operations on tensors that servers keep, as csrc/engine/served_weights.h describes them."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal import native
+from shoal.comm.engine import Operation
+from shoal.comm.priority import trained
+from shoal.train.served_optimizers import Totals, describe, kernel_of, options_of
+
+_BLOCK = 16384
+"""Elements that one server keeps together, as in csrc/engine/topology.cc."""
+_UNIT, _SUMS = 2048, 3
+"""Elements whose squares are summed together, and sums of each such unit, as in csrc/engine/types.h."""
+_COEFFICIENTS = 8
+"""Numbers that a measure or an apply sends for a tensor, as there."""
+
+
+@dataclass(eq=False)
+class Table:
+    """A tensor that the servers keep.
+
+    Attributes:
+        index: in the order of the optimizer's groups.
+        group: index of its parameter group.
+        place: of its first block among those of all tensors.
+        unit: its first unit among those of all tensors.
+        step: updates taken.
+        has_state: whether the servers have state for it.
+        half: where weights come in bfloat16, if they do.
+        norm_sq: NovoGrad's running squared norm of the gradient.
+    """
+
+    parameter: Tensor
+    index: int
+    group: int
+    place: int
+    unit: int
+    step: int = 0
+    has_state: bool = False
+    half: Tensor | None = None
+    norm_sq: float = 0.0
+
+    @property
+    def num_units(self) -> int:
+        return -(-self.parameter.numel() // _UNIT)
+
+
+def tables_of(optimizer: Optimizer) -> list[Table]:
+    """Return the trained parameters of all groups."""
+    tables: list[Table] = []
+    place = unit = 0
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in trained(group["params"]):
+            table = Table(parameter, len(tables), index, place, unit)
+            tables.append(table)
+            place += -(-parameter.numel() // _BLOCK)
+            unit += table.num_units
+    return tables
+
+
+@dataclass
+class _Numbers:
+    """Numbers that a group's servers know: of the next model, and of its first tensor."""
+
+    model: int = 0
+    table: int = 0
+
+
+_numbers: WeakKeyDictionary[Any, _Numbers] = WeakKeyDictionary()
+"""By group."""
+
+
+class ServedTensors:
+    """The tensors of one model on the servers of a process group.
+
+    All ranks call the same methods in the same order. Those that return a work have it wait for the servers;
+    what it reads and writes must stay as it is until then.
+
+    Attributes:
+        tables: one for each tensor.
+        options: of the last :meth:`configure`.
+    """
+
+    def __init__(self, group: Any, optimizer: Optimizer, *, half: bool = False) -> None:
+        """Number the tensors.
+
+        Args:
+            group: backend ``"shoal"``'s process group in Python.
+            optimizer: over the tensors; its kind stays.
+            half: whether weights come in bfloat16.
+        """
+        self._group = group
+        self._kernel = kernel_of(optimizer)
+        self.tables = tables_of(optimizer)
+        for table in self.tables:
+            table.half = torch.empty_like(table.parameter, dtype=torch.bfloat16) if half else None
+        numbers = _numbers.setdefault(group, _Numbers())
+        self._number, self._first = numbers.model, numbers.table
+        numbers.model, numbers.table = numbers.model + 1, numbers.table + len(self.tables)
+        units = sum(table.num_units for table in self.tables)
+        self._sums = torch.zeros(units, _SUMS, dtype=torch.float64)
+        self._rule = 0
+        self._was_loaded = False
+        self.options: list[tuple[float, ...]] = []
+
+    def configure(self, optimizer: Optimizer, more: str = "") -> None:
+        """Send the options of the next step to all servers; ranks that differ in it or ``more`` are named."""
+        self._rule += 1
+        self.options = options_of(optimizer)
+        packed = struct.pack("<4I", self._rule, self._kernel.number, len(self.options), 0)
+        packed += b"".join(struct.pack("<6d", *options) for options in self.options)
+        memory = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        self._submit(
+            memory, kind="configure", dtype="uint8", op="bor", served=(self._number, 0, self._rule, 0),
+            text=describe(optimizer, len(self.tables)) + more,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def load(self, optimizer: Optimizer) -> None:
+        """Load rank 0's weights and optimizer state, and wait until the servers have them."""
+        works = []
+        for table in self.tables:
+            state = optimizer.state.get(table.parameter, {})
+            table.step = int(state["step"]) if self._kernel.counts and state else 0
+            table.norm_sq = float(state["exp_avg_sq"]) if self._kernel.has_norm and state else 0.0
+            slots = self._slots_of(table, optimizer)
+            table.has_state = any(state.get(name) is not None for name in slots)
+            works.append(self._move("load", table, 0, table.parameter.data))
+            for slot, name in enumerate(slots, start=1):
+                value = state.get(name)
+                if value is not None or self._was_loaded:
+                    memory = torch.zeros_like(table.parameter)
+                    works.append(
+                        self._move("load", table, slot, memory if value is None else memory.copy_(value))
+                    )
+        for work in works:
+            work.wait()
+        self._was_loaded = True
+
+    @torch.no_grad()
+    def dump(self, optimizer: Optimizer) -> None:
+        """Bring the state into ``optimizer.state``, in the form of a run without servers."""
+        works = []
+        for table in self.tables:
+            if not table.has_state:
+                continue
+            state: dict[str, Any] = {}
+            for slot, name in enumerate(self._slots_of(table, optimizer), start=1):
+                state[name] = torch.zeros_like(table.parameter)
+                works.append(self._move("dump", table, slot, state[name]))
+            if self._kernel.counts:
+                state["step"] = torch.tensor(float(table.step))
+            if self._kernel.has_norm:
+                state["exp_avg_sq"] = torch.tensor(table.norm_sq)
+            if state:
+                optimizer.state[table.parameter] = state
+        for work in works:
+            work.wait()
+
+    @torch.no_grad()
+    def dump_weights(self) -> None:
+        """Bring the servers' float32 weights into the parameters."""
+        for work in [self._move("dump", table, 0, table.parameter.data) for table in self.tables]:
+            work.wait()
+
+    def update(self, table: Table, memory: Tensor) -> Any:
+        """Send a gradient, in whose place the weights after the step come, or to ``table.half``."""
+        target = memory if table.half is None else table.half
+        return self._submit(
+            memory, kind="update", dtype="float32", root=table.group, served=self._served(table, self._rule),
+            output=target.data_ptr(), weights=_name_of(target),
+        )  # fmt: skip
+
+    def collect(self, table: Table, memory: Tensor) -> Any:
+        """Send a gradient, which the servers sum and keep; :meth:`totals` has its norm when that is done."""
+        return self._submit(
+            memory, kind="collect", dtype="float32", root=table.group, served=self._served(table, 0),
+            output=self._sums_of(table).data_ptr(),
+        )  # fmt: skip
+
+    def measure(self, table: Table, factor: float) -> Any:
+        """Multiply the gradient by ``factor`` and measure what the optimizer needs, for :meth:`totals`."""
+        return self._phase("measure", table, [factor], self._sums_of(table))
+
+    def apply(self, table: Table, coefficients: list[float], memory: Tensor) -> Any:
+        """Take the step with these coefficients; the weights come to ``memory``, or to ``table.half``."""
+        return self._phase("apply", table, coefficients, memory if table.half is None else table.half)
+
+    def totals(self) -> tuple[list[Totals], float]:
+        """Return the sums of squares of each tensor, and the norm of all gradients."""
+        counts = [table.parameter.numel() for table in self.tables]
+        totals: tuple[list[Totals], float] = native.core().unit_totals(self._sums.data_ptr(), counts)
+        return totals
+
+    # ---- operations ---------------------------------------------------------------------------------------
+
+    def _phase(self, kind: str, table: Table, coefficients: list[float], result: Tensor) -> Any:
+        given = torch.zeros(_COEFFICIENTS)
+        given[: len(coefficients)] = torch.tensor(coefficients)
+        return self._submit(
+            given, kind=kind, dtype="int32", op="bor", root=table.group, output=result.data_ptr(),
+            count=table.parameter.numel(), served=self._served(table, self._rule), kept=result,
+            weights=_name_of(result),
+        )  # fmt: skip
+
+    def _move(self, kind: str, table: Table, slot: int, memory: Tensor) -> Any:
+        """Load a slot of a tensor from rank 0's memory or dump it; all ranks' memory then holds it."""
+        if kind == "load" and self._group.rank() != 0:
+            memory.zero_()
+        served = (self._first + table.index, table.step, self._number, table.place)
+        return self._submit(memory, kind=kind, dtype="int32", op="bor", root=slot, served=served)
+
+    def _served(self, table: Table, rule: int) -> tuple[int, int, int, int]:
+        return self._first + table.index, table.step + 1, rule, table.place
+
+    def _submit(self, memory: Tensor, *, kept: Tensor | None = None, **words: Any) -> Any:
+        address = memory.data_ptr()
+        given = {"input": address, "output": address, "count": memory.numel(), **words}
+        operation = Operation(shape=tuple(memory.shape), memory=(memory, kept), result=memory, **given)
+        return self._group.submit(operation)
+
+    def _slots_of(self, table: Table, optimizer: Optimizer) -> tuple[str, ...]:
+        group = optimizer.param_groups[table.group]
+        is_plain = self._kernel.number == 0 and not group["momentum"]  # SGD without momentum
+        return () if is_plain else self._kernel.state
+
+    def _sums_of(self, table: Table) -> Tensor:
+        return self._sums[table.unit : table.unit + table.num_units]
+
+
+def _name_of(weights: Tensor) -> str:
+    return "bfloat16" if weights.dtype == torch.bfloat16 else "float32"

@@ -1,0 +1,69 @@
+"""Trains recipes with weights on servers (``shoal.train.served_steps``): exact record, model and resume."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pretrain_jobs as jobs
+import pytest
+
+from forked import fork_process, free_port
+from shoal.errors import EXIT_OK, EXIT_USAGE
+from shoal.recipes.bert import BertConfig
+from shoal.record import Step, read_record
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.prepare_small(tmp_path_factory.mktemp("data"))
+
+
+def settings(data: Path, run_dir: Path, *, update: str = "servers", **changes: Any) -> BertConfig:
+    return jobs.small_bert_config(
+        data, run_dir, distributed={"backend": "shoal", "update": update}, **changes
+    )
+
+
+def _work(config: BertConfig, rank: int, num_workers: int, port: int) -> None:
+    os.environ["SHOAL_HOST_ID"] = f"host-{rank}"
+    jobs._work(config, rank, num_workers, port)
+
+
+def start(config: BertConfig, num_workers: int = 2) -> list[Any]:
+    """Start a job of one worker per host."""
+    port = free_port()
+    return [fork_process(_work, config, rank, num_workers, port) for rank in range(num_workers)]
+
+
+def steps(run_dir: Path) -> list[tuple[Any, ...]]:
+    rows = {row.step: row for row in read_record(run_dir) if isinstance(row, Step)}
+    return [(n, row.loss, row.grad_norm, row.weight_norm, row.learning_rate) for n, row in rows.items()]
+
+
+def test_a_served_run_that_was_killed_ends_as_one_whose_workers_step(data: Path, tmp_path: Path) -> None:
+    """BERT's two phases: the second begins with a fresh optimizer, whose state the servers then have."""
+    whole, served = tmp_path / "whole", tmp_path / "served"
+    assert jobs.wait(start(settings(data, whole, update="workers"))) == [EXIT_OK, EXIT_OK]
+    workers = start(settings(data, served))
+    jobs.wait_for_checkpoint(served, 9, workers)
+    jobs.kill(workers)
+    assert jobs.wait(start(settings(data, served))) == [EXIT_OK, EXIT_OK]
+    assert steps(served) == steps(whole)
+    model = Path("transformers") / "model.safetensors"
+    assert (served / model).read_bytes() == (whole / model).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim": {"optimizer": "lans"}}, "no kernel for shoal.optim.lans.Lans"),
+        ({"optim": {"clip": "worker"}}, "update servers with optim.clip worker"),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    data: Path, tmp_path: Path, changes: dict[str, dict[str, Any]], message: str
+) -> None:
+    assert jobs.wait(start(settings(data, tmp_path, **changes))) == [EXIT_USAGE, EXIT_USAGE]
+    assert message in (tmp_path / "worker-0.log").read_text()
