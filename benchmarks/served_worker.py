@@ -1,0 +1,105 @@
+"""One worker of ``served``: trains under DDP whose workers step, or with weights on servers.
+
+    python -m benchmarks.served_worker SPEC OUT
+
+SPEC is JSON: ``{"helpers": 4, "layers": 12, "compute_s": 8.8, "steps": 3, "side": "workers"}``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.comm_worker import shoal_group
+from benchmarks.priority_worker import WARM_UPS, digest_of, model_of
+from shoal.bench.collectives import Groups
+from shoal.env import worker_env
+from shoal.optim.adamw import AdamW
+from shoal.train.served_update import update_on_servers
+
+
+def bytes_of_state(optimizer: AdamW) -> int:
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() > 0
+    )
+
+
+def time_alone(optimizer: AdamW, groups: Groups) -> float:
+    """Return the seconds that rank 0's optimizer takes while the other ranks wait; the weights stay."""
+    took_s = 0.0
+    if groups.rank == 0:
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        before = [weight.detach().clone() for weight in weights]
+        begin = time.perf_counter()
+        optimizer.step()
+        took_s = time.perf_counter() - begin
+        with torch.no_grad():
+            torch._foreach_copy_(weights, before)
+    groups.barrier()
+    return groups.largest([took_s])[0]
+
+
+def train(spec: dict[str, Any], groups: Groups, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the seconds of each step after the warm-up on the slowest rank, and what the optimizer takes."""
+    torch.manual_seed(0)
+    model = model_of(spec)
+    ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    training = update_on_servers(ddp, optimizer) if spec["side"] == "servers" else None
+    groups.barrier()
+    ends, stepping = [], []
+    for step in range(WARM_UPS + spec["steps"]):
+        ddp(torch.tensor(float(groups.rank + step))).sin().backward()
+        begin = time.perf_counter()
+        if training is None:
+            optimizer.step()
+            groups.barrier()  # the hosts share processors: all have stepped before one goes on
+            stepping.append(time.perf_counter() - begin)
+        else:
+            training.step()
+            stepping.append(0.0)
+        optimizer.zero_grad(set_to_none=False)
+        ends.append(time.perf_counter())
+    seconds = [end - begin for begin, end in itertools.pairwise(ends[WARM_UPS - 1 :])]
+    state_bytes, digest = bytes_of_state(optimizer), digest_of(model)
+    alone_s = 0.0
+    if training is None:
+        ddp(torch.tensor(0.0)).sin().backward()
+        alone_s = time_alone(optimizer, groups)
+        rest = [whole - own for whole, own in zip(seconds, stepping[WARM_UPS:], strict=True)]
+        seconds = [each + alone_s for each in groups.largest(rest)]
+    else:
+        seconds = groups.largest(seconds)
+    return {"seconds": seconds, "optimizer_s": alone_s, "state_bytes": state_bytes, "weights": digest}
+
+
+def main() -> None:
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    place = worker_env()
+    assert place is not None
+    groups = Groups(place, ("gloo",))
+    result = train(spec, groups, shoal_group(spec["helpers"]))
+    digests = groups.gather_json(result["weights"])
+    if len(set(digests)) != 1:
+        raise SystemExit(f"the weights of the ranks differ: {digests}")
+    if groups.rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(result))
+    groups.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
