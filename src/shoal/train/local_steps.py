@@ -1,0 +1,185 @@
+"""Lets each worker step by itself, and averages what all have moved every H steps (DiLoCo).
+
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    inner = AdamW(ddp.parameters(), lr=4e-4)  # of each worker
+    outer = SGD(ddp.parameters(), lr=0.7, momentum=0.9, nesterov=True)  # its state is on the servers
+    training = take_local_steps(ddp, inner, outer, every=50)
+    for inputs in loader:
+        loss_of(ddp(inputs)).backward()
+        training.step()  # replaces inner.step(); schedulers follow it as ever
+    training.finish()
+
+1.  A backward pass sends nothing, and ``step()`` is the worker's own ``inner.step()``.
+2.  After every H steps each worker sends how far its weights have moved since the last exchange.
+3.  The servers take the mean over the workers for a gradient, step with ``outer``, and answer with the
+    weights, from which all workers go on. Inner state stays on its worker.
+
+The bits are those of one process that makes the workers' local steps one after the other, adds the moves up
+in the order of the ranks, and steps with :class:`shoal.optim.sgd.SGD`. The log names each exchange, so that
+such a replay can compare weights as it goes.
+
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
+(arXiv 2311.08105), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoal import native
+from shoal.comm.native_group import python_group
+from shoal.errors import UsageError
+from shoal.train.served_checks import check_model, check_optimizer, forbid_hook
+from shoal.train.served_optimizers import kernel_of
+from shoal.train.served_tensors import ServedTensors
+
+
+def take_local_steps(
+    model: DistributedDataParallel,
+    inner: Optimizer,
+    outer: Optimizer,
+    *,
+    every: int,
+    log: Path | None = None,
+) -> LocalSteps:
+    """Step each worker's weights by itself, and all of them together by the servers every few steps.
+
+    Call it on all ranks, before the first backward pass. The workers' copies of the weights become rank 0's.
+
+    Args:
+        model: of float32 parameters on the CPU, without a communication hook, on at least two hosts of
+            backend ``"shoal"``; with buffers it needs ``broadcast_buffers=False``.
+        inner: any optimizer over the model's parameters; each worker has its own state.
+        outer: ``shoal.optim``'s SGD or AdamW, or torch's, over the same parameters. DiLoCo's is SGD with
+            ``lr=0.7, momentum=0.9, nesterov=True``; SGD with ``lr=1.0`` averages the weights.
+        every: local steps between exchanges, H.
+        log: file to which rank 0 appends a line of JSON for each exchange: its number, the number of local
+            steps, and a checksum (CRC-32C) of the weights after it.
+
+    Returns:
+        An object whose ``step()`` replaces ``inner.step()``.
+
+    Raises:
+        UsageError: the model or the outer optimizer cannot be served; the message says why.
+        CommError: the ranks give different options, or the servers lack memory.
+
+    Example (needs two hosts)::
+
+        model = DistributedDataParallel(nn.Linear(4, 2))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        training = take_local_steps(model, inner, SGD(model.parameters(), lr=1.0), every=2)
+        for _ in range(4):
+            model(torch.ones(3, 4)).sum().backward()
+            training.step()
+            inner.zero_grad()
+    """
+    forbid_hook(model)
+    check_model(model)
+    check_optimizer(outer, model)
+    if every < 1:
+        raise UsageError(f"every={every} local steps must be at least 1")
+    if kernel_of(outer).decide is not None:
+        raise UsageError(
+            f"take_local_steps: {type(outer).__name__} needs norms; the outer optimizer is SGD or AdamW"
+        )
+    if model.broadcast_buffers and any(True for _ in model.buffers()):
+        raise UsageError(
+            "take_local_steps: the model has buffers, which DDP broadcasts in each forward pass; give it "
+            "broadcast_buffers=False"
+        )
+    return LocalSteps(model, inner, outer, every, log)
+
+
+class LocalSteps:
+    """Replaces the inner optimizer's ``step()``; made by :func:`take_local_steps`.
+
+    Attributes:
+        num_exchanges: exchanges so far.
+        num_local: local steps since the last one.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, inner: Optimizer, outer: Optimizer, every: int, log: Path | None
+    ) -> None:
+        self._inner, self._outer, self._every, self._log = inner, outer, every, log
+        self._group = python_group(model.process_group)
+        self._servers = ServedTensors(self._group, outer)
+        self.num_exchanges = self.num_local = 0
+        try:
+            self._configure()
+        except ValueError as problem:  # such as all ranks on one host
+            raise UsageError(f"take_local_steps: {problem}") from None
+        self._servers.load(outer)
+        outer.state.clear()
+        # the weights after the last exchange; while one is under way, the moves
+        self._begin = [table.parameter.detach().clone() for table in self._servers.tables]
+        model.register_comm_hook(None, _keep_local)
+
+    def step(self) -> None:
+        """Take the worker's own step, and after every H of them exchange the moves.
+
+        Raises:
+            CommError: a rank or a server was lost.
+        """
+        self._inner.step()
+        self.num_local += 1
+        if self.num_local == self._every:
+            self._exchange()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Exchange what local steps are left, and bring the outer optimizer's state back; on all ranks.
+
+        The weights of all workers are then equal. A run that is to continue saves ``inner.state_dict()`` of
+        each worker.
+        """
+        if self.num_local:
+            self._exchange()
+        self._servers.dump(self._outer)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        servers, parameters = self._servers, [table.parameter for table in self._servers.tables]
+        self._configure()
+        torch._foreach_sub_(self._begin, parameters)
+        torch._foreach_mul_(self._begin, 1.0 / self._group.size())
+        works = [servers.update(*each) for each in zip(servers.tables, self._begin, strict=True)]
+        for work in works:
+            work.wait()
+        torch._foreach_copy_(parameters, self._begin)
+        for table in servers.tables:
+            table.step, table.has_state = table.step + 1, True
+        self.num_exchanges += 1
+        self._write()
+        self.num_local = 0
+
+    def _configure(self) -> None:
+        self._servers.configure(self._outer, f", after {self._every} local steps")
+
+    def _write(self) -> None:
+        if self._log is None or self._group.rank() != 0:
+            return
+        row = {
+            "exchange": self.num_exchanges,
+            "local_steps": self.num_local,
+            "weights": checksum(self._begin),
+        }
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def checksum(tensors: list[Tensor]) -> int:
+    """Return the CRC-32C of the numbers of all tensors, each in the order of its shape."""
+    return native.crc32c(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors))
+
+
+def _keep_local(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

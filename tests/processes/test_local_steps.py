@@ -1,0 +1,108 @@
+"""Tests local steps with exchanges by the servers: the bits of a replay in one process; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shoal_workers import run_group
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoal.comm.engine import CommError
+from shoal.errors import UsageError
+from shoal.optim.adamw import AdamW
+from shoal.optim.lamb import Lamb
+from shoal.optim.sgd import SGD
+from shoal.train.local_steps import checksum, take_local_steps
+
+HOSTS = ("a", "a", "b")
+STEPS, EVERY = 8, 3
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Embedding(1031, 33), nn.Flatten(), nn.Linear(99, 7))
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    tokens = torch.randint(0, 1031, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+    nn.functional.cross_entropy(model(tokens), tokens.sum(1) % 7).backward()
+
+
+def inner_of(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=0.01)
+
+
+def outer_of(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+
+def replay(num_workers: int) -> tuple[nn.Module, Optimizer, list[dict[str, Any]]]:
+    """Make the steps of all workers in one process; return the model, the outer optimizer and the log."""
+    whole = net()
+    outer = outer_of(whole)
+    locals_ = [net() for _ in range(num_workers)]
+    inners = [inner_of(model) for model in locals_]
+    log = []
+    for begin in range(0, STEPS, EVERY):
+        steps = range(begin, min(begin + EVERY, STEPS))
+        with torch.no_grad():
+            for model in locals_:
+                torch._foreach_copy_(list(model.parameters()), list(whole.parameters()))
+        for rank, (model, inner) in enumerate(zip(locals_, inners, strict=True)):
+            for step in steps:
+                backward(model, rank, step)
+                inner.step()
+                inner.zero_grad()
+        with torch.no_grad():
+            for parts in zip(whole.parameters(), *(model.parameters() for model in locals_), strict=True):
+                moves = [(parts[0] - part) * (1.0 / num_workers) for part in parts[1:]]
+                parts[0].grad = sum(moves[1:], moves[0])
+        outer.step()
+        weights = checksum(list(whole.parameters()))
+        log.append({"exchange": len(log) + 1, "local_steps": len(steps), "weights": weights})
+    return whole, outer, log
+
+
+def compare(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(net())
+    outer, inner = outer_of(model), inner_of(model)
+    training = take_local_steps(model, inner, outer, every=EVERY, log=folder / "log.jsonl")
+    for step in range(STEPS):
+        backward(model, rank, step)
+        training.step()
+        inner.zero_grad()
+    training.finish()
+    want, reference, log = replay(len(HOSTS))
+    for found, wanted in zip(model.parameters(), want.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+        assert torch.equal(outer.state[found]["momentum_buffer"], reference.state[wanted]["momentum_buffer"])
+    if rank == 0:
+        assert [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] == log
+
+
+def test_a_replay_in_one_process_has_the_same_bits(tmp_path: Path) -> None:
+    """Two workers share a host, and the last exchange comes before its time."""
+    run_group(compare, len(HOSTS), tmp_path / "group", tmp_path, hosts=HOSTS)
+
+
+def refuse(rank: int) -> None:
+    def refused(match: str, model: Any, outer: Any = SGD, every: int = 2) -> None:
+        with pytest.raises(UsageError, match=match):
+            take_local_steps(model, inner_of(model), outer(model.parameters(), lr=0.7), every=every)
+
+    refused("every=0 local steps", DistributedDataParallel(net()), every=0)
+    refused("Lamb needs norms", DistributedDataParallel(net()), Lamb)
+    refused("broadcast_buffers=False", DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7))))
+    model = DistributedDataParallel(net())
+    with pytest.raises(CommError, match=r"after 2 local steps.*after 3 local steps"):
+        take_local_steps(model, inner_of(model), outer_of(model), every=2 + rank)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    run_group(refuse, 2, tmp_path, hosts=("a", "b"))
