@@ -28,6 +28,7 @@ PRELOADED = [
     "torchvision.io",
     "torchvision.transforms.v2.functional",
     "shoal.cli.app",
+    "shoal.comm.backend",
     "shoal.launch.host_rendezvous",
     "shoal.models.pretraining",
     "shoal.models.t5",

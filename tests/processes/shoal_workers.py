@@ -77,6 +77,13 @@ def is_native(group: Any = None) -> bool:
     return native_group.native_backend(group or dist.group.WORLD) is not None
 
 
+def sequence_number(group: Any = None) -> int:
+    """Return how many collectives the group has begun."""
+    group = group or dist.group.WORLD
+    # torch 2.11 asks the backends that it knows, no others
+    return int((native_group.native_backend(group) or group)._get_sequence_number_for_group())
+
+
 def num_pending() -> int:
     """Return how many operations the default group keeps for an end that nobody has waited for."""
     if (backend := native_group.native_backend(dist.group.WORLD)) is not None:

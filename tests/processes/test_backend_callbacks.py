@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ def begun(tensor: Tensor, group: Any = None) -> Future[Any]:
 
 def num_threads() -> int:
     """Return how many threads set futures: of Python, and of C++, whose names the system knows."""
-    of_system = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    of_system = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has just ended
+            of_system.append(task.read_text().strip())
     of_python = [thread.name for thread in threading.enumerate()]
     return max(names.count("shoal-futures") for names in (of_system, of_python))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_workers import exit_codes, group_counters, num_pending, ops, run_group
+from shoal_workers import exit_codes, group_counters, num_pending, ops, run_group, sequence_number
 from test_backend_work import raises
 from torch import Tensor
 
@@ -118,7 +118,7 @@ def check_messages(rank: int) -> None:
                 work.wait()
             found.append(list(taken.values()))
         assert same(*found), (dtype, count)
-    before = dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
+    before = sequence_number()
     strided = torch.zeros(4, 2).t()
     works = dist.batch_isend_irecv(
         [
@@ -129,7 +129,7 @@ def check_messages(rank: int) -> None:
     for work in works:
         work.wait()
     assert (strided == previous).all()
-    after = dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
+    after = sequence_number()
     assert after == before, "messages have no number"
     if rank == 0:  # from anybody: each comes once, with its source
         seen = {}
@@ -172,7 +172,7 @@ def check_counts(rank: int) -> None:
     assert [ops(kind) for kind in ("all_to_all", "gather", "scatter", "delegated")] == [1, 1, 1, 0]
     counted = sum(n for name, n in group_counters().items() if name.startswith("ops_"))
     world: Any = dist.group.WORLD
-    assert counted == world._get_sequence_number_for_group()
+    assert counted == sequence_number(world)
     # what nobody waits for arrives, and is let go
     works = [dist.all_to_all_single(torch.empty(SIZE), torch.ones(SIZE), async_op=True) for _ in range(20)]
     pending = dist.irecv(torch.empty(1), (rank - 1) % SIZE, tag=9)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from shoal_workers import exit_codes, group_counters, is_native, run_group, shoal_group
+from shoal_workers import exit_codes, group_counters, is_native, run_group, sequence_number, shoal_group
 from torch.distributed.tensor.debug import CommDebugMode
 
 from forked import fork_process, wait_for
@@ -88,7 +88,7 @@ def check_sequence(rank: int) -> None:
         dist.all_reduce(tensor.fill_(rank))
         dist.all_reduce(strided.fill_(rank))
         assert tensor.tolist() == [1] * 6 and (strided == 1).all()
-    assert world._get_sequence_number_for_group() == 6
+    assert sequence_number(world) == 6
     assert is_native() == (rank == 0)
 
 
