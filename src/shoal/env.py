@@ -55,6 +55,8 @@ SOURCE_SHA256 = "SHOAL_SOURCE_SHA256"
 """Sum of the archive that ``shoal submit sagemaker --source`` has uploaded."""
 GPUS = "SHOAL_GPUS"
 """GPUs that the job asks for on each host; finding none is an error then."""
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+"""Device files of the drivers of NVIDIA and AMD."""
 SAGEMAKER_BASE = "SHOAL_SAGEMAKER_BASE"
 """Folder that stands for ``/opt/ml``; tests emulate SageMaker's instances with it."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.env import WorkerEnv, worker_env
+from shoal.env import GPU_DEVICES, WorkerEnv, worker_env
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts, launch_emulated
 from shoal.launch.local import launch
@@ -45,13 +45,13 @@ class Launch:
             )
 
 
-_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Devices of the drivers of NVIDIA and AMD, and of GPUs under WSL."""
+_WSL_DEVICE = "/dev/dxg"
+"""Device file of any GPU under WSL, without CUDA too."""
 
 
 def num_gpus() -> int:
     """Return the number of GPUs of this host. Torch, slow to import, is asked only if there is a driver."""
-    if not any(Path(file).exists() for file in _GPU_FILES):
+    if not any(Path(file).exists() for file in (*GPU_DEVICES, _WSL_DEVICE)):
         return 0
     from torch import cuda
 

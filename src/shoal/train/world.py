@@ -22,13 +22,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from shoal.env import WorkerEnv, WorkerPlace, helpers, promised_gpus, selected_gpus
+from shoal.env import GPU_DEVICES, WorkerEnv, WorkerPlace, helpers, promised_gpus, selected_gpus
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.json_text import parse_json
 from shoal.train.config import DistributedConfig
-
-_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
-"""Devices of the drivers of NVIDIA and AMD."""
 
 T = TypeVar("T")
 Float32Array = npt.NDArray[np.float32]
@@ -84,7 +81,7 @@ def choose_device(config: DistributedConfig, local_rank: int, num_local_workers:
     if config.device == "cuda" or promised:
         asked = "distributed.device cuda" if config.device == "cuda" else f"the job asked for {promised} GPUs"
         raise UsageError(f"{asked}: {problem}; start fewer workers or use --distributed.device cpu")
-    sign = selected_gpus() or next((file for file in _DRIVERS if Path(file).exists()), "")
+    sign = selected_gpus() or next((file for file in GPU_DEVICES if Path(file).exists()), "")
     if local_rank == 0 and (num_gpus or sign):
         seen = f" ({sign})" if sign else ""
         print(

@@ -296,7 +296,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*GPU_SIGNS, "NVIDIA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(world, "_DRIVERS", ())
+    monkeypatch.setattr(world, "GPU_DEVICES", ())
 
 
 def test_the_cpu_in_place_of_gpus_is_said_once(
@@ -311,7 +311,7 @@ def test_the_cpu_in_place_of_gpus_is_said_once(
     assert "(CUDA_VISIBLE_DEVICES=0,1): 2 workers on this host but 0 GPUs (torch " in said
     assert choose_device(DistributedConfig(device="cpu"), 0, 2) == CPU
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(world, "_DRIVERS", (str(tmp_path / "none"), str(tmp_path)))
+    monkeypatch.setattr(world, "GPU_DEVICES", (str(tmp_path / "none"), str(tmp_path)))
     assert choose_device(DistributedConfig(), 0, 1) == CPU
     assert f"({tmp_path}): 1 workers on this host but 0 GPUs" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
