@@ -27,9 +27,10 @@ from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
+from shoal.optim.moments import norm_of
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
-from shoal.train.gradients import clip_factor, norm_of, parameters_of, scale_all
+from shoal.train.gradients import clip_factor, parameters_of, scale_all
 from shoal.train.served_update import Served, update_on_servers
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -372,3 +372,20 @@ def model_norm(
     if group is not None:
         dist.all_reduce(total, group=group)
     return float(total.sqrt())
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Return the Euclidean norm of all ``tensors`` together; synchronizes with a GPU.
+
+    Those of float32 on the CPU are summed in an order that does not depend on the number of threads, nor on
+    whether servers have parts of them.
+    """
+    values = list(tensors)
+    if values and native.is_built() and all(map(_is_flat, values)):
+        return native.l2_norm(values, num_threads=torch.get_num_threads())
+    return float(torch.nn.utils.get_total_norm(values))
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.is_cpu and tensor.dtype == torch.float32 and dense and not isinstance(tensor, DTensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal import native
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
+from shoal.optim.moments import norm_of
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World
 
@@ -223,23 +222,6 @@ class LocalUpdate:
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the Euclidean norm of all ``tensors`` together; synchronizes with a GPU.
-
-    Those of float32 on the CPU are summed in an order that does not depend on the number of threads, nor on
-    whether servers have parts of them.
-    """
-    values = list(tensors)
-    if values and native.is_built() and all(map(_is_flat, values)):
-        return native.l2_norm(values, num_threads=torch.get_num_threads())
-    return float(torch.nn.utils.get_total_norm(values))
-
-
-def _is_flat(tensor: Tensor) -> bool:
-    dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
-    return tensor.is_cpu and tensor.dtype == torch.float32 and dense and not isinstance(tensor, DTensor)
 
 
 def scale_all(tensors: list[Tensor], factor: float) -> None:

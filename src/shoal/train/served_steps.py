@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
+from shoal.optim.moments import norm_of
 from shoal.train.config import DistributedConfig
-from shoal.train.gradients import DataParallel, clip_factor, norm_of, parameters_of
+from shoal.train.gradients import DataParallel, clip_factor, parameters_of
 from shoal.train.served_update import Served
 
 
