@@ -434,7 +434,8 @@ def shortened(preset: dict[str, Any], given: Mapping[str, str]) -> tuple[dict[st
                 if isinstance(old, list):
                     change(of, name, [max(1, each * part // whole) for each in old])
                 elif old is not None:
-                    change(of, name, old * part // whole if unit == "steps" else old * part / whole)
+                    fewer = old * part // whole if unit == "steps" else old * part / whole
+                    change(of, name, max(fewer, int(name == "hold_steps")))  # a rate is held from step 1 on
     log_frequency = preset.get("run", {}).get("log_frequency")
     if steps and log_frequency is not None and steps < preset.get("train", {}).get("total_steps", steps + 1):
         change("run", "log_frequency", min(log_frequency, max(1, int(steps) // _FEWEST_LINES)))

@@ -118,6 +118,7 @@ def test_every_preset_can_be_shortened_and_stays_as_it_is_when_it_is_not() -> No
                     schedule = short.get("optim" if section == "train" else section, {})
                     assert schedule.get("warmup_steps", 0) + schedule.get("constant_steps", 0) <= 10
                     assert all(step < 10 for step in schedule.get("milestones", ()))
+                    assert schedule.get("hold_steps", 1) >= 1
                     assert all("instead of" in change for change in changes)
                     assert shortened(tree, {option: str(steps)}) == (tree, [])
                     assert shortened(tree, {option: str(2 * steps)}) == (tree, [])
