@@ -66,7 +66,7 @@ GAPS_OF_MOTO = {
     "ComputeResourceLaunchTemplateValidator",
     "KeyPairValidator",
 }
-"""What these ask of EC2 moto cannot answer."""
+"""Validators whose questions to EC2 moto cannot answer."""
 
 
 @pytest.fixture(scope="module")
