@@ -6,6 +6,7 @@ all, since a test session has one server to fork from, and the last list given t
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ PRELOADED = [
     "shoal.recipes.resnet50_score",
     "shoal.train.optimizers",
     "shoal.train.run",
+    "preloaded",  # the last
 ]
 
 _context = multiprocessing.get_context("forkserver")
@@ -50,9 +53,23 @@ _any = random.SystemRandom()
 
 def fork_process(function: Callable[..., None], *args: Any, daemon: bool = False) -> BaseProcess:
     """Start ``function(*args)`` in a process of its own, which may have children unless it is a daemon."""
+    _start_server()
     process = _context.Process(target=_begin, args=(function, args), daemon=daemon)
     process.start()
     return process
+
+
+@functools.cache
+def _start_server() -> None:
+    """Start the process that forks the others; it finds modules beside this one by PYTHONPATH only."""
+    given = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if given:
+            os.environ["PYTHONPATH"] = given
 
 
 def _begin(function: Callable[..., None], args: tuple[Any, ...]) -> None:
