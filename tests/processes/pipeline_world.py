@@ -5,6 +5,7 @@ A worker does in turn whatever it is told, and writes what it found to a file of
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -197,6 +198,7 @@ def _reports(folder: Path) -> str:
 
 def _parent(folder: Path, make: Callable[[], Shared], worlds: list[tuple[int, Task]], backend: str) -> None:
     shared = make()
+    gc.freeze()  # or each worker visits, and so copies, all of it
     context = multiprocessing.get_context("fork")
     for number, (size, task) in enumerate(worlds):
         workers = [

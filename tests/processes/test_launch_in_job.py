@@ -25,6 +25,16 @@ pathlib.Path("env-" + os.environ["RANK"]).write_text(found)
 """
 
 
+SUM = """
+import os, pathlib, torch, torch.distributed as dist
+dist.init_process_group("shoal")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+pathlib.Path("sum-" + os.environ["RANK"]).write_text(str(total.item()))
+dist.destroy_process_group()
+"""
+
+
 def slurm(
     job: int, node: int, tasks: str = "1(x2)", task: int | None = None, local: int = 0
 ) -> dict[str, str]:
@@ -104,6 +114,25 @@ def test_two_nodes_meet_a_helper_and_get_torchruns_variables(tmp_path: Path) -> 
         stat.S_IMODE((tmp_path / "jobs" / str(job) / "starts" / f"{job}.0" / "secret").stat().st_mode)
         == 0o600
     )
+
+
+def test_a_script_meets_on_one_host_too(tmp_path: Path) -> None:
+    command = ("--workers", "2", "--", sys.executable, "-c", SUM)
+    alone = Started(tmp_path, {}, *command)
+    assert end(alone) == [(0, "")]
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["3.0", "3.0"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--workers-per-host", "--workers-per-host is no option of shoal launch: see shoal launch --help"),
+        ("no-such-program", "no-such-program, the command of the workers, is not found on "),
+    ],
+)
+def test_what_is_no_command(tmp_path: Path, word: str, said: str) -> None:
+    ((code, output),) = end(Started(tmp_path, {}, word, "2", "--", "true"))
+    assert (code, output.startswith(f"shoal: {said}"), output.count("\n")) == (2, True, 1), output
 
 
 def test_one_task_per_worker_is_the_same_job(tmp_path: Path) -> None:

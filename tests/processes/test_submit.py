@@ -27,6 +27,10 @@ def test_a_script_is_written_and_a_wrong_setting_of_the_recipe_is_found_first(tm
     assert done.stdout == f"{script}\nsubmit it with: sbatch {script}\n"
     assert f"    {' '.join(TRAIN)}\ncode=$?" in script.read_text()
     assert [path.name for path in (tmp_path / "job").iterdir()] == ["job.sbatch"]
+    dry = shoal(*where[:-2], "--dry-run", "--", *TRAIN, cwd=tmp_path)  # where Slurm's daemon is not, it fails
+    lines = dry.stdout.splitlines()
+    assert lines[0] == "#!/bin/bash" and any(line.startswith("# batch ") for line in lines)
+    assert not any(line.startswith("# [") for line in lines)  # not all settings
 
 
 def test_settings_come_from_a_file_and_a_dry_run_writes_nothing(tmp_path: Path) -> None:

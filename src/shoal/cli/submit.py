@@ -73,10 +73,10 @@ def slurm(
     _require_command(command)
     folder = (to or Path("jobs") / queue.job_name(job, command)).absolute()
     script = queue.render(job, command, folder)
-    if check and command[0] == "shoal" and command[1:2] and command[1] in _CHECKED:
-        _check_settings(command, job, show=dry_run)
+    checked = check and command[0] == "shoal" and command[1:2] and command[1] in _CHECKED
+    said = _check_settings(command, job) if checked else []
     if dry_run:
-        print(script)
+        print("\n".join([script, *said]))
         _summarise(script, command, job, machine, helper_machine)
         return EXIT_OK
     path = queue.write(script, folder)
@@ -299,8 +299,8 @@ def _check_instance(job: SageMakerJob) -> None:
         )
 
 
-def _check_settings(command: Sequence[str], job: SlurmJob, *, show: bool) -> None:
-    """Run the recipe's own check of its settings for all workers.
+def _check_settings(command: Sequence[str], job: SlurmJob) -> list[str]:
+    """Run the recipe's own check of its settings for all workers, and return what it says of the run.
 
     Raises:
         UsageError: they cannot work together or with the data.
@@ -318,8 +318,8 @@ def _check_settings(command: Sequence[str], job: SlurmJob, *, show: bool) -> Non
     )
     if checked.returncode != 0:
         raise UsageError(f"{checked.stderr.strip().removeprefix('shoal: ')} (--no-check submits it anyway)")
-    if show:
-        print("\n".join(f"# {line}" for line in checked.stdout.splitlines()))
+    what_it_does = checked.stdout.strip().rpartition("\n\n")[2]  # after the settings
+    return [f"# {line}" for line in what_it_does.splitlines()]
 
 
 def _summarise(

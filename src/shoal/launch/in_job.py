@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -146,6 +147,13 @@ def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
         raise UsageError("--role helper runs shoal's server and takes no command")
     if not how.helper and not command:
         raise UsageError("name the command of the workers after --: shoal launch -- python train.py")
+    if command and command[0].startswith("-"):
+        raise UsageError(f"{command[0]} is no option of shoal launch: see shoal launch --help")
+    if command and shutil.which(command[0]) is None:
+        raise UsageError(
+            f"{command[0]}, the command of the workers, is not found on {os.uname().nodename}, "
+            "or may not be executed"
+        )
     if step is None and (how.num_helpers or (how.helper and not how.helper_port)) and how.job is None:
         raise UsageError("hosts meet their helpers in a folder that all share: --job DIR")
     if how.helper and how.job is None and step is None and secret() is None:

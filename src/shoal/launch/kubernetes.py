@@ -158,6 +158,7 @@ _HINTS = {
     "must be logged in": "; the credentials have expired: log in again, with EKS aws eks update-kubeconfig",
     "expired": "; the credentials have expired: log in again, with EKS aws eks update-kubeconfig",
     "connection to the server": "; kubectl config current-context names the cluster",
+    "connection refused": "; kubectl config get-contexts lists the clusters; --to DIR writes the manifest",
 }
 
 _KINDS = {"jobset": ("jobset", "workers-0"), "job": ("job", "workers"), "trainjob": ("trainjob", "node-0")}

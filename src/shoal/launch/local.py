@@ -47,6 +47,7 @@ from shoal.launch.supervision import POLL_S, THREADS, Job, Outcome, worker_varia
 if TYPE_CHECKING:
     from shoal.launch.host_rendezvous import Membership
 
+_LOOPBACK = "127.0.0.1"
 _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ELSEWHERE = "192.0.2.1"
 """An address for documentation, which no host has: the way there is the default route."""
@@ -70,14 +71,15 @@ def launch(
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
     The workers read their rank by :func:`shoal.env.worker_env`: from RANK, WORLD_SIZE, LOCAL_RANK and
-    LOCAL_WORLD_SIZE; on one host also SHOAL_STORE_FILE, on several MASTER_ADDR and MASTER_PORT. They
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; on one host SHOAL_STORE_FILE goes before the last two. They
     should run under :func:`shoal.launch.worker.run_worker`. Rank 0 writes to this process's stdout and
     stderr, the others to ``log_dir/worker-00001.out`` and ``.err`` and so on. Call it in the main thread,
     which receives the signals.
 
-    On one host nobody listens on a port for the rendezvous, and the workers' backends listen on the loopback
-    interface unless the user has chosen another. The job's secret goes to the workers in a file; on one host
-    the launcher makes it if the user has given none.
+    On one host nobody listens on a port for the rendezvous, unless a script asks torch for it by the URL
+    ``env://``, and the workers' backends listen on the loopback interface unless the user has chosen another.
+    The job's secret goes to the workers in a file; on one host the launcher makes it if the user has given
+    none.
 
     Args:
         command: the program and its arguments.
@@ -141,10 +143,11 @@ def launch(
             }
             workers: dict[int, subprocess.Popen[str]] = {}
             first = membership.rank * num_workers if membership else 0
+            master = (host, port) if nnodes > 1 else (_LOOPBACK, _free_port())
             for rank in range(first, first + num_workers):
                 stdout, stderr = job.outputs(rank)
                 variables = worker_variables(
-                    rank, num_hosts=nnodes, workers_per_host=num_workers, master=(host, port)
+                    rank, num_hosts=nnodes, workers_per_host=num_workers, master=master
                 )
                 workers[rank] = subprocess.Popen(
                     list(command),
@@ -197,6 +200,13 @@ def _parse_rendezvous(rdzv: str) -> tuple[str, int]:
         )
     # small letters: as torch's URL has it, which it compares with MASTER_ADDR
     return without_brackets(host).lower(), int(port)
+
+
+def _free_port() -> int:
+    """Return a port that is free now, at which torch's store listens for scripts that meet by MASTER_PORT."""
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def _worker_env(folder: Path, num_workers: int) -> dict[str, str]:

@@ -365,6 +365,8 @@ def _remedy(text: str) -> str:
         "violates accounting": "; sacctmgr show associations user=$USER shows the limits",
         "node count specification invalid": "; sinfo -o '%P %D' shows how many nodes partitions have",
         "node configuration is not available": "; sinfo -o '%P %D %c %G' shows what nodes have",
+        "configuration source": "; submit on a host of the cluster, or write the script with --to DIR",
+        "contact slurm controller": "; scontrol ping shows whether it runs; --to DIR writes the script",
         "Time limit": "; sinfo -o '%P %l' shows the partitions' limits",
     }
     return next((hint for sign, hint in hints.items() if sign.lower() in text.lower()), "")
