@@ -247,29 +247,35 @@ def efficiency(runs: Sequence[Run], run: Run) -> str:
 
 
 def step_shares(runs: Sequence[Run]) -> list[list[Segment]]:
-    """Return the parts of the mean step of each run; bars of all runs share one scale."""
+    """Return the parts of the mean step of each run; the bars share one scale and the parts' colours."""
     parts = [mean_parts_s(run) for run in runs]
     longest = max((sum(seconds.values()) for seconds in parts), default=0.0)
-    return [_segments(seconds, longest) for seconds in parts]
+    colours = {
+        name: plots.css_colour(plots.part_colour(index))
+        for index, name in enumerate(dict.fromkeys(name for seconds in parts for name in seconds))
+    }
+    return [_segments(seconds, longest, colours) for seconds in parts]
 
 
-def _segments(seconds: Mapping[str, float], longest: float) -> list[Segment]:
+def _segments(seconds: Mapping[str, float], longest: float, colours: Mapping[str, str]) -> list[Segment]:
     total = sum(seconds.values())
     return [
         Segment(
-            colour=plots.css_colour(plots.part_colour(index)),
+            colour=colours[name],
             title=name.replace("_", " "),
             time=formatting.milliseconds(value) if total else _MISSING,
             share=formatting.percent(value / total) if total else _MISSING,
             width=100 * value / longest if longest else 0.0,
         )
-        for index, (name, value) in enumerate(seconds.items())
+        for name, value in seconds.items()
     ]
 
 
-def part_names(shares: Sequence[Sequence[Segment]]) -> list[tuple[str, str]]:
-    """Return title and colour of every part of the runs' steps."""
-    return list(dict.fromkeys((segment.title, segment.colour) for run in shares for segment in run))
+def part_rows(shares: Sequence[Sequence[Segment]]) -> list[list[Segment | None]]:
+    """Return a row for each part of the steps: its segment of each run, or ``None`` where it has none."""
+    titles = dict.fromkeys(segment.title for run in shares for segment in run)
+    by_title = [{segment.title: segment for segment in run} for run in shares]
+    return [[segments.get(title) for segments in by_title] for title in titles]
 
 
 def step_totals(runs: Sequence[Run]) -> list[str]:

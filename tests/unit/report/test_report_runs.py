@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import report_records as records
 
 from shoal.errors import ShoalError
-from shoal.record import PARTS, End, Evaluation, Resume, Row, Stop, target_row
+from shoal.record import PARTS, End, Evaluation, Resume, Row, Step, Stop, target_row
 from shoal.report import runs, tables, timeline
+from shoal.report.page import render
 from shoal.report.runs import Run, load_runs
 
 
@@ -165,6 +167,27 @@ def test_bars_share_one_scale_and_percents_add_up(tmp_path: Path) -> None:
     assert sum(segment.width for segment in fast) == pytest.approx(100 / 1.5, rel=0.02)
     assert sum(float(segment.share.split()[0]) for segment in fast) == pytest.approx(100, abs=0.3)
     assert [segment.title for segment in slow][3] == "gradient wait"
+
+
+def test_parts_of_either_run_have_a_row_and_one_colour(tmp_path: Path) -> None:
+    other = [
+        replace(row, parts_s={"send": 0.1, **row.parts_s}) if isinstance(row, Step) else row
+        for row in records.faster_run()
+    ]
+    shares = tables.step_shares(
+        load_runs(
+            [
+                records.write_run(tmp_path / "a", records.finished_run()),
+                records.write_run(tmp_path / "b", other),
+            ]
+        )
+    )
+    rows = {one.title: row for row in tables.part_rows(shares) if (one := row[0] or row[1])}
+    assert rows["send"][0] is None and rows["send"][1] is not None
+    both = [row for row in rows.values() if None not in row]
+    assert len(both) == len(shares[0]) == len(rows) - 1
+    assert all(first.colour == second.colour for first, second in both if first and second)
+    assert "–" in render(load_runs([tmp_path / "a", tmp_path / "b"]))
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
