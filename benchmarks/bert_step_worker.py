@@ -32,6 +32,7 @@ from shoal.data.steps import DataShard
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.models.text_config import BertModelConfig
 from shoal.train.config import DistributedConfig, OptimConfig
+from shoal.train.device_copies import copies_to
 from shoal.train.gradients import LocalUpdate, LossScale, Precision, choose_precision, wrap_model
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
@@ -97,6 +98,7 @@ class OurStep:
         self._training = Training(
             world=world,
             timer=timer,
+            copies=copies_to(world.device),
             scale=LossScale(enabled=False),
             update=LocalUpdate(world),
             seed_key=SEED,

@@ -234,6 +234,11 @@ class MemoryDevice:
         self._streams.append(MemoryStream(self._check, delays))
         return self._streams[-1]
 
+    def upload(self, tensor: Tensor, stream: MemoryStream) -> Tensor:
+        copied = torch.empty_like(tensor)
+        stream.run(partial(copied.copy_, tensor))
+        return copied
+
     def host_buffer(self, num_bytes: int) -> Tensor:
         self._check()
         return torch.empty(num_bytes, dtype=torch.uint8)

@@ -23,6 +23,7 @@ from shoal.env import WorkerPlace
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
 from shoal.train.config import DistributedConfig
+from shoal.train.device_copies import copies_to
 from shoal.train.gradients import LocalUpdate, LossScale, choose_precision, wrap_model
 from shoal.train.reporting import StepTimer
 from shoal.train.step import Step, Training
@@ -99,6 +100,7 @@ def compute(
     training = Training(
         world=world,
         timer=timer,
+        copies=copies_to(world.device),
         scale=LossScale(enabled=True, static=settings["loss_scale"]),
         update=LocalUpdate(world),
         seed_key=1,

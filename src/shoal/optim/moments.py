@@ -383,7 +383,15 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
     values = list(tensors)
     if values and native.is_built() and all(map(_is_flat, values)):
         return native.l2_norm(values, num_threads=torch.get_num_threads())
-    return float(torch.nn.utils.get_total_norm(values))
+    return float(device_norm(values))
+
+
+def device_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the Euclidean norm of all ``tensors`` together as a float64 scalar of their device.
+
+    The host waits for nothing.
+    """
+    return torch.nn.utils.get_total_norm(tensors).double()
 
 
 def _is_flat(tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ from shoal.train.parallel_config import parse_bytes
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from shoal.data.images.augment import AugmentConfig
     from shoal.data.loader import Batch
     from shoal.data.steps import Reader
     from shoal.models.profile import StepProfile
@@ -190,6 +191,15 @@ def like_weights(inputs: "Tensor", model: "nn.Module") -> "Tensor":
     last = weight.is_contiguous(memory_format=torch.channels_last)
     form = torch.channels_last if last else torch.contiguous_format
     return inputs.to(weight.device, non_blocking=True, memory_format=form)
+
+
+def copies_bytes(world: "World", augment: "AugmentConfig | None" = None) -> bool:
+    """Return whether training images go to the device as bytes, and are normalised there: a GPU's do.
+
+    Args:
+        augment: of the images, which may give them colours that are not whole numbers; default: it does not.
+    """
+    return world.device.type == "cuda" and (augment is None or augment.is_in_bytes)
 
 
 def shared_batches(reader: "Reader", world: "World", batch_size: int, **options: Any) -> "Iterator[Batch]":

@@ -179,6 +179,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.coco.results import write_results
     from shoal.data.coco.source import CATEGORIES
     from shoal.data.coco.synthetic import make_coco
+    from shoal.data.images.normalise import Normalisation
     from shoal.models.detection.mask_rcnn import MaskRCNN
     from shoal.recipes.mask_rcnn_export import Exported, load_weights, write_export
     from shoal.recipes.mask_rcnn_score import Scored, evaluate, gather_results, recorded
@@ -192,7 +193,8 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- data
         images.make_images(config, run.world, make_coco, last_file=CATEGORIES)
-        source, held_out = open_data(config, run.world)
+        in_bytes, normalise = images.copies_bytes(run.world), Normalisation(device)
+        source, held_out = open_data(config, run.world, in_bytes=in_bytes)
         images.keep_description(config, run, CATEGORIES)
         categories, num_images = held_out.categories, source.reader.num_examples
         plan = make_plan(config, num_examples=num_images, num_workers=run.world.num_workers)
@@ -235,9 +237,11 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
             with step:
                 set_learning_rate(optimizer, learning_rate(plan.schedule, step.number - 1))
                 for batch in step:
-                    targets = {name: batch[name].to(device, non_blocking=True) for name in TARGETS}
-                    keys = sampling_keys(run.seed, batch).to(device, non_blocking=True)
-                    losses = mean_losses(ddp(images.like_weights(batch["images"], model), targets, keys))
+                    targets = run.to_device({name: batch[name] for name in TARGETS})
+                    inputs, keys = run.to_device((batch["images"], sampling_keys(run.seed, batch)))
+                    if in_bytes:
+                        inputs = normalise(inputs, targets["sizes"])
+                    losses = mean_losses(ddp(images.like_weights(inputs, model), targets, keys))
                     step.backward(losses.sum() / step.num_samples)
                     step.add(step.num_samples, **dict(zip(LOSSES, losses, strict=True)))
                 average_norms(model, run.world)
@@ -312,8 +316,14 @@ def sampling_keys(seed: int, batch: "Batch") -> "Tensor":
 # ------------------------------------------------------------------------------------------------- data
 
 
-def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[ReaderSource, DetectionReader]":
-    """Return the training batches, each micro-batch of one aspect, and a reader of the held-out images."""
+def open_data(
+    config: MaskRCNNTrainConfig, world: "World", *, in_bytes: bool = False
+) -> "tuple[ReaderSource, DetectionReader]":
+    """Return the training batches, each micro-batch of one aspect, and a reader of the held-out images.
+
+    Args:
+        in_bytes: training images are not normalised.
+    """
     from shoal.data.coco.reader import DetectionReader
     from shoal.data.coco.source import read_categories
     from shoal.data.coco.transform import DetectionTransform
@@ -327,7 +337,9 @@ def open_data(config: MaskRCNNTrainConfig, world: "World") -> "tuple[ReaderSourc
         threads=images.decode_threads(config.data, world),
     )
     source = ReaderSource(
-        reader=make_reader(train, DetectionTransform(config.augment)),
+        reader=make_reader(
+            train, DetectionTransform(config.augment), dtype="uint8" if in_bytes else "float32"
+        ),
         order=GroupedOrder(
             aspect_groups(train.sizes),
             run_size=required(known_size(config.train.micro_batch_size)),

@@ -225,7 +225,8 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
 
     from shoal.data.images.gpu import EncodedReader, GpuTransform
     from shoal.data.images.mixing import mix, mixup_weight
-    from shoal.data.images.reader import ImageReader
+    from shoal.data.images.normalise import Normalisation
+    from shoal.data.images.reader import DTypeName, ImageReader
     from shoal.data.images.synthetic import make_images
     from shoal.data.images.transform import CentreTransform, TrainTransform
     from shoal.data.loader import Batch, held_out_batches
@@ -263,12 +264,15 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         else:
             # The first convolution rounds its input to bf16: rounded here, half the bytes are copied.
             halves = run.precision.name == "bf16" and not (config.train.mixup or config.train.whiten_images)
-            train_reader = make_reader(
-                train, TrainTransform(augment), on_bad=data.on_bad, dtype="uint16" if halves else "float32"
-            )
+            in_bytes = images.copies_bytes(run.world, augment)
+            normalise = Normalisation(run.world.device, mean=augment.mean, std=augment.std)
+            dtype: DTypeName = "uint8" if in_bytes else "uint16" if halves else "float32"
+            train_reader = make_reader(train, TrainTransform(augment), on_bad=data.on_bad, dtype=dtype)
 
             def images_of(batch: Batch) -> Tensor:
-                pixels: Tensor = batch["images"]
+                pixels: Tensor = run.to_device(batch["images"])
+                if in_bytes:
+                    return normalise(pixels, dtype=torch.bfloat16 if halves else torch.float32)
                 return pixels.view(torch.bfloat16) if halves else pixels
 
         blocks = None
@@ -337,7 +341,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 set_learning_rate(optimizer, learning_rate(plan.schedule, step.number - 1))
                 weight = mixup_weight(config.train.mixup, run.seed, step.number)
                 for batch in step:
-                    labels = batch["labels"].to(run.world.device, non_blocking=True)
+                    labels = run.to_device(batch["labels"])
                     logits = ddp(mix(images.like_weights(images_of(batch), model), weight)).float()
                     targets = mix(F.one_hot(labels, num_classes).float(), weight)
                     smoothing = config.train.label_smoothing

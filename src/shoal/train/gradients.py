@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
-from shoal.optim.moments import norm_of
+from shoal.optim.moments import device_norm, norm_of
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World
 
@@ -180,11 +180,12 @@ class Update(Protocol):
 
     def finish_gradients(
         self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
-    ) -> float:
+    ) -> float | Tensor:
         """Divide by the loss scale, average if ``per_worker``, and clip to ``max_norm``.
 
         Returns:
-            The norm before clipping, the same on all workers. A non-finite norm skips the update.
+            The norm before clipping, the same on all workers. A non-finite norm skips the update. As a scalar
+            of the device it is not known yet: :meth:`apply` is called in any case, and skips by itself.
         """
 
     def apply(self, optimizer: Optimizer) -> None:
@@ -195,15 +196,31 @@ class Update(Protocol):
 
 
 class LocalUpdate:
-    """The update of replicated models: each worker applies it to its own replica."""
+    """The update of replicated models: each worker applies it to its own replica.
+
+    Attributes:
+        on_device: leave the norm on the device, which clips and skips by it, where the optimizer can
+            (:func:`skips_on_device`): the host queues the update and the next step without waiting.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.on_device = world.device.type == "cuda"
+        self._is_skipped: Tensor | None = None
 
     def finish_gradients(
         self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
-    ) -> float:
+    ) -> float | Tensor:
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        self._is_skipped = None
+        if self.on_device and gradients and skips_on_device(optimizer):
+            found = device_norm(gradients) / loss_scale
+            scale_all(gradients, clip_factor(found, max_norm) / loss_scale)
+            if per_worker:
+                average_over_workers(gradients, self._world)
+                found = device_norm(gradients)
+            self._is_skipped = found.isfinite().logical_not().float()
+            return found
         norm = norm_of(gradients) / loss_scale
         if per_worker or math.isfinite(norm):
             scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
@@ -213,7 +230,14 @@ class LocalUpdate:
         return norm_of(gradients)
 
     def apply(self, optimizer: Optimizer) -> None:
-        optimizer.step()
+        if self._is_skipped is None:
+            optimizer.step()
+            return
+        optimizer.found_inf = self._is_skipped  # type: ignore[attr-defined]  # as torch's GradScaler sets it
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
 
     def weight_norm(self, optimizer: Optimizer) -> float:
         return norm_of(p.detach() for p in parameters_of(optimizer))
@@ -224,15 +248,41 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def scale_all(tensors: list[Tensor], factor: float) -> None:
-    """Multiply ``tensors`` by ``factor`` in place."""
-    if factor != 1.0:
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer.step()`` takes ``found_inf``, a scalar of the device that is 1 to skip it.
+
+    torch's fused optimizers do, and then leave weights, moments and counts of steps as they are. SGD makes
+    its momenta in its first step, and leaves them unset if it skips that one, so the host decides about it.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):  # what torch's GradScaler looks at
+        return False
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    moved = [p for group in optimizer.param_groups if group["momentum"] for p in group["params"]]
+    return all(optimizer.state[p].get("momentum_buffer") is not None for p in moved if p.grad is not None)
+
+
+def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply ``tensors`` by ``factor``, a number or a scalar of their device, in place."""
+    if isinstance(factor, Tensor):
+        torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
+    elif factor != 1.0:
         torch._foreach_mul_(tensors, factor)
 
 
-def clip_factor(norm: float, max_norm: float | None) -> float:
+@overload
+def clip_factor(norm: float, max_norm: float | None) -> float: ...
+@overload
+def clip_factor(norm: Tensor, max_norm: float | None) -> float | Tensor: ...
+
+
+def clip_factor(norm: float | Tensor, max_norm: float | None) -> float | Tensor:
     """Return the factor that clips a gradient of norm ``norm`` to ``max_norm``."""
-    return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
+    if max_norm is None:
+        return 1.0
+    if isinstance(norm, Tensor):
+        return torch.where(norm <= max_norm, 1.0, max_norm / norm)
+    return 1.0 if norm <= max_norm else max_norm / norm
 
 
 def average_over_workers(tensors: list[Tensor], world: World) -> None:

@@ -57,6 +57,7 @@ from shoal.env import WorkerEnv, alone, compiler_problem, progress_file, worker_
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree, required
+from shoal.train.device_copies import copies_to
 from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
 from shoal.train.reporting import (
     Progress,
@@ -173,6 +174,7 @@ class Run:
         self._training = Training(
             world=world,
             timer=self.timer,
+            copies=copies_to(world.device),
             scale=self._fresh_scale(),
             update=LocalUpdate(world),
             seed_key=int(random_keys(loop.seed, Stream.DROPOUT, world.place.rank).item()),
@@ -187,6 +189,7 @@ class Run:
         self._section = "train"
         self.num_parameters, self.epoch_samples = 0, 0
         self._last_loss = 0.0
+        self._unread: list[Step] = []  # done, but their losses and norms are not counted yet
         self._current: Step | None = None
         self._stack = ExitStack()
         self._began = self._last_end = time.monotonic()
@@ -407,6 +410,7 @@ class Run:
         if self._settings.evaluate is not None:
             until = total = self.step
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
+        self._count_steps()
         self.is_over = self._has_ended()
         if self.is_over:
             return
@@ -469,8 +473,10 @@ class Run:
                 self._nonfinite_steps = self._nonfinite_steps + 1 if num_bad else 0
                 if self._nonfinite_steps >= self._loop.max_nonfinite_steps:
                     section = "optim" if self._section == "train" else self._section
-                    names = source.names(shard, index - 1)
-                    raise not_finite(self._nonfinite_steps, self.step, names, section=section)
+                    behind = 1 + len(self._unread)  # the step whose loss it is
+                    names = source.names(shard, index - behind)
+                    last = self.step + 1 - behind
+                    raise not_finite(self._nonfinite_steps, last, names, section=section)
                 if num_reached:
                     self._reach()
                     return
@@ -556,6 +562,13 @@ class Run:
         if self._settings.evaluate is not None:
             return not self._scores
         return not self._on_main(lambda: any(split in (None, name) for name in self._last_evaluations()))
+
+    def to_device(self, batch: Any) -> Any:
+        """Return a micro-batch, or a part of it, with its tensors on the device.
+
+        For loops with ``on_host``. A GPU copies from pinned memory beside the kernels that are queued.
+        """
+        return self._training.copies(batch)
 
     def note(self, text: str) -> None:
         """Print lines above the progress bar, on the first worker."""
@@ -799,8 +812,8 @@ class Run:
         self.step += 1
         self._scores.clear()
         self._samples += step.num_samples
-        self._last_loss = step.loss
-        self._metrics.add_step(step.loss, step.sums, step.counts, step.grad_norm)
+        self._unread.append(step)
+        self._count_steps(all_but=int(step.is_unread))  # a GPU has passed the step before
         self.timer.end_step()
         if self.log:
             self.log.progress.advance(self.step)
@@ -808,7 +821,15 @@ class Run:
             self._write_line(step)
         self._last_end = time.monotonic()
 
+    def _count_steps(self, all_but: int = 0) -> None:
+        """Read and count losses and norms of the steps that were done, without the ``all_but`` newest."""
+        while len(self._unread) > all_but:
+            step = self._unread.pop(0)
+            self._last_loss = step.loss
+            self._metrics.add_step(step.loss, step.sums, step.counts, step.grad_norm)
+
     def _write_line(self, step: Step) -> None:
+        self._count_steps()
         loss, figures = self._metrics.means()
         weight_norm = self._training.update.weight_norm(step.optimizer)
         step_s, parts_s, num_steps = self.timer.step_s(), self.timer.parts_s(), self.timer.num_steps

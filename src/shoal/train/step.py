@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.data.loader import to_device
 from shoal.data.steps import DataShard
 from shoal.errors import RetryStep, UsageError
+from shoal.train.device_copies import Copies
 from shoal.train.gradients import DataParallel, LossScale, Update
+from shoal.train.readback import Readback
 from shoal.train.reporting import StepTimer
 from shoal.train.world import World
 
@@ -29,6 +30,8 @@ class Training:
 
     world: World
     timer: StepTimer
+    copies: Copies
+    """Copies micro-batches to the device."""
     scale: LossScale
     update: Update
     seed_key: int
@@ -44,6 +47,9 @@ class Step:
         num_samples: samples of the global batch.
         num_targets: targets of the global batch, at least 1; see ``targets`` of :meth:`Run.steps`.
         is_done: whether the step was committed.
+        sums: this worker's parts of the figures of :meth:`add`.
+        counts: of the items that each of them is a mean over.
+        learning_rate: of the optimizer's first group.
     """
 
     def __init__(
@@ -65,13 +71,32 @@ class Step:
         self.is_done = False
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
-        self.grad_norm = math.nan
         self.learning_rate = math.nan
-        self.loss = math.nan
+        self._figures: Readback | list[float] = [math.nan, math.nan]
         self._loss = torch.zeros((), dtype=torch.float64, device=training.world.device)
         self._optimizer: Optimizer | None = None
         self._averages = False
         self._before: list[dict[str, Tensor]] = []
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the gradient before clipping, the same on all workers; may wait for a GPU."""
+        return self._read()[0]
+
+    @property
+    def loss(self) -> float:
+        """This worker's part of the mean loss over the global batch; may wait for a GPU."""
+        return self._read()[1]
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether :attr:`grad_norm` and :attr:`loss` are still on their way to the host."""
+        return isinstance(self._figures, Readback)
+
+    def _read(self) -> list[float]:
+        if isinstance(self._figures, Readback):
+            self._figures = self._figures.read()
+        return self._figures
 
     @property
     def optimizer(self) -> Optimizer:
@@ -99,7 +124,7 @@ class Step:
                 for ddp in training.models:
                     if not (self._averages and ddp.average):
                         stack.enter_context(ddp.no_sync())
-                yield batch if self._on_host else to_device(batch, training.world.device)
+                yield batch if self._on_host else training.copies(batch)
 
     def backward(self, loss: Tensor) -> None:
         """Run backward.
@@ -149,10 +174,13 @@ class Step:
         self._optimizer = optimizer
         self.learning_rate = optimizer.param_groups[0]["lr"]
         per_worker = any(not ddp.average for ddp in training.models)
-        self.grad_norm = training.update.finish_gradients(
+        norm = training.update.finish_gradients(
             optimizer, max_norm=max_norm, per_worker=per_worker, loss_scale=training.scale.value
         )
-        self.loss = float(self._loss)  # here, where a GPU is waited for anyway, and not after the optimizer
+        if isinstance(norm, Tensor):
+            self._figures = Readback(norm, self._loss)
+        else:  # a GPU was waited for, and not yet given the optimizer's work
+            self._figures = [norm, float(self._loss)]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         training = self._training
@@ -161,10 +189,13 @@ class Step:
                 ddp.zero_grad()
                 ddp.restore_volatile(before)
             return isinstance(error, RetryStep)
-        optimizer, finite = self.optimizer, math.isfinite(self.grad_norm)
-        if finite:
-            training.update.apply(optimizer)
-        training.scale.update(finite=finite)
+        optimizer = self.optimizer
+        if self.is_unread and not training.scale.dynamic:  # else the next backward pass needs the scale
+            training.update.apply(optimizer)  # which skips it on the device, if need be
+        else:
+            if finite := math.isfinite(self.grad_norm):
+                training.update.apply(optimizer)
+            training.scale.update(finite=finite)
         optimizer.zero_grad()
         training.timer.lap("optimizer")
         self.is_done = True

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ class DetectionReader(ShardReader):
         *,
         seed: int,
         threads: int | None = None,
+        dtype: Literal["float32", "uint8"] = "float32",
     ) -> None:
         """Read ``shards``.
 
@@ -49,6 +50,8 @@ class DetectionReader(ShardReader):
             categories: names by id (``source.read_categories``); labels are 1, 2, … in this order.
             seed: decides the order, and is part of the transform's key.
             threads: that decode; default: the cores that this process may use.
+            dtype: of the images; uint8: as decoded, for
+                :class:`~shoal.data.images.normalise.Normalisation`.
 
         Raises:
             UsageError: the split has no images, or ``threads`` is below 1.
@@ -58,18 +61,19 @@ class DetectionReader(ShardReader):
         self.categories = dict(categories)
         self.example_tokens = 3 * math.prod(transform.config.largest_batch)
         self._threads = DecodeThreads(threads)
+        self._dtype = np.dtype(dtype)
         self._labels = {category: label for label, category in enumerate(self.categories, 1)}
 
     @property
     def example_bytes(self) -> int:
         """Bytes of the largest image in a batch, with masks that cover it once."""
-        return 4 * self.example_tokens + self.example_tokens // 3
+        return self._dtype.itemsize * self.example_tokens + self.example_tokens // 3
 
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> Arrays:
         """Return the images ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
 
-        - ``images`` float32 ``[B, 3, H, W]``: each frame at the top left, padded with 0; H and W are the
-          smallest multiples of :data:`SIZE_STEP` that hold all frames;
+        - ``images`` ``[B, 3, H, W]``, normalised float32 or uint8: each frame at the top left, padded with 0;
+          H and W are the smallest multiples of :data:`SIZE_STEP` that hold all frames;
         - ``sizes`` int64 ``[B, 2]``: height and width of each frame;
         - ``num_objects`` int64 ``[B]``; M below is the largest; other images are padded with 0;
         - ``boxes`` float32 ``[B, M, 4]``: x1, y1, x2, y2 in pixels of the frame;
@@ -91,7 +95,7 @@ class DetectionReader(ShardReader):
             for key, (width, height) in zip(keys, self.shards.sizes[indices_].tolist(), strict=True)
         ]
         height, width = (-(-max(sides) // SIZE_STEP) * SIZE_STEP for sides in zip(*frames, strict=True))
-        images = np.zeros((len(keys), 3, height, width), np.float32)
+        images = np.zeros((len(keys), 3, height, width), self._dtype)
         made: dict[int, tuple[DetectionObjects, list[tuple[int, int, Bitmaps]]]] = {}
 
         def make(row: int) -> None:

@@ -14,7 +14,7 @@ from shoal.data.coco.masks import areas, as_compressed, bitmaps, encoded, mask_l
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.pixels import Pixels, finish
 from shoal.data.images.storage import Bytes
-from shoal.data.images.transform import decode, normalisation, resized
+from shoal.data.images.transform import IDENTITY, decode, normalisation, resized
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 
@@ -97,7 +97,7 @@ class DetectionTransform:
     ) -> DetectionObjects:
         """Write the image of ``key`` = (seed, epoch, index) to ``out`` and return its objects.
 
-        ``out`` is float32 ``[3, H, W]``, as large as the frame, and normalised as ImageNet.
+        ``out`` ``[3, H, W]`` is as large as the frame: float32, normalised as ImageNet, or uint8, as decoded.
 
         Raises:
             ShoalError: the image or its annotations cannot be read, or do not belong together.
@@ -110,7 +110,8 @@ class DetectionTransform:
                 f"an image has {shape[1]} x {shape[0]} pixels, which the index of its shard does not say; "
                 "prepare the images again"
             )
-        scale, shift = normalisation(IMAGENET_MEAN, IMAGENET_STD)
+        of_floats = normalisation(IMAGENET_MEAN, IMAGENET_STD)
+        scale, shift = IDENTITY if out.dtype == np.uint8 else of_floats
         finish(unflipped_pixels(pixels, place), out, scale=scale, shift=shift, flip=place.flip)
         return placed_objects(extra, shape, place)
 

@@ -103,6 +103,11 @@ class AugmentConfig:
             )
         check_normalisation(self.mean, self.std)
 
+    @property
+    def is_in_bytes(self) -> bool:
+        """Whether augmented pixels are whole numbers before they are normalised: colours are as decoded."""
+        return not any((self.brightness, self.contrast, self.saturation, self.hue, self.lighting, self.erase))
+
     def size_at(self, epoch: int) -> int:
         """Return the side of the images of an epoch (from 0), in pixels."""
         begin, end = self.growth

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from made_coco import CATEGORIES, made_truth
 from PIL import Image
 from pycocotools import mask as official
@@ -22,6 +23,7 @@ from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.transform import DetectionTransform
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.manifest import ImageManifest
+from shoal.data.images.normalise import Normalisation
 from shoal.data.images.shards import ImageShards, ImageShardWriter
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps
 from shoal.data.steps import DataShard, StepReader
@@ -258,3 +260,17 @@ def test_masks_of_coco_are_the_official_ones(tmp_path: Path) -> None:
             np.testing.assert_allclose(batch["boxes"][row, number], [x, y, x + w, y + h], atol=1e-3)
             num_compared += 1
     assert num_compared > 40
+
+
+def test_images_in_bytes_are_normalised_on_the_device_to_the_same_bits(directory: Path) -> None:
+    config = DetectionAugmentConfig(shorter=(40, 50), longer=1000, flip=0.5)
+    floats, in_bytes = (
+        reader_of(directory, config, dtype=dtype).batch(1, range(11)) for dtype in ("float32", "uint8")
+    )
+    assert in_bytes["images"].dtype == np.uint8
+    sizes = torch.from_numpy(in_bytes["sizes"])
+    made = Normalisation(torch.device("cpu"))(torch.from_numpy(in_bytes["images"]), sizes)
+    assert torch.equal(made, torch.from_numpy(floats["images"]))
+    assert all(np.array_equal(floats[name], in_bytes[name]) for name in floats if name != "images")
+    of_bytes, of_floats = (reader_of(directory, config, dtype=d) for d in ("uint8", "float32"))
+    assert of_floats.example_bytes - of_bytes.example_bytes == 3 * of_bytes.example_tokens
