@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 import unittest
 import warnings
 from pathlib import Path
@@ -46,7 +47,7 @@ class _Outcomes(unittest.TestResult):
         self._note(test, "skipped", reason)
 
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:
-        self._note(test, "failed", self._exc_info_to_string(err, test)[-2000:])
+        self._note(test, "failed", "".join(traceback.format_exception(*err))[-2000:])
 
     addError = addFailure
 
@@ -75,15 +76,17 @@ def suite_class(backend: str, counters: Path, *, called_gloo: bool) -> type[unit
     if backend == "shoal":
         _record_counters(counters)
 
-    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+    class Suite(  # type: ignore[no-untyped-call]
+        distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase
+    ):
         def setUp(self) -> None:
-            super().setUp()
+            super().setUp()  # type: ignore[no-untyped-call]
             self._start_processes(multiprocessing.get_context("fork").Process)
 
         @classmethod
         def _run(cls, rank: int, test_name: str, *args: Any, **kwargs: Any) -> None:
             os.environ["SUITE_TEST"] = test_name
-            super()._run(rank, test_name, *args, **kwargs)
+            super()._run(rank, test_name, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     return Suite
 
@@ -94,15 +97,15 @@ def _record_counters(path: Path) -> None:
 
     original = ShoalProcessGroup.shutdown
 
-    def shutdown(group: ShoalProcessGroup) -> None:
-        if not group.operations.is_closed:
+    def shutdown(self: ShoalProcessGroup) -> None:
+        if not self.operations.is_closed:
             counted = {
                 "test": os.environ["SUITE_TEST"],
-                **group.engine.counters(),
+                **self.engine.counters(),
             }
             with path.open("a") as file:
                 file.write(json.dumps(counted) + "\n")
-        original(group)
+        original(self)
 
     ShoalProcessGroup.shutdown = shutdown  # type: ignore[method-assign]
 
@@ -120,7 +123,11 @@ def main() -> int:
     tests = unittest.defaultTestLoader.loadTestsFromTestCase(
         suite_class(args.backend, counters, called_gloo=args.called_gloo)
     )
-    chosen = [test for test in tests if re.search(args.match, test.id().rpartition(".")[2])]
+    chosen = [
+        test
+        for test in tests
+        if isinstance(test, unittest.TestCase) and re.search(args.match, test.id().rpartition(".")[2])
+    ]
     outcomes = _Outcomes(len(chosen))
     for test in chosen:
         test.run(outcomes)

@@ -111,7 +111,8 @@ class OurStep:
 
     def read(self, step: int) -> Batch:
         """Return the packed batch of a step."""
-        return to_device(as_tensors(self._sides.read(step), pin_memory=False), self._training.world.device)
+        batch: Batch = to_device(as_tensors(self._sides.read(step), False), self._training.world.device)
+        return batch
 
     def take(self, step: int) -> None:
         """Do one optimizer step, from reading to the new weights."""
@@ -125,7 +126,7 @@ class OurStep:
         self._training.timer.reset()
 
 
-class ByTurns(TrainerCallback):
+class ByTurns(TrainerCallback):  # type: ignore[misc]
     """Times the Trainer's step that has ended, then takes and times ours on the same sequences."""
 
     def __init__(self, ours: OurStep, num_tokens: list[int], finish: Callable[[], None]) -> None:

@@ -21,7 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from benchmarks.ddp_emulated_worker import COMPUTATION, batch_of, build
 from benchmarks.ddp_training import Training
-from shoal.bench.collectives import COLOCATED, Groups
+from shoal.bench.collectives import Groups
+from shoal.bench.comm_options import COLOCATED
 from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.env import worker_env
 

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def add_staging(bench: Benchmark, device: Device) -> None:
 
         bench.compare(
             f"{size} MiB to the host and back",
-            ours=lambda tensor=tensor: staged_and_back(pipeline, device, tensor),
+            ours=partial(staged_and_back, pipeline, device, tensor),
             peer=plain,
             peer_name="a pinned copy each way",
             target=STAGING_TARGET if size >= 25 else None,

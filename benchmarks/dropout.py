@@ -36,7 +36,7 @@ def pass_ms(module: Callable[[Tensor], Tensor], x: Tensor, keys: Tensor | None) 
         else:
             with SampleDropout(keys):
                 out = module(x)
-        out.backward(gradient)
+        out.backward(gradient)  # type: ignore[no-untyped-call]
         if x.device.type == "cuda":
             torch.cuda.synchronize(x.device)
 
@@ -46,7 +46,8 @@ def pass_ms(module: Callable[[Tensor], Tensor], x: Tensor, keys: Tensor | None) 
 def bert_layer(device: torch.device) -> nn.Module:
     config = BertConfig(hidden_dropout_prob=P, attention_probs_dropout_prob=P, attn_implementation="sdpa")
     torch.manual_seed(0)
-    return BertLayer(config).to(device).train()
+    layer: nn.Module = BertLayer(config).to(device).train()
+    return layer
 
 
 def main() -> int:

@@ -204,7 +204,8 @@ def training(_: dict[str, Any]) -> dict[str, Any]:
         return max(float(jnp.abs(a - b).max()) for a, b in zip(ours, alone, strict=True))
 
     result: dict[str, Any] = {"weights": [], "gradients": [], "alike": True}
-    for make in (lambda: optax.sgd(0.1, momentum=0.9), lambda: optax.adam(1e-2)):
+    makers: tuple[Callable[[], Any], ...] = (lambda: optax.sgd(0.1, momentum=0.9), lambda: optax.adam(1e-2))
+    for make in makers:
         ours, alone = (
             train(make(), share, shoal.jax.all_reduce),
             train(make(), slice(None), lambda tree: tree),

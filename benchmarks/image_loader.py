@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from benchmarks.harness import Benchmark, peer_module
-from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig, Box, draws
+from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD, JITTERS, AugmentConfig, Box, draws
 from shoal.data.images.folder import FolderSource
 from shoal.data.images.pixels import finish
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
@@ -40,8 +41,8 @@ from shoal.env import num_cores, test_data_dir
 
 BATCH, SIZE = 64, 224
 NUM_MADE = 96
-JITTER = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
-CONFIG = AugmentConfig(size=SIZE, lighting=0.1, **JITTER)
+CONFIG = AugmentConfig(size=SIZE, lighting=0.1, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
+JITTER = {name: getattr(CONFIG, name) for name in JITTERS}
 TARGET = 1.8
 Measured = Callable[[], float]
 
@@ -188,10 +189,10 @@ def compare_steps(bench: Benchmark, folder: Path) -> None:
     files = [path.read_bytes() for path in sorted(folder.glob("train/*/*.jpg"))[:32]]
     pixels = [decode(data) for data in files]
     pillow = [image.open(io.BytesIO(data)).convert("RGB") for data in files]
-    drawn = [draws(CONFIG, (0, 0, i), *p.shape[:2], SIZE) for i, p in enumerate(pixels)]
+    drawn = [draws(CONFIG, (0, 0, i), p.shape[0], p.shape[1], SIZE) for i, p in enumerate(pixels)]
     crops = [resized(p, d.crop, SIZE, SIZE) for p, d in zip(pixels, drawn, strict=True)]
     out = np.empty((3, SIZE, SIZE), np.float32)
-    normal = dict(zip(("scale", "shift"), normalisation(IMAGENET_MEAN, IMAGENET_STD), strict=True))
+    scale, shift = normalisation(IMAGENET_MEAN, IMAGENET_STD)
     rest = v2.Compose([
         v2.RandomHorizontalFlip(), v2.ColorJitter(**JITTER), v2.PILToTensor(),
         v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
@@ -214,15 +215,17 @@ def compare_steps(bench: Benchmark, folder: Path) -> None:
         ),
         (
             "mirror, jitter, normalise",
-            lambda i: finish(crops[i], out, flip=drawn[i].flip, jitter=drawn[i].jitter, **normal),
+            lambda i: finish(
+                crops[i], out, scale=scale, shift=shift, flip=drawn[i].flip, jitter=drawn[i].jitter
+            ),
             lambda i: rest(small[i]),
         ),
     )  # fmt: skip
     for name, our_step, peer_step in steps:
         bench.compare(
             f"  {name}, one thread",
-            ours=lambda step=our_step: mean_ms(step, len(files)),
-            peer=lambda step=peer_step: mean_ms(step, len(files)),
+            ours=partial(mean_ms, our_step, len(files)),
+            peer=partial(mean_ms, peer_step, len(files)),
             peer_name="Pillow" if name == "decode" else "v2 on Pillow's images",
             repetitions=6,
             quick_repetitions=2,

@@ -133,7 +133,7 @@ def compare_lars(bench: Benchmark, model: str) -> None:
 def compare_novograd(bench: Benchmark, model: str) -> None:
     """Add the rows of NovoGrad; ours corrects the bias, which the others cannot. timm's has one form only."""
     timm_optim, other = peer_module("timm.optim"), peer_module("pytorch_optimizer")
-    options = {"lr": _LR, "betas": (0.9, 0.25), "eps": 1e-7}
+    options: dict[str, Any] = {"lr": _LR, "betas": (0.9, 0.25), "eps": 1e-7}
 
     def groups() -> list[dict[str, Any]]:
         split = parameter_groups(parameters_like(model), 1.25e-3)

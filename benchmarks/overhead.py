@@ -14,7 +14,8 @@ from pathlib import Path
 
 from benchmarks.harness import Benchmark
 from benchmarks.machine import ForeignCores
-from benchmarks.train_step_worker import opened, our_steps, settings, write_text
+from benchmarks.train_step_worker import opened, our_steps, settings
+from shoal.cli.bench_train_settings import write_text
 from shoal.train.run import Run
 
 STEPS_BETWEEN = 50

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.functional import cross_entropy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +84,7 @@ def _trace(rank: int, name: str) -> dict[str, str]:
             cause = cause.__cause__
         said = " ".join(f"{type(cause).__name__}: {cause}".split())[:_LONGEST]
         dist.destroy_process_group()  # ends the other's wait
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         return {"said": said}
 
 
@@ -94,9 +95,9 @@ def _train_traced(rank: int, name: str) -> str:
     oracle = Oracle(model, batch)
     model.zero_grad(set_to_none=True)
     labels = batch["labels"]
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key != "labels"}
+    if (prepare := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is not None:
+        inputs["decoder_input_ids"] = prepare(labels)
     pipe: Any = pipeline(
         Logits(model),
         (),
@@ -129,11 +130,14 @@ class Logits(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         if hasattr(model, "config"):
-            model.config.use_cache = False
+            config: Any = model.config
+            config.use_cache = False
 
     def forward(self, **inputs: Tensor) -> Tensor:
         if hasattr(self.model, "backbone"):  # ResNet-50 with its loss around it
-            return self.model.backbone(**{"x": inputs["images"]})
-        return self.model(**inputs).logits
+            logits: Tensor = self.model.backbone(**{"x": inputs["images"]})
+        else:
+            logits = self.model(**inputs).logits
+        return logits

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from benchmarks.harness import Benchmark
 from benchmarks.machine import ForeignCores
 from shoal.decide.cost import Link, ModelCost, Unit, stage_costs
-from shoal.decide.pipeline_schedules import Schedule, make_schedule
-from shoal.decide.pipeline_simulator import simulate
+from shoal.decide.pipeline_schedules import make_schedule
+from shoal.decide.pipeline_simulator import Schedule, simulate
 
 NUM_LAYERS = 48
 LIMIT_MS = 50.0
@@ -74,9 +75,7 @@ def add_simulation_time(bench: Benchmark) -> None:
         with ForeignCores() as watch:
             making_ms = _times_ms(make, 5 if bench.quick else 20)
             schedule = schedules[0]
-            simulating_ms = _times_ms(
-                lambda s=schedule: simulate(s, stages, link), 20 if bench.quick else 100
-            )
+            simulating_ms = _times_ms(partial(simulate, schedule, stages, link), 20 if bench.quick else 100)
         cores = [] if watch.cores is None else [watch.cores]
         case = f"{NUM_LAYERS} layers, 8 stages, 8 micro-batches, {name}"
         bench.limit(

@@ -63,7 +63,7 @@ class Emulated(nn.Module):
             self.register_parameter(f"weight{number}", nn.Parameter(torch.randn(shape)))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Compute.apply(x, self.forward_s, *self.parameters())  # type: ignore[no-untyped-call]
+        y: Tensor = Compute.apply(x, self.forward_s, *self.parameters())
         return y
 
 

@@ -53,7 +53,8 @@ def measured(row: dict[str, Any]) -> dict[str, Any]:
     ]
     if len(found) != 1:
         raise ValueError(f"{row['file']}.json has {len(found)} rows for {row['case']!r}; say `against` which")
-    return found[0]
+    the_row: dict[str, Any] = found[0]
+    return the_row
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:

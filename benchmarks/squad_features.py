@@ -19,8 +19,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.harness import Benchmark, peer_module
+from shoal.data.squad.config import WindowConfig
 from shoal.data.squad.dataset import SquadData, read_squad
-from shoal.data.squad.features import SquadFeatures, WindowConfig, make_features
+from shoal.data.squad.features import SquadFeatures, make_features
 from shoal.data.text.tokenizer import read_tokenizer, special_ids
 from shoal.env import TEST_DATA, test_data_dir
 

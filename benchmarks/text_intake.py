@@ -17,9 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 from benchmarks.harness import Benchmark, peer_module
@@ -110,12 +109,12 @@ def main() -> int:
                 peaks[side].append(found["peak_mib"])
                 return megabytes / found["seconds"]
 
-            sides: dict[str, Callable[[], float]] = {side: (lambda s=side, r=rate: r(s)) for side in peaks}
-            facts: dict[str, Any] = {"peer_name": "datasets: load, map(batched, num_proc), save"}
+            peer_name = "datasets: load, map(batched, num_proc), save"
             bench.compare(
                 f"{kind}, {megabytes:.0f} MB, {processes} processes",
-                **sides,
-                **facts,
+                ours=partial(rate, "ours"),
+                peer=partial(rate, "peer"),
+                peer_name=peer_name,
                 unit="MB/s",
                 better="higher",
                 target=1.0,
@@ -123,7 +122,13 @@ def main() -> int:
                 quick_repetitions=2,
                 warmup=1,
             )
-            bench.add(f"{kind}, peak memory of a process", **peaks, **facts, unit="MiB")
+            bench.add(
+                f"{kind}, peak memory of a process",
+                ours=peaks["ours"],
+                peer=peaks["peer"],
+                peer_name=peer_name,
+                unit="MiB",
+            )
             little = measured("ours", part[kind], work, tokenizer, processes)["peak_mib"]
             bench.limit(
                 f"{kind}, peak memory over that of a quarter",

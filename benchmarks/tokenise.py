@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ def main() -> int:
             file.write_bytes(tokenizer_json(tokenizer))
             bench.compare(
                 f"{kind}, {megabytes:.0f} MB, {processes} processes",
-                ours=lambda file=file: write_shards(source, work / "ours", file, processes),
-                peer=lambda tokenizer=tokenizer: map_dataset(source, work / "peer", tokenizer, processes),
+                ours=partial(write_shards, source, work / "ours", file, processes),
+                peer=partial(map_dataset, source, work / "peer", tokenizer, processes),
                 peer_name="datasets.map(batched, num_proc)",
                 unit="s",
                 target=1.0,

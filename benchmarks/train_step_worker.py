@@ -82,7 +82,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
         return self._rows[index]
 
 
-class ByTurns(TrainerCallback):
+class ByTurns(TrainerCallback):  # type: ignore[misc]
     """Times the Trainer's step that has ended, then takes and times one of shoal's."""
 
     def __init__(self, run: Run, steps: Iterator[int]) -> None:

@@ -83,7 +83,7 @@ class Oracle:
         self.loss = 0.0
         for part, count in zip(parts, counts, strict=True):
             loss = loss_of(model(**part)) * (count / sum(counts))
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self.loss += float(loss.detach())
         self.gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -148,10 +148,10 @@ class exported_before:
             assert {n: t.shape for n, t in inputs.items()} == {n: t.shape for n, t in exported.inputs.items()}
             return exported
 
-        stage_sources.export_model = cached
+        stage_sources.export_model = cached  # type: ignore[attr-defined]
 
     def __exit__(self, *_: object) -> None:
-        stage_sources.export_model = export_model
+        stage_sources.export_model = export_model  # type: ignore[attr-defined]
 
 
 def run_worlds(
