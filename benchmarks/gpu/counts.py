@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.data.packing import pack
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
-from shoal.models.text_config import AlbertModelConfig, BertModelConfig
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 
 CUDA = "cuda:0"
 LAUNCH_S = 5e-6
@@ -210,13 +210,12 @@ def resnet_step(batch: int) -> Counts:
         return trained(model, lambda: nn.functional.cross_entropy(model(images).float(), labels))
 
 
-def t5_step(batch: int) -> Counts:
-    """Count forward and backward of T5-base, 512 to 114 tokens, in bf16."""
+def t5_step(batch: int, config: T5ModelConfig | None = None) -> Counts:
+    """Count forward and backward of T5-base, or another T5, 512 to 114 tokens, in bf16."""
     from shoal.models.t5 import new_t5
-    from shoal.models.text_config import T5ModelConfig
 
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
-        model = new_t5(T5ModelConfig(), pad_id=0, end_id=1)
+        model = new_t5(config or T5ModelConfig(), pad_id=0, end_id=1)
         inputs = {
             n: torch.ones(batch, s, dtype=torch.int64) for n, s in (("input_ids", 512), ("labels", 114))
         }
@@ -234,6 +233,29 @@ def backbone(batch: int) -> Counts:
         return trained(model, lambda: sum(level.float().sum() for level in model(images).values()))
 
 
+def detector(batch: int) -> Counts:
+    """Count forward and backward of Mask R-CNN's layers with the most regions, bf16, 800 × 1,088 pixels."""
+    from shoal.models.detection.config import MaskRCNNConfig
+    from shoal.models.detection.mask_rcnn import MaskRCNN, largest_step
+
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        model = MaskRCNN(replace(MaskRCNNConfig(), frozen_norms=True), 80)
+        images = torch.randn(batch, 3, 800, 1088)
+        return trained(model, lambda: largest_step(model, images))
+
+
+def matching(batch: int) -> Counts:
+    """Count the matching of 217,413 anchors to 20 objects of each image, and the choice of 256 of them."""
+    from shoal.models.detection.matching import match_boxes, sample_balanced
+
+    with FakeTensorMode(), torch.device(CUDA), counting() as counts:
+        anchors, objects = torch.empty(217_413, 4), torch.empty(batch, 20, 4)
+        number = torch.full((batch,), 20)
+        matches = match_boxes(objects, number, anchors, high=0.7, low=0.3, allow_low_quality=True)
+        sample_balanced(matches, number, num_samples=256, positive_fraction=0.5)
+    return counts
+
+
 def suppression(groups: int, boxes: int) -> Counts:
     """Count the suppression of ``boxes`` in each of ``groups``."""
     from shoal.models.detection.suppression import suppress
@@ -245,14 +267,14 @@ def suppression(groups: int, boxes: int) -> Counts:
     return counts
 
 
-def optimizer_step(name: str) -> Counts:
-    """Count an optimizer's second step on BERT-large, on a fake GPU."""
+def optimizer_step(name: str, config: BertModelConfig | None = None) -> Counts:
+    """Count an optimizer's second step on BERT-large, or another BERT, on a fake GPU."""
     from shoal.train.config import OptimConfig
     from shoal.train.optimizers import build_optimizer
 
     with FakeTensorMode():
         with torch.device(CUDA):
-            model = BertPretraining(LARGE)
+            model = BertPretraining(config or LARGE)
         optimizer = build_optimizer(model.named_parameters(), OptimConfig(optimizer=name), 1e-3)  # type: ignore[arg-type]
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
@@ -271,6 +293,8 @@ CASES: dict[str, tuple[str, Callable[[], Counts]]] = {
     "t5": ("T5-base, 16 × 512 tokens to 114", lambda: t5_step(16)),
     "resnet50": ("ResNet-50, 64 images", lambda: resnet_step(64)),
     "backbone": ("Mask R-CNN's backbone, frozen norms, 2 images", lambda: backbone(2)),
+    "mask_rcnn": ("Mask R-CNN's layers, frozen norms, 2 images, most regions", lambda: detector(2)),
+    "matching": ("matching and sampling of anchors, 12 images of 20 objects", lambda: matching(12)),
     "proposals": ("suppression of proposals, 12 images × 5 levels of 2,000", lambda: suppression(60, 2000)),
     "detections": ("suppression of detections, 20,000 candidates", lambda: suppression(1, 20_000)),
     **{
@@ -278,6 +302,15 @@ CASES: dict[str, tuple[str, Callable[[], Counts]]] = {
         for name in ("lamb", "lans", "adamw", "adafactor")
     },
 }
+FEW_LAYERS: dict[str, Callable[[], Counts]] = {
+    **{name: count for name, (_, count) in CASES.items()},
+    "bert": lambda: text_step(replace(LARGE, num_hidden_layers=2), 16, 512),
+    "albert": lambda: text_step(replace(AlbertModelConfig(), num_hidden_layers=2), 16, 512),
+    "t5": lambda: t5_step(16, replace(T5ModelConfig(), num_layers=1)),
+    "lamb": lambda: optimizer_step("lamb", replace(LARGE, num_hidden_layers=2)),
+    "adafactor": lambda: optimizer_step("adafactor", replace(LARGE, num_hidden_layers=2)),
+}
+"""The same with two layers where models have many of the same kind: in a second or two each."""
 
 
 def main() -> int:

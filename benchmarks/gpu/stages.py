@@ -113,7 +113,7 @@ def _comm(results: Path, tiny: bool) -> Iterator[Job]:
 
 
 def _bench(recipe: str, preset: str, batch: int, *options: object, tiny: bool = False) -> tuple[str, ...]:
-    steps = ("--warm-up", 1, "--steps", 2) if tiny else ("--warm-up", 4, "--steps", 10)
+    steps = ("--warm-up", 1, "--steps", 2) if tiny else ("--warm-up", 5, "--steps", 15)
     words = ("--preset", preset, "--workers", 1, "--batch", batch, *steps, *options, "--json", "{out}")
     return _module("shoal", "bench", "train", recipe, *words)
 

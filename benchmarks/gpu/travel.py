@@ -30,7 +30,7 @@ DATA_FILES = (VOCABULARY, ALBERT_TOKENIZER, *CASES["pretraining"].needs, *CASES[
 JPEGS = "coco_tiny100/tiny_coco"
 JPEG_FOLDERS = ("train2017", "val2017")
 NUM_JPEGS = 40
-"""Of each folder, which is a class to the kit."""
+"""Of each folder, which is a class to the kit: the test data has 50, and all of them would be above 20 MB."""
 
 
 def data_files(source: Path) -> list[str]:
@@ -66,6 +66,16 @@ def copy_data(source: Path, target: Path) -> int:
             f"{target} has {_mib(num_bytes)}, and may have {_mib(MOST_DATA_BYTES)}: drop some of it"
         )
     return num_bytes
+
+
+def said_of_data(source: Path, num_bytes: int) -> str:
+    """Return a line about the data that was copied."""
+    copied = sum(name.endswith(".jpg") for name in data_files(source))
+    there = sum(1 for folder in JPEG_FOLDERS for _ in (source / JPEGS / folder).glob("*.jpg"))
+    return (
+        f"{copied} JPEGs of the {there} in the test data, which training reads over and over; WikiText, "
+        f"questions, vocabularies: {num_bytes / 1e6:.1f} MB"
+    )
 
 
 def tree_files(root: Path) -> list[Path]:
@@ -127,12 +137,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of wheels and data")
     args = parser.parse_args(argv)
     root = Path.cwd()
+    if not args.folder.resolve().is_relative_to(root.resolve()):
+        parser.error(f"--folder {args.folder} is outside of the tree {root}, in which it travels")
     if args.what == "copy":
         if args.target is None:
             parser.error("copy needs a folder to copy to")
         copy(root, args.folder, args.target)
     elif args.what == "data":
-        copy_data(test_data_dir(), args.folder / DATA)
+        source = test_data_dir()
+        num_bytes = copy_data(source, args.folder / DATA)
+        print(said_of_data(source, num_bytes))
     print(check(root, args.folder))
     return 0
 

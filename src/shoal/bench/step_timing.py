@@ -59,7 +59,7 @@ class TrainResult:
     micro_batch: int
     """Samples per device."""
     samples_s: tuple[float, ...]
-    """Seconds of each step."""
+    """Seconds of each step; on a GPU means of as many as divide the warm-up and the timed ones."""
     parts_s: dict[str, float]
     """Mean seconds per step and part; their sum is the mean step."""
     peak_memory_bytes: int

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -
     """
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         script = make_script(config, Path(folder), what, num_workers=worker.place.num_workers, name=name)
+        script = replace(script, config=with_few_lines(script.config, what))
         script.main(script.config, worker)
         if worker.place.is_main:
             result = read_result(script, what, name)
@@ -55,6 +57,15 @@ def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -
                 result.write(what.json)
                 print(f"\n{what.json}")
     return EXIT_OK
+
+
+def with_few_lines(config: Any, what: TrainBench) -> Any:
+    """Return the settings with a line of the record for several steps on a GPU: each line waits for it."""
+    import torch
+
+    if config.distributed.device == "cpu" or not torch.cuda.is_available():
+        return config
+    return replace(config, run=replace(config.run, log_frequency=math.gcd(what.warm_up, what.steps)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +289,7 @@ def read_result(script: Script, what: TrainBench, name: str) -> TrainResult:
 
     rows = read_record(script.config.run.dir)
     start = next(row for row in rows if isinstance(row, Start))
-    timed = [row for row in rows if isinstance(row, Step)][what.warm_up :]
+    timed = [row for row in rows if isinstance(row, Step) and row.step > what.warm_up]
     device = torch.device("cpu" if start.device.startswith("CPU") else "cuda")
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     parallel = getattr(script.config, "parallel", None)

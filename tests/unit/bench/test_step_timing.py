@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.bench.step_timing import KIND, TrainBench, TrainResult
-from shoal.cli.bench_train_work import count_flops
+from shoal.cli.bench_train_work import count_flops, with_few_lines
 from shoal.errors import UsageError
+from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
 from shoal.train.parallel_config import ParallelConfig
 
 MADE = TrainResult(
@@ -32,6 +34,20 @@ MADE = TrainResult(
     flops_per_sample=1e12,
     matmul_flops_per_s=256e12,
 )
+
+
+def test_on_a_gpu_steps_are_timed_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ResNetTrainConfig()
+    for cuda, device, warm_up, steps, wanted in (
+        (False, "auto", 4, 10, config.run.log_frequency),
+        (True, "cpu", 4, 10, config.run.log_frequency),
+        (True, "auto", 5, 15, 5),
+        (True, "cuda", 2, 5, 1),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=cuda: found)
+        there = replace(config, distributed=replace(config.distributed, device=device))
+        found = with_few_lines(there, TrainBench(warm_up=warm_up, steps=steps))
+        assert found.run.log_frequency == wanted
 
 
 def test_rates_are_of_the_median_step_and_one_device() -> None:
@@ -209,7 +225,6 @@ def test_detection_is_measured_on_scenes_of_one_size(tmp_path: Path) -> None:
 
 def test_images_are_made_for_the_steps_that_are_timed(tmp_path: Path) -> None:
     from shoal.cli.bench_train_settings import prepared_images
-    from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
 
     config = prepared_images(
         ResNetTrainConfig(), tmp_path, TrainBench(batch=24, accumulate=2, steps=3, warm_up=1), num_workers=2

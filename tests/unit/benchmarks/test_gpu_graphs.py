@@ -1,0 +1,113 @@
+"""Graphs that dynamo makes of the models: how many, and that nothing breaks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks.gpu.counts import packed_batch
+from smallest_models import BERT, MODELS, SMALL_DETECTOR, pretraining
+from torch import Tensor, nn
+
+from shoal.env import alone
+from shoal.models.detection.mask_rcnn import MaskRCNN
+from shoal.models.pretraining import BertPretraining
+from shoal.train.config import LoopConfig
+from shoal.train.run import Run
+
+
+@contextmanager
+def compiled_graphs(model: Any, dynamic: bool | None = None) -> Iterator[list[int]]:
+    """Compile ``model`` by a backend that notes the operations of each graph and runs it as it is."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
+    model.compile(backend=backend, dynamic=dynamic, fullgraph=True)
+    yield graphs
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "resnet50" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_forward_is_one_graph_in_training_and_one_in_evaluation(name: str) -> None:
+    model, loss = MODELS[name]()
+    compute = loss("cpu")
+    with compiled_graphs(model) as graphs:
+        compute()
+        assert len(graphs) == 1
+        with torch.no_grad():
+            model.eval()
+            compute()
+        assert len(graphs) == 2
+
+
+def test_forward_with_recomputed_layers_is_one_graph() -> None:
+    model, loss = pretraining(BertPretraining(replace(BERT, activation_checkpointing=True)))
+    with compiled_graphs(model) as graphs:
+        loss("cpu")().backward()  # type: ignore[no-untyped-call]
+    assert len(graphs) == 1
+
+
+HEADS: dict[str, tuple[tuple[int, ...], Callable[[Any], nn.Module]]] = {
+    "boxes": ((256, 7, 7), lambda heads: nn.Sequential(heads.box_head, heads.box_predictor)),
+    "masks": ((256, 14, 14), lambda heads: nn.Sequential(heads.mask_head, heads.mask_predictor)),
+}
+"""Shape of a region's features, and the layers that see it."""
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_each_head_of_mask_rcnn_is_two_graphs_for_any_number_of_regions(name: str) -> None:
+    """The second has a number of regions that may change. Between the heads, the host counts regions."""
+    shape, layers = HEADS[name]
+    head = layers(MaskRCNN(SMALL_DETECTOR, 5).roi_heads)
+    with compiled_graphs(head) as graphs:
+        for number in (3, 2, 5, 4, 7):
+            out = head(torch.randn(number, *shape))
+            assert {len(one) for one in (out if isinstance(out, tuple) else (out,))} == {number}
+    assert len(graphs) == 2
+
+
+def test_the_region_proposals_of_mask_rcnn_are_one_graph() -> None:
+    head = MaskRCNN(SMALL_DETECTOR, 5).rpn.head
+    with compiled_graphs(head) as graphs:
+        logits, deltas = head([torch.randn(2, 256, side, side) for side in (8, 4, 2)])
+    assert [len(logits), len(deltas), len(graphs)] == [3, 3, 1]
+
+
+def test_the_backbone_of_mask_rcnn_is_one_graph() -> None:
+    backbone = MaskRCNN(SMALL_DETECTOR, 5).backbone
+    with compiled_graphs(backbone) as graphs:
+        assert len(backbone(torch.randn(1, 3, 64, 96))) == 5
+    assert len(graphs) == 1
+
+
+def test_fifty_mixes_of_lengths_are_two_graphs_inside_ddp(tmp_path: Path) -> None:
+    """One worker: the graphs are not cut, though DDP has many buckets."""
+    before = torch._dynamo.config.optimize_ddp
+    config = replace(BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = BertPretraining(config)
+    random = torch.Generator().manual_seed(3)
+    try:
+        with Run.open(tmp_path / "run", loop=LoopConfig(compile=True), worker=alone(tmp_path)) as run:
+            ddp: Any = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+            run.compile(model, dynamic=True)
+            with compiled_graphs(model, dynamic=True) as graphs:
+                for mix in range(50):
+                    size = 16 + int(torch.randint(1, 16, (1,), generator=random))
+                    batch = packed_batch(3 + mix % 5, size, num_masked=2 + mix % 3, device="cpu")
+                    ddp(**batch)
+            dist.barrier()
+        assert len(graphs) <= 2, graphs
+    finally:
+        torch._dynamo.config.optimize_ddp = before
