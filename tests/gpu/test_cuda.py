@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +15,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 import image_jobs
 import pretrain_jobs as jobs
 
+from shoal.data.images.normalise import Normalisation
+from shoal.env import alone
 from shoal.errors import EXIT_OK
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
+from shoal.train.config import RunOutputConfig, VisionOptimizerConfig
+from shoal.train.device_copies import copies_to
+from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
+from shoal.train.run import Run, Sizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +72,49 @@ def test_the_timer_reads_events() -> None:
     parts = clock.parts_s()
     assert parts["forward"] > parts["backward"] >= 0
     assert sum(parts.values()) == pytest.approx(clock.step_s())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_steps_are_decided_on_the_device_without_a_wait(tmp_path: Path, name: str) -> None:
+    """torch raises where the host waits for the device. Step 4 is skipped, all are clipped."""
+    points = torch.utils.data.TensorDataset(torch.arange(64.0).view(16, 4))
+    settings = RunOutputConfig(dir=tmp_path / "run", log_frequency=100, save=False)
+    with Run.open(settings=settings, worker=alone(tmp_path)) as run:
+        net = torch.nn.Linear(4, 1)
+        model = run.data_parallel(net)
+        optimizer = build_optimizer(net.named_parameters(), VisionOptimizerConfig(optimizer=name), 1e-4)
+        run.keep(model=net, optimizer=optimizer)
+        before: list[torch.Tensor] = []
+        for step in run.steps(points, Sizes(global_batch_size=8, micro_batch_size=4), until=8):
+            late = 3 <= step.number < 8  # SGD has momenta by then, and the last step writes a line
+            with torch.no_grad():
+                before.append(net.weight.clone())
+            torch.cuda.set_sync_debug_mode("error" if late else "default")
+            try:
+                with step:
+                    for (x,) in step:
+                        loss = model(x).square().sum() / step.num_samples
+                        step.backward(loss * (math.inf if step.number == 4 else 1.0))
+                    step.update(optimizer, max_norm=1.0)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert step.is_unread == late or step.number in (1, 2, 8)
+        assert torch.equal(before[3], before[4]) and not torch.equal(before[4], before[5])
+        assert all(weights.isfinite().all() for weights in before)
+
+
+def test_images_are_copied_as_bytes_beside_kernels_and_normalised_to_the_bits_of_the_cpu() -> None:
+    device = torch.device("cuda", 0)
+    copies, busy = copies_to(device), torch.randn(4_096, 4_096, device=device)
+    here, there = (Normalisation(each) for each in (torch.device("cpu"), device))
+    for number in range(8):
+        pixels = torch.randint(0, 256, (32, 3, 64, 64), dtype=torch.uint8).pin_memory()
+        for _ in range(4):
+            busy = torch.nn.functional.normalize(busy @ busy)
+        wanted = here(pixels)
+        moved = copies({"images": pixels, "number": number})
+        del pixels
+        assert moved["number"] == number and torch.equal(there(moved["images"]).cpu(), wanted)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
