@@ -98,7 +98,7 @@ def test_parts_of_mask_rcnn_stay_on_the_device() -> None:
             loss = largest_step(model, images)
     parts = (images, made.boxes, made.there, matches, *sampled, loss)
     assert {part.device for part in parts} == {torch.device(CUDA)}
-    assert set(counts.waits) <= {"equal", "_to_copy"}, counts.waits  # of suppression; anchors' sizes
+    assert set(counts.waits) <= {"equal", "tensor(device=…)"}, counts.waits  # rounds; sizes of anchors
 
 
 def test_an_update_on_the_device_never_waits() -> None:
@@ -119,20 +119,28 @@ def test_an_update_on_the_device_never_waits() -> None:
 
 MOST = {
     "bert": (23.0, 0.15),
-    "albert": (23.0, 0.15),
-    "t5": (32.0, 0.25),
+    "albert": (5.6, 0.15),
+    "t5": (26.0, 0.25),
     "resnet50": (27.0, 0.11),
-    "mask_rcnn": (18.0, 0.12),
-    "matching": (18.0, 0.12),
+    "mask_rcnn": (20.5, 0.11),
+    "matching": (8.0, 0.45),
     "proposals": (30.0, 0.14),
     "detections": (50.0, 0.14),
-    "lamb": (4.0, 0.14),
-    "adafactor": (4.0, 0.14),
+    "lamb": (5.6, 0.14),
+    "adafactor": (3.3, 0.14),
 }
 """Of the first layers of full-size models: GB moved, and GB of the largest tensor; as counted, and a bit."""
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("albert", "t5", "adafactor", "detections")
+        else name
+        for name in MOST
+    ],
+)
 def test_bytes_moved_and_the_largest_tensor_stay_within_their_budget(name: str) -> None:
     with as_on_a_gpu():
         counts = FEW_LAYERS[name]()

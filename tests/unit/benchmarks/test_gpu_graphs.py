@@ -66,7 +66,7 @@ HEADS: dict[str, tuple[tuple[int, ...], Callable[[Any], nn.Module]]] = {
 """Shape of a region's features, and the layers that see it."""
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ["boxes", pytest.param("masks", marks=pytest.mark.slow)])
 def test_each_head_of_mask_rcnn_is_two_graphs_for_any_number_of_regions(name: str) -> None:
     """The second has a number of regions that may change. Between the heads, the host counts regions."""
     shape, layers = HEADS[name]
