@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shoal.comm.native_group import python_group
 from shoal.comm.priority import trained
 from shoal.errors import UsageError
+from shoal.optim.lamb import Lamb
 from shoal.train.served_optimizers import KERNELS
 
 _OFF = ("amsgrad", "maximize", "dampening", "differentiable")
@@ -48,6 +49,21 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise UsageError(
             f"weights on servers: {name} has {len(given - wanted)} parameters that are not the model's, and "
             f"lacks {len(wanted - given)} that are trained; give it the model's"
+        )
+
+
+def check_max_norm(optimizer: Optimizer, max_norm: float | None) -> None:
+    """Check the norm to which gradients are to be clipped.
+
+    Raises:
+        UsageError: it is not above 0, or the optimizer clips too.
+    """
+    if max_norm is not None and not max_norm > 0:
+        raise UsageError(f"max_norm={max_norm} must be above 0; None clips nothing")
+    own_limit = optimizer.max_grad_norm if isinstance(optimizer, Lamb) else None
+    if max_norm is not None and own_limit is not None:
+        raise UsageError(
+            f"max_norm={max_norm} and the optimizer's max_grad_norm={own_limit}: set one of them"
         )
 
 

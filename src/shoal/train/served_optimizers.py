@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal import native
@@ -20,6 +21,7 @@ from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
+from shoal.train.gradients import clip_factor
 
 Group = Mapping[str, Any]
 Totals = tuple[float, float, float]
@@ -56,6 +58,33 @@ def options_of(optimizer: Optimizer) -> list[tuple[float, ...]]:
     """Return six numbers for each group, as csrc/engine/served_weights.h describes them."""
     options = KERNELS[type(optimizer)].options
     return [tuple(map(float, options(optimizer, group))) for group in optimizer.param_groups]
+
+
+def factor_of(optimizer: Optimizer, norm: float, max_norm: float | None) -> float:
+    """Return the factor that clips gradients of this norm to the optimizer's own limit or ``max_norm``."""
+    own = optimizer.max_grad_norm if isinstance(optimizer, Lamb) else None
+    return 1.0 / max(1.0, norm / own) if own is not None else clip_factor(norm, max_norm)
+
+
+def values_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of all groups by name, as JSON can hold them."""
+    return [
+        {name: _as_json(group[name]) for name in _NAMES if group.get(name) is not None}
+        for group in optimizer.param_groups
+    ]
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def set_values(optimizer: Optimizer, values: list[dict[str, Any]]) -> None:
+    """Set the options that :func:`values_of` has returned on another rank."""
+    for group, given in zip(optimizer.param_groups, values, strict=True):
+        for name, value in given.items():
+            group[name] = tuple(value) if isinstance(value, list) else value
 
 
 def describe(optimizer: Optimizer, num_tensors: int) -> str:

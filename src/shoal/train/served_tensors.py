@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -194,6 +195,33 @@ class ServedTensors:
     def apply(self, table: Table, coefficients: list[float], memory: Tensor) -> Any:
         """Take the step with these coefficients; the weights come to ``memory``, or to ``table.half``."""
         return self._phase("apply", table, coefficients, memory if table.half is None else table.half)
+
+    def finish_updates(
+        self, optimizer: Optimizer, updates: Sequence[tuple[Table, Tensor]], factor: float
+    ) -> list[Any]:
+        """Take the step with ``factor`` times the collected gradients; return works for the weights.
+
+        Args:
+            optimizer: has the options of the step.
+            updates: each tensor and the memory to which its weights come.
+            factor: finite.
+        """
+        self.configure(optimizer)
+        decide = self._kernel.decide
+        if decide is not None:
+            for work in [self.measure(table, factor) for table, _ in updates]:
+                work.wait()
+        totals = self.totals()[0]
+        works = []
+        for table, memory in updates:
+            coefficients = [factor]
+            if decide is not None:
+                group, of_tensor = optimizer.param_groups[table.group], totals[table.index]
+                coefficients, table.norm_sq = decide(
+                    optimizer, group, of_tensor, table.step + 1, table.norm_sq
+                )
+            works.append(self.apply(table, coefficients, memory))
+        return works
 
     def totals(self) -> tuple[list[Totals], float]:
         """Return the sums of squares of each tensor, and the norm of all gradients."""

@@ -43,10 +43,8 @@ from torch.optim import Optimizer
 
 from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
-from shoal.optim.lamb import Lamb
-from shoal.train.gradients import clip_factor
-from shoal.train.served_checks import check_model, check_optimizer, forbid_hook
-from shoal.train.served_optimizers import kernel_of, options_of
+from shoal.train.served_checks import check_max_norm, check_model, check_optimizer, forbid_hook
+from shoal.train.served_optimizers import factor_of, kernel_of, options_of
 from shoal.train.served_tensors import ServedTensors, Table, tables_of
 
 Weights = Literal["fp32", "bf16"]
@@ -134,15 +132,9 @@ class Served:
         """
         check_model(model)
         check_optimizer(optimizer, model)
-        if max_norm is not None and not max_norm > 0:
-            raise UsageError(f"max_norm={max_norm} must be above 0; None clips nothing")
+        check_max_norm(optimizer, max_norm)
         if weights not in ("fp32", "bf16"):
             raise UsageError(f"weights={weights!r} must be 'fp32' or 'bf16'")
-        own_limit = optimizer.max_grad_norm if isinstance(optimizer, Lamb) else None
-        if max_norm is not None and own_limit is not None:
-            raise UsageError(
-                f"max_norm={max_norm} and the optimizer's max_grad_norm={own_limit}: set one of them"
-            )
         self.optimizer = optimizer
         self.grad_norm, self.num_skipped = math.nan, 0
         self._kernel = kernel_of(optimizer)
@@ -198,15 +190,11 @@ class Served:
             return self._finish_step()
         self.grad_norm = self.measure() * grad_scale
         if math.isfinite(self.grad_norm):
-            return self.apply(self._factor(self.grad_norm) * grad_scale)
+            return self.apply(factor_of(self.optimizer, self.grad_norm, self._max_norm) * grad_scale)
         self.num_skipped += 1
         self.abandon()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # checked by torch's schedulers
         return None
-
-    def _factor(self, norm: float) -> float:
-        own = self.optimizer.max_grad_norm if isinstance(self.optimizer, Lamb) else None
-        return 1.0 / max(1.0, norm / own) if own is not None else clip_factor(norm, self._max_norm)
 
     def measure(self) -> float:
         """Wait until the servers have all gradients, and return the norm of their mean over the workers."""
@@ -217,21 +205,10 @@ class Served:
     @torch.no_grad()
     def apply(self, factor: float) -> None:
         """Have the servers take the step with ``factor`` times the gradients of :meth:`measure`."""
-        servers, decide = self._servers, self._kernel.decide
-        servers.configure(self.optimizer)
-        if decide is not None:
-            for update in self._updates:
-                update.work = servers.measure(update.table, factor)
-            self._wait()
-        totals = servers.totals()[0]
-        for update in self._updates:
-            table, coefficients = update.table, [factor]
-            if decide is not None:
-                group, of_tensor = self.optimizer.param_groups[table.group], totals[table.index]
-                coefficients, table.norm_sq = decide(
-                    self.optimizer, group, of_tensor, table.step + 1, table.norm_sq
-                )
-            update.work = servers.apply(table, coefficients, update.memory)
+        updates = [(update.table, update.memory) for update in self._updates]
+        works = self._servers.finish_updates(self.optimizer, updates, factor)
+        for update, work in zip(self._updates, works, strict=True):
+            update.work = work
         self._finish_step()
 
     def abandon(self) -> None:

@@ -1,0 +1,226 @@
+"""Agrees on the gradients of each step: workers tell rank 0 what they have, and rank 0 tells all what to do.
+
+Messages are JSON of one length. From a worker:
+
+    {"kind": "ready", "batch": 3, "version": 2, "options": [...]}    a gradient, and the optimizer's options
+    {"kind": "synchronize", "batch": 8, "ends": false}               no more gradients after this batch
+
+From rank 0, to all in the same order:
+
+    {"kind": "step", "step": 3, "used": [[0, 3, 2], [1, 3, 2]], "dropped": [[2, 2, 1]], "options": [...]}
+    {"kind": "late", "dropped": [[2, 8, 7]]}                         gradients after which there is no step
+    {"kind": "synchronize", "step": 8, "ends": false}
+    {"kind": "abort", "reason": "..."}
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from shoal.comm.engine import CommError
+from shoal.comm.exchange import MessageBuilder
+from shoal.comm.work import MessageWork
+from shoal.decide.bounded_waiting import Contribution, Decision, StepDecider, WaitingRule
+from shoal.json_text import parse_json
+
+Message = dict[str, Any]
+_FOREVER = timedelta(days=365)
+"""A worker may be silent for as long as an evaluation takes; one that is lost fails the group."""
+_TO_COORDINATOR, _TO_WORKERS = 1, 2
+
+
+class Mail:
+    """Sends and receives the messages of a process group in Python of backend ``"shoal"``.
+
+    Args:
+        group: used for nothing else but what the messages say.
+        max_bytes: of a message; the same on all ranks.
+    """
+
+    def __init__(self, group: Any, max_bytes: int) -> None:
+        self._operations, self._max_bytes = group.operations, max_bytes
+        self._build = MessageBuilder(group.rank(), group.size(), lambda device: None)
+        self._lock = threading.Lock()
+        self._under_way: list[MessageWork] = []
+
+    def send(self, message: Message, to: int, tag: int) -> None:
+        """Begin to send; never waits for the other rank."""
+        text = json.dumps(message).encode()
+        if len(text) > self._max_bytes:
+            raise CommError(f"a message of {len(text)} bytes, {message['kind']}, exceeds {self._max_bytes}")
+        data = torch.frombuffer(bytearray(text.ljust(self._max_bytes)), dtype=torch.uint8)
+        work = self._operations.submit_message(self._build.send([data], to, tag, _FOREVER))
+        with self._lock:
+            self._under_way = [each for each in self._under_way if not each.is_completed()] + [work]
+
+    def receive(self, source: int | None, tag: int) -> tuple[int, Message]:
+        """Wait for a message of a rank, or of any for ``None``; also return the rank."""
+        data = torch.empty(self._max_bytes, dtype=torch.uint8)
+        work = self._operations.submit_message(self._build.recv([data], source, tag, _FOREVER))
+        work.wait()
+        rank = work.source_rank()
+        message = parse_json(bytes(data.numpy()), f"a message of rank {rank}", error=CommError)
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise CommError(f"rank {rank} has sent {str(message)[:80]!r} instead of a message with a kind")
+        return rank, message
+
+
+def max_bytes_of(num_workers: int, num_groups: int) -> int:
+    """Return a length that all messages fit: options of groups, and three numbers of each worker."""
+    return 1024 + 1024 * num_groups + 2 * 64 * num_workers
+
+
+class Coordinator:
+    """Decides the steps of all workers; on rank 0.
+
+    Args:
+        mail: to the other ranks.
+        rule: for whom steps wait.
+
+    Attributes:
+        own: the messages for rank 0 itself.
+    """
+
+    def __init__(self, mail: Mail, rule: WaitingRule) -> None:
+        self.own: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._mail, self._rule = mail, rule
+        self._decider = StepDecider(rule)
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(0.0, self._on_time)
+        self._options: dict[int, tuple[int, Any]] = {}  # by batch: of which rank, and the options
+        self._ended: dict[int, tuple[int, bool]] = {}  # by rank: after which batch, and whether for good
+
+    def listen(self) -> None:
+        """Hear the other ranks, on a thread of its own, until all have ended; a lost one ends it."""
+        has_ended = False
+        while not has_ended:
+            rank, message = self._mail.receive(None, _TO_COORDINATOR)
+            has_ended = self.hear(rank, message)
+
+    def hear(self, rank: int, message: Message) -> bool:
+        """Take a worker's message, and tell all what follows; return whether all have ended."""
+        with self._lock:
+            try:
+                if message["kind"] == "ready":
+                    self._offer(rank, message)
+                else:
+                    self._ended[rank] = int(message["batch"]), bool(message["ends"])
+                self._require_same_end()
+                self._advance()
+                return self._end()
+            except (ValueError, KeyError, TypeError) as problem:
+                self._tell({"kind": "abort", "reason": str(problem)[:500]})
+                return True
+
+    def _advance(self) -> None:
+        """Tell all the steps that can be taken, and come again when the next one is due."""
+        while decision := self._decider.decide(time.monotonic()):
+            self._tell_step(decision)
+        if self._decider.due is not None and not self._timer.is_alive():
+            self._timer = threading.Timer(self._decider.due - time.monotonic(), self._on_time)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _on_time(self) -> None:
+        with self._lock, suppress(CommError):  # whoever waits for the group notices too
+            self._timer = threading.Timer(0.0, self._on_time)
+            self._advance()
+            self._end()
+
+    def _offer(self, rank: int, message: Message) -> None:
+        gradient = Contribution(rank, int(message["batch"]), int(message["version"]))
+        if gradient.batch > self._decider.step:
+            other, options = self._options.setdefault(gradient.batch, (rank, message["options"]))
+            if options != message["options"]:
+                raise ValueError(
+                    f"the optimizer's options of step {gradient.batch} differ: {str(options)[:200]} on rank "
+                    f"{other} and {str(message['options'])[:200]} on rank {rank}; schedules depend on the "
+                    "step's number only"
+                )
+        self._decider.offer(gradient)
+
+    def _require_same_end(self) -> None:
+        ends = sorted({batch for batch, _ in self._ended.values()})
+        last = max([self._decider.step, *self._options], default=0)
+        if ends and (len(ends) > 1 or last > ends[0]):
+            rank = min(rank for rank, (batch, _) in self._ended.items() if batch == ends[0])
+            raise ValueError(
+                f"rank {rank} has finished after batch {ends[0]}, and another goes on with batch "
+                f"{max(ends[-1], last)}; give all workers as many batches"
+            )
+
+    def _tell_step(self, decision: Decision) -> None:
+        _, options = self._options[decision.step]
+        self._options = {batch: each for batch, each in self._options.items() if batch > decision.step}
+        dropped = decision.dropped
+        if len(dropped) > self._rule.num_workers:  # a worker far behind has several
+            self._tell_late(dropped)
+            dropped = ()
+        self._tell(
+            {
+                "kind": "step", "step": decision.step, "used": as_lists(decision.used),
+                "dropped": as_lists(dropped), "options": options,
+            }
+        )  # fmt: skip
+
+    def _tell_late(self, dropped: Sequence[Contribution]) -> None:
+        for begin in range(0, len(dropped), self._rule.num_workers):
+            self._tell({"kind": "late", "dropped": as_lists(dropped[begin : begin + self._rule.num_workers])})
+
+    def _end(self) -> bool:
+        """Release who waits for a step that does not come; when all have ended, tell them to synchronize."""
+        if not self._ended:
+            return False
+        last = next(iter(self._ended.values()))[0]
+        if self._decider.step == last:
+            self._tell_late(self._decider.drop_late())
+        if len(self._ended) < self._rule.num_workers:
+            return False
+        ends = all(ends for _, ends in self._ended.values())
+        self._ended = {}
+        self._decider.synchronize()
+        self._tell_late(self._decider.take_dropped())
+        self._tell({"kind": "synchronize", "step": last, "ends": ends})
+        return ends
+
+    def _tell(self, message: Message) -> None:
+        for rank in range(1, self._rule.num_workers):
+            self._mail.send(message, rank, _TO_WORKERS)
+        self.own.put(message)
+
+
+class Line:
+    """A worker's connection to the coordinator, which on rank 0 is in this process.
+
+    Args:
+        mail: of this rank.
+        coordinator: on rank 0.
+    """
+
+    def __init__(self, mail: Mail, coordinator: Coordinator | None) -> None:
+        self._mail, self._coordinator = mail, coordinator
+
+    def tell(self, message: Message) -> None:
+        if self._coordinator is not None:
+            self._coordinator.hear(0, message)
+        else:
+            self._mail.send(message, 0, _TO_COORDINATOR)
+
+    def next_order(self) -> Message:
+        if self._coordinator is not None:
+            return self._coordinator.own.get()
+        return self._mail.receive(0, _TO_WORKERS)[1]
+
+
+def as_lists(gradients: Sequence[Contribution]) -> list[list[int]]:
+    """Return rank, batch and version of each gradient."""
+    return [[each.rank, each.batch, each.version] for each in gradients]

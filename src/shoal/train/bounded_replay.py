@@ -1,0 +1,179 @@
+"""Reads the log of steps that did not wait for all workers: counts them, and repeats them in one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import ShoalError
+from shoal.json_text import parse_json
+from shoal.optim.moments import norm_of
+from shoal.train.gradients import clip_factor, scale_all
+from shoal.train.local_steps import checksum
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a log says about its workers.
+
+    Attributes:
+        num_steps: steps taken.
+        used: gradients that steps have taken, by rank.
+        dropped: gradients that none has taken, by rank.
+        staleness: how many of those taken had which staleness.
+        skipped: steps whose gradient was not finite.
+    """
+
+    num_steps: int
+    used: list[int]
+    dropped: list[int]
+    staleness: dict[int, int]
+    skipped: int
+
+
+def summary(log: Path) -> Summary:
+    """Count the steps of a log and the gradients of each worker.
+
+    Raises:
+        ShoalError: the log is damaged.
+
+    Example::
+
+        counts = summary(Path("steps.jsonl"))
+        assert max(counts.staleness) <= 2
+    """
+    hosts, rows = _read(log)
+    used, dropped = [0] * len(hosts), [0] * len(hosts)
+    staleness: Counter[int] = Counter()
+    for row in rows:
+        for rank, _, version in row["used"]:
+            used[rank] += 1
+            staleness[row["step"] - 1 - version] += 1
+        for rank, _, _ in row["dropped"]:
+            dropped[rank] += 1
+    return Summary(
+        num_steps=sum(bool(row["used"]) for row in rows),
+        used=used,
+        dropped=dropped,
+        staleness=dict(sorted(staleness.items())),
+        skipped=sum("skipped" in row for row in rows),
+    )
+
+
+def _read(log: Path) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the host of each rank, and the steps."""
+    rows = [
+        parse_json(line, f"{log}, line {number}")
+        for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), start=1)
+    ]
+    if not rows or "hosts" not in rows[0]:
+        raise ShoalError(f"{log} does not begin with a line that names the hosts; it is no log of steps")
+    return rows[0]["hosts"], rows[1:]
+
+
+def replay(
+    log: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    backward: Callable[[int, int], None],
+    *,
+    schedule: Callable[[int], None] | None = None,
+    max_norm: float | None = None,
+) -> int:
+    """Take the steps of :func:`shoal.train.bounded_waiting.bound_waiting` again, and return how many.
+
+    The weights, and the optimizer's state, are those of the workers to the last bit.
+
+    Args:
+        log: that rank 0 has written.
+        model: with the weights that rank 0 had at the beginning; not wrapped.
+        optimizer: of :mod:`shoal.optim`, over the model's parameters.
+        backward: computes the gradient of a rank's batch, as its worker has; gets the rank and the number of
+            the batch, from 1.
+        schedule: sets the optimizer's options for a step, given its number.
+        max_norm: as it was there.
+
+    Raises:
+        ShoalError: the log is damaged, or has other weights where the workers have noted theirs.
+
+    Example::
+
+        replay(
+            Path("steps.jsonl"), model, AdamW(model.parameters(), lr=1e-4),
+            lambda rank, batch: loss_of(model(batches_of[rank][batch - 1])).backward(),
+        )
+    """
+    hosts, rows = _read(log)
+    last_use = {version: row["step"] for row in rows for _, _, version in row["used"]}
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    versions = {0: [each.detach().clone() for each in parameters]}
+    newest = 0
+    for row in rows:
+        if row["used"]:
+            newest = row["step"]
+            if schedule is not None:
+                schedule(newest)
+            gradients = _mean_of(row["used"], hosts, parameters, versions, backward)
+            _set(parameters, versions[newest - 1])
+            if not row.get("skipped"):
+                _step(parameters, optimizer, gradients, max_norm)
+            versions[newest] = [each.detach().clone() for each in parameters]
+            versions = {v: each for v, each in versions.items() if v == newest or last_use.get(v, 0) > newest}
+        if "weights" in row and checksum(versions[newest]) != row["weights"]:
+            raise ShoalError(
+                f"{log}: the weights after step {newest} are not those of the workers; other data, initial "
+                "weights or options"
+            )
+    return newest
+
+
+def _mean_of(
+    used: list[list[int]],
+    hosts: list[int],
+    parameters: list[Tensor],
+    versions: dict[int, list[Tensor]],
+    backward: Callable[[int, int], None],
+) -> list[Tensor]:
+    """Return the mean of the gradients of a step, added as the servers do: within hosts first."""
+    parts = [[torch.zeros_like(each) for each in parameters] for _ in hosts]
+    for rank, batch, version in used:
+        _set(parameters, versions[version])
+        for parameter in parameters:
+            parameter.grad = None
+        backward(rank, batch)
+        parts[rank] = [_gradient_of(each) * (1.0 / len(used)) for each in parameters]
+    sums: dict[int, list[Tensor]] = {}
+    for host, part in zip(hosts, parts, strict=True):
+        sums[host] = [a + b for a, b in zip(sums[host], part, strict=True)] if host in sums else part
+    total, *others = sums.values()
+    for other in others:
+        total = [a + b for a, b in zip(total, other, strict=True)]
+    return total
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        raise ShoalError(f"replay: a parameter of shape {list(parameter.shape)} has no gradient")
+    return parameter.grad
+
+
+@torch.no_grad()
+def _set(parameters: list[Tensor], weights: list[Tensor]) -> None:
+    torch._foreach_copy_(parameters, weights)
+
+
+def _step(
+    parameters: list[Tensor], optimizer: Optimizer, gradients: list[Any], max_norm: float | None
+) -> None:
+    if max_norm is not None:
+        scale_all(gradients, clip_factor(norm_of(gradients), max_norm))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()

@@ -1,0 +1,436 @@
+"""Steps without waiting for all workers: when most have their gradients, or with workers that run ahead.
+
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = AdamW(ddp.parameters(), lr=1e-4)
+    training = bound_waiting(ddp, optimizer, wait_for=7)  # of 8; or staleness=2
+    for inputs in training.batches(loader):
+        loss_of(ddp(inputs)).backward()
+        training.step()  # replaces optimizer.step(); schedulers follow training.next_step
+    training.finish()
+
+1.  Weights and the optimizer's state are on the servers (:mod:`shoal.train.served_update`). A backward pass
+    sends nothing; ``step()`` tells rank 0 that this worker has a gradient.
+2.  Rank 0 decides which gradients the next step takes (:mod:`shoal.decide.bounded_waiting`) and tells all.
+3.  A thread of each worker then sends its gradient, or zeros if it is not in the step, and receives the new
+    weights. It does so while the worker still computes: only its computation is late, its zeros are not.
+4.  ``step()`` returns when the worker may go on, with the newest weights.
+
+Rank 0 writes which gradients of which weights each step has taken; from this log
+:func:`shoal.train.bounded_replay.replay` makes the same bits in one process.
+
+Sources: Chen et al., "Revisiting Distributed Synchronous SGD" (arXiv 1604.00981) for ``wait_for``; Ho et al.,
+"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (NIPS 2013) for
+``staleness``, here with steps that always take the gradients of a whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoal import native
+from shoal.comm import BACKEND_NAME
+from shoal.comm.native_group import python_group
+from shoal.comm.rendezvous import host_identity
+from shoal.decide.bounded_waiting import Late, WaitingRule
+from shoal.errors import UsageError
+from shoal.train.bounded_messages import Coordinator, Line, Mail, Message, max_bytes_of
+from shoal.train.local_steps import checksum
+from shoal.train.served_checks import check_max_norm, check_model, check_optimizer, forbid_hook
+from shoal.train.served_optimizers import factor_of, kernel_of, set_values, values_of
+from shoal.train.served_tensors import ServedTensors
+
+_Batch = TypeVar("_Batch")
+_POLL_S = 1.0
+
+
+def bound_waiting(
+    model: DistributedDataParallel,
+    optimizer: Optimizer,
+    *,
+    wait_for: int | None = None,
+    late: Late = "drop",
+    staleness: int | None = None,
+    grace_s: float = 0.0,
+    max_norm: float | None = None,
+    log: Path | None = None,
+) -> BoundedWaiting:
+    """Step with servers as soon as enough workers have gradients, or let workers run ahead of the steps.
+
+    Call it on all ranks, before the first backward pass. The workers' copies of the weights become rank 0's.
+
+    Args:
+        model: of float32 parameters on the CPU, without a communication hook, on at least two hosts of
+            backend ``"shoal"``; with buffers it needs ``broadcast_buffers=False``.
+        optimizer: one that :func:`shoal.train.served_update.update_on_servers` takes; its state goes to the
+            servers.
+        wait_for: a step is taken when so many workers have their gradients; its gradient is their mean. A
+            worker that is late goes on with the batch of the next step, so it sees fewer batches.
+        late: ``"drop"`` drops late gradients, ``"next"`` adds them to the next step.
+        staleness: without ``wait_for``, a step takes the gradients of all workers, and a worker begins with
+            weights that lack at most so many steps. With ``late="next"``, the largest staleness of a late
+            gradient, 1 by default: steps then wait for the worker that would exceed it.
+        grace_s: with ``wait_for``, seconds for which a step that has enough gradients goes on waiting for the
+            others: a tenth of a step's time, so that workers as fast as others are not late by chance.
+        max_norm: clip the norm of a step's mean gradient to this. A norm that is not finite skips the step.
+        log: file to which rank 0 appends a line of JSON for each step.
+
+    Returns:
+        An object whose ``step()`` replaces the optimizer's.
+
+    Raises:
+        UsageError: the options do not go together, or the model or optimizer cannot be served.
+        CommError: the ranks give different options, or the servers lack memory.
+
+    Example (needs three hosts)::
+
+        model = DistributedDataParallel(nn.Linear(4, 2))
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        training = bound_waiting(model, optimizer, wait_for=2, log=Path("steps.jsonl"))
+        for inputs in training.batches(torch.randn(10, 3, 4)):
+            model(inputs).square().mean().backward()
+            training.step()
+        training.finish()
+    """
+    forbid_hook(model)
+    check_model(model)
+    check_optimizer(optimizer, model)
+    check_max_norm(optimizer, max_norm)
+    if wait_for is None and staleness is None:
+        raise UsageError("bound_waiting: give wait_for or staleness; update_on_servers waits for all")
+    if model.broadcast_buffers and any(True for _ in model.buffers()):
+        raise UsageError(
+            "bound_waiting: the model has buffers, which DDP broadcasts in each forward pass; give it "
+            "broadcast_buffers=False"
+        )
+    size = dist.get_world_size(model.process_group)
+    if staleness is None:
+        staleness = 1 if late == "next" else 0
+    rule = WaitingRule(size, size if wait_for is None else wait_for, late, staleness, grace_s)
+    return BoundedWaiting(model, optimizer, rule, max_norm=max_norm, log=log)
+
+
+@dataclass(eq=False)
+class _Gradient:
+    """A gradient that this worker has handed over; ``step`` is the one that has taken or dropped it."""
+
+    batch: int
+    tensors: list[Tensor]
+    step: int | None = None
+
+
+class BoundedWaiting:
+    """Replaces the optimizer's ``step()``; made by :func:`bound_waiting`.
+
+    Attributes:
+        optimizer: holds the options. Its state is on the servers until :meth:`finish`.
+        num_dropped: gradients of this worker that no step has taken.
+        num_skipped: steps not taken because the norm of their gradient was not finite.
+        grad_norm: norm of the last step's gradient before clipping, where it is measured; else NaN.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: Optimizer,
+        rule: WaitingRule,
+        *,
+        max_norm: float | None,
+        log: Path | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.num_dropped = self.num_skipped = 0
+        self.grad_norm = math.nan
+        self._rule, self._max_norm, self._log = rule, max_norm, log
+        self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
+        self._group = _group_beside(model)
+        self._stepper = _copy_of(optimizer)  # with the options of the step that the servers take
+        self._servers = ServedTensors(self._group, self._stepper)
+        self._parameters = [table.parameter for table in self._servers.tables]
+        try:
+            self._servers.configure(self._stepper, f", with {rule.text}, max_norm={max_norm}")
+        except ValueError as problem:  # such as all ranks on one host
+            raise UsageError(f"bound_waiting: {problem}") from None
+        self._servers.load(optimizer)
+        optimizer.state.clear()
+        optimizer.register_step_pre_hook(_refuse_step)
+        model.require_backward_grad_sync = False  # DDP then neither sends nor waits
+        self._newest = [parameter.detach().clone() for parameter in self._parameters]
+        self._spare = [torch.empty_like(each) for each in self._newest]
+        self._batch = 1  # that comes next, on this worker
+        self._passed = 0  # batches of the loader
+        self._own_version = 0  # of the parameters
+        self._changed = threading.Condition()
+        # what follows is shared by this worker's two threads, under that lock
+        self._version = 0  # of self._newest
+        self._handed: list[_Gradient] = []
+        self._num_synchronized = 0
+        self._problem: Exception | None = None
+        self._line = self._begin_threads()
+
+    # ---- called by the training loop ----------------------------------------------------------------------
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step for which the next batch is meant, from 1: schedules depend on it."""
+        return self._batch
+
+    def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield the loader's batches, without those whose steps were taken while this worker was late.
+
+        All workers' loaders have as many batches. It may be called for epoch after epoch.
+        """
+        for batch in loader:
+            self._passed += 1
+            if self._passed == self._batch:
+                yield batch
+                if self._passed == self._batch:
+                    raise UsageError("bound_waiting: a batch without step(), which all of batches() need")
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Hand the gradients over, and wait until this worker may go on; it then has the newest weights.
+
+        Raises:
+            UsageError: a parameter has no gradient, or the batch is not one of :meth:`batches`.
+            CommError: a rank or a server was lost, or the ranks disagree.
+        """
+        if self._passed != self._batch:
+            raise UsageError(
+                "bound_waiting: step() belongs after each batch of `for ... in training.batches(loader)`"
+            )
+        gradient = self._hand_over()
+        self._line.tell(
+            {
+                "kind": "ready", "batch": gradient.batch, "version": self._own_version,
+                "options": values_of(self.optimizer),
+            }
+        )  # fmt: skip
+        self._wait_until(lambda: self._may_go_on(gradient))
+        self._take_newest()
+        self._batch = gradient.batch + 1 if self._rule.waits_for_all else self._own_version + 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # checked by torch's schedulers
+
+    def finish(self, *, ends: bool = True) -> None:
+        """Wait for all workers; all then have the same weights, and the optimizer its state.
+
+        All ranks call it after as many batches.
+
+        Args:
+            ends: ``False`` goes on afterwards, as at a checkpoint.
+
+        Raises:
+            CommError: a rank or a server was lost, or the ranks have different numbers of batches.
+        """
+        before = self._num_synchronized
+        self._line.tell({"kind": "synchronize", "batch": self._batch - 1, "ends": ends})
+        self._wait_until(lambda: self._num_synchronized > before)
+        self._take_newest()
+        self._passed, self._batch = self._own_version, self._own_version + 1
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._stepper.state)
+        self._stepper.state.clear()
+
+    def _hand_over(self) -> _Gradient:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                raise UsageError(
+                    f"bound_waiting: a parameter of shape {list(parameter.shape)} has no gradient; all have "
+                    "to be used in each step, or frozen"
+                )
+        tensors = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        gradient = _Gradient(self._batch, tensors)  # type: ignore[arg-type]
+        with self._changed:
+            self._handed.append(gradient)
+        return gradient
+
+    def _may_go_on(self, gradient: _Gradient) -> bool:
+        if self._rule.waits_for_all:
+            return self._version >= gradient.batch - self._rule.staleness
+        if self._rule.late == "drop":
+            return self._version >= gradient.batch  # a step that takes it has this number
+        return gradient.step is not None and self._version >= gradient.step
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        with self._changed:
+            while not holds():
+                if self._problem is not None:
+                    raise self._problem
+                self._changed.wait(_POLL_S)  # in short waits, so that Python handles signals
+
+    def _take_newest(self) -> None:
+        with self._changed:
+            if self._version != self._own_version:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._parameters, self._newest)
+                self._own_version = self._version
+
+    # ---- the thread that follows rank 0 -------------------------------------------------------------------
+
+    def _begin_threads(self) -> Line:
+        mail = Mail(self._group, max_bytes_of(self._rule.num_workers, len(self.optimizer.param_groups)))
+        coordinator = Coordinator(mail, self._rule) if self._group.rank() == 0 else None
+        hosts = self._hosts()
+        if coordinator is not None:
+            self._write({"workers": self._rule.num_workers, "hosts": hosts})
+            self._begin(coordinator.listen, "shoal-coordinator")
+        line = Line(mail, coordinator)
+        self._begin(lambda: self._follow(line), "shoal-steps")
+        return line
+
+    def _begin(self, run: Callable[[], None], name: str) -> None:
+        def guarded() -> None:
+            try:
+                run()
+            except Exception as problem:
+                with self._changed:
+                    self._problem = self._problem or problem
+                    self._changed.notify_all()
+
+        threading.Thread(target=guarded, name=name, daemon=True).start()
+
+    @torch.no_grad()
+    def _follow(self, line: Line) -> None:
+        has_ended = False
+        while not has_ended:
+            order = line.next_order()
+            kind = order["kind"]
+            if kind == "step":
+                self._take_step(order)
+            elif kind == "synchronize":
+                self._synchronize(order)
+                has_ended = order["ends"]
+            elif kind == "late":
+                self._drop(order["dropped"], self._version)
+                self._write({"step": self._version, "used": [], "dropped": order["dropped"]})
+            else:
+                raise UsageError(f"bound_waiting: {order.get('reason')}")
+
+    def _take_step(self, order: Message) -> None:
+        """Send this worker's part of a step, or zeros, and receive the weights after it."""
+        step, used, servers = order["step"], order["used"], self._servers
+        own = self._settle(used, step)
+        self._drop(order["dropped"], step)
+        set_values(self._stepper, order["options"])
+        share = 1.0 / len(used)
+        for number, memory in enumerate(self._spare):
+            if own:
+                torch.mul(own[0].tensors[number], share, out=memory)
+            else:
+                memory.zero_()
+        is_taken = self._update()
+        if is_taken:
+            for table in servers.tables:
+                table.step, table.has_state = table.step + 1, True
+        with self._changed:
+            if is_taken:
+                self._newest, self._spare = self._spare, self._newest
+            self.num_skipped += not is_taken
+            self._version = step
+            self._changed.notify_all()
+        self._write(
+            {
+                "step": step,
+                "used": used,
+                "dropped": order["dropped"],
+                **({} if is_taken else {"skipped": True}),
+            }
+        )
+
+    def _update(self) -> bool:
+        """Have the servers step with what is in the spare memory; return whether they did."""
+        servers = self._servers
+        updates = list(zip(servers.tables, self._spare, strict=True))
+        if not self._phased:
+            servers.configure(self._stepper)
+            _wait_for_all([servers.update(*each) for each in updates])
+            return True
+        _wait_for_all([servers.collect(*each) for each in updates])
+        self.grad_norm = servers.totals()[1]
+        if not math.isfinite(self.grad_norm):
+            return False
+        factor = factor_of(self._stepper, self.grad_norm, self._max_norm)
+        _wait_for_all(servers.finish_updates(self._stepper, updates, factor))
+        return True
+
+    def _settle(self, gradients: list[list[int]], step: int) -> list[_Gradient]:
+        """Note that these are taken or dropped once ``step`` is done; return this worker's ones."""
+        batches = {batch for rank, batch, _ in gradients if rank == self._group.rank()}
+        with self._changed:
+            own = [each for each in self._handed if each.batch in batches]
+            self._handed = [each for each in self._handed if each.batch not in batches]
+            for each in own:
+                each.step = step
+            self._changed.notify_all()
+        return own
+
+    def _drop(self, gradients: list[list[int]], step: int) -> None:
+        self.num_dropped += len(self._settle(gradients, step))
+
+    def _synchronize(self, order: Message) -> None:
+        self._servers.dump(self._stepper)
+        weights = checksum(self._newest)
+        self._write({"step": order["step"], "used": [], "dropped": [], "weights": weights})
+        with self._changed:
+            self._num_synchronized += 1
+            self._changed.notify_all()
+
+    # ---- the log ------------------------------------------------------------------------------------------
+
+    def _hosts(self) -> list[int]:
+        """Return the number of each rank's host: sums are added within hosts first."""
+        if self._group.member.options.order == "rank":
+            return list(range(self._rule.num_workers))
+        own = torch.tensor([native.crc32c(host_identity().encode())])
+        every = torch.zeros(self._rule.num_workers, dtype=torch.int64)
+        self._group.all_gather_single(every, own).wait()
+        known = list(dict.fromkeys(every.tolist()))
+        return [known.index(each) for each in every.tolist()]
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._log is None or self._group.rank() != 0:
+            return
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _wait_for_all(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _group_beside(model: DistributedDataParallel) -> Any:
+    """Return a group of the model's ranks for the steps alone, which another thread takes."""
+    beside = dist.new_group(
+        dist.get_process_group_ranks(model.process_group),
+        backend=BACKEND_NAME,
+        pg_options=python_group(model.process_group).member.options,
+        use_local_synchronization=True,
+    )
+    return python_group(beside)
+
+
+def _copy_of(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer over the same parameters, whose options can be set apart."""
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.param_groups = [dict(group) for group in optimizer.param_groups]
+    copy.state = type(optimizer.state)(optimizer.state.default_factory)
+    return copy
+
+
+def _refuse_step(*_: Any) -> None:
+    raise UsageError("optimizer.step() was called after bound_waiting(): call step() of what it returned")

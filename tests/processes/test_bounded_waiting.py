@@ -1,0 +1,248 @@
+"""Tests steps that do not wait for all workers: bits of the replay in one process, bounds, refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shoal_workers import run_group
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoal.comm.engine import CommError
+from shoal.errors import ShoalError, UsageError
+from shoal.optim.adamw import AdamW
+from shoal.optim.lamb import Lamb
+from shoal.optim.sgd import SGD
+from shoal.train.bounded_replay import replay, summary
+from shoal.train.bounded_waiting import BoundedWaiting, bound_waiting
+
+HOSTS = ("a", "a", "b", "c")
+STEPS = 24
+PAUSE_S = 0.03
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Embedding(1031, 33), nn.Flatten(), nn.Linear(99, 7))
+
+
+def backward(model: nn.Module, rank: int, batch: int) -> None:
+    tokens = torch.randint(0, 1031, (4, 3), generator=torch.Generator().manual_seed(1000 * batch + rank))
+    nn.functional.cross_entropy(model(tokens), tokens.sum(1) % 7).backward()
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw": lambda model: AdamW(model.parameters(), lr=0.01),
+    "momentum": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "lamb": lambda model: Lamb(model.parameters(), lr=0.01),
+}
+
+
+def set_rate(optimizer: Optimizer, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+
+
+def read(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def require_replay(
+    model: nn.Module, optimizer: Optimizer, log: Path, name: str, max_norm: float | None
+) -> None:
+    want = net()
+    reference = OPTIMIZERS[name](want)
+    taken = replay(
+        log, want, reference, lambda rank, batch: backward(want, rank, batch),
+        schedule=lambda step: set_rate(reference, step), max_norm=max_norm,
+    )  # fmt: skip
+    assert taken == STEPS
+    for have, wanted in zip(model.parameters(), want.parameters(), strict=True):
+        assert torch.equal(have, wanted)
+        for key, value in reference.state[wanted].items():
+            assert torch.equal(optimizer.state[have][key], value), key
+
+
+def train(rank: int, folder: Path, name: str, max_norm: float | None, options: dict[str, Any]) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = OPTIMIZERS[name](model)
+    log = folder / "log.jsonl"
+    training = bound_waiting(model, optimizer, max_norm=max_norm, log=log, **options)
+    pauses = random.Random(rank)
+    done = []
+    for half in range(2):  # the state is there in between, as for a checkpoint
+        for batch in training.batches(range(1 + half * STEPS // 2, 1 + (1 + half) * STEPS // 2)):
+            set_rate(optimizer, training.next_step)
+            backward(model, rank, batch)
+            time.sleep(PAUSE_S * (pauses.random() < 0.2 or (rank == 3 and batch == 5)))
+            training.step()
+            done.append(batch)
+        training.finish(ends=half == 1)
+    dist.barrier()  # rank 0 has written its last line
+    require_replay(model, optimizer, log, name, max_norm)
+    rows, counts = read(log)[1:], summary(log)
+    assert counts.num_steps == STEPS
+    if "wait_for" not in options:
+        assert max(counts.staleness) <= options["staleness"]
+        assert counts.used == [STEPS] * len(HOSTS)
+    else:
+        assert max(counts.staleness) <= (1 if options.get("late") == "next" else 0)
+        assert min(len(row["used"]) for row in rows if row["used"]) >= options["wait_for"]
+    settled = [each for row in rows for each in (*row["used"], *row["dropped"])]
+    assert sorted(batch for who, batch, _ in settled if who == rank) == done, "used or dropped, once"
+    assert counts.used[rank] + counts.dropped[rank] == len(done)
+    assert training.num_dropped == counts.dropped[rank]
+
+
+@pytest.mark.parametrize(
+    ("name", "max_norm", "options"),
+    [
+        ("adamw", None, {"wait_for": 3}),
+        ("adamw", None, {"wait_for": 2, "grace_s": 0.01}),
+        ("lamb", 0.3, {"wait_for": 3, "late": "next"}),
+        ("momentum", 0.3, {"staleness": 2}),
+    ],
+)
+def test_a_replay_in_one_process_has_the_same_bits(
+    tmp_path: Path, name: str, max_norm: float | None, options: dict[str, Any]
+) -> None:
+    run_group(train, len(HOSTS), tmp_path / "group", tmp_path, name, max_norm, options, hosts=HOSTS)
+
+
+# ---- an emulated slow worker -------------------------------------------------------------------------------
+
+
+def wait_for_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.002)
+
+
+def wait_for_worker_2(training: BoundedWaiting, rank: int, folder: Path, batch: int) -> None:
+    """Return when rank 0 knows that worker 2 has the gradient of a batch: no step goes without it then."""
+    ready = folder / f"ready-{batch}"
+    if rank == 0:
+        coordinator = training._line._coordinator
+        assert coordinator is not None
+        while not coordinator._decider._ready[2] and coordinator._decider._last[2] < batch:
+            time.sleep(0.002)
+        ready.touch()
+    wait_for_file(ready)
+
+
+def hold_up(rank: int, folder: Path, options: dict[str, Any], most: int) -> None:
+    """Worker 2 stops in its third batch until the others have gone as far as they may."""
+    model = DistributedDataParallel(net())
+    training = bound_waiting(model, OPTIMIZERS["adamw"](model), **options)
+    for batch in training.batches(range(1, 13)):
+        backward(model, rank, batch)
+        if rank == 2 and batch == 3:
+            for other in (0, 1):
+                wait_for_file(folder / f"batch-{most}-of-{other}")
+            time.sleep(0.2)  # they would go on now
+            assert len(list(folder.glob(f"batch-{most + 1}-*"))) == 0
+        elif rank != 2 and batch <= 2:
+            wait_for_worker_2(training, rank, folder, batch)
+        (folder / f"batch-{batch}-of-{rank}").touch()
+        training.step()
+    training.finish()
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"staleness": 2}, 5),
+        ({"wait_for": 2, "late": "next"}, 4),
+        ({"wait_for": 2, "late": "next", "staleness": 3}, 6),
+        ({"wait_for": 2}, 12),
+    ],
+)
+def test_a_stopped_worker_holds_the_others_after_their_bound_and_not_before(
+    tmp_path: Path, options: dict[str, Any], most: int
+) -> None:
+    run_group(hold_up, 3, tmp_path / "group", tmp_path, options, most, hosts=("a", "b", "c"))
+
+
+# ---- the threshold of stability ----------------------------------------------------------------------------
+
+
+def weight_after(rate: float, delay: int, num_steps: int, folder: Path) -> float:
+    """Replay a log in which each gradient of a quadratic has this staleness."""
+    rows: list[dict[str, Any]] = [{"workers": 1, "hosts": [0]}]
+    for step in range(1, num_steps + 1):
+        rows.append({"step": step, "used": [[0, step, max(0, step - 1 - delay)]], "dropped": []})
+    log = folder / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+
+    def quadratic(rank: int, batch: int) -> None:
+        (0.5 * model.weight.square().sum()).backward()
+
+    replay(log, model, SGD(model.parameters(), lr=rate), quadratic)
+    return abs(model.weight.item())
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4])
+def test_delayed_gradients_converge_below_the_threshold_and_diverge_above(tmp_path: Path, delay: int) -> None:
+    """Of a quadratic: rate < 2 sin(π / (2 (2 · delay + 1)))."""
+    limit = 2 * torch.sin(torch.tensor(torch.pi / (2 * (2 * delay + 1)))).item()
+    num_steps = 150 * (delay + 1)
+    assert weight_after(0.98 * limit, delay, num_steps, tmp_path) < 0.5
+    assert weight_after(1.02 * limit, delay, num_steps, tmp_path) > 2
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def refuse(rank: int) -> None:
+    def refused(match: str, model: Any, **options: Any) -> None:
+        with pytest.raises(UsageError, match=match):
+            bound_waiting(model, AdamW(model.parameters()), **options)
+
+    refused("give wait_for or staleness", DistributedDataParallel(net()))
+    refused("wait_for=4 must be from 1", DistributedDataParallel(net()), wait_for=4)
+    refused("max_norm=0", DistributedDataParallel(net()), wait_for=1, max_norm=0.0)
+    batch_norm = DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7)))
+    refused("broadcast_buffers=False", batch_norm, wait_for=1)
+    model = DistributedDataParallel(net())
+    with pytest.raises(CommError, match=r"staleness=[12], .*staleness=[12], "):
+        bound_waiting(model, AdamW(model.parameters()), staleness=1 + rank)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    run_group(refuse, 2, tmp_path, hosts=("a", "b"))
+
+
+def disagree(rank: int, about: str) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    training = bound_waiting(model, optimizer, staleness=1)
+    message = "options of step 3 differ" if about == "options" else "has finished after batch 4"
+    with pytest.raises(UsageError, match=message):
+        for batch in training.batches(range(1, 5 + (rank if about == "batches" else 0))):
+            optimizer.param_groups[0]["lr"] = 0.02 if about == "options" and (rank, batch) == (1, 3) else 0.01
+            backward(model, rank, batch)
+            training.step()
+        training.finish()
+
+
+@pytest.mark.parametrize("about", ["options", "batches"])
+def test_workers_that_disagree_are_named(tmp_path: Path, about: str) -> None:
+    run_group(disagree, 2, tmp_path, about, hosts=("a", "b"))
+
+
+def test_a_replay_with_other_weights_says_so(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    rows = [{"hosts": [0]}, {"step": 1, "used": [[0, 1, 0]], "dropped": [], "weights": 1}]
+    log.write_text("\n".join(map(json.dumps, rows)))
+    model = net()
+    with pytest.raises(ShoalError, match="weights after step 1 are not those of the workers"):
+        replay(log, model, SGD(model.parameters(), lr=0.1), lambda rank, batch: backward(model, rank, batch))
