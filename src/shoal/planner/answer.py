@@ -13,7 +13,7 @@ from shoal.planner.hardware import require_accelerators
 from shoal.planner.prediction import Plan
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.step_time import Layout
-from shoal.planner.unequal_hosts import Division
+from shoal.planner.unequal_hosts import Division, recommended
 
 _BAR = 46
 
@@ -34,7 +34,7 @@ def text_of(
         plans: as :func:`shoal.planner.search.search` returns them, the best first.
         curve: the best plan on each number of hosts of a sweep.
         compare: whether to add a table of the algorithms.
-        unequal: how the best plan fares on hosts of unequal speed, the recommended division first.
+        unequal: how the best plan fares on hosts of unequal speed, as divisions() returns it.
     """
     lines = [*_best(plans[0]), *_best_layouts(plans)]
     with_helpers = next((plan for plan in plans if plan.helpers), None)
@@ -99,27 +99,38 @@ def _best(plan: Plan) -> list[str]:
 def _unequal_lines(divisions: Sequence[Division]) -> list[str]:
     if not divisions:
         return []
-    best, other = divisions[0], divisions[-1]
-    saved_s = other.total_s - best.total_s
-    if len(divisions) == 1:
-        advice = "the parts of a pipeline cannot follow the speed of its hosts"
-    elif best.name == "equal":
-        advice = "keep equal shares: dividing by speed would save next to nothing"
-        if best.of_possible < 0.95:
-            advice += ", since every host is late now and then, and none is slow"
-    else:
-        advice = f"train with --distributed.shares by-speed: it saves {duration(saved_s)}"
     return [
         "",
         "on hosts of unequal speed",
-        f"  {'shares':<18} {'ms per step':>12} {'of possible':>12} {'time':>12}",
+        f"  {'mode':<24} {'ms per step':>12} {'of possible':>12} {'time':>12}",
         *(
-            f"  {each.name:<18} {1e3 * each.step_s:>12.4g} {100 * each.of_possible:>10.1f} % "
+            f"  {each.name:<24} {1e3 * each.step_s:>12.4g} {100 * each.of_possible:>10.1f} % "
             f"{duration(each.total_s):>12}"
             for each in divisions
         ),
-        f"  {advice}",
+        f"  {_advice(divisions)}",
     ]
+
+
+def _advice(divisions: Sequence[Division]) -> str:
+    """Return which division to train with, and why."""
+    exact = [each for each in divisions if each.exact]
+    best, other, chosen = exact[0], exact[-1], recommended(divisions)
+    if len(exact) == 1:
+        return "the parts of a pipeline cannot follow the speed of its hosts"
+    if not chosen.exact:
+        saved = duration(best.total_s - chosen.total_s)
+        return (
+            f"keep {best.name} shares for plain training. Every host is late now and then: in a loop of your "
+            f"own,\n  bound_waiting with {chosen.name} would save {saved}; it is another "
+            "algorithm, whose rate may have to be lower"
+        )
+    if best.name == "equal":
+        advice = "keep equal shares: dividing by speed would save next to nothing"
+        if best.of_possible < 0.95:
+            advice += ", since every host is late now and then, and none is slow"
+        return advice
+    return f"train with --distributed.shares by-speed: it saves {duration(other.total_s - best.total_s)}"
 
 
 def _time_line(plan: Plan) -> str:

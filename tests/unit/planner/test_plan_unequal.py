@@ -11,7 +11,7 @@ from shoal.errors import UsageError
 from shoal.planner import api
 from shoal.planner.answer import json_of, text_of
 from shoal.planner.prediction import Plan
-from shoal.planner.unequal_hosts import divisions, host_speeds
+from shoal.planner.unequal_hosts import divisions, host_speeds, recommended
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,29 @@ def test_one_host_at_half_speed_is_worth_dividing_by_speed(plan: Plan) -> None:
     ]
 
 
-def test_jitter_alone_is_not(plan: Plan) -> None:
-    found = divisions(plan, host_speeds(8, []), jitter=0.3)
-    assert [division.name for division in found] == ["equal", "by-speed"]
+def test_little_jitter_alone_is_not(plan: Plan) -> None:
+    found = divisions(plan, host_speeds(8, []), jitter=0.05)
+    assert [division.name for division in found if division.exact] == ["equal", "by-speed"]
+    assert recommended(found).name == "equal"
     assert "every host is late now and then" in text_of([plan], unequal=found)
+
+
+def test_jitter_is_worth_staleness(plan: Plan) -> None:
+    """The published shares are those of a simulation of its own (8 hosts, σ = 0.3)."""
+    found = {each.name: each for each in divisions(plan, host_speeds(8, []), jitter=0.3)}
+    for name, published in (("staleness=1", 0.90), ("staleness=2", 0.94), ("staleness=4", 0.96)):
+        assert found[name].of_possible == pytest.approx(published, abs=0.035)
+    chosen = recommended(list(found.values()))
+    assert not chosen.exact
+    assert chosen.total_s < 0.9 * found["equal"].total_s
+    assert f"bound_waiting with {chosen.name}" in text_of([plan], unequal=list(found.values()))
+
+
+def test_a_slow_host_is_no_case_for_staleness(plan: Plan) -> None:
+    found = divisions(plan, host_speeds(8, ["1x0.5"]), jitter=0.01)
+    assert "wait_for=7" not in {each.name for each in found}, "its samples would never be learned"
+    assert {each.name: each.of_possible for each in found}["staleness=4"] == pytest.approx(0.533, abs=0.01)
+    assert recommended(found).name == "by-speed"
 
 
 def test_equal_hosts_change_nothing(plan: Plan) -> None:
