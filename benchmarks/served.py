@@ -1,108 +1,77 @@
 """Steps per second with weights on servers, against DDP whose workers step, on emulated hosts.
 
-BERT-base's weights, AdamW, 4 worker hosts and 4 helper hosts on links of 200 Mbit/s; both sides over the same
-backend by turns, each turn in processes of its own. Computing is emulated as in ``priority``: time passes and
-the processor is free. Both sides' weights must be equal to the bit at the end.
+BERT-base's weights, AdamW, 4 worker hosts and 4 helper hosts on links of 200 Mbit/s; all sides over the same
+backend by turns (``emulated_bert``). The weights of workers that step and of servers must be equal to the bit
+at the end.
 
 All hosts share the cores of this machine, so the workers' optimizer steps, which real hosts take at once,
 wait for each other here. That would count for the servers, which take the step once for all. So a step on
 workers is timed without their optimizers, plus what one of them takes while the others rest.
+
+With clipping, weights come back after the backward pass, when links have nothing else to carry: there bf16
+halves what is waited for.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
-from functools import partial
-from pathlib import Path
-from typing import Any
 
-from benchmarks.comm_runs import run_on, watched
+from benchmarks.emulated_bert import Setup, by_turns
 from benchmarks.harness import Benchmark
-from benchmarks.priority_shapes import bytes_of, parts_of_bert
-from shoal.launch.emulated import Cluster
 
-NUM_HOSTS = NUM_HELPERS = 4
-NIC, BITS_PER_S = "200mbit", 200e6
+NUM_HOSTS = 4
 COMPUTE = 0.5
-"""Seconds of computing for each second of sums, as long as those take the link."""
-TARGET = 1.0
-SIDES = ("workers", "servers")
-
-
-def measure(compute_s: float, num_layers: int, num_steps: int, side: str) -> dict[str, Any]:
-    """Train on a cluster; return the worker's measurements."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Cluster(hosts=NUM_HOSTS, helpers=NUM_HELPERS, nic=NIC, announce_rates=False) as cluster,
-    ):
-        out = Path(folder) / "result.json"
-        spec = {
-            "helpers": NUM_HELPERS, "layers": num_layers, "compute_s": compute_s, "steps": num_steps,
-            "side": side,
-        }  # fmt: skip
-        run_on(cluster, [sys.executable, "-m", "benchmarks.served_worker", json.dumps(spec), str(out)])
-        result: dict[str, Any] = json.loads(out.read_text())
-    return result
+TARGET, HALF_TARGET = 1.0, 1.15
+LAYERS, QUICK_LAYERS = 12, 2
+SIDES = ("workers", "servers", "clipped", "clipped, bf16")
 
 
 def add_rows(bench: Benchmark, num_layers: int) -> None:
-    num_turns, num_steps = (1, 2) if bench.quick else (3, 4)
-    num_bytes = bytes_of(parts_of_bert(num_layers))
-    compute_s = COMPUTE * num_bytes * 8 / BITS_PER_S
-    results: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    cores, num_retaken = [], 0
-    for turn in range(num_turns):
-        for side in SIDES if turn % 2 == 0 else reversed(SIDES):
-            result, foreign, again = watched(
-                partial(measure, compute_s, num_layers, num_steps, side), most_retaken=0
-            )
-            results[side].append(result)
-            cores.append(foreign)
-            num_retaken += again
-    weights = {result["weights"] for side in SIDES for result in results[side]}
-    if len(weights) != 1:
-        raise SystemExit(f"the weights are not the same after {num_steps} steps: {sorted(weights)}")
-    samples = {side: [1 / s for result in results[side] for s in result["seconds"]] for side in SIDES}
-    optimizer_s = [result["optimizer_s"] for result in results["workers"]]
-    state_bytes = results["workers"][0]["state_bytes"]
-    model = f"BERT-base ({num_layers} layers, {num_bytes / 1e6:.0f} MB)"
+    setup = Setup(
+        worker="benchmarks.served_worker", num_hosts=NUM_HOSTS, num_layers=num_layers, compute=COMPUTE
+    )
+    turns = by_turns(bench, setup, SIDES)
+    turns.require_equal_weights(["workers", "servers", "clipped"])
+    cores = turns.foreign_cores
     bench.add(
-        f"{model}, AdamW on {NUM_HELPERS} helpers, computing {compute_s:.1f} s a step",
-        ours=samples["servers"],
-        peer=samples["workers"],
+        f"{setup}, AdamW on {NUM_HOSTS} helpers",
+        ours=turns.steps_per_s("servers"),
+        peer=turns.steps_per_s("workers"),
         peer_name="DDP + shoal.optim.AdamW, same backend",
         unit="steps/s",
         better="higher",
         target=TARGET,
         foreign_cores=cores,
-        num_retaken=num_retaken,
+        num_retaken=turns.num_retaken,
     )
     bench.add(
-        f"{model}, the optimizer's step on a worker alone",
-        ours=[0.0],
-        peer=optimizer_s,
-        peer_name="DDP + shoal.optim.AdamW",
-        unit="s",
+        f"{setup}, clipped, weights back in bf16",
+        ours=turns.steps_per_s("clipped, bf16"),
+        peer=turns.steps_per_s("clipped"),
+        peer_name="the same, weights back in fp32",
+        unit="steps/s",
+        better="higher",
+        target=HALF_TARGET,
         foreign_cores=cores,
+        num_retaken=turns.num_retaken,
     )
+    on_workers, on_servers = turns.results["workers"], turns.results["servers"]
+    state_mb, seconds = on_workers[0]["state_bytes"] / 1e6, on_workers[0]["optimizer_s"]
     bench.limit(
-        f"{model}, optimizer state on a worker",
-        results["servers"][0]["state_bytes"],
+        f"{setup}, optimizer state on a worker",
+        max(result["state_bytes"] for result in on_servers),
         1.0,
         unit="bytes",
-        formula=f"none; workers that step keep {state_bytes / 1e6:.0f} MB",
+        formula=f"none; DDP's workers keep {state_mb:.0f} MB, and one alone steps {seconds:.2f} s",
         foreign_cores=cores,
     )
 
 
 def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
-    options.add_argument("--layers", type=int, default=12, help="of the model; BERT-base has 12")
+    options.add_argument("--layers", type=int, help=f"of the model; {LAYERS}, or {QUICK_LAYERS} with --quick")
     bench = Benchmark("served", options=options)
-    add_rows(bench, bench.args.layers)
+    add_rows(bench, bench.args.layers or (QUICK_LAYERS if bench.quick else LAYERS))
     return bench.finish()
 
 

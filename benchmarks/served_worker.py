@@ -2,7 +2,8 @@
 
     python -m benchmarks.served_worker SPEC OUT
 
-SPEC is JSON: ``{"helpers": 4, "layers": 12, "compute_s": 8.8, "steps": 3, "side": "workers"}``.
+SPEC is JSON: ``{"helpers": 4, "layers": 12, "compute_s": 8.8, "steps": 3, "side": "workers"}``; the other
+sides are those of ``served``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from shoal.bench.collectives import Groups
 from shoal.env import worker_env
 from shoal.optim.adamw import AdamW
 from shoal.train.served_update import update_on_servers
+
+MAX_NORM = 1e6
+"""No gradient is so long: the bits are those without clipping."""
 
 
 def bytes_of_state(optimizer: AdamW) -> int:
@@ -57,7 +61,12 @@ def train(spec: dict[str, Any], groups: Groups, group: dist.ProcessGroup) -> dic
     model = model_of(spec)
     ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    training = update_on_servers(ddp, optimizer) if spec["side"] == "servers" else None
+    training = None
+    if spec["side"] != "workers":
+        training = update_on_servers(
+            ddp, optimizer, max_norm=MAX_NORM if spec["side"].startswith("clipped") else None,
+            weights="bf16" if spec["side"].endswith("bf16") else "fp32",
+        )  # fmt: skip
     groups.barrier()
     ends, stepping = [], []
     for step in range(WARM_UPS + spec["steps"]):
