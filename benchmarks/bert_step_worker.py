@@ -27,12 +27,11 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
-from shoal.data.loader import as_tensors, to_device
+from shoal.data.loader import as_tensors, copies_to, to_device
 from shoal.data.steps import DataShard
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.models.text_config import BertModelConfig
 from shoal.train.config import DistributedConfig, OptimConfig
-from shoal.train.device_copies import copies_to
 from shoal.train.gradients import LocalUpdate, LossScale, Precision, choose_precision, wrap_model
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer

@@ -16,13 +16,13 @@ import image_jobs
 import pretrain_jobs as jobs
 
 from shoal.data.images.normalise import Normalisation
+from shoal.data.loader import copies_to
 from shoal.env import alone
 from shoal.errors import EXIT_OK
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
 from shoal.train.config import RunOutputConfig, VisionOptimizerConfig
-from shoal.train.device_copies import copies_to
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
 from shoal.train.run import Run, Sizes

@@ -1,4 +1,4 @@
-"""What all forked processes of tests need is loaded once; a failure of that would only show as slowness."""
+"""Checks that the fork server preloads modules and freezes its heap; a failure would only slow tests down."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from forked_workers import run_workers
 from torch import Tensor
 
-from shoal.data.loader import Batch, as_tensors
+from shoal.data.loader import Batch, as_tensors, copies_to
 from shoal.data.steps import DataShard
 from shoal.data.text.examples import packed
 from shoal.decide.rng import dropout_keys
@@ -23,7 +23,6 @@ from shoal.env import WorkerPlace
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
 from shoal.train.config import DistributedConfig
-from shoal.train.device_copies import copies_to
 from shoal.train.gradients import LocalUpdate, LossScale, choose_precision, wrap_model
 from shoal.train.reporting import StepTimer
 from shoal.train.step import Step, Training

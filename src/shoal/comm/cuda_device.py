@@ -42,13 +42,6 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             step()
 
-    def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Queue a copy to ``device``, in memory of this stream that the current one may use."""
-        with torch.cuda.stream(self._stream):
-            copied = tensor.to(device, non_blocking=True)
-        copied.record_stream(torch.cuda.current_stream(device))
-        return copied
-
     def wait_event(self, event: torch.cuda.Event) -> None:
         self._stream.wait_event(event)
 
@@ -76,9 +69,6 @@ class CudaDevice:
         # High priority: a copy that is ready runs before kernels of the backward pass that are already
         # queued.
         return CudaStream(torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
-
-    def upload(self, tensor: Tensor, stream: CudaStream) -> Tensor:
-        return tensor if tensor.device == self.torch_device else stream.copy(tensor, self.torch_device)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         with torch.cuda.device(self.torch_device):

@@ -67,12 +67,6 @@ class Device(Protocol):
 
     def new_stream(self) -> Stream: ...
 
-    def upload(self, tensor: Tensor, stream: Any) -> Tensor:
-        """Queue a copy of ``tensor`` to the device on ``stream``, and return it for the current stream.
-
-        The caller keeps ``tensor`` until a later event of ``stream``, and the current stream waits for that.
-        """
-
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Return pinned host memory (uint8), which the device copies to and from asynchronously."""
 

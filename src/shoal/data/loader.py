@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, product
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shoal.data.steps import (
@@ -324,10 +326,89 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     Dictionaries, lists and tuples keep their form; other values stay as they are.
     """
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+    return _map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return function(batch)
     if isinstance(batch, Mapping):
-        return {name: to_device(value, device) for name, value in batch.items()}
+        return {name: _map_tensors(function, value) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(_map_tensors(function, value) for value in batch)
     return batch
+
+
+class CopyDevice(Protocol):
+    """A device whose streams copy beside its kernels."""
+
+    def current_stream(self) -> Any:
+        """Return the stream of the calling thread's own work; it has ``wait_event(event)``."""
+
+    def new_stream(self) -> Any:
+        """Return another stream; it has ``record_event()``."""
+
+    def upload(self, tensor: Tensor, stream: Any) -> Tensor:
+        """Queue a copy of ``tensor`` to the device on ``stream``, and return it for the current stream.
+
+        The caller keeps ``tensor`` until a later event of ``stream``, and the current stream waits for that.
+        """
+
+
+class DeviceCopies:
+    """Copies tensors beside the kernels of the current stream, which waits only for the copies that it uses.
+
+    The host queues the copy of a micro-batch when the loop asks for it. By then a GPU is usually still busy
+    with the kernels before, and the copy runs at the same time. Results may be used on the stream that is
+    current at the call.
+
+    Args:
+        device: where to copy to; :func:`to_device` is the same without streams.
+    """
+
+    def __init__(self, device: CopyDevice) -> None:
+        self._device, self._stream = device, device.new_stream()
+        self._sources: deque[tuple[Any, Any]] = deque()
+        """(event, batch): copies under way need the memory of their sources."""
+
+    def __call__(self, batch: Any) -> Any:
+        """Return ``batch`` with its tensors on the device; those that are there stay as they are."""
+        moved = _map_tensors(lambda tensor: self._device.upload(tensor, self._stream), batch)
+        copied = self._stream.record_event()
+        self._device.current_stream().wait_event(copied)
+        self._sources.append((copied, batch))
+        while self._sources and self._sources[0][0].query():
+            self._sources.popleft()
+        return moved
+
+
+class _Gpu:
+    """A GPU as :class:`DeviceCopies` uses it."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def upload(self, tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+        if tensor.device == self._device:
+            return tensor
+        with torch.cuda.stream(stream):
+            copied = tensor.to(self._device, non_blocking=True)
+        copied.record_stream(self.current_stream())
+        return copied
+
+
+Copies = Callable[[Any], Any]
+"""Returns a tensor, or a dictionary, list or tuple of tensors and other values, with its tensors on the
+device."""
+
+
+def copies_to(device: torch.device) -> Copies:
+    """Return what copies micro-batches to ``device``."""
+    return DeviceCopies(_Gpu(device)) if device.type == "cuda" else partial(to_device, device=device)

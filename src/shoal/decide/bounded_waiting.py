@@ -81,7 +81,7 @@ class WaitingRule:
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether each step takes the gradients of all workers."""
+        """True if each step takes the gradients of all workers."""
         return self.wait_for == self.num_workers
 
 

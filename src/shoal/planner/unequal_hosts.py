@@ -47,7 +47,7 @@ class Division:
     of_possible: float
     """Samples per second of the computation, over those if no host ever waited."""
     exact: bool = True
-    """Whether it is plain training: all samples, and no gradient of old weights."""
+    """True for synchronous training: all samples, and no stale gradient."""
 
 
 def host_speeds(count: int, slow: Sequence[str]) -> list[float]:

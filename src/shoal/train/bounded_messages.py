@@ -131,7 +131,7 @@ class Coordinator:
             self._timer.start()
 
     def _on_time(self) -> None:
-        with self._lock, suppress(CommError):  # whoever waits for the group notices too
+        with self._lock, suppress(CommError):  # the thread that waits for the group gets the error too
             self._timer = threading.Timer(0.0, self._on_time)
             self._advance()
             self._end()

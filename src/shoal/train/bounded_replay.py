@@ -21,7 +21,7 @@ from shoal.train.local_steps import checksum
 
 @dataclass(frozen=True)
 class Summary:
-    """What a log says about its workers.
+    """Holds the counts of a log for each worker.
 
     Attributes:
         num_steps: steps taken.

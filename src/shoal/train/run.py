@@ -49,6 +49,7 @@ from torch.optim import Optimizer
 
 from shoal import record
 from shoal.atomic_io import write_atomically
+from shoal.data.loader import copies_to
 from shoal.data.sources import StepSource, as_source
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, Shares, plan_batch
@@ -57,7 +58,6 @@ from shoal.env import WorkerEnv, alone, compiler_problem, progress_file, worker_
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree, required
-from shoal.train.device_copies import copies_to
 from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
 from shoal.train.reporting import (
     Progress,

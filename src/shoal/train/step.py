@@ -12,16 +12,43 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.data.loader import Copies
 from shoal.data.steps import DataShard
 from shoal.errors import RetryStep, UsageError
-from shoal.train.device_copies import Copies
 from shoal.train.gradients import DataParallel, LossScale, Update
-from shoal.train.readback import Readback
 from shoal.train.reporting import StepTimer
 from shoal.train.world import World
 
 _ODD = 0x9E3779B97F4A7C15  # spreads consecutive steps over all seeds
 _MASK = (1 << 63) - 1
+
+
+class Readback:
+    """Scalars of a device on their way to the host, which queues more work meanwhile.
+
+    The copy is queued at once, into pinned memory. :meth:`read` waits for it alone, not for what the host has
+    queued behind it: one step later it does not wait at all.
+
+    Args:
+        values: scalars of one device.
+    """
+
+    def __init__(self, *values: Tensor) -> None:
+        found = torch.stack([value.detach().double() for value in values])
+        self._copied: torch.cuda.Event | None = None
+        self._values = found
+        if found.device.type == "cuda":
+            self._values = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            self._values.copy_(found, non_blocking=True)
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> list[float]:
+        """Return the values, in the order of the arguments."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
 
 
 @dataclass(kw_only=True)
@@ -90,7 +117,7 @@ class Step:
 
     @property
     def is_unread(self) -> bool:
-        """Whether :attr:`grad_norm` and :attr:`loss` are still on their way to the host."""
+        """True while :attr:`grad_norm` and :attr:`loss` are on their way to the host."""
         return isinstance(self._figures, Readback)
 
     def _read(self) -> list[float]:

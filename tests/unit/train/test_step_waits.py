@@ -21,8 +21,8 @@ from shoal.optim import moments
 from shoal.optim.lamb import Lamb
 from shoal.train.config import LoopConfig, RunOutputConfig
 from shoal.train.gradients import LossScale
-from shoal.train.readback import Readback
 from shoal.train.run import Run, Sizes
+from shoal.train.step import Readback
 
 
 class Points:

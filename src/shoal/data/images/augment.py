@@ -105,7 +105,7 @@ class AugmentConfig:
 
     @property
     def is_in_bytes(self) -> bool:
-        """Whether augmented pixels are whole numbers before they are normalised: colours are as decoded."""
+        """True if augmentation changes no colours, so that pixels are integers until they are normalised."""
         return not any((self.brightness, self.contrast, self.saturation, self.hue, self.lighting, self.erase))
 
     def size_at(self, epoch: int) -> int:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from benchmarks.memory_device import MemoryDevice
 
-from shoal.data.loader import to_device
-from shoal.train.device_copies import DeviceCopies, copies_to
+from shoal.data.loader import DeviceCopies, copies_to, to_device
 
 
 def batch(number: int) -> dict[str, Any]:
