@@ -75,6 +75,22 @@ class Turns:
     def steps_per_s(self, side: str) -> list[float]:
         return [1 / seconds for result in self.results[side] for seconds in result["seconds"]]
 
+    def add_row(
+        self, bench: Benchmark, name: str, ours: str, peer: str, *, peer_name: str, target: float
+    ) -> None:
+        """Add the steps/s of one side beside those of another."""
+        bench.add(
+            name,
+            ours=self.steps_per_s(ours),
+            peer=self.steps_per_s(peer),
+            peer_name=peer_name,
+            unit="steps/s",
+            better="higher",
+            target=target,
+            foreign_cores=self.foreign_cores,
+            num_retaken=self.num_retaken,
+        )
+
     def require_equal_weights(self, sides: Sequence[str]) -> None:
         weights = {result["weights"] for side in sides for result in self.results[side]}
         if len(weights) != 1:

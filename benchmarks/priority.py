@@ -34,17 +34,7 @@ def add_row(bench: Benchmark, compute: float, num_layers: int) -> None:
     )
     turns = by_turns(bench, setup, SIDES)
     turns.require_equal_weights(SIDES)
-    bench.add(
-        str(setup),
-        ours=turns.steps_per_s("priority"),
-        peer=turns.steps_per_s("plain"),
-        peer_name="plain DDP, same backend",
-        unit="steps/s",
-        better="higher",
-        target=TARGET,
-        foreign_cores=turns.foreign_cores,
-        num_retaken=turns.num_retaken,
-    )
+    turns.add_row(bench, str(setup), "priority", "plain", peer_name="plain DDP, same backend", target=TARGET)
 
 
 def main() -> int:

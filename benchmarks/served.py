@@ -32,28 +32,21 @@ def add_rows(bench: Benchmark, num_layers: int) -> None:
     )
     turns = by_turns(bench, setup, SIDES)
     turns.require_equal_weights(["workers", "servers", "clipped"])
-    cores = turns.foreign_cores
-    bench.add(
+    turns.add_row(
+        bench,
         f"{setup}, AdamW on {NUM_HOSTS} helpers",
-        ours=turns.steps_per_s("servers"),
-        peer=turns.steps_per_s("workers"),
+        "servers",
+        "workers",
         peer_name="DDP + shoal.optim.AdamW, same backend",
-        unit="steps/s",
-        better="higher",
         target=TARGET,
-        foreign_cores=cores,
-        num_retaken=turns.num_retaken,
     )
-    bench.add(
+    turns.add_row(
+        bench,
         f"{setup}, clipped, weights back in bf16",
-        ours=turns.steps_per_s("clipped, bf16"),
-        peer=turns.steps_per_s("clipped"),
+        "clipped, bf16",
+        "clipped",
         peer_name="the same, weights back in fp32",
-        unit="steps/s",
-        better="higher",
         target=HALF_TARGET,
-        foreign_cores=cores,
-        num_retaken=turns.num_retaken,
     )
     on_workers, on_servers = turns.results["workers"], turns.results["servers"]
     state_mb, seconds = on_workers[0]["state_bytes"] / 1e6, on_workers[0]["optimizer_s"]
@@ -63,7 +56,7 @@ def add_rows(bench: Benchmark, num_layers: int) -> None:
         1.0,
         unit="bytes",
         formula=f"none; DDP's workers keep {state_mb:.0f} MB, and one alone steps {seconds:.2f} s",
-        foreign_cores=cores,
+        foreign_cores=turns.foreign_cores,
     )
 
 
