@@ -25,10 +25,15 @@ from shoal.data.text.task_batches import TaskSource
 from shoal.data.text.tokenizer import read_tokenizer
 from shoal.decide.order import ShuffledOrder
 from shoal.env import test_data_dir
-from shoal.models.directory import load_task_model
 from shoal.models.encoder import packed_inputs
 from shoal.models.pretraining import AlbertPretraining, BertPretraining, transformers_config
-from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, span_loss
+from shoal.models.tasks import (
+    QuestionAnswering,
+    SequenceClassification,
+    label_loss,
+    load_task_model,
+    span_loss,
+)
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 
 Arrays = dict[str, Any]

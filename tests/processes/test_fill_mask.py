@@ -24,8 +24,7 @@ from transformers import (
 import finetune_made as made
 from shoal.data.text.fill_mask import make_masked_texts, read_lines
 from shoal.errors import EXIT_OK, UsageError
-from shoal.models.directory import load_task_model
-from shoal.models.tasks import MaskedLM
+from shoal.models.tasks import MaskedLM, load_task_model
 from shoal.recipes import fill_mask_use
 from shoal.recipes.finetuning import read_source_tokenizer
 

@@ -194,9 +194,8 @@ def _first_examples(examples: Sequences, config: FinetuneConfig) -> dict[str, An
 
 def _squad(config: SquadConfig) -> Script:
     from shoal.data.squad.features import make_features
-    from shoal.models.directory import load_task_model
     from shoal.models.encoder import packed_inputs
-    from shoal.models.tasks import QuestionAnswering, span_loss
+    from shoal.models.tasks import QuestionAnswering, load_task_model, span_loss
     from shoal.recipes import squad
 
     def batch() -> dict[str, Any]:
@@ -221,9 +220,8 @@ def _squad(config: SquadConfig) -> Script:
 
 def _classify(config: ClassifyConfig) -> Script:
     from shoal.data.text.classify import make_pairs
-    from shoal.models.directory import load_task_model
     from shoal.models.encoder import packed_inputs
-    from shoal.models.tasks import SequenceClassification, label_loss
+    from shoal.models.tasks import SequenceClassification, label_loss, load_task_model
     from shoal.recipes import classify
 
     length = config.data.max_seq_length

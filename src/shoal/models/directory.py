@@ -10,16 +10,11 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -28,14 +23,8 @@ from transformers.utils import logging as their_logging
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.models.layers import MODEL_TYPES
-from shoal.models.tasks import MaskedLM, QuestionAnswering, SequenceClassification
 from shoal.models.text_config import HUB
 
-_CLASSES: dict[type, Any] = {
-    MaskedLM: AutoModelForMaskedLM,
-    QuestionAnswering: AutoModelForQuestionAnswering,
-    SequenceClassification: AutoModelForSequenceClassification,
-}
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,8 +36,6 @@ _TOKENIZER_FILES = (
     "spiece.model",
 )
 _HUB_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", *_TOKENIZER_FILES)
-
-Task = TypeVar("Task", MaskedLM, QuestionAnswering, SequenceClassification)
 
 
 class HasWeights(Protocol):
@@ -77,7 +64,7 @@ def resolve(source: str | Path) -> Path:
         return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=list(_HUB_FILES)))
     except Exception as error:  # which of its HTTP client's depends on its version
         raise ShoalError(
-            f"{name}: cannot be fetched ({_one_line(error)}); name a directory on disk instead"
+            f"{name}: cannot be fetched ({one_line(error)}); name a directory on disk instead"
         ) from None
 
 
@@ -97,101 +84,10 @@ def model_type_of(directory: Path, known: Sequence[str] = MODEL_TYPES) -> str:
     try:
         model_type = str(tree["model_type"])
     except (KeyError, TypeError) as error:
-        raise UsageError(f"{path} names no model_type: {_one_line(error)}") from None
+        raise UsageError(f"{path} names no model_type: {one_line(error)}") from None
     if model_type not in known:
         raise UsageError(f"{path}: model_type {model_type!r} must be one of {', '.join(known)}")
     return model_type
-
-
-def load_task_model(
-    kind: type[Task],
-    source: str | Path,
-    *,
-    labels: Sequence[str] = (),
-    from_scratch: bool = False,
-    dropout: float | None = None,
-    activation_checkpointing: bool = False,
-) -> Task:
-    """Return the model of ``source`` with the head of a task.
-
-    A head that the source lacks (it was pretrained, or finetuned for another task) is drawn from torch's
-    generator, so seed that first. ``new_parts`` of the model has the names of new parameters.
-
-    Args:
-        kind: ``QuestionAnswering``, ``SequenceClassification`` or ``MaskedLM``.
-        source: a transformers directory, or ``hub:NAME``.
-        labels: names of the labels, in the order of the logits; default: those of the source.
-        from_scratch: take only the sizes; all weights are new.
-        dropout: of hidden states and of attention; default: that of the source.
-        activation_checkpointing: recompute layers in the backward pass.
-
-    Raises:
-        UsageError: no transformers directory, another architecture, pickled weights, weights that do not fit.
-        ShoalError: files that cannot be read.
-    """
-    directory = resolve(source)
-    config = _task_config(directory, kind, labels, dropout)
-    if from_scratch:
-        weights = _CLASSES[kind].from_config(config, dtype=torch.float32)
-        new = {name for name, _ in weights.named_parameters()}
-    else:
-        weights, new = _read_weights(_CLASSES[kind], directory, config)
-    return kind(weights, activation_checkpointing=activation_checkpointing, new_parts=tuple(sorted(new)))
-
-
-def _task_config(
-    directory: Path, kind: type, labels: Sequence[str], dropout: float | None
-) -> PretrainedConfig:
-    model_type = model_type_of(directory)
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{directory / 'config.json'}: cannot be used: {_one_line(error)}") from None
-    if kind is QuestionAnswering:
-        config.num_labels = 2  # start and end
-    elif labels:
-        there = [config.id2label[number] for number in sorted(config.id2label)]
-        theirs, asked = ([name.lower() for name in names] for names in (there, labels))
-        if theirs != asked and sorted(theirs) == sorted(asked):
-            raise UsageError(
-                f"{directory / 'config.json'}: the labels there are {', '.join(there)}, asked for are "
-                f"{', '.join(labels)}: give them in the order of the model"
-            )
-        config.id2label = dict(enumerate(labels))
-        config.label2id = {label: number for number, label in enumerate(labels)}
-    if dropout is not None:
-        distilbert = ("dropout", "attention_dropout")
-        others = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-        for name in distilbert if model_type == "distilbert" else others:
-            setattr(config, name, dropout)
-    return config
-
-
-def _read_weights(
-    model_class: Any, directory: Path, config: PretrainedConfig
-) -> tuple[PreTrainedModel, set[str]]:
-    """Return the model with the weights of ``directory``, and the names of those that it lacks."""
-    model, report = load_weights(
-        model_class,
-        directory,
-        config=config,
-        ignore_mismatched_sizes=True,  # reported below
-        output_loading_info=True,
-    )
-    for name, there, here in sorted(report["mismatched_keys"]):
-        raise UsageError(
-            f"{directory}: {name} has shape {tuple(there)} there and {tuple(here)} in the model; take the "
-            "config.json, vocabulary and labels that belong to these weights"
-        )
-    new = set(report["missing_keys"])
-    prefix = f"{model.base_model_prefix}."
-    lacking = sorted(name for name in new if name.startswith(prefix) and ".pooler" not in name)
-    if lacking:
-        raise UsageError(
-            f"{directory}: {lacking[0]} and {len(lacking) - 1} more of the encoder's weights are not there; "
-            "are config.json and the weights of the same model?"
-        )
-    return model, new
 
 
 def load_weights(model_class: Any, directory: Path, **options: Any) -> Any:
@@ -207,7 +103,7 @@ def load_weights(model_class: Any, directory: Path, **options: Any) -> Any:
         with quiet_transformers():
             return model_class.from_pretrained(directory, **options)
     except Exception as error:  # that of safetensors derives from Exception alone
-        raise ShoalError(f"{directory}: the weights cannot be read: {_one_line(error)}") from None
+        raise ShoalError(f"{directory}: the weights cannot be read: {one_line(error)}") from None
 
 
 def copy_weights(model: HasWeights, directory: Path) -> None:
@@ -320,5 +216,6 @@ def quiet_transformers() -> Iterator[None]:
             their_logging.enable_progress_bar()
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the message of an error of another package in at most 200 characters of one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__

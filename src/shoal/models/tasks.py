@@ -1,4 +1,4 @@
-"""Computes question answering and sequence classification on packed batches, for four architectures.
+"""Computes question answering and sequence classification on packed batches, and loads such models.
 
 Heads, dropouts and poolers are those of transformers' ``*ForQuestionAnswering`` and
 ``*ForSequenceClassification``, so that weights load in both directions. Losses are separate functions.
@@ -6,14 +6,24 @@ Heads, dropouts and poolers are those of transformers' ``*ForQuestionAnswering``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from shoal.errors import UsageError
+from shoal.models.directory import load_weights, model_type_of, one_line, resolve
 from shoal.models.encoder import Encoder, drop_in_head, token_keys
 from shoal.models.pretraining import at_least_fp32, masked_lm_logits
 
@@ -117,3 +127,104 @@ def span_loss(
 def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the summed cross entropy of ``logits [B, num_labels]`` with ``labels [B]``."""
     return F.cross_entropy(at_least_fp32(logits), labels, reduction="sum")
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+_CLASSES: dict[type, Any] = {
+    MaskedLM: AutoModelForMaskedLM,
+    QuestionAnswering: AutoModelForQuestionAnswering,
+    SequenceClassification: AutoModelForSequenceClassification,
+}
+Task = TypeVar("Task", MaskedLM, QuestionAnswering, SequenceClassification)
+
+
+def load_task_model(
+    kind: type[Task],
+    source: str | Path,
+    *,
+    labels: Sequence[str] = (),
+    from_scratch: bool = False,
+    dropout: float | None = None,
+    activation_checkpointing: bool = False,
+) -> Task:
+    """Return the model of ``source`` with the head of a task.
+
+    A head that the source lacks (it was pretrained, or finetuned for another task) is drawn from torch's
+    generator, so seed that first. ``new_parts`` of the model has the names of new parameters.
+
+    Args:
+        kind: ``QuestionAnswering``, ``SequenceClassification`` or ``MaskedLM``.
+        source: a transformers directory, or ``hub:NAME``.
+        labels: names of the labels, in the order of the logits; default: those of the source.
+        from_scratch: take only the sizes; all weights are new.
+        dropout: of hidden states and of attention; default: that of the source.
+        activation_checkpointing: recompute layers in the backward pass.
+
+    Raises:
+        UsageError: no transformers directory, another architecture, pickled weights, weights that do not fit.
+        ShoalError: files that cannot be read.
+    """
+    directory = resolve(source)
+    config = _task_config(directory, kind, labels, dropout)
+    if from_scratch:
+        weights = _CLASSES[kind].from_config(config, dtype=torch.float32)
+        new = {name for name, _ in weights.named_parameters()}
+    else:
+        weights, new = _read_weights(_CLASSES[kind], directory, config)
+    return kind(weights, activation_checkpointing=activation_checkpointing, new_parts=tuple(sorted(new)))
+
+
+def _task_config(
+    directory: Path, kind: type, labels: Sequence[str], dropout: float | None
+) -> PretrainedConfig:
+    model_type = model_type_of(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{directory / 'config.json'}: cannot be used: {one_line(error)}") from None
+    if kind is QuestionAnswering:
+        config.num_labels = 2  # start and end
+    elif labels:
+        there = [config.id2label[number] for number in sorted(config.id2label)]
+        theirs, asked = ([name.lower() for name in names] for names in (there, labels))
+        if theirs != asked and sorted(theirs) == sorted(asked):
+            raise UsageError(
+                f"{directory / 'config.json'}: the labels there are {', '.join(there)}, asked for are "
+                f"{', '.join(labels)}: give them in the order of the model"
+            )
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+    if dropout is not None:
+        distilbert = ("dropout", "attention_dropout")
+        others = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        for name in distilbert if model_type == "distilbert" else others:
+            setattr(config, name, dropout)
+    return config
+
+
+def _read_weights(
+    model_class: Any, directory: Path, config: PretrainedConfig
+) -> tuple[PreTrainedModel, set[str]]:
+    """Return the model with the weights of ``directory``, and the names of those that it lacks."""
+    model, report = load_weights(
+        model_class,
+        directory,
+        config=config,
+        ignore_mismatched_sizes=True,  # reported below
+        output_loading_info=True,
+    )
+    for name, there, here in sorted(report["mismatched_keys"]):
+        raise UsageError(
+            f"{directory}: {name} has shape {tuple(there)} there and {tuple(here)} in the model; take the "
+            "config.json, vocabulary and labels that belong to these weights"
+        )
+    new = set(report["missing_keys"])
+    prefix = f"{model.base_model_prefix}."
+    lacking = sorted(name for name in new if name.startswith(prefix) and ".pooler" not in name)
+    if lacking:
+        raise UsageError(
+            f"{directory}: {lacking[0]} and {len(lacking) - 1} more of the encoder's weights are not there; "
+            "are config.json and the weights of the same model?"
+        )
+    return model, new

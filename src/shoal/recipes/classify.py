@@ -109,9 +109,8 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 
     from shoal.data.text.classify import make_pairs
     from shoal.data.text.task_batches import TaskSource
-    from shoal.models.directory import load_task_model
     from shoal.models.encoder import packed_inputs
-    from shoal.models.tasks import SequenceClassification, label_loss
+    from shoal.models.tasks import SequenceClassification, label_loss, load_task_model
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 

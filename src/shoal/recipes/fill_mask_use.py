@@ -97,8 +97,8 @@ def read_model(source: Path) -> "tuple[Pretraining | MaskedLM, Tokenizer, int]":
         UsageError: there is no such model, or it has no masked-LM head.
         ShoalError: its files are damaged.
     """
-    from shoal.models.directory import load_task_model, resolve
-    from shoal.models.tasks import MaskedLM
+    from shoal.models.directory import resolve
+    from shoal.models.tasks import MaskedLM, load_task_model
 
     if finetuning.kind_of_source(source) == "run":
         from shoal.data.manifest import Manifest

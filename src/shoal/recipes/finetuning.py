@@ -68,7 +68,7 @@ class SourceConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of :func:`shoal.models.directory.load_task_model`."""
+        """Arguments of :func:`shoal.models.tasks.load_task_model`."""
         return {name: value for name, value in vars(self).items() if name != "path"}
 
 

@@ -97,9 +97,8 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     from shoal.data.squad.dataset import describe_misplaced
     from shoal.data.squad.features import make_features
     from shoal.data.text.task_batches import TaskSource
-    from shoal.models.directory import load_task_model
     from shoal.models.encoder import packed_inputs
-    from shoal.models.tasks import QuestionAnswering, span_loss
+    from shoal.models.tasks import QuestionAnswering, load_task_model, span_loss
     from shoal.train.optimizers import build_optimizer
 
     # --------------------------------------------------------------------------------------------- data

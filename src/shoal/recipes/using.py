@@ -155,7 +155,7 @@ def read_task_model(kind: "type[Task]", source: Path) -> "tuple[Task, Path]":
         UsageError: no such model is there, or it was not trained for this task.
         ShoalError: its files are damaged.
     """
-    from shoal.models.directory import load_task_model
+    from shoal.models.tasks import load_task_model
 
     model, directory = read_trained(source, lambda path: load_task_model(kind, path))
     if model.new_parts:

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from shoal.errors import ShoalError, UsageError
-from shoal.models.directory import load_task_model, model_type_of, save
+from shoal.models.directory import model_type_of, save
 from shoal.models.layers import MODEL_TYPES, embedding_dropout
-from shoal.models.tasks import QuestionAnswering, SequenceClassification
+from shoal.models.tasks import QuestionAnswering, SequenceClassification, load_task_model
 
 architectures = pytest.mark.parametrize("model_type", MODEL_TYPES)
 LABELS = ("entailment", "neutral", "contradiction")
@@ -249,8 +249,7 @@ def test_labels_that_do_not_fit_the_head(bert: Path) -> None:
 def test_the_hub_is_asked_only_by_name(bert: Path, tmp_path: Path) -> None:
     """In a process of its own, whose hub is a closed port of this host."""
     program = (
-        "from shoal.models.directory import load_task_model\n"
-        "from shoal.models.tasks import QuestionAnswering\n"
+        "from shoal.models.tasks import QuestionAnswering, load_task_model\n"
         f"print(load_task_model(QuestionAnswering, {str(bert)!r}).new_parts)\n"
         "load_task_model(QuestionAnswering, 'hub:nobody/nothing')\n"
     )

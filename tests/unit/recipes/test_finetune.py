@@ -19,9 +19,9 @@ from shoal.data.loader import as_tensors
 from shoal.data.squad.dataset import read_squad
 from shoal.data.squad.features import make_features
 from shoal.errors import UsageError
-from shoal.models.directory import load_task_model, save
+from shoal.models.directory import save
 from shoal.models.encoder import packed_inputs
-from shoal.models.tasks import QuestionAnswering, span_loss
+from shoal.models.tasks import QuestionAnswering, load_task_model, span_loss
 from shoal.recipes.finetuning import (
     FinetuneConfig,
     FinetuneOptimConfig,
