@@ -24,6 +24,7 @@ from transformers import (
 import finetune_made as made
 from shoal.data.text.fill_mask import make_masked_texts, read_lines
 from shoal.errors import EXIT_OK, UsageError
+from shoal.models.albert_prelayernorm import AlbertPreLayerNormConfig, AlbertPreLayerNormForMaskedLM
 from shoal.models.tasks import MaskedLM, load_task_model
 from shoal.recipes import fill_mask_use
 from shoal.recipes.finetuning import read_source_tokenizer
@@ -41,6 +42,9 @@ DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "initial
 MODELS: dict[str, Any] = {
     "bert": lambda: BertForMaskedLM(BertConfig(**SIZES)),
     "albert": lambda: AlbertForMaskedLM(AlbertConfig(**SIZES, embedding_size=16)),
+    "albert, pre-norm": lambda: AlbertPreLayerNormForMaskedLM(
+        AlbertPreLayerNormConfig(**SIZES, embedding_size=16)
+    ),
     "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**SIZES, type_vocab_size=2)),
     "distilbert": lambda: DistilBertForMaskedLM(DistilBertConfig(vocab_size=made.VOCAB, **DISTILBERT)),
 }

@@ -69,10 +69,11 @@ def test_scores_at_chosen_steps_and_the_same_losses(data: Path, questions: Path,
     assert not list((tmp_path / "run" / "finetune").iterdir())
 
 
-def test_tensorboard_shows_them(data: Path, questions: Path, tmp_path: Path) -> None:
+def test_tensorboard_shows_those_of_a_pre_norm_model(data: Path, questions: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = jobs.small_config(data, tmp_path / "run", finetune=settings(questions, 3))
+    finetune, model = settings(questions, 3), {"pre_layer_norm": True}
+    config = jobs.small_config(data, tmp_path / "run", finetune=finetune, model=model)
     assert jobs.run(config, 1) == [EXIT_OK], (tmp_path / "run" / "worker-0.log").read_text()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()

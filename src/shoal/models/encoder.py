@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from shoal.dropout import attention, dropout, fold_in
-from shoal.models.layers import Layer, embed, embedding_dropout, layers_of
+from shoal.models.layers import Layer, embed, embedding_dropout, final_norm_of, layers_of
 
 PACKED_INPUTS = ("input_ids", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen", "dropout_keys")
 """Keys of a packed micro-batch (:mod:`shoal.data.packing`), which all models over it take by these names."""
@@ -58,7 +58,6 @@ class Encoder:
     Args:
         base: ``BertModel``, ``AlbertModel``, ``RobertaModel`` or ``DistilBertModel``.
         activation_checkpointing: recompute layers in the backward pass.
-        final_norm: applied to the output; given, layers are pre-norm, else post-norm.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class Encoder:
         base: PreTrainedModel,
         *,
         activation_checkpointing: bool = False,
-        final_norm: nn.LayerNorm | None = None,
     ) -> None:
         self.base = base
         self.layers = layers_of(base)
@@ -75,7 +73,7 @@ class Encoder:
             layer.attention_dropout or layer.dense_dropout or layer.output_dropout for layer in self.layers
         )
         self.activation_checkpointing = activation_checkpointing
-        self.final_norm = final_norm
+        self.final_norm = final_norm_of(base)  # layers are pre-norm where there is one
 
     def __call__(
         self,

@@ -17,14 +17,17 @@ from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 
 from shoal.dropout import dropout
+from shoal.models.albert_prelayernorm import MODEL_TYPE
 
-MODEL_TYPES = ("bert", "albert", "roberta", "distilbert")
+MODEL_TYPES = ("bert", "albert", MODEL_TYPE, "roberta", "distilbert")
 """``model_type`` in transformers of the supported architectures."""
+ALBERTS = ("albert", MODEL_TYPE)
+"""Those of ALBERT, post-norm and pre-norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The parts of a transformer layer in the order of use (post-norm)."""
+    """The parts of a transformer layer in the order of use of a post-norm one."""
 
     query: nn.Linear
     key: nn.Linear
@@ -67,7 +70,7 @@ def layers_of(base: PreTrainedModel) -> list[Layer]:
     """Return the layers of a base model (``BertModel`` …) in the order of use, shared ones repeatedly."""
     if base.config.model_type == "distilbert":
         return [_layer(layer, _DISTILBERT) for layer in base.transformer.layer]
-    if base.config.model_type != "albert":
+    if base.config.model_type not in ALBERTS:
         return [_layer(layer, _BERT) for layer in base.encoder.layer]
     groups = base.encoder.albert_layer_groups
     views = [[_layer(layer, _ALBERT) for layer in group.albert_layers] for group in groups]
@@ -82,6 +85,12 @@ def _layer(layer: nn.Module, architecture: int) -> Layer:
         part: 0.0 if place is None else attrgetter(place)(layer) for part, place in places.items()
     }
     return Layer(**{**parts, "activation": fused_activation(parts["activation"])})
+
+
+def final_norm_of(base: PreTrainedModel) -> nn.LayerNorm | None:
+    """Return the norm behind the last layer of a pre-norm model; none of a post-norm one."""
+    norm: nn.LayerNorm | None = base.encoder.final_norm if base.config.model_type == MODEL_TYPE else None
+    return norm
 
 
 def embedding_dropout(base: PreTrainedModel) -> float:
@@ -112,7 +121,7 @@ def embed(
     hidden: Tensor = base.embeddings(input_ids[None], position_ids=position_ids[None], **arguments)[0]
     if keys is not None:
         hidden = dropout(hidden, keys, embedding_dropout(base))
-    if config.model_type == "albert":
+    if config.model_type in ALBERTS:
         hidden = base.encoder.embedding_hidden_mapping_in(hidden)
     return hidden
 

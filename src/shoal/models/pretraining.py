@@ -27,6 +27,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
+from shoal.models.albert_prelayernorm import AlbertPreLayerNormConfig, AlbertPreLayerNormForPreTraining
 from shoal.models.encoder import PACKED_INPUTS, Encoder, drop_in_head
 from shoal.models.layers import fused_activation
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig
@@ -147,19 +148,11 @@ class AlbertPretraining(Pretraining):
     def __init__(self, config: AlbertModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.albert = AlbertForPreTraining(transformers_config(config))
+        kind = AlbertPreLayerNormForPreTraining if config.pre_layer_norm else AlbertForPreTraining
+        self.albert = kind(transformers_config(config))
         predictions = self.albert.predictions
         predictions.activation = fused_activation(predictions.activation)
-        self.final_norm = (
-            nn.LayerNorm(config.hidden_size, eps=self.albert.config.layer_norm_eps)
-            if config.pre_layer_norm
-            else None
-        )
-        self.encoder = Encoder(
-            self.albert.albert,
-            activation_checkpointing=config.activation_checkpointing,
-            final_norm=self.final_norm,
-        )
+        self.encoder = Encoder(self.albert.albert, activation_checkpointing=config.activation_checkpointing)
 
     def sentence_logits(self, first: Tensor, keys: Tensor | None = None) -> Tensor:
         base, head = self.albert.albert, self.albert.sop_classifier
@@ -221,7 +214,7 @@ def masked_lm_logits(weights: PreTrainedModel, hidden: Tensor) -> Tensor:
             logits: Tensor = weights.vocab_projector(hidden)
         case "roberta":
             logits = weights.lm_head(hidden)
-        case "albert":
+        case "albert" | "albert-prelayernorm":
             logits = weights.predictions(hidden)
         case _:
             logits = weights.cls.predictions(hidden)
@@ -241,7 +234,7 @@ def transformers_config(config: AlbertModelConfig | BertModelConfig) -> Pretrain
     """Return the configuration of the transformers model."""
     values = {name: value for name, value in vars(config).items() if name not in _OURS}
     if isinstance(config, AlbertModelConfig):
-        return AlbertConfig(**values)
+        return AlbertPreLayerNormConfig(**values) if config.pre_layer_norm else AlbertConfig(**values)
     if config.family == "distilbert":
         return DistilBertConfig(**{_OF_DISTILBERT.get(name, name): value for name, value in values.items()})
     if config.family == "roberta":

@@ -25,6 +25,7 @@ from transformers import (
 from shoal.errors import UsageError
 from shoal.models.directory import load_weights, model_type_of, one_line, resolve
 from shoal.models.encoder import Encoder, drop_in_head, token_keys
+from shoal.models.layers import ALBERTS
 from shoal.models.pretraining import at_least_fp32, masked_lm_logits
 
 
@@ -79,7 +80,7 @@ class SequenceClassification(TaskModel):
             head = weights.classifier
             pooled = torch.tanh(head.dense(drop_in_head(first, keys, head.dropout.p)))
             pooled = drop_in_head(pooled, keys, head.dropout.p, site=1)
-        elif model_type == "albert":
+        elif model_type in ALBERTS:
             pooled = drop_in_head(base.pooler_activation(base.pooler(first)), keys, weights.dropout.p)
         elif model_type == "distilbert":
             pooled = drop_in_head(F.relu(weights.pre_classifier(first)), keys, weights.dropout.p)

@@ -73,7 +73,7 @@ class AlbertModelConfig(EncoderConfig):
     classifier_dropout_prob: float = 0.1
     """Dropout before the sentence-order classifier."""
     pre_layer_norm: bool = False
-    """Normalise before attention and feed-forward instead of after (not exportable to transformers)."""
+    """Normalise before attention and feed-forward instead of after."""
 
     @property
     def num_parameters(self) -> int:

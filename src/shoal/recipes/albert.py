@@ -12,7 +12,6 @@ leaving the step clips them and updates the weights.
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from shoal.env import WorkerEnv
@@ -152,11 +151,12 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
             return EXIT_STOPPED
 
         # ----------------------------------------------------------------------------------------- export
-        def export(directory: Path) -> None:
-            if not config.model.pre_layer_norm:  # transformers has no such form
-                masked_lm.write_export(model, required(config.data.path), directory / "transformers")
-
-        return run.finish(export, lambda last: masked_lm.verdict("sop", last["validation"], references))
+        return run.finish(
+            lambda directory: masked_lm.write_export(
+                model, required(config.data.path), directory / "transformers"
+            ),
+            lambda last: masked_lm.verdict("sop", last["validation"], references),
+        )
 
 
 def check(config: AlbertConfig, num_workers: int, dry_run: bool) -> list[str]:

@@ -55,7 +55,7 @@ def export_run(source: Path, out: Path | None = None) -> Path:
         out: what to write; default: ``transformers-STEP`` in the run directory.
 
     Raises:
-        UsageError: ``source`` belongs to no pretraining run, or transformers has no form for its model.
+        UsageError: ``source`` belongs to no pretraining run.
         ShoalError: there is no checkpoint, or it is damaged.
     """
     run_dir = run_dir_of(source)

@@ -129,10 +129,6 @@ class MaskedLMConfig:
         beyond = [step for step in short.at if not 1 <= step <= total_steps]
         if beyond:
             raise UsageError(f"finetune.at {beyond[0]} is not one of the steps 1 to {total_steps}")
-        if getattr(self.model, "pre_layer_norm", False):
-            raise UsageError(
-                "finetune.at does not go with model.pre_layer_norm: such a model has no task heads"
-            )
 
 
 # ------------------------------------------------------------------------------------------------- data
@@ -213,19 +209,12 @@ def write_export(model: "Pretraining", data: Path, out: Path) -> None:
     """Write ``model`` with the tokenizer of the prepared text ``data``, whole or not at all.
 
     An older export in ``out`` is replaced.
-
-    Raises:
-        UsageError: transformers has no form for this model.
     """
     from transformers import PreTrainedTokenizerFast
 
     from shoal.data.manifest import Manifest
     from shoal.models.directory import save
 
-    if getattr(model.config, "pre_layer_norm", False):
-        raise UsageError(
-            "a model with pre_layer_norm cannot be exported: transformers' ALBERT has no such form"
-        )
     manifest = Manifest.load(data)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(data / manifest.tokenizer.file))
     ids = {

@@ -187,7 +187,7 @@ def test_not_a_transformers_directory(tmp_path: Path, bert: Path) -> None:
     config = (bert / "config.json").read_text()
     (bert / "config.json").write_text(config.replace('"bert"', '"gpt2"'))
     with pytest.raises(
-        UsageError, match="model_type 'gpt2' must be one of bert, albert, roberta, distilbert"
+        UsageError, match="model_type 'gpt2' must be one of bert, albert, albert-prelayernorm, roberta"
     ):
         load_task_model(QuestionAnswering, bert)
     for text in ("{", "[]", "{}"):

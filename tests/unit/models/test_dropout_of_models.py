@@ -106,6 +106,7 @@ def test_pretraining(name: str, checkpointing: bool) -> None:
 DROPOUTS = {
     "distilbert": ("dropout", "attention_dropout", "qa_dropout", "seq_classif_dropout"),
     "albert": ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
+    "albert-prelayernorm": ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
 }
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.activations import NewGELUActivation
 
 from shoal.models.encoder import Encoder
-from shoal.models.layers import MODEL_TYPES, Layer, embed, fused_activation
+from shoal.models.layers import ALBERTS, MODEL_TYPES, Layer, embed, fused_activation
 
 architectures = pytest.mark.parametrize("model_type", MODEL_TYPES)
 
@@ -146,7 +146,7 @@ def test_embeddings_are_dropped_where_transformers_drops_them(model_type: str) -
     assert embed(model, *arguments).count_nonzero()
     hidden = embed(model, *arguments, keys=torch.arange(len(arguments[0])))
     rest = torch.zeros(HIDDEN, dtype=torch.float64)
-    if model_type == "albert":
+    if model_type in ALBERTS:
         rest = model.encoder.embedding_hidden_mapping_in.bias
     assert torch.equal(hidden, rest.expand_as(hidden))
 
@@ -169,10 +169,8 @@ def test_gelu_new_in_one_operation() -> None:
 
 
 def test_pre_layer_norm_normalises_before_each_half() -> None:
-    model, batch = base_model("albert"), padded_batch()
-    final_norm = nn.LayerNorm(HIDDEN).double()
-    final_norm.weight.data.uniform_(0.5, 2)
-    encoder = Encoder(model, final_norm=final_norm)
+    model, batch = base_model("albert-prelayernorm"), padded_batch()
+    encoder = Encoder(model)
     layer = encoder.layers[0]
     hidden = model.encoder.embedding_hidden_mapping_in(
         model.embeddings(batch["input_ids"], token_type_ids=batch["token_type_ids"])
@@ -182,7 +180,7 @@ def test_pre_layer_norm_normalises_before_each_half() -> None:
     for _ in range(3):
         hidden = hidden + attention_by_hand(layer, layer.attention_norm(hidden), bias)
         hidden = hidden + layer.down(layer.activation(layer.up(layer.output_norm(hidden))))
-    expected = final_norm(hidden)[batch["attention_mask"].bool()]
+    expected = model.encoder.final_norm(hidden)[batch["attention_mask"].bool()]
     torch.testing.assert_close(encoder(**packed(batch)), expected, rtol=1e-10, atol=1e-10)
     wanted = torch.tensor([40, 2, 19])
     found = encoder(**packed(batch), wanted=wanted)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, PreTrainedModel
 
 from shoal.models.encoder import packed_inputs
-from shoal.models.layers import MODEL_TYPES
+from shoal.models.layers import ALBERTS, MODEL_TYPES
 from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, span_loss
 
 architectures = pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -75,7 +75,10 @@ def test_sequence_classification(model_type: str, checkpointing: bool) -> None:
     same_gradients(model.weights, theirs)
 
 
-DROPS_IN_THE_HEAD = {"albert": "classifier_dropout_prob", "distilbert": "seq_classif_dropout"}
+DROPS_IN_THE_HEAD = {
+    **dict.fromkeys(ALBERTS, "classifier_dropout_prob"),
+    "distilbert": "seq_classif_dropout",
+}
 
 
 @architectures

@@ -1,4 +1,4 @@
-"""Tiny configurations of the four architectures and one batch of them, padded and packed."""
+"""Tiny configurations of the architectures and one batch of them, padded and packed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from transformers import AlbertConfig, BertConfig, DistilBertConfig, PretrainedC
 
 from shoal.data.loader import Batch, as_tensors
 from shoal.data.packing import pack_padded
+from shoal.models.albert_prelayernorm import AlbertPreLayerNormConfig
 
 VOCAB, HIDDEN, LONGEST = 97, 32, 20
 LENGTHS = (13, LONGEST, 9, 17)
@@ -30,6 +31,9 @@ def tiny_config(model_type: str, **changes: object) -> PretrainedConfig:
     if model_type == "albert":
         sizes = {**SIZES, "embedding_size": 16, "classifier_dropout_prob": 0.0}
         return AlbertConfig(**{**sizes, **changes})
+    if model_type == "albert-prelayernorm":
+        sizes = {**SIZES, "embedding_size": 16, "classifier_dropout_prob": 0.0}
+        return AlbertPreLayerNormConfig(**{**sizes, **changes})
     if model_type == "roberta":
         return RobertaConfig(**{**SIZES, "type_vocab_size": 1, "pad_token_id": 1, **changes})
     sizes = {"vocab_size": VOCAB, "dim": HIDDEN, "n_layers": 3, "n_heads": 4, "hidden_dim": 48}

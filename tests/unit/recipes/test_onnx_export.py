@@ -25,6 +25,10 @@ from transformers import (
 
 from shoal.cli.app import app
 from shoal.errors import UsageError
+from shoal.models.albert_prelayernorm import (
+    AlbertPreLayerNormConfig,
+    AlbertPreLayerNormForQuestionAnswering,
+)
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
 from shoal.recipes.onnx_export import export_onnx
@@ -44,6 +48,9 @@ ENCODERS: dict[str, Any] = {
     "bert": lambda: BertForSequenceClassification(BertConfig(**SIZES, num_labels=3)),
     "pretraining": lambda: BertForPreTraining(BertConfig(**SIZES)),
     "albert": lambda: AlbertForQuestionAnswering(AlbertConfig(**SIZES, embedding_size=16)),
+    "albert, pre-norm": lambda: AlbertPreLayerNormForQuestionAnswering(
+        AlbertPreLayerNormConfig(**SIZES, embedding_size=16)
+    ),
     "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**SIZES)),
     "distilbert": lambda: DistilBertForMaskedLM(DistilBertConfig(**DISTILBERT, initializer_range=0.2)),
 }
@@ -51,6 +58,7 @@ OUTPUTS = {
     "bert": ["logits"],
     "pretraining": ["prediction_logits", "seq_relationship_logits"],
     "albert": ["start_logits", "end_logits"],
+    "albert, pre-norm": ["start_logits", "end_logits"],
     "roberta": ["logits"],
     "distilbert": ["logits"],
 }
@@ -64,7 +72,7 @@ def computed(file: Path, inputs: dict[str, torch.Tensor]) -> dict[str, np.ndarra
     return dict(zip(names, found, strict=True))
 
 
-SLOW = {"bert", "roberta", "distilbert"}
+SLOW = {"albert", "bert", "roberta", "distilbert"}
 """Exported as the pretraining model is."""
 
 

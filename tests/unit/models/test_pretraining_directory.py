@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +12,10 @@ import torch
 from transformers import AlbertForPreTraining, BertForPreTraining
 
 from shoal.errors import ShoalError, UsageError
+from shoal.models.albert_prelayernorm import AlbertPreLayerNormForPreTraining
 from shoal.models.directory import copy_weights
 from shoal.models.pretraining import AlbertPretraining, BertPretraining
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig
-from shoal.recipes.masked_lm import write_export
 
 SIZES = {
     "vocab_size": 97,
@@ -26,6 +28,10 @@ SIZES = {
 ALBERT = AlbertModelConfig(**SIZES, embedding_size=16)
 MODELS = {
     "albert": (lambda: AlbertPretraining(ALBERT), AlbertForPreTraining),
+    "albert, pre-norm": (
+        lambda: AlbertPretraining(replace(ALBERT, pre_layer_norm=True)),
+        AlbertPreLayerNormForPreTraining,
+    ),
     "bert": (lambda: BertPretraining(BertModelConfig(**SIZES)), BertForPreTraining),
 }
 
@@ -60,7 +66,12 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         copy_weights(AlbertPretraining(ALBERT), tmp_path / "there")
 
 
-def test_pre_layer_norm_is_not_exported(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be exported"):
-        write_export(AlbertPretraining(replace(ALBERT, pre_layer_norm=True)), tmp_path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_a_pre_norm_model_is_refused_by_transformers_alone(tmp_path: Path) -> None:
+    """Its weights would fit a post-norm ALBERT, which computes something else."""
+    AlbertPretraining(replace(ALBERT, pre_layer_norm=True)).weights.save_pretrained(tmp_path)
+    load = "import sys, transformers; transformers.AutoModelForPreTraining.from_pretrained(sys.argv[1])"
+    found = subprocess.run([sys.executable, "-c", load, tmp_path], capture_output=True, text=True)
+    assert found.returncode and "albert-prelayernorm" in found.stderr
+    load = f"import shoal.models.albert_prelayernorm; {load}"
+    found = subprocess.run([sys.executable, "-c", load, tmp_path], capture_output=True, text=True)
+    assert not found.returncode, found.stderr
