@@ -222,8 +222,11 @@ def masked_lm_logits(weights: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def at_least_fp32(logits: Tensor) -> Tensor:
-    """Return ``logits`` in fp32 where autocast left them in a shorter type."""
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    """Return ``logits`` in fp32, fp64 as it is.
+
+    fp32 is converted too, so that a graph exported without autocast has the conversion when it runs under it.
+    """
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 _OURS = frozenset({"checkpoint_path", "activation_checkpointing", "pre_layer_norm", "family"})

@@ -1,4 +1,4 @@
-"""Weights of a T5 that no process holds whole: read from directories and runs, and written to one."""
+"""A T5 that no process holds whole: its loss, and its weights, read from files and written to one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from shoal.errors import UsageError
 from shoal.models.t5 import T5
+from shoal.pipelining.api import pipeline
 from shoal.pipelining.state_dict import ModelPart
 from shoal.recipes.t5_stages import load_weights, write_stored
 from shoal.train.checkpoint import Checkpointer
@@ -20,8 +21,30 @@ NAMES = ("weights.shared.weight", "weights.decoder.final_layer_norm.weight")
 
 
 def t5(*, width: int = 16) -> T5:
-    sizes = T5Config(vocab_size=32, d_model=width, d_kv=4, d_ff=24, num_layers=1, num_heads=2)
+    sizes = T5Config(
+        vocab_size=32,
+        d_model=width,
+        d_kv=4,
+        d_ff=24,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
     return T5(T5ForConditionalGeneration(sizes))
+
+
+def test_stages_under_bf16_compute_the_loss_in_fp32_as_the_model_does() -> None:
+    torch.manual_seed(3)
+    model, ids = t5().train(), torch.randint(2, 32, (2, 6))
+    batch = {"input_ids": ids, "labels": ids[:, :4]}
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(**batch).loss.item()
+    stage = pipeline(
+        model, batch, microbatches=1, virtual_stages=1, schedule="1f1b", autocast=torch.bfloat16, device="cpu"
+    )
+    assert stage.step(**batch).item() == pytest.approx(wanted, rel=1e-6)
+    stage.close()
 
 
 def on_meta(*, width: int = 16) -> T5:
