@@ -60,7 +60,7 @@ class MeasuredTrain:
         if self.recipe != recipe:
             raise UsageError(
                 f"--measured {self.path} is of recipe {self.recipe}, not of {recipe}: measure that one with "
-                "`shoal bench train`, or leave the file out"
+                "`shoal bench train`, or leave the file out; for a model of yours give --throughput"
             )
         if abs(self.num_parameters / workload.num_parameters - 1) > _SAME_MODEL:
             raise UsageError(

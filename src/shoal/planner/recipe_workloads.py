@@ -10,7 +10,7 @@ import importlib
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any
 
@@ -25,24 +25,56 @@ from shoal.planner.workload import MOMENTUM_BYTES, Layer, Workload
 
 _SAMPLES = 2
 """Samples in the batch that is counted: batch norm needs more than one value."""
-_MASKED_LM = ("bert-tiny", "bert-base", "bert-large", "albert-tiny", "albert-base", "albert-large")
 _IMAGES = ("resnet50", "mask-rcnn", "faster-rcnn")
+_FINETUNING = {"squad": 384, "classify": 128, "t5_classify": 512}
+"""Tokens of a sample by default, as of these recipes."""
+_TARGET_OF_LABELS = 4
+"""Tokens of a label as T5 writes it, its end included."""
 _DETECTOR_GLUE = 534
 """Operations that match, sample and suppress boxes in a step of torchvision's Mask R-CNN. They depend on
 data and do not run on the meta device: 1,200 operations of one real image on the CPU, less the dense ones."""
 
 
 def recipe_names() -> list[str]:
-    """Return the names that :func:`workload` accepts."""
-    return [*_IMAGES, *_MASKED_LM, *shipped("models.toml")]
+    """Return the names that :func:`workload` accepts, but those of finetuning (``squad-bert-large``)."""
+    return [*_IMAGES, *_presets("bert"), *_presets("albert"), *_presets("t5"), *shipped("models.toml")]
+
+
+@cache
+def _presets(architecture: str) -> dict[str, Any]:
+    """Return the settings of a text recipe's presets by their names here, such as ``bert-large``.
+
+    Presets of the same model under another optimizer have none of their own.
+    """
+    found: dict[str, Any] = {}
+    folder = resources.files("shoal.recipes") / "presets" / architecture
+    for file in sorted(folder.iterdir(), key=lambda each: each.name):
+        preset = file.name.removesuffix(".toml")
+        if "-" not in preset:
+            found[f"{architecture}-{preset}"] = tomllib.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _finetuned(name: str) -> tuple[str, str] | None:
+    """Return (task, model) of the name of a finetuning, ``None`` of another name.
+
+    Example:
+        >>> _finetuned("squad-bert-large"), _finetuned("bert-large")
+        (('squad', 'bert-large'), None)
+    """
+    task, _, model = name.partition("-")
+    architectures = ("t5",) if task == "t5_classify" else ("bert", "albert")
+    known = task in _FINETUNING and any(model in _presets(each) for each in architectures)
+    return (task, model) if known else None
 
 
 def require_recipe(name: str) -> None:
     """Raise UsageError, listing the recipes, unless ``name`` is one of them."""
-    if name not in recipe_names():
+    if name not in recipe_names() and _finetuned(name) is None:
         raise UsageError(
             f"recipe {name!r} is not known.{did_you_mean(name, recipe_names())} "
-            f"Choose one of {', '.join(recipe_names())}, or a model of yours with --model module:function"
+            f"Choose one of {', '.join(recipe_names())}; squad- or classify- before a BERT or an ALBERT, or "
+            "t5_classify- before a T5, for its finetuning; or a model of yours with --model module:function"
         )
 
 
@@ -59,10 +91,14 @@ def workload(name: str, sequence_length: int | None = None) -> Workload:
         ShoalError: the library that provides its model is not installed.
     """
     require_recipe(name)
-    if name in _MASKED_LM:
+    if finetuned := _finetuned(name):
+        return _finetuning(name, *finetuned, sequence_length)
+    if name in _presets("bert") or name in _presets("albert"):
         return _masked_lm(name, sequence_length)
+    if name in _presets("t5"):
+        return _language_model(name, _t5(name), sequence_length)
     if name not in _IMAGES:
-        return _language_model(name, sequence_length)
+        return _language_model(name, shipped("models.toml")[name], sequence_length)
     if sequence_length is not None:
         raise UsageError(f"recipe {name} has images, not sequences; leave --sequence-length out")
     return _resnet() if name == "resnet50" else _detector(name)
@@ -185,34 +221,42 @@ def _detector(name: str) -> Workload:
     return replace(dense, num_kernels=dense.num_kernels + _DETECTOR_GLUE)
 
 
+def _text_config(model: str) -> Any:
+    """Return the sizes of a preset's BERT or ALBERT, such as ``bert-large``."""
+    from shoal.models.text_config import AlbertModelConfig, BertModelConfig
+
+    architecture = model.partition("-")[0]
+    kind = BertModelConfig if architecture == "bert" else AlbertModelConfig
+    return kind(**_presets(architecture)[model]["model"])
+
+
+def _packed(length: int) -> dict[str, Any]:
+    """Return full packed sequences without values."""
+    batch: dict[str, Any] = {
+        name: _ids(_SAMPLES * length) for name in ("input_ids", "token_type_ids", "position_ids")
+    }
+    return batch | {"cu_seqlens": _ids(_SAMPLES + 1), "max_seqlen": length}
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.int64, device="meta")
+
+
 def _masked_lm(name: str, sequence_length: int | None) -> Workload:
     """Count the model of a recipe's preset over full packed sequences with 15 % of the tokens masked."""
     _library("transformers", "text")
     from shoal.models.pretraining import new_encoder
-    from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 
-    recipe, preset = name.split("-")
-    file = resources.files("shoal.recipes") / "presets" / recipe / f"{preset}.toml"
-    sizes = tomllib.loads(file.read_text(encoding="utf-8"))
-    config: Any = (BertModelConfig if recipe == "bert" else AlbertModelConfig)(**sizes["model"])
-    length = sequence_length or sizes.get("data", {}).get("max_seq_length", config.max_position_embeddings)
-    num_tokens, num_masked = _SAMPLES * length, int(_SAMPLES * length * 0.15)
-
-    def ids(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int64)
-
+    config, preset = _text_config(name), _presets(name.partition("-")[0])[name]
+    length = sequence_length or preset.get("data", {}).get("max_seq_length", config.max_position_embeddings)
+    num_masked = int(_SAMPLES * length * 0.15)
     with torch.device("meta"):
         model: nn.Module = new_encoder(config)
-        batch = {
-            "input_ids": ids(num_tokens),
-            "token_type_ids": ids(num_tokens),
-            "position_ids": ids(num_tokens),
-            "cu_seqlens": ids(_SAMPLES + 1),
-            "max_seqlen": length,
-            "masked_rows": ids(num_masked),
-            "masked_ids": ids(num_masked),
-            "labels": ids(_SAMPLES),
-        }
+    batch = _packed(length) | {
+        "masked_rows": _ids(num_masked),
+        "masked_ids": _ids(num_masked),
+        "labels": _ids(_SAMPLES),
+    }
 
     def loss() -> Tensor:
         masked, _, sentence, _ = model(**batch)
@@ -222,20 +266,66 @@ def _masked_lm(name: str, sequence_length: int | None) -> Workload:
     return _count(name, model, loss, tokens_per_sample=length)
 
 
-def _language_model(name: str, sequence_length: int | None) -> Workload:
-    """Count a model of ``catalog/models.toml``; T5's targets have 114 tokens for 512 (15 % in spans of 3)."""
-    entry = shipped("models.toml")[name]
+def _finetuning(name: str, task: str, model: str, sequence_length: int | None) -> Workload:
+    """Count a preset's model with the head of a task, over full sequences."""
+    length = sequence_length or _FINETUNING[task]
+    if task == "t5_classify":
+        return _language_model(name, _t5(model), length, num_targets=_TARGET_OF_LABELS)
+    transformers = _library("transformers", "text")
+    from shoal.models.pretraining import transformers_config
+    from shoal.models.tasks import QuestionAnswering, SequenceClassification
+
+    whole = transformers_config(_text_config(model))
+    with torch.device("meta"):
+        if task == "squad":
+            network: nn.Module = QuestionAnswering(
+                transformers.AutoModelForQuestionAnswering.from_config(whole)
+            )
+        else:
+            network = SequenceClassification(
+                transformers.AutoModelForSequenceClassification.from_config(whole)
+            )
+    batch = _packed(length)
+
+    def loss() -> Tensor:
+        found = network(**batch)
+        return torch.stack([each.sum() for each in tree_leaves(found)]).sum()
+
+    return _count(name, network, loss, tokens_per_sample=length)
+
+
+def _t5(name: str) -> dict[str, Any]:
+    """Return the entry of a preset's T5, as of ``catalog/models.toml``."""
+    preset = _presets("t5")[name]
+    sizes = {setting: value for setting, value in preset["model"].items() if setting != "dropout"}
+    return {
+        "architecture": "T5ForConditionalGeneration",
+        "length": preset["data"]["input_length"],
+        "config": {**sizes, "decoder_start_token_id": 0},
+    }
+
+
+def _language_model(
+    name: str, entry: Mapping[str, Any], sequence_length: int | None, num_targets: int | None = None
+) -> Workload:
+    """Count a model of ``catalog/models.toml`` or a T5.
+
+    Args:
+        entry: class and sizes.
+        num_targets: tokens that T5 writes; default: 114 for 512 (15 % in spans of 3).
+    """
     architecture = getattr(_library("transformers", "text"), entry["architecture"])
     length = sequence_length or entry["length"]
     sizes = {entry["length_key"]: length} if "length_key" in entry else {}
     config = architecture.config_class(**entry["config"], **sizes)
     encodes = config.is_encoder_decoder
-    num_samples, relayed = (_SAMPLES, length + length * 114 // 512) if encodes else (1, length)
+    num_targets = num_targets or length * 114 // 512
+    num_samples, relayed = (_SAMPLES, length + num_targets) if encodes else (1, length)
     with torch.device("meta"):
         model = architecture(config)
-        batch = {"input_ids": torch.empty(num_samples, length, dtype=torch.int64)}
+        batch = {"input_ids": _ids(num_samples, length)}
         if encodes:
-            batch["decoder_input_ids"] = torch.empty(num_samples, relayed - length, dtype=torch.int64)
+            batch["decoder_input_ids"] = _ids(num_samples, num_targets)
         else:  # without a mask transformers would read the values
             batch["attention_mask"] = torch.empty(1, 1, length, length, dtype=torch.bool)
     trainable = 1.0

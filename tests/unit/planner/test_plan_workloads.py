@@ -6,7 +6,7 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.models.text_config import BertModelConfig
-from shoal.planner.recipe_workloads import recipe_names, workload, workload_of_function
+from shoal.planner.recipe_workloads import recipe_names, require_recipe, workload, workload_of_function
 
 
 def test_bert_large_has_its_parameters_and_flops() -> None:
@@ -71,6 +71,35 @@ def test_a_users_model() -> None:
         workload_of_function("no.such.module:f")
     with pytest.raises(UsageError, match="cannot be imported"):
         workload_of_function("made_model")
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "parameters"),
+    [
+        ("t5-tiny", 64, 1_197_824),
+        ("squad-bert-tiny", 384, 675_842),  # its encoder has no pooler
+        ("classify-bert-tiny", 128, 692_483 - 129),  # two labels here
+        ("t5_classify-t5-tiny", 512, 1_197_824),
+    ],
+)
+def test_what_is_finetuned_and_t5_are_the_models_of_their_presets(
+    name: str, length: int, parameters: int
+) -> None:
+    """The numbers are those that `shoal bench train` wrote."""
+    pytest.importorskip("transformers")
+    found = workload(name)
+    assert (found.tokens_per_sample, found.num_parameters) == (length, parameters)
+    shorter = workload(name, length // 2)
+    assert 0.25 < shorter.forward_flops / found.forward_flops < 0.55, "attention grows with the square"
+
+
+def test_every_name_that_is_measured_is_known() -> None:
+    """`shoal bench train` writes these, and ``--measured`` compares with them."""
+    for name in ("albert-xlarge", "t5-tiny", "t5-3b", "squad-albert-large", "classify-bert-tiny"):
+        require_recipe(name)
+    for name in ("bert-large-lans", "squad-t5-base", "t5_classify-bert-base", "squad", "squad-bert"):
+        with pytest.raises(UsageError, match="is not known"):
+            require_recipe(name)
 
 
 def test_unknown_recipe_says_which_was_meant() -> None:
