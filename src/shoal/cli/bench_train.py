@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from shoal.bench.step_timing import TrainBench
-from shoal.cli.fill_memory import find_largest
+from shoal.cli.fill_memory import find_largest, is_on_cpu
 from shoal.cli.settings import settings_from, this_command
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import EXIT_OK, UsageError
@@ -137,7 +137,7 @@ def _run(settings: Any, launch: Launch, what: TrainBench, *, name: str) -> int:
         if launch.dry_run:
             print(f"would look for the largest micro-batch of {name}")
             return EXIT_OK
-        command = find_largest(command, what, unit=settings.unit)
+        command = find_largest(command, what, unit=settings.unit, on_cpu=is_on_cpu(settings))
 
     def work(place: WorkerEnv) -> int:
         from shoal.cli.bench_train_work import measure

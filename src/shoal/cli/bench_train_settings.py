@@ -22,6 +22,7 @@ from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.squad import SquadConfig
 from shoal.recipes.t5 import T5Config
+from shoal.recipes.t5_classify import T5ClassifyConfig
 from shoal.train.config import required
 
 TextConfig = AlbertConfig | BertConfig | T5Config
@@ -56,19 +57,13 @@ def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers:
     micro = (
         what.batch or known_size(sizes.micro_batch_size, section=section) or min(64, sizes.global_batch_size)
     )
-    replicas, accumulate = num_workers, what.accumulate or 1
     changed: dict[str, Any] = {}
     if isinstance(config, T5Config):
-        parallel = config.parallel
-        replicas = parallel.replicas(num_workers)
-        accumulate = (
-            what.accumulate or parallel.micro_batches or (4 * parallel.pipeline, 1)[replicas == num_workers]
-        )
-        changed["parallel"] = replace(parallel, micro_batches=None)
+        changed["parallel"] = replace(config.parallel, micro_batches=None)
     sizes = replace(
         sizes,
         micro_batch_size=micro,
-        global_batch_size=micro * accumulate * replicas,
+        global_batch_size=micro * _micro_batches_a_step(config, what, num_workers),
         total_steps=what.warm_up + what.steps,
     )
     run = replace(
@@ -79,6 +74,15 @@ def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers:
     elif isinstance(config, AlbertConfig):
         changed["optim"] = replace(config.optim, warmup_steps=0)
     return replace(config, data=data, run=run, **{section: sizes}, **changed)
+
+
+def _micro_batches_a_step(config: Any, what: TrainBench, num_workers: int) -> int:
+    """Return the micro-batches of a step on all workers; of a pipeline 4 a stage if none are named."""
+    parallel = getattr(config, "parallel", None)
+    replicas = parallel.replicas(num_workers) if parallel else num_workers
+    pipelined = 4 * parallel.pipeline if parallel and parallel.pipeline > 1 else 1
+    accumulate: int = what.accumulate or (parallel.micro_batches if parallel else None) or pipelined
+    return accumulate * replicas
 
 
 def sizes_of(config: TextConfig) -> tuple[str, Any]:
@@ -210,13 +214,15 @@ def prepared_finetuning(
     train = replace(
         config.train,
         micro_batch_size=micro,
-        global_batch_size=micro * (what.accumulate or 1) * num_workers,
+        global_batch_size=micro * _micro_batches_a_step(config, what, num_workers),
         total_steps=what.warm_up + what.steps,
     )
     run = replace(
         config.run, name="bench", dir=folder / "run", log_frequency=1, save=False, validation_frequency=None
     )
     changed = {"model": model, "data": data, "train": train, "run": run}
+    if isinstance(config, T5ClassifyConfig):
+        changed["parallel"] = replace(config.parallel, micro_batches=None)
     return replace(config, optim=replace(config.optim, warmup_steps=0, warmup_share=0.0), **changed)
 
 

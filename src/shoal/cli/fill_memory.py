@@ -30,15 +30,17 @@ SPARE = 0.1
 _OUT_OF_MEMORY = "out of memory"
 """In the message of a run that lacked memory (:func:`shoal.train.stopping.out_of_memory`)."""
 _OPTIONS = ("--json", "--memory", "--steps", "--warm-up")
+_MEMORY_NEEDED = f"--fill-memory without a GPU needs the memory of a worker: --memory 8GB, or {MEMORY}=8GB"
 _LAST_LINES = 8
 
 
-def find_largest(command: Sequence[str], what: TrainBench, *, unit: str) -> list[str]:
+def find_largest(command: Sequence[str], what: TrainBench, *, unit: str, on_cpu: bool = False) -> list[str]:
     """Return ``command`` with the largest micro-batch in place of ``--fill-memory``.
 
     Args:
         command: of this process, with its options ``what``.
         unit: plural name of the samples.
+        on_cpu: the workers use no GPU, so their memory must be named; else a first trial tells it.
 
     Raises:
         UsageError: no memory is named, and there is no GPU.
@@ -47,6 +49,8 @@ def find_largest(command: Sequence[str], what: TrainBench, *, unit: str) -> list
     timed = without(command, "--memory", "--batch", flag="--fill-memory")
     memory, name = (what.memory, "--memory") if what.memory else (worker_memory(), MEMORY)
     given = None if memory is None else parse_bytes(memory, name)
+    if given is None and on_cpu:
+        raise UsageError(_MEMORY_NEEDED)
     trials = _Trials(without(timed, *_OPTIONS), given, unit)
     limit_bytes = trials.limit_bytes()
     found = largest_that_fits(trials.peak_bytes, limit_bytes, most=what.batch or MOST)
@@ -57,6 +61,11 @@ def find_largest(command: Sequence[str], what: TrainBench, *, unit: str) -> list
         )
     print(f"largest micro-batch: {found} {unit}", flush=True)
     return [*timed, "--batch", str(found)]
+
+
+def is_on_cpu(config: Any) -> bool:
+    """Return whether the workers of these settings use no GPU."""
+    return bool(config.distributed.device == "cpu") or num_gpus() == 0
 
 
 def without(command: Sequence[str], *options: str, flag: str = "") -> list[str]:
@@ -92,9 +101,7 @@ class _Trials:
                     f"out of memory with one of the {self._unit}: make the model or them smaller"
                 )
             if first["device_memory_bytes"] is None:
-                raise UsageError(
-                    f"--fill-memory without a GPU needs the memory of a worker: --memory 8GB, or {MEMORY}=8GB"
-                )
+                raise UsageError(_MEMORY_NEEDED)
             self._memory_bytes = int(first["device_memory_bytes"])
         return (1 - SPARE) * self._memory_bytes
 
@@ -139,7 +146,8 @@ def with_known_batches(
     A run that continues keeps its size. A dry run measures nothing and takes the default.
 
     Raises:
-        UsageError: several hosts, which would find different sizes, or no GPU.
+        UsageError: several hosts, which would find different sizes; a layout that is searched for; no GPU,
+            and no memory is named.
         ShoalError: a trial failed, or not even one sample fits.
     """
     sections = [
@@ -154,18 +162,33 @@ def with_known_batches(
             f"{sections[0]}.micro_batch_size auto is for one host: on several give the number that "
             f"`shoal bench train {recipe} --fill-memory` finds on one of them"
         )
-    given = {name: replace(getattr(config, name), micro_batch_size=None) for name in sections}
+    parallel = getattr(config, "parallel", None)
+    if parallel and parallel.layout == "auto":
+        raise UsageError(
+            f"parallel.layout auto chooses the micro-batch too: leave {sections[0]}.micro_batch_size out"
+        )
+    given = {name: _with_default(getattr(config, name)) for name in sections}
     if launch.dry_run:
         print(f"{', '.join(sections)}: the micro-batch is found when the run starts; below is the default")
         return replace(config, **given), command
     for section in sections:
-        size = _size_before(config.run.dir, section) or _found(
-            recipe, replace(config, **given), launch, preset, section
-        )
+        size = _size_before(config.run.dir, section)
+        if size is None and worker_memory() is None and is_on_cpu(config):
+            raise UsageError(
+                f"{section}.micro_batch_size auto without a GPU needs the memory of a worker: set "
+                f"{MEMORY}=8GB, or give a number"
+            )
+        size = size or _found(recipe, replace(config, **given), launch, preset, section)
         given[section] = replace(given[section], micro_batch_size=size)
         option = f"--{section}.micro-batch-size"
         command = [*without(command, option), option, str(size)]
     return replace(config, **given), command
+
+
+def _with_default(section: Any) -> Any:
+    """Return the section with the recipe's own micro-batch, or none."""
+    default = next(field.default for field in fields(section) if field.name == "micro_batch_size")
+    return replace(section, micro_batch_size=default)
 
 
 def _size_before(run_dir: Path, section: str) -> int | None:
@@ -176,24 +199,21 @@ def _size_before(run_dir: Path, section: str) -> int | None:
 
 
 def _found(recipe: str, config: Any, launch: Launch, preset: str, section: str) -> int:
-    """Return the largest divisor of a worker's share that fits into memory."""
+    """Return the largest divisor of a worker's share that fits into memory.
+
+    A pipeline gets no more than by default, since it needs several micro-batches to keep its stages busy.
+    """
     num_workers = launch.workers or num_gpus() or 1
-    parallel = getattr(config, "parallel", None)
-    replicas = parallel.replicas(num_workers) if parallel else num_workers
-    share = getattr(config, section).global_batch_size // replicas
+    parallel, sizes = getattr(config, "parallel", None), getattr(config, section)
+    share = sizes.global_batch_size // (parallel.replicas(num_workers) if parallel else num_workers)
+    limit = (parallel.micro_batch_size(share, None) if parallel else None) or share
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         settings, out = Path(folder) / "settings.toml", Path(folder) / "result.json"
         settings.write_text(to_toml(as_tree(config)), encoding="utf-8")
         options = ["--preset", preset, "--config", str(settings), "--json", str(out), "--steps", "1"]
-        options += [
-            "--workers",
-            str(num_workers),
-            "--accumulate",
-            "2",
-            "--fill-memory",
-            "--batch",
-            str(share),
-        ]
+        options += ["--workers", str(num_workers), "--fill-memory", "--batch", str(limit)]
+        if not parallel or parallel.pipeline == 1:
+            options += ["--accumulate", "2"]
         if section.startswith("phase"):
             options += ["--phase", section.removeprefix("phase")]
         print(f"{section}.micro_batch_size auto: trying sizes", flush=True)
@@ -205,7 +225,7 @@ def _found(recipe: str, config: Any, launch: Launch, preset: str, section: str) 
                 f"{section}.micro_batch_size auto could not be found, see above: give a number instead"
             )
         most = int(parse_json(out.read_bytes(), str(out))["micro_batch"])
-    even = bool(getattr(getattr(config, section), "mixup", 0.0))  # which pairs neighbours
+    even = bool(getattr(sizes, "mixup", 0.0))  # which pairs neighbours
     size = largest_divisor(share, most, even=even)
     print(
         f"{section}.micro_batch_size {size}: the largest divisor of a worker's {share} up to {most}",

@@ -21,6 +21,8 @@ from shoal.errors import ShoalError, UsageError
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.start import Launch
+from shoal.recipes.t5 import T5Config
+from shoal.train.parallel_config import ParallelConfig
 
 TRIAL = """
 import json, sys
@@ -66,6 +68,23 @@ def test_memory_is_that_of_the_gpu_or_of_the_environment(
     assert find_largest(command(tmp_path, device_mb=500), what, unit="images")[-1] == "37"
 
 
+def test_a_cpu_without_a_named_memory_is_told_before_any_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_MEMORY", raising=False)
+    nothing = [sys.executable, str(tmp_path / "absent.py"), "--fill-memory"]
+    with pytest.raises(
+        UsageError, match="without a GPU needs the memory of a worker: --memory 8GB, or SHOAL"
+    ):
+        find_largest(nothing, TrainBench(fill_memory=True), unit="images", on_cpu=True)
+    config = resnet(tmp_path)
+    on_cpu = replace(config, distributed=replace(config.distributed, device="cpu"))
+    with pytest.raises(
+        UsageError, match=r"train\.micro_batch_size auto without a GPU .*: set SHOAL_MEMORY=8GB"
+    ):
+        with_known_batches("resnet50", on_cpu, Launch(), "tiny", [])
+
+
 def test_errors_of_a_trial_and_too_little_memory_are_told(tmp_path: Path) -> None:
     what = TrainBench(fill_memory=True, memory="1GB")
     with pytest.raises(ShoalError, match="a trial with a micro-batch of 1 failed:\nthe reason"):
@@ -96,10 +115,21 @@ def test_sizes_that_need_no_trial(tmp_path: Path, capsys: pytest.CaptureFixture[
     dry, same = with_known_batches("resnet50", config, Launch(dry_run=True), "tiny", words)
     assert dry.train.micro_batch_size is None and same == words
     assert "found when the run starts" in capsys.readouterr().out
+    boxes = MaskRCNNTrainConfig()
+    auto = replace(boxes, train=replace(boxes.train, micro_batch_size="auto"))
+    assert with_known_batches("mask_rcnn", auto, Launch(dry_run=True), "tiny", words) == (boxes, words)
     with pytest.raises(
         UsageError, match="auto is for one host: on several give the number that `shoal bench"
     ):
         with_known_batches("resnet50", config, Launch(nnodes=2, rdzv="a:1"), "tiny", words)
+    t5 = T5Config()
+    searched = replace(
+        t5, train=replace(t5.train, micro_batch_size="auto"), parallel=ParallelConfig(layout="auto")
+    )
+    with pytest.raises(
+        UsageError, match=r"layout auto chooses the micro-batch too: leave train\.micro_batch"
+    ):
+        with_known_batches("t5", searched, Launch(), "tiny", words)
     # a run that continues has its size
     (tmp_path / "config.toml").write_text("[train]\nmicro_batch_size = 24\n")
     again, changed = with_known_batches("resnet50", config, Launch(), "tiny", words)
