@@ -188,7 +188,31 @@ def check_graphs(rank: int) -> None:
             dist.all_reduce(gradient)
 
 
-@pytest.mark.parametrize("check", [check_streams, check_graphs])
+def check_captures_beside_collectives(rank: int) -> None:
+    """The threads that copy wait for events and allocate while another thread captures."""
+    weight, out = torch.full((1000,), 2.0, device="cuda"), torch.zeros(1000, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        out.copy_(weight * 3)  # loads the kernels
+    torch.cuda.synchronize()
+    for step in range(5):
+        large = torch.full((8 << 20,), float(rank + step), device="cuda")
+        torch.cuda._sleep(CYCLES)  # copies wait for it, so the sum is under way during the capture
+        work: Any = dist.all_reduce(large, async_op=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):  # torch.cuda.graph would synchronize the device first
+            graph.capture_begin()
+            out.copy_(weight * 3)
+            graph.capture_end()
+        assert not work.is_completed()
+        work.wait()
+        out.zero_()
+        graph.replay()
+        assert (out == 6).all() and (large == 2 * step + 1).all()
+
+
+@pytest.mark.parametrize("check", [check_streams, check_graphs, check_captures_beside_collectives])
 def test_order_with_streams_and_graphs(check: Any, tmp_path: Path) -> None:
     run_group(check, 2, tmp_path, hosts=("a", "b"))
 

@@ -7,7 +7,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from benchmarks.gpu.counts import CUDA, FEW_LAYERS, as_on_a_gpu, counting, suppression
+from benchmarks.gpu.counts import (
+    CASES,
+    CUDA,
+    FEW_LAYERS,
+    LAUNCH_S,
+    as_on_a_gpu,
+    counting,
+    suppression,
+)
 from smallest_models import MODELS, SMALL_DETECTOR, detection_batch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -178,3 +186,22 @@ def test_what_is_counted() -> None:
         (torch.empty(3, 5, device=CUDA) + 1).to("cpu")
     assert counts.waits == {"_to_copy": 1}
     assert (counts.num_operations, counts.num_bytes, counts.largest) == (2, 4 * 60, 60)
+
+
+STEPS: dict[str, tuple[tuple[str, ...], float]] = {
+    "BERT-large, 64 × 512 tokens": (("bert", "lamb"), 64 / 315),
+    "T5-base, 64 sequences": (("t5", "adafactor"), 64 / 366),
+    "ResNet-50, 256 images": (("resnet50",), 256 / 3_079),
+    "Mask R-CNN, 12 images": (("mask_rcnn", "proposals", "matching"), 12 / 42),
+}
+"""Parts of a step of one micro-batch, and the seconds that the first target of ``make gpu`` leaves for it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_the_host_queues_a_step_in_a_third_of_its_time(step: str) -> None:
+    """The number of operations does not depend on the batch; uncompiled, at 5 µs each."""
+    parts, target_s = STEPS[step]
+    with as_on_a_gpu():
+        found = sum(CASES[part][1]().num_operations for part in parts)
+    assert LAUNCH_S * found < target_s / 3, f"{found:,} operations"
