@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -205,10 +206,11 @@ class Benchmark:
             "machine": describe_machine(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "quick": self.quick,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [asdict(row) | {"ratio": _finite(row.ratio)} for row in self.rows],
         }
         if self.args.json:
-            self.args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            text = json.dumps(result, indent=1, allow_nan=False)
+            self.args.json.write_text(text + "\n", encoding="utf-8")
         if self.args.markdown:
             self.args.markdown.write_text(_markdown(result, self.rows), encoding="utf-8")
         if any(row.noisy for row in self.rows):
@@ -268,6 +270,11 @@ def _line(row: Row) -> str:
         f"{_with_spread(row.peer_samples, row.unit):>18} {row.ratio:>7.2f} {target:>7} {verdict:<3}"
         f"{'~' if row.noisy else ' '} {row.peer_name}"
     )
+
+
+def _finite(ratio: float) -> float | None:
+    """Return the ratio, or None where it divides by zero: JSON has no infinity."""
+    return ratio if math.isfinite(ratio) else None
 
 
 def _with_spread(samples: Sequence[float], unit: str) -> str:

@@ -218,9 +218,12 @@ class PreparedManifest(Generic[Shard]):
         try:
             data = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
+            remedy = f"run {prepare_command(cls.KIND, directory)}"
+            if cls.KIND == "images":
+                remedy += f", or for detection {prepare_command('coco', directory)}"
             raise UsageError(
                 f"{directory} has no {MANIFEST}, so it holds no prepared {cls.KIND}, or its preparation did "
-                f"not finish; run {prepare_command(cls.KIND, directory)}"
+                f"not finish; {remedy}"
             ) from None
         return cls.parse(data, str(path))
 

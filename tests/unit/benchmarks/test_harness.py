@@ -155,6 +155,14 @@ def test_files_hold_the_form_of_the_architecture(tmp_path: Path, capsys: pytest.
     assert "a case" in capsys.readouterr().out
 
 
+def test_a_ratio_to_zero_is_null_in_json(tmp_path: Path) -> None:
+    bench = Benchmark("served", ["--json", str(tmp_path / "r.json")])
+    assert bench.limit("bytes on a worker", 0.0, 1.0, unit="bytes", formula="none").ratio == math.inf
+    assert bench.finish() == 0
+    (row,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["rows"]
+    assert (row["ours"], row["ratio"], row["holds"]) == (0.0, None, True)
+
+
 def test_a_missing_peer_says_what_to_install() -> None:
     with pytest.raises(SystemExit, match=r"no_such_peer.*pip install 'shoal\[bench\]'"):
         peer_module("no_such_peer")

@@ -46,6 +46,7 @@ from shoal.data.progress import Progress
 from shoal.decide.order import shuffled
 from shoal.env import num_cores
 from shoal.errors import ShoalError, UsageError
+from shoal.formatting import plural
 
 OnBad = Literal["refuse", "skip"]
 SPLITS = (TRAIN, VALIDATION)
@@ -195,7 +196,8 @@ def _finish(
     shutil.rmtree(out / RECORDS)
     for split, shards in manifest.splits.items():
         size = sum(shard.files[TAR]["bytes"] for shard in shards) / (1 << 20)
-        shown.say(f"{split}: {manifest.num_images(split):,} images, {len(shards)} shards, {size:,.1f} MiB")
+        held = f"{plural(manifest.num_images(split), 'image')}, {plural(len(shards), 'shard')}"
+        shown.say(f"{split}: {held}, {size:,.1f} MiB")
     return manifest
 
 

@@ -142,7 +142,9 @@ def test_a_wrong_manifest_is_one_clear_error(tmp_path, change, error, words):
     with pytest.raises(ShoalError, match="is not JSON: Expecting"):
         ImageManifest.load(tmp_path)
     path.unlink()
-    with pytest.raises(UsageError, match=r"holds no prepared images.*shoal prepare images"):
+    with pytest.raises(
+        UsageError, match=r"no prepared images.*`shoal prepare images.*, or for detection `shoal prepare coco"
+    ):
         ImageManifest.load(tmp_path)
 
 
