@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.recipes.start import Launch, num_gpus
 from shoal.train.config import as_tree, load_toml, to_toml
-from shoal.train.parallel_config import parse_bytes
+from shoal.train.parallel_config import ParallelConfig, parse_bytes
 from shoal.train.run_dir import CONFIG_FILE
 
 SPARE = 0.1
@@ -139,11 +139,20 @@ AUTO = "auto"
 
 
 def with_known_batches(
-    recipe: str, config: Any, launch: Launch, preset: str, command: list[str]
+    recipe: str,
+    config: Any,
+    launch: Launch,
+    preset: str,
+    command: list[str],
+    check: Callable[[Any, int], object] = lambda config, num_workers: None,
 ) -> tuple[Any, list[str]]:
     """Return settings and command of a recipe with numbers in place of each micro-batch size ``auto``.
 
     A run that continues keeps its size. A dry run measures nothing and takes the default.
+
+    Args:
+        check: raises if the settings, here with the largest micro-batches, cannot train on so many workers;
+            called before any trial.
 
     Raises:
         UsageError: several hosts, which would find different sizes; a layout that is searched for; no GPU,
@@ -171,6 +180,11 @@ def with_known_batches(
     if launch.dry_run:
         print(f"{', '.join(sections)}: the micro-batch is found when the run starts; below is the default")
         return replace(config, **given), command
+    num_workers = launch.workers or num_gpus() or 1
+    for name, section in given.items():
+        _, most = share_and_limit(section.global_batch_size, parallel, num_workers)
+        given[name] = replace(section, micro_batch_size=most)
+    check(replace(config, **given), num_workers)
     for section in sections:
         size = _size_before(config.run.dir, section)
         if size is None and worker_memory() is None and is_on_cpu(config):
@@ -178,7 +192,7 @@ def with_known_batches(
                 f"{section}.micro_batch_size auto without a GPU needs the memory of a worker: set "
                 f"{MEMORY}=8GB, or give a number"
             )
-        size = size or _found(recipe, replace(config, **given), launch, preset, section)
+        size = size or _found(recipe, replace(config, **given), preset, section, num_workers)
         given[section] = replace(given[section], micro_batch_size=size)
         option = f"--{section}.micro-batch-size"
         command = [*without(command, option), option, str(size)]
@@ -198,15 +212,26 @@ def _size_before(run_dir: Path, section: str) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _found(recipe: str, config: Any, launch: Launch, preset: str, section: str) -> int:
-    """Return the largest divisor of a worker's share that fits into memory.
+def share_and_limit(
+    global_batch_size: int, parallel: ParallelConfig | None, num_workers: int
+) -> tuple[int, int]:
+    """Return a worker's (or replica's) samples of a step, and those of the largest micro-batch to try.
 
     A pipeline gets no more than by default, since it needs several micro-batches to keep its stages busy.
+
+    Example:
+        >>> share_and_limit(64, None, 2), share_and_limit(64, ParallelConfig(pipeline=2), 2)
+        ((32, 32), (64, 8))
     """
-    num_workers = launch.workers or num_gpus() or 1
-    parallel, sizes = getattr(config, "parallel", None), getattr(config, section)
-    share = sizes.global_batch_size // (parallel.replicas(num_workers) if parallel else num_workers)
+    share = global_batch_size // (parallel.replicas(num_workers) if parallel else num_workers)
     limit = (parallel.micro_batch_size(share, None) if parallel else None) or share
+    return share, max(limit, 1)
+
+
+def _found(recipe: str, config: Any, preset: str, section: str, num_workers: int) -> int:
+    """Return the largest divisor of a worker's share that fits into memory."""
+    parallel, sizes = getattr(config, "parallel", None), getattr(config, section)
+    share, limit = share_and_limit(sizes.global_batch_size, parallel, num_workers)
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         settings, out = Path(folder) / "settings.toml", Path(folder) / "result.json"
         settings.write_text(to_toml(as_tree(config)), encoding="utf-8")

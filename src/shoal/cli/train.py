@@ -145,7 +145,14 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     if worker_env() is None:
         from shoal.cli.fill_memory import with_known_batches  # --help does without it
 
-        config, command = with_known_batches(name, config, launch, preset, command)
+        config, command = with_known_batches(
+            name,
+            config,
+            launch,
+            preset,
+            command,
+            check=lambda tried, num_workers: module.check(tried, num_workers, False),
+        )
     return start(
         launch,
         command=command,

@@ -487,6 +487,11 @@ def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[st
     if config.data.path is not None or not config.data.made_images:
         train, held_out = images.open_shards(config)
         made = len(train), len(held_out), len(train.manifest.classes)
+    elif min(made) < NUM_CLASSES_MADE:
+        raise UsageError(
+            f"data.made_images {made[0]} leaves {made[1]} held-out images for {NUM_CLASSES_MADE} classes: "
+            f"make {5 * NUM_CLASSES_MADE} or more"
+        )
     num_train, num_held_out, found = made
     plan = make_plan(config, num_examples=num_train, num_workers=num_workers)
     num_classes = count_classes(config, found)

@@ -136,6 +136,12 @@ def test_made_examples_fill_their_sequences(tmp_path: Path, name: str) -> None:
         replace(config, data=data), tmp_path, TrainBench(), num_workers=1, model_name=model_name
     )
     assert (named.data.path, named.data.eval) == (data.path, data.eval)
+    if recipe == "t5_classify":  # 4 micro-batches a stage on one replica of two workers
+        staged = replace(config, parallel=ParallelConfig(pipeline=2))
+        piped: Any = prepared_finetuning(
+            staged, tmp_path, TrainBench(batch=3), num_workers=2, model_name=model_name
+        )
+        assert piped.train.global_batch_size == 3 * 8
 
 
 def test_sizes_of_made_models() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shoal.bench.step_timing import TrainBench
-from shoal.cli.fill_memory import find_largest, with_known_batches
+from shoal.cli.fill_memory import find_largest, share_and_limit, with_known_batches
 from shoal.decide.batch import plan_batch
 from shoal.errors import ShoalError, UsageError
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
@@ -135,6 +135,24 @@ def test_sizes_that_need_no_trial(tmp_path: Path, capsys: pytest.CaptureFixture[
     again, changed = with_known_batches("resnet50", config, Launch(), "tiny", words)
     assert again.train.micro_batch_size == 24
     assert changed == ["shoal", "train", "resnet50", "--train.micro-batch-size", "24"]
+
+
+def test_settings_are_checked_before_any_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_MEMORY", "8GB")
+
+    def check(config: ResNetTrainConfig, num_workers: int) -> None:
+        raise UsageError(f"{config.train.micro_batch_size} images of {num_workers} workers")
+
+    with pytest.raises(UsageError, match="32 images of 2 workers"):
+        config = resnet(tmp_path, global_batch_size=64)
+        with_known_batches("resnet50", config, Launch(workers=2), "tiny", [], check=check)
+
+
+def test_a_pipeline_keeps_its_stages_busy() -> None:
+    assert share_and_limit(64, None, 2) == (32, 32)
+    assert share_and_limit(64, ParallelConfig(), 2) == (32, 32)
+    assert share_and_limit(64, ParallelConfig(pipeline=2), 4) == (32, 4), "4 micro-batches a stage"
+    assert share_and_limit(64, ParallelConfig(pipeline=2, micro_batches=2), 4) == (32, 16)
 
 
 def test_without_the_command_auto_is_refused() -> None:

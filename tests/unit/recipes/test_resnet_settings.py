@@ -21,6 +21,7 @@ from shoal.recipes.resnet50 import (
     ResNetTrainConfig,
     TrainConfig,
     ValidationConfig,
+    check,
     make_plan,
 )
 from shoal.train.config import RunOutputConfig
@@ -132,3 +133,11 @@ def test_refusals_that_need_the_number_of_images() -> None:
     odd = replace(config, train=replace(config.train, mixup=0.2, micro_batch_size=1))
     with pytest.raises(UsageError, match=r"train\.mixup pairs neighbours"):
         plan(odd)
+
+
+def test_too_few_made_images_are_refused_before_workers_start() -> None:
+    config = ResNetTrainConfig()
+    few = replace(config, data=replace(config.data, made_images=40))
+    wanted = r"data\.made_images 40 leaves 8 held-out images for 10 classes: make 50 or more"
+    with pytest.raises(UsageError, match=wanted):
+        check(few, 1, False)
