@@ -5,6 +5,7 @@ They run as uid 1000 with the secret as Kubernetes mounts it: a link to a file o
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -185,3 +186,5 @@ def test_evicted_pods_save_and_the_helper_starts_again_with_them(cluster: Cluste
         pod.send_signal(signal.SIGTERM)
     assert [pod.wait(60) for pod in pods.of("workers")] == [75, 75], pods.logs()
     assert [pod.wait(60) for pod in pods.of("helpers")] == [76], pods.logs()
+    (start,) = json.loads((tmp_path / "claim/jobs/sums/starts.json").read_text())
+    assert (start["run_id"], start["saved"]) == ("sums.0", True)

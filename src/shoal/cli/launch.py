@@ -51,7 +51,8 @@ def launch(
     node_rank
         Number of this host among the workers' or the helpers', from 0; Slurm says it.
     run_id
-        Name of this start of the job, such as bert.2; Slurm says it.
+        Name of this start of the job, such as bert.2; Slurm says it. bert.next: the next one, where
+        nobody numbers starts and the job's secret is given.
     helpers
         Number of helper hosts that come to the job's folder.
     helpers_required

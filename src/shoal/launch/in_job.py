@@ -45,14 +45,14 @@ from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalEr
 from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.leash import PORT_OFFSET, Leash, await_release, take_secret
 from shoal.launch.local import launch
-from shoal.launch.meeting import Meeting, usable_hosts
+from shoal.launch.meeting import NEXT, Meeting, usable_hosts
 from shoal.launch.supervision import worker_variables
 
 _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NAME_DEADLINE_S = 60.0
 _REACH_PAUSE_S = 0.5
 _WORKERS_DEADLINE_S = 900.0
-_RUN_ID = re.compile(r"[\w-][\w.-]{0,100}\.\d{1,9}")
+_RUN_ID = re.compile(r"[\w-][\w.-]{0,100}\.(\d{1,9}|next)")
 _READY = re.compile(r"listening on (\S+:\d+)")
 
 
@@ -73,7 +73,7 @@ class InJob:
     node_rank: int | None = None
     """Number of this host among those of its role; ``None``: from Slurm, or 0 if it is the only one."""
     run_id: str | None = None
-    """Name of this start of the job, with the job's before the last dot; ``None``: from Slurm."""
+    """Name of this start: ``JOB.NUMBER``, or ``JOB.next`` if nobody numbers starts; ``None``: from Slurm."""
     num_helpers: int = 0
     """Helper hosts to wait for in the shared folder."""
     helpers_required: bool = False
@@ -162,6 +162,11 @@ def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
         raise UsageError("--job with several hosts needs --node-rank N, the number of this one, from 0")
     if how.run_id is not None and not _RUN_ID.fullmatch(how.run_id):
         raise UsageError(f"--run-id {how.run_id!r} is not of the form JOB.START, such as bert.2")
+    if (how.run_id or "").endswith(NEXT) and (secret() is None or how.num_helpers or how.helper):
+        raise UsageError(
+            f"--run-id {how.run_id}: only the first worker host knows the number of the start, so hosts "
+            f"cannot meet in its folder; give the job's secret in {SECRET_FILE}, and helpers in {HELPERS}"
+        )
     if step is not None and how.nnodes not in (None, step.num_nodes):
         raise UsageError(
             f"--nnodes {how.nnodes}, but Slurm has started this step on {step.num_nodes} nodes; leave it out"
@@ -213,7 +218,7 @@ def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, mee
         )
         if leash is not None:
             leash.exit_code = code
-    if code == EXIT_STOPPED and meeting is not None and is_first:
+    if code in (EXIT_OK, EXIT_STOPPED) and meeting is not None and is_first:
         meeting.saved()
     return code
 

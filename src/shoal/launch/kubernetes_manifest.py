@@ -210,7 +210,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
     selector = ", ".join(f"{key}: {json.dumps(value)}" for key, _, value in labels)
     folder = f"{job.mount}/jobs/{name}"
     restarts = f"{{fieldRef: {{fieldPath: \"metadata.labels['{_RESTARTS}']\"}}}}"
-    counted = f"--job={folder},\n         --run-id={name}.$(RESTARTS)"
+    start = f"{name}.next" if job.api == "job" else f"{name}.$(RESTARTS)"
     return _WORKERS.format(
         name=name,
         count=job.hosts,
@@ -223,7 +223,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
         port=MEETING_PORT,
         grace=job.save_s + _GRACE_MARGIN_S,
         failure=_ENDS_ITSELF if job.api == "job" else _ENDS_JOBSET,
-        place=f"--log-dir={folder}/logs" if job.api == "job" else counted,
+        place=f"--job={folder},\n         --run-id={start}",
         restarts="" if job.api == "job" else f"      - {{name: RESTARTS, valueFrom: {restarts}}}\n",
         gpus=f'      - {{name: SHOAL_GPUS, value: "{job.gpus_per_host}"}}\n' if job.gpus_per_host else "",
         selector=f"    nodeSelector: {{{selector}}}\n" if selector else "",

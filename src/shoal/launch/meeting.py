@@ -33,6 +33,8 @@ SHARED_DEADLINE_S = 90.0
 """Time for the first worker host's files to appear on the others."""
 MAX_IDLE_STARTS = 3
 """Starts in a row without progress after which a job does not start again."""
+NEXT = ".next"
+"""End of the name of a start that has no number."""
 _SAY_AFTER_S = 10.0
 _PAUSES_S = (0.1, 2.0)
 _SERVER = re.compile(r"[0-9a-zA-Z.:_-]{1,256}:[1-9][0-9]{0,4}")
@@ -46,7 +48,7 @@ class Start:
     progress: str
     """The file ``progress`` at its beginning; empty: there was none."""
     saved: bool = False
-    """True if workers that write no progress left with the exit code for "saved"."""
+    """True if workers that write no progress finished, or left with the exit code for "saved"."""
 
 
 class Meeting:
@@ -54,13 +56,18 @@ class Meeting:
 
     Args:
         job: folder of the job; made if missing.
-        run_id: name of this start, the same on all its hosts.
+        run_id: name of this start, the same on all its hosts. ``JOB.next`` is for schedulers that do not
+            number starts: the first worker host takes the next number, which the others never learn.
     """
 
     def __init__(self, job: Path, run_id: str) -> None:
         self.job, self.run_id = job, run_id
-        self.folder = job / "starts" / run_id
         self.progress_file = job / "progress"
+
+    @property
+    def folder(self) -> Path:
+        """Folder of this start."""
+        return self.job / "starts" / self.run_id
 
     # ---- the first worker host ---------------------------------------------------------------------------
 
@@ -70,6 +77,10 @@ class Meeting:
         Raises:
             ShoalError: the last starts have made no progress, or the folder cannot be written.
         """
+        starts = self.starts()
+        name = self.run_id.rpartition(".")[0]
+        if self.run_id == f"{name}{NEXT}":
+            self.run_id = f"{name}.{sum(start.run_id.rpartition('.')[0] == name for start in starts)}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as problem:
@@ -77,10 +88,9 @@ class Meeting:
                 f"--job {self.job} cannot be made: {problem.strerror}; it has to be on a file system that "
                 "all hosts share, and that you can write to"
             ) from None
-        starts = self.starts()
         if not any(start.run_id == self.run_id for start in starts):
             now = self.progress()
-            if not may_start(starts, now, job=self.run_id.rpartition(".")[0]):
+            if not may_start(starts, now, job=name):
                 raise ShoalError(
                     f"the job does not start again: its last {MAX_IDLE_STARTS} starts ended without a new "
                     f"checkpoint ({'the last is of step ' + now if now else 'there is none'}). See why in "
@@ -94,7 +104,7 @@ class Meeting:
         return self.secret_file
 
     def saved(self) -> None:
-        """Note that the workers saved, which counts as progress where they report none."""
+        """Note that the workers saved or finished, which counts as progress where they report none."""
         starts = self.starts()
         self._write_starts([replace(s, saved=s.saved or s.run_id == self.run_id) for s in starts])
 

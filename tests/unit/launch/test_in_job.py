@@ -59,6 +59,12 @@ KUBEFLOW = {
         ({}, ("true",), InJob(nnodes=2, job=Path("j")), "--job with several hosts needs --node-rank N"),
         ({}, ("true",), InJob(run_id="bert"), "--run-id 'bert' is not of the form JOB.START"),
         ({}, ("true",), InJob(run_id="../x.1"), "is not of the form JOB.START"),
+        (
+            {},
+            ("true",),
+            InJob(run_id="x.next"),
+            "x.next: only the first .* give the job's secret in SHOAL_SECRET",
+        ),
         ({}, ("true",), InJob(nnodes=2, workers=1), "--nnodes 2 needs --rdzv HOST:PORT"),
         ({}, (), InJob(helper=True, helper_port=7070), "--helper-port needs the job's secret"),
         (mpi(size=4, local_size=2), ("true",), InJob(), "mpirun has started 2 shoal launch on this host"),

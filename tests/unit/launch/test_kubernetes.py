@@ -272,7 +272,7 @@ def test_plain_jobs_find_each_other_and_the_helpers_end_with_the_workers() -> No
     first = "--rdzv=bert-workers-0.bert:29400"
     containers = [job["spec"]["template"]["spec"]["containers"][0] for job in (helpers, workers)]
     assert containers[0]["command"] == ["shoal", "launch", "--role=helper", "--helper-port=7070", first]
-    assert containers[1]["command"][4:] == [first, "--log-dir=/runs/jobs/bert/logs"]
+    assert containers[1]["command"][4:] == [first, "--job=/runs/jobs/bert", "--run-id=bert.next"]
     variables = {each["name"]: each.get("value") for each in containers[1]["env"]}
     assert variables["SHOAL_HELPERS"] == "bert-helpers-0.bert:7070,bert-helpers-1.bert:7070"
 

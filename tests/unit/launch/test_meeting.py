@@ -35,6 +35,18 @@ def test_the_fourth_start_without_progress_is_refused(tmp_path: Path) -> None:
     Meeting(tmp_path, "8.0").begin()  # another job in the same folder
 
 
+def test_starts_without_numbers_are_counted_too(tmp_path: Path) -> None:
+    for number in range(3):
+        start = Meeting(tmp_path, "bert.next")
+        start.begin(with_secret=False)
+        assert start.run_id == f"bert.{number}" and start.folder.is_dir()
+    Meeting(tmp_path, "t5.next").begin(with_secret=False)  # another job in the same folder
+    with pytest.raises(ShoalError, match="last 3 starts ended without a new checkpoint"):
+        Meeting(tmp_path, "bert.next").begin(with_secret=False)
+    (tmp_path / "progress").write_text("100\n")
+    Meeting(tmp_path, "bert.next").begin(with_secret=False)
+
+
 def test_progress_between_starts_lets_them_go_on(tmp_path: Path) -> None:
     for restart in range(8):
         current = Meeting(tmp_path, f"7.{restart}")
