@@ -17,6 +17,7 @@ from pathlib import Path
 import pretrain_jobs as jobs
 import pytest
 
+from forked import shoal
 from shoal.errors import EXIT_OK, EXIT_STOPPED, ShoalError
 from shoal.launch import emulated
 from shoal.launch.emulated import Cluster
@@ -302,13 +303,14 @@ def test_exit_code_and_output_of_the_first_failure(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_user_gets_wrong(arguments: tuple[str, ...], message: str) -> None:
-    result = emulate(*arguments)
+    result = shoal("emulate", *arguments)
     assert result.returncode == 2
     assert message in result.stderr and "Traceback" not in result.stderr
 
 
 def test_dry_run_shows_the_hosts() -> None:
-    result = emulate("--hosts", "2", "--helpers", "1", "--nic", "200mbit", "--dry-run", "--", "false")
+    hosts = ("--hosts", "2", "--helpers", "1", "--nic", "200mbit")
+    result = shoal("emulate", *hosts, "--dry-run", "--", "false")
     assert result.returncode == EXIT_OK
     assert [line.split()[:3] for line in result.stdout.splitlines()] == [
         ["host0", "10.77.0.1", "200mbit"],
@@ -416,8 +418,6 @@ def test_a_pipeline_crosses_emulated_hosts(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_train_that_do_not_go_together(options: tuple[str, ...], message: str) -> None:
-    result = subprocess.run(
-        [*SHOAL, "train", "albert", "--preset", "tiny", *options], capture_output=True, text=True, timeout=60
-    )
+    result = shoal("train", "albert", "--preset", "tiny", *options)
     assert result.returncode == 2
     assert message in result.stderr

@@ -99,7 +99,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(
     while True:
         process = subprocess.Popen(command(corpus, out), start_new_session=True, stderr=subprocess.DEVNULL)
         # the first kills fall into planning and training, the later ones come after some new pieces
-        limit = len(list((out / "records").glob("0*.json"))) + rng.randint(1, 2) if num_kills > 1 else None
+        limit = len(list((out / "records").glob("0*.json"))) + rng.randint(2, 4) if num_kills > 1 else None
         ends = time.monotonic() + (rng.uniform(0.2, 0.8) if limit is None else DEADLINE_S)
         while process.poll() is None and time.monotonic() < ends:
             if limit is not None and len(list((out / "records").glob("0*.json"))) >= limit:
