@@ -6,12 +6,13 @@ Settings come from options, then from a file, then from a preset.
 # Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, ArgumentCollection, Group, Parameter
 
 from shoal.cli.settings import settings_from, this_command
 from shoal.env import worker_env
@@ -57,11 +58,33 @@ config
 """
 
 
-def __getattr__(name: str) -> Callable[..., int]:
+class _Command(App):
+    """A command whose options are assembled once for ``--help``: cyclopts would do it three times."""
+
+    _assembled: ArgumentCollection | None = None
+
+    def assemble_argument_collection(
+        self, *, default_parameter: Parameter | None = None, parse_docstring: bool = False
+    ) -> ArgumentCollection:
+        """Return the options, with their texts where these are asked for."""
+        if not set(self.help_flags) & set(sys.argv):
+            return super().assemble_argument_collection(
+                default_parameter=default_parameter, parse_docstring=parse_docstring
+            )
+        if self._assembled is None:
+            self._assembled = super().assemble_argument_collection(
+                default_parameter=default_parameter, parse_docstring=True
+            )
+        return self._assembled
+
+
+def __getattr__(name: str) -> App:
     """Return the command of a recipe; cyclopts asks for it when it is used."""
     if name not in RECIPES:
         raise AttributeError(name)
-    return command_for(name)
+    command = _Command(name=RECIPES[name].command or name, version_flags=train.version_flags)
+    command.default(command_for(name))
+    return command
 
 
 def command_for(name: str) -> Callable[..., int]:
