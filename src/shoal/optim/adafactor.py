@@ -28,6 +28,8 @@ differs from T5 elsewhere:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ from shoal.optim.moments import Batch, MomentsOptimizer, Squares, local_box, loc
 _DECAY_RATE = 0.8
 _LEAST_RMS = 1e-3
 """Of the weights, to which a step is relative."""
+_PART_BYTES = 32 << 20
+"""Of the weights that are updated together, unless one tensor has more."""
 
 
 class Adafactor(MomentsOptimizer):
@@ -46,8 +50,8 @@ class Adafactor(MomentsOptimizer):
 
     The state of a factored parameter is ``step``, ``row_var`` and ``col_var``, kept whole by every worker
     that holds a shard (they have the tensor's rows plus columns), of any other ``step`` and ``variance``; all
-    of the parameter's type. A step needs memory for one more copy of the gradients. Gradients that are not
-    finite make weights that are not finite: check before the step.
+    of the parameter's type. A step needs memory for 32 MiB of updates, or for those of the largest tensor.
+    Gradients that are not finite make weights that are not finite: check before the step.
 
     Args:
         params: parameters or groups; a group may set ``lr``, ``weight_decay`` and the other options.
@@ -89,20 +93,37 @@ class Adafactor(MomentsOptimizer):
         return entry
 
     def _update(self, batch: Batch) -> Squares:
-        group, weights, grads = batch.group, batch.weights, batch.grads
-        if batch.scale != 1.0:
-            grads = list(torch._foreach_mul(grads, batch.scale))
-        grad_squares, weight_squares = batch.squares(grads), batch.squares(weights)
-        updates = _normalised(batch, grads)
-        sizes = torch.tensor([parameter.numel() for parameter in batch.params], device=weight_squares.device)
-        clips = (batch.squares(updates) / sizes).sqrt()
-        sizes_of_steps = batch.lr * (weight_squares / sizes).sqrt().clamp(min=_LEAST_RMS)
-        factors = (sizes_of_steps / clips.clamp(min=1.0)).to(weights[0].dtype)
-        torch._foreach_mul_(updates, list(factors.unbind()))
-        if group["weight_decay"] != 0.0:
-            torch._foreach_mul_(weights, 1.0 - batch.lr * group["weight_decay"])
-        torch._foreach_sub_(weights, updates)
-        return grad_squares.sum(), weight_squares.sum()
+        grad_squares, weight_squares = zip(*map(_update_part, parts_of(batch, _PART_BYTES)), strict=True)
+        return torch.cat(grad_squares).sum(), torch.cat(weight_squares).sum()
+
+
+def parts_of(batch: Batch, num_bytes: int) -> Iterator[Batch]:
+    """Yield the parameters in their order, as many at a time as have ``num_bytes``; shards count as whole."""
+    begin = held = 0
+    for index, parameter in enumerate(batch.params):
+        if index > begin and held + parameter.nbytes > num_bytes:
+            yield replace(batch, params=batch.params[begin:index], states=batch.states[begin:index])
+            begin, held = index, 0
+        held += parameter.nbytes
+    yield replace(batch, params=batch.params[begin:], states=batch.states[begin:])
+
+
+def _update_part(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Update parameters in place; return the sums of squares of each gradient and weight."""
+    group, weights, grads = batch.group, batch.weights, batch.grads
+    if batch.scale != 1.0:
+        grads = list(torch._foreach_mul(grads, batch.scale))
+    grad_squares, weight_squares = batch.squares(grads), batch.squares(weights)
+    updates = _normalised(batch, grads)
+    sizes = torch.tensor([parameter.numel() for parameter in batch.params], device=weight_squares.device)
+    clips = (batch.squares(updates) / sizes).sqrt()
+    sizes_of_steps = batch.lr * (weight_squares / sizes).sqrt().clamp(min=_LEAST_RMS)
+    factors = (sizes_of_steps / clips.clamp(min=1.0)).to(weights[0].dtype)
+    torch._foreach_mul_(updates, list(factors.unbind()))
+    if group["weight_decay"] != 0.0:
+        torch._foreach_mul_(weights, 1.0 - batch.lr * group["weight_decay"])
+    torch._foreach_sub_(weights, updates)
+    return grad_squares, weight_squares
 
 
 def factored_dims(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | None:

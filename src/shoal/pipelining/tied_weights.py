@@ -9,7 +9,7 @@ of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.pipelining.process_groups import exchange
+
+MOST_BYTES = 16 << 20
+"""Of a message, if a row of the tensor has not more: the first rank holds one of each other rank."""
 
 
 def users(names_of_stages: Sequence[Iterable[str]], placement: Sequence[int]) -> dict[str, list[int]]:
@@ -76,11 +79,12 @@ class TiedWeights:
         """Replace the gradient of every tied parameter by the sum over the ranks that hold it."""
         for (ranks, _), parameters in self._shared:
             gradients = [_gradient(parameter) for parameter in parameters]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            self._add_up(flat, ranks)
-            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            for pieces in messages(gradients, MOST_BYTES):
+                flat = torch.cat([piece.flatten() for piece in pieces])
+                self._add_up(flat, ranks)
+                parts = torch.split(flat, [piece.numel() for piece in pieces])
+                for piece, part in zip(pieces, parts, strict=True):
+                    piece.copy_(part.view_as(piece))
 
     def _add_up(self, flat: Tensor, ranks: tuple[int, ...]) -> None:
         """Sum ``flat`` over ``ranks`` in place: all send to the first, which sends the sum back."""
@@ -97,6 +101,27 @@ class TiedWeights:
         for part in received:
             flat += part
         exchange(self._group, *((dist.isend, flat, rank) for rank in others))
+
+
+def messages(gradients: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield views of all gradients in their order, cut between rows, as many at a time as a message may hold.
+
+    Args:
+        most_bytes: of a message, unless one row has more.
+    """
+    message: list[Tensor] = []
+    left = most_bytes
+    for gradient in gradients:
+        rows = gradient if gradient.ndim else gradient[None]
+        num_rows = max(1, most_bytes // max(1, rows[:1].nbytes))
+        for piece in torch.split(rows, num_rows):
+            if message and piece.nbytes > left:
+                yield message
+                message, left = [], most_bytes
+            message.append(piece)
+            left -= piece.nbytes
+    if message:
+        yield message
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

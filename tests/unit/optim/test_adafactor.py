@@ -11,7 +11,9 @@ from moments_formula import assert_close, make_parameters, set_gradients
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
-from shoal.optim.adafactor import Adafactor, factored_dims
+from shoal.optim import adafactor
+from shoal.optim.adafactor import Adafactor, factored_dims, parts_of
+from shoal.optim.moments import Batch
 from shoal.train.config import OptimConfig
 from shoal.train.optimizers import build_optimizer
 
@@ -109,6 +111,31 @@ def test_gradients_are_taken_times_a_scale() -> None:
     assert optimizer.norms()[0] == pytest.approx(
         math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in theirs)), rel=1e-6
     )
+
+
+def test_parts_hold_no_more_than_allowed_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = with_large(), with_large()
+    names = list(map(id, parts))
+    batch = Batch({}, parts, [{"name": name} for name in names], 1.0)
+    most = 2 * max(parameter.nbytes for parameter in parts[:-2])
+    found = list(parts_of(batch, most))
+    assert [id(parameter) for part in found for parameter in part.params] == names
+    assert [state["name"] for part in found for state in part.states] == names
+    sums = [sum(parameter.nbytes for parameter in part.params) for part in found]
+    assert 1 < len(found) < len(parts)
+    assert all(
+        num_bytes <= most or len(part.params) == 1 for num_bytes, part in zip(sums, found, strict=True)
+    )
+    norms = []
+    for params, num_bytes in ((whole, 1 << 30), (parts, most)):
+        monkeypatch.setattr(adafactor, "_PART_BYTES", num_bytes)
+        optimizer = Adafactor(params, lr=0.1)
+        for step in range(2):
+            set_gradients(params, step)
+            optimizer.step()
+        norms.append(optimizer.norms())
+    assert norms[0] == norms[1]
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def test_rows_without_a_gradient_stay_and_small_gradients_are_normalised() -> None:

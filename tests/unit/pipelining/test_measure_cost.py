@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 
@@ -68,13 +69,27 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def num_embeddings(model: nn.Module) -> int:
+    """Return how many tensors with values are as large as the model's embedding."""
+    shape = max(model.parameters(), key=torch.numel).shape
+    tensors = (each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and not each.is_meta)
+    return sum(each.shape == shape and each.is_floating_point() for each in tensors)
+
+
 def test_a_model_on_meta_is_measured_as_the_real_one() -> None:
     real, batch = cases()["t5"]()
     wanted = measure_cost(export_model(real, batch, True), repetitions=1)
     with torch.device("meta"):  # not real.to("meta"), which would untie the embeddings
         model, _ = cases()["t5"]()
     shapes = {name: value.to("meta") for name, value in batch.items()}
-    found = measure_cost(export_model(model, shapes, True), repetitions=1, stand_in=batch)
+    gc.collect()
+    before = num_embeddings(model)
+    gc.disable()  # cycles would be freed some time
+    try:
+        found = measure_cost(export_model(model, shapes, True), repetitions=1, stand_in=batch)
+        assert num_embeddings(model) == before, "weights that were made up for the measurement stay"
+    finally:
+        gc.enable()
     # The two exports may be cut at different places where several are equally good; the whole is the same.
     assert sum(unit.saved_bytes for unit in found.units) == sum(unit.saved_bytes for unit in wanted.units)
     parameters = [{each for unit in cost.units for each in unit.parameters} for cost in (found, wanted)]
