@@ -22,7 +22,7 @@ def move_stages(device: torch.device, stages: Sequence[StageModule]) -> None:
         nn.ModuleList(stages), lambda tensor: None if tensor.device == device else tensor.detach().to(device)
     )
     for stage in stages:
-        stage.follow_device()
+        stage.move_graphs(device)
 
 
 def state_of(runners: Iterable[StageRunner]) -> tuple[dict[str, nn.Parameter], dict[str, Tensor], set[str]]:

@@ -46,7 +46,7 @@ def init_meta(
     held = nn.ModuleList(stage.weights for stage in stages)
     _allocate(held, model, device)
     for stage in stages:
-        stage.follow_device()
+        stage.move_graphs(device)
     _initialise(held, model, device, initialise, seed)
 
 

@@ -54,7 +54,7 @@ def measure_cost(
         replace_tensors(nn.ModuleList([weights, constants, whole]), _made_up(device))
         for piece in modules:
             retarget(piece.module, exported.device, device)
-        whole.follow_device()
+        whole.move_graphs(device)
     timings, whole_timings = Timings(len(modules), device), Timings(1, device)
     with undisturbed(exported.model), streams(0, 0, range(1)):
         saved = saved_bytes(modules, inputs, units)

@@ -114,17 +114,17 @@ class StageModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
         """Move or convert as every module does; devices inside the graphs follow."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.follow_device()
+        tensors = [*self.parameters(), *self.buffers()] or [fn(torch.empty(0, device=self._device))]
+        self.move_graphs(tensors[0].device)
         return self
 
-    def follow_device(self) -> None:
-        """Retarget the graphs, which create masks and positions, to the device of the weights."""
-        tensors = [*self.parameters(), *self.buffers()]
-        if tensors and tensors[0].device != self._device:
+    def move_graphs(self, device: torch.device) -> None:
+        """Retarget the graphs, which create masks and positions, to a device; a stage may have no weights."""
+        if device != self._device:
             for body in self._bodies.values():
                 if isinstance(body.run, fx.GraphModule):
-                    retarget(body.run, self._device, tensors[0].device)
-            self._device = tensors[0].device
+                    retarget(body.run, self._device, device)
+            self._device = device
 
 
 def replace_tensors(root: nn.Module, replace: Callable[[Tensor], Tensor | None]) -> None:

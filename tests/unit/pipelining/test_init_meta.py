@@ -10,6 +10,7 @@ from transformers import T5ForConditionalGeneration
 
 from pipeline_models import cases
 from shoal.errors import UsageError
+from shoal.pipelining.device_placement import move_stages
 from shoal.pipelining.export_graph import export_model
 from shoal.pipelining.init_meta import init_meta, init_whole
 from shoal.pipelining.split import split
@@ -50,6 +51,36 @@ def test_only_the_stages_given_are_allocated() -> None:
     stages = split(export_model(model, batch, True), [2])
     init_meta(stages[1:], model, CPU)
     assert [parameter.is_meta for parameter in model.parameters()] == [True] * 4 + [False] * 4
+
+
+class Placed(nn.Module):
+    """Adds positions that it makes while it runs, between two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        positions = torch.arange(4, device=hidden.device)
+        return self.second(hidden + positions)
+
+
+@pytest.mark.parametrize("move", ["init_meta", "move_stages", "to_empty"])
+def test_a_stage_without_weights_makes_its_tensors_on_the_device(move: str) -> None:
+    with torch.device("meta"):
+        model, batch = Placed(), {"x": torch.zeros(2, 4)}
+    exported = export_model(model, batch, True)
+    first, middle, last = split(exported, [1, len(units_of(exported)) - 1])
+    assert not list(middle.parameters())
+    if move == "init_meta":
+        init_meta([first, middle, last], model, CPU)
+    elif move == "move_stages":
+        move_stages(CPU, [middle])
+    else:
+        middle.to_empty(device=CPU)
+    (found,) = middle(torch.ones(2, 4))
+    assert torch.equal(found, torch.ones(2, 4) + torch.arange(4))
 
 
 class Pair(nn.Module):
