@@ -93,7 +93,13 @@ class Adafactor(MomentsOptimizer):
         return entry
 
     def _update(self, batch: Batch) -> Squares:
-        grad_squares, weight_squares = zip(*map(_update_part, parts_of(batch, _PART_BYTES)), strict=True)
+        parts = list(parts_of(batch, _PART_BYTES))
+        # One copy to the device for all parts: each makes the host wait.
+        sizes = torch.tensor(
+            [parameter.numel() for parameter in batch.params], device=batch.weights[0].device
+        )
+        of_parts = torch.split(sizes, [len(part.params) for part in parts])
+        grad_squares, weight_squares = zip(*map(_update_part, parts, of_parts), strict=True)
         return torch.cat(grad_squares).sum(), torch.cat(weight_squares).sum()
 
 
@@ -108,14 +114,17 @@ def parts_of(batch: Batch, num_bytes: int) -> Iterator[Batch]:
     yield replace(batch, params=batch.params[begin:], states=batch.states[begin:])
 
 
-def _update_part(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Update parameters in place; return the sums of squares of each gradient and weight."""
+def _update_part(batch: Batch, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Update parameters in place; return the sums of squares of each gradient and weight.
+
+    Args:
+        sizes: number of elements of each parameter, on its device.
+    """
     group, weights, grads = batch.group, batch.weights, batch.grads
     if batch.scale != 1.0:
         grads = list(torch._foreach_mul(grads, batch.scale))
     grad_squares, weight_squares = batch.squares(grads), batch.squares(weights)
     updates = _normalised(batch, grads)
-    sizes = torch.tensor([parameter.numel() for parameter in batch.params], device=weight_squares.device)
     clips = (batch.squares(updates) / sizes).sqrt()
     sizes_of_steps = batch.lr * (weight_squares / sizes).sqrt().clamp(min=_LEAST_RMS)
     factors = (sizes_of_steps / clips.clamp(min=1.0)).to(weights[0].dtype)
