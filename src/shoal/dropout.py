@@ -44,11 +44,19 @@ def fold_in(keys: Tensor, counters: Tensor | int) -> Tensor:
         keys: int64, any bits.
         counters: int64 of at least 0, such as positions.
     """
-    step = (counters + 1) * _GOLDEN
-    x = keys + (_signed(step) if isinstance(step, int) else step)
+    x = keys + (_signed((counters + 1) * _GOLDEN) if isinstance(counters, int) else _steps(counters))
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _steps(counters: Tensor) -> Tensor:
+    """Return ``(counters + 1) * _GOLDEN``.
+
+    The complement has the same bits, and is no index to torch.compile: a product of positions and a constant
+    would be one, and Inductor computes indices in 32 bits on a GPU, where Triton refuses the constant.
+    """
+    return ~counters * -_GOLDEN
 
 
 def row_keys(keys: Tensor, shape: Sequence[int]) -> Tensor:
@@ -101,7 +109,7 @@ def _keep_mask(keys: Tensor, width: int, num_dropped: int) -> Tensor:
     """Return which elements of rows are kept, bool ``[*keys.shape, width]``: not ``num_dropped`` of 2**16."""
     # One hash serves four elements, 16 bits each. Its last operation is a multiplication: shifts of signed
     # numbers repeat the sign, which an exclusive or would cancel in the topmost bit.
-    x = keys[..., None] + torch.arange((width + 3) // 4, device=keys.device) * _GOLDEN
+    x = keys[..., None] + _steps(torch.arange(-1, (width + 3) // 4 - 1, device=keys.device))
     x = (x ^ (x >> 32)) * _FIRST
     x = (x ^ (x >> 29)) * _SECOND
     return x.view(torch.int16)[..., :width] > num_dropped - (_RANGE // 2 + 1)
