@@ -82,8 +82,11 @@ class Code:
         return _LIBRARY.findall(body)
 
 
-def code_of(model: nn.Module, loss: Callable[[], Tensor]) -> list[Code]:
+def code_of(model: nn.Module, loss: Callable[[], Tensor], *, dynamic: bool = False) -> list[Code]:
     """Compile ``model`` and return the code of each pass of ``loss``, which calls it, and its backward pass.
+
+    Args:
+        dynamic: sizes may change from call to call, as the recipes for packed text compile.
 
     Raises:
         torch._dynamo.exc.BackendCompilerFailed: Inductor has no code for an operation.
@@ -97,7 +100,7 @@ def code_of(model: nn.Module, loss: Callable[[], Tensor]) -> list[Code]:
     )
     torch._dynamo.reset()
     with _imagined_gpu(), sdpa_kernel(SDPBackend.MATH):
-        model.compile(backend=backend, fullgraph=True, dynamic=False)
+        model.compile(backend=backend, fullgraph=True, dynamic=dynamic)
         loss().backward()  # type: ignore[no-untyped-call]
     torch._dynamo.reset()
     return found
