@@ -59,9 +59,22 @@ def test_forward_with_recomputed_layers_is_one_graph() -> None:
     assert len(graphs) == 1
 
 
+class Chain(nn.Module):
+    """Modules one after another; dynamo of torch 2.11 does not begin a graph in ``nn.Sequential``."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.chain = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Any:
+        for module in self.chain:
+            x = module(x)
+        return x
+
+
 HEADS: dict[str, tuple[tuple[int, ...], Callable[[Any], nn.Module]]] = {
-    "boxes": ((256, 7, 7), lambda heads: nn.Sequential(heads.box_head, heads.box_predictor)),
-    "masks": ((256, 14, 14), lambda heads: nn.Sequential(heads.mask_head, heads.mask_predictor)),
+    "boxes": ((256, 7, 7), lambda heads: Chain(heads.box_head, heads.box_predictor)),
+    "masks": ((256, 14, 14), lambda heads: Chain(heads.mask_head, heads.mask_predictor)),
 }
 """Shape of a region's features, and the layers that see it."""
 
