@@ -142,6 +142,8 @@ def test_a_slow_worker_gets_its_part_of_each_batch(by_speed: Path) -> None:
     assert all(sum(shares) == BATCH for _, shares in found)
     assert 10 <= found[-1][1][1] <= 15, found  # 12 of 48
     (row, *_) = (row for row in read_record(by_speed) if isinstance(row, Shares))
+    slept = [BATCH / 2 * SLOW[rank] for rank in range(2)]  # of equal shares; no sleep is shorter than asked
+    assert all(seconds >= least for seconds, least in zip(row.seconds, slept, strict=True)), row.seconds
     assert row.seconds[1] > row.seconds[0]
 
 
