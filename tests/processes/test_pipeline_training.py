@@ -164,6 +164,48 @@ def tied_weight(worker: Worker, most_bytes: int = MOST_BYTES, **layout: Any) -> 
     return found
 
 
+def eight_bits(worker: Worker) -> dict[str, Any]:
+    """Return what replicas that send 8 bits lose of two steps' gradients: without residuals, and with them.
+
+    The weights stay, so each step has the gradients of one process.
+    """
+    made = worker.shared["t5"]
+    oracle = made.oracle()
+    stage, batch = worker.pipeline(made, ranks=2, replicas=2, wire=torch.int8)
+    assert stage.wire is not None and stage.kept()["wire"] is stage.wire
+    held = dict(stage.module.named_parameters())
+    sums = {name: torch.zeros_like(parameter) for name, parameter in held.items()}
+    for _ in range(2):
+        stage.step(**batch)
+        for name, parameter in held.items():
+            sums[name] += torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    saved = {name: value.clone() for name, value in stage.wire.own_tensors().items()}
+    residuals = {name: value.clone() for name, value in stage.wire.residuals().items()}
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for name, gradient in oracle.gradients.items():
+        left = torch.zeros_like(gradient)
+        if name in held:
+            left += residuals[name]
+        torch.distributed.all_reduce(left)
+        for counted in (False, True) if name in held else ():
+            found = sums[name] + left * counted
+            errors[counted].append(float((found - 2 * gradient).abs().max() / gradient.abs().max()))
+    again, _ = worker.pipeline(made, ranks=2, replicas=2, wire=torch.int8)
+    assert again.wire is not None and again.wire.tensors_to_read(saved).keys() == saved.keys()
+    again.wire.read(saved)
+    gradients = []
+    for each in (stage, again):
+        each.step(**batch)
+        each.close()
+        gradients.append([p.grad.clone() for p in each.module.parameters() if p.grad is not None])
+    return {
+        "lost": [max(errors[False]), max(errors[True])],
+        "same again": all(map(torch.equal, *gradients)),
+        "names": list(saved),
+        "read": list(stage.wire.tensors_to_read([f"{number}.shared.weight" for number in range(6)])),
+    }
+
+
 def traced(worker: Worker) -> dict[str, Any]:
     made = worker.shared["bert"]
     stage, batch = worker.pipeline(made, ranks=2)
@@ -253,6 +295,7 @@ def on_four_ranks(worker: Worker) -> dict[str, Any]:
         "dropout": [dropout_error(worker, ranks=4), dropout_error(worker, ranks=2, replicas=2)],
         "tied on four": tied_weight(worker, most_bytes=1_000, ranks=4, schedule="gpipe"),
         "verified": verified_replicas(worker),
+        "8 bits": eight_bits(worker),
     }
 
 
@@ -272,6 +315,7 @@ def test_training_equals_one_process(tmp_path: Path) -> None:
             assert loss <= MOST_ERROR and gradient <= MOST_ERROR, found["dropout"]
     check_evaluation([found["evaluation"] for found in two])
     check_ties(two, four)
+    check_eight_bits([found["8 bits"] for found in four])
     check_memory([found["saved"] for found in two])
     check_trace([found["traced"] for found in two])
     assert all("verify: the pipeline's first step differs" in found["verified"] for found in two)
@@ -297,6 +341,16 @@ def check_ties(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
     assert [one["owned"] for one in holders] == [True, False, False]
     assert len({one["bits"] for one in holders}) == 1
     assert all(one["tied on four"]["error"] <= MOST_ERROR for one in four)
+
+
+def check_eight_bits(found: list[dict[str, Any]]) -> None:
+    assert all(1e-4 < one["lost"][0] < 0.1 and one["lost"][1] < 2e-6 for one in found), found
+    assert all(one["same again"] for one in found), "a step after residuals were saved and read again"
+    names = [name for one in found for name in one["names"]]
+    assert len(set(names)) == len(names), "two workers would save residuals under one name"
+    assert sum(name.endswith(".shared.weight") for name in names) == 4
+    # of the tied weight, a stage reads its own, and the first one those of a stage that is no more
+    assert [[name[0] for name in one["read"]] for one in found] == [["0", "4"], ["2"], ["1", "5"], ["3"]]
 
 
 def check_memory(found: list[dict[str, int]]) -> None:

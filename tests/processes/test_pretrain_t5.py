@@ -14,7 +14,7 @@ from shoal.data.manifest import Manifest
 from shoal.decide.order import ShuffledOrder
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.t5 import open_text
+from shoal.recipes.t5 import T5Config, open_text
 from shoal.recipes.t5_score import ACCURACY, LOSS
 from shoal.record import read_record
 
@@ -151,3 +151,21 @@ def test_every_layout_is_the_same_run(
     assert jobs.run(config, pipeline * replicas) == [EXIT_OK] * (pipeline * replicas)
     assert_same_run(tmp_path / "run", whole_run)
     assert_traced(tmp_path / "run", pipeline)
+
+
+@pytest.mark.slow
+def test_with_8_bit_gradients_a_run_goes_on_in_another_layout(
+    data: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    """Not to the bit: stages are cut by measured times, and blocks of 8 bits by stages."""
+
+    def config(run_dir: Path, **parallel: int) -> T5Config:
+        return jobs.small_t5_config(data, run_dir, distributed={"wire": "int8"}, parallel=parallel)
+
+    assert jobs.run(config(tmp_path / "run", pipeline=2), 4) == [EXIT_OK] * 4
+    found, wanted = jobs.losses(tmp_path / "run"), jobs.losses(whole_run)
+    assert found != pytest.approx(wanted, **SAME) and found == pytest.approx(wanted, rel=2e-2)
+    other = jobs.copy_without_end(tmp_path / "run", tmp_path / "other")
+    shutil.rmtree(other / "checkpoints" / f"step-{LAST:08}")
+    assert jobs.run(config(other), 2) == [EXIT_OK] * 2
+    assert jobs.losses(other) == pytest.approx(found, rel=2e-2)

@@ -23,7 +23,7 @@ residual takes the place of its worker's, because a worker's own part is never r
 
 # No `from __future__ import annotations`: DDP refuses a hook whose annotations are strings.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -115,6 +115,9 @@ class EightBitWire:
         parameters: the model's named parameters; residuals are saved under these names.
         group: the workers that average; default: all.
         timeout: of the second group; default: torch's for the backend.
+        place: of the group among those of a model in stages, from 0.
+        places: those of all groups that have a parameter, by its name: the first takes saved residuals of
+            places that have it no more. Default: this one has all.
 
     Raises:
         UsageError: the group's ranks are not in ascending order, as those of the second group would be.
@@ -136,6 +139,9 @@ class EightBitWire:
         parameters: Iterable[tuple[str, nn.Parameter]],
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
+        *,
+        place: int = 0,
+        places: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         world = dist.group.WORLD
         assert world is not None
@@ -152,6 +158,7 @@ class EightBitWire:
         assert isinstance(back, dist.ProcessGroup)
         self._back = back
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._place, self._places = place, places or {}
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
         self._residuals: dict[str, Tensor] = {}
         self._buffers: dict[tuple[int, ...], _BucketBuffers] = {}
@@ -174,9 +181,18 @@ class EightBitWire:
             raise UsageError(
                 f"8-bit gradients on {buffer.device}: EightBitWire takes CPU tensors; use bf16_wire there"
             )
-        buffers = self._buffers_of(bucket)
+        return self.sum(buffer.div_(self._size), bucket.parameters())
+
+    def sum(self, buffer: Tensor, parameters: Iterable[Tensor]) -> Future[Tensor]:
+        """Begin to replace float32 gradients by their sum over the workers; the future is for its end.
+
+        Args:
+            buffer: the gradients of ``parameters`` one after the other, ``[N]``, on the CPU.
+            parameters: the same ones in the same order on every worker.
+        """
+        buffers = self._buffers_of(buffer, tuple(parameters))
         numbers = buffers.residual.view(-1)[: len(buffer)]
-        numbers.add_(buffer.div_(self._size))
+        numbers.add_(buffer)
         if self._size == 1:  # nothing to send
             buffer.copy_(numbers)
             numbers.zero_()
@@ -223,13 +239,12 @@ class EightBitWire:
 
     # ---- residuals ----------------------------------------------------------------------------------------
 
-    def _buffers_of(self, bucket: GradBucket) -> _BucketBuffers:
+    def _buffers_of(self, buffer: Tensor, parameters: tuple[Tensor, ...]) -> _BucketBuffers:
         """Return the buffers of a bucket; if DDP has rebuilt its buckets, carry the residuals over."""
-        parameters = tuple(bucket.parameters())
         key = tuple(map(id, parameters))
         if (found := self._buffers.get(key)) is not None:
             return found
-        count = bucket.buffer().numel()
+        count = buffer.numel()
         num_blocks = -(-count // (self._size * int8_blocks.BLOCK))
         rows = torch.zeros(self._size, num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8)
         buffers = _BucketBuffers(
@@ -261,14 +276,18 @@ class EightBitWire:
         return dict(self._residuals)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return this worker's part of a checkpoint: its residuals as ``RANK.NAME``."""
-        return {f"{self._rank}.{name}": value for name, value in self._residuals.items()}
+        """Return this worker's part of a checkpoint: its residuals as ``NUMBER.NAME``.
+
+        The number is ``place`` * workers of a group + rank in the group.
+        """
+        number = self._place * self._size + self._rank
+        return {f"{number}.{name}": value for name, value in self._residuals.items()}
 
     def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """Return empty tensors for the saved residuals that this worker loads.
 
-        Worker r of n loads the residuals of workers r, r + n, r + 2n, ... of the run that saved them, and
-        :meth:`read` adds them.
+        Rank r of n loads those of the numbers r, r + n, r + 2n, ... of a parameter, and :meth:`read` adds
+        them. If several groups have the parameter, each loads those of its own place.
 
         Args:
             saved: names in the checkpoint, saved by any number of workers.
@@ -276,8 +295,11 @@ class EightBitWire:
         shapes = {name: parameter.shape for parameter, name in self._names.items()}
         wanted = {}
         for full in saved:
-            rank, _, name = full.partition(".")
-            if int(rank) % self._size == self._rank and name in shapes:
+            number, _, name = full.partition(".")
+            place, rank = divmod(int(number), self._size)
+            places = self._places.get(name, (self._place,))
+            reader = place if place in places else places[0]
+            if (reader, rank) == (self._place, self._rank) and name in shapes:
                 wanted[full] = torch.empty(shapes[name])
         return wanted
 

@@ -130,8 +130,9 @@ def pipeline(
         autocast: dtype of matrix products in the forward pass, such as ``torch.bfloat16``; do not run
             :meth:`Pipeline.step` inside ``torch.autocast``, since it runs the backward pass too. Default:
             that of the parameters.
-        wire: dtype in which replicas send fp32 gradients, such as ``torch.bfloat16`` for half the bytes; not
-            those that ``shard`` divides. Default: as they are.
+        wire: dtype in which replicas send fp32 gradients: ``torch.bfloat16`` for half the bytes,
+            ``torch.int8`` for a quarter, with error feedback, on CPUs; not those that ``shard`` divides.
+            Default: as they are.
 
     Raises:
         UsageError: the model cannot be exported or split as requested, or fits no device; the message is the
@@ -161,6 +162,11 @@ def pipeline(
         >>> stage.close()
     """
     place = device_of(device, mesh)
+    if wire is torch.int8 and place.type != "cpu":
+        raise UsageError(
+            f"wire torch.int8 (distributed.wire int8) is for tensors on CPUs, and stages are on {place}: use "
+            "bf16 or fp32"
+        )
     groups = make_process_groups(mesh, data_parallel, place)
     example = {name: tensor.detach() for name, tensor in example_inputs.items()}
     source = groups.together(lambda: _source(model, example, microbatches, modules, place))

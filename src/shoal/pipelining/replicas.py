@@ -6,12 +6,13 @@ parameters are summed when its last backward pass of the step is done; FSDP2 sum
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.comm.hooks import EightBitWire
 from shoal.decide.server_assignment import DDP_BUCKET_BYTES
 
 
@@ -20,7 +21,7 @@ class ReplicaSum:
 
     Args:
         group: the replicas; ``None``: there is one.
-        wire: dtype in which float32 gradients are sent; default: as they are.
+        wire: dtype in which float32 gradients are sent, or what sends them in 8 bits; default: as they are.
     """
 
     def __init__(
@@ -28,45 +29,50 @@ class ReplicaSum:
         group: dist.ProcessGroup | None,
         bucket_bytes: int = DDP_BUCKET_BYTES,
         *,
-        wire: torch.dtype | None = None,
+        wire: torch.dtype | EightBitWire | None = None,
     ) -> None:
         self._group = group
         self._bucket_bytes = bucket_bytes
         self._wire = wire
-        self._under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        self._under_way: list[tuple[Callable[[], object], Tensor, list[Tensor]]] = []
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
         """Begin to sum the gradients of ``parameters``, the same ones in the same order on every replica."""
         if self._group is None:
             return
-        bucket: list[Tensor] = []
+        bucket: dict[nn.Parameter, Tensor] = {}
         num_bytes = 0
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
             if bucket and (
-                num_bytes + gradient.nbytes > self._bucket_bytes or bucket[0].dtype != gradient.dtype
+                num_bytes + gradient.nbytes > self._bucket_bytes
+                or next(iter(bucket.values())).dtype != gradient.dtype
             ):
                 self._send(bucket)
-                bucket, num_bytes = [], 0
-            bucket.append(gradient)
+                bucket, num_bytes = {}, 0
+            bucket[parameter] = gradient
             num_bytes += gradient.nbytes
         if bucket:
             self._send(bucket)
 
-    def _send(self, gradients: list[Tensor]) -> None:
+    def _send(self, bucket: dict[nn.Parameter, Tensor]) -> None:
+        gradients = list(bucket.values())
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        if self._wire is not None and flat.dtype == torch.float32:
+        if isinstance(self._wire, EightBitWire) and flat.dtype == torch.float32:
+            self._under_way.append((self._wire.sum(flat, bucket).wait, flat, gradients))
+            return
+        if isinstance(self._wire, torch.dtype) and flat.dtype == torch.float32:
             flat = flat.to(self._wire)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
-        self._under_way.append((work, flat, gradients))
+        self._under_way.append((work.wait, flat, gradients))
 
     def finish(self) -> None:
         """Wait for all sums and copy them into the gradients."""
-        for work, flat, gradients in self._under_way:
-            work.wait()
+        for wait, flat, gradients in self._under_way:
+            wait()
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.comm.hooks import EightBitWire
 from shoal.decide.pipeline_simulator import Timeline
 from shoal.pipelining.adapter import RunningStage, ScheduleRuntime
 from shoal.pipelining.device_placement import state_of
@@ -51,7 +52,7 @@ class Settings:
     title: str
     """Name of the model, for reports."""
     wire: torch.dtype | None = None
-    """Dtype in which replicas send fp32 gradients; default: as they are."""
+    """Dtype in which replicas send fp32 gradients, int8 with error feedback; default: as they are."""
 
 
 class Pipeline:
@@ -63,6 +64,7 @@ class Pipeline:
         plan: The layout, the same on all workers.
         timeline: The predicted timeline of a step.
         traced: The measured timeline of the last step inside :meth:`tracing`.
+        wire: Sends the gradients of replicas in 8 bits, if anything does; its residuals are state to save.
         device: Where this worker computes.
         step_number: Number of completed steps. Set it when resuming from a checkpoint: random streams
             (dropout) depend on it.
@@ -101,7 +103,14 @@ class Pipeline:
         self.module = ModelPart(parameters, buffers, aliases=aliases, not_saved=not_saved)
         self._parameters = parameters
         self._ties = TiedWeights(users, parameters, groups.group)
-        self._replicas = ReplicaSum(groups.data_group, wire=settings.wire)
+        self.wire: EightBitWire | None = None
+        if settings.wire is torch.int8 and groups.data_group is not None:
+            self.wire = EightBitWire(
+                parameters.items(), groups.data_group, place=groups.rank, places=self._ties.holders
+            )
+        self._replicas = ReplicaSum(
+            groups.data_group, wire=self.wire if settings.wire is torch.int8 else settings.wire
+        )
         self._replicated = self._find_replicated()
         self._left: dict[int, set[nn.Parameter]] = {}
         self._tracer = Tracer(groups.device, self._inside)
@@ -190,6 +199,10 @@ class Pipeline:
         """Return whether this rank counts a parameter in norms: the first rank counts one tied over
         several."""
         return self._ties.owned(name)
+
+    def kept(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this worker besides its optimizer, by key."""
+        return {"model": self.module} | ({} if self.wire is None else {"wire": self.wire})
 
     def explain(self) -> str:
         """Return a report: stages, their cost and memory, the timeline, and the reason for this layout."""

@@ -51,6 +51,9 @@ class TiedWeights:
     Args:
         users: ranks of every parameter of the model, as returned by :func:`users`.
         parameters: this rank's, by canonical name.
+
+    Attributes:
+        holders: the ranks that hold each parameter of the model, ascending.
     """
 
     def __init__(
@@ -59,11 +62,11 @@ class TiedWeights:
         parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup,
     ) -> None:
-        self._ranks = {name: tuple(sorted(set(ranks))) for name, ranks in users.items()}
+        self.holders = {name: tuple(sorted(set(ranks))) for name, ranks in users.items()}
         self._group = group
         self._rank = dist.get_rank(group)
         shared: dict[tuple[tuple[int, ...], str], list[nn.Parameter]] = defaultdict(list)
-        for name, ranks in sorted(self._ranks.items()):
+        for name, ranks in sorted(self.holders.items()):
             if len(ranks) > 1 and self._rank in ranks:
                 parameter = parameters[name]
                 if parameter.requires_grad:
@@ -73,7 +76,7 @@ class TiedWeights:
 
     def owned(self, name: str) -> bool:
         """Return whether this rank counts the parameter: the first of its holders does."""
-        return self._ranks[name][0] == self._rank
+        return self.holders[name][0] == self._rank
 
     def reduce(self) -> None:
         """Replace the gradient of every tied parameter by the sum over the ranks that hold it."""

@@ -205,7 +205,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
         run.num_parameters = config.model.num_parameters
         run.use(PipelineUpdate(stage, mesh["pp"]))
-        run.keep(model=stage.module, optimizer=optimizer)
+        run.keep(**stage.kept(), optimizer=optimizer)
         stage.step_number = run.step  # dropout depends on it
 
         # ----------------------------------------------------------------------------------------- evaluation

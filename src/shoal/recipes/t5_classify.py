@@ -230,7 +230,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             ddp = run.data_parallel(model, average=config.optim.clip == "global")
             run.compile(model, dynamic=True, by_default=False)
         optimizer = build_optimizer(trained.named_parameters(), config.optim)
-        run.keep(model=trained, optimizer=optimizer)
+        run.keep(**(stage.kept() if stage is not None else {"model": model}), optimizer=optimizer)
 
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> None:

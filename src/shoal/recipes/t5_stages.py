@@ -29,6 +29,7 @@ from shoal.train.checkpoint_state import named_tensors
 from shoal.train.parallel_config import ParallelConfig
 from shoal.train.run import Run
 
+_WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 _WEIGHTS = "weights."
 """Before the names of transformers in those of :class:`shoal.models.t5.T5`."""
 
@@ -51,7 +52,7 @@ def open_stages(
         batch: its ``num_workers`` are the replicas.
         weights: a transformers directory, a run of shoal or one of its checkpoints; default: weights drawn
             from the run's seed, the same in every layout.
-        wire: ``distributed.wire`` of the settings, fp32 or bf16.
+        wire: ``distributed.wire`` of the settings.
 
     Raises:
         UsageError: the model cannot be split so, or the weights are of another one.
@@ -72,7 +73,7 @@ def open_stages(
         device=run.world.device,
         initialise=None if weights is None else lambda module: None,
         autocast=run.precision.dtype,
-        wire=torch.bfloat16 if wire == "bf16" else None,
+        wire=_WIRES[wire],
     )
     if weights is not None:
         load_weights(stage.module, model, weights)

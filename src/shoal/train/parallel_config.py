@@ -75,12 +75,12 @@ class ParallelConfig:
         """Check that replicas of stages can send their gradients in the format ``wire``.
 
         Raises:
-            UsageError: int8, or bf16 for gradients that FSDP2 sums.
+            UsageError: another one than fp32 for gradients that FSDP2 sums.
         """
-        if wire == "int8" or (wire == "bf16" and self.shard):
-            what = "with parallel.shard, replicas" if self.shard else "replicas of stages"
-            may = "fp32" if self.shard else "fp32 or bf16"
-            raise UsageError(f"distributed.wire {wire}: {what} add their gradients in {may}")
+        if wire != "fp32" and self.shard:
+            raise UsageError(
+                f"distributed.wire {wire}: with parallel.shard, replicas add their gradients in fp32"
+            )
 
     @property
     def splits(self) -> bool:

@@ -98,10 +98,6 @@ def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, mess
         ),
         ({"distributed": {"update": "servers"}}, "update servers: the stages of T5 update their own weights"),
         (
-            {"distributed": {"wire": "int8"}},
-            "int8: replicas of stages add their gradients in fp32 or bf16",
-        ),
-        (
             {"distributed": {"wire": "bf16"}, "parallel": {"shard": True}},
             "wire bf16: with parallel.shard, replicas add their gradients in fp32",
         ),

@@ -36,6 +36,7 @@ from shoal.train.config import (
     to_toml,
 )
 from shoal.train.gradients import LossScale, choose_precision, has_native_bf16
+from shoal.train.parallel_config import ParallelConfig
 from shoal.train.reporting import Progress, RunningMetrics, StepTimer, duration, peak_memory_bytes
 from shoal.train.run import Run
 from shoal.train.run_dir import open_run_dir
@@ -354,5 +355,6 @@ def test_wires_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
         FinetuneConfig(distributed=int8, train=FinetuneTrainConfig(precision="fp16"))
     T5Config(distributed=bf16)
-    with pytest.raises(UsageError, match="wire int8: replicas of stages add their gradients in fp32 or bf16"):
-        T5Config(distributed=int8)
+    T5Config(distributed=int8)
+    with pytest.raises(UsageError, match=r"wire int8: with parallel\.shard, replicas add their gradients in"):
+        T5Config(distributed=int8, parallel=ParallelConfig(shard=True))
