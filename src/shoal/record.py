@@ -127,6 +127,20 @@ class Shares(_Line):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Contributions(_Line):
+    """Gradients of steps that did not wait for all workers, since the last such line."""
+
+    kind = "contributions"
+    step: int
+    used: list[int]
+    """Gradients that steps have taken, by rank."""
+    dropped: list[int]
+    """Gradients that came too late for any, by rank."""
+    staleness: list[int]
+    """Of those taken, how many were of weights that lacked 0, 1, 2, … steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(_Line):
     """Scores on held-out data."""
 
@@ -241,7 +255,20 @@ class End(_Line):
     metrics: dict[str, float]
 
 
-Row = Start | Phase | Step | Shares | Evaluation | Checkpoint | PipelineStep | Resume | Target | Stop | End
+Row = (
+    Start
+    | Phase
+    | Step
+    | Shares
+    | Contributions
+    | Evaluation
+    | Checkpoint
+    | PipelineStep
+    | Resume
+    | Target
+    | Stop
+    | End
+)
 History = Start | Resume | Stop
 """Rows about events of the run; the others are progress."""
 _ROW_OF_KIND: dict[str, type[Row]] = {row.kind: row for row in get_args(Row)}

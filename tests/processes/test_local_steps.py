@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from shoal_workers import run_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,10 +21,14 @@ from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.sgd import SGD
-from shoal.train.local_steps import checksum, take_local_steps
+from shoal.train import bounded_replay
+from shoal.train.bounded_replay import summary
+from shoal.train.local_steps import set_moves, take_local_steps
+from shoal.train.served_tensors import checksum
 
 HOSTS = ("a", "a", "b")
 STEPS, EVERY = 8, 3
+ROUNDS, PAUSE_S = 8, 0.02
 
 
 def net() -> nn.Module:
@@ -65,7 +72,8 @@ def replay(num_workers: int) -> tuple[nn.Module, Optimizer, list[dict[str, Any]]
                 parts[0].grad = sum(moves[1:], moves[0])
         outer.step()
         weights = checksum(list(whole.parameters()))
-        log.append({"exchange": len(log) + 1, "local_steps": len(steps), "weights": weights})
+        row = {"exchange": len(log) + 1, "step": steps.stop, "local_steps": len(steps), "weights": weights}
+        log.append(row)
     return whole, outer, log
 
 
@@ -91,11 +99,59 @@ def test_a_replay_in_one_process_has_the_same_bits(tmp_path: Path) -> None:
     run_group(compare, len(HOSTS), tmp_path / "group", tmp_path, hosts=HOSTS)
 
 
+def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
+    """Workers are late by turns; the state of their own optimizers is that of all their rounds."""
+    model = DistributedDataParallel(net())
+    outer, inner, log = outer_of(model), inner_of(model), folder / "log.jsonl"
+    training = take_local_steps(model, inner, outer, every=EVERY, log=log, **options)
+    pauses, done = random.Random(rank), []
+    for step in training.batches(range(ROUNDS * EVERY + 1)):  # the last round has one step
+        backward(model, rank, step)
+        time.sleep(PAUSE_S * (pauses.random() < 0.3))
+        training.step()
+        inner.zero_grad()
+        done.append(step)
+    training.finish()
+    dist.barrier()  # rank 0 has written its last line
+    counts = summary(log)
+    assert counts.num_steps == ROUNDS + 1
+    assert counts.used[rank] + counts.dropped[rank] == -(-len(done) // EVERY)
+    assert max(counts.staleness) <= (1 if options.get("late") == "next" else 0)
+    assert sum(counts.dropped) or max(counts.staleness), "no worker was late"
+
+    want = net()
+    reference = outer_of(want)
+    inners = [inner_of(want) for _ in HOSTS]
+
+    def round_of(rank: int, number: int) -> None:
+        begin = [parameter.detach().clone() for parameter in want.parameters()]
+        for step in range((number - 1) * EVERY, min(number * EVERY, ROUNDS * EVERY + 1)):
+            backward(want, rank, step)
+            inners[rank].step()
+            inners[rank].zero_grad()
+        set_moves(list(want.parameters()), begin)
+
+    assert bounded_replay.replay(log, want, reference, round_of, dropped=True) == ROUNDS + 1
+    for have, wanted in zip(model.parameters(), want.parameters(), strict=True):
+        assert torch.equal(have, wanted)
+        assert torch.equal(outer.state[have]["momentum_buffer"], reference.state[wanted]["momentum_buffer"])
+        for key, value in inners[rank].state[wanted].items():
+            assert torch.equal(inner.state[have][key], value), key
+
+
+@pytest.mark.parametrize("options", [{"quorum": 2}, {"quorum": 2, "late": "next", "grace_s": 0.005}], ids=str)
+def test_exchanges_with_a_quorum_are_replayed_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    run_group(take_rounds, len(HOSTS), tmp_path / "group", tmp_path, options, hosts=HOSTS)
+
+
 def refuse(rank: int) -> None:
     def refused(match: str, model: Any, outer: Any = SGD, every: int = 2) -> None:
         with pytest.raises(UsageError, match=match):
             take_local_steps(model, inner_of(model), outer(model.parameters(), lr=0.7), every=every)
 
+    with pytest.raises(UsageError, match=r"grace_s=1.0 and late='drop' are for exchanges with a quorum"):
+        model = DistributedDataParallel(net())
+        take_local_steps(model, inner_of(model), outer_of(model), every=2, grace_s=1.0)
     refused("every=0 local steps", DistributedDataParallel(net()), every=0)
     refused("Lamb needs norms", DistributedDataParallel(net()), Lamb)
     refused("broadcast_buffers=False", DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7))))

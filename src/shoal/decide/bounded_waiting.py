@@ -122,19 +122,20 @@ class StepDecider:
 
     Args:
         rule: for whom a step waits.
+        after: steps that the weights have seen.
 
     Attributes:
         step: the last one decided.
         due: when to ask for the next step though nothing comes; ``None``: only then.
     """
 
-    def __init__(self, rule: WaitingRule) -> None:
+    def __init__(self, rule: WaitingRule, *, after: int = 0) -> None:
         self.rule = rule
-        self.step = 0
+        self.step = after
         self.due: float | None = None
         self._ready: list[deque[Contribution]] = [deque() for _ in range(rule.num_workers)]
         self._num_ready = 0
-        self._last = [0] * rule.num_workers
+        self._last = [after] * rule.num_workers
         """by rank: a version that the worker's next gradient has at least"""
         self._dropped: list[Contribution] = []
 

@@ -112,11 +112,8 @@ class T5Config:
                 f"distributed.shares {self.distributed.shares}: the stages of T5 are built for parts of one "
                 "size; leave it out"
             )
-        if self.distributed.update != "workers":
-            raise UsageError(
-                f"distributed.update {self.distributed.update}: the stages of T5 update their own weights; "
-                "leave it out"
-            )
+        if option := self.distributed.step_option:
+            raise UsageError(f"{option}: the stages of T5 update their own weights; leave it out")
         if self.train.compile:
             raise UsageError("train.compile does not go with the stages of T5: leave it out")
         self.spans()

@@ -136,9 +136,10 @@ class T5ClassifyConfig(FinetuneConfig):
                 raise UsageError("parallel.micro_batches needs a pipeline: set train.micro_batch_size")
             return
         parallel.check_wire(self.distributed.wire)
+        if option := self.distributed.step_option:
+            raise UsageError(f"{option} does not go with stages of T5: leave it out")
         for setting, value, plain in (
             ("distributed.shares", self.distributed.shares, "equal"),
-            ("distributed.update", self.distributed.update, "workers"),
             ("optim.clip", self.optim.clip, "global"),
             ("train.compile", self.train.compile or False, False),
             ("train.precision", "fp16" if self.train.precision == "fp16" else "", ""),

@@ -126,6 +126,7 @@ def curve_charts(runs: Sequence[Run]) -> list[Chart]:
             curves.add(index, [(row.step, getattr(row, name)) for row in run.steps], "")
         unit = "before clipping" if name == "grad_norm" else ""
         charts.append(_step_chart(curves, formatting.metric_title(name), unit, "", {}))
+    charts += [_contributions_chart(runs, of_staleness) for of_staleness in (True, False)]
     return [chart for chart in charts if chart is not None]
 
 
@@ -142,6 +143,19 @@ def _metric_chart(runs: Sequence[Run], name: str) -> Chart | None:
     references = {run.start.references[name] for run in runs if name in run.start.references}
     unit = "nat" if name.endswith("loss") else ""
     return _step_chart(curves, formatting.metric_title(name), unit, name, _rules(name, references))
+
+
+def _contributions_chart(runs: Sequence[Run], of_staleness: bool) -> Chart | None:
+    """Return the mean staleness of the gradients that steps took, or the share that none has taken."""
+    curves = _Curves(runs)
+    for index, run in enumerate(runs):
+        rows = [row for row in run.contributions if sum(row.used)]
+        stale = [sum(s * n for s, n in enumerate(row.staleness)) / sum(row.used) for row in rows]
+        lost = [100 * sum(row.dropped) / (sum(row.used) + sum(row.dropped)) for row in rows]
+        steps = [row.step for row in rows]
+        curves.add(index, list(zip(steps, stale if of_staleness else lost, strict=True)), "")
+    title, unit = ("Staleness", "steps, mean") if of_staleness else ("Dropped gradients", "%")
+    return _step_chart(curves, title, unit, "", {})
 
 
 def _rules(name: str, references: set[float]) -> dict[float, str]:

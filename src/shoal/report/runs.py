@@ -13,6 +13,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.record import (
     PARTS,
     Checkpoint,
+    Contributions,
     End,
     Evaluation,
     Phase,
@@ -110,6 +111,11 @@ class Run:
     def shares(self) -> list[Shares]:
         """Empty for a run with equal shares."""
         return [row for row in self.rows if isinstance(row, Shares)]
+
+    @cached_property
+    def contributions(self) -> list[Contributions]:
+        """Empty for a run whose steps wait for all workers."""
+        return [row for row in self.rows if isinstance(row, Contributions)]
 
     @property
     def state(self) -> str:

@@ -2,14 +2,16 @@
 
 Messages are JSON of one length. From a worker:
 
-    {"kind": "ready", "batch": 3, "version": 2, "options": [...]}    a gradient, and the optimizer's options
-    {"kind": "synchronize", "batch": 8, "ends": false}               no more gradients after this batch
+    {"kind": "ready", "batch": 3, "version": 2, "options": {...}, "asks": false}    a gradient, and the step's
+                                         options; whether all are to synchronize soon
+    {"kind": "synchronize", "batch": 8, "then": "dump", "ends": false}    no more gradients after this batch
 
 From rank 0, to all in the same order:
 
-    {"kind": "step", "step": 3, "used": [[0, 3, 2], [1, 3, 2]], "dropped": [[2, 2, 1]], "options": [...]}
+    {"kind": "step", "step": 3, "used": [[0, 3, 2], [1, 3, 2]], "dropped": [[2, 2, 1]], "options": {...},
+     "until": null}                      the step after which all synchronize, once one has asked for it
     {"kind": "late", "dropped": [[2, 8, 7]]}                         gradients after which there is no step
-    {"kind": "synchronize", "step": 8, "ends": false}
+    {"kind": "synchronize", "step": 8, "then": "dump", "ends": false}
     {"kind": "abort", "reason": "..."}
 """
 
@@ -22,7 +24,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +35,8 @@ from shoal.decide.bounded_waiting import Contribution, Decision, StepDecider, Wa
 from shoal.json_text import parse_json
 
 Message = dict[str, Any]
+Then = Literal["nothing", "dump", "load"]
+"""What is done with the optimizer's state when all workers have synchronized."""
 _FOREVER = timedelta(days=365)
 """A worker may be silent for as long as an evaluation takes; one that is lost fails the group."""
 _TO_COORDINATOR, _TO_WORKERS = 1, 2
@@ -85,19 +89,22 @@ class Coordinator:
     Args:
         mail: to the other ranks.
         rule: for whom steps wait.
+        after: steps that the weights have seen.
 
     Attributes:
         own: the messages for rank 0 itself.
     """
 
-    def __init__(self, mail: Mail, rule: WaitingRule) -> None:
+    def __init__(self, mail: Mail, rule: WaitingRule, *, after: int = 0) -> None:
         self.own: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._mail, self._rule = mail, rule
-        self._decider = StepDecider(rule)
+        self._decider = StepDecider(rule, after=after)
         self._lock = threading.Lock()
         self._timer = threading.Timer(0.0, self._on_time)
         self._options: dict[int, tuple[int, Any]] = {}  # by batch: of which rank, and the options
-        self._ended: dict[int, tuple[int, bool]] = {}  # by rank: after which batch, and whether for good
+        self._ended: dict[int, tuple[int, Then, bool]] = {}  # by rank: batch, then what, whether for good
+        self._asked = False
+        self._until: int | None = None  # whether a worker asks to synchronize, and after which step
 
     def listen(self) -> None:
         """Hear the other ranks, on a thread of its own, until all have ended; a lost one ends it."""
@@ -111,9 +118,10 @@ class Coordinator:
         with self._lock:
             try:
                 if message["kind"] == "ready":
+                    self._asked = self._asked or bool(message["asks"])
                     self._offer(rank, message)
                 else:
-                    self._ended[rank] = int(message["batch"]), bool(message["ends"])
+                    self._ended[rank] = int(message["batch"]), message["then"], bool(message["ends"])
                 self._require_same_end()
                 self._advance()
                 return self._end()
@@ -149,10 +157,10 @@ class Coordinator:
         self._decider.offer(gradient)
 
     def _require_same_end(self) -> None:
-        ends = sorted({batch for batch, _ in self._ended.values()})
+        ends = sorted({batch for batch, _, _ in self._ended.values()})
         last = max([self._decider.step, *self._options], default=0)
         if ends and (len(ends) > 1 or last > ends[0]):
-            rank = min(rank for rank, (batch, _) in self._ended.items() if batch == ends[0])
+            rank = min(rank for rank, (batch, _, _) in self._ended.items() if batch == ends[0])
             raise ValueError(
                 f"rank {rank} has finished after batch {ends[0]}, and another goes on with batch "
                 f"{max(ends[-1], last)}; give all workers as many batches"
@@ -165,10 +173,12 @@ class Coordinator:
         if len(dropped) > self._rule.num_workers:  # a worker far behind has several
             self._tell_late(dropped)
             dropped = ()
+        if self._asked and self._until is None:  # no worker that has not heard of it has begun a later batch
+            self._until = decision.step + (self._rule.staleness if self._rule.waits_for_all else 0)
         self._tell(
             {
                 "kind": "step", "step": decision.step, "used": as_lists(decision.used),
-                "dropped": as_lists(dropped), "options": options,
+                "dropped": as_lists(dropped), "options": options, "until": self._until,
             }
         )  # fmt: skip
 
@@ -185,11 +195,14 @@ class Coordinator:
             self._tell_late(self._decider.drop_late())
         if len(self._ended) < self._rule.num_workers:
             return False
-        ends = all(ends for _, ends in self._ended.values())
-        self._ended = {}
+        wishes = {(then, ends) for _, then, ends in self._ended.values()}
+        if len(wishes) > 1:
+            raise ValueError(f"the workers synchronize for different reasons: {sorted(wishes)}")
+        ((then, ends),) = wishes
+        self._ended, self._until, self._asked = {}, None, False
         self._decider.synchronize()
         self._tell_late(self._decider.take_dropped())
-        self._tell({"kind": "synchronize", "step": last, "ends": ends})
+        self._tell({"kind": "synchronize", "step": last, "then": then, "ends": ends})
         return ends
 
     def _tell(self, message: Message) -> None:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.atomic_io import write_atomically
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 from shoal.optim.moments import norm_of
 from shoal.train.gradients import clip_factor, scale_all
-from shoal.train.local_steps import checksum
+from shoal.train.served_tensors import checksum
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,31 @@ class Summary:
     skipped: int
 
 
+class Counts:
+    """Counts the gradients of steps.
+
+    Args:
+        num_workers: of the group.
+
+    Attributes:
+        used: gradients that steps have taken, by rank.
+        dropped: gradients that none has taken, by rank.
+        staleness: how many of those taken had which staleness.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.used, self.dropped = [0] * num_workers, [0] * num_workers
+        self.staleness: Counter[int] = Counter()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Count a row of the log."""
+        for rank, _, version in row["used"]:
+            self.used[rank] += 1
+            self.staleness[row["step"] - 1 - version] += 1
+        for rank, _, _ in row["dropped"]:
+            self.dropped[rank] += 1
+
+
 def summary(log: Path) -> Summary:
     """Count the steps of a log and the gradients of each worker.
 
@@ -49,33 +75,41 @@ def summary(log: Path) -> Summary:
         counts = summary(Path("steps.jsonl"))
         assert max(counts.staleness) <= 2
     """
-    hosts, rows = _read(log)
-    used, dropped = [0] * len(hosts), [0] * len(hosts)
-    staleness: Counter[int] = Counter()
-    for row in rows:
-        for rank, _, version in row["used"]:
-            used[rank] += 1
-            staleness[row["step"] - 1 - version] += 1
-        for rank, _, _ in row["dropped"]:
-            dropped[rank] += 1
+    rows = _read(log)
+    counts = Counts(max(len(row.get("hosts", ())) for row in rows))
+    steps = [row for row in rows if "step" in row]
+    for row in steps:
+        counts.add(row)
     return Summary(
-        num_steps=sum(bool(row["used"]) for row in rows),
-        used=used,
-        dropped=dropped,
-        staleness=dict(sorted(staleness.items())),
-        skipped=sum("skipped" in row for row in rows),
+        num_steps=sum(bool(row["used"]) for row in steps),
+        used=counts.used,
+        dropped=counts.dropped,
+        staleness=dict(sorted(counts.staleness.items())),
+        skipped=sum("skipped" in row for row in steps),
     )
 
 
-def _read(log: Path) -> tuple[list[int], list[dict[str, Any]]]:
-    """Return the host of each rank, and the steps."""
+def _read(log: Path) -> list[dict[str, Any]]:
+    """Return the lines: the host of each rank, whenever workers begin, and their steps."""
     rows = [
         parse_json(line, f"{log}, line {number}")
         for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), start=1)
     ]
     if not rows or "hosts" not in rows[0]:
         raise ShoalError(f"{log} does not begin with a line that names the hosts; it is no log of steps")
-    return rows[0]["hosts"], rows[1:]
+    return rows
+
+
+def go_back(log: Path, step: int) -> None:
+    """Drop the lines about steps after ``step``, from which a run continues."""
+    if not log.exists():
+        return
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if step else []
+    whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+    rows = [parse_json(line, f"{log}, line {number}") for number, line in enumerate(whole, start=1)]
+    steps = [row.get("step", row.get("after", 0)) for row in rows]
+    kept = [line for line, of in zip(whole, steps, strict=True) if of <= step]
+    write_atomically(log, "".join(kept).encode())
 
 
 def replay(
@@ -86,6 +120,7 @@ def replay(
     *,
     schedule: Callable[[int], None] | None = None,
     max_norm: float | None = None,
+    dropped: bool = False,
 ) -> int:
     """Take the steps of :func:`shoal.train.bounded_waiting.bound_waiting` again, and return how many.
 
@@ -99,6 +134,8 @@ def replay(
             the batch, from 1.
         schedule: sets the optimizer's options for a step, given its number.
         max_norm: as it was there.
+        dropped: also compute the gradients that no step has taken, in the order of each worker's batches:
+            for local steps with a quorum, where ``backward`` makes the local steps of a round.
 
     Raises:
         ShoalError: the log is damaged, or has other weights where the workers have noted theirs.
@@ -110,13 +147,23 @@ def replay(
             lambda rank, batch: loss_of(model(batches_of[rank][batch - 1])).backward(),
         )
     """
-    hosts, rows = _read(log)
-    last_use = {version: row["step"] for row in rows for _, _, version in row["used"]}
+    rows = _read(log)
+    kinds = ("dropped", "used") if dropped else ("used",)
+    last_use = {
+        version: index
+        for index, row in enumerate(rows)
+        for kind in kinds
+        for _, _, version in row.get(kind, ())
+    }
     parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    hosts: list[int] = []
     versions = {0: [each.detach().clone() for each in parameters]}
     newest = 0
-    for row in rows:
-        if row["used"]:
+    for index, row in enumerate(rows):
+        hosts = row.get("hosts", hosts)
+        for rank, batch, version in row.get("dropped", ()) if dropped else ():
+            _compute(parameters, versions[version], backward, rank, batch)
+        if row.get("used"):
             newest = row["step"]
             if schedule is not None:
                 schedule(newest)
@@ -125,12 +172,13 @@ def replay(
             if not row.get("skipped"):
                 _step(parameters, optimizer, gradients, max_norm)
             versions[newest] = [each.detach().clone() for each in parameters]
-            versions = {v: each for v, each in versions.items() if v == newest or last_use.get(v, 0) > newest}
+            versions = {v: each for v, each in versions.items() if v == newest or last_use.get(v, 0) > index}
         if "weights" in row and checksum(versions[newest]) != row["weights"]:
             raise ShoalError(
                 f"{log}: the weights after step {newest} are not those of the workers; other data, initial "
                 "weights or options"
             )
+    _set(parameters, versions[newest])
     return newest
 
 
@@ -144,10 +192,7 @@ def _mean_of(
     """Return the mean of the gradients of a step, added as the servers do: within hosts first."""
     parts = [[torch.zeros_like(each) for each in parameters] for _ in hosts]
     for rank, batch, version in used:
-        _set(parameters, versions[version])
-        for parameter in parameters:
-            parameter.grad = None
-        backward(rank, batch)
+        _compute(parameters, versions[version], backward, rank, batch)
         parts[rank] = [_gradient_of(each) * (1.0 / len(used)) for each in parameters]
     sums: dict[int, list[Tensor]] = {}
     for host, part in zip(hosts, parts, strict=True):
@@ -156,6 +201,20 @@ def _mean_of(
     for other in others:
         total = [a + b for a, b in zip(total, other, strict=True)]
     return total
+
+
+def _compute(
+    parameters: list[Tensor],
+    weights: list[Tensor],
+    backward: Callable[[int, int], None],
+    rank: int,
+    batch: int,
+) -> None:
+    """Compute a gradient of these weights."""
+    _set(parameters, weights)
+    for parameter in parameters:
+        parameter.grad = None
+    backward(rank, batch)
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

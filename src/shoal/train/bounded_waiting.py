@@ -45,11 +45,11 @@ from shoal.comm.native_group import python_group
 from shoal.comm.rendezvous import host_identity
 from shoal.decide.bounded_waiting import Late, WaitingRule
 from shoal.errors import UsageError
-from shoal.train.bounded_messages import Coordinator, Line, Mail, Message, max_bytes_of
-from shoal.train.local_steps import checksum
+from shoal.train.bounded_messages import Coordinator, Line, Mail, Message, Then, max_bytes_of
+from shoal.train.bounded_replay import Counts
 from shoal.train.served_checks import check_max_norm, check_model, check_optimizer, forbid_hook
 from shoal.train.served_optimizers import factor_of, kernel_of, set_values, values_of
-from shoal.train.served_tensors import ServedTensors
+from shoal.train.served_tensors import ServedTensors, checksum
 
 _Batch = TypeVar("_Batch")
 _POLL_S = 1.0
@@ -148,7 +148,18 @@ class BoundedWaiting:
         *,
         max_norm: float | None,
         log: Path | None,
+        after: int = 0,
     ) -> None:
+        """Load the weights to the servers, and begin to follow rank 0.
+
+        Args:
+            model: as in :func:`bound_waiting`.
+            optimizer: as there.
+            rule: for whom steps wait.
+            max_norm: as there; ``math.inf`` only measures.
+            log: as there.
+            after: steps that the weights have seen.
+        """
         self.optimizer = optimizer
         self.num_dropped = self.num_skipped = 0
         self.grad_norm = math.nan
@@ -168,12 +179,14 @@ class BoundedWaiting:
         model.require_backward_grad_sync = False  # DDP then neither sends nor waits
         self._newest = [parameter.detach().clone() for parameter in self._parameters]
         self._spare = [torch.empty_like(each) for each in self._newest]
-        self._batch = 1  # that comes next, on this worker
-        self._passed = 0  # batches of the loader
-        self._own_version = 0  # of the parameters
+        self._batch = after + 1  # that comes next, on this worker
+        self._passed = after  # batches of the loader
+        self._own_version = after  # of the parameters
         self._changed = threading.Condition()
         # what follows is shared by this worker's two threads, under that lock
-        self._version = 0  # of self._newest
+        self._version = after  # of self._newest
+        self._until: int | None = None
+        self._counts = Counts(rule.num_workers)
         self._handed: list[_Gradient] = []
         self._num_synchronized = 0
         self._problem: Exception | None = None
@@ -210,17 +223,45 @@ class BoundedWaiting:
             raise UsageError(
                 "bound_waiting: step() belongs after each batch of `for ... in training.batches(loader)`"
             )
-        gradient = self._hand_over()
+        self.hand_over(self._max_norm)
+        self.take_newest()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # checked by torch's schedulers
+
+    def hand_over(self, max_norm: float | None, *, asks: bool = False) -> None:
+        """Hand the gradients over, and wait until this worker may go on.
+
+        Args:
+            max_norm: to which the step clips; the same on all workers.
+            asks: ask all workers to synchronize soon, after step :attr:`until`.
+        """
+        gradient = self._collect()
+        self.optimizer.state.clear()  # what finish() has brought
+        limit = max_norm if max_norm is not None and math.isfinite(max_norm) else None
+        options = {"groups": values_of(self.optimizer), "max_norm": limit}
         self._line.tell(
             {
-                "kind": "ready", "batch": gradient.batch, "version": self._own_version,
-                "options": values_of(self.optimizer),
+                "kind": "ready", "batch": gradient.batch, "version": self._own_version, "asks": asks,
+                "options": options,
             }
         )  # fmt: skip
         self._wait_until(lambda: self._may_go_on(gradient))
-        self._take_newest()
-        self._batch = gradient.batch + 1 if self._rule.waits_for_all else self._own_version + 1
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # checked by torch's schedulers
+
+    def take_newest(self) -> None:
+        """Copy the newest weights into the model, and begin the next batch."""
+        self._copy_newest()
+        self._batch = self._batch + 1 if self._rule.waits_for_all else self._own_version + 1
+
+    @property
+    def until(self) -> int | None:
+        """The batch after which all workers are to synchronize, because one has asked for it."""
+        with self._changed:
+            return self._until
+
+    def take_counts(self) -> Counts:
+        """Return counts of the gradients that steps have taken or dropped since the last call."""
+        with self._changed:
+            counts, self._counts = self._counts, Counts(self._rule.num_workers)
+        return counts
 
     def finish(self, *, ends: bool = True) -> None:
         """Wait for all workers; all then have the same weights, and the optimizer its state.
@@ -233,16 +274,34 @@ class BoundedWaiting:
         Raises:
             CommError: a rank or a server was lost, or the ranks have different numbers of batches.
         """
-        before = self._num_synchronized
-        self._line.tell({"kind": "synchronize", "batch": self._batch - 1, "ends": ends})
-        self._wait_until(lambda: self._num_synchronized > before)
-        self._take_newest()
-        self._passed, self._batch = self._own_version, self._own_version + 1
+        self.synchronize("dump", ends=ends)
         self.optimizer.state.clear()
         self.optimizer.state.update(self._stepper.state)
         self._stepper.state.clear()
 
-    def _hand_over(self) -> _Gradient:
+    def synchronize(self, then: Then = "nothing", *, ends: bool = False) -> None:
+        """Wait for all workers, which then have the same weights; all call it after as many batches.
+
+        Args:
+            then: what the servers do with the optimizer's state: nothing, dump it, or load it.
+            ends: whether no batch follows.
+        """
+        before = self._num_synchronized
+        self._line.tell({"kind": "synchronize", "batch": self._batch - 1, "then": then, "ends": ends})
+        self._wait_until(lambda: self._num_synchronized > before)
+        self._copy_newest()
+        self._passed, self._batch = self._own_version, self._own_version + 1
+
+    def renew(self, optimizer: Optimizer) -> None:
+        """Train on with another optimizer of the same kind and groups, from its state, on all ranks."""
+        optimizer.register_step_pre_hook(_refuse_step)
+        self.optimizer, self._stepper = optimizer, _copy_of(optimizer)
+        self._stepper.state.update(optimizer.state)
+        self.synchronize("load")
+        self._stepper.state.clear()
+        optimizer.state.clear()
+
+    def _collect(self) -> _Gradient:
         for parameter in self._parameters:
             if parameter.grad is None:
                 raise UsageError(
@@ -271,7 +330,7 @@ class BoundedWaiting:
                     raise self._problem
                 self._changed.wait(_POLL_S)  # in short waits, so that Python handles signals
 
-    def _take_newest(self) -> None:
+    def _copy_newest(self) -> None:
         with self._changed:
             if self._version != self._own_version:
                 with torch.no_grad():
@@ -282,10 +341,11 @@ class BoundedWaiting:
 
     def _begin_threads(self) -> Line:
         mail = Mail(self._group, max_bytes_of(self._rule.num_workers, len(self.optimizer.param_groups)))
-        coordinator = Coordinator(mail, self._rule) if self._group.rank() == 0 else None
+        is_first = self._group.rank() == 0
+        coordinator = Coordinator(mail, self._rule, after=self._version) if is_first else None
         hosts = self._hosts()
         if coordinator is not None:
-            self._write({"workers": self._rule.num_workers, "hosts": hosts})
+            self._write({"workers": self._rule.num_workers, "hosts": hosts, "after": self._version})
             self._begin(coordinator.listen, "shoal-coordinator")
         line = Line(mail, coordinator)
         self._begin(lambda: self._follow(line), "shoal-steps")
@@ -314,8 +374,11 @@ class BoundedWaiting:
                 self._synchronize(order)
                 has_ended = order["ends"]
             elif kind == "late":
+                row = {"step": self._version, "used": [], "dropped": order["dropped"]}
                 self._drop(order["dropped"], self._version)
-                self._write({"step": self._version, "used": [], "dropped": order["dropped"]})
+                with self._changed:
+                    self._counts.add(row)
+                self._write(row)
             else:
                 raise UsageError(f"bound_waiting: {order.get('reason')}")
 
@@ -324,14 +387,14 @@ class BoundedWaiting:
         step, used, servers = order["step"], order["used"], self._servers
         own = self._settle(used, step)
         self._drop(order["dropped"], step)
-        set_values(self._stepper, order["options"])
+        set_values(self._stepper, order["options"]["groups"])
         share = 1.0 / len(used)
         for number, memory in enumerate(self._spare):
             if own:
                 torch.mul(own[0].tensors[number], share, out=memory)
             else:
                 memory.zero_()
-        is_taken = self._update()
+        is_taken = self._update(order["options"]["max_norm"])
         if is_taken:
             for table in servers.tables:
                 table.step, table.has_state = table.step + 1, True
@@ -339,7 +402,8 @@ class BoundedWaiting:
             if is_taken:
                 self._newest, self._spare = self._spare, self._newest
             self.num_skipped += not is_taken
-            self._version = step
+            self._version, self._until = step, order["until"]
+            self._counts.add(order)
             self._changed.notify_all()
         self._write(
             {
@@ -350,7 +414,7 @@ class BoundedWaiting:
             }
         )
 
-    def _update(self) -> bool:
+    def _update(self, max_norm: float | None) -> bool:
         """Have the servers step with what is in the spare memory; return whether they did."""
         servers = self._servers
         updates = list(zip(servers.tables, self._spare, strict=True))
@@ -362,7 +426,7 @@ class BoundedWaiting:
         self.grad_norm = servers.totals()[1]
         if not math.isfinite(self.grad_norm):
             return False
-        factor = factor_of(self._stepper, self.grad_norm, self._max_norm)
+        factor = factor_of(self._stepper, self.grad_norm, max_norm)
         _wait_for_all(servers.finish_updates(self._stepper, updates, factor))
         return True
 
@@ -381,11 +445,16 @@ class BoundedWaiting:
         self.num_dropped += len(self._settle(gradients, step))
 
     def _synchronize(self, order: Message) -> None:
-        self._servers.dump(self._stepper)
-        weights = checksum(self._newest)
-        self._write({"step": order["step"], "used": [], "dropped": [], "weights": weights})
+        if order["then"] == "dump":
+            self._servers.dump(self._stepper)
+            if self._log is not None and self._group.rank() == 0:
+                weights = checksum(self._newest)
+                self._write({"step": order["step"], "used": [], "dropped": [], "weights": weights})
+        elif order["then"] == "load":
+            self._servers.load(self._stepper)
         with self._changed:
             self._num_synchronized += 1
+            self._until = None
             self._changed.notify_all()
 
     # ---- the log ------------------------------------------------------------------------------------------

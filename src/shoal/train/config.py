@@ -259,8 +259,76 @@ class DistributedConfig:
     update: Literal["workers", "servers"] = "workers"
     """Place of the optimizer's step: on every worker; or on the servers of backend shoal, which then keep its
     state (on CPUs of at least two hosts)."""
+    wait_for: int | None = None
+    """Take a step, on servers, when so many workers have their gradients; default: all."""
+    late: Literal["drop", "next"] = "drop"
+    """With wait-for: drop gradients that come after their step, or take them in the next."""
+    staleness: int | None = None
+    """Let workers go on, with servers, with weights that lack so many steps; with late next: the largest
+    staleness of a late gradient, by default 1."""
+    grace_s: float = 0.0
+    """With wait-for: seconds for which a step that has enough gradients waits for the others."""
+    local_steps: int | None = None
+    """Let each worker step by itself, and average every so many steps (DiLoCo; servers on backend shoal)."""
+    outer_rate: float = 0.7
+    """With local-steps: learning rate of the averaged moves; 1 with momentum 0: plain averages of weights."""
+    outer_momentum: float = 0.9
+    """With local-steps: Nesterov's momentum of the averaged moves."""
     bucket_mb: float | None = None
     """Size of DistributedDataParallel's buckets in MiB; default: 25, more from about 100 workers on."""
+
+    def __post_init__(self) -> None:
+        require_positive("distributed", self, "wait_for", "local_steps")
+        require_positive("distributed", self, "outer_rate", least=0)
+        require_positive("distributed", self, "outer_momentum", least=0, below=1)
+        require_positive("distributed", self, "staleness", "grace_s", least=0)
+        if self.wait_for is None and self.late != "drop":
+            raise UsageError(
+                "distributed.late next: no gradient is late where steps wait for all workers; set "
+                "--distributed.wait-for too"
+            )
+        if self.wait_for is None and self.grace_s:
+            raise UsageError(
+                f"distributed.grace_s {self.grace_s}: steps wait for all workers in any case; set "
+                "--distributed.wait-for too"
+            )
+        if self.wait_for is not None and self.staleness is not None and self.late == "drop":
+            raise UsageError(
+                f"distributed.wait_for {self.wait_for} with staleness {self.staleness}: gradients that are "
+                "dropped have none; set --distributed.late next, or leave one of them out"
+            )
+        if self.local_steps is not None:
+            for name in ("wait_for", "staleness", "update"):
+                if (value := getattr(self, name)) not in (None, "workers"):
+                    raise UsageError(
+                        f"distributed.local_steps {self.local_steps} with {name} {value}: each worker "
+                        "steps by itself; leave one of them out"
+                    )
+        if not self.is_loose:
+            return
+        if self.wire != "fp32":
+            raise UsageError(
+                f"{self.step_option} with distributed.wire {self.wire}: gradients go to the servers in fp32; "
+                "use --distributed.wire fp32"
+            )
+        if self.shares != "equal":
+            raise UsageError(
+                f"{self.step_option} with distributed.shares {self.shares}: workers that do not wait for "
+                "each other have equal parts; leave one of them out"
+            )
+
+    @property
+    def is_loose(self) -> bool:
+        """True if workers step without agreeing before each step."""
+        return self.step_option not in ("", "distributed.update servers")
+
+    @property
+    def step_option(self) -> str:
+        """The option, with its value, that has steps taken elsewhere than on every worker; empty if none."""
+        for name in ("local_steps", "wait_for", "staleness", "update"):
+            if (value := getattr(self, name)) not in (None, "workers"):
+                return f"distributed.{name} {value}"
+        return ""
 
 
 def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> None:

@@ -25,19 +25,24 @@ Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Lan
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal import native
 from shoal.comm.native_group import python_group
+from shoal.decide.bounded_waiting import Late, WaitingRule
 from shoal.errors import UsageError
-from shoal.train.served_checks import check_model, check_optimizer, forbid_hook
-from shoal.train.served_optimizers import kernel_of
-from shoal.train.served_tensors import ServedTensors
+from shoal.train.bounded_waiting import BoundedWaiting
+from shoal.train.served_checks import check_model, check_outer, forbid_hook
+from shoal.train.served_tensors import ServedTensors, checksum
+
+_Batch = TypeVar("_Batch")
 
 
 def take_local_steps(
@@ -46,8 +51,11 @@ def take_local_steps(
     outer: Optimizer,
     *,
     every: int,
+    quorum: int | None = None,
+    late: Late = "drop",
+    grace_s: float = 0.0,
     log: Path | None = None,
-) -> LocalSteps:
+) -> LocalSteps | QuorumSteps:
     """Step each worker's weights by itself, and all of them together by the servers every few steps.
 
     Call it on all ranks, before the first backward pass. The workers' copies of the weights become rank 0's.
@@ -59,8 +67,13 @@ def take_local_steps(
         outer: ``shoal.optim``'s SGD or AdamW, or torch's, over the same parameters. DiLoCo's is SGD with
             ``lr=0.7, momentum=0.9, nesterov=True``; SGD with ``lr=1.0`` averages the weights.
         every: local steps between exchanges, H.
+        quorum: exchange when so many workers have made their steps; the mean is over these. A worker that is
+            late goes on with the steps of the next round: ``for inputs in training.batches(loader)``.
+        late: ``"drop"`` drops the moves of late workers, ``"next"`` takes them in the next exchange.
+        grace_s: with ``quorum``, seconds for which an exchange that has enough workers waits for the others.
         log: file to which rank 0 appends a line of JSON for each exchange: its number, the number of local
-            steps, and a checksum (CRC-32C) of the weights after it.
+            steps since the last one and in all, and a checksum (CRC-32C) of the weights after it. With
+            ``quorum``, the log of :func:`shoal.train.bounded_waiting.bound_waiting`, with rounds for steps.
 
     Returns:
         An object whose ``step()`` replaces ``inner.step()``.
@@ -81,19 +94,21 @@ def take_local_steps(
     """
     forbid_hook(model)
     check_model(model)
-    check_optimizer(outer, model)
+    check_outer(outer, model)
     if every < 1:
         raise UsageError(f"every={every} local steps must be at least 1")
-    if kernel_of(outer).decide is not None:
-        raise UsageError(
-            f"take_local_steps: {type(outer).__name__} needs norms; the outer optimizer is SGD or AdamW"
-        )
     if model.broadcast_buffers and any(True for _ in model.buffers()):
         raise UsageError(
             "take_local_steps: the model has buffers, which DDP broadcasts in each forward pass; give it "
             "broadcast_buffers=False"
         )
-    return LocalSteps(model, inner, outer, every, log)
+    if quorum is None and (late != "drop" or grace_s):
+        raise UsageError(f"grace_s={grace_s} and late={late!r} are for exchanges with a quorum; give one")
+    if quorum is None:
+        return LocalSteps(model, inner, outer, every, log)
+    size = dist.get_world_size(model.process_group)
+    rule = WaitingRule(size, quorum, late, int(late == "next"), grace_s)
+    return QuorumSteps(model, inner, outer, every, rule, log)
 
 
 class LocalSteps:
@@ -105,12 +120,30 @@ class LocalSteps:
     """
 
     def __init__(
-        self, model: DistributedDataParallel, inner: Optimizer, outer: Optimizer, every: int, log: Path | None
+        self,
+        model: DistributedDataParallel,
+        inner: Optimizer,
+        outer: Optimizer,
+        every: int,
+        log: Path | None,
+        *,
+        after: int = 0,
     ) -> None:
+        """Load the weights to the servers.
+
+        Args:
+            model: as in :func:`take_local_steps`.
+            inner: as there.
+            outer: as there.
+            every: as there.
+            log: as there.
+            after: local steps that the weights have seen.
+        """
         self._inner, self._outer, self._every, self._log = inner, outer, every, log
         self._group = python_group(model.process_group)
         self._servers = ServedTensors(self._group, outer)
         self.num_exchanges = self.num_local = 0
+        self._step = after
         try:
             self._configure()
         except ValueError as problem:  # such as all ranks on one host
@@ -119,7 +152,7 @@ class LocalSteps:
         outer.state.clear()
         # the weights after the last exchange; while one is under way, the moves
         self._begin = [table.parameter.detach().clone() for table in self._servers.tables]
-        model.register_comm_hook(None, _keep_local)
+        model.require_backward_grad_sync = False  # DDP then neither sends nor waits
 
     def step(self) -> None:
         """Take the worker's own step, and after every H of them exchange the moves.
@@ -128,23 +161,32 @@ class LocalSteps:
             CommError: a rank or a server was lost.
         """
         self._inner.step()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Count a step that the worker has taken, or skipped, by itself; as :meth:`step`."""
         self.num_local += 1
         if self.num_local == self._every:
-            self._exchange()
+            self.exchange()
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Exchange what local steps are left, and bring the outer optimizer's state back; on all ranks.
 
         The weights of all workers are then equal. A run that is to continue saves ``inner.state_dict()`` of
         each worker.
         """
-        if self.num_local:
-            self._exchange()
+        self.exchange()
         self._servers.dump(self._outer)
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def exchange(self) -> None:
+        """Step with the mean of the workers' moves, if they have made steps since the last time; all call it.
+
+        Raises:
+            CommError: a rank or a server was lost.
+        """
+        if not self.num_local:
+            return
         servers, parameters = self._servers, [table.parameter for table in self._servers.tables]
         self._configure()
         torch._foreach_sub_(self._begin, parameters)
@@ -156,6 +198,7 @@ class LocalSteps:
         for table in servers.tables:
             table.step, table.has_state = table.step + 1, True
         self.num_exchanges += 1
+        self._step += self.num_local
         self._write()
         self.num_local = 0
 
@@ -167,6 +210,7 @@ class LocalSteps:
             return
         row = {
             "exchange": self.num_exchanges,
+            "step": self._step,
             "local_steps": self.num_local,
             "weights": checksum(self._begin),
         }
@@ -174,12 +218,70 @@ class LocalSteps:
             file.write(json.dumps(row) + "\n")
 
 
-def checksum(tensors: list[Tensor]) -> int:
-    """Return the CRC-32C of the numbers of all tensors, each in the order of its shape."""
-    return native.crc32c(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors))
+class QuorumSteps:
+    """Replaces the inner optimizer's ``step()``; made by :func:`take_local_steps` with a quorum.
+
+    A round of local steps is what a batch is in :mod:`shoal.train.bounded_waiting`, and how far they have
+    moved the weights is its gradient.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        inner: Optimizer,
+        outer: Optimizer,
+        every: int,
+        rule: WaitingRule,
+        log: Path | None,
+    ) -> None:
+        self._inner, self._every = inner, every
+        self._waiting = BoundedWaiting(model, outer, rule, max_norm=None, log=log)
+        self._parameters = [p for group in outer.param_groups for p in group["params"] if p.requires_grad]
+        self._begin = [parameter.detach().clone() for parameter in self._parameters]
+        self._passed = self._num_local = 0
+
+    @property
+    def num_dropped(self) -> int:
+        """Rounds of this worker that no exchange has taken."""
+        return self._waiting.num_dropped
+
+    def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield the loader's batches, without those of rounds that were exchanged while this worker was late.
+
+        All workers' loaders have as many batches.
+        """
+        for batch in loader:
+            number, self._passed = self._passed // self._every + 1, self._passed + 1
+            if number == self._waiting.next_step:
+                yield batch
+
+    def step(self) -> None:
+        """Take the worker's own step, and after every H of them exchange.
+
+        Raises:
+            CommError: a rank or a server was lost.
+        """
+        self._inner.step()
+        self._num_local += 1
+        if self._num_local == self._every:
+            self._exchange()
+
+    def finish(self) -> None:
+        """Exchange what local steps are left, and bring the outer optimizer's state back; on all ranks."""
+        if self._num_local:
+            self._exchange()
+        self._waiting.finish()
+
+    def _exchange(self) -> None:
+        set_moves(self._parameters, self._begin)
+        self._waiting.hand_over(None)
+        self._waiting.take_newest()
+        torch._foreach_copy_(self._begin, [parameter.detach() for parameter in self._parameters])
+        self._num_local = 0
 
 
-def _keep_local(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+@torch.no_grad()
+def set_moves(parameters: list[Tensor], begin: list[Tensor]) -> None:
+    """Set the gradient of each parameter to how far it has moved from ``begin``, against the move."""
+    for parameter, before in zip(parameters, begin, strict=True):
+        parameter.grad = before - parameter.detach()

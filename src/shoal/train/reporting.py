@@ -94,12 +94,12 @@ class StepTimer:
         """Count the time since the last lap as ``part``."""
         self._laps.append((part, self._now()))
 
-    def end_step(self) -> None:
-        """End the step and begin the next."""
+    def end_step(self, count: int = 1) -> None:
+        """End the step, which may count for several, and begin the next."""
         self._unread.append(self._laps)
         self._read(all_but=1)
         self.total_s += time.perf_counter() - self._step_begin
-        self.num_steps += 1
+        self.num_steps += count
         self.begin_step()
 
     def parts_s(self) -> dict[str, float]:
@@ -140,10 +140,11 @@ class RunningMetrics:
 
     Args:
         sum_over_workers: sums a CPU tensor ``[n]`` over all workers.
+        uneven: the number of workers, if they do not take part in as many steps.
     """
 
-    def __init__(self, sum_over_workers: Callable[[Tensor], list[float]]) -> None:
-        self._sum_over_workers = sum_over_workers
+    def __init__(self, sum_over_workers: Callable[[Tensor], list[float]], *, uneven: int = 0) -> None:
+        self._sum_over_workers, self._uneven = sum_over_workers, uneven
         self.reset()
 
     def reset(self) -> None:
@@ -173,11 +174,15 @@ class RunningMetrics:
     def means(self) -> tuple[float, dict[str, float]]:
         """Return the mean loss and the mean metrics over all workers. A collective."""
         values = [torch.tensor(self._loss, dtype=torch.float64), *(s.cpu() for s in self._sums.values())]
-        loss, *sums = self._sum_over_workers(torch.stack(values))
-        metrics = {
-            name: value / max(self._counts[name], 1) for name, value in zip(self._sums, sums, strict=True)
-        }
-        return loss / max(len(self.grad_norms), 1), metrics
+        counts: list[float] = [len(self.grad_norms), *(self._counts[name] for name in self._sums)]
+        if self._uneven:  # the mean of what the workers have counted
+            own = torch.tensor(counts, dtype=torch.float64) / self._uneven
+            sums = self._sum_over_workers(torch.cat([torch.stack(values), own]))
+            sums, counts = sums[: len(counts)], sums[len(counts) :]
+        else:
+            sums = self._sum_over_workers(torch.stack(values))
+        loss, *means = (value / max(count, 1) for value, count in zip(sums, counts, strict=True))
+        return loss, dict(zip(self._sums, means, strict=True))
 
     def num_skipped(self) -> int:
         """Return the number of steps whose update was skipped because the gradient was not finite."""

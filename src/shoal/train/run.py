@@ -167,7 +167,7 @@ class Run:
         if directory is not None and settings.save:
             self._checkpointer = Checkpointer(directory, keep=settings.keep_checkpoints)
         self._progress_file = progress_file() if world.is_main else None
-        self._nonfinite_steps = 0
+        self._nonfinite_steps = self._own_bad_steps = 0
         self._metrics = RunningMetrics(self.sum)
         self._speed = Speed()
         self._mlperf_log: RowWriter | None = None
@@ -186,6 +186,7 @@ class Run:
         self._batch: BatchPlan | None = None
         self._shares: Shares | None = None
         self._served: Any = None  # shoal.train.served_steps.ServedUpdate, if servers update the weights
+        self._loose: Any = None  # the same, or LocalStepsUpdate, if steps do not wait for all workers
         self._section = "train"
         self.num_parameters, self.epoch_samples = 0, 0
         self._last_loss = 0.0
@@ -333,6 +334,9 @@ class Run:
         """
         first = not self._kept
         self._kept.update(stateful)
+        optimizer = stateful.get("optimizer")
+        if first and self.directory is not None and isinstance(optimizer, Optimizer):
+            self._loosen(optimizer)
         if isinstance(model := stateful.get("model"), nn.Module):
             self.num_parameters = self.num_parameters or sum(p.numel() for p in model.parameters())
         if self._settings.evaluate is not None:
@@ -346,19 +350,40 @@ class Run:
         if first and self._restored:
             self.step, self._samples = self._restored.step, int(self._restored.values["samples"])
             self._training.scale.load_state_dict(self._restored.values["loss_scale"])
-        optimizer = stateful.get("optimizer")
-        if self._distributed.update == "servers" and isinstance(optimizer, Optimizer):
+        if self._distributed.step_option and isinstance(optimizer, Optimizer):
             self._serve(optimizer)
+
+    def _loosen(self, optimizer: Optimizer) -> None:
+        """Prepare for steps that do not wait for all workers, if the settings ask for them."""
+        distributed = self._distributed
+        if not distributed.is_loose or self._settings.evaluate is not None:
+            return
+        if distributed.local_steps is None:  # both are rarely wanted
+            update = import_module("shoal.train.bounded_steps").BoundedUpdate
+        else:
+            update = import_module("shoal.train.local_run").LocalStepsUpdate
+        self._loose = update(
+            self._training.models, optimizer, distributed, scale=self._training.scale, world=self.world,
+            directory=self.directory,
+        )  # fmt: skip
+        self._metrics = RunningMetrics(self.sum, uneven=self.world.num_workers)
 
     def _serve(self, optimizer: Optimizer) -> None:
         """Have servers take the optimizer's steps, from its state."""
         if self._served is not None:
             self._served.renew(optimizer)
             return
-        served_steps = import_module("shoal.train.served_steps")  # rarely wanted
-        self._served = served_steps.ServedUpdate(self._training.models, optimizer, self._distributed)
+        models, distributed = self._training.models, self._distributed
+        if distributed.step_option == "distributed.update servers":
+            served_steps = import_module("shoal.train.served_steps")  # rarely wanted
+            self._served = served_steps.ServedUpdate(models, optimizer, distributed)
+        elif self._loose is not None:
+            self._loose.open(self.step)
+            self._served = self._loose
+        else:
+            return  # a short training inside this one has plain steps
         self.use(self._served)
-        self._notes.append(f"servers update the weights by {type(optimizer).__name__}, and keep its state")
+        self._notes.append(self._served.note)
 
     def use(self, update: Update) -> None:
         """Replace how a step's gradients are measured and become new weights (:class:`Update`)."""
@@ -458,37 +483,26 @@ class Run:
         on_host: bool,
     ) -> Iterator[Step]:
         """Yield steps until all are done, a stop is asked for, one has to be repeated, or shares change."""
-        pin_memory = self.world.device.type == "cuda"
+        pin_memory, begin = self.world.device.type == "cuda", self.step
         with closing(source.open(shard, steps, pin_memory=pin_memory)) as batches:
             for index, micro_batches in zip(steps, batches, strict=False):
+                number = begin + index - steps.start + 1
+                if number <= self.step:
+                    continue  # its step was taken while this worker was late
                 num_targets = sum(map(targets, micro_batches)) if targets else 0
                 self.timer.lap("data")
                 if self._beside is not None:
                     self._beside.poll(self.log)
-                bad = not math.isfinite(self._last_loss)
-                stops = self.stop_request.requested is not None
-                sums = self.sum([num_targets, bad, stops, self._has_scores(), *self._busy_s()])
-                self.timer.lap("other")
-                num_targets, num_bad, num_stops, num_reached = map(int, sums[:4])
-                self._nonfinite_steps = self._nonfinite_steps + 1 if num_bad else 0
-                if self._nonfinite_steps >= self._loop.max_nonfinite_steps:
-                    section = "optim" if self._section == "train" else self._section
-                    behind = 1 + len(self._unread)  # the step whose loss it is
-                    names = source.names(shard, index - behind)
-                    last = self.step + 1 - behind
-                    raise not_finite(self._nonfinite_steps, last, names, section=section)
-                if num_reached:
-                    self._reach()
-                    return
-                if num_stops:
-                    self._leave()
-                    return
-                if self._shares is not None and self._shares.observe(self.step + 1, sums[4:]):
-                    self._tell_shares(self._shares)
-                    return
+                if self._loose is not None and not self._loose.agrees(self._wants_to_end()):
+                    num_targets *= self.world.num_workers  # a gradient is the mean over the worker's own part
+                else:
+                    found = self._agree(num_targets, source, shard, index)
+                    if found is None:
+                        return
+                    num_targets = found
                 step = self._current = Step(
                     self._training,
-                    self.step + 1,
+                    number,
                     micro_batches,
                     shard,
                     num_targets=max(num_targets, 1),
@@ -503,14 +517,59 @@ class Run:
                 self._report_checkpoints()
                 self.timer.begin_step()
 
+    def _agree(self, num_targets: int, source: StepSource, shard: DataShard, index: int) -> int | None:
+        """Agree with all workers before a step; return the targets of its global batch.
+
+        ``None``: the step is not to come, or not from these batches.
+        """
+        bad = not math.isfinite(self._last_loss) if self._loose is None else self._is_bad_for_long()
+        stops = self.stop_request.requested is not None
+        sums = self.sum([num_targets, bad, stops, self._has_scores(), *self._busy_s()])
+        self.timer.lap("other")
+        total, num_bad, num_stops, num_reached = map(int, sums[:4])
+        most = self._loop.max_nonfinite_steps
+        self._nonfinite_steps = (self._nonfinite_steps + 1 if self._loose is None else most) if num_bad else 0
+        if self._nonfinite_steps >= most:
+            section = "optim" if self._section == "train" else self._section
+            behind = 1 + len(self._unread)  # the step whose loss it is
+            names = source.names(shard, index - behind)
+            raise not_finite(self._nonfinite_steps, self.step + 1 - behind, names, section=section)
+        if num_reached:
+            self._reach()
+            return None
+        if num_stops:
+            self._leave()
+            return None
+        if self._shares is not None and self._shares.observe(self.step + 1, sums[4:]):
+            self._tell_shares(self._shares)
+            return None
+        return total if self._loose is None else num_targets * self.world.num_workers
+
+    def _is_bad_for_long(self) -> bool:
+        return self._own_bad_steps >= self._loop.max_nonfinite_steps
+
+    def _wants_to_end(self) -> bool:
+        """Return whether this worker has a reason to end the run."""
+        return self.stop_request.requested is not None or self._is_bad_for_long()
+
+    def _settle(self) -> None:
+        """Wait until all workers have done the same steps, if they do not do so in any case; all call it."""
+        if self._loose is not None:
+            self._loose.settle()
+            self.timer.lap("gradient_wait")
+
     def due(self, every: int | Sequence[int] | None) -> bool:
         """Return whether the step just done is a multiple of ``every`` or one of them.
 
         For a number, and for ``None``, the last step of the loop counts too. After a step that will be
         repeated nothing is due.
         """
-        if self._current is not None and not self._current.is_done:
+        if (self._current is not None and not self._current.is_done) or not self._is_due(every):
             return False
+        self._settle()
+        return True
+
+    def _is_due(self, every: int | Sequence[int] | None) -> bool:
         if isinstance(every, Sequence):
             return self.step in every
         return self.step == self._until or bool(every and self.step % every == 0)
@@ -561,6 +620,7 @@ class Run:
             return False
         if self._settings.evaluate is not None:
             return not self._scores
+        self._settle()
         return not self._on_main(lambda: any(split in (None, name) for name in self._last_evaluations()))
 
     def to_device(self, batch: Any) -> Any:
@@ -586,7 +646,7 @@ class Run:
         if self._checkpointer is None:
             return
         if self._served is not None:
-            self._served.bring_state()
+            self._served.bring_state()  # for all workers alike, so they have the same weights then
         self._checkpointer.save(self.step, self._state(), wait=wait)
         self._report_checkpoints()
 
@@ -660,7 +720,7 @@ class Run:
         """Return what a checkpoint holds; the state of the data is the one integer ``samples``."""
         wires = [ddp.wire for ddp in self._training.models if ddp.wire is not None]
         return {
-            **self._kept,
+            **(self._kept if self._loose is None else self._loose.state_of(self._kept)),
             **({"wire": wires[-1]} if wires else {}),
             "loss_scale": self._training.scale.state_dict(),
             "samples": self._samples,
@@ -809,15 +869,18 @@ class Run:
 
     def _commit(self, step: Step) -> None:
         """Count a step that was done, and write its line if one is due."""
-        self.step += 1
+        before, self.step = self.step, step.number if self._loose is None else self._loose.step
         self._scores.clear()
-        self._samples += step.num_samples
+        self._samples += step.num_samples * (self.step - before)
         self._unread.append(step)
         self._count_steps(all_but=int(step.is_unread))  # a GPU has passed the step before
-        self.timer.end_step()
+        writes_line = self._is_due(self._settings.log_frequency) or self.writes_line
+        if writes_line:
+            self._settle()
+        self.timer.end_step(self.step - before)
         if self.log:
             self.log.progress.advance(self.step)
-        if self.due(self._settings.log_frequency) or self.writes_line:
+        if writes_line:
             self._write_line(step)
         self._last_end = time.monotonic()
 
@@ -826,6 +889,7 @@ class Run:
         while len(self._unread) > all_but:
             step = self._unread.pop(0)
             self._last_loss = step.loss
+            self._own_bad_steps = 0 if math.isfinite(step.loss) else self._own_bad_steps + 1
             self._metrics.add_step(step.loss, step.sums, step.counts, step.grad_norm)
 
     def _write_line(self, step: Step) -> None:
@@ -854,6 +918,8 @@ class Run:
                     peak_memory_bytes=peak_memory_bytes(self.world.device),
                 )
             )
+            if self._loose is not None and (row := self._loose.row()) is not None:
+                self.log.write(row)
         self.writes_line = False
         self._metrics.reset()
         self.timer.reset()

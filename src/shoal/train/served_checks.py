@@ -15,7 +15,7 @@ from shoal.comm.native_group import python_group
 from shoal.comm.priority import trained
 from shoal.errors import UsageError
 from shoal.optim.lamb import Lamb
-from shoal.train.served_optimizers import KERNELS
+from shoal.train.served_optimizers import KERNELS, kernel_of
 
 _OFF = ("amsgrad", "maximize", "dampening", "differentiable")
 """Options of torch's optimizers that the kernels do not have."""
@@ -49,6 +49,19 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise UsageError(
             f"weights on servers: {name} has {len(given - wanted)} parameters that are not the model's, and "
             f"lacks {len(wanted - given)} that are trained; give it the model's"
+        )
+
+
+def check_outer(outer: Optimizer, model: nn.Module) -> None:
+    """Check that servers can step with the moves of workers that step by themselves.
+
+    Raises:
+        UsageError: they cannot; the message says why.
+    """
+    check_optimizer(outer, model)
+    if kernel_of(outer).decide is not None:
+        raise UsageError(
+            f"local steps: {type(outer).__name__} needs norms; the outer optimizer is SGD or AdamW"
         )
 
 

@@ -19,6 +19,9 @@ class ServedUpdate:
 
     The bits are those of :class:`shoal.train.gradients.LocalUpdate` with the optimizers of
     :mod:`shoal.optim`, on backend ``"shoal"``. Checkpoints hold what they hold without servers.
+
+    Attributes:
+        note: a line that says what happens, for the beginning of a run.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ServedUpdate:
         self._served = Served(models[0], optimizer, max_norm=math.inf, replaces=True)
         models[0].served = self._served
         self._factor = 1.0
+        self.note = f"servers update the weights by {type(optimizer).__name__}, and keep its state"
 
     def finish_gradients(
         self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float

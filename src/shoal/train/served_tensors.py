@@ -265,5 +265,10 @@ class ServedTensors:
         return self._sums[table.unit : table.unit + table.num_units]
 
 
+def checksum(tensors: list[Tensor]) -> int:
+    """Return the CRC-32C of the numbers of all tensors, each in the order of its shape."""
+    return native.crc32c(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors))
+
+
 def _name_of(weights: Tensor) -> str:
     return "bfloat16" if weights.dtype == torch.bfloat16 else "float32"

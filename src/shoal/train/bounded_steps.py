@@ -1,0 +1,184 @@
+"""Has the steps of a :class:`shoal.train.run.Run` taken without waiting for all workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal import record
+from shoal.decide.bounded_waiting import WaitingRule
+from shoal.errors import UsageError
+from shoal.optim.moments import norm_of
+from shoal.train.bounded_replay import go_back
+from shoal.train.bounded_waiting import BoundedWaiting
+from shoal.train.config import DistributedConfig
+from shoal.train.gradients import DataParallel, LossScale, parameters_of, scale_all
+from shoal.train.served_checks import check_model, check_optimizer
+from shoal.train.world import World
+
+LOG = "contributions.jsonl"
+"""Name of the log of steps in a run's directory; :func:`shoal.train.bounded_replay.replay` reads it."""
+
+
+def check_loose(models: Sequence[DataParallel], scale: LossScale, option: str) -> DataParallel:
+    """Return the run's model, if its workers can step without agreeing before each step.
+
+    Args:
+        models: those of :meth:`Run.data_parallel`.
+        scale: of the loss.
+        option: that asks for it, for messages.
+
+    Raises:
+        UsageError: they cannot; the message says why.
+    """
+    if len(models) != 1:
+        raise UsageError(
+            f"{option} is for one model of run.data_parallel, and the run has {len(models)}: leave it out (a "
+            "pipeline's stages update their own weights)"
+        )
+    (model,) = models
+    if not model.average:
+        raise UsageError(f"{option} with optim.clip worker: servers clip the mean; use --optim.clip global")
+    if scale.dynamic:
+        raise UsageError(
+            f"{option} with train.precision fp16: a dynamic loss scale follows each step of all workers; use "
+            "bf16, or set --train.loss-scale"
+        )
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise UsageError(
+            f"{option}: the model has batch normalization, whose statistics all workers average after each "
+            "step; leave it out, or use a model without"
+        )
+    return model
+
+
+class BoundedUpdate:
+    """The update of a model whose steps take the gradients of some workers, or of older weights.
+
+    Checkpoints hold what they hold without servers. The gradients of each step are written to :data:`LOG`.
+
+    Attributes:
+        step: the steps that this worker has passed: it goes on with the batch of the next one.
+        is_settled: whether all workers have the weights of that step.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[DataParallel],
+        optimizer: Optimizer,
+        config: DistributedConfig,
+        *,
+        scale: LossScale,
+        world: World,
+        directory: Path,
+    ) -> None:
+        """Check that the steps can be taken so; :meth:`open` loads weights and state to the servers.
+
+        Args:
+            models: those of :meth:`Run.data_parallel`.
+            optimizer: of the one model.
+            config: says for whom steps wait.
+            scale: of the loss.
+            world: the workers.
+            directory: of the run.
+
+        Raises:
+            UsageError: the model, the optimizer or the settings do not suit.
+        """
+        self._model = check_loose(models, scale, config.step_option)
+        check_model(self._model)
+        check_optimizer(optimizer, self._model)
+        late = config.late if config.wait_for is not None else "drop"
+        staleness = config.staleness if config.staleness is not None else int(late == "next")
+        wait_for = world.num_workers if config.wait_for is None else config.wait_for
+        self._rule = WaitingRule(world.num_workers, wait_for, late, staleness, config.grace_s)
+        self._optimizer, self._world, self._log = optimizer, world, directory / LOG
+        self._training: Any = None  # BoundedWaiting, once it is open
+        self._first = self.step = 0
+        self.is_settled, self._asks = True, False
+
+    def open(self, step: int) -> None:
+        """Load the weights and the optimizer's state to the servers, after so many steps."""
+        if self._world.is_main:
+            go_back(self._log, step)
+        self._first = self.step = step
+        self._training = BoundedWaiting(
+            self._model, self._optimizer, self._rule, max_norm=math.inf, log=self._log, after=step
+        )
+
+    def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what checkpoints hold, given what the run keeps: the same."""
+        return dict(kept)
+
+    @property
+    def note(self) -> str:
+        """A line that says what happens, for the beginning of a run."""
+        return f"servers step with {self._rule.text}; the gradients of each step are in {LOG}"
+
+    def agrees(self, asks: bool) -> bool:
+        """Return whether all workers are at the same step, and can agree on what follows.
+
+        Args:
+            asks: whether this worker wants them to, soon; later calls return true then.
+        """
+        self._asks = asks
+        if self._training.until == self.step:
+            self.settle()
+        return self.is_settled
+
+    def settle(self) -> None:
+        """Wait until all workers have passed the same step, with the same weights; all call it."""
+        if not self.is_settled:
+            self._training.synchronize()
+            self.is_settled = True
+
+    def finish_gradients(
+        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> Tensor:
+        """Hand the gradients over; return the norm of those of the newest step that this worker knows."""
+        if optimizer is not self._training.optimizer:
+            raise UsageError(
+                "step.update() was given another optimizer than run.keep(), whose state the servers have: "
+                "give both the same"
+            )
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        scale_all(gradients, 1.0 / loss_scale)
+        own = norm_of(gradients) if self.step == self._first else math.nan
+        self.is_settled = False
+        self._training.hand_over(max_norm, asks=self._asks)
+        norm = self._training.grad_norm
+        return torch.tensor(own if math.isnan(norm) and self.step == self._first else norm)
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Take the newest weights."""
+        self._training.take_newest()
+        self.step = self._training.next_step - 1
+
+    def weight_norm(self, optimizer: Optimizer) -> float:
+        """Return the norm of all weights."""
+        return norm_of(parameter.detach() for parameter in parameters_of(optimizer))
+
+    def renew(self, optimizer: Optimizer) -> None:
+        """Go on with another optimizer of the same kind, from its state."""
+        self.settle()
+        self._training.renew(optimizer)
+
+    def bring_state(self) -> None:
+        """Bring the optimizer's state back for a checkpoint; all workers call it."""
+        self._training.finish(ends=False)
+        self.is_settled = True
+
+    def row(self) -> record.Contributions:
+        """Return the counts since the last such row, for the record."""
+        counts = self._training.take_counts()
+        most = max(counts.staleness, default=0)
+        return record.Contributions(
+            step=self.step, used=counts.used, dropped=counts.dropped,
+            staleness=[counts.staleness.get(each, 0) for each in range(most + 1)],
+        )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Has the workers of a :class:`shoal.train.run.Run` step by themselves, and exchange every few steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.errors import UsageError
+from shoal.optim.moments import norm_of
+from shoal.optim.sgd import SGD
+from shoal.train.bounded_replay import go_back
+from shoal.train.bounded_steps import check_loose
+from shoal.train.config import DistributedConfig
+from shoal.train.gradients import DataParallel, LossScale, clip_factor, parameters_of, scale_all
+from shoal.train.local_steps import LocalSteps
+from shoal.train.served_checks import check_model, check_outer
+from shoal.train.world import World
+
+LOG = "exchanges.jsonl"
+"""Name of the log of exchanges in a run's directory."""
+
+
+class InnerState:
+    """State of the optimizer that a worker has for itself, as checkpoints hold it: ``RANK.ENTRY.PARAMETER``.
+
+    A worker that continues reads the state of its rank; one of a rank that there was not begins without.
+
+    Args:
+        optimizer: of this worker.
+        model: whose parameters it steps.
+        rank: of this worker.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, rank: int) -> None:
+        self._optimizer, self._rank = optimizer, rank
+        self._parameters = dict(model.named_parameters())
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Return this worker's tensors.
+
+        Raises:
+            UsageError: the optimizer's state has a tensor of another shape than its parameter.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if value is None:
+                    continue
+                tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+                if tensor.dim() and tensor.shape != parameter.shape:
+                    raise UsageError(
+                        f"distributed.local_steps with {type(self._optimizer).__name__}: its {key} of {name} "
+                        f"has the shape {list(tensor.shape)}, which a worker's part of a checkpoint does not "
+                        "hold; use another --optim.optimizer, or --run.no-save"
+                    )
+                tensors[f"{self._rank}.{key}.{name}"] = tensor
+        return tensors
+
+    def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
+        """Return empty tensors for what the worker of this rank has saved."""
+        wanted = {}
+        for full in saved:
+            rank, key, name = full.split(".", 2)
+            if int(rank) == self._rank and name in self._parameters:
+                is_scalar = key == "step"
+                wanted[full] = torch.empty(() if is_scalar else self._parameters[name].shape)
+        return wanted
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the optimizer's state."""
+        self._optimizer.state.clear()
+        for full, tensor in tensors.items():
+            _, key, name = full.split(".", 2)
+            self._optimizer.state[self._parameters[name]][key] = tensor
+
+
+class LocalStepsUpdate:
+    """The update of a model that every worker steps by itself, with an exchange every few steps (DiLoCo).
+
+    Exchanges come early where all workers need the same weights: at lines of the record, evaluations and
+    checkpoints.
+
+    Attributes:
+        step: steps done.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[DataParallel],
+        optimizer: Optimizer,
+        config: DistributedConfig,
+        *,
+        scale: LossScale,
+        world: World,
+        directory: Path,
+    ) -> None:
+        """Make the outer optimizer, whose state checkpoints hold; :meth:`open` loads it to the servers.
+
+        Args:
+            models: those of :meth:`Run.data_parallel`.
+            optimizer: of the one model, for each worker.
+            config: says how many steps there are between exchanges, and gives the outer optimizer.
+            scale: of the loss.
+            world: the workers.
+            directory: of the run.
+
+        Raises:
+            UsageError: the model, the optimizer or the settings do not suit.
+        """
+        self._model = check_loose(models, scale, config.step_option)
+        check_model(self._model)
+        assert config.local_steps is not None
+        self._every, self._directory, self._rank = config.local_steps, directory, world.place.rank
+        self._inner = optimizer
+        self._outer = SGD(
+            parameters_of(optimizer), lr=config.outer_rate, momentum=config.outer_momentum, nesterov=True
+        )
+        check_outer(self._outer, self._model)
+        self._steps: LocalSteps | None = None
+        self.step, self._norm = 0, math.nan
+
+    @property
+    def note(self) -> str:
+        """A line that says what happens, for the beginning of a run."""
+        return (
+            f"each worker steps by itself, and all exchange every {self._every} steps, and at lines, "
+            f"evaluations and checkpoints; the exchanges are in {LOG}"
+        )
+
+    def open(self, step: int) -> None:
+        """Load the weights and the outer optimizer's state to the servers, after so many steps."""
+        if self._rank == 0:
+            go_back(self._directory / LOG, step)
+        self.step = step
+        self._steps = LocalSteps(
+            self._model, self._inner, self._outer, self._every, self._directory / LOG, after=step
+        )
+
+    def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what checkpoints hold, given what the run keeps: each worker's optimizer, and the outer."""
+        inner = InnerState(self._inner, self._model.module, self._rank)
+        return {**kept, "optimizer": inner, "outer": self._outer}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all workers have the same weights."""
+        return self._steps is None or not self._steps.num_local
+
+    def agrees(self, asks: bool) -> bool:
+        """Return whether all workers can agree on what follows; they do after each exchange."""
+        return self.is_settled
+
+    def settle(self) -> None:
+        """Exchange what local steps there are."""
+        if self._steps is not None:
+            self._steps.exchange()
+
+    def finish_gradients(
+        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> Tensor:
+        """Clip this worker's gradients; return their norm."""
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        self._norm = norm_of(gradients) / loss_scale
+        if math.isfinite(self._norm):
+            scale_all(gradients, clip_factor(self._norm, max_norm) / loss_scale)
+        return torch.tensor(self._norm)
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Take this worker's step, unless its norm is not finite, and exchange if it is time."""
+        assert self._steps is not None
+        if math.isfinite(self._norm):
+            optimizer.step()
+        self.step += 1
+        self._steps.end_step()
+
+    def weight_norm(self, optimizer: Optimizer) -> float:
+        """Return the norm of all weights."""
+        return norm_of(parameter.detach() for parameter in parameters_of(optimizer))
+
+    def renew(self, optimizer: Optimizer) -> None:
+        """Go on with another optimizer on each worker; the outer one goes on."""
+        self.settle()
+        self._inner = optimizer
+
+    def row(self) -> None:
+        """Return no row for the record: each exchange takes the moves of all workers."""
+
+    def bring_state(self) -> None:
+        """Bring the outer optimizer's state back for a checkpoint; all workers call it."""
+        if self._steps is not None:
+            self._steps.finish()

@@ -1,0 +1,189 @@
+"""Trains recipes whose steps do not wait for all workers: replay of the record's log, resume, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pretrain_jobs as jobs
+import pytest
+import torch
+from torch import nn
+
+from forked import fork_process, free_port
+from shoal.data.sources import ReaderSource
+from shoal.data.steps import DataShard
+from shoal.decide.rng import Stream, random_keys
+from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
+from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
+from shoal.optim.lr_schedules import learning_rate, set_learning_rate
+from shoal.recipes import masked_lm
+from shoal.recipes.albert import AlbertConfig
+from shoal.record import Checkpoint, Contributions, Step, read_record
+from shoal.report.page import write_report
+from shoal.train import bounded_steps, local_run
+from shoal.train import step as steps
+from shoal.train.bounded_replay import replay, summary
+from shoal.train.config import DistributedConfig, schedule_of
+from shoal.train.optimizers import build_optimizer
+
+WORKERS = 3
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.prepare_small(tmp_path_factory.mktemp("data"))
+
+
+def settings(data: Path, run_dir: Path, distributed: dict[str, Any], **changes: Any) -> AlbertConfig:
+    return jobs.small_config(data, run_dir, distributed={"backend": "shoal", **distributed}, **changes)
+
+
+def _work(config: AlbertConfig, rank: int, num_workers: int, port: int) -> None:
+    os.environ["SHOAL_HOST_ID"] = f"host-{rank}"
+    jobs._work(config, rank, num_workers, port)
+
+
+def start(config: AlbertConfig) -> list[Any]:
+    port = free_port()
+    return [fork_process(_work, config, rank, WORKERS, port) for rank in range(WORKERS)]
+
+
+def replayed(config: AlbertConfig, log: Path) -> nn.Module:
+    """Take the steps of a recipe's log again, in this process."""
+    train, _ = masked_lm.open_text(config, config.data, pairs="order", verify=True)
+    source, batch_size = ReaderSource(reader=train), config.train.global_batch_size
+    torch.manual_seed(config.train.seed)
+    model = AlbertPretraining(config.model)
+    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
+
+    def backward(rank: int, number: int) -> None:
+        part = batch_size // WORKERS
+        shard = DataShard(global_batch_size=batch_size, micro_batch_size=part, rank=rank, num_workers=WORKERS)
+        key = int(random_keys(config.train.seed, Stream.DROPOUT, rank).item())
+        torch.manual_seed((key + number * steps._ODD) & steps._MASK)
+        (batches,) = source.open(shard, range(number - 1, number))
+        for batch in batches:
+            mlm_loss, _, sop_loss, _ = model(**{name: batch[name] for name in PRETRAINING_INPUTS})
+            targets = WORKERS * len(batch["masked_ids"])
+            ((mlm_loss / targets + sop_loss / batch_size) * float(WORKERS)).backward()
+
+    taken = replay(
+        log, model, optimizer, backward, max_norm=config.optim.max_grad_norm,
+        schedule=lambda number: set_learning_rate(optimizer, learning_rate(schedule, number - 1)),
+    )  # fmt: skip
+    assert taken == config.train.total_steps
+    return model
+
+
+@pytest.mark.parametrize(
+    "distributed", [{"wait_for": 2}, {"wait_for": 2, "late": "next"}, {"staleness": 2}], ids=str
+)
+def test_the_log_of_a_run_that_was_killed_is_replayed_to_the_bit(
+    data: Path, tmp_path: Path, distributed: dict[str, Any]
+) -> None:
+    config = settings(data, tmp_path / "run", distributed, run={"log_frequency": 3})
+    workers = start(config)
+    jobs.wait_for_checkpoint(tmp_path / "run", 6, workers)
+    jobs.kill(workers)
+    assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
+    log = tmp_path / "run" / bounded_steps.LOG
+    counts = summary(log)  # replay() compares the weights at each checkpoint
+    assert replayed(config, log) is not None
+    assert counts.num_steps == config.train.total_steps
+    assert max(counts.staleness) <= distributed.get("staleness", int("late" in distributed))
+    if "late" not in distributed:
+        assert sum(counts.used) == distributed.get("wait_for", WORKERS) * counts.num_steps
+    rows = [row for row in read_record(tmp_path / "run") if isinstance(row, Contributions)]
+    assert [row.step for row in rows] == [3, 6, 9, 12]
+    assert [sum(column) for column in zip(*(row.used for row in rows), strict=True)] == counts.used
+    lines = [row for row in read_record(tmp_path / "run") if isinstance(row, Step)]
+    assert [row.step for row in lines] == [3, 6, 9, 12] and lines[-1].samples == 12 * 12
+    write_report([tmp_path / "run"], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "of the gradients used" in page and "Staleness" in page
+
+
+def test_local_steps_of_a_run_that_was_killed_end_as_those_of_one_that_was_not(
+    data: Path, tmp_path: Path
+) -> None:
+    """Each worker's own state is in the checkpoints. Exchanges come early at lines."""
+    for name in ("whole", "killed"):
+        options = {"local_steps": 3, "outer_momentum": 0.8}
+        config = settings(data, tmp_path / name, options, run={"log_frequency": 2})
+        workers = start(config)
+        if name == "killed":
+            jobs.wait_for_checkpoint(tmp_path / name, 6, workers)
+            jobs.kill(workers)
+            workers = start(config)
+        assert jobs.wait(workers) == [EXIT_OK] * WORKERS
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    model = Path("transformers") / "model.safetensors"
+    assert (whole / model).read_bytes() == (killed / model).read_bytes()
+    assert jobs.losses(whole) == jobs.losses(killed)
+    exchanges = [
+        [(row["step"], row["weights"]) for row in map(json.loads, log.read_text().splitlines())]
+        for log in (whole / local_run.LOG, killed / local_run.LOG)
+    ]
+    assert exchanges[0] == exchanges[1]
+    assert [step for step, _ in exchanges[0]] == [2, 3, 4, 6, 8, 9, 10, 12]
+
+
+@pytest.mark.parametrize("distributed", [{"wait_for": 2}, {"staleness": 2}], ids=str)
+def test_a_signal_ends_a_run_before_its_next_line(
+    data: Path, tmp_path: Path, distributed: dict[str, Any]
+) -> None:
+    changes = {
+        "train": {"total_steps": 100_000},
+        "run": {"log_frequency": 50_000, "validation_frequency": 50_000, "checkpoint_frequency": 50_000},
+    }
+    workers = start(settings(data, tmp_path, distributed, **changes))
+    log = tmp_path / bounded_steps.LOG
+    while not log.exists() or len(log.read_text().splitlines()) < 5:
+        assert all(worker.is_alive() for worker in workers)
+    os.kill(workers[1].pid, signal.SIGTERM)
+    assert jobs.wait(workers) == [EXIT_STOPPED] * WORKERS
+    (saved,) = [row.step for row in read_record(tmp_path) if isinstance(row, Checkpoint)]
+    assert summary(log).num_steps == saved
+
+
+@pytest.mark.parametrize(
+    ("distributed", "changes", "message"),
+    [
+        ({"staleness": 1}, {"optim": {"optimizer": "lans"}}, "no kernel for shoal.optim.lans.Lans"),
+        ({"staleness": 1}, {"optim": {"clip": "worker"}}, "staleness 1 with optim.clip worker"),
+        ({"staleness": 1}, {"train": {"precision": "fp16"}}, "staleness 1 with train.precision fp16"),
+        ({"local_steps": 2}, {"optim": {"clip": "worker"}}, "local_steps 2 with optim.clip worker"),
+        ({"wait_for": 4}, {}, "wait_for=4 must be from 1 to the number of workers, 3"),
+        ({"wait_for": 2, "backend": "gloo"}, {}, 'need a process group of backend "shoal"'),
+    ],
+)
+def test_what_does_not_go_together_is_named(
+    data: Path, tmp_path: Path, distributed: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    config = settings(data, tmp_path, distributed, **changes)
+    assert jobs.wait(start(config)) == [EXIT_USAGE] * WORKERS
+    assert message in (tmp_path / "worker-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"late": "next"}, "no gradient is late"),
+        ({"grace_s": 1.0}, "steps wait for all workers in any case"),
+        ({"wait_for": 2, "staleness": 1}, "gradients that are dropped have none"),
+        ({"wait_for": 2, "wire": "bf16"}, "gradients go to the servers in fp32"),
+        ({"staleness": 1, "shares": "by-speed"}, "have equal parts"),
+        ({"staleness": -1}, "at least 0"),
+        ({"local_steps": 2, "staleness": 1}, "each worker steps by itself"),
+        ({"local_steps": 2, "update": "servers"}, "each worker steps by itself"),
+        ({"local_steps": 2, "outer_momentum": 1.0}, "below 1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistributedConfig(**given)
