@@ -58,8 +58,7 @@ def prepared(config: TextConfig, folder: Path, what: TrainBench, *, num_workers:
         what.batch or known_size(sizes.micro_batch_size, section=section) or min(64, sizes.global_batch_size)
     )
     changed: dict[str, Any] = {}
-    if isinstance(config, T5Config):
-        changed["parallel"] = replace(config.parallel, micro_batches=None)
+    changed["parallel"] = replace(config.parallel, micro_batches=None)
     sizes = replace(
         sizes,
         micro_batch_size=micro,

@@ -15,14 +15,14 @@ from typing import Any
 
 from shoal import formatting
 from shoal.bench.step_timing import TrainBench
-from shoal.decide.batch import largest_divisor
+from shoal.decide.batch import StagesConfig, largest_divisor
 from shoal.decide.largest import MOST, largest_that_fits
 from shoal.env import MEMORY, worker_memory
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.recipes.start import Launch, num_gpus
 from shoal.train.config import as_tree, load_toml, to_toml
-from shoal.train.parallel_config import ParallelConfig, parse_bytes
+from shoal.train.parallel_config import parse_bytes
 from shoal.train.run_dir import CONFIG_FILE
 
 SPARE = 0.1
@@ -172,7 +172,7 @@ def with_known_batches(
             f"`shoal bench train {recipe} --fill-memory` finds on one of them"
         )
     parallel = getattr(config, "parallel", None)
-    if parallel and parallel.layout == "auto":
+    if parallel and parallel.is_searched:
         raise UsageError(
             f"parallel.layout auto chooses the micro-batch too: leave {sections[0]}.micro_batch_size out"
         )
@@ -213,14 +213,14 @@ def _size_before(run_dir: Path, section: str) -> int | None:
 
 
 def share_and_limit(
-    global_batch_size: int, parallel: ParallelConfig | None, num_workers: int
+    global_batch_size: int, parallel: StagesConfig | None, num_workers: int
 ) -> tuple[int, int]:
     """Return a worker's (or replica's) samples of a step, and those of the largest micro-batch to try.
 
     A pipeline gets no more than by default, since it needs several micro-batches to keep its stages busy.
 
     Example:
-        >>> share_and_limit(64, None, 2), share_and_limit(64, ParallelConfig(pipeline=2), 2)
+        >>> share_and_limit(64, None, 2), share_and_limit(64, StagesConfig(pipeline=2), 2)
         ((32, 32), (64, 8))
     """
     share = global_batch_size // (parallel.replicas(num_workers) if parallel else num_workers)

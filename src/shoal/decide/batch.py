@@ -1,12 +1,12 @@
-"""Computes the sizes of batches, and estimates the memory that a worker needs for one."""
+"""Divides batches, and models in stages, over workers, and estimates the memory that a worker needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, require_positive
 
 LARGEST_DEFAULT_MICRO_BATCH = 64
 
@@ -133,6 +133,155 @@ def _nearest_divisors(value: int, wanted: int) -> str:
     below = [d for d in divisors if d < wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return " and ".join(str(d) for d in below + above)
+
+
+ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "bfs", "vee", "backward_first"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesConfig:
+    """Division of the model and the batch over the workers: workers = pipeline × data."""
+
+    pipeline: int = 1
+    """Workers that hold a part of the model each; neighbours by rank."""
+    data: int | None = None
+    """Replicas of the pipeline; default: workers / pipeline."""
+    virtual_stages: int | None = None
+    """Stages per worker; more of them shorten the bubble and add messages; default: the fastest."""
+    micro_batches: int | None = None
+    """Micro-batches per replica and step; default: up to 4 per worker of the pipeline."""
+    schedule: ScheduleName = "auto"
+    """Order of forward and backward; auto: the fastest, by simulation with measured costs."""
+    optimize: Literal["speed", "memory"] = "speed"
+    """Objective of the cut into stages."""
+    shard: bool = False
+    """Divide parameters, gradients and optimizer state over the replicas (FSDP2)."""
+
+    def __post_init__(self) -> None:
+        require_positive("parallel", self, "pipeline", "data", "virtual_stages", "micro_batches")
+        if (self.virtual_stages or 1) > 1 and self.pipeline == 1 and not self.is_searched:
+            raise UsageError(
+                f"parallel.virtual_stages {self.virtual_stages} needs a pipeline: set parallel.pipeline to 2 "
+                "or more"
+            )
+
+    @property
+    def is_searched(self) -> bool:
+        """True if the layout is yet to be found."""
+        return False
+
+    def replicas(self, num_workers: int) -> int:
+        """Return the number of replicas of ``num_workers`` workers.
+
+        Raises:
+            UsageError: ``num_workers`` is not pipeline × data.
+        """
+        if num_workers % self.pipeline:
+            raise UsageError(
+                f"parallel.pipeline {self.pipeline} does not divide the {num_workers} workers; start a "
+                f"multiple of {self.pipeline} (--workers)"
+            )
+        found = num_workers // self.pipeline
+        if self.data is not None and self.data != found:
+            raise UsageError(
+                f"parallel.pipeline {self.pipeline} × parallel.data {self.data} are "
+                f"{self.pipeline * self.data} workers, but there are {num_workers}; leave parallel.data out "
+                "or start as many"
+            )
+        return found
+
+    def check_wire(self, wire: str) -> None:
+        """Check that replicas of stages can send their gradients in the format ``wire``.
+
+        Raises:
+            UsageError: another one than fp32 for gradients that FSDP2 sums.
+        """
+        if wire != "fp32" and self.shard:
+            raise UsageError(
+                f"distributed.wire {wire}: with parallel.shard, replicas add their gradients in fp32"
+            )
+
+    def check(self, config: Any) -> None:
+        """Check that the other settings go with a model in stages or shards, if it is to be divided so.
+
+        Args:
+            config: has the sections ``distributed``, ``optim``, ``train`` and ``model``.
+
+        Raises:
+            UsageError: one does not.
+        """
+        if not self.splits:
+            if self.micro_batches:
+                raise UsageError("parallel.micro_batches needs a pipeline: set the micro_batch_size instead")
+            return
+        self.check_wire(config.distributed.wire)
+        if option := config.distributed.step_option:
+            raise UsageError(f"{option} does not go with a model in stages or shards: leave it out")
+        for setting, value, plain in (
+            ("distributed.shares", config.distributed.shares, "equal"),
+            ("optim.clip", config.optim.clip, "global"),
+            ("train.compile", config.train.compile or False, False),
+            ("train.precision", "fp16" if config.train.precision == "fp16" else "", ""),
+            ("model.activation_checkpointing", config.model.activation_checkpointing, False),
+        ):
+            if value != plain:
+                raise UsageError(
+                    f"{setting} {value} does not go with a model in stages or shards: leave it out"
+                )
+
+    @property
+    def splits(self) -> bool:
+        """True if a worker holds less than the whole model."""
+        return self.pipeline > 1 or self.shard
+
+    def plan(self, sizes: BatchSizes, num_workers: int, *, section: str = "train") -> BatchPlan:
+        """Return how a global batch is computed; the ``num_workers`` of the plan are the replicas.
+
+        Args:
+            sizes: of the global batch and, or ``None``, of the micro-batch.
+            section: section of the settings that has the sizes, for messages.
+
+        Raises:
+            UsageError: the sizes do not divide.
+        """
+        replicas = self.replicas(num_workers)
+        given = known_size(sizes.micro_batch_size, section=section)
+        size = self.micro_batch_size(sizes.global_batch_size // replicas, given)
+        found = plan_batch(_Sizes(sizes.global_batch_size, size), replicas, section=section)
+        return replace(found, replicas=True)
+
+    def micro_batch_size(self, share: int, given: int | None) -> int | None:
+        """Return the sequences per micro-batch; ``None``: the default without a pipeline.
+
+        Args:
+            share: sequences of a replica per step.
+            given: ``train.micro_batch_size``.
+
+        Raises:
+            UsageError: parallel.micro_batches does not divide the share, or contradicts ``given``.
+        """
+        if self.micro_batches is None:
+            if given is not None or self.pipeline == 1:
+                return given
+            return share // max(d for d in range(1, 4 * self.pipeline + 1) if share % d == 0)
+        if share % self.micro_batches:
+            raise UsageError(
+                f"parallel.micro_batches {self.micro_batches} does not divide a replica's share of {share} "
+                "sequences of the global batch; choose a divisor of it"
+            )
+        size = share // self.micro_batches
+        if given is not None and given != size:
+            raise UsageError(
+                f"parallel.micro_batches {self.micro_batches} make micro-batches of {size} sequences, but "
+                f"train.micro_batch_size is {given}: leave one of them out"
+            )
+        return size
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    global_batch_size: int
+    micro_batch_size: int | None
 
 
 class Shares(Protocol):

@@ -85,6 +85,7 @@ class Encoder:
         *,
         wanted: Tensor | None = None,
         dropout_keys: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Return the last hidden states, ``[T, hidden]``, or ``[W, hidden]`` of the rows ``wanted``.
 
@@ -97,8 +98,9 @@ class Encoder:
             wanted: ``[W]`` rows to return, no row twice; default: all.
             dropout_keys: int64 ``[B]``, keys of the samples (:mod:`shoal.dropout`), which training reads;
                 default: drawn from torch's generator.
+            lengths: ``[B]`` tokens to attend to, of sequences that are padded to S tokens each; default: all.
         """
-        layout = _Layout(position_ids, cu_seqlens, max_seqlen)
+        layout = _Layout(position_ids, cu_seqlens, max_seqlen, lengths)
         keys = self.sample_keys(dropout_keys, cu_seqlens)
         of_rows, of_weights = self._site_keys(keys, position_ids, cu_seqlens, max_seqlen)
         hidden = embed(self.base, input_ids, token_type_ids, position_ids, of_rows[0])
@@ -172,22 +174,21 @@ def _attend(
     """Return the context ``[W, hidden]`` of the queries ``asking``, each over its sequence in ``source``."""
     unpad_index = layout.unpad_index
     asking_index = unpad_index if wanted is None else unpad_index.index_select(0, wanted)
-    all_full = layout.mask is None
 
     def heads(rows: Tensor, index: Tensor, *, is_padded: bool) -> Tensor:
         padded = rows if is_padded else _Spread.apply(rows, index, layout.num_sequences * layout.max_seqlen)
         heads_last = padded.view(layout.num_sequences, layout.max_seqlen, layer.num_heads, -1)
         return heads_last.transpose(1, 2)
 
-    query = heads(layer.query(asking), asking_index, is_padded=all_full and wanted is None)
-    key = heads(layer.key(source), unpad_index, is_padded=all_full)
-    value = heads(layer.value(source), unpad_index, is_padded=all_full)
+    query = heads(layer.query(asking), asking_index, is_padded=layout.is_full and wanted is None)
+    key = heads(layer.key(source), unpad_index, is_padded=layout.is_full)
+    value = heads(layer.value(source), unpad_index, is_padded=layout.is_full)
     if weight_keys is None or not layer.attention_dropout:
         context = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.mask)
     else:
         context = attention(query, key, value, weight_keys, layer.attention_dropout, attn_mask=layout.mask)
     padded = context.transpose(1, 2).flatten(2).flatten(0, 1)
-    return padded if all_full and wanted is None else _Collect.apply(padded, asking_index)
+    return padded if layout.is_full and wanted is None else _Collect.apply(padded, asking_index)
 
 
 class _Layout:
@@ -195,17 +196,22 @@ class _Layout:
 
     Attributes:
         unpad_index: ``[T]`` position of each token in the flattened padded batch.
-        mask: bool ``[B, 1, 1, S]``, false in the padding; none if all sequences have the same length.
+        is_full: whether both are the same.
+        mask: bool ``[B, 1, 1, S]``, false in the padding; none without padding.
     """
 
-    def __init__(self, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+    def __init__(
+        self, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int, attended: Tensor | None = None
+    ) -> None:
         lengths = cu_seqlens.diff()
         device, num_tokens = position_ids.device, position_ids.shape[0]
         self.num_sequences, self.max_seqlen = cu_seqlens.shape[0] - 1, max_seqlen
+        self.is_full = num_tokens == self.num_sequences * max_seqlen  # by sizes: no GPU is waited for
         firsts = torch.arange(self.num_sequences, device=device) * max_seqlen
         self.unpad_index = firsts.repeat_interleave(lengths, output_size=num_tokens) + position_ids
         self.mask: Tensor | None = None
-        if num_tokens != self.num_sequences * max_seqlen:  # by sizes, so that a GPU is not waited for
+        if attended is not None or not self.is_full:
+            lengths = lengths if attended is None else attended
             self.mask = (torch.arange(max_seqlen, device=device) < lengths[:, None])[:, None, None, :]
 
 

@@ -83,6 +83,9 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
         UsageError: settings that do not go together, or with the data or the run that is there.
         ShoalError: damaged data or checkpoints, a lost worker, no memory, a loss that is not finite.
     """
+    if config.parallel.splits:
+        code: int = load("masked_lm_stages").pretrain(config, "albert", IMMUTABLE, worker)
+        return code
     import torch
 
     from shoal.data.loader import held_out_batches

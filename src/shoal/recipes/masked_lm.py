@@ -3,11 +3,12 @@
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
 from shoal.recipes import load
@@ -22,9 +23,10 @@ from shoal.train.config import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shoal.data.text.examples import ExampleReader
     from shoal.data.text.segments import PairTask
-    from shoal.decide.batch import BatchSizes
     from shoal.models.pretraining import Pretraining
     from shoal.record import Evaluation
 
@@ -89,6 +91,7 @@ class MaskedLMConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     optim: PhasesOptimConfig = field(default_factory=PhasesOptimConfig)
     finetune: ShortFinetuneConfig = field(default_factory=ShortFinetuneConfig)
+    parallel: StagesConfig = field(default_factory=StagesConfig)
     run: RunConfig = field(default_factory=RunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
@@ -120,6 +123,15 @@ class MaskedLMConfig:
                     f"{section}.max_seq_length {length} is more than model.max_position_embeddings "
                     f"{longest}: shorten the one or raise the other"
                 )
+        self.parallel.check(self)
+        if self.parallel.splits and len(sequence_lengths) > 1:
+            raise UsageError(
+                "stages are made for one length of sequences: with parallel.pipeline or parallel.shard train "
+                "each phase as a run of its own, the first with --phase2.total-steps 0, the second with "
+                "--phase1.total-steps 0 and the first run as --model.checkpoint-path"
+            )
+        if self.parallel.splits and short.at:
+            raise UsageError("finetune.at does not go with a model in stages or shards: leave it out")
         if not short.at:
             return
         if short.data is None or short.eval is None:
@@ -129,6 +141,17 @@ class MaskedLMConfig:
         beyond = [step for step in short.at if not 1 <= step <= total_steps]
         if beyond:
             raise UsageError(f"finetune.at {beyond[0]} is not one of the steps 1 to {total_steps}")
+
+    def plan(self, sizes: BatchSizes, num_workers: int, *, section: str) -> BatchPlan:
+        """Return how a global batch is computed by so many workers, in this layout.
+
+        Raises:
+            UsageError: the sizes do not divide.
+        """
+        if self.parallel.splits:
+            return self.parallel.plan(sizes, num_workers, section=section)
+        self.parallel.replicas(num_workers)  # parallel.data, if given, has to be right
+        return plan_batch(sizes, num_workers, section=section)
 
 
 # ------------------------------------------------------------------------------------------------- data
@@ -205,10 +228,15 @@ def verdict(task: str | None, scores: "Evaluation", references: dict[str, float]
 # ------------------------------------------------------------------------------------------------- export
 
 
-def write_export(model: "Pretraining", data: Path, out: Path) -> None:
+def write_export(
+    model: "Pretraining", data: Path, out: Path, read: "Callable[[str], Tensor] | None" = None
+) -> None:
     """Write ``model`` with the tokenizer of the prepared text ``data``, whole or not at all.
 
     An older export in ``out`` is replaced.
+
+    Args:
+        read: returns a weight by its name in transformers; default: as the model has it.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -225,7 +253,7 @@ def write_export(model: "Pretraining", data: Path, out: Path) -> None:
         "unk_token": manifest.unk_id,
     }
     tokenizer.add_special_tokens({name: tokenizer.convert_ids_to_tokens(i) for name, i in ids.items()})
-    save(model, out, tokenizer=tokenizer)
+    save(model, out, tokenizer=tokenizer, read=read)
 
 
 # ------------------------------------------------------------------------------------------------- dry run
@@ -245,14 +273,14 @@ def describe(
     Raises:
         UsageError: sizes that do not divide, or no data that fits.
     """
-    from shoal.decide.batch import estimate_memory, plan_batch
+    from shoal.decide.batch import estimate_memory
 
     manifest = read_manifest(config.data)
     manifest.check_vocabulary(config.model.vocab_size)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
     lines, memories = [], []
     for section, batch, num_steps, length, predictions in phases:
-        plan = plan_batch(batch, num_workers, section=section)
+        plan = config.plan(batch, num_workers, section=section)
         name = f"{section}: " if len(phases) > 1 else ""
         sequences = num_steps * plan.global_batch_size
         lines += [

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
-from shoal.decide.batch import BatchPlan, known_size
+from shoal.decide.batch import BatchPlan, ScheduleName, known_size
 from shoal.env import WorkerEnv, worker_env
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import T5ModelConfig
@@ -38,7 +38,7 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
-from shoal.train.parallel_config import ParallelConfig, ScheduleName, parse_bytes
+from shoal.train.parallel_config import ParallelConfig, parse_bytes
 
 if TYPE_CHECKING:
     from shoal.data.manifest import Manifest
@@ -163,8 +163,9 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from shoal.data.sources import ReaderSource
     from shoal.data.text.text_to_text import text_to_text_tokenizer
     from shoal.models.t5 import MODEL_INPUTS
+    from shoal.recipes.stages import open_stages
     from shoal.recipes.t5_score import LOSS, evaluate, reference_loss, verdict
-    from shoal.recipes.t5_stages import open_stages, write_stored
+    from shoal.recipes.t5_stages import load_weights, write_stored
     from shoal.train.optimizers import build_optimizer
     from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run
@@ -189,13 +190,14 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- model
         with torch.device("meta"):  # this worker allocates its stages only
             model = make_model(config.model, manifest)
+        weights = config.model.checkpoint_path
         stage, mesh = open_stages(
             model,
             {name: torch.from_numpy(example[name]) for name in MODEL_INPUTS},
             run,
             parallel,
             batch,
-            weights=config.model.checkpoint_path,
+            fill=None if weights is None else lambda part: load_weights(part, model, weights),
             wire=config.distributed.wire,
         )
         stack.callback(stage.close)

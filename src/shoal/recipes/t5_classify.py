@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from shoal.data.text.text_scores import require_packages, score_names
-from shoal.decide.batch import BatchPlan
+from shoal.decide.batch import BatchPlan, StagesConfig
 from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
@@ -31,7 +31,6 @@ from shoal.recipes.classify import ClassifyDataConfig, TextColumnsConfig
 from shoal.recipes.finetuning import EXPORT, FinetuneConfig, FinetuneOptimConfig
 from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search
 from shoal.train.config import required
-from shoal.train.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -123,30 +122,12 @@ class T5ClassifyConfig(FinetuneConfig):
 
     data: T5DataConfig = field(default_factory=T5DataConfig)
     optim: T5OptimConfig = field(default_factory=T5OptimConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: StagesConfig = field(default_factory=StagesConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parallel = self.parallel
-        if parallel.layout == "auto" or parallel.devices or parallel.memory:
-            raise UsageError("parallel.layout auto, devices and memory are for pretraining: give pipeline")
-        if not parallel.splits:
-            if parallel.micro_batches:
-                raise UsageError("parallel.micro_batches needs a pipeline: set train.micro_batch_size")
-            return
-        parallel.check_wire(self.distributed.wire)
-        if option := self.distributed.step_option:
-            raise UsageError(f"{option} does not go with stages of T5: leave it out")
-        for setting, value, plain in (
-            ("distributed.shares", self.distributed.shares, "equal"),
-            ("optim.clip", self.optim.clip, "global"),
-            ("train.compile", self.train.compile or False, False),
-            ("train.precision", "fp16" if self.train.precision == "fp16" else "", ""),
-            ("model.activation_checkpointing", self.model.activation_checkpointing, False),
-        ):
-            if value != plain:
-                raise UsageError(f"{setting} {value} does not go with stages of T5: leave it out")
+        self.parallel.check(self)
 
     def batch(self, num_workers: int) -> BatchPlan:
         """Return how a global batch is computed by so many workers, in this layout.
@@ -188,7 +169,8 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.text.task_batches import TaskSource
     from shoal.models.t5 import IGNORED, read_t5
     from shoal.pipelining.init_meta import init_whole
-    from shoal.recipes.t5_stages import open_stages, write_stored
+    from shoal.recipes.stages import open_stages
+    from shoal.recipes.t5_stages import load_weights, write_stored
     from shoal.train.optimizers import build_optimizer
     from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run
@@ -219,7 +201,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                 run,
                 parallel,
                 plan.batch,
-                weights=None if scratch else source,
+                fill=None if scratch else lambda part: load_weights(part, model, source),
                 wire=config.distributed.wire,
             )
             stack.callback(stage.close)

@@ -1,4 +1,4 @@
-"""Begins and ends a T5 that no worker holds whole: stages of a model on the meta device.
+"""Fills and writes a T5 that no worker holds whole: stages of a model on the meta device.
 
 Every worker builds the model without weights, allocates its own stages, and fills them from files one tensor
 at a time. The trained model is written from the run's checkpoint in the same way.
@@ -6,80 +6,22 @@ at a time. The trained model is written from the run's checkpoint in the same wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
-from shoal.decide.batch import BatchPlan
 from shoal.errors import ShoalError, UsageError
 from shoal.models.directory import model_type_of, refuse_pickles, save
 from shoal.models.t5 import T5
-from shoal.pipelining.api import make_mesh, pipeline
-from shoal.pipelining.runtime import Pipeline
-from shoal.pipelining.stage import replace_tensors
 from shoal.train.checkpoint import load_model, stored_model
 from shoal.train.checkpoint_files import Chunk, StoredTensor
 from shoal.train.checkpoint_plan import read_tensors
 from shoal.train.checkpoint_state import named_tensors
-from shoal.train.parallel_config import ParallelConfig
-from shoal.train.run import Run
 
-_WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 _WEIGHTS = "weights."
 """Before the names of transformers in those of :class:`shoal.models.t5.T5`."""
-
-
-def open_stages(
-    model: T5,
-    example: Mapping[str, Tensor],
-    run: Run,
-    parallel: ParallelConfig,
-    batch: BatchPlan,
-    *,
-    weights: Path | None = None,
-    wire: str = "fp32",
-) -> tuple[Pipeline, DeviceMesh]:
-    """Return this worker's stages with their weights, and the mesh of all workers. A collective call.
-
-    Args:
-        model: on the meta device, where it stays.
-        example: one replica's batch, on the CPU.
-        batch: its ``num_workers`` are the replicas.
-        weights: a transformers directory, a run of shoal or one of its checkpoints; default: weights drawn
-            from the run's seed, the same in every layout.
-        wire: ``distributed.wire`` of the settings.
-
-    Raises:
-        UsageError: the model cannot be split so, or the weights are of another one.
-        ShoalError: the weights cannot be read; another worker failed.
-    """
-    mesh = make_mesh(run.world.device.type, pipeline=parallel.pipeline, data=batch.num_workers)
-    stage = pipeline(
-        model,
-        example,
-        mesh=mesh["pp"],
-        data_parallel=mesh["dp"],
-        microbatches=batch.accumulation_steps,
-        schedule=parallel.schedule,
-        virtual_stages=parallel.virtual_stages,
-        optimize=parallel.optimize,
-        shard=parallel.shard,
-        seed=run.seed,
-        device=run.world.device,
-        initialise=None if weights is None else lambda module: None,
-        autocast=run.precision.dtype,
-        wire=_WIRES[wire],
-    )
-    if weights is not None:
-        load_weights(stage.module, model, weights)
-    # The model would keep the weights of its stages, which FSDP2 has replaced by shards.
-    replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
-    return stage, mesh
 
 
 def load_weights(part: nn.Module, whole: nn.Module, source: Path) -> None:

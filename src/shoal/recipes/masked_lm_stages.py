@@ -1,0 +1,191 @@
+"""Pretrains ALBERT, BERT and their relatives divided over workers: pipeline stages, and shards of replicas.
+
+``albert.py`` and ``bert.py`` call :func:`pretrain` where ``parallel.pipeline`` or ``parallel.shard`` divides
+the model. Sequences are padded, since stages have fixed shapes; losses, weights and dropout are those of
+a run whose workers have the whole model, and a run continues in any layout.
+"""
+
+# Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.decide.batch import BatchPlan
+from shoal.env import WorkerEnv
+from shoal.optim.lr_schedules import learning_rate, set_learning_rate
+from shoal.recipes import masked_lm
+from shoal.recipes.bert import BertConfig
+from shoal.recipes.prepared_text import keep_tokenizer, load_weights
+from shoal.train.config import required, schedule_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.data.text.padded_examples import PaddedExamples
+    from shoal.pipelining.runtime import Pipeline
+    from shoal.recipes.albert import AlbertConfig
+    from shoal.train.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Phase:
+    """The one phase of a run in stages, by the sections of the settings that it is made of."""
+
+    section: str
+    sizes: Any
+    lengths: Any
+    rates: Any
+    pairs: Any
+
+
+def _phase_of(config: "AlbertConfig | BertConfig") -> _Phase:
+    if isinstance(config, BertConfig):
+        ((section, phase),) = config.phases
+        return _Phase(section=section, sizes=phase, lengths=phase, rates=phase, pairs=config.pair_task)
+    return _Phase(section="train", sizes=config.train, lengths=config.data, rates=config.optim, pairs="order")
+
+
+def pretrain(
+    config: "AlbertConfig | BertConfig", recipe: str, immutable: Sequence[str], worker: WorkerEnv | None
+) -> int:
+    """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code.
+
+    Raises:
+        UsageError: settings that do not go together, or with the data or the run that is there.
+        ShoalError: damaged data or checkpoints, a lost worker, no memory, a loss that is not finite.
+    """
+    from contextlib import ExitStack
+
+    import numpy as np
+    import torch
+
+    from shoal.data.loader import as_tensors
+    from shoal.data.sources import ReaderSource
+    from shoal.data.text.padded_examples import PaddedExamples
+    from shoal.models.padded_pretraining import PaddedPretraining
+    from shoal.models.pretraining import new_encoder
+    from shoal.recipes.stages import open_stages
+    from shoal.train.checkpoint import stored_model
+    from shoal.train.optimizers import build_optimizer
+    from shoal.train.pipeline_update import PipelineUpdate
+    from shoal.train.run import Run
+
+    phase, parallel, task = _phase_of(config), config.parallel, config.sentence_task
+    with (
+        Run.open(config=config, recipe=recipe, immutable=immutable, worker=worker) as run,
+        ExitStack() as stack,
+    ):
+        # ----------------------------------------------------------------------------------------- data
+        batch = parallel.plan(phase.sizes, run.world.num_workers, section=phase.section)
+        train, held_out = masked_lm.open_text(
+            config, phase.lengths, pairs=phase.pairs, verify=run.world.is_main
+        )
+        keep_tokenizer(config.data, run)
+        references = masked_lm.reference_lines(task, held_out, config.run.validation_samples)
+        replica = run.world.place.rank // parallel.pipeline
+
+        # ----------------------------------------------------------------------------------------- model
+        torch.manual_seed(run.seed)
+        model = new_encoder(config.model)
+        load_weights(model, config.model)
+        run.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        reader = PaddedExamples(train)
+        rows = np.arange(batch.worker_batch_size) % train.num_examples
+        example = as_tensors(reader.micro_batch(reader.batch(0, rows)), pin_memory=False)
+        example["samples_per_target"] = torch.ones(())
+        stage, mesh = open_stages(
+            PaddedPretraining(model), example, run, parallel, batch, wire=config.distributed.wire
+        )
+        stack.callback(stage.close)
+        run.use(PipelineUpdate(stage, mesh["pp"]))
+        optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
+        schedule = schedule_of(phase.rates, config.optim, phase.sizes.total_steps)
+        run.keep(**stage.kept(), optimizer=optimizer)
+        stage.step_number = run.step
+
+        # ----------------------------------------------------------------------------------------- evaluation
+        def score() -> None:
+            padded, limit = PaddedExamples(held_out), config.run.validation_samples
+            scores, num_samples = _evaluate(stage, padded, run, batch, replica, task, limit)
+            run.evaluation("validation", scores, num_samples=num_samples)
+
+        # ----------------------------------------------------------------------------------------- loop
+        steps = run.steps(
+            ReaderSource(reader=reader, processes=config.data.loader_processes, whole=True),
+            batch,
+            until=phase.sizes.total_steps,
+            targets=lambda inputs: int(inputs["masked_weights"].sum()),
+            replica=(replica, batch.num_workers),
+            section=phase.section,
+            references=references,
+            notes=[f"data: {train.num_examples:,} training examples an epoch"],
+        )
+        for step in steps:
+            with step:
+                set_learning_rate(optimizer, learning_rate(schedule, step.number - 1))
+                num_targets = step.num_targets / parallel.pipeline  # each stage has counted its replica's
+                for inputs in step:  # one batch: the stage cuts it into micro-batches
+                    share = torch.tensor(step.num_samples / num_targets, dtype=torch.float32)
+                    step.observe(stage.step(**inputs, samples_per_target=share), "pipeline")
+                step.update(optimizer, max_norm=config.optim.max_grad_norm)
+            if run.evaluates(config.run.validation_frequency):
+                score()
+        if run.lacks_scores("validation"):
+            score()
+
+        # ----------------------------------------------------------------------------------------- export
+        def export(directory: Any) -> None:
+            _, stored = stored_model(directory)
+            (prefix,) = (name for name, part in model.named_children() if part is model.weights)
+
+            def read(name: str) -> "Tensor":
+                return stored[f"{prefix}.{name}"]()
+
+            masked_lm.write_export(model, required(config.data.path), directory / "transformers", read)
+
+        return run.finish(export, lambda last: masked_lm.verdict(task, last["validation"], references))
+
+
+def _evaluate(
+    stage: "Pipeline",
+    examples: "PaddedExamples",
+    run: "Run",
+    batch: BatchPlan,
+    replica: int,
+    task: str | None,
+    limit: int,
+) -> tuple[dict[str, float], int]:
+    """Return mean losses in nats and accuracies on the held-out examples, and the number of examples.
+
+    The examples are those of a run without stages; rows that fill the last batch count for nothing.
+    """
+    import numpy as np
+    import torch
+
+    from shoal.data.loader import as_tensors
+    from shoal.data.steps import evenly_spread
+    from shoal.models.padded_pretraining import SUMS
+
+    chosen = evenly_spread(examples.num_examples, limit)
+    totals = np.zeros(len(SUMS) + 1)
+    for first in range(0, len(chosen), batch.global_batch_size):
+        numbers = first + replica * batch.worker_batch_size + np.arange(batch.worker_batch_size)
+        is_there = numbers < len(chosen)
+        arrays = examples.micro_batch(examples.batch(0, chosen[np.where(is_there, numbers, 0)]))
+        arrays["weights"] = arrays["weights"] * is_there.astype(np.float32)
+        arrays["masked_weights"] = arrays["masked_weights"] * is_there[:, None].astype(np.float32)
+        inputs = {
+            name: value.to(run.world.device) for name, value in as_tensors(arrays, pin_memory=False).items()
+        }
+        found = stage.evaluate(**inputs, samples_per_target=torch.ones((), device=run.world.device))
+        for output in found.outputs or ():  # on the workers of the last stage
+            totals[:-1] += output["sums"].double().cpu().numpy()
+        if found.outputs is not None:
+            totals[-1] += arrays["masked_weights"].sum()
+    *sums, masked = run.sum(totals.tolist())
+    names = ("mlm_loss", "mlm_accuracy", *((f"{task}_loss", f"{task}_accuracy") if task else ()))
+    counts = (masked, masked, len(chosen), len(chosen))
+    return {n: value / max(count, 1) for n, value, count in zip(names, sums, counts, strict=False)}, len(
+        chosen
+    )

@@ -1,0 +1,65 @@
+"""Opens the stages of a model for the recipes that divide it over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoal.decide.batch import BatchPlan, StagesConfig
+from shoal.pipelining.api import make_mesh, pipeline
+from shoal.pipelining.runtime import Pipeline
+from shoal.pipelining.stage import replace_tensors
+from shoal.train.run import Run
+
+_WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def open_stages(
+    model: nn.Module,
+    example: Mapping[str, Tensor],
+    run: Run,
+    parallel: StagesConfig,
+    batch: BatchPlan,
+    *,
+    fill: Callable[[nn.Module], object] | None = None,
+    wire: str = "fp32",
+) -> tuple[Pipeline, DeviceMesh]:
+    """Return this worker's stages with their weights, and the mesh of all workers. A collective call.
+
+    Args:
+        model: its weights, if it has some, are those of the stages; afterwards it is on the meta device.
+        example: one replica's batch, on the CPU.
+        batch: its ``num_workers`` are the replicas.
+        fill: loads the weights of a part of a model that is on the meta device; default: weights drawn from
+            the run's seed, the same in every layout.
+        wire: ``distributed.wire`` of the settings.
+
+    Raises:
+        UsageError: the model cannot be split so, or the weights are of another one.
+        ShoalError: the weights cannot be read; another worker failed.
+    """
+    mesh = make_mesh(run.world.device.type, pipeline=parallel.pipeline, data=batch.num_workers)
+    stage = pipeline(
+        model,
+        example,
+        mesh=mesh["pp"],
+        data_parallel=mesh["dp"],
+        microbatches=batch.accumulation_steps,
+        schedule=parallel.schedule,
+        virtual_stages=parallel.virtual_stages,
+        optimize=parallel.optimize,
+        shard=parallel.shard,
+        seed=run.seed,
+        device=run.world.device,
+        initialise=None if fill is None else lambda module: None,
+        autocast=run.precision.dtype,
+        wire=_WIRES[wire],
+    )
+    if fill is not None:
+        fill(stage.module)
+    # The model would keep the weights of its stages, which FSDP2 has replaced by shards.
+    replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    return stage, mesh
