@@ -29,6 +29,7 @@ RUN_BY_OTHERS = {
     "shoal.cli.predict": ("processes/test_predict.py", '"predict"'),
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
     "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
+    "shoal.recipes.masked_lm_stages": ("processes/test_pretrain_stages.py", "**parallel"),
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
     "shoal.cli.use": ("processes/test_predict.py", '"predict"'),
