@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.decide.batch import ScheduleName as ScheduleName  # options resolve inherited annotations here
 from shoal.decide.batch import StagesConfig
 from shoal.errors import UsageError, require_positive
 

@@ -199,6 +199,16 @@ def test_usage_errors_are_one_message_and_exit_code_2(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("recipe", "message"), [("albert", "nowhere"), ("bert", "--phase2.total-steps 0"), ("t5", "nowhere")]
+)
+def test_layouts_are_options(recipe: str, message: str, tmp_path: Path) -> None:
+    layout = ("--parallel.pipeline", "2", "--parallel.schedule", "1f1b", "--workers", "2")
+    result = shoal("train", recipe, "--preset", "tiny", "--data.path", str(tmp_path / "nowhere"), *layout)
+    assert result.returncode == 2, said(result)
+    assert message in said(result) and "Traceback" not in result.stderr
+
+
 def test_an_unknown_preset_is_named() -> None:
     result = shoal("train", "albert", "--preset", "tinny")
     assert result.returncode == 2
