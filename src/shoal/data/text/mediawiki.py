@@ -98,7 +98,8 @@ def _collect(code: Any, hidden: frozenset[str], parts: list[str]) -> None:
     for node in code.nodes if code is not None else ():
         kind = type(node).__name__
         if kind == "Text":
-            parts.append(_LEFT_OVER.sub("", node.value))
+            text = node.value
+            parts.append(_LEFT_OVER.sub("", text) if "''" in text or "__" in text else text)
         elif kind == "HTMLEntity":
             parts.append(node.normalize())
         elif kind == "Wikilink":

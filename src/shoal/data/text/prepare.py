@@ -58,6 +58,10 @@ _OWN_FILE = re.compile(
 
 _SAMPLE = "sample.json"
 _SAMPLE_CHARACTERS = 10 << 20
+_MORE_THAN_SAMPLE = 1.1
+"""Estimated characters of a source that is no sample as a whole, relative to those of a sample."""
+_SURELY_MORE = 4
+"""Bytes of such a source, relative to the characters of a sample, with markup or without."""
 """Enough for tens of thousands of subwords; sentencepiece takes about 8 s of processor time for it."""
 _PART_CHARACTERS = 64 << 10
 """At least this much is read per place, which bounds the number of places."""
@@ -212,7 +216,10 @@ def _make_job(
         given = (
             None if trains else tokenizer.read_tokenizer(Path(config.tokenizer), lowercase=config.lowercase)
         )
-        sample, is_whole = read_sample(chunks, config.errors)
+        sample: list[str] = []
+        is_whole = False
+        if trains or not is_more_than_sample(chunks, config.errors):
+            sample, is_whole = read_sample(chunks, config.errors)
         held_out = held_out_rank(sample, is_whole, config.validation, config.seed)
         made = given or tokenizer.train_tokenizer(
             "unigram" if config.tokenizer == "unigram" else "wordpiece",
@@ -328,6 +335,29 @@ def read_sample(chunks: Sequence[Chunk], errors: Errors) -> tuple[list[str], boo
             "meant?"
         )
     return articles, is_whole
+
+
+def is_more_than_sample(chunks: Sequence[Chunk], errors: Errors) -> bool:
+    """Estimate whether the articles have more characters than a sample.
+
+    Where the tokenizer is given, a sample would tell no more than that, and the main process would read it
+    alone. Of a source of some ten megabytes two chunks are read, of a smaller one all.
+
+    Raises:
+        UsageError: a chunk cannot be read (see ``read_articles``).
+    """
+
+    def size(chunk: Chunk) -> int:
+        return sum(span.end - span.start for span in chunk)
+
+    num_bytes = sum(map(size, chunks))
+    if num_bytes < _SAMPLE_CHARACTERS:
+        return False
+    if num_bytes > _SURELY_MORE * _SAMPLE_CHARACTERS:
+        return True
+    some = [chunks[number] for number in sorted({0, len(chunks) // 2})]
+    characters = sum(len(article) for chunk in some for article in read_articles(chunk, errors))
+    return characters * num_bytes > _MORE_THAN_SAMPLE * _SAMPLE_CHARACTERS * sum(map(size, some))
 
 
 def held_out_rank(articles: Sequence[str], is_whole: bool, validation: float, seed: int) -> float:

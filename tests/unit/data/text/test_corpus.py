@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from shoal.data.text import corpus
+from shoal.data.text import corpus, prepare
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.env import test_data_dir as data_dir
 from shoal.errors import UsageError
@@ -70,6 +71,30 @@ def test_pieces_of_any_size_give_the_same_articles(tmp_path: Path, text: str) ->
     assert len(expected) in (6, 18)
     for chunk_bytes in range(1, 2 * len(text) + 2):
         assert articles_of(cut_chunks(files, chunk_bytes)) == expected, chunk_bytes
+
+
+def test_a_source_is_more_than_a_sample_by_two_of_its_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f"{{{{Infobox|a}}}} {'word ' * 20}{number:04}." for number in range(400)]
+    pages = "".join(f"<page>\n<revision>\n<text>{line}</text>\n</revision>\n</page>\n" for line in lines)
+    for name, text in (("a.txt", "\n".join(lines)), ("a.xml", f"<mediawiki>\n{pages}</mediawiki>\n")):
+        pieces = cut_chunks(find_files([str(write(tmp_path / name, text))], "auto"), 2_000)
+        characters = len("".join(articles_of(pieces)))
+        read: list[corpus.Chunk] = []
+
+        def noted(
+            chunk: corpus.Chunk, errors: corpus.Errors, read: list[corpus.Chunk] = read
+        ) -> Iterator[str]:
+            read.append(chunk)
+            return read_articles(chunk, errors)
+
+        monkeypatch.setattr(prepare, "read_articles", noted)
+        for part, is_more in ((0.5, True), (1.5, False)):
+            monkeypatch.setattr(prepare, "_SAMPLE_CHARACTERS", int(part * characters))
+            assert prepare.is_more_than_sample(pieces, "strict") == is_more
+        assert all(chunk in (pieces[0], pieces[len(pieces) // 2]) for chunk in read)
+        assert read or name == "a.txt"
 
 
 def test_small_files_share_a_piece_and_large_ones_are_cut(tmp_path: Path) -> None:
