@@ -64,7 +64,7 @@ test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the
 bench: $(STAMP)  ## the figures of docs/results.md, to benchmarks/results (an hour on a quiet machine; root)
 	@for name in reduce optimizers dropout detection_ops detection_loader text_reader image_reader image_loader tokenise text_intake squad_features overhead train_step \
 	    bert_step pretraining_gain pipeline comm backend_suite ddp_emulated comm_formats priority \
-	    served stragglers; do \
+	    served stragglers losses; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json \
 	    --markdown benchmarks/results/$$name.md || true; done
 

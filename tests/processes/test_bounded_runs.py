@@ -131,6 +131,10 @@ def test_local_steps_of_a_run_that_was_killed_end_as_those_of_one_that_was_not(
     ]
     assert exchanges[0] == exchanges[1]
     assert [step for step, _ in exchanges[0]] == [2, 3, 4, 6, 8, 9, 10, 12]
+    assert jobs.wait(start(settings(data, killed, {}))) == [EXIT_USAGE] * WORKERS
+    assert (
+        "the checkpoint holds no optimizer: it cannot be continued" in (killed / "worker-0.log").read_text()
+    )
 
 
 @pytest.mark.parametrize("distributed", [{"wait_for": 2}, {"staleness": 2}], ids=str)

@@ -117,6 +117,41 @@ def test_a_replay_in_one_process_has_the_same_bits(
     run_group(train, len(HOSTS), tmp_path / "group", tmp_path, name, max_norm, options, hosts=HOSTS)
 
 
+def take_asynchronous_steps(rank: int, folder: Path, compensation: float) -> None:
+    model = DistributedDataParallel(net())
+    optimizer, log = SGD(model.parameters(), lr=0.1), folder / "log.jsonl"
+    options = {"asynchronous": True, "compensation": compensation}
+    training = bound_waiting(model, optimizer, log=log, max_norm=1.0, **options)
+    pauses, batches = random.Random(rank), []
+    for _ in training.batches(range(STEPS)):
+        batches.append(training.next_step)
+        set_rate(optimizer, rank)  # each gradient has the rate of its worker
+        backward(model, rank, training.next_step)
+        time.sleep(PAUSE_S * (pauses.random() < 0.2))
+        training.step()
+    training.finish()
+    dist.barrier()  # rank 0 has written its last line
+    rows, counts = read(log)[1:], summary(log)
+    assert counts.used == [STEPS] * len(HOSTS) and sum(counts.dropped) == 0
+    used = [row["used"] for row in rows if row["used"]]
+    assert [batch for ((who, batch, _),) in used if who == rank] == batches
+    assert max(counts.staleness) > 0, "no gradient was late"
+    want = net()
+    reference = SGD(want.parameters(), lr=0.1)
+    taken = replay(
+        log, want, reference, lambda rank, batch: backward(want, rank, batch), max_norm=1.0,
+        schedule=lambda step: set_rate(reference, used[step - 1][0][0]), compensation=compensation,
+    )  # fmt: skip
+    assert taken == STEPS * len(HOSTS)
+    for have, wanted in zip(model.parameters(), want.parameters(), strict=True):
+        assert torch.equal(have, wanted)
+
+
+@pytest.mark.parametrize("compensation", [0.0, 0.04])
+def test_asynchronous_steps_are_replayed_to_the_bit(tmp_path: Path, compensation: float) -> None:
+    run_group(take_asynchronous_steps, len(HOSTS), tmp_path / "group", tmp_path, compensation, hosts=HOSTS)
+
+
 # ---- an emulated slow worker -------------------------------------------------------------------------------
 
 
@@ -208,11 +243,24 @@ def refuse(rank: int) -> None:
             bound_waiting(model, AdamW(model.parameters()), **options)
 
     refused("give wait_for or staleness", DistributedDataParallel(net()))
+    model = DistributedDataParallel(net())
+    with pytest.raises(UsageError, match=r"asynchronous steps with AdamW\(betas="):
+        bound_waiting(model, AdamW(model.parameters()), asynchronous=True)
+    refused("wait for nobody", model, asynchronous=True, wait_for=2)
+    refused("compensation=0.1 must be", model, staleness=1, compensation=0.1)
     refused("wait_for=4 must be from 1", DistributedDataParallel(net()), wait_for=4)
     refused("max_norm=0", DistributedDataParallel(net()), wait_for=1, max_norm=0.0)
     batch_norm = DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7)))
     refused("broadcast_buffers=False", batch_norm, wait_for=1)
     model = DistributedDataParallel(net())
+    hooked = DistributedDataParallel(net())
+    training = bound_waiting(hooked, AdamW(hooked.parameters()), wait_for=1)
+    for batch in training.batches([1]):
+        hooked.module[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+        backward(hooked, rank, batch)
+        with pytest.raises(UsageError, match="a hook that reads its gradient"):
+            training.step()
+        break
     with pytest.raises(CommError, match=r"staleness=[12], .*staleness=[12], "):
         bound_waiting(model, AdamW(model.parameters()), staleness=1 + rank)
 

@@ -27,7 +27,7 @@ class WaitingRule:
 
     With ``wait_for`` below the number of workers a step is taken as soon as so many have their gradients;
     late ones are dropped or used in a later step. Else a step takes all gradients of its batch, and workers
-    run ahead of it.
+    run ahead of it. Asynchronous steps take one gradient each, in the order in which they come.
 
     Attributes:
         num_workers: of the group.
@@ -36,6 +36,7 @@ class WaitingRule:
             it.
         staleness: largest staleness of a gradient.
         grace_s: seconds for which a step that has enough gradients goes on waiting for the others.
+        asynchronous: each gradient is a step, whatever its staleness.
 
     Raises:
         UsageError: the values do not go together.
@@ -46,8 +47,13 @@ class WaitingRule:
     late: Late = "drop"
     staleness: int = 0
     grace_s: float = 0.0
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
+        if self.asynchronous:
+            if (self.wait_for, self.late, self.staleness, self.grace_s) != (1, "next", 0, 0.0):
+                raise UsageError(f"asynchronous steps wait for nobody: {self.text} do not go with them")
+            return
         if not 1 <= self.wait_for <= self.num_workers:
             raise UsageError(
                 f"wait_for={self.wait_for} must be from 1 to the number of workers, {self.num_workers}"
@@ -76,13 +82,13 @@ class WaitingRule:
         """The options, for messages."""
         return (
             f"wait_for={self.wait_for}, late={self.late!r}, staleness={self.staleness}, "
-            f"grace_s={self.grace_s:g}"
+            f"grace_s={self.grace_s:g}{', asynchronous' if self.asynchronous else ''}"
         )
 
     @property
     def waits_for_all(self) -> bool:
         """True if each step takes the gradients of all workers."""
-        return self.wait_for == self.num_workers
+        return self.wait_for == self.num_workers and not self.asynchronous
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,9 @@ class StepDecider:
         if self._num_ready < rule.wait_for:
             return None
         heads = [queue[0] for queue in self._ready if queue]
-        if not rule.waits_for_all:
+        if rule.asynchronous:
+            heads = heads[:1]  # it is asked after each offer, so there is one
+        elif not rule.waits_for_all:
             if not any(each.batch == step for each in heads):
                 return None
             if rule.late == "next" and any(

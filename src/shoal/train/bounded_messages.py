@@ -27,9 +27,15 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from shoal import native
+from shoal.comm import BACKEND_NAME
 from shoal.comm.engine import CommError
 from shoal.comm.exchange import MessageBuilder
+from shoal.comm.native_group import python_group
+from shoal.comm.rendezvous import host_identity
 from shoal.comm.work import MessageWork
 from shoal.decide.bounded_waiting import Contribution, Decision, StepDecider, WaitingRule
 from shoal.json_text import parse_json
@@ -146,7 +152,9 @@ class Coordinator:
 
     def _offer(self, rank: int, message: Message) -> None:
         gradient = Contribution(rank, int(message["batch"]), int(message["version"]))
-        if gradient.batch > self._decider.step:
+        if self._rule.asynchronous:  # its step is the next one
+            self._options[self._decider.step + 1] = rank, message["options"]
+        elif gradient.batch > self._decider.step:
             other, options = self._options.setdefault(gradient.batch, (rank, message["options"]))
             if options != message["options"]:
                 raise ValueError(
@@ -158,7 +166,7 @@ class Coordinator:
 
     def _require_same_end(self) -> None:
         ends = sorted({batch for batch, _, _ in self._ended.values()})
-        last = max([self._decider.step, *self._options], default=0)
+        last = 0 if self._rule.asynchronous else max([self._decider.step, *self._options], default=0)
         if ends and (len(ends) > 1 or last > ends[0]):
             rank = min(rank for rank, (batch, _, _) in self._ended.items() if batch == ends[0])
             raise ValueError(
@@ -190,8 +198,7 @@ class Coordinator:
         """Release who waits for a step that does not come; when all have ended, tell them to synchronize."""
         if not self._ended:
             return False
-        last = next(iter(self._ended.values()))[0]
-        if self._decider.step == last:
+        if self._decider.step == next(iter(self._ended.values()))[0]:
             self._tell_late(self._decider.drop_late())
         if len(self._ended) < self._rule.num_workers:
             return False
@@ -202,7 +209,7 @@ class Coordinator:
         self._ended, self._until, self._asked = {}, None, False
         self._decider.synchronize()
         self._tell_late(self._decider.take_dropped())
-        self._tell({"kind": "synchronize", "step": last, "then": then, "ends": ends})
+        self._tell({"kind": "synchronize", "step": self._decider.step, "then": then, "ends": ends})
         return ends
 
     def _tell(self, message: Message) -> None:
@@ -237,3 +244,25 @@ class Line:
 def as_lists(gradients: Sequence[Contribution]) -> list[list[int]]:
     """Return rank, batch and version of each gradient."""
     return [[each.rank, each.batch, each.version] for each in gradients]
+
+
+def group_beside(model: DistributedDataParallel) -> Any:
+    """Return a group of the model's ranks for the steps alone, which another thread takes."""
+    beside = dist.new_group(
+        dist.get_process_group_ranks(model.process_group),
+        backend=BACKEND_NAME,
+        pg_options=python_group(model.process_group).member.options,
+        use_local_synchronization=True,
+    )
+    return python_group(beside)
+
+
+def hosts_of(group: Any) -> list[int]:
+    """Return the number of each rank's host: sums are added within hosts first. All ranks call it."""
+    if group.member.options.order == "rank":
+        return list(range(group.size()))
+    own = torch.tensor([native.crc32c(host_identity().encode())])
+    every = torch.zeros(group.size(), dtype=torch.int64)
+    group.all_gather_single(every, own).wait()
+    known = list(dict.fromkeys(every.tolist()))
+    return [known.index(each) for each in every.tolist()]

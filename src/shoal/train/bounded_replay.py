@@ -121,6 +121,7 @@ def replay(
     schedule: Callable[[int], None] | None = None,
     max_norm: float | None = None,
     dropped: bool = False,
+    compensation: float = 0.0,
 ) -> int:
     """Take the steps of :func:`shoal.train.bounded_waiting.bound_waiting` again, and return how many.
 
@@ -136,6 +137,7 @@ def replay(
         max_norm: as it was there.
         dropped: also compute the gradients that no step has taken, in the order of each worker's batches:
             for local steps with a quorum, where ``backward`` makes the local steps of a round.
+        compensation: as it was there.
 
     Raises:
         ShoalError: the log is damaged, or has other weights where the workers have noted theirs.
@@ -167,7 +169,7 @@ def replay(
             newest = row["step"]
             if schedule is not None:
                 schedule(newest)
-            gradients = _mean_of(row["used"], hosts, parameters, versions, backward)
+            gradients = _mean_of(row, hosts, parameters, versions, backward, compensation)
             _set(parameters, versions[newest - 1])
             if not row.get("skipped"):
                 _step(parameters, optimizer, gradients, max_norm)
@@ -183,17 +185,22 @@ def replay(
 
 
 def _mean_of(
-    used: list[list[int]],
+    row: dict[str, Any],
     hosts: list[int],
     parameters: list[Tensor],
     versions: dict[int, list[Tensor]],
     backward: Callable[[int, int], None],
+    compensation: float,
 ) -> list[Tensor]:
     """Return the mean of the gradients of a step, added as the servers do: within hosts first."""
     parts = [[torch.zeros_like(each) for each in parameters] for _ in hosts]
+    used, newest = row["used"], versions[row["step"] - 1]
     for rank, batch, version in used:
         _compute(parameters, versions[version], backward, rank, batch)
-        parts[rank] = [_gradient_of(each) * (1.0 / len(used)) for each in parameters]
+        gradients = [_gradient_of(each) for each in parameters]
+        if compensation:
+            gradients = compensate(gradients, newest, versions[version], compensation)
+        parts[rank] = [gradient * (1.0 / len(used)) for gradient in gradients]
     sums: dict[int, list[Tensor]] = {}
     for host, part in zip(hosts, parts, strict=True):
         sums[host] = [a + b for a, b in zip(sums[host], part, strict=True)] if host in sums else part
@@ -201,6 +208,19 @@ def _mean_of(
     for other in others:
         total = [a + b for a, b in zip(total, other, strict=True)]
     return total
+
+
+@torch.no_grad()
+def compensate(
+    gradients: list[Tensor], newest: list[Tensor], own: list[Tensor], strength: float
+) -> list[Tensor]:
+    """Return gradients of weights ``own``, corrected for weights ``newest`` (DC-ASGD, arXiv 1609.08326).
+
+    To each is added ``strength`` · gradient² · (newest - own), element by element.
+    """
+    return [
+        g + strength * (g * g) * (now - then) for g, now, then in zip(gradients, newest, own, strict=True)
+    ]
 
 
 def _compute(

@@ -39,15 +39,27 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal import native
-from shoal.comm import BACKEND_NAME
-from shoal.comm.native_group import python_group
-from shoal.comm.rendezvous import host_identity
 from shoal.decide.bounded_waiting import Late, WaitingRule
 from shoal.errors import UsageError
-from shoal.train.bounded_messages import Coordinator, Line, Mail, Message, Then, max_bytes_of
-from shoal.train.bounded_replay import Counts
-from shoal.train.served_checks import check_max_norm, check_model, check_optimizer, forbid_hook
+from shoal.train.bounded_messages import (
+    Coordinator,
+    Line,
+    Mail,
+    Message,
+    Then,
+    group_beside,
+    hosts_of,
+    max_bytes_of,
+)
+from shoal.train.bounded_replay import Counts, compensate
+from shoal.train.served_checks import (
+    check_max_norm,
+    check_model,
+    check_no_momentum,
+    check_optimizer,
+    forbid_gradient_hooks,
+    forbid_hook,
+)
 from shoal.train.served_optimizers import factor_of, kernel_of, set_values, values_of
 from shoal.train.served_tensors import ServedTensors, checksum
 
@@ -63,6 +75,8 @@ def bound_waiting(
     late: Late = "drop",
     staleness: int | None = None,
     grace_s: float = 0.0,
+    asynchronous: bool = False,
+    compensation: float = 0.0,
     max_norm: float | None = None,
     log: Path | None = None,
 ) -> BoundedWaiting:
@@ -83,6 +97,10 @@ def bound_waiting(
             gradient, 1 by default: steps then wait for the worker that would exceed it.
         grace_s: with ``wait_for``, seconds for which a step that has enough gradients goes on waiting for the
             others: a tenth of a step's time, so that workers as fast as others are not late by chance.
+        asynchronous: instead of ``wait_for`` or ``staleness``: each gradient is a step of its own, when it
+            comes, whatever its staleness. The optimizer must have no momentum.
+        compensation: with ``asynchronous``, the strength λ of the correction for weights that have changed
+            meanwhile (DC-ASGD): g + λ g² (w - w of the gradient); 0.04 in MXNet. 4 bytes a parameter more.
         max_norm: clip the norm of a step's mean gradient to this. A norm that is not finite skips the step.
         log: file to which rank 0 appends a line of JSON for each step.
 
@@ -107,8 +125,20 @@ def bound_waiting(
     check_model(model)
     check_optimizer(optimizer, model)
     check_max_norm(optimizer, max_norm)
-    if wait_for is None and staleness is None:
+    if asynchronous:
+        if wait_for is not None or staleness is not None or late != "drop" or grace_s:
+            raise UsageError(
+                "bound_waiting: asynchronous steps wait for nobody; leave wait_for, staleness, late and "
+                "grace_s out"
+            )
+        check_no_momentum(optimizer)
+        wait_for, late = 1, "next"
+    elif wait_for is None and staleness is None:
         raise UsageError("bound_waiting: give wait_for or staleness; update_on_servers waits for all")
+    if not 0 <= compensation < math.inf or (compensation and not asynchronous):
+        raise UsageError(
+            f"bound_waiting: compensation={compensation} must be at least 0, and is for asynchronous steps"
+        )
     if model.broadcast_buffers and any(True for _ in model.buffers()):
         raise UsageError(
             "bound_waiting: the model has buffers, which DDP broadcasts in each forward pass; give it "
@@ -116,17 +146,21 @@ def bound_waiting(
         )
     size = dist.get_world_size(model.process_group)
     if staleness is None:
-        staleness = 1 if late == "next" else 0
-    rule = WaitingRule(size, size if wait_for is None else wait_for, late, staleness, grace_s)
-    return BoundedWaiting(model, optimizer, rule, max_norm=max_norm, log=log)
+        staleness = 1 if late == "next" and not asynchronous else 0
+    rule = WaitingRule(size, size if wait_for is None else wait_for, late, staleness, grace_s, asynchronous)
+    return BoundedWaiting(model, optimizer, rule, max_norm=max_norm, log=log, compensation=compensation)
 
 
 @dataclass(eq=False)
 class _Gradient:
-    """A gradient that this worker has handed over; ``step`` is the one that has taken or dropped it."""
+    """A gradient that this worker has handed over; ``step`` is the one that has taken or dropped it.
+
+    ``weights`` are those that it is the gradient of, where it is to be compensated.
+    """
 
     batch: int
     tensors: list[Tensor]
+    weights: list[Tensor]
     step: int | None = None
 
 
@@ -149,6 +183,7 @@ class BoundedWaiting:
         max_norm: float | None,
         log: Path | None,
         after: int = 0,
+        compensation: float = 0.0,
     ) -> None:
         """Load the weights to the servers, and begin to follow rank 0.
 
@@ -159,18 +194,21 @@ class BoundedWaiting:
             max_norm: as there; ``math.inf`` only measures.
             log: as there.
             after: steps that the weights have seen.
+            compensation: as there.
         """
+        self._compensation, self._num_handed = compensation, 0
         self.optimizer = optimizer
         self.num_dropped = self.num_skipped = 0
         self.grad_norm = math.nan
         self._rule, self._max_norm, self._log = rule, max_norm, log
         self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
-        self._group = _group_beside(model)
+        self._group = group_beside(model)
         self._stepper = _copy_of(optimizer)  # with the options of the step that the servers take
         self._servers = ServedTensors(self._group, self._stepper)
         self._parameters = [table.parameter for table in self._servers.tables]
         try:
-            self._servers.configure(self._stepper, f", with {rule.text}, max_norm={max_norm}")
+            more = f", with {rule.text}, max_norm={max_norm}, compensation={compensation}"
+            self._servers.configure(self._stepper, more)
         except ValueError as problem:  # such as all ranks on one host
             raise UsageError(f"bound_waiting: {problem}") from None
         self._servers.load(optimizer)
@@ -205,7 +243,7 @@ class BoundedWaiting:
         All workers' loaders have as many batches. It may be called for epoch after epoch.
         """
         for batch in loader:
-            self._passed += 1
+            self._passed = self._batch if self._rule.asynchronous else self._passed + 1
             if self._passed == self._batch:
                 yield batch
                 if self._passed == self._batch:
@@ -287,7 +325,8 @@ class BoundedWaiting:
             ends: whether no batch follows.
         """
         before = self._num_synchronized
-        self._line.tell({"kind": "synchronize", "batch": self._batch - 1, "then": then, "ends": ends})
+        last = self._num_handed if self._rule.asynchronous else self._batch - 1
+        self._line.tell({"kind": "synchronize", "batch": last, "then": then, "ends": ends})
         self._wait_until(lambda: self._num_synchronized > before)
         self._copy_newest()
         self._passed, self._batch = self._own_version, self._own_version + 1
@@ -302,6 +341,7 @@ class BoundedWaiting:
         optimizer.state.clear()
 
     def _collect(self) -> _Gradient:
+        forbid_gradient_hooks(self._parameters, "bound_waiting")
         for parameter in self._parameters:
             if parameter.grad is None:
                 raise UsageError(
@@ -311,7 +351,9 @@ class BoundedWaiting:
         tensors = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        gradient = _Gradient(self._batch, tensors)  # type: ignore[arg-type]
+        weights = [each.detach().clone() for each in self._parameters] if self._compensation else []
+        gradient = _Gradient(self._batch, tensors, weights)  # type: ignore[arg-type]
+        self._num_handed += 1
         with self._changed:
             self._handed.append(gradient)
         return gradient
@@ -343,7 +385,7 @@ class BoundedWaiting:
         mail = Mail(self._group, max_bytes_of(self._rule.num_workers, len(self.optimizer.param_groups)))
         is_first = self._group.rank() == 0
         coordinator = Coordinator(mail, self._rule, after=self._version) if is_first else None
-        hosts = self._hosts()
+        hosts = hosts_of(self._group)
         if coordinator is not None:
             self._write({"workers": self._rule.num_workers, "hosts": hosts, "after": self._version})
             self._begin(coordinator.listen, "shoal-coordinator")
@@ -389,6 +431,9 @@ class BoundedWaiting:
         self._drop(order["dropped"], step)
         set_values(self._stepper, order["options"]["groups"])
         share = 1.0 / len(used)
+        if own and self._compensation:
+            taken = own[0]
+            taken.tensors = compensate(taken.tensors, self._newest, taken.weights, self._compensation)
         for number, memory in enumerate(self._spare):
             if own:
                 torch.mul(own[0].tensors[number], share, out=memory)
@@ -459,16 +504,6 @@ class BoundedWaiting:
 
     # ---- the log ------------------------------------------------------------------------------------------
 
-    def _hosts(self) -> list[int]:
-        """Return the number of each rank's host: sums are added within hosts first."""
-        if self._group.member.options.order == "rank":
-            return list(range(self._rule.num_workers))
-        own = torch.tensor([native.crc32c(host_identity().encode())])
-        every = torch.zeros(self._rule.num_workers, dtype=torch.int64)
-        self._group.all_gather_single(every, own).wait()
-        known = list(dict.fromkeys(every.tolist()))
-        return [known.index(each) for each in every.tolist()]
-
     def _write(self, row: dict[str, Any]) -> None:
         if self._log is None or self._group.rank() != 0:
             return
@@ -479,17 +514,6 @@ class BoundedWaiting:
 def _wait_for_all(works: list[Any]) -> None:
     for work in works:
         work.wait()
-
-
-def _group_beside(model: DistributedDataParallel) -> Any:
-    """Return a group of the model's ranks for the steps alone, which another thread takes."""
-    beside = dist.new_group(
-        dist.get_process_group_ranks(model.process_group),
-        backend=BACKEND_NAME,
-        pg_options=python_group(model.process_group).member.options,
-        use_local_synchronization=True,
-    )
-    return python_group(beside)
 
 
 def _copy_of(optimizer: Optimizer) -> Optimizer:

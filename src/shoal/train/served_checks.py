@@ -65,6 +65,23 @@ def check_outer(outer: Optimizer, model: nn.Module) -> None:
         )
 
 
+def check_no_momentum(optimizer: Optimizer) -> None:
+    """Check that an optimizer can take gradients of any staleness.
+
+    Raises:
+        UsageError: it has momentum, with which a delay of one step lowers the largest stable rate 38-fold.
+    """
+    for group in optimizer.param_groups:
+        name = "momentum" if "momentum" in group else "betas"
+        momentum = group["momentum"] if name == "momentum" else group["betas"][0]
+        if momentum:
+            raise UsageError(
+                f"asynchronous steps with {type(optimizer).__name__}({name}={group[name]}): with momentum "
+                f"{momentum}, gradients that are late soon make training diverge; set it to 0, or bound the "
+                "staleness, which keeps gradients in the order of their batches"
+            )
+
+
 def check_max_norm(optimizer: Optimizer, max_norm: float | None) -> None:
     """Check the norm to which gradients are to be clipped.
 
@@ -85,6 +102,15 @@ def forbid_hook(model: DistributedDataParallel) -> None:
     if isinstance(model, DistributedDataParallel) and model._comm_hooks:
         hook = getattr(model._comm_hooks[0][0], "__qualname__", "?")
         raise UsageError(f"weights on servers: the model has the communication hook {hook}; register none")
+
+
+def forbid_gradient_hooks(parameters: Iterable[Tensor], name: str) -> None:
+    """Raise a :class:`UsageError` if a parameter has a hook that reads its gradient after backward."""
+    if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
+        raise UsageError(
+            f"{name}: a parameter has a hook that reads its gradient after the backward pass "
+            "(register_post_accumulate_grad_hook), when it belongs to the servers; remove it"
+        )
 
 
 def check_model(model: DistributedDataParallel) -> None:

@@ -43,7 +43,13 @@ from torch.optim import Optimizer
 
 from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
-from shoal.train.served_checks import check_max_norm, check_model, check_optimizer, forbid_hook
+from shoal.train.served_checks import (
+    check_max_norm,
+    check_model,
+    check_optimizer,
+    forbid_gradient_hooks,
+    forbid_hook,
+)
 from shoal.train.served_optimizers import factor_of, kernel_of, options_of
 from shoal.train.served_tensors import ServedTensors, Table, tables_of
 
@@ -338,12 +344,7 @@ class Served:
                 "a second backward pass before step(): the servers have updated with the first one's "
                 "gradients; do all but the last backward pass of a step in no_sync()"
             )
-        for parameter in self._table_of:
-            if parameter._post_accumulate_grad_hooks:
-                raise UsageError(
-                    "update_on_servers: a parameter has a hook that reads its gradient after the backward "
-                    "pass (register_post_accumulate_grad_hook), where the servers' weights arrive; remove it"
-                )
+        forbid_gradient_hooks(self._table_of, "update_on_servers")
         if not self._is_loaded:
             self._load()
         if not self._phased:
