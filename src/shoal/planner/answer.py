@@ -120,9 +120,10 @@ def _advice(divisions: Sequence[Division]) -> str:
         return "the parts of a pipeline cannot follow the speed of its hosts"
     if not chosen.exact:
         saved = duration(best.total_s - chosen.total_s)
+        options = chosen.name.replace("_", "-").replace("=", " ").split(", ")
         return (
-            f"keep {best.name} shares for plain training. Every host is late now and then: in a loop of your "
-            f"own,\n  bound_waiting with {chosen.name} would save {saved}; it is another "
+            f"keep {best.name} shares for plain training. Every host is late now and then:\n  "
+            f"{' '.join(f'--distributed.{option}' for option in options)} would save {saved}; it is another "
             "algorithm, whose rate may have to be lower"
         )
     if best.name == "equal":

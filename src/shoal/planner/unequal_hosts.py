@@ -41,7 +41,7 @@ class Division:
     """Training in one way on hosts of unequal speed."""
 
     name: str
-    """Value of ``--distributed.shares``, or the options of ``bound_waiting``."""
+    """Value of ``--distributed.shares``, or other options of ``--distributed``."""
     step_s: float
     total_s: float
     of_possible: float

@@ -78,7 +78,8 @@ def test_jitter_is_worth_staleness(plan: Plan) -> None:
     chosen = recommended(list(found.values()))
     assert not chosen.exact
     assert chosen.total_s < 0.9 * found["equal"].total_s
-    assert f"bound_waiting with {chosen.name}" in text_of([plan], unequal=list(found.values()))
+    text = text_of([plan], unequal=list(found.values()))
+    assert f"--distributed.staleness {chosen.name.removeprefix('staleness=')} would save" in text
 
 
 def test_a_slow_host_is_no_case_for_staleness(plan: Plan) -> None:
