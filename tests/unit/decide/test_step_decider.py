@@ -151,6 +151,7 @@ def test_a_step_with_enough_gradients_waits_for_its_grace() -> None:
         ({"wait_for": 3, "late": "next", "staleness": 1}, "no gradient is late"),
         ({"wait_for": 3, "staleness": -1}, "at least 0"),
         ({"wait_for": 2, "grace_s": -1.0}, "grace_s=-1.0 must be a number of seconds"),
+        ({"wait_for": 2, "asynchronous": True}, "asynchronous steps wait for nobody"),
         ({"wait_for": 3, "grace_s": 1.0}, "is for wait_for below the number of workers"),
     ],
 )
@@ -163,3 +164,11 @@ def test_rules_that_do_not_go_together_are_refused(values: dict[str, Any], messa
 def test_a_gradient_that_a_worker_cannot_have_is_named(gradient: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="worker 0 has a gradient of batch"):
         StepDecider(WaitingRule(2, wait_for=1)).offer(Contribution(*gradient))
+
+
+def test_each_gradient_is_an_asynchronous_step() -> None:
+    decider = StepDecider(WaitingRule(3, wait_for=1, late="next", asynchronous=True))
+    decisions = offer(decider, (2, 1, 0), (0, 1, 0), (2, 2, 1), (1, 1, 0))
+    assert [used(each) for each in decisions] == [[(2, 1)], [(0, 1)], [(2, 2)], [(1, 1)]]
+    assert [each.used[0].staleness_in(each.step) for each in decisions] == [0, 1, 1, 3]
+    assert not decider.take_dropped()
