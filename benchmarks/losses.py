@@ -59,11 +59,12 @@ def main() -> int:
         text = Path(folder) / "text"
         files = [data / "wikitext2" / f"{name}.txt" for name in ("valid", "test")]
         shoal("prepare", "text", *files, "--out", text, "--tokenizer", "wordpiece", "--vocab-size", "2048")
-        losses: dict[str, list[float]] = {}
-        for name, (given, _) in {"plain": ((), 0.0), **MODES}.items():
-            runs = [(seed, Path(folder) / f"{name}-{seed}") for seed in SEEDS]
-            losses[name] = [train(text, run, seed, steps, given) for seed, run in runs]
-            print(f"{name}: {', '.join(f'{loss:.4f}' for loss in losses[name])}", flush=True)
+        modes = {"plain": (), **{name: options for name, (options, _) in MODES.items()}}
+        losses: dict[str, list[float]] = {name: [] for name in modes}
+        for seed in SEEDS:
+            for name, given in modes.items():
+                losses[name].append(train(text, Path(folder) / f"{name}-{seed}", seed, steps, given))
+                print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
     for name, (_, target) in MODES.items():
         above = [loss / plain - 1 for loss, plain in zip(losses[name], losses["plain"], strict=True)]
         bench.limit(
