@@ -59,7 +59,7 @@ def _steps(counters: Tensor) -> Tensor:
     return ~counters * -_GOLDEN
 
 
-def row_keys(keys: Tensor, shape: Sequence[int]) -> Tensor:
+def row_keys(keys: Tensor, shape: Sequence[int], site: int | None = None) -> Tensor:
     """Return a key per row of a tensor, int64 ``shape``.
 
     A key depends on the indices of its row, not on the sizes of the dimensions, so that padding does not
@@ -68,10 +68,10 @@ def row_keys(keys: Tensor, shape: Sequence[int]) -> Tensor:
     Args:
         keys: int64 ``[shape[0]]``, of the samples.
         shape: of the tensor without its last dimension.
+        site: number of the dropout in the model, if ``keys`` do not have it yet.
     """
-    for size in shape[1:]:
-        keys = fold_in(keys[..., None], torch.arange(size, device=keys.device))
-    return keys
+    found: Tensor = torch.ops.shoal.row_keys(keys, shape, site)
+    return found
 
 
 def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
@@ -94,7 +94,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor, num_dropped: int) -> Tensor:
-        keep = _keep_mask(keys, x.shape[-1], num_dropped)
+        keep: Tensor = torch.ops.shoal.keep_mask(keys, x.shape[-1], num_dropped)
         ctx.save_for_backward(keep)
         ctx.scale = _RANGE / (_RANGE - num_dropped) if num_dropped < _RANGE else 0.0
         return (x * keep).mul_(ctx.scale)
@@ -105,6 +105,33 @@ class _Dropout(torch.autograd.Function):
         return (grad * keep).mul_(ctx.scale), None, None
 
 
+# As operations of torch, each is one node of an exported graph, where its steps would be three quarters of a
+# T5. torch.compile replaces them by their steps and fuses these.
+_library = torch.library.Library("shoal", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _operation(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Make a function of tensors ``torch.ops.shoal.NAME``, on all devices."""
+
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        name = _library.define(schema)  # type: ignore[no-untyped-call]
+        _library.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+        return function
+
+    return register
+
+
+@_operation("row_keys(Tensor keys, SymInt[] shape, int? site) -> Tensor")
+def _row_keys(keys: Tensor, shape: Sequence[int], site: int | None) -> Tensor:
+    """Compute :func:`row_keys`."""
+    if site is not None:
+        keys = fold_in(keys, site)
+    for size in shape[1:]:
+        keys = fold_in(keys[..., None], torch.arange(size, device=keys.device))
+    return keys
+
+
+@_operation("keep_mask(Tensor keys, SymInt width, int num_dropped) -> Tensor")
 def _keep_mask(keys: Tensor, width: int, num_dropped: int) -> Tensor:
     """Return which elements of rows are kept, bool ``[*keys.shape, width]``: not ``num_dropped`` of 2**16."""
     # One hash serves four elements, 16 bits each. Its last operation is a multiplication: shifts of signed
@@ -226,7 +253,7 @@ class SampleDropout(TorchFunctionMode):
 
     def _next_keys(self, shape: Sequence[int]) -> Tensor:
         """Return the keys of the rows of a tensor, ``shape``, at the next site."""
-        num_samples = self.keys.shape[0]
-        keys = fold_in(self.keys, self.site)
+        num_samples, site = self.keys.shape[0], self.site
         self.site += 1
-        return row_keys(keys, (num_samples, shape[0] // num_samples, *shape[1:])).reshape(shape)
+        folded = (num_samples, shape[0] // num_samples, *shape[1:])
+        return row_keys(self.keys, folded, site).reshape(shape)

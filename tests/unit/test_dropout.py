@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.decide.rng import draw, dropout_keys
 from shoal.dropout import SampleDropout, attention, dropout, fold_in, row_keys
@@ -158,3 +159,19 @@ def test_tensors_without_samples_are_left_to_torch() -> None:
     torch.manual_seed(1)
     with SampleDropout(sample_keys(3)):
         assert torch.equal(F.dropout(x), expected)
+
+
+def test_an_exported_graph_has_a_node_for_keys_and_mask_which_compilers_replace() -> None:
+    class Dropping(nn.Module):
+        def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+            with SampleDropout(keys, site=5):
+                return F.dropout(x, 0.25)
+
+    x, keys = torch.randn(3, 7, 10), sample_keys(3)
+    exported = torch.export.export(Dropping(), (x, keys), strict=False)
+    assert torch.equal(exported.module()(x, keys), Dropping()(x, keys))
+    made, traced = (
+        [str(node.target) for node in graph.nodes if "shoal" in str(node.target)]
+        for graph in (exported.graph, make_fx(Dropping())(x, keys).graph)
+    )
+    assert (made, traced) == (["shoal.row_keys.default", "shoal.keep_mask.default"], [])
