@@ -88,17 +88,11 @@ def plan(
     known = Catalog(catalog)
     hosts, helping = known.machines(workers), known.machines(helpers) if helpers else None
     require_accelerators(hosts)
-    files = [read_measured(path) for path in measured]
-    trained = [file for file in files if isinstance(file, MeasuredTrain)]
+    hosts, helping, trained = _with_measured(hosts, helping, measured)
     if trained and samples_per_s is not None:
         raise UsageError(
             f"--throughput and --measured {trained[0].path} both give the speed: leave one of them out"
         )
-    for file in files:
-        if isinstance(file, MeasuredComm):
-            if helping and helping.instance.network == hosts.instance.network:
-                helping = file.applied(helping)
-            hosts = file.applied(hosts)
     if isinstance(model, str) and ":" not in model:
         name = model
         phases = _recipe_phases(name, sequence_length, global_batch, train_samples, hosts.num_accelerators)
@@ -121,6 +115,19 @@ def plan(
         )
     job = Job(recipe=name, parts=tuple(parts), start_s=start_s)
     return search(job, hosts, helping, goal=goal, algorithms=algorithms, wire_bytes=wire_bytes)
+
+
+def _with_measured(
+    hosts: Machines, helping: Machines | None, measured: Sequence[Path]
+) -> tuple[Machines, Machines | None, list[MeasuredTrain]]:
+    """Return machines with the networks that files say, and the files with times of training."""
+    files = [read_measured(path) for path in measured]
+    for file in files:
+        if isinstance(file, MeasuredComm):
+            if helping and helping.instance.network == hosts.instance.network:
+                helping = file.applied(helping)
+            hosts = file.applied(hosts)
+    return hosts, helping, [file for file in files if isinstance(file, MeasuredTrain)]
 
 
 def _own_workload(model: Model, inputs: Mapping[str, Tensor] | None) -> Workload:

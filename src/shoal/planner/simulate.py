@@ -93,6 +93,7 @@ class _Simulation:
         self.queues: defaultdict[tuple[int, int], deque[_Piece]] = defaultdict(deque)
         self.unreleased = enumerate(ready)
         self.unfinished: dict[int, int] = {}
+        self.speeds: dict[tuple[int, ...], list[float]] = {}
         self.begun: dict[tuple[int, int], float] = {}
         self.ended: dict[tuple[int, int], float] = {}
 
@@ -175,7 +176,14 @@ class _Simulation:
 
     def _speeds(self) -> list[float]:
         """Return the max-min fair rate of each active piece, in bytes of its bucket per second."""
-        demands = [self.phases[piece.phase].demands for piece in self.active]
+        phases = tuple(piece.phase for piece in self.active)
+        if phases not in self.speeds:
+            self.speeds[phases] = self._fair_rates(phases)
+        return self.speeds[phases]
+
+    def _fair_rates(self, phases: tuple[int, ...]) -> list[float]:
+        """Return the rates of pieces in these phases, which depend on nothing else."""
+        demands = [self.phases[phase].demands for phase in phases]
         if len(demands) == 1:
             return [min(self.rates[link] / amount for link, amount in demands[0])]
         speeds = [math.inf] * len(demands)

@@ -210,7 +210,7 @@ def achieved_flops_for(
     peak: float,
     tolerance: float = 1e-6,
 ) -> float:
-    """Return the FLOP/s of an accelerator at which ``predict`` gives ``measured``, by bisection.
+    """Return the FLOP/s of an accelerator at which ``predict`` gives ``measured``, by secants and halving.
 
     Args:
         predict: a time, falling with the FLOP/s, or a throughput, growing with it.
@@ -221,20 +221,28 @@ def achieved_flops_for(
     Raises:
         UsageError: no such rate exists: fixed costs alone exceed the measured time.
     """
-    low, high = peak * 1e-3, peak * 100
-    grows = predict(high) > predict(low)
-    if (predict(low) > measured) == (predict(high) > measured):
+
+    def error(log_flops: float) -> float:
+        return math.log(predict(math.exp(log_flops)) / measured)
+
+    low, high = math.log(peak * 1e-3), math.log(peak * 100)
+    at_low, at_high = error(low), error(high)
+    if (at_low > 0) == (at_high > 0):
         raise UsageError(
             f"no rate of computation gives {measured:g}: at infinite speed the prediction is "
-            f"{predict(high):g}; the measurement is of another model, batch or hardware"
+            f"{predict(peak * 100):g}; the measurement is of another model, batch or hardware"
         )
-    while high / low > 1 + tolerance:
-        middle = math.sqrt(low * high)
-        if (predict(middle) < measured) == grows:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(low * high)
+    while high - low > tolerance:
+        # Both sides of the secant's root soon enclose the answer; the middle ends it where they do not.
+        root = low + (high - low) * at_low / (at_low - at_high)
+        for tried in (root - 0.4 * tolerance, root + 0.4 * tolerance, (low + high) / 2):
+            if low < tried < high and high - low > tolerance:
+                found = error(tried)
+                if (found > 0) == (at_low > 0):
+                    low, at_low = tried, found
+                else:
+                    high, at_high = tried, found
+    return math.exp((low + high) / 2)
 
 
 def achieved_flops_of(workload: Workload, host: Machines, layout: Layout, samples_per_s: float) -> float:
