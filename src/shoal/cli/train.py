@@ -19,7 +19,6 @@ from shoal.env import worker_env
 from shoal.recipes import RECIPES, load
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
-from shoal.train.stopping import read_target
 
 _LISTS = Parameter(consume_multiple=True)  # --finetune.at 5000 10000
 train = App(name="train", default_parameter=_LISTS)
@@ -159,6 +158,8 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
         UsageError: settings that do not go together, or with the data.
         ShoalError: a worker failed.
     """
+    from shoal.train.stopping import read_target  # --help does without it
+
     module, run = load(name), config.run
     default = RECIPES[name].run_name.format(name=name, preset=preset, config=config)
     run_name = run.name or (run.dir.name if run.dir else default)

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from shoal.env import LAUNCH_DIR
 from shoal.errors import EXIT_OK, UsageError
-from shoal.launch.emulated import Cluster
-from shoal.launch.emulated_network import describe, plan_cluster
 from shoal.launch.supervision import Job, Outcome
 
 
@@ -43,6 +41,8 @@ class Hosts:
         Raises:
             UsageError: a number or a rate is invalid.
         """
+        from shoal.launch.emulated_network import describe, plan_cluster  # --help does without them
+
         if workers_per_host < 1:
             raise UsageError(f"{workers_per_host} workers per host must be at least 1")
         return describe(plan_cluster(**asdict(self), prefix="shoal"), workers_per_host=workers_per_host)
@@ -111,6 +111,8 @@ def _run(
     env: Mapping[str, str] | None = None,
 ) -> None:
     """Make the hosts, run the command to its end on each, and remove the hosts."""
+    from shoal.launch.emulated import Cluster
+
     with Cluster(**asdict(hosts), log_dir=log_dir) as cluster:
         cluster.start_helpers()
         if job.stop_requested:

@@ -12,8 +12,7 @@ from cyclopts import Parameter
 
 from shoal.env import GPU_DEVICES, WorkerEnv, worker_env
 from shoal.errors import EXIT_OK, UsageError
-from shoal.launch.emulated_job import Hosts, launch_emulated
-from shoal.launch.local import launch
+from shoal.launch.emulated_job import Hosts
 from shoal.train.config import required
 from shoal.train.run_dir import require_free, require_writable
 
@@ -94,6 +93,9 @@ def start(
     if how.dry_run:
         print("\n".join([*lines, *hosts, "dry run: nothing was started"]))
         return EXIT_OK
+    from shoal.launch.emulated_job import launch_emulated  # --help does without them
+    from shoal.launch.local import launch
+
     if find_spec("torch") is None:
         raise ModuleNotFoundError("workers need torch", name="torch")  # one line, not a traceback of each
     require_writable(run_dir)

@@ -10,8 +10,10 @@ import sys
 import tomllib
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cyclopts import App, ArgumentCollection
 
 from forked import shoal
 from shoal.train.config import shortened
@@ -264,6 +266,30 @@ def test_help_is_in_groups_with_what_is_required_first_and_an_example(group: str
     # the example is one that the command understands
     _, bound, ignored = app.parse_args(recipe.example.split()[1:], exit_on_error=False, print_error=False)
     assert not ignored and bound.arguments
+
+
+def test_options_are_assembled_once_for_help_and_anew_for_each_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shoal.cli import train
+
+    once, assemble, found = train.__getattr__("albert"), App.assemble_argument_collection, []
+
+    def counted(app: App, **given: Any) -> ArgumentCollection:
+        found.append(assemble(app, **given))
+        return found[-1]
+
+    monkeypatch.setattr(App, "assemble_argument_collection", counted)
+    monkeypatch.setattr(sys, "argv", ["shoal", "--help"])
+    for _ in range(2):
+        once(["--help"], result_action="return_value")
+    assert len(found) == 1
+    first, second = capsys.readouterr().out.split("Usage:")[1:]
+    assert first == second and "Optimizer steps of the whole run" in first
+    monkeypatch.setattr(sys, "argv", ["shoal"])
+    for steps in (7, 8):
+        _, bound, _ = once.parse_args(["--train.total-steps", str(steps)], exit_on_error=False)
+        assert bound.arguments["section_train"].total_steps == steps
 
 
 @pytest.mark.slow
