@@ -64,6 +64,25 @@ def test_exit_codes_are_seen_under_a_parent_that_ignores_its_children(tmp_path: 
     assert (done.returncode, done.stderr) == (1, "worker 0 was ended by SIGUSR1\n")
 
 
+@pytest.mark.parametrize("way", ["return 7", "sys.exit(7)"])
+def test_with_torch_loaded_a_command_ends_at_once_with_its_output_exit_functions_and_code(way: str) -> None:
+    program = (
+        "import atexit, sys, threading, time\n"
+        "from shoal.cli import app\n"
+        "class Kept:\n    def __del__(self):\n        print('visited')\n"
+        "kept = Kept()\n"
+        "def late():\n    time.sleep(0.2); print('thread')\n"
+        "def command(*_, **__):\n"
+        "    sys.modules['torch'] = atexit.register(print, 'exit function')\n"
+        "    threading.Thread(target=late).start()\n"
+        f"    {way}\n"
+        "app.app = command\n"
+        "app.program()\n"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout, child.stderr) == (7, "thread\nexit function\n", "")
+
+
 WRONG_PATHS = (
     "train albert --preset tiny --data.path wrong",
     "train bert --preset tiny --data.path wrong",
