@@ -56,6 +56,10 @@ def _no_process_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         request.node.user_properties.append((_LEFT_GROUP, True))
 
 
+def pytest_configure() -> None:
+    gc.disable()  # until tests are collected: modules that are imported stay
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the group in C++ before a test starts, whose time limit would include it.
 
@@ -63,6 +67,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     if any("processes" in item.path.parts for item in session.items):
         with suppress(Exception):  # a test says why
             importlib.import_module("shoal.comm.native_group").build()

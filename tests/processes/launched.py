@@ -14,8 +14,7 @@ from typing import Self
 
 from forked import fork_process
 from shoal.errors import ShoalError
-from shoal.launch import supervision
-from shoal.launch.local import launch
+from shoal.launch import local, supervision
 
 JOB = Path(__file__).with_name("launch_job.py")
 START_DEADLINE_S = 180.0
@@ -137,9 +136,9 @@ def run_launcher(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     command = [sys.executable, str(JOB), "--dir", str(folder), "--orders", orders, "--backend", backend]
-    supervision.AFTER_FAILURE_S = GRACE_S
+    supervision.AFTER_FAILURE_S = local.STOP_DEADLINE_S = GRACE_S
     try:
-        code = launch(command, **options)  # type: ignore[arg-type]
+        code = local.launch(command, **options)  # type: ignore[arg-type]
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code

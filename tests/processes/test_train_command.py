@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pretrain_jobs as jobs
 import pytest
+import use_jobs
 
 from forked import shoal
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
@@ -56,15 +57,14 @@ def test_sigterm_to_the_launcher_saves_and_the_same_command_continues(data: Path
     (owner,) = (tmp_path / "run" / "owner").iterdir()
     assert json.loads(owner.read_bytes())["released"]
 
-    shorter = (*settings(data, tmp_path / "run", stopped + 3), "--workers", "1")
-    result = shoal(*shorter)
+    shorter = settings(data, tmp_path / "run", stopped + 3)
+    result = shoal(*shorter, "--workers", "1")
     assert result.returncode == EXIT_OK, result.stderr
     assert f"continuing from {tmp_path / 'run' / 'checkpoints'}" in result.stderr
     assert sorted(jobs.losses(tmp_path / "run")) == list(range(1, stopped + 4))
 
-    again = shoal(*shorter)
-    assert again.returncode == EXIT_OK
-    assert "is finished" in again.stdout and "to begin again, name another --run.dir" in again.stdout
+    again = use_jobs.said(tmp_path, *shorter)
+    assert "is finished" in again and "to begin again, name another --run.dir" in again
 
 
 def test_under_torchrun_the_same_command_joins(data: Path, tmp_path: Path) -> None:

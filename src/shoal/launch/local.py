@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -52,7 +52,8 @@ _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ELSEWHERE = "192.0.2.1"
 """An address for documentation, which no host has: the way there is the default route."""
 _SIOCGIFADDR = 0x8915
-_STOP_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 10.0
+"""For a rendezvous that was asked to stop: a store that does not answer is waited for no longer."""
 _RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
 """By these, and TORCHELASTIC_RUN_ID, libraries recognise a worker that has been started for them."""
 
@@ -100,18 +101,8 @@ def launch(
             secret or one that others can read.
         ShoalError: the other hosts did not come, or a stranger wrote to their store.
     """
-    if num_workers < 1 or nnodes < 1:
-        raise UsageError(f"--workers {num_workers} and --nnodes {nnodes} must be at least 1")
-    rdzv = rdzv or (rendezvous() if nnodes > 1 else None)
-    if nnodes > 1 and rdzv is None:
-        raise UsageError(f"--nnodes {nnodes} needs --rdzv HOST:PORT, the same on every host")
-    host, port = ("", 0) if rdzv is None else _parse_rendezvous(rdzv)
     given = secret()
-    if nnodes > 1 and given is None:
-        raise UsageError(
-            f"--nnodes {nnodes} needs the job's secret, so that strangers cannot take part. Make one with "
-            f"{MAKE_SECRET}, copy it to every host, and on each: export {SECRET_FILE}=job.secret"
-        )
+    host, port = _meeting_place(num_workers, nnodes, rdzv, has_secret=given is not None)
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))  # 0700
     try:
         with Job(log_dir, error_dir=folder) as job, without(SECRET):
@@ -141,23 +132,10 @@ def launch(
                 "TORCHELASTIC_RUN_ID": run_id,
                 "TORCHELASTIC_USE_AGENT_STORE": str(membership is not None),
             }
-            workers: dict[int, subprocess.Popen[str]] = {}
             first = membership.rank * num_workers if membership else 0
             master = (host, port) if nnodes > 1 else (_LOOPBACK, _free_port())
-            for rank in range(first, first + num_workers):
-                stdout, stderr = job.outputs(rank)
-                variables = worker_variables(
-                    rank, num_hosts=nnodes, workers_per_host=num_workers, master=master
-                )
-                workers[rank] = subprocess.Popen(
-                    list(command),
-                    env=child_environment(**shared, **variables),
-                    stdout=stdout,
-                    stderr=stderr,
-                    text=True,
-                    start_new_session=True,
-                )
-            job.wait(workers)
+            ranks = range(first, first + num_workers)
+            job.wait(_start_workers(job, command, shared, ranks, num_hosts=nnodes, master=master))
             outcome = job.outcome()
             if membership is not None:
                 code, text = membership.cause(outcome.exit_code, outcome.text)
@@ -169,6 +147,47 @@ def launch(
         return outcome.report()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _meeting_place(num_workers: int, nnodes: int, rdzv: str | None, *, has_secret: bool) -> tuple[str, int]:
+    """Check what a job needs, and return host and port where its launchers meet: empty and 0 for one host."""
+    if num_workers < 1 or nnodes < 1:
+        raise UsageError(f"--workers {num_workers} and --nnodes {nnodes} must be at least 1")
+    rdzv = rdzv or (rendezvous() if nnodes > 1 else None)
+    if nnodes > 1 and rdzv is None:
+        raise UsageError(f"--nnodes {nnodes} needs --rdzv HOST:PORT, the same on every host")
+    place = ("", 0) if rdzv is None else _parse_rendezvous(rdzv)
+    if nnodes > 1 and not has_secret:
+        raise UsageError(
+            f"--nnodes {nnodes} needs the job's secret, so that strangers cannot take part. Make one with "
+            f"{MAKE_SECRET}, copy it to every host, and on each: export {SECRET_FILE}=job.secret"
+        )
+    return place
+
+
+def _start_workers(
+    job: Job,
+    command: Sequence[str],
+    shared: Mapping[str, str],
+    ranks: range,
+    *,
+    num_hosts: int,
+    master: tuple[str, int],
+) -> dict[int, subprocess.Popen[str]]:
+    """Start the workers of this host with the variables of all and those of their places."""
+    workers = {}
+    for rank in ranks:
+        stdout, stderr = job.outputs(rank)
+        variables = worker_variables(rank, num_hosts=num_hosts, workers_per_host=len(ranks), master=master)
+        workers[rank] = subprocess.Popen(
+            list(command),
+            env=child_environment(**shared, **variables),
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+    return workers
 
 
 def _unless_stopped(job: Job, join: Callable[[], Membership]) -> Membership | None:
@@ -187,7 +206,7 @@ def _unless_stopped(job: Job, join: Callable[[], Membership]) -> Membership | No
     while not found.done() and not job.stop_requested:
         time.sleep(POLL_S)
     if job.stop_requested:
-        thread.join(_STOP_DEADLINE_S)
+        thread.join(STOP_DEADLINE_S)
         return None
     return found.result()
 
