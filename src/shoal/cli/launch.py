@@ -74,16 +74,15 @@ def launch(
     from shoal.launch import sagemaker_host
     from shoal.launch.in_job import InJob, in_job
 
-    for option, number in (
-        ("workers", workers),
-        ("nnodes", nnodes),
-        ("global-batch", global_batch),
-        ("helper-port", helper_port),
+    for option, number, least in (
+        ("workers", workers, 1),
+        ("nnodes", nnodes, 1),
+        ("global-batch", global_batch, 1),
+        ("helper-port", helper_port, 1),
+        ("helpers", helpers, 0),
     ):
-        if number is not None and number < 1:
-            raise UsageError(f"--{option} {number} must be at least 1")
-    if helpers < 0:
-        raise UsageError(f"--helpers {helpers} must be at least 0")
+        if number is not None and number < least:
+            raise UsageError(f"--{option} {number} must be at least {least}")
     how = InJob(
         helper=role == "helper",
         job=job,

@@ -19,8 +19,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.data.images.augment import AugmentConfig
 from shoal.data.manifest import MANIFEST
@@ -41,6 +40,16 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shoal.data.images.reader import DTypeName, ImageReader, Transform
+    from shoal.data.images.shards import ImageShards
+    from shoal.data.loader import Batch
+    from shoal.data.sources import ReaderSource
+    from shoal.recipes.resnet50_export import Exported
+    from shoal.train.run import Run
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -221,20 +230,16 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     """
     import torch
     import torch.nn.functional as F
-    from torch import Tensor, nn
+    from torch import nn
 
-    from shoal.data.images.gpu import EncodedReader, GpuTransform
     from shoal.data.images.mixing import mix, mixup_weight
-    from shoal.data.images.normalise import Normalisation
-    from shoal.data.images.reader import DTypeName, ImageReader
     from shoal.data.images.synthetic import make_images
-    from shoal.data.images.transform import CentreTransform, TrainTransform
-    from shoal.data.loader import Batch, held_out_batches
-    from shoal.data.sources import ReaderSource
+    from shoal.data.images.transform import CentreTransform
+    from shoal.data.loader import held_out_batches
     from shoal.models.resnet import new_resnet
     from shoal.models.resnet8 import ResNet8
-    from shoal.recipes.resnet50_export import Exported, write_export
-    from shoal.recipes.resnet50_score import TOP1, estimate_norms, evaluate
+    from shoal.recipes.resnet50_export import write_export
+    from shoal.recipes.resnet50_score import TOP1, evaluate
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
     from shoal.train.weight_averaging import WeightAverage, average_norms
@@ -248,41 +253,9 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         num_classes = count_classes(config, len(train.manifest.classes))
         plan = make_plan(config, num_examples=len(train), num_workers=run.world.num_workers)
         run.epoch_samples = len(train)
-        make_reader = partial(
-            ImageReader,
-            seed=run.seed,
-            threads=images.decode_threads(data, run.world),
-            channels_last=config.train.channels_last,
-        )
+        source, images_of = open_training(config, run, train)
         centre = CentreTransform(validation.size, validation.resize, mean=augment.mean, std=augment.std)
-        held_out_reader = make_reader(held_out, centre)
-        train_reader: Any
-        images_of: Callable[[Batch], Tensor]  # float32 or bfloat16 [B, 3, S, S]
-        if data.decode == "device":
-            train_reader = EncodedReader(train, seed=run.seed)
-            images_of = GpuTransform(augment, seed=run.seed, device=run.world.device)
-        else:
-            # The first convolution rounds its input to bf16: rounded here, half the bytes are copied.
-            halves = run.precision.name == "bf16" and not (config.train.mixup or config.train.whiten_images)
-            in_bytes = images.copies_bytes(run.world, augment)
-            normalise = Normalisation(run.world.device, mean=augment.mean, std=augment.std)
-            dtype: DTypeName = "uint8" if in_bytes else "uint16" if halves else "float32"
-            train_reader = make_reader(train, TrainTransform(augment), on_bad=data.on_bad, dtype=dtype)
-
-            def images_of(batch: Batch) -> Tensor:
-                pixels: Tensor = run.to_device(batch["images"])
-                if in_bytes:
-                    return normalise(pixels, dtype=torch.bfloat16 if halves else torch.float32)
-                return pixels.view(torch.bfloat16) if halves else pixels
-
-        blocks = None
-        if data.block_size:
-            blocks = BlockShuffle(block_size=data.block_size, blocks_in_window=data.blocks_in_window)
-        source = ReaderSource(
-            reader=train_reader,
-            order=ShuffledOrder(num_examples=len(train), seed=run.seed, blocks=blocks),
-            processes=data.loader_processes,
-        )
+        held_out_reader = open_reader(config, run, held_out, centre)
 
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
@@ -291,7 +264,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
             model.to(memory_format=torch.channels_last)
         if config.train.whiten_images:
             assert isinstance(model, ResNet8)
-            first = held_out_batches(train_reader, micro_batch_size=256, limit=config.train.whiten_images)
+            first = held_out_batches(source.reader, micro_batch_size=256, limit=config.train.whiten_images)
             model.whiten(map(images_of, first))  # the same images on all workers
         decay = config.train.average_decay
         average = WeightAverage(model, decay) if decay else None
@@ -306,12 +279,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
             """Evaluate the weights, or their average, and return the model that was evaluated."""
             scored = average.model if average else model
             if config.train.norm_images:  # the running statistics are of other weights, or of smaller images
-                scored = copy.deepcopy(scored)
-                full_size = TrainTransform(replace(augment, first_size=None))
-                reader = make_reader(train, full_size, on_bad=data.on_bad)
-                estimate_norms(
-                    scored, reader, run, validation.batch_size, num_images=config.train.norm_images
-                )
+                scored = with_norms_of(scored, config, run, train)
             scores, num_samples = evaluate(
                 scored,
                 held_out_reader,
@@ -370,19 +338,6 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- export
         directory = required(run.directory) / images.EXPORT
 
-        def export(_: Path) -> None:
-            network = Exported(
-                model=required(scored),
-                network=replace(config.model, num_classes=num_classes),
-                classes=train.manifest.classes,
-                size=validation.size,
-                resize=validation.resize,
-                mirror=validation.mirror,
-                mean=augment.mean,
-                std=augment.std,
-            )
-            write_export(network, directory)
-
         def verdict(scores: Any) -> str:
             top1, count = scores["validation"].metrics[TOP1], scores["validation"].num_samples
             return (
@@ -390,12 +345,107 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 f"the model is in {directory}"
             )
 
-        return run.finish(export, verdict)
+        return run.finish(
+            lambda _: write_export(
+                exported(config, required(scored), num_classes, train.manifest.classes), directory
+            ),
+            verdict,
+        )
+
+
+def exported(
+    config: ResNetTrainConfig, model: "nn.Module", num_classes: int, classes: tuple[str, ...]
+) -> "Exported":
+    """Return a trained network with the form of its inputs."""
+    from shoal.recipes.resnet50_export import Exported
+
+    return Exported(
+        model=model,
+        network=replace(config.model, num_classes=num_classes),
+        classes=classes,
+        size=config.validation.size,
+        resize=config.validation.resize,
+        mirror=config.validation.mirror,
+        mean=config.augment.mean,
+        std=config.augment.std,
+    )
 
 
 # ------------------------------------------------------------------------------------------------- data
 
 NUM_CLASSES_MADE = 10
+
+
+def open_reader(
+    config: ResNetTrainConfig, run: "Run", shards: "ImageShards", transform: "Transform", **options: Any
+) -> "ImageReader":
+    """Return a reader of decoded images, in the layout of the model's weights."""
+    from shoal.data.images.reader import ImageReader
+
+    return ImageReader(
+        shards,
+        transform,
+        seed=run.seed,
+        threads=images.decode_threads(config.data, run.world),
+        channels_last=config.train.channels_last,
+        **options,
+    )
+
+
+def open_training(
+    config: ResNetTrainConfig, run: "Run", train: "ImageShards"
+) -> "tuple[ReaderSource, Callable[[Batch], Tensor]]":
+    """Return the training images in their order, and how a batch becomes images on the device.
+
+    These are ``[B, 3, S, S]``, float32 or bfloat16.
+    """
+    import torch
+
+    from shoal.data.images.gpu import EncodedReader, GpuTransform
+    from shoal.data.images.normalise import Normalisation
+    from shoal.data.images.transform import TrainTransform
+    from shoal.data.sources import ReaderSource
+
+    data, augment = config.data, config.augment
+    reader: ImageReader | EncodedReader
+    images_of: Callable[[Batch], torch.Tensor]
+    if data.decode == "device":
+        reader = EncodedReader(train, seed=run.seed)
+        images_of = GpuTransform(augment, seed=run.seed, device=run.world.device)
+    else:
+        # The first convolution rounds its input to bf16: rounded here, half the bytes are copied.
+        halves = run.precision.name == "bf16" and not (config.train.mixup or config.train.whiten_images)
+        in_bytes = images.copies_bytes(run.world, augment)
+        normalise = Normalisation(run.world.device, mean=augment.mean, std=augment.std)
+        dtype: DTypeName = "uint8" if in_bytes else "uint16" if halves else "float32"
+        reader = open_reader(config, run, train, TrainTransform(augment), on_bad=data.on_bad, dtype=dtype)
+
+        def images_of(batch: "Batch") -> torch.Tensor:
+            pixels: torch.Tensor = run.to_device(batch["images"])
+            if in_bytes:
+                return normalise(pixels, dtype=torch.bfloat16 if halves else torch.float32)
+            return pixels.view(torch.bfloat16) if halves else pixels
+
+    blocks = None
+    if data.block_size:
+        blocks = BlockShuffle(block_size=data.block_size, blocks_in_window=data.blocks_in_window)
+    order = ShuffledOrder(num_examples=len(train), seed=run.seed, blocks=blocks)
+    return ReaderSource(reader=reader, order=order, processes=data.loader_processes), images_of
+
+
+def with_norms_of(
+    model: "nn.Module", config: ResNetTrainConfig, run: "Run", train: "ImageShards"
+) -> "nn.Module":
+    """Return a copy of a model whose norms have the statistics of training images of full size."""
+    from shoal.data.images.transform import TrainTransform
+    from shoal.recipes.resnet50_score import estimate_norms
+
+    scored = copy.deepcopy(model)
+    full_size = TrainTransform(replace(config.augment, first_size=None))
+    reader = open_reader(config, run, train, full_size, on_bad=config.data.on_bad)
+    batch_size, num_images = config.validation.batch_size, config.train.norm_images
+    estimate_norms(scored, reader, run, batch_size, num_images=num_images)
+    return scored
 
 
 def count_classes(config: ResNetTrainConfig, found: int) -> int:
