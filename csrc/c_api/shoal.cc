@@ -292,6 +292,14 @@ int shoal_test(shoal_group* group, shoal_handle handle) {
   return !group->engine || group->engine->is_done(handle) ? 1 : 0;
 }
 
+shoal_status shoal_on_complete(shoal_group* group, shoal_handle handle, shoal_callback on_complete, void* context) {
+  return guarded([&] {
+    if (on_complete == nullptr) throw std::invalid_argument("on_complete is NULL");
+    group->call_back({handle, on_complete, context});
+    return SHOAL_SUCCESS;
+  });
+}
+
 shoal_status shoal_finish_delegated(shoal_group* group, shoal_handle handle) {
   return guarded([&] {
     if (group->engine) group->engine->finish_delegated(handle);

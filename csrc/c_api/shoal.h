@@ -35,7 +35,7 @@
 #define SHOAL_API __attribute__((visibility("default")))
 
 /* Incremented when a function or a field is added. */
-#define SHOAL_API_VERSION 2
+#define SHOAL_API_VERSION 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -224,6 +224,11 @@ SHOAL_API shoal_status shoal_wait(shoal_group* group, shoal_handle handle, doubl
 
 /* Returns 1 if the operation has completed or failed, which shoal_wait then tells without waiting; else 0. */
 SHOAL_API int shoal_test(shoal_group* group, shoal_handle handle);
+
+/* Gives an operation that was submitted without on_complete a callback. If it has completed already, the callback is
+ * the group's next one. */
+SHOAL_API shoal_status shoal_on_complete(shoal_group* group, shoal_handle handle, shoal_callback on_complete,
+                                         void* context);
 
 /* Completes a delegated operation on this rank. */
 SHOAL_API shoal_status shoal_finish_delegated(shoal_group* group, shoal_handle handle);

@@ -161,6 +161,22 @@ static void check_sums(struct rank* self) {
   CHECK(calls.num_failed == 0 && calls.handles[0] == 0 && calls.handles[1] == 1 && calls.handles[2] == 2);
 }
 
+/* A callback that comes after the submission, and one after the operation has completed. */
+static void check_late_callbacks(struct rank* self) {
+  float input[COUNT] = {1}, output[COUNT] = {0};
+  struct calls calls = {0};
+  const shoal_operation operation = all_reduce_of(input, output);
+  shoal_handle handle;
+  CHECK(shoal_submit(self->group, &operation, 1, &handle) == SHOAL_SUCCESS);
+  CHECK(shoal_on_complete(self->group, handle, NULL, NULL) == SHOAL_INVALID_ARGUMENT);
+  CHECK(shoal_on_complete(self->group, handle, note, &calls) == SHOAL_SUCCESS);
+  while (atomic_load(&calls.num) < 1) continue;
+  CHECK(output[0] == 2);
+  CHECK(shoal_on_complete(self->group, handle, note, &calls) == SHOAL_SUCCESS);
+  while (atomic_load(&calls.num) < 2) continue;
+  CHECK(calls.num_failed == 0 && calls.handles[0] == handle && calls.handles[1] == handle);
+}
+
 /* Each rank gives the other one more element than itself, then they send each other a message. */
 static void check_messages(struct rank* self) {
   const int other = 1 - self->rank;
@@ -233,6 +249,7 @@ static void* run_rank(void* given) {
   struct rank* self = given;
   CHECK(shoal_group_connect(self->group, self->members, DEADLINE_S) == SHOAL_SUCCESS);
   check_sums(self);
+  check_late_callbacks(self);
   check_messages(self);
   check_order_of_callbacks(self);
   /* rank 0 waits for an operation that rank 1 begins later */

@@ -60,6 +60,42 @@ def sums() -> None:
             assert digest(mine) == before, "an array that was not donated has changed"
 
 
+def shapes() -> None:
+    """Compare sums of trees of any shapes with NumPy's in rank order, together and leaf by leaf."""
+    import ml_dtypes
+    from hypothesis import Phase, given, settings
+    from hypothesis import strategies as st
+
+    import shoal.jax as sj
+
+    sj.init(timeout_s=60)
+    shape = st.one_of(
+        st.tuples(),
+        st.tuples(st.integers(0, 2)),
+        st.tuples(st.integers(0, 40_000)),
+        st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    )
+
+    # All ranks draw the same examples. One that fails is not shrunk: the others would not follow.
+    @settings(derandomize=True, database=None, deadline=None, max_examples=40, phases=[Phase.generate])
+    @given(
+        st.lists(shape, min_size=1, max_size=5),
+        st.sampled_from(["float32", "bfloat16", "float16"]),
+        st.integers(0, 2**32 - 1),
+    )
+    def check(leaves: list[tuple[int, ...]], dtype: str, seed: int) -> None:
+        random, kind = np.random.default_rng(seed), np.dtype(getattr(ml_dtypes, dtype, dtype))
+        every = [[random.standard_normal(each).astype(kind) for each in leaves] for _ in range(SIZE)]
+        sums = [leaf.astype(np.float32) for leaf in every[0]]
+        for rank in every[1:]:
+            sums = [total + leaf.astype(np.float32) for total, leaf in zip(sums, rank, strict=True)]
+        expected = digest([total.astype(kind) for total in sums])
+        assert digest(sj.all_reduce(every[RANK], "sum")) == expected
+        assert digest([sj.all_reduce(leaf, "sum") for leaf in every[RANK]]) == expected
+
+    check()
+
+
 def torch_sums() -> None:
     """Print the digests of the same sums and means through ``torch.distributed``."""
     import torch

@@ -1,10 +1,11 @@
 """Runs the examples for JAX, Keras and TensorFlow by ``shoal launch`` and on emulated hosts, without torch.
 
-They reach ``shoal.launch.local`` and ``shoal.launch.emulated``.
+``shoal bench comm`` needs torch beside them. They reach ``shoal.launch.local`` and ``shoal.launch.emulated``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -42,7 +43,7 @@ def losses(said: str, size: int) -> list[float]:
     [pytest.param(LAUNCH, id="launch"), pytest.param(EMULATE, id="emulate", marks=pytest.mark.slow)],
 )
 def test_jax(how: list[str], tmp_path: Path) -> None:
-    python = environment("jax", "jax,keras", "flax")
+    python = environment("jax", "jax,keras", "flax", "hypothesis")
     said = shoal(python, tmp_path, *how, "--", str(python), str(EXAMPLES / "jax_optax.py"))
     assert losses(said, 2)[-1] < 0.6
 
@@ -58,8 +59,32 @@ def test_tensorflow(how: list[str], tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [LAUNCH, EMULATE], ids=["launch", "emulate"])
 def test_keras_goes_on(how: list[str], tmp_path: Path) -> None:
-    python = environment("jax", "jax,keras", "flax")
+    python = environment("jax", "jax,keras", "flax", "hypothesis")
     program = [str(python), str(EXAMPLES / "keras_fit.py"), "--backup", "backup"]
     first = losses(shoal(python, tmp_path, *how, "--", *program, KERAS_BACKEND="jax"), 2)
     again = shoal(python, tmp_path, *how, "--", *program, "--epochs", "4", KERAS_BACKEND="jax")
     assert first[-1] < first[0] and "epoch 3" not in again and "epoch 4: loss" in again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "name", "extra", "packages"),
+    [
+        ("shoal-jax", "jax-torch", "jax,torch", ()),
+        ("shoal-tensorflow", "tensorflow-torch", "torch", ("tensorflow-cpu",)),
+    ],
+)
+def test_bench_comm(backend: str, name: str, extra: str, packages: tuple[str, ...], tmp_path: Path) -> None:
+    python, found = environment(name, extra, *packages), tmp_path / "comm.json"
+    collectives = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"]
+    arguments = ["--collectives", ",".join(collectives), "--sizes", "1k,1m", "--repeats", "2"]
+    said = shoal(
+        python, tmp_path, "bench", "comm", "--backends", f"shoal,{backend}", *arguments, "--json", str(found)
+    )
+    rows = json.loads(found.read_text())["rows"]
+    assert [row["collective"] for row in rows if row["backend"] == backend] == [
+        each for each in collectives for _ in range(1 if each == "barrier" else 2)
+    ]
+    assert len(rows) == 2 * 9 and said.count(backend) == 9
+    for row in rows:  # workers compare each result with the exact one first
+        assert len(row["samples_s"]) == 2 and min(row["samples_s"]) > 0

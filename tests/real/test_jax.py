@@ -28,7 +28,7 @@ FOUR = pytest.param(4, marks=pytest.mark.slow)
 @pytest.fixture(scope="session")
 def python() -> Path:
     """Return the interpreter of an environment with ``pip install shoal[jax]``."""
-    return environment("jax", "jax,keras", "flax")
+    return environment("jax", "jax,keras", "flax", "hypothesis")
 
 
 def run(
@@ -49,6 +49,11 @@ def test_sums_have_the_bits_of_the_torch_backend(python: Path, size: int, hosts:
     of_jax = results(run(python, "sums", size, hosts))
     assert len(of_jax) == 8
     assert of_jax == results(run(sys.executable, "torch_sums", size, hosts, SHOAL_NATIVE_GROUP="0"))
+
+
+@pytest.mark.parametrize("size", [TWO, FOUR])
+def test_sums_of_any_shapes(python: Path, size: int) -> None:
+    run(python, "shapes", size)
 
 
 @pytest.mark.parametrize("hosts", [WITH_SHARED_MEMORY, OVER_TCP])

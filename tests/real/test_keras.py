@@ -23,7 +23,7 @@ def python_of(backend: str) -> Path | str:
     if backend == "torch":
         return sys.executable
     if backend == "jax":
-        return environment("jax", "jax,keras", "flax")
+        return environment("jax", "jax,keras", "flax", "hypothesis")
     return environment("tensorflow", "keras", "tensorflow-cpu")
 
 

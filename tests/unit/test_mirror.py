@@ -21,6 +21,7 @@ NOT_OF_THE_PACKAGE = {"benchmarks"}
 RUN_BY_OTHERS = {
     "shoal.__main__": ("processes/test_train_command.py", '"-m", "shoal"'),
     "shoal.bench.collectives": ("processes/test_bench_comm.py", '"comm"'),
+    "shoal.bench.framework_calls": ("real/test_framework_launch.py", '"comm"'),
     "shoal.cli.bench": ("processes/test_bench_comm.py", '"bench"'),
     "shoal.cli.bench_train": ("unit/bench/test_step_timing.py", '"bench", "train"'),
     "shoal.cli.evaluate": ("unit/data/coco/test_coco_score.py", '"evaluate"'),

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from shoal import formatting
-from shoal.bench import comm_results
+from shoal.bench import comm_results, framework_calls
 from shoal.bench.chrome_trace import Span, rank_events, write_trace
-from shoal.bench.comm_options import COLOCATED, CommBench, parse_sizes, split_list
+from shoal.bench.comm_options import COLOCATED, FRAMEWORKS, CommBench, parse_sizes, split_list
 from shoal.bench.comm_results import Network, Row, formula_seconds, limit_seconds
 from shoal.comm.helpers import helper_bandwidths
 from shoal.comm.native_group import python_group
@@ -37,8 +37,8 @@ class Groups:
     """A process group per backend, and ``control``, a gloo group for the benchmark's own messages.
 
     Args:
-        backends: names of torch backends, or ``shoal-colocated``; empty: gloo and shoal, and shoal without
-            helpers if there are helpers.
+        backends: names of torch backends, ``shoal-colocated``, or of a framework; empty: gloo and shoal, and
+            shoal without helpers if there are helpers.
     """
 
     def __init__(self, worker: WorkerEnv, backends: Sequence[str] = (), *, timeout_s: float = 300.0) -> None:
@@ -54,11 +54,16 @@ class Groups:
         self.hosts: list[str] = [rank["host"] for rank in ranks]
         if not backends:  # backend shoal, too, takes rank 0's helpers
             backends = ("gloo", COLOCATED, "shoal") if ranks[0]["helpers"] else ("gloo", "shoal")
+        self.backends = tuple(backends)
         self.of_backend: dict[str, dist.ProcessGroup] = {}
+        self.frameworks: dict[str, framework_calls.Prepare] = {}
         for backend in backends:
             if backend == COLOCATED:
                 with without(HELPERS):
                     self.of_backend[backend] = _new_group("shoal", timeout)
+            elif backend in FRAMEWORKS:
+                store = dist.PrefixStore(backend, dist.distributed_c10d._get_default_store())
+                self.frameworks[backend] = framework_calls.join(backend, store, timeout)
             else:
                 self.of_backend[backend] = _new_group(backend, timeout)
         self.helper_bandwidths: tuple[float, ...] = tuple(self.gather_json(helper_bandwidths())[0])
@@ -88,7 +93,8 @@ class Groups:
 def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
     if not hasattr(dist.Backend, backend.upper()) and backend not in dist.Backend.backend_list:
         known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
-        raise UsageError(f"--backends: torch has no backend {backend!r}; it knows {known}, and {COLOCATED}")
+        own = ", ".join((COLOCATED, *FRAMEWORKS))
+        raise UsageError(f"--backends: torch has no backend {backend!r}; it knows {known}, and shoal {own}")
     group = dist.new_group(backend=backend, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -108,7 +114,7 @@ def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
     """Measure every case on every backend; rank 0 prints and writes. Returns the exit code."""
     dtype = getattr(torch, bench.dtype)
     groups = Groups(worker, split_list(bench.backends), timeout_s=bench.timeout)
-    backends = list(groups.of_backend)
+    backends = list(groups.backends)
     network = Network(
         num_workers=groups.size,
         num_hosts=len(set(groups.hosts)),
@@ -123,7 +129,12 @@ def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
     rows: list[Row] = []
     spans: list[Span] = []
     for case in cases_of(bench, dtype, groups.size):
-        calls = {name: prepare(case, group, dtype, name) for name, group in groups.of_backend.items()}
+        calls = {
+            name: _prepare_in_framework(case, groups, dtype, name)
+            if name in groups.frameworks
+            else prepare(case, groups.of_backend[name], dtype, name)
+            for name in backends
+        }
         samples = _sample(calls, groups, bench.repeats)
         if bench.trace:
             spans += _trace(calls, groups, case)
@@ -188,43 +199,67 @@ def prepare(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, backend: s
         ShoalError: the result is wrong.
     """
     rank, size = group.rank(), group.size()
-    mine = rank + 1 if size < 16 else int(rank < 16)
-    every = [r + 1 if size < 16 else int(r < 16) for r in range(size)]
-    count = case.num_elements
-    whole = torch.full((count,), mine, dtype=dtype)
-    part = torch.full((count // size,), mine, dtype=dtype)
-    summed = torch.full((count,), sum(every), dtype=dtype)
+    whole, part = (
+        _operand(count, rank, size, dtype) for count in (case.num_elements, case.num_elements // size)
+    )
     call: Call
-    expected: torch.Tensor | None
     match case.collective:
         case "all_reduce":
-            call, result, expected = partial(dist.all_reduce, whole, group=group), whole, summed
+            call, result = partial(dist.all_reduce, whole, group=group), whole
         case "reduce":
             call, result = partial(dist.reduce, whole, dst=0, group=group), whole
-            expected = summed if rank == 0 else None  # undefined elsewhere
         case "broadcast":
             call, result = partial(dist.broadcast, whole, src=0, group=group), whole
-            expected = torch.full((count,), every[0], dtype=dtype)
         case "reduce_scatter":
             call, result = partial(dist.reduce_scatter_tensor, part, whole, group=group), part
-            expected = summed[: len(part)]
         case "all_gather":
             call, result = partial(dist.all_gather_into_tensor, whole, part, group=group), whole
-            expected = torch.tensor(every, dtype=dtype).repeat_interleave(count // size)
         case _:
             return partial(dist.barrier, group=group)
     try:
         call()
     except RuntimeError as error:
         raise ShoalError(f"{case.collective} in {dtype} on {backend}: {error}") from error
-    if expected is not None and not torch.equal(result, expected):
+    _check_result(case, rank, size, backend, result)
+    whole.zero_()
+    part.zero_()
+    return call
+
+
+def _prepare_in_framework(case: Case, groups: Groups, dtype: torch.dtype, backend: str) -> Call:
+    """Return a call of the collective by a framework's program, after one whose result has been checked."""
+    rank, size = groups.rank, groups.size
+    count = case.num_elements // size if case.collective == "all_gather" else case.num_elements
+    call, result = groups.frameworks[backend](case.collective, _operand(count, rank, size, dtype))
+    if result is not None:
+        _check_result(case, rank, size, backend, result)
+    return call
+
+
+def _value(rank: int, size: int) -> int:
+    return rank + 1 if size < 16 else int(rank < 16)
+
+
+def _operand(count: int, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((count,), _value(rank, size), dtype=dtype)
+
+
+def _check_result(case: Case, rank: int, size: int, backend: str, result: torch.Tensor) -> None:
+    every = torch.tensor([_value(each, size) for each in range(size)], dtype=result.dtype)
+    match case.collective:
+        case "all_gather":
+            expected = every.repeat_interleave(case.num_elements // size)
+        case "broadcast":
+            expected = every[0].expand(len(result))
+        case "reduce" if rank != 0:
+            return  # undefined
+        case _:
+            expected = every.sum().to(result.dtype).expand(len(result))
+    if not torch.equal(result, expected):
         raise ShoalError(
             f"{case.collective} of {case.num_bytes:,} bytes on {backend} gave a wrong result on rank {rank}: "
             f"{result[:4].tolist()} … where all elements must be as in {expected[:4].tolist()} …"
         )
-    whole.zero_()
-    part.zero_()
-    return call
 
 
 def _sample(calls: dict[str, Call], groups: Groups, repeats: int) -> dict[str, list[float]]:
@@ -252,7 +287,8 @@ def _trace(calls: dict[str, Call], groups: Groups, case: Case) -> list[Span]:
     """Run each call once more and return the spans that the engines recorded, in this host's time."""
     spans = []
     for name, call in calls.items():
-        engine = getattr(python_group(groups.of_backend[name]), "engine", None)
+        group = groups.of_backend.get(name)
+        engine = getattr(python_group(group), "engine", None) if group else None
         if engine is not None:
             engine.trace(True)
             engine.take_trace()

@@ -17,6 +17,8 @@ from shoal.launch.emulated_network import parse_rate
 
 COLOCATED = "shoal-colocated"
 """The backend shoal without its helper hosts."""
+FRAMEWORKS = ("shoal-jax", "shoal-tensorflow")
+"""The engine of backend shoal, called by programs of JAX and of TensorFlow."""
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "barrier")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 
@@ -33,8 +35,9 @@ class CommBench:
     collectives: str = "all_reduce"
     """all_reduce, reduce_scatter, all_gather, broadcast, reduce, barrier; several separated by commas."""
     backends: str = ""
-    """Backends of torch.distributed, and shoal-colocated for shoal without its helper hosts. Default: gloo
-    and shoal, and shoal-colocated if there are helpers."""
+    """Backends of torch.distributed; shoal-colocated for shoal without its helper hosts; shoal-jax and
+    shoal-tensorflow for shoal in programs of JAX and TensorFlow. Default: gloo and shoal, and shoal-colocated
+    if there are helpers."""
     dtype: str = "float32"
     """Type of the elements."""
     repeats: int = 7
@@ -76,6 +79,12 @@ class CommBench:
                 if name not in known:
                     near = did_you_mean(name, known)
                     raise UsageError(f"{option}: {name!r} is none of {', '.join(known)}.{near}")
+        frameworks = [name for name in split_list(self.backends) if name in FRAMEWORKS]
+        if frameworks and "reduce" in split_list(self.collectives):
+            raise UsageError(
+                f"--collectives reduce: {frameworks[0]} has none, its programs call all_reduce; leave out "
+                f"reduce or {frameworks[0]}"
+            )
         if self.repeats < 1:
             raise UsageError(f"--repeats {self.repeats} must be at least 1")
         if not (math.isfinite(self.timeout) and self.timeout > 0):

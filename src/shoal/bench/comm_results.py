@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import formatting
+from shoal.bench.comm_options import COLOCATED
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
 from shoal.formatting import plural
@@ -101,7 +102,7 @@ def formula_seconds(collective: str, backend: str, num_bytes: int, network: Netw
     if backend == "gloo":
         return ring_seconds(num_bytes, links)
     if backend.startswith("shoal"):
-        factors = network.helper_bandwidths if backend == "shoal" else ()
+        factors = () if backend == COLOCATED else network.helper_bandwidths
         return two_hop_seconds(num_bytes, links, [f * network.link_bytes_per_s for f in factors])
     return None
 

@@ -246,10 +246,7 @@ def grouped_allgather(tensors: Sequence[Any], *, name: str | None = None) -> lis
     most = tf.reduce_max(of_ranks, axis=0)
     padded = [_padded(each, most[place]) for place, each in enumerate(given)]
     found = _call(padded, kind="all_gather")
-    return [
-        tf.boolean_mask(whole, tf.sequence_mask(of_ranks[:, place], most[place]))
-        for place, whole in enumerate(found)
-    ]
+    return [_joined(whole, of_ranks[:, place]) for place, whole in enumerate(found)]
 
 
 @_as_it_is
@@ -322,6 +319,17 @@ def _gathered_rows(slices: Any, op: str, factor: float) -> Any:
     values, indices = grouped_allgather([slices.values, slices.indices])
     share = factor / process.size() if op == "mean" else factor
     return tf.IndexedSlices(_scaled(values, share), indices, slices.dense_shape)
+
+
+def _joined(whole: Any, rows: Any) -> Any:
+    """Return the first ``rows`` of each rank's part of ``whole``, one after the other."""
+    joined = tf.cond(
+        tf.reduce_all(rows == tf.shape(whole, tf.int64)[1]),
+        lambda: tf.reshape(whole, tf.concat([[-1], tf.shape(whole)[2:]], axis=0)),  # a view
+        lambda: tf.concat([whole[rank, : rows[rank]] for rank in range(process.size())], axis=0),
+    )
+    joined.set_shape([None, *whole.shape[2:]])
+    return joined
 
 
 def _padded(tensor: Any, rows: Any) -> Any:

@@ -30,6 +30,10 @@ def test_sizes_that_are_none(text: str) -> None:
     [
         ({"collectives": "allreduce"}, "'allreduce' is none of .* Did you mean 'all_reduce'"),
         ({"dtype": "float23"}, "'float23' is none of .* Did you mean 'float32'"),
+        (
+            {"backends": "gloo,shoal-jax", "collectives": "all_reduce,reduce"},
+            "--collectives reduce: shoal-jax has none, .* leave out reduce or shoal-jax",
+        ),
         ({"repeats": 0}, "--repeats 0 must be at least 1"),
         ({"timeout": float("nan")}, "--timeout nan must be a positive number"),
         ({"emulated": Hosts(nic="1gbit")}, "--nic set up emulated hosts: add --hosts N"),

@@ -49,7 +49,8 @@ def test_a_barrier_has_no_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "seconds"), [("gloo", 1.75), ("shoal-colocated", 1.75), ("shoal", 1.0), ("mpi", None)]
+    ("backend", "seconds"),
+    [("gloo", 1.75), ("shoal-colocated", 1.75), ("shoal", 1.0), ("shoal-jax", 1.0), ("mpi", None)],
 )
 def test_formulas(backend: str, seconds: float | None) -> None:
     found = formula_seconds("all_reduce", backend, 25_000_000, EIGHT)

@@ -25,6 +25,11 @@ namespace shoal {
 // same way, so that it can stand in for this on some of the ranks.
 constexpr std::uint64_t fused_below_bytes = 64 << 10;
 
+// The operations of a call of up to this many bytes are waited for in the caller's thread, each for this long, before
+// callbacks of the group complete them: waking two threads costs more than the collective.
+constexpr std::uint64_t waited_for_bytes = 1 << 20;
+constexpr double brief_wait_s = 0.5e-3;
+
 struct Leaf {
   const std::byte* input;
   std::byte* output;
@@ -67,7 +72,8 @@ class TreeCall {
   // Called once, with an empty string or the reason of a failure, by a thread of the group or by the caller of `run`.
   using Done = std::function<void(const std::string& error)>;
 
-  // Submits one operation per leaf or block of leaves, and returns; `operation` has what they share.
+  // Submits one operation per leaf or block of leaves, which share `operation`, and returns. Waits for a small call, but
+  // briefly.
   static void run(shoal_group* group, std::vector<Leaf> leaves, shoal_operation operation, Done done) {
     auto* const call = new TreeCall(std::move(done));
     if (operation.kind == SHOAL_BROADCAST && operation.root == shoal_group_rank(group)) {
@@ -76,10 +82,7 @@ class TreeCall {
     }
     if (operation.kind == SHOAL_ALL_REDUCE || operation.kind == SHOAL_BROADCAST) call->fuse(leaves);
     operation.struct_size = sizeof operation;
-    operation.on_complete = on_complete;
-    operation.context = call;
     call->submit(group, leaves, operation);
-    call->end();
   }
 
   // A group of one rank: every operation is a copy.
@@ -139,7 +142,9 @@ class TreeCall {
 
   void submit(shoal_group* group, const std::vector<Leaf>& leaves, shoal_operation operation) {
     std::vector<shoal_operation> operations;
+    std::uint64_t bytes = 0;
     const auto add = [&](shoal_dtype dtype, std::uint64_t count, const void* input, void* output) {
+      bytes += count * bytes_of(dtype);
       operation.dtype = dtype;
       operation.count = count;
       operation.input = input;
@@ -150,11 +155,21 @@ class TreeCall {
       add(block.leaves.front().dtype, block.count, block.memory.get(), block.memory.get());
     }
     for (const Leaf& leaf : leaves) add(leaf.dtype, leaf.count, leaf.input, leaf.output);
-    if (operations.empty()) return;
-    pending_ += operations.size();
-    if (shoal_submit(group, operations.data(), operations.size(), nullptr) == SHOAL_SUCCESS) return;
-    fail(shoal_last_error());  // none has begun
-    pending_ -= operations.size();
+    std::vector<shoal_handle> handles(operations.size());
+    if (!operations.empty() &&
+        shoal_submit(group, operations.data(), operations.size(), handles.data()) != SHOAL_SUCCESS) {
+      fail(shoal_last_error());  // none has begun
+      handles.clear();
+    }
+    pending_ += handles.size();
+    bool waits = bytes <= waited_for_bytes;
+    for (const shoal_handle handle : handles) {
+      const shoal_status status = waits ? shoal_wait(group, handle, brief_wait_s) : SHOAL_TIMED_OUT;
+      waits = status != SHOAL_TIMED_OUT;
+      if (waits) on_complete(this, handle, status, status == SHOAL_SUCCESS ? "" : shoal_last_error());
+      else shoal_on_complete(group, handle, on_complete, this);
+    }
+    end();
   }
 
   // Ends one operation. The last one completes the call and deletes it.
@@ -171,7 +186,7 @@ class TreeCall {
     done_(error_);
   }
 
-  std::atomic<std::size_t> pending_{1};  // operations, and `run` while it submits
+  std::atomic<std::size_t> pending_{1};  // operations, and `submit` until it returns
   std::mutex mutex_;
   std::string error_;
   std::vector<Block> blocks_;
