@@ -1,10 +1,16 @@
-"""Tries the wheel for Python 3.12 and newer with Debian 13's Python 3.13, in the chroot that built it."""
+"""Tries the wheel for Python 3.12 and newer with Debian 13's Python 3.13, in the chroot that built it.
+
+There the newest JAX runs too, which has no wheel for Python 3.11.
+"""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import framework_jobs
 import pytest
 from wheels import ROOT, check_file, find_wheel, output_of
 
@@ -53,3 +59,37 @@ def test_the_command_runs(installed: str) -> None:
     assert "built from commit" in in_chroot(f"{installed}/shoal", "--version")
     assert "--port" in in_chroot(f"{installed}/shoal", "serve", "--help")
     assert "ok  native core" in in_chroot(f"{installed}/shoal", "doctor", exit_code=1)
+
+
+@pytest.fixture(scope="module")
+def with_jax(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel with JAX 0.12 or newer in the chroot; return a command that runs its Python there."""
+    platforms = [
+        f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux_2_27", "manylinux2014")
+    ]
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    subprocess.run(
+        [
+            *pip, "download", "--dest", CHROOT / "packages-jax", "--only-binary=:all:",
+            "--python-version=3.13", *platforms, "jax>=0.12", "optax", "hypothesis", "cyclopts",
+        ],
+        check=True,
+    )  # fmt: skip
+    shutil.copy(wheel, CHROOT / "packages-jax")
+    shutil.copy(Path(__file__).with_name("jax_workers.py"), CHROOT)
+    in_chroot("python3", "-m", "venv", "--clear", "/jax")
+    offline = ("--quiet", "--no-index", "--find-links", "/packages-jax")
+    in_chroot(
+        "/jax/bin/pip", "install", *offline, f"/packages-jax/{wheel.name}", "jax", "optax", "hypothesis"
+    )
+    command = tmp_path_factory.mktemp("chroot") / "python"
+    command.write_text(f'#!/bin/sh\nexec chroot "{CHROOT}" /jax/bin/python "$@"\n')
+    command.chmod(0o755)
+    return command
+
+
+@pytest.mark.parametrize("name", ["sums", "shapes", "collectives", "order", "training", "differing", "mpi"])
+def test_the_newest_jax(with_jax: Path, name: str) -> None:
+    framework_jobs.run(with_jax, Path("/jax_workers.py"), name, 2, RUNS="20")
+    version = in_chroot("/jax/bin/python", "-c", "import jax; print(jax.__version__)")
+    assert tuple(map(int, version.split(".")[:2])) >= (0, 12)

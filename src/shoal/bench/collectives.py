@@ -21,6 +21,7 @@ from shoal.bench.comm_results import Network, Row, formula_seconds, limit_second
 from shoal.comm.helpers import helper_bandwidths
 from shoal.comm.native_group import python_group
 from shoal.comm.rendezvous import host_identity
+from shoal.comm.store import PrefixStore
 from shoal.env import HELPERS, WorkerEnv, helpers, without
 from shoal.errors import EXIT_OK, ShoalError, UsageError
 from shoal.json_text import parse_json
@@ -62,7 +63,7 @@ class Groups:
                 with without(HELPERS):
                     self.of_backend[backend] = _new_group("shoal", timeout)
             elif backend in FRAMEWORKS:
-                store = dist.PrefixStore(backend, dist.distributed_c10d._get_default_store())
+                store = PrefixStore(f"{backend}/", dist.distributed_c10d._get_default_store())
                 self.frameworks[backend] = framework_calls.join(backend, store, timeout)
             else:
                 self.of_backend[backend] = _new_group(backend, timeout)
