@@ -12,6 +12,7 @@ from pipeline_world import NUM_PARTS, Made, Shared, Worker, exported_before, run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.comm.hooks import EightBitWire
 from shoal.errors import ShoalError
 from shoal.pipelining import pipeline, tied_weights
 from shoal.pipelining.loss import default_count, loss_of, micro_batches
@@ -171,7 +172,7 @@ def eight_bits(worker: Worker) -> dict[str, Any]:
     """
     made = worker.shared["t5"]
     oracle = made.oracle()
-    stage, batch = worker.pipeline(made, ranks=2, replicas=2, wire=torch.int8)
+    stage, batch = worker.pipeline(made, ranks=2, replicas=2, wire=EightBitWire)
     assert stage.wire is not None and stage.kept()["wire"] is stage.wire
     held = dict(stage.module.named_parameters())
     sums = {name: torch.zeros_like(parameter) for name, parameter in held.items()}
@@ -190,7 +191,7 @@ def eight_bits(worker: Worker) -> dict[str, Any]:
         for counted in (False, True) if name in held else ():
             found = sums[name] + left * counted
             errors[counted].append(float((found - 2 * gradient).abs().max() / gradient.abs().max()))
-    again, _ = worker.pipeline(made, ranks=2, replicas=2, wire=torch.int8)
+    again, _ = worker.pipeline(made, ranks=2, replicas=2, wire=EightBitWire)
     assert again.wire is not None and again.wire.tensors_to_read(saved).keys() == saved.keys()
     again.wire.read(saved)
     gradients = []

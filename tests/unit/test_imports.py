@@ -47,7 +47,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "planner": DECIDERS | {"models"},
     "launch": frozenset({"errors", "json_text", "env"}),
     "report": frozenset({"errors", "atomic_io", "record", "formatting"}),
-    "bench": DECIDERS | NATIVE | {"comm", "launch"},
+    "bench": DECIDERS | NATIVE | {"comm", "jax", "launch", "tensorflow"},
     "bug_report": NOUNS,
     "doctor": BELOW_RECIPES | {"bug_report"},
     "cli": BELOW_RECIPES | {"recipes", "planner", "launch", "report", "bench", "doctor"},

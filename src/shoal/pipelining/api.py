@@ -88,7 +88,7 @@ def pipeline(
     device: torch.device | str | None = None,
     initialise: Initialise | None = None,
     autocast: torch.dtype | None = None,
-    wire: torch.dtype | None = None,
+    wire: torch.dtype | type | None = None,
 ) -> Pipeline:
     """Split ``model`` over the ranks of ``mesh`` and return this rank's part. A collective call.
 
@@ -131,8 +131,8 @@ def pipeline(
             :meth:`Pipeline.step` inside ``torch.autocast``, since it runs the backward pass too. Default:
             that of the parameters.
         wire: dtype in which replicas send fp32 gradients: ``torch.bfloat16`` for half the bytes,
-            ``torch.int8`` for a quarter, with error feedback, on CPUs; not those that ``shard`` divides.
-            Default: as they are.
+            the class :class:`shoal.EightBitWire` for a quarter, with error feedback, on CPUs; not those
+            that ``shard`` divides. Default: as they are.
 
     Raises:
         UsageError: the model cannot be exported or split as requested, or fits no device; the message is the
@@ -162,10 +162,10 @@ def pipeline(
         >>> stage.close()
     """
     place = device_of(device, mesh)
-    if wire is torch.int8 and place.type != "cpu":
+    if isinstance(wire, type) and place.type != "cpu":
         raise UsageError(
-            f"wire torch.int8 (distributed.wire int8) is for tensors on CPUs, and stages are on {place}: use "
-            "bf16 or fp32"
+            f"wire {wire.__name__} (distributed.wire int8) is for tensors on CPUs, and stages are on "
+            f"{place}; use bf16 or fp32"
         )
     groups = make_process_groups(mesh, data_parallel, place)
     example = {name: tensor.detach() for name, tensor in example_inputs.items()}

@@ -7,13 +7,20 @@ parameters are summed when its last backward pass of the step is done; FSDP2 sum
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.comm.hooks import EightBitWire
 from shoal.decide.server_assignment import DDP_BUCKET_BYTES
+
+
+class ResidualWire(Protocol):
+    """Sums gradients in a coarse format, and keeps what rounding loses for the next step."""
+
+    def sum(self, buffer: Tensor, parameters: Iterable[Tensor]) -> Any:
+        """Begin to replace float32 gradients, ``[N]``, by their sum; return a future for its end."""
 
 
 class ReplicaSum:
@@ -21,7 +28,7 @@ class ReplicaSum:
 
     Args:
         group: the replicas; ``None``: there is one.
-        wire: dtype in which float32 gradients are sent, or what sends them in 8 bits; default: as they are.
+        wire: dtype in which float32 gradients are sent, or what sends them; default: as they are.
     """
 
     def __init__(
@@ -29,7 +36,7 @@ class ReplicaSum:
         group: dist.ProcessGroup | None,
         bucket_bytes: int = DDP_BUCKET_BYTES,
         *,
-        wire: torch.dtype | EightBitWire | None = None,
+        wire: torch.dtype | ResidualWire | None = None,
     ) -> None:
         self._group = group
         self._bucket_bytes = bucket_bytes
@@ -60,11 +67,12 @@ class ReplicaSum:
     def _send(self, bucket: dict[nn.Parameter, Tensor]) -> None:
         gradients = list(bucket.values())
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        if isinstance(self._wire, EightBitWire) and flat.dtype == torch.float32:
-            self._under_way.append((self._wire.sum(flat, bucket).wait, flat, gradients))
+        wire = self._wire if flat.dtype == torch.float32 else None
+        if isinstance(wire, torch.dtype):
+            flat = flat.to(wire)
+        elif wire is not None:
+            self._under_way.append((wire.sum(flat, bucket).wait, flat, gradients))
             return
-        if isinstance(self._wire, torch.dtype) and flat.dtype == torch.float32:
-            flat = flat.to(self._wire)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
         self._under_way.append((work.wait, flat, gradients))

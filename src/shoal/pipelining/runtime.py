@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.comm.hooks import EightBitWire
 from shoal.decide.pipeline_simulator import Timeline
 from shoal.pipelining.adapter import RunningStage, ScheduleRuntime
 from shoal.pipelining.device_placement import state_of
@@ -51,8 +50,8 @@ class Settings:
     seed: int
     title: str
     """Name of the model, for reports."""
-    wire: torch.dtype | None = None
-    """Dtype in which replicas send fp32 gradients, int8 with error feedback; default: as they are."""
+    wire: torch.dtype | Callable[..., Any] | None = None
+    """Dtype in which replicas send fp32 gradients, or the class that sends them; default: as they are."""
 
 
 class Pipeline:
@@ -64,7 +63,7 @@ class Pipeline:
         plan: The layout, the same on all workers.
         timeline: The predicted timeline of a step.
         traced: The measured timeline of the last step inside :meth:`tracing`.
-        wire: Sends the gradients of replicas in 8 bits, if anything does; its residuals are state to save.
+        wire: Sends the gradients of replicas, if a class was given for that; its residuals are state to save.
         device: Where this worker computes.
         step_number: Number of completed steps. Set it when resuming from a checkpoint: random streams
             (dropout) depend on it.
@@ -103,14 +102,12 @@ class Pipeline:
         self.module = ModelPart(parameters, buffers, aliases=aliases, not_saved=not_saved)
         self._parameters = parameters
         self._ties = TiedWeights(users, parameters, groups.group)
-        self.wire: EightBitWire | None = None
-        if settings.wire is torch.int8 and groups.data_group is not None:
-            self.wire = EightBitWire(
-                parameters.items(), groups.data_group, place=groups.rank, places=self._ties.holders
-            )
-        self._replicas = ReplicaSum(
-            groups.data_group, wire=self.wire if settings.wire is torch.int8 else settings.wire
-        )
+        self.wire: Any = None
+        dtype = settings.wire if isinstance(settings.wire, torch.dtype) else None
+        if not isinstance(settings.wire, torch.dtype | None) and groups.data_group is not None:
+            held = parameters.items()
+            self.wire = settings.wire(held, groups.data_group, place=groups.rank, places=self._ties.holders)
+        self._replicas = ReplicaSum(groups.data_group, wire=self.wire or dtype)
         self._replicated = self._find_replicated()
         self._left: dict[int, set[nn.Parameter]] = {}
         self._tracer = Tracer(groups.device, self._inside)

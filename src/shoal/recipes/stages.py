@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shoal.comm.hooks import EightBitWire
 from shoal.decide.batch import BatchPlan, StagesConfig
 from shoal.pipelining.api import make_mesh, pipeline
 from shoal.pipelining.runtime import Pipeline
 from shoal.pipelining.stage import replace_tensors
 from shoal.train.run import Run
 
-_WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
+_WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": EightBitWire}
 
 
 def open_stages(
