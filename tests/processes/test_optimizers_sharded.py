@@ -140,8 +140,8 @@ def train_model(make: MakeOptimizer, mesh: DeviceMesh | None) -> list[Tensor]:
 
 
 def shards_equal_one_process(rank: int) -> None:
-    # Gradients of gathered weights have other last bits: kernels of products depend on how memory is aligned. NovoGrad
-    # divides by the norm of a tensor, which is small where terms cancel. Seen: 1.3e-6 on an Intel Xeon.
+    # Gradients of gathered weights have other last bits: kernels of products depend on how memory is aligned.
+    # NovoGrad divides by the norm of a tensor, which is small where terms cancel. Seen: 1.3e-6, Intel Xeon.
     mesh = init_device_mesh("cpu", (2,))
     for name, make in OPTIMIZERS.items():
         for sharded, alone in zip(train_model(make, mesh), train_model(make, None), strict=True):
