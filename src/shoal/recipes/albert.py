@@ -144,7 +144,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
                     step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
                     step.add(step.num_samples, sop_loss=sop_loss, sop_accuracy=sop_correct)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-            if run.evaluates(config.run.validation_frequency):
+            if run.due(config.run.validation_frequency, evaluation=True):
                 score()
         if run.lacks_scores("validation"):
             score()

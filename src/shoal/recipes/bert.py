@@ -233,7 +233,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
                         if config.sentence_task:
                             step.add(step.num_samples, nsp_loss=nsp_loss, nsp_accuracy=nsp_correct)
                     step.update(optimizer, max_norm=config.optim.max_grad_norm)
-                if run.evaluates(config.run.validation_frequency):
+                if run.due(config.run.validation_frequency, evaluation=True):
                     score(held_out)
             if run.lacks_scores("validation"):
                 score(held_out)

@@ -150,7 +150,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                     loss = label_loss(ddp(**packed_inputs(batch)), batch["labels"])
                     step.backward(loss / step.num_samples)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-            if run.evaluates(config.run.validation_frequency):
+            if run.due(config.run.validation_frequency, evaluation=True):
                 evaluate(model, held_out, config, run)
         if run.lacks_scores():
             evaluate(model, held_out, config, run)
@@ -230,7 +230,8 @@ def record_scores(
     accuracy = 0.0
     if predicted is not None:
         scores = write_scores(required(run.directory), data, labels, predicted)
-        run.note(f"{data.path.name}\n{scores.table()}")
+        if run.log:
+            run.log.progress.say(f"{data.path.name}\n{scores.table()}")
         accuracy = scores.accuracy / 100
     run.evaluation(data.path.stem, {"accuracy": accuracy}, num_samples=len(data.examples))
 

@@ -247,7 +247,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
                 average_norms(model, run.world)
                 run.timer.lap("gradient_wait")
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-            if step.is_done and run.evaluates(config.run.validation_frequency):
+            if step.is_done and run.due(config.run.validation_frequency, evaluation=True):
                 scored = score()
         results = None
         if not run.stopped and not run.is_over:

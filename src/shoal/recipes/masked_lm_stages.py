@@ -129,7 +129,7 @@ def pretrain(
                     share = torch.tensor(step.num_samples / num_targets, dtype=torch.float32)
                     step.observe(stage.step(**inputs, samples_per_target=share), "pipeline")
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-            if run.evaluates(config.run.validation_frequency):
+            if run.due(config.run.validation_frequency, evaluation=True):
                 score()
         if run.lacks_scores("validation"):
             score()

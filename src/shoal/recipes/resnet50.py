@@ -328,7 +328,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 continue
             if average:
                 average.update(model, step.number)
-            if run.evaluates(validation_ends):
+            if run.due(validation_ends, evaluation=True):
                 scored = score()
             if run.due(epoch_ends):
                 run.save()

@@ -140,7 +140,7 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
                 loss = span_loss(start_logits, end_logits, batch, batch["start"], batch["end"])
                 step.backward(loss / step.num_samples)
             step.update(optimizer, max_norm=config.optim.max_grad_norm)
-        if run.evaluates(config.run.validation_frequency):
+        if run.due(config.run.validation_frequency, evaluation=True):
             scores = evaluate(model, held_out, config, run)
     if run.lacks_scores():
         scores = evaluate(model, held_out, config, run)

@@ -238,7 +238,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.number == traced and run.log:
                 run.log.write(stage.recorded(step.number))
-            if run.evaluates(config.run.validation_frequency):
+            if run.due(config.run.validation_frequency, evaluation=True):
                 score()
         if run.lacks_scores("validation"):
             score()

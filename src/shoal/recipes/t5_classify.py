@@ -258,7 +258,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                         mean_loss = required(ddp)(**batch).loss
                         step.backward(mean_loss * (batch["labels"] != IGNORED).sum() / step.num_targets)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-            if run.evaluates(config.run.validation_frequency):
+            if run.due(config.run.validation_frequency, evaluation=True):
                 score()
         if run.lacks_scores():
             score()

@@ -133,6 +133,8 @@ class Run:
         is_over: whether an earlier process group has ended the run; known once :meth:`steps` has begun.
         reached: whether the last evaluations have the scores up to which the run trains; known once the steps
             have ended.
+        to_device: returns a micro-batch, or a part of it, with its tensors on the device, for loops with
+            ``on_host``; a GPU copies from pinned memory beside the kernels that are queued.
         writes_line: set it in a step to have its line in the record although none is due.
         num_parameters: for the record; :meth:`keep` counts those of ``model``.
         epoch_samples: samples of an epoch, for a run that is defined in epochs.
@@ -171,10 +173,11 @@ class Run:
         self._metrics = RunningMetrics(self.sum)
         self._speed = Speed()
         self._mlperf_log: RowWriter | None = None
+        self.to_device = copies_to(world.device)
         self._training = Training(
             world=world,
             timer=self.timer,
-            copies=copies_to(world.device),
+            copies=self.to_device,
             scale=self._fresh_scale(),
             update=LocalUpdate(world),
             seed_key=int(random_keys(loop.seed, Stream.DROPOUT, world.place.rank).item()),
@@ -558,34 +561,30 @@ class Run:
             self._loose.settle()
             self.timer.lap("gradient_wait")
 
-    def due(self, every: int | Sequence[int] | None) -> bool:
+    def due(self, every: int | Sequence[int] | None, *, evaluation: bool = False) -> bool:
         """Return whether the step just done is a multiple of ``every`` or one of them.
 
         For a number, and for ``None``, the last step of the loop counts too. After a step that will be
         repeated nothing is due.
+
+        Args:
+            every: a number of steps, or steps.
+            evaluation: whether the loop evaluates then. Where evaluations are made beside training, this has
+                one made, and only that of the last step is due here.
         """
         if (self._current is not None and not self._current.is_done) or not self._is_due(every):
             return False
         self._settle()
-        return True
+        if not evaluation or self._beside is None or self.step == self._until:
+            return True
+        self._beside.ask(self.step, self._kept, self._samples)
+        self.timer.lap("other")
+        return False
 
     def _is_due(self, every: int | Sequence[int] | None) -> bool:
         if isinstance(every, Sequence):
             return self.step in every
         return self.step == self._until or bool(every and self.step % every == 0)
-
-    def evaluates(self, every: int | Sequence[int] | None) -> bool:
-        """Return whether the loop is to evaluate the step just done, which is due as for :meth:`due`.
-
-        Where evaluations are made beside training, this has one made, and only the last step is left.
-        """
-        if not self.due(every):
-            return False
-        if self._beside is None or self.step == self._until:
-            return True
-        self._beside.ask(self.step, self._kept, self._samples)
-        self.timer.lap("other")
-        return False
 
     def evaluation(self, split: str, metrics: Mapping[str, float], *, num_samples: int) -> None:
         """Write scores of the step just done to the record and the terminal.
@@ -623,23 +622,16 @@ class Run:
         self._settle()
         return not self._on_main(lambda: any(split in (None, name) for name in self._last_evaluations()))
 
-    def to_device(self, batch: Any) -> Any:
-        """Return a micro-batch, or a part of it, with its tensors on the device.
-
-        For loops with ``on_host``. A GPU copies from pinned memory beside the kernels that are queued.
-        """
-        return self._training.copies(batch)
-
-    def note(self, text: str) -> None:
-        """Print lines above the progress bar, on the first worker."""
-        if self.log:
-            self.log.progress.say(text)
-
     def sum(self, values: Sequence[float] | Tensor) -> list[float]:
         """Return each value summed over all workers, in float64."""
         total = torch.as_tensor(values, dtype=torch.float64).cpu()
         dist.all_reduce(total, group=self.world.control)
         return [float(value) for value in total]
+
+    def _note(self, text: str) -> None:
+        """Print lines above the progress bar, on the first worker."""
+        if self.log:
+            self.log.progress.say(text)
 
     def save(self, *, wait: bool = False) -> None:
         """Save a checkpoint of the step just done; :meth:`steps` does so when one is due."""
@@ -694,12 +686,12 @@ class Run:
                 for split, values in found.items()
                 for name, value in values.items()
             }
-            self.note(self._speed.line(self.world.num_workers, self.unit))
+            self._note(self._speed.line(self.world.num_workers, self.unit))
             self.log.write(
                 record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=metrics)
             )
             if summary:
-                self.note(summary(last))
+                self._note(summary(last))
         return EXIT_OK
 
     # ---- inside -----------------------------------------------------------------------------------------
@@ -760,7 +752,7 @@ class Run:
             self.log.write(goal.reach(rows, self.step, self._scores))
         else:
             found = format_metrics(goal.found(self._scores)) or "no such score"
-            self.note(f"the target {goal.target} was not reached: {found}")
+            self._note(f"the target {goal.target} was not reached: {found}")
 
     def _begin(self, batch: BatchPlan, references: Mapping[str, float], notes: Sequence[str]) -> None:
         """Begin the record on the first worker, once: the settings, the arithmetic, where it goes on from."""

@@ -25,6 +25,7 @@ from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.resnet50 import TrainConfig as ImageTrainConfig
 from shoal.recipes.t5 import T5Config
 from shoal.record import PARTS, Step
+from shoal.train import step as steps
 from shoal.train import world
 from shoal.train.config import (
     DistributedConfig,
@@ -358,3 +359,12 @@ def test_wires_that_cannot_be_are_refused() -> None:
     T5Config(distributed=int8)
     with pytest.raises(UsageError, match=r"wire int8: with parallel\.shard, replicas add their gradients in"):
         T5Config(distributed=int8, parallel=ParallelConfig(shard=True))
+
+
+def test_run_and_step_have_few_methods() -> None:
+    """A reader of a recipe holds them in mind; what is added takes the place of something."""
+    for kind, most in ((Run, 12), (steps.Step, 8)):
+        methods = [
+            name for name, member in vars(kind).items() if name[0] != "_" and not isinstance(member, property)
+        ]
+        assert len(methods) <= most, methods
