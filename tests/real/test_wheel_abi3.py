@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import framework_jobs
@@ -62,8 +63,8 @@ def test_the_command_runs(installed: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_jax(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel with JAX 0.12 or newer in the chroot; return a command that runs its Python there."""
+def with_jax(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Install the wheel with JAX 0.12 or newer in the chroot; yield a command that runs its Python there."""
     platforms = [
         f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux_2_27", "manylinux2014")
     ]
@@ -85,7 +86,10 @@ def with_jax(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = tmp_path_factory.mktemp("chroot") / "python"
     command.write_text(f'#!/bin/sh\nexec chroot "{CHROOT}" /jax/bin/python "$@"\n')
     command.chmod(0o755)
-    return command
+    # Without /proc XLA does not know the processor, and its products fail.
+    subprocess.run(["mount", "-t", "proc", "proc", CHROOT / "proc"], check=True)
+    yield command
+    subprocess.run(["umount", CHROOT / "proc"], check=True)
 
 
 @pytest.mark.parametrize("name", ["sums", "shapes", "collectives", "order", "training", "differing", "mpi"])

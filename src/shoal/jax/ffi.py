@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import effects
+from jax._src import core, effects
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.lib import __version__ as jaxlib_version
@@ -150,7 +150,7 @@ def _lower(
     ctx: Any, *operands: Any, kind: str, group: int, size: int, timeout_s: float, op: str, root: int
 ) -> Any:
     token = ctx.tokens_in.get(_ORDER)
-    abstract = jax.core.abstract_token
+    abstract = core.abstract_token
     aliases = {number: number for number in range(1 + len(operands))} if kind in _IN_PLACE else {0: 0}
     call = jax.ffi.ffi_lowering(_TARGET, has_side_effect=True, operand_output_aliases=aliases)
     token, *results = call(
