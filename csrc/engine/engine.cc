@@ -171,7 +171,8 @@ void Engine::require_possible(const OpSpec& spec) const {
 void Engine::require_servers(const OpSpec& spec) const {
   if (topology_->num_hosts() < 2) {
     throw std::invalid_argument("all ranks of group '" + options_.group +
-                                "' share a host, where nothing is sent to servers: they keep no weights for it");
+                                "' share a host, where nothing is sent to servers that could keep weights; start it on "
+                                "two hosts or more");
   }
   const Element element = spec.kind == Kind::configure ? Element::uint8
                           : spec.kind == Kind::update || spec.kind == Kind::collect ? Element::float32

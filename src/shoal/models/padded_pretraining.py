@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shoal.models.pretraining import Pretraining, at_least_fp32
 
 SUMS = ("mlm_loss", "mlm_correct", "sentence_loss", "sentence_correct")
-"""What ``sums`` of the output are of, in their order."""
+"""Names of the values that ``sums`` of the output adds up, in their order."""
 
 
 class PaddedPretraining(nn.Module):

@@ -42,7 +42,7 @@ from shoal.json_text import parse_json
 
 Message = dict[str, Any]
 Then = Literal["nothing", "dump", "load"]
-"""What is done with the optimizer's state when all workers have synchronized."""
+"""The action on the optimizer's state once all workers have synchronized."""
 _FOREVER = timedelta(days=365)
 """A worker may be silent for as long as an evaluation takes; one that is lost fails the group."""
 _TO_COORDINATOR, _TO_WORKERS = 1, 2

@@ -149,7 +149,7 @@ class LocalStepsUpdate:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all workers have the same weights."""
+        """True if all workers have the same weights."""
         return self._steps is None or not self._steps.num_local
 
     def agrees(self, asks: bool) -> bool:
