@@ -145,7 +145,8 @@ def shards_equal_one_process(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for name, make in OPTIMIZERS.items():
         for sharded, alone in zip(train_model(make, mesh), train_model(make, None), strict=True):
-            assert float((sharded - alone).abs().max()) <= 4e-6 * float(alone.abs().max()), name
+            most = 4e-6 if name.startswith("novograd") else 1e-6
+            assert float((sharded - alone).abs().max()) <= most * float(alone.abs().max()), name
 
 
 def test_fsdp_2(tmp_path: Path) -> None:
