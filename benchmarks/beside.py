@@ -3,7 +3,9 @@
 Two runs of ``shoal finetune classify`` on one worker with one thread, by turns. In the middle of the first
 begins an evaluation, in another process and on another core; the second has none. Samples are the times of
 the steps of the second half, of the first run those that were taken before the scores came. The copy of the
-weights, the start of the process, its priority and its memory traffic are in them.
+weights, the start of the process, its priority and its memory traffic are in them. What two cores of this
+machine cost each other is measured in the same turns: a third run, without evaluations, whose second half has
+a process beside it that multiplies matrices.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.harness import Benchmark
@@ -73,6 +77,26 @@ def train(folder: Path, *, beside: bool, steps: int, number: int) -> tuple[list[
     return during, len(during) / len(taken)
 
 
+NEIGHBOUR = """
+import torch
+torch.set_num_threads(1)
+a = torch.randn(512, 512)
+while True:
+    a @ a
+"""
+
+
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """Multiply matrices in another process, with one thread and the priority of an evaluation."""
+    process = subprocess.Popen(["nice", "-n", "10", sys.executable, "-c", NEIGHBOUR])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--size", choices=("tiny", "small", "base"), default="small", help="of the model")
@@ -82,6 +106,7 @@ def main() -> int:
     steps = bench.args.steps or {"tiny": 1_500, "small": 300, "base": 60}[size]
     with_it: list[float] = []
     without: list[float] = []
+    disturbed: list[float] = []
     foreign: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name), size)
@@ -94,6 +119,8 @@ def main() -> int:
             print(f"{100 * share:.0f} % of the steps were taken beside an evaluation", file=sys.stderr)
             with_it += taken
             foreign.append(watch.cores or 0.0)
+            with neighbour():
+                disturbed += train(Path(name), beside=False, steps=steps, number=number + 100)[0]
     bench.add(
         f"BERT {size}, 1 worker with 1 thread: step time beside an evaluation",
         ours=[1_000 * value for value in with_it],
@@ -102,6 +129,14 @@ def main() -> int:
         unit="ms",
         target=1 / LIMIT,
         foreign_cores=foreign,
+    )
+    bench.add(
+        f"BERT {size}, 1 worker with 1 thread: step time beside an evaluation, against any other work",
+        ours=[1_000 * value for value in with_it],
+        peer=[1_000 * value for value in disturbed],
+        peer_name="without evaluations, beside matrix products of another process",
+        unit="ms",
+        target=1 / LIMIT,
     )
     return bench.finish()
 
