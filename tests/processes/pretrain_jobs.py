@@ -23,8 +23,8 @@ from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.bert import BertConfig, PhaseConfig
 from shoal.recipes.bert import DataConfig as BertDataConfig
 from shoal.recipes.bert import TrainConfig as BertTrainConfig
-from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
-from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
+from shoal.recipes.resnet50_config import ResNetTrainConfig
 from shoal.recipes.resnet50_score import Scoring
 from shoal.recipes.t5 import DataConfig as T5DataConfig
 from shoal.recipes.t5 import T5Config, T5OptimConfig
@@ -267,25 +267,26 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
     config.run.dir.mkdir(parents=True, exist_ok=True)
     log = (config.run.dir / f"worker-{rank}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
-    joined = _joined(rank, num_workers, port)
+    worker = joined(rank, num_workers, port)
     if isinstance(config, T5Config):
-        run_worker(lambda: pretrain_t5(config, joined))
+        run_worker(lambda: pretrain_t5(config, worker))
     elif isinstance(config, MaskRCNNTrainConfig):
-        run_worker(lambda: train_mask_rcnn(config, joined))
+        run_worker(lambda: train_mask_rcnn(config, worker))
     elif isinstance(config, ResNetTrainConfig):
-        run_worker(lambda: train_resnet(config, joined))
+        run_worker(lambda: train_resnet(config, worker))
     elif isinstance(config, BertConfig):
-        run_worker(lambda: pretrain_bert(config, joined))
+        run_worker(lambda: pretrain_bert(config, worker))
     else:
-        run_worker(lambda: pretrain_albert(config, joined))
+        run_worker(lambda: pretrain_albert(config, worker))
 
 
 def _score(what: tuple[Path, Scoring], rank: int, num_workers: int, port: int) -> None:
     from shoal.recipes.resnet50_score import score
 
-    run_worker(lambda: score(*what, _joined(rank, num_workers, port)))
+    run_worker(lambda: score(*what, joined(rank, num_workers, port)))
 
 
-def _joined(rank: int, num_workers: int, port: int) -> WorkerEnv:
+def joined(rank: int, num_workers: int, port: int) -> WorkerEnv:
+    """Return a worker's place in a job on this host."""
     place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
     return WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")

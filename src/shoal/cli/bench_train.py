@@ -17,8 +17,8 @@ from shoal.env import WorkerEnv, worker_env
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes import RECIPES, bert, load
 from shoal.recipes.finetuning import FinetuneConfig
-from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
-from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
+from shoal.recipes.resnet50_config import ResNetTrainConfig
 from shoal.recipes.start import Launch, start
 
 bench_train = App(

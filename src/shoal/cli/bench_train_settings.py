@@ -18,8 +18,8 @@ from shoal.errors import UsageError
 from shoal.recipes.albert import AlbertConfig
 from shoal.recipes.bert import BertConfig
 from shoal.recipes.finetuning import FinetuneConfig
-from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
-from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
+from shoal.recipes.resnet50_config import ResNetTrainConfig
 from shoal.recipes.squad import SquadConfig
 from shoal.recipes.t5 import T5Config
 from shoal.recipes.t5_classify import T5ClassifyConfig

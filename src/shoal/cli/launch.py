@@ -7,8 +7,6 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.errors import UsageError
-
 
 def launch(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
@@ -74,15 +72,6 @@ def launch(
     from shoal.launch import sagemaker_host
     from shoal.launch.in_job import InJob, in_job
 
-    for option, number, least in (
-        ("workers", workers, 1),
-        ("nnodes", nnodes, 1),
-        ("global-batch", global_batch, 1),
-        ("helper-port", helper_port, 1),
-        ("helpers", helpers, 0),
-    ):
-        if number is not None and number < least:
-            raise UsageError(f"--{option} {number} must be at least {least}")
     how = InJob(
         helper=role == "helper",
         job=job,

@@ -92,6 +92,14 @@ class InJob:
     failure_file: Path | None = None
     """File for the text of a failure; ``None``: it is only shown."""
 
+    def __post_init__(self) -> None:
+        least = {"workers": 1, "nnodes": 1, "global_batch": 1, "helper_port": 1, "num_helpers": 0}
+        for name, smallest in least.items():
+            number = getattr(self, name)
+            if number is not None and number < smallest:
+                option = name.removeprefix("num_").replace("_", "-")
+                raise UsageError(f"--{option} {number} must be at least {smallest}")
+
 
 def in_job(command: Sequence[str], how: InJob) -> int:
     """Do this host's part and return the exit code; 75: saved, 76: another host is gone.

@@ -15,7 +15,7 @@ run that continues from it begins the second phase as a run that was never inter
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.decide.batch import MicroBatch
 from shoal.env import WorkerEnv
@@ -26,6 +26,12 @@ from shoal.recipes import load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights, read_manifest
 from shoal.train.config import LoopConfig, Rates, check_warmup, required, schedule_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from shoal.train.gradients import DataParallel
+    from shoal.train.run import Run
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -155,10 +161,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
         return code
     import torch
 
-    from shoal.data.loader import held_out_batches
-    from shoal.data.sources import ReaderSource
-    from shoal.data.text.examples import ExampleReader
-    from shoal.models.pretraining import PRETRAINING_INPUTS, evaluate, new_encoder
+    from shoal.models.pretraining import new_encoder
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
@@ -173,70 +176,15 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         run.keep(model=model, optimizer=optimizer)
 
-        # ----------------------------------------------------------------------------------------- evaluation
-        def score(held_out: ExampleReader) -> None:
-            batches = held_out_batches(
-                held_out,
-                micro_batch_size=run.batch.micro_batch_size,
-                limit=config.run.validation_samples,
-                rank=run.world.place.rank,
-                num_workers=run.world.num_workers,
-            )
-            scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, config.sentence_task)
-            run.evaluation("validation", scores, num_samples=num_samples)
-
+        # ----------------------------------------------------------------------------------------- phases
         ends = list(accumulate(phase.total_steps for _, phase in config.phases))
         for (section, phase), end in zip(config.phases, ends, strict=True):
             if run.step >= end and end != ends[-1]:
                 continue  # a run that continues in the second phase
-            begin = end - phase.total_steps
-
-            # ------------------------------------------------------------------------------------- data
-            train, held_out = masked_lm.open_text(
-                config,
-                phase,
-                pairs=config.pair_task,
-                verify=run.world.is_main and section == config.phases[0][0],
-            )
-            references = masked_lm.reference_lines(
-                config.sentence_task, held_out, config.run.validation_samples
-            )
-            if run.step == begin > 0:
+            if run.step == end - phase.total_steps > 0:
                 optimizer = build_optimizer(model.named_parameters(), config.optim)
                 run.keep(optimizer=optimizer)
-            schedule = schedule_of(phase, config.optim, phase.total_steps)
-            steps = run.steps(
-                ReaderSource(reader=train, processes=config.data.loader_processes),
-                phase,
-                since=begin,
-                until=end,
-                total=config.total_steps,
-                targets=lambda batch: len(batch["masked_ids"]),
-                section=section,
-                phase=(section, phase.max_seq_length),
-                references=references,
-                notes=[f"data: {train.num_examples:,} training examples an epoch"],
-            )
-
-            # ------------------------------------------------------------------------------------- loop
-            for step in steps:
-                if run.step in config.finetune.at and run.lacks_scores("squad"):
-                    load("squad").score_pretraining(config, model, run)
-                    continue  # the run ends if they are its target or a signal came; else it comes again
-                with step:
-                    set_learning_rate(optimizer, learning_rate(schedule, step.number - begin - 1))
-                    for batch in step:
-                        sums = ddp(**{name: batch[name] for name in PRETRAINING_INPUTS})
-                        mlm_loss, mlm_correct, nsp_loss, nsp_correct = sums
-                        step.backward(mlm_loss / step.num_targets + nsp_loss / step.num_samples)
-                        step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
-                        if config.sentence_task:
-                            step.add(step.num_samples, nsp_loss=nsp_loss, nsp_accuracy=nsp_correct)
-                    step.update(optimizer, max_norm=config.optim.max_grad_norm)
-                if run.due(config.run.validation_frequency, evaluation=True):
-                    score(held_out)
-            if run.lacks_scores("validation"):
-                score(held_out)
+            references = train_phase(config, run, ddp, optimizer, section, phase, end=end)
             if run.reached:
                 break
 
@@ -251,6 +199,74 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
             ),
             lambda last: masked_lm.verdict(config.sentence_task, last["validation"], references),
         )
+
+
+def train_phase(
+    config: BertConfig,
+    run: "Run",
+    ddp: "DataParallel",
+    optimizer: "Optimizer",
+    section: str,
+    phase: PhaseConfig,
+    *,
+    end: int,
+) -> dict[str, float]:
+    """Train to the step at which a phase ends, and evaluate; return what losses are compared with."""
+    from shoal.data.loader import held_out_batches
+    from shoal.data.sources import ReaderSource
+    from shoal.models.pretraining import PRETRAINING_INPUTS, evaluate
+
+    task, begin = config.sentence_task, end - phase.total_steps
+    # --------------------------------------------------------------------------------------------- data
+    verify = run.world.is_main and section == config.phases[0][0]
+    train, held_out = masked_lm.open_text(config, phase, pairs=config.pair_task, verify=verify)
+    references = masked_lm.reference_lines(task, held_out, config.run.validation_samples)
+
+    # --------------------------------------------------------------------------------------------- evaluation
+    def score() -> None:
+        batches = held_out_batches(
+            held_out,
+            micro_batch_size=run.batch.micro_batch_size,
+            limit=config.run.validation_samples,
+            rank=run.world.place.rank,
+            num_workers=run.world.num_workers,
+        )
+        scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, task)
+        run.evaluation("validation", scores, num_samples=num_samples)
+
+    # --------------------------------------------------------------------------------------------- loop
+    schedule = schedule_of(phase, config.optim, phase.total_steps)
+    steps = run.steps(
+        ReaderSource(reader=train, processes=config.data.loader_processes),
+        phase,
+        since=begin,
+        until=end,
+        total=config.total_steps,
+        targets=lambda batch: len(batch["masked_ids"]),
+        section=section,
+        phase=(section, phase.max_seq_length),
+        references=references,
+        notes=[f"data: {train.num_examples:,} training examples an epoch"],
+    )
+    for step in steps:
+        if run.step in config.finetune.at and run.lacks_scores("squad"):
+            load("squad").score_pretraining(config, ddp.module, run)
+            continue  # the run ends if they are its target or a signal came; else it comes again
+        with step:
+            set_learning_rate(optimizer, learning_rate(schedule, step.number - begin - 1))
+            for batch in step:
+                sums = ddp(**{name: batch[name] for name in PRETRAINING_INPUTS})
+                mlm_loss, mlm_correct, nsp_loss, nsp_correct = sums
+                step.backward(mlm_loss / step.num_targets + nsp_loss / step.num_samples)
+                step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
+                if task:
+                    step.add(step.num_samples, nsp_loss=nsp_loss, nsp_accuracy=nsp_correct)
+            step.update(optimizer, max_norm=config.optim.max_grad_norm)
+        if run.due(config.run.validation_frequency, evaluation=True):
+            score()
+    if run.lacks_scores("validation"):
+        score()
+    return references
 
 
 def check(config: BertConfig, num_workers: int, dry_run: bool) -> list[str]:

@@ -14,24 +14,19 @@ scored by COCO's rules, by all workers.
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
-from shoal.data.coco.augment import DetectionAugmentConfig
-from shoal.decide.batch import BatchPlan, MemoryEstimate, MicroBatch, known_size, plan_batch
+from shoal.decide.batch import MemoryEstimate, known_size
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env import WorkerEnv
-from shoal.errors import UsageError, require_positive
+from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
-from shoal.optim.lr_schedules import Cosine, Steps, learning_rate, set_learning_rate
+from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
+from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig, make_plan
 from shoal.train.config import (
-    LoopConfig,
-    RunOutputConfig,
-    VisionOptimizerConfig,
-    check_warmup,
     required,
     settings_lines,
 )
@@ -43,6 +38,9 @@ if TYPE_CHECKING:
     from shoal.data.coco.reader import DetectionReader
     from shoal.data.loader import Batch
     from shoal.data.sources import ReaderSource
+    from shoal.models.detection.mask_rcnn import MaskRCNN
+    from shoal.recipes.mask_rcnn_score import Scored
+    from shoal.train.run import Run
     from shoal.train.world import World
 
 # ------------------------------------------------------------------------------------------------- config
@@ -56,101 +54,6 @@ PRESETS = (
     "coco-novograd-512",
     "tiny",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(LoopConfig):
-    """Length of the run, batch, and memory format."""
-
-    total_steps: int = 90_000
-    """Optimizer steps of the whole run."""
-    global_batch_size: int = 16
-    """Images in one optimizer step, over all workers."""
-    micro_batch_size: MicroBatch = 2
-    """Images a worker computes at once; they are all wide or all tall, and norms that learn average over
-    them; auto: as many as fit into memory."""
-    compile: bool | None = None
-    """torch.compile the backbone; default: no, since most batches have another size."""
-    channels_last: bool = True
-    """Keep the channels of a pixel together in memory, as matrix units want them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig(VisionOptimizerConfig):
-    """Optimizer and schedule, in optimizer steps."""
-
-    learning_rate: float = 0.02
-    """Learning rate at the end of the warm-up."""
-    warmup_steps: int = 1_000
-    """Steps of linear warm-up."""
-    warmup_factor: float = 0.001
-    """First rate of the warm-up, as a part of the learning rate."""
-    decay: Literal["steps", "cosine"] = "steps"
-    """After the warm-up: down at milestones, or along half a cosine."""
-    milestones: tuple[int, ...] = (60_000, 80_000)
-    """With steps: after so many optimizer steps the rate is multiplied."""
-    milestone_factor: float = 0.1
-    """With steps: by this."""
-    end_factor: float = 0.0
-    """With cosine: the last rate, as a part of the learning rate."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("warmup_factor", "milestone_factor", "end_factor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"optim.{name} {getattr(self, name)} must be from 0 to 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationConfig:
-    """Evaluation on held-out images."""
-
-    shorter: int = 800
-    """Length of an image's shorter side, in pixels, unless the longer one would exceed its limit."""
-    longer: int = 1_333
-    """Limit of the longer side, in pixels."""
-    batch_size: int = 1
-    """Images a worker evaluates at once. It does not follow the number of workers, so scores do not; more
-    than one changes scores a little, since images of a batch are padded to one size."""
-
-    def __post_init__(self) -> None:
-        require_positive("validation", self, "shorter", "longer", "batch_size")
-
-    @property
-    def view(self) -> DetectionAugmentConfig:
-        """Size of images in the evaluation; nothing is drawn at random."""
-        return DetectionAugmentConfig(shorter=(self.shorter,), longer=self.longer, flip=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DetectionRunConfig(RunOutputConfig):
-    """Place of the run, and when it writes lines, scores and checkpoints."""
-
-    log_frequency: int = 20
-    """Steps between lines of the record."""
-    validation_frequency: int = 5_000
-    """Steps between evaluations on held-out images; 0: only at the end."""
-    checkpoint_frequency: int = 1_000
-    """Steps between checkpoints."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskRCNNTrainConfig(images.ImageTrainConfig):
-    """All settings of training Mask R-CNN; presets are TOML files in ``presets/mask_rcnn``."""
-
-    longer: ClassVar[str] = "--train.total-steps"
-    prepare: ClassVar[str] = "shoal prepare coco"
-    scores: ClassVar[dict[str, tuple[str, ...]]] = {
-        "validation": ("box_AP", "box_AP50", "box_AP75", "mask_AP", "mask_AP50", "mask_AP75")
-    }
-
-    model: MaskRCNNConfig = field(default_factory=MaskRCNNConfig)
-    augment: DetectionAugmentConfig = field(default_factory=DetectionAugmentConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    run: DetectionRunConfig = field(default_factory=DetectionRunConfig)
-
 
 IMMUTABLE = (
     "model",
@@ -174,14 +77,11 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     """
     import torch
 
-    from shoal.atomic_io import write_json
-    from shoal.data.coco import score as coco
-    from shoal.data.coco.results import write_results
     from shoal.data.coco.source import CATEGORIES
     from shoal.data.coco.synthetic import make_coco
     from shoal.data.images.normalise import Normalisation
     from shoal.models.detection.mask_rcnn import MaskRCNN
-    from shoal.recipes.mask_rcnn_export import Exported, load_weights, write_export
+    from shoal.recipes.mask_rcnn_export import load_weights
     from shoal.recipes.mask_rcnn_score import Scored, evaluate, gather_results, recorded
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
@@ -189,11 +89,9 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.world import run_on_all
 
     with Run.open(config=config, recipe="mask_rcnn", immutable=IMMUTABLE, worker=worker) as run:
-        device, directory = run.world.device, required(run.directory)
-
         # ----------------------------------------------------------------------------------------- data
         images.make_images(config, run.world, make_coco, last_file=CATEGORIES)
-        in_bytes, normalise = images.copies_bytes(run.world), Normalisation(device)
+        in_bytes, normalise = images.copies_bytes(run.world), Normalisation(run.world.device)
         source, held_out = open_data(config, run.world, in_bytes=in_bytes)
         images.keep_description(config, run, CATEGORIES)
         categories, num_images = held_out.categories, source.reader.num_examples
@@ -201,7 +99,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
-        model = MaskRCNN(config.model, len(categories)).to(device)
+        model = MaskRCNN(config.model, len(categories)).to(run.world.device)
         if config.train.channels_last:
             model.to(memory_format=torch.channels_last)
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
@@ -253,28 +151,8 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         if not run.stopped and not run.is_over:
             scored = scored or score()  # a kill came before the end
             results = gather_results(run.world, scored.found)
+        return export(config, run, model, categories, scored, results)
 
-        # ----------------------------------------------------------------------------------------- export
-        def export(_: Path) -> None:
-            found, validation = required(scored), config.validation
-            write_results(directory / RESULTS, required(results))
-            write_json(directory / SCORES, coco.as_tree(required(found.truth), found.scores))
-            detector = Exported(
-                model=model, categories=categories, shorter=validation.shorter, longer=validation.longer
-            )
-            write_export(detector, directory / images.EXPORT)
-
-        return run.finish(
-            export,
-            lambda _: (
-                f"{len(required(results)):,} objects in {directory / RESULTS}, all figures in "
-                f"{directory / SCORES}, the model in {directory / images.EXPORT}"
-            ),
-        )
-
-
-RESULTS, SCORES = "results.json", "scores.json"
-"""Files of the run directory: what was found at the end, in COCO's form, and all figures."""
 
 # ------------------------------------------------------------------------------------------------- loss
 
@@ -350,60 +228,47 @@ def open_data(
     return source, make_reader(held_out, DetectionTransform(config.validation.view))
 
 
-# ------------------------------------------------------------------------------------------------- dry run
+# ------------------------------------------------------------------------------------------------- export
+
+RESULTS, SCORES = "results.json", "scores.json"
+"""Files of the run directory: what was found at the end, in COCO's form, and all figures."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Arithmetic of a run."""
+def export(
+    config: MaskRCNNTrainConfig,
+    run: "Run",
+    model: "MaskRCNN",
+    categories: dict[int, str],
+    scored: "Scored | None",
+    results: list[Any] | None,
+) -> int:
+    """Write what was found at the end, its figures and the detector; return the exit code of the run."""
+    from shoal.atomic_io import write_json
+    from shoal.data.coco import score as coco
+    from shoal.data.coco.results import write_results
+    from shoal.recipes.mask_rcnn_export import Exported, write_export
 
-    batch: BatchPlan
-    schedule: Cosine | Steps
-    lines: tuple[str, ...]
-    """Epochs and learning rates in words."""
+    directory, validation = required(run.directory), config.validation
 
-
-def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: int) -> Plan:
-    """Return batch, schedule and epochs for so many training images.
-
-    Raises:
-        UsageError: the sizes do not divide, or the schedule does not fit the run.
-    """
-    train = config.train
-    batch = plan_batch(train, num_workers, unit="images")
-    schedule, decay = make_schedule(config.optim, train.total_steps)
-    epochs = train.total_steps * train.global_batch_size / num_examples
-    lines = (
-        f"steps        {train.total_steps:,} = {epochs:,.2f} epochs of {num_examples:,} images",
-        f"rate         {schedule.warmup_from:g} to {schedule.base:g} in {schedule.warmup_steps:,} steps, "
-        f"then {decay}",
-    )
-    return Plan(batch=batch, schedule=schedule, lines=lines)
-
-
-def make_schedule(optim: OptimConfig, total_steps: int) -> tuple[Cosine | Steps, str]:
-    """Return the schedule that the settings name, and its decay in words.
-
-    Raises:
-        UsageError: warm-up or milestones do not fit into the run.
-    """
-    check_warmup("optim", optim.warmup_steps, "train", total_steps)
-    base, end = optim.learning_rate, optim.end_factor * optim.learning_rate
-    warmed = {
-        "base": base,
-        "warmup_steps": optim.warmup_steps,
-        "warmup_from": optim.warmup_factor * base,
-    }
-    if optim.decay == "cosine":
-        return Cosine(**warmed, total_steps=total_steps, end=end), f"to {end:g} along a cosine"  # type: ignore[arg-type]
-    if optim.milestones and optim.milestones[-1] >= total_steps:
-        raise UsageError(
-            f"optim.milestones {optim.milestones} must lie within train.total_steps {total_steps}: lower "
-            "them, or choose --optim.decay cosine"
+    def write(_: Path) -> None:
+        found = required(scored)
+        write_results(directory / RESULTS, required(results))
+        write_json(directory / SCORES, coco.as_tree(required(found.truth), found.scores))
+        detector = Exported(
+            model=model, categories=categories, shorter=validation.shorter, longer=validation.longer
         )
-    words = ", ".join(f"{step:,}" for step in optim.milestones)
-    steps = Steps(**warmed, milestones=optim.milestones, factor=optim.milestone_factor)  # type: ignore[arg-type]
-    return steps, f"times {optim.milestone_factor:g} after {words or 'no step'}"
+        write_export(detector, directory / images.EXPORT)
+
+    return run.finish(
+        write,
+        lambda _: (
+            f"{len(required(results)):,} objects in {directory / RESULTS}, all figures in "
+            f"{directory / SCORES}, the model in {directory / images.EXPORT}"
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- dry run
 
 
 def learning(model: MaskRCNNConfig) -> str:

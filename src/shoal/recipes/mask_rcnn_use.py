@@ -12,7 +12,8 @@ from cyclopts import Parameter
 from shoal.data.images.shards import ImageShards
 from shoal.errors import UsageError
 from shoal.recipes import images, using
-from shoal.recipes.mask_rcnn import RESULTS, SCORES, ValidationConfig
+from shoal.recipes.mask_rcnn import RESULTS, SCORES
+from shoal.recipes.mask_rcnn_config import ValidationConfig
 from shoal.recipes.using import UseConfig
 from shoal.train.config import REQUIRED
 from shoal.train.run_dir import require_writable, run_dir_of

@@ -9,6 +9,7 @@ a run whose workers have the whole model, and a run continues in any layout.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.decide.batch import BatchPlan
@@ -66,7 +67,6 @@ def pretrain(
     from shoal.models.padded_pretraining import PaddedPretraining
     from shoal.models.pretraining import new_encoder
     from shoal.recipes.stages import open_stages
-    from shoal.train.checkpoint import stored_model
     from shoal.train.optimizers import build_optimizer
     from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run
@@ -134,17 +134,23 @@ def pretrain(
         if run.lacks_scores("validation"):
             score()
 
-        # ----------------------------------------------------------------------------------------- export
-        def export(directory: Any) -> None:
-            _, stored = stored_model(directory)
-            (prefix,) = (name for name, part in model.named_children() if part is model.weights)
+        return run.finish(
+            lambda directory: _export(model, required(config.data.path), directory),
+            lambda last: masked_lm.verdict(task, last["validation"], references),
+        )
 
-            def read(name: str) -> "Tensor":
-                return stored[f"{prefix}.{name}"]()
 
-            masked_lm.write_export(model, required(config.data.path), directory / "transformers", read)
+def _export(model: Any, text: Path, directory: Path) -> None:
+    """Write the model of the last checkpoint, one tensor at a time: no worker has all weights."""
+    from shoal.train.checkpoint import stored_model
 
-        return run.finish(export, lambda last: masked_lm.verdict(task, last["validation"], references))
+    _, stored = stored_model(directory)
+    (prefix,) = (name for name, part in model.named_children() if part is model.weights)
+
+    def read(name: str) -> "Tensor":
+        return stored[f"{prefix}.{name}"]()
+
+    masked_lm.write_export(model, text, directory / "transformers", read)
 
 
 def _evaluate(

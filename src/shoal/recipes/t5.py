@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from shoal.decide.batch import MemoryEstimate
     from shoal.decide.layout_search import Layout
     from shoal.models.t5 import T5
+    from shoal.pipelining.runtime import Pipeline
+    from shoal.train.pipeline_update import PipelineUpdate
+    from shoal.train.run import Run
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -157,17 +160,12 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     """
     from contextlib import ExitStack, nullcontext
 
-    import numpy as np
-    import torch
-
     from shoal.data.sources import ReaderSource
     from shoal.data.text.text_to_text import text_to_text_tokenizer
     from shoal.models.t5 import MODEL_INPUTS
-    from shoal.recipes.stages import open_stages
     from shoal.recipes.t5_score import LOSS, evaluate, reference_loss, verdict
-    from shoal.recipes.t5_stages import load_weights, write_stored
+    from shoal.recipes.t5_stages import write_stored
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run
 
     worker = worker or worker_env()
@@ -183,27 +181,15 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         batch = parallel.plan(config.train, run.world.num_workers)
         train, held_out = open_text(config, verify=run.world.is_main)
         keep_tokenizer(config.data, run)
-        manifest, spans = train.shards.manifest, config.spans()
+        spans = config.spans()
         references = {LOSS: reference_loss(held_out)}
-        example = train.batch(0, np.arange(batch.worker_batch_size) % train.num_examples)
 
         # ----------------------------------------------------------------------------------------- model
-        with torch.device("meta"):  # this worker allocates its stages only
-            model = make_model(config.model, manifest)
-        weights = config.model.checkpoint_path
-        stage, mesh = open_stages(
-            model,
-            {name: torch.from_numpy(example[name]) for name in MODEL_INPUTS},
-            run,
-            parallel,
-            batch,
-            fill=None if weights is None else lambda part: load_weights(part, model, weights),
-            wire=config.distributed.wire,
-        )
+        model, stage, update = open_model(config, run, train, batch)
         stack.callback(stage.close)
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
         run.num_parameters = config.model.num_parameters
-        run.use(PipelineUpdate(stage, mesh["pp"]))
+        run.use(update)
         run.keep(**stage.kept(), optimizer=optimizer)
         stage.step_number = run.step  # dropout depends on it
 
@@ -268,6 +254,34 @@ def open_text(config: T5Config, *, verify: bool) -> "tuple[SpanReader, SpanReade
 
 
 # ------------------------------------------------------------------------------------------------- model
+
+
+def open_model(
+    config: T5Config, run: "Run", train: "SpanReader", batch: BatchPlan
+) -> "tuple[T5, Pipeline, PipelineUpdate]":
+    """Return the model without data, this worker's stages of it with their weights, and their update."""
+    import numpy as np
+    import torch
+
+    from shoal.models.t5 import MODEL_INPUTS
+    from shoal.recipes.stages import open_stages
+    from shoal.recipes.t5_stages import load_weights
+    from shoal.train.pipeline_update import PipelineUpdate
+
+    example = train.batch(0, np.arange(batch.worker_batch_size) % train.num_examples)
+    with torch.device("meta"):  # this worker allocates its stages only
+        model = make_model(config.model, train.shards.manifest)
+    weights = config.model.checkpoint_path
+    stage, mesh = open_stages(
+        model,
+        {name: torch.from_numpy(example[name]) for name in MODEL_INPUTS},
+        run,
+        config.parallel,
+        batch,
+        fill=None if weights is None else lambda part: load_weights(part, model, weights),
+        wire=config.distributed.wire,
+    )
+    return model, stage, PipelineUpdate(stage, mesh["pp"])
 
 
 def make_model(config: T5ModelConfig, manifest: "Manifest") -> "T5":

@@ -19,6 +19,7 @@ worker, and a run may continue in any layout.
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal.data.text.text_scores import require_packages, score_names
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from shoal.data.text.classify import ClassifyData
     from shoal.data.text.text_to_text import TextToText
     from shoal.models.t5 import T5
+    from shoal.pipelining.runtime import Pipeline
+    from shoal.train.pipeline_update import PipelineUpdate
+    from shoal.train.run import Run
 
 NO_LABEL = "(no label)"
 """Stands for outputs that spell none of the labels, in tables and predictions."""
@@ -164,15 +168,11 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     """
     from contextlib import ExitStack
 
-    import numpy as np
-
     from shoal.data.text.task_batches import TaskSource
     from shoal.models.t5 import IGNORED, read_t5
     from shoal.pipelining.init_meta import init_whole
-    from shoal.recipes.stages import open_stages
-    from shoal.recipes.t5_stages import load_weights, write_stored
+    from shoal.recipes.t5_stages import write_stored
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run
 
     finetuning.require_paths(config, config.data, "examples")
@@ -193,19 +193,9 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         stage = ddp = None
         trained: nn.Module = model
         if parallel.splits:
-            rows = np.arange(plan.batch.worker_batch_size) % len(training)
-            example = t5_written.with_keys(training.batch(rows), run.seed, rows)
-            stage, mesh = open_stages(
-                model,
-                example,
-                run,
-                parallel,
-                plan.batch,
-                fill=None if scratch else lambda part: load_weights(part, model, source),
-                wire=config.distributed.wire,
-            )
+            stage, update = divided(config, run, model, source, training, plan.batch)
             stack.callback(stage.close)
-            run.use(PipelineUpdate(stage, mesh["pp"]))
+            run.use(update)
             trained = stage.module
         else:
             if scratch:
@@ -217,22 +207,8 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> None:
-            how = (run.world, run.precision)
-            size = config.run.evaluation_batch_size
             for file in held_out:
-                if config.data.is_text and stage is not None:
-                    loss = t5_written.mean_loss(stage, file, run, parallel.pipeline)
-                    run.evaluation(file.data.path.stem, {LOSS: loss}, num_samples=len(file))
-                elif config.data.is_text:
-                    search = t5_written.form_of(model).search
-                    texts = t5_written.written_texts(model, file, tokenizer, search, *how, batch_size=size)
-                    t5_written.record_texts(run, file.data, texts, config.generation.metrics)
-                else:
-                    if stage is not None:
-                        predicted = t5_written.likeliest_labels(stage, file, run, parallel.pipeline)
-                    else:
-                        predicted = t5_written.written_labels(model, file, *how, batch_size=size)
-                    classify.record_scores(run, file.data, (*file.data.labels, NO_LABEL), predicted)
+                score_file(config, run, file, model, stage, tokenizer)
 
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
@@ -270,6 +246,65 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             lambda directory: write_stored(directory, model, directory / EXPORT, tokenizer_from=source),
             lambda _: f"the finetuned model is in {required(run.directory) / EXPORT}",
         )
+
+
+# ------------------------------------------------------------------------------------------------- model
+
+
+def divided(
+    config: T5ClassifyConfig, run: "Run", model: "T5", source: Path, training: "TextToText", batch: BatchPlan
+) -> "tuple[Pipeline, PipelineUpdate]":
+    """Return this worker's stage of the model, and the update of all stages.
+
+    Args:
+        model: without data; a stage has its part of the weights in ``source``, or random ones.
+        training: examples that say the sizes of micro-batches.
+    """
+    import numpy as np
+
+    from shoal.recipes.stages import open_stages
+    from shoal.recipes.t5_stages import load_weights
+    from shoal.train.pipeline_update import PipelineUpdate
+
+    rows = np.arange(batch.worker_batch_size) % len(training)
+    stage, mesh = open_stages(
+        model,
+        t5_written.with_keys(training.batch(rows), run.seed, rows),
+        run,
+        config.parallel,
+        batch,
+        fill=None if config.model.from_scratch else lambda part: load_weights(part, model, source),
+        wire=config.distributed.wire,
+    )
+    return stage, PipelineUpdate(stage, mesh["pp"])
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+
+def score_file(
+    config: T5ClassifyConfig,
+    run: "Run",
+    file: "TextToText",
+    model: "T5",
+    stage: "Pipeline | None",
+    tokenizer: "Tokenizer",
+) -> None:
+    """Evaluate on a file by the whole model or by its stages; write scores and predictions."""
+    how, size = (run.world, run.precision), config.run.evaluation_batch_size
+    if config.data.is_text and stage is not None:
+        loss = t5_written.mean_loss(stage, file, run, config.parallel.pipeline)
+        run.evaluation(file.data.path.stem, {LOSS: loss}, num_samples=len(file))
+    elif config.data.is_text:
+        search = t5_written.form_of(model).search
+        texts = t5_written.written_texts(model, file, tokenizer, search, *how, batch_size=size)
+        t5_written.record_texts(run, file.data, texts, config.generation.metrics)
+    else:
+        if stage is not None:
+            predicted = t5_written.likeliest_labels(stage, file, run, config.parallel.pipeline)
+        else:
+            predicted = t5_written.written_labels(model, file, *how, batch_size=size)
+        classify.record_scores(run, file.data, (*file.data.labels, NO_LABEL), predicted)
 
 
 # ------------------------------------------------------------------------------------------------- data

@@ -16,7 +16,7 @@ import torch
 from shoal.bench.step_timing import KIND, TrainBench, TrainResult
 from shoal.cli.bench_train_work import count_flops, with_few_lines
 from shoal.errors import UsageError
-from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
+from shoal.recipes.resnet50_config import ResNetTrainConfig, make_plan
 from shoal.train.parallel_config import ParallelConfig
 
 MADE = TrainResult(

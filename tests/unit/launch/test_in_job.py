@@ -29,6 +29,18 @@ def mpi(*, size: int, local_size: int) -> dict[str, str]:
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_helpers": -1}, "--helpers -1 must be at least 0"),
+        ({"helper_port": 0}, "--helper-port 0 must be"),
+    ],
+)
+def test_numbers_have_a_least(given: dict[str, int], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        InJob(**given)  # type: ignore[arg-type]
+
+
 KUBEFLOW = {
     "PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "bert-master-0",
 }  # fmt: skip

@@ -18,16 +18,14 @@ from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.images import ImageDataConfig
-from shoal.recipes.mask_rcnn import (
-    PRESETS,
+from shoal.recipes.mask_rcnn import PRESETS, check, estimate
+from shoal.recipes.mask_rcnn_config import (
     DetectionRunConfig,
     MaskRCNNTrainConfig,
     OptimConfig,
     Plan,
     TrainConfig,
     ValidationConfig,
-    check,
-    estimate,
     make_plan,
 )
 

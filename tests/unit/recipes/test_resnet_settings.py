@@ -13,15 +13,14 @@ from shoal.data.images.augment import AugmentConfig
 from shoal.errors import UsageError
 from shoal.models.resnet_config import ResNetConfig
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.resnet50 import (
-    PRESETS,
+from shoal.recipes.resnet50 import PRESETS, check
+from shoal.recipes.resnet50_config import (
     DataConfig,
     OptimConfig,
     Plan,
     ResNetTrainConfig,
     TrainConfig,
     ValidationConfig,
-    check,
     make_plan,
 )
 from shoal.train.config import RunOutputConfig
