@@ -469,6 +469,7 @@ std::uint64_t submit(shoal::Engine& engine, const nb::object& operation) {
         get("served", std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint64_t>{});
     spec.name = get("text", std::string());
     spec.weights = shoal::element_named(get("weights", std::string()));
+    spec.copied = get("copied", spec.copied);
   }
   const auto op = get("op", std::string());
   if (spec.kind == shoal::Kind::delegated) spec.name = op;

@@ -56,7 +56,7 @@ void ChunkPath::push(const OpPtr& op, std::uint64_t index, Payload data, Element
   part.contributed = true;
   part.input = input;
   part.destination = destination;
-  part.server = with_.router.route(op->seq, index, op->chunks[index].server);
+  part.server = route(*op, index, op->chunks[index].server);
   if (forwards(op->spec.kind)) {
     data.owner = with_.ops.held(op);
     const auto early = early_.find(op->seq);  // a root expects no result: an early one belongs to another operation
@@ -103,6 +103,12 @@ void ChunkPath::send_contribution(const OpPtr& op, std::uint64_t index) {
   if (!wrong.empty()) throw GroupFailure(with_.members.name_of(me_) + " made a malformed contribution: " + wrong);
 }
 
+// Of a lost helper's weights, the rank that has a copy takes over the piece; of sums, any.
+int ChunkPath::route(const Op& op, std::uint64_t index, int server) const {
+  if (is_served(op.spec.kind) && with_.router.is_lost(server)) return buddy_of(op.spec.table, index, with_.members.size());
+  return with_.router.route(op.seq, index, server);
+}
+
 FrameHeader ChunkPath::header_of(const Op& op, std::uint64_t index, FrameType type) const {
   const Op::Part& part = op.parts[index];
   FrameHeader header;
@@ -111,7 +117,8 @@ FrameHeader ChunkPath::header_of(const Op& op, std::uint64_t index, FrameType ty
   header.element = static_cast<std::uint8_t>(returns_weights(op.spec.kind) ? op.spec.weights : op.spec.element);
   header.input = static_cast<std::uint8_t>(part.input);
   header.combine = static_cast<std::uint8_t>(op.spec.combine);
-  header.redo = part.server != op.chunks[index].server;
+  const bool copies = op.spec.copied && changes_weights(op.spec.kind) && with_.members.is_helper(part.server);
+  header.redo = part.server != op.chunks[index].server ? 1 : copies ? 2 : 0;
   header.needed = static_cast<std::uint16_t>(op.sums() ? with_.topology.num_hosts() : 1);
   header.host = static_cast<std::uint16_t>(op.sums() ? with_.topology.my_host() : 0);
   header.divisor = static_cast<std::uint16_t>(with_.members.size());
@@ -149,8 +156,17 @@ void ChunkPath::on_supply(int peer, const FrameHeader& header, Payload payload) 
   if (!wrong.empty()) throw ProtocolError(peer, wrong);
 }
 
+// A lost helper has answered nobody whose sum comes now: all contribute again, to this rank.
+void ChunkPath::on_copy(int peer, const FrameHeader& header, Payload payload) {
+  if (!with_.members.is_helper(peer)) throw ProtocolError(peer, "a rank keeps no weights that have a copy here");
+  if (with_.router.is_lost(peer)) return;
+  const std::string wrong = server_.take_copy(peer, header, std::move(payload));
+  if (!wrong.empty()) throw ProtocolError(peer, wrong);
+}
+
 // Answers a contributor: with the result if it needs it, else with an empty confirmation.
 void ChunkPath::answer(int peer, const FrameHeader& header, const Payload& payload) {
+  if (header.type == FrameType::copied) return with_.mailbox.send(peer, header, {});
   const auto kind = static_cast<Kind>(header.kind);
   with_.journal.traced("sum", now_ns(), header.seq, header.chunk);
   if (forwards(kind)) return forward(peer, header, payload);
@@ -281,7 +297,7 @@ void ChunkPath::finish(const OpPtr& op, std::uint64_t index, Payload payload) {
     flow_.answered(*op, index);
     part.contribution = {};
   }
-  if (with_.topology.is_helper(part.server)) {
+  if (with_.topology.is_helper(part.server) && !changes_weights(op->spec.kind)) {
     op->retained[index] = std::move(payload);
     retained_[op->seq] = op;
   }
@@ -317,7 +333,7 @@ void ChunkPath::reroute(int server, const OpPtr& op) {
   for (std::uint64_t index = 0; index < op->parts.size(); ++index) {
     Op::Part& part = op->parts[index];
     if (part.step == Op::Step::idle || part.server != server) continue;
-    part.server = with_.router.route(op->seq, index, server);
+    part.server = route(*op, index, server);
     if (part.step == Op::Step::waiting) {
       if (part.sent_ns == 0) continue;  // still queued: it goes to the stand-in
       if (part.server == me_) flow_.retire(*op, index);

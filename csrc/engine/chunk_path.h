@@ -51,6 +51,7 @@ class ChunkPath {
 
   void on_push(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
   void on_supply(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
+  void on_copy(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
   void deliver(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
   // Returns where a result that begins to arrive goes, or null if it has to pass through a buffer.
   std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) REQUIRES(network_thread);
@@ -80,6 +81,7 @@ class ChunkPath {
 
   void pump() REQUIRES(network_thread);
   void send_contribution(const OpPtr& op, std::uint64_t index) REQUIRES(network_thread);
+  int route(const Op& op, std::uint64_t index, int server) const REQUIRES(network_thread);
   FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
   void check_sender(int peer, const FrameHeader& header) const;
   void answer(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(network_thread);

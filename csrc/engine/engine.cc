@@ -112,7 +112,10 @@ std::vector<std::uint64_t> Engine::submit_all(std::vector<OpSpec> specs) {
   const MutexLock lock(submit_mutex_);
   ops_.require_open();
   for (const OpSpec& spec : specs) require_possible(spec);
-  for (const OpSpec& spec : specs) keeps_weights_ = keeps_weights_ || is_served(spec.kind);
+  for (const OpSpec& spec : specs) {
+    keeps_weights_ = keeps_weights_ || is_served(spec.kind);
+    keeps_single_ = keeps_single_ || (is_served(spec.kind) && !spec.copied);
+  }
   std::vector<OpPtr> ops;
   for (OpSpec& spec : specs) ops.push_back(make_op(std::move(spec)));
   ops_.add(ops);
@@ -173,6 +176,11 @@ void Engine::require_servers(const OpSpec& spec) const {
     throw std::invalid_argument("all ranks of group '" + options_.group +
                                 "' share a host, where nothing is sent to servers that could keep weights; start it on "
                                 "two hosts or more");
+  }
+  if (spec.copied && topology_->num_helpers() == 0) {
+    throw std::invalid_argument("a second copy of the weights is for helpers, which may be lost, and group '" + options_.group +
+                                "' has none: a worker that is lost ends the group anyway; leave replicas out, or start "
+                                "helpers (shoal serve)");
   }
   const Element element = spec.kind == Kind::configure ? Element::uint8
                           : spec.kind == Kind::update || spec.kind == Kind::collect ? Element::float32
@@ -324,6 +332,8 @@ void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
     case FrameType::push: return on.path.on_push(peer, header, std::move(payload));
     case FrameType::result: return on.path.deliver(peer, header, std::move(payload));
     case FrameType::supply: return on.path.on_supply(peer, header, std::move(payload));
+    case FrameType::copy: return on.path.on_copy(peer, header, std::move(payload));
+    case FrameType::copied: throw ProtocolError(peer, "this rank sends no copies");
     case FrameType::heartbeat: return;
     case FrameType::order: return on.path.on_order(peer, header);
     case FrameType::server_down:
@@ -382,11 +392,12 @@ void Engine::lose_helper(int server, const std::string& why, bool tell) {
     const MutexLock lock(mutex_);
     lost_helpers_.push_back(name);
   }
-  if (keeps_weights_) {
+  if (keeps_single_) {
     throw GroupFailure("helper " + name + " was lost (" + why + "), and with it the weights and optimizer state that it kept; "
-                       "start again from the last checkpoint, with or without servers that update");
+                       "start again from the last checkpoint, with or without servers that update, or with replicas=2");
   }
-  journal_.note("helper " + name + " was lost (" + why + "); the others take over its chunks");
+  journal_.note("helper " + name + " was lost (" + why + "); the others take over its chunks" +
+                (keeps_weights_ ? ", and workers go on with their copies of its weights and optimizer state" : ""));
   protocol_->path.reroute(server);
 }
 

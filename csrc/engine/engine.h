@@ -125,6 +125,7 @@ class Engine : private ChannelEvents {
   std::unique_ptr<Protocol> protocol_;
   std::atomic<bool> started_{false};
   std::atomic<bool> keeps_weights_{false};  // the servers keep weights of this group
+  std::atomic<bool> keeps_single_{false};   // and of some there is no copy
 
   Mutex submit_mutex_;  // one caller at a time: operations reach the host stage and the transport in their order
   FusedBuffer fused_ GUARDED_BY(submit_mutex_);

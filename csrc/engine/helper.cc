@@ -113,7 +113,8 @@ void HelperServer::open_group(std::uint32_t number, const Identity& who) {
   group.server = std::make_unique<SumServer>(
       pool_, budget_, SumServer::Members{who.num_hosts, [&group](int peer) { return group.members.at(peer).host; }},
       [this, number](int peer, const FrameHeader& header, const Payload& payload) { send(peer, number, header, payload); },
-      [this, number](const SumServer::Conflict& conflict) { report_conflict(number, conflict); });
+      [this, number](const SumServer::Conflict& conflict) { report_conflict(number, conflict); }, SumServer::PlaceFor{},
+      [this, number](const FrameHeader& header, const Payload& sum) { return send_copy(number, header, sum); });
   num_groups_ = groups_.size();
 }
 
@@ -166,7 +167,7 @@ void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload
   if (header.type == FrameType::goodbye) member.said_goodbye = true;
   std::uint64_t& completed = group->second.completed[member.rank];
   completed = std::max(completed, header.completed);
-  if (carries_data(header.type)) on_data(peer, header, std::move(payload));
+  if (carries_data(header.type) || header.type == FrameType::copied) on_data(peer, header, std::move(payload));
 }
 
 void HelperServer::on_data(int peer, const FrameHeader& header, Payload payload) {
@@ -176,6 +177,7 @@ void HelperServer::on_data(int peer, const FrameHeader& header, Payload payload)
   try {
     if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
     if (header.type == FrameType::supply) wrong = group.server->supply(peer, header, std::move(payload));
+    if (header.type == FrameType::copied) wrong = group.server->confirm_copy(peer, header);
   } catch (const GroupFailure& full) {
     FrameHeader fail;
     fail.type = FrameType::fail;
@@ -201,6 +203,19 @@ void HelperServer::send(int peer, std::uint32_t number, FrameHeader header, cons
   }
   header.group = number;
   transport_->send(peer, header, payload);
+}
+
+// Returns the peer that has the copy, or -1.
+int HelperServer::send_copy(std::uint32_t number, FrameHeader header, const Payload& sum) {
+  const Group& group = groups_.at(number);
+  const int buddy = buddy_of(header.table, header.chunk, group.size);
+  header.type = FrameType::copy;
+  for (const auto& [peer, member] : group.members) {
+    if (member.rank != buddy || member.left) continue;
+    send(peer, number, header, sum);
+    return peer;
+  }
+  return -1;
 }
 
 // The ranks diagnose the conflict: they know what each of them issued.

@@ -58,6 +58,7 @@ class HelperServer : private Sink {
   void on_data(int peer, const FrameHeader& header, Payload payload);
   void leave(Groups::iterator group, int peer, const std::string& why);
   void drop_peer(int peer, const std::string& why);
+  int send_copy(std::uint32_t number, FrameHeader header, const Payload& sum);
   void report_conflict(std::uint32_t number, const SumServer::Conflict& conflict);
   void send(int peer, std::uint32_t number, FrameHeader header, const Payload& payload);
   void tell_group(std::uint32_t number, FrameHeader header, const std::string& text);

@@ -15,6 +15,11 @@
 // A collect may come again before the rest of its update: the step was given up. An update has number `step` of its
 // tensor, one more than the piece's last. What overtakes its options waits for them (SumServer). Ranks agree about all of
 // this by the operations' signatures; the server checks it again.
+//
+// A helper's weights may have a copy, of which every rank has a part (buddy_of). The helper then sends each sum that
+// changes them (changes_weights) to that rank, which takes the same step and confirms it, and answers the ranks only
+// then. So where one rank has an answer of a helper that is lost, the copy has the step; and where the copy has not,
+// all ranks have their contributions yet, and send them to it. Options go to all ranks in any case.
 #pragma once
 
 #include <array>

@@ -1,9 +1,11 @@
 #include "engine/sum_server.h"
 
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
 #include "engine/combine.h"
+#include "engine/errors.h"
 #include "engine/types.h"
 
 namespace shoal {
@@ -13,6 +15,10 @@ namespace {
 bool same_words(const FrameHeader& a, const FrameHeader& b) {
   return a.kind == b.kind && a.element == b.element && a.input == b.input && a.combine == b.combine && a.divisor == b.divisor &&
          a.table == b.table && a.step == b.step && a.rule == b.rule && (!is_served(static_cast<Kind>(a.kind)) || a.root == b.root);
+}
+
+bool fits(const FrameHeader& first, std::size_t first_count, const FrameHeader& header, std::size_t count) {
+  return first.signature == header.signature && same_words(first, header) && first_count == count;
 }
 
 // Returns the type of the sum: weights that answer may have another.
@@ -41,9 +47,11 @@ std::string SumServer::check(int peer, const FrameHeader& header, Element elemen
   if (input != result && !(input == Element::float32 && is_half(result))) {
     return "a contribution of " + std::string(name_of(input)) + " to a result of " + std::string(name_of(result));
   }
-  if (is_served(static_cast<Kind>(header.kind)) && (needed < 2 || header.redo || header.type != FrameType::push)) {
-    return "weights that the server keeps, supplied or sent again";
-  }
+  const auto kind = static_cast<Kind>(header.kind);
+  const bool supplied = header.type == FrameType::supply;
+  const bool possible = send_copy_ ? !supplied && header.redo != 1 : !(supplied && changes_weights(kind));
+  if (is_served(kind) && (needed < 2 || !possible)) return "weights that the server keeps, supplied or sent again";
+  if (header.redo > 1 && !(send_copy_ && changes_weights(kind))) return "a contribution that is to be copied";
   if (bytes % size_of(element) != 0) return "a contribution that is not a whole number of elements";
   try {
     require_possible({static_cast<Combine>(header.combine), result, input, header.divisor});
@@ -53,8 +61,8 @@ std::string SumServer::check(int peer, const FrameHeader& header, Element elemen
   return "";
 }
 
-// Returns the state of the frame's chunk, or null if the frame conflicts with another peer's.
-SumServer::State* SumServer::open(int peer, const FrameHeader& header, std::size_t count) {
+// Returns the state of the frame's chunk, which may have other words.
+SumServer::State& SumServer::state_of(int peer, const FrameHeader& header, std::size_t count) {
   State& state = chunks_[{header.seq, header.chunk}];
   if (state.contributions.empty()) {
     state.contributions.resize(header.needed);
@@ -62,8 +70,13 @@ SumServer::State* SumServer::open(int peer, const FrameHeader& header, std::size
     state.first = header;
     state.count = count;
   }
-  const bool fits = state.first.signature == header.signature && same_words(state.first, header) && state.count == count;
-  if (fits) return &state;
+  return state;
+}
+
+// Returns the state of the frame's chunk, or null if the frame conflicts with another peer's.
+SumServer::State* SumServer::open(int peer, const FrameHeader& header, std::size_t count) {
+  State& state = state_of(peer, header, count);
+  if (fits(state.first, state.count, header, count)) return &state;
   on_conflict_({header.seq,
                 header.chunk,
                 {state.first_peer, state.first.signature, describe(state.first, state.count)},
@@ -77,7 +90,7 @@ std::string SumServer::contribute(int peer, const FrameHeader& header, Payload p
   State* found = open(peer, header, payload.size / size_of(input));
   if (!found) return "";
   State& state = *found;
-  state.kept = state.kept || header.redo;
+  state.kept = state.kept || header.redo == 1;
   if (state.summed) {
     const State done = state;  // a copy: an answer that fails the group clears all chunks
     answer_to(peer, header, done);
@@ -87,7 +100,36 @@ std::string SumServer::contribute(int peer, const FrameHeader& header, Payload p
   if (mine.present) return "";
   held_bytes_ += payload.size;
   mine = {peer, std::move(payload), true};
-  return ++state.num_present == state.contributions.size() ? complete(header, state) : "";
+  const bool is_complete = ++state.num_present == state.contributions.size() && state.copy_from < 0;
+  return is_complete ? complete(header, state) : "";
+}
+
+std::string SumServer::take_copy(int peer, const FrameHeader& header, Payload sum) {
+  const auto kind = static_cast<Kind>(header.kind);
+  const std::size_t width = size_of(static_cast<Element>(header.input));
+  if (!changes_weights(kind) || header.needed != members_.num_hosts || header.needed < 2 || sum.size % width != 0) {
+    return "a copy of a " + std::string(name_of(kind)) + " of " + std::to_string(sum.size) + " bytes from " +
+           std::to_string(header.needed) + " hosts";
+  }
+  State& state = state_of(peer, header, sum.size / width);
+  if (state.summed || state.num_present == state.contributions.size()) return "";  // the helper is lost, as others know
+  if (state.copy_from >= 0 || !fits(state.first, state.count, header, sum.size / width)) {
+    return "a second copy of chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq) + ", or of another operation";
+  }
+  state.kept = true;
+  state.copy_from = peer;
+  state.result = std::move(sum);
+  return complete(header, state);
+}
+
+std::string SumServer::confirm_copy(int peer, const FrameHeader& header) {
+  const auto found = chunks_.find({header.seq, header.chunk});
+  if (found == chunks_.end() || found->second.copy_to != peer) {
+    return "that it has taken a copy of chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq);
+  }
+  found->second.copy_to = -1;
+  answer_all(FrameHeader(found->second.first), found->second);
+  return "";
 }
 
 // Options come before the updates by them, unless frames overtake each other.
@@ -114,44 +156,67 @@ std::string SumServer::combine_early() {
   return "";
 }
 
-std::string SumServer::combine(const FrameHeader& header, State& state) {
+Payload SumServer::sum_up(const FrameHeader& header, State& state) {
+  if (state.contributions.size() == 1) return state.contributions[0].payload;
   const Element result = sum_of(header);
   const auto input = static_cast<Element>(header.input);
-  const std::size_t size = state.contributions[0].payload.size;
-  const std::size_t count = size / size_of(input);
-  if (state.contributions.size() == 1) {
-    state.result = state.contributions[0].payload;
-  } else {
-    const std::size_t bytes = count * size_of(result);
-    std::shared_ptr<std::byte> to = place_for_ && !state.kept ? place_for_(header, bytes) : nullptr;
-    if (!to) {
-      const auto buffer = pool_.take(bytes);
-      to = {buffer, buffer.get()};
-    }
-    std::vector<const void*> inputs;
-    for (const Contribution& each : state.contributions) inputs.push_back(each.payload.data);
-    combine_in_order(to.get(), inputs, count, {static_cast<Combine>(header.combine), result, input, header.divisor});
-    state.result = {to.get(), bytes, to, 0, false};
-    if (is_served(static_cast<Kind>(header.kind))) {
-      if (std::string wrong = weights_.take(header, to.get(), bytes, state.result); !wrong.empty()) return wrong;
-    }
+  const std::size_t bytes = state.count * size_of(result);
+  std::shared_ptr<std::byte> to = place_for_ && !state.kept ? place_for_(header, bytes) : nullptr;
+  if (!to) {
+    const auto buffer = pool_.take(bytes);
+    to = {buffer, buffer.get()};
+  }
+  std::vector<const void*> inputs;
+  for (const Contribution& each : state.contributions) inputs.push_back(each.payload.data);
+  combine_in_order(to.get(), inputs, state.count, {static_cast<Combine>(header.combine), result, input, header.divisor});
+  return {to.get(), bytes, to, 0, false};
+}
+
+std::string SumServer::combine(const FrameHeader& header, State& state) {
+  const auto kind = static_cast<Kind>(header.kind);
+  if (state.copy_from < 0) state.result = sum_up(header, state);
+  Payload copy;
+  if (send_copy_ && header.redo == 2) {  // before the sum is replaced
+    const auto buffer = pool_.take(state.result.size);
+    std::memcpy(buffer.get(), state.result.data, state.result.size);
+    copy = {buffer.get(), state.result.size, buffer, 0, false};
+  }
+  if (is_served(kind) && !(kind == Kind::configure && header.redo)) {  // a lost helper's options: this server has its own
+    auto* sum = const_cast<std::byte*>(state.result.data);
+    if (std::string wrong = weights_.take(header, sum, state.result.size, state.result); !wrong.empty()) return wrong;
   }
   ++num_summed_;
   state.summed = true;
-  held_bytes_ -= size * state.contributions.size();
-  std::vector<Contribution> contributions;
+  for (Contribution& each : state.contributions) {
+    held_bytes_ -= each.payload.size;
+    each.payload = {};
+  }
+  if (!copy.data) {
+    answer_all(header, state);
+    return "";
+  }
+  state.copy_to = send_copy_(header, copy);
+  if (state.copy_to < 0) throw GroupFailure("the rank that has a copy of a server's weights is gone");
+  return "";
+}
+
+// Sends the result to those who have contributed, and the confirmation of a copy.
+void SumServer::answer_all(const FrameHeader& header, State& state) {
+  std::vector<Contribution> contributions(state.contributions.size());
   contributions.swap(state.contributions);
-  state.contributions.resize(contributions.size());
   FrameHeader answer = header;
+  if (const int helper = std::exchange(state.copy_from, -1); helper >= 0) {
+    answer.type = FrameType::copied;
+    answer_(helper, answer, {});
+  }
   set_checksums(answer, state.result);  // computed once for all receivers
-  const State done = state;
+  const State done = state;  // a copy: an answer that fails the group clears all chunks
   if (!state.kept) chunks_.erase({header.seq, header.chunk});
   for (std::size_t host = 0; host < contributions.size(); ++host) {
     if (!contributions[host].present) continue;
     answer.host = static_cast<std::uint16_t>(host);
     answer_to(contributions[host].peer, answer, done);
   }
-  return "";
 }
 
 void SumServer::answer_to(int peer, FrameHeader header, const State& state) {
@@ -169,16 +234,8 @@ std::string SumServer::supply(int peer, const FrameHeader& header, Payload paylo
   if (state.summed) return "";
   state.summed = true;
   state.result = std::move(payload);
-  std::vector<Contribution> contributions(state.contributions.size());
-  contributions.swap(state.contributions);
-  for (const Contribution& waiting : contributions) held_bytes_ -= waiting.payload.size;
-  const State done = state;  // a copy: an answer that fails the group clears all chunks
-  for (std::size_t host = 0; host < contributions.size(); ++host) {
-    if (!contributions[host].present) continue;
-    FrameHeader answer = header;
-    answer.host = static_cast<std::uint16_t>(host);
-    answer_to(contributions[host].peer, answer, done);
-  }
+  for (const Contribution& waiting : state.contributions) held_bytes_ -= waiting.payload.size;
+  answer_all(header, state);
   return "";
 }
 

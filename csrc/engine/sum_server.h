@@ -39,21 +39,29 @@ class SumServer {
   using OnConflict = std::function<void(const Conflict&)>;
   // Returns where to write a result of so many bytes, which may be a contribution's place, or null: into a buffer.
   using PlaceFor = std::function<std::shared_ptr<std::byte>(const FrameHeader&, std::size_t)>;
+  // Sends the sum of a chunk to the peer that has a copy of the weights that it changes. Returns the peer, or -1.
+  using SendCopy = std::function<int(const FrameHeader&, const Payload& sum)>;
 
-  // `budget` bounds the weights that the server keeps.
+  // `budget` bounds the weights that the server keeps. `send_copy` is a helper's: there are no copies of what ranks keep.
   SumServer(BufferPool& pool, WeightBudget& budget, Members members, Answer answer, OnConflict on_conflict,
-            PlaceFor place_for = {})
+            PlaceFor place_for = {}, SendCopy send_copy = {})
       : pool_(pool),
         weights_(pool, budget),
         members_(std::move(members)),
         answer_(std::move(answer)),
         on_conflict_(std::move(on_conflict)),
-        place_for_(std::move(place_for)) {}
+        place_for_(std::move(place_for)),
+        send_copy_(std::move(send_copy)) {}
 
   // Return an empty string, or why the frame is malformed. Throw GroupFailure if there is no memory for weights.
   std::string contribute(int peer, const FrameHeader& header, Payload payload);
   // Accepts a result that a worker already has, after its server was lost.
   std::string supply(int peer, const FrameHeader& header, Payload payload);
+  // Accepts the sum of a chunk from the helper `peer`, of whose weights there is a copy here: takes the same step, and
+  // confirms it by an answer of type copied. Contributors are answered once they ask, when the helper is lost.
+  std::string take_copy(int peer, const FrameHeader& header, Payload sum);
+  // On the helper: the copy has taken the sum, so the contributors may know the result.
+  std::string confirm_copy(int peer, const FrameHeader& header);
 
   // All ranks have completed the operations below `seq`: drops what was kept for late contributors.
   void forget_below(std::uint64_t seq);
@@ -77,7 +85,9 @@ class SumServer {
     std::size_t count = 0;  // elements of the chunk
     bool summed = false;
     bool kept = false;  // answers late contributors until forget_below()
-    Payload result;
+    Payload result;         // the sum at first, where it was sent as a copy
+    int copy_from = -1;     // the helper that waits for this copy
+    int copy_to = -1;       // the peer whose copy this server waits for
   };
   struct Key {
     std::uint64_t seq, chunk;
@@ -88,10 +98,13 @@ class SumServer {
   };
 
   std::string check(int peer, const FrameHeader& header, Element element, std::size_t bytes) const;
+  State& state_of(int peer, const FrameHeader& header, std::size_t count);
   State* open(int peer, const FrameHeader& header, std::size_t count);
   std::string complete(const FrameHeader& header, State& state);
   std::string combine(const FrameHeader& header, State& state);
+  Payload sum_up(const FrameHeader& header, State& state);
   std::string combine_early();
+  void answer_all(const FrameHeader& header, State& state);
   void answer_to(int peer, FrameHeader header, const State& state);
 
   BufferPool& pool_;
@@ -101,6 +114,7 @@ class SumServer {
   Answer answer_;
   OnConflict on_conflict_;
   PlaceFor place_for_;
+  SendCopy send_copy_;
   std::unordered_map<Key, State, Hash> chunks_;
   std::atomic<std::size_t> held_bytes_{0};
   std::uint64_t num_summed_ = 0;

@@ -148,7 +148,9 @@ std::vector<Chunk> Topology::cut_served(const OpSpec& spec, std::size_t max_chun
       throw std::invalid_argument(std::to_string(spec.count) + " bytes of options do not fit a chunk of " +
                                   std::to_string(max_chunk_bytes) + " bytes; use fewer parameter groups");
     }
-    for (const int server : std::set<int>(pattern_.begin(), pattern_.end())) chunks.push_back({0, spec.count, server});
+    std::set<int> servers(pattern_.begin(), pattern_.end());
+    for (int rank = 0; spec.copied && rank < size(); ++rank) servers.insert(rank);
+    for (const int server : servers) chunks.push_back({0, spec.count, server});
     return chunks;
   }
   const std::uint64_t piece = std::bit_floor(std::min(max_chunk_bytes, kMessageBytes) / sizeof(float));

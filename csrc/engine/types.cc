@@ -83,7 +83,7 @@ std::uint64_t signature_of(const OpSpec& spec) {
   }
   if (is_served(spec.kind)) {
     for (const std::uint64_t value : {std::uint64_t{spec.table}, std::uint64_t{spec.step}, std::uint64_t{spec.rule}, spec.place,
-                                      static_cast<std::uint64_t>(spec.weights)}) {
+                                      static_cast<std::uint64_t>(spec.weights), std::uint64_t{spec.copied}}) {
       hash = mix(hash, value);
     }
     for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));

@@ -30,6 +30,12 @@ inline bool returns_sums(Kind kind) { return kind == Kind::collect || kind == Ki
 inline constexpr std::size_t kServedUnit = 2048, kSums = 3;
 // Returns whether a result consists of weights.
 inline bool returns_weights(Kind kind) { return kind == Kind::update || kind == Kind::apply; }
+// Returns whether an operation changes what servers keep: where there is a second copy, it has to change first.
+inline bool changes_weights(Kind kind) { return kind == Kind::load || kind >= Kind::update; }
+// Returns the rank that has the second copy of a helper's piece, and takes over its chunk once the helper is lost.
+inline int buddy_of(std::uint32_t table, std::uint64_t chunk, int size) {
+  return static_cast<int>((table + chunk) % static_cast<std::uint64_t>(size));
+}
 // Returns whether every rank gets the sum of all.
 inline bool sums_for_all(Kind kind) {
   return kind == Kind::all_reduce || kind == Kind::barrier || is_served(kind);
@@ -81,6 +87,7 @@ struct OpSpec {
   std::uint32_t table = 0, step = 0, rule = 0;
   std::uint64_t place = 0;  // of the tensor's first block among those of all tensors
   Element weights = Element::float32;  // type in which an update or apply answers; or bfloat16
+  bool copied = false;  // ranks have a second copy of what helpers keep
 };
 
 // Describes an operation for messages: "all_reduce of float32[1024, 30] (sum)".

@@ -27,6 +27,8 @@ enum class FrameType : std::uint8_t {
   accept,       // there is memory for the pair's message `chunk`
   part,         // part number `server` of message `chunk`; needed = 1 + the slot of shared memory that holds it, or 0
   room,         // `chunk` bytes of small messages were taken, or the slot needed - 1 is free
+  copy,         // from a helper that keeps weights: the sum of a chunk, for the rank that has a copy of them
+  copied,       // its answer: the copy has taken the sum
 };
 
 // Little-endian on the wire, as on all supported machines. Fields that nothing sets yet are zero.
@@ -37,7 +39,7 @@ struct FrameHeader {
   std::uint8_t element = 0;  // of the result
   std::uint8_t input = 0;    // of the contribution
   std::uint8_t combine = 0;
-  std::uint8_t redo = 0;     // 1: resent after its server was lost
+  std::uint8_t redo = 0;     // 1: resent after its server was lost; 2: the copy of its weights takes the sum first
   std::uint16_t host = 0;    // index of the contributing host
   std::uint16_t needed = 0;  // contributions of a complete chunk
   std::uint16_t divisor = 1;
@@ -77,7 +79,7 @@ struct Payload {
 // Returns whether the payload holds elements; other frames are small and hold text.
 inline bool carries_data(FrameType type) {
   return type == FrameType::push || type == FrameType::result || type == FrameType::supply || type == FrameType::offer ||
-         type == FrameType::part;
+         type == FrameType::part || type == FrameType::copy;
 }
 
 void set_checksums(FrameHeader& header, Payload& payload);

@@ -62,7 +62,7 @@ TEST(frame_sealed_nonsense_is_refused) {
     return check_header(header) != "";
   };
   CHECK(!refused([](FrameHeader&, Payload&) {}));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(17); }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(19); }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.kind = shoal::kNumKinds; }));
   CHECK(!refused([](FrameHeader& h, Payload&) { h.kind = shoal::kNumKinds - 1; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.element = 8; }));

@@ -248,4 +248,135 @@ TEST(served_weights_wait_for_options_that_an_update_has_overtaken) {
   CHECK_EQ(server.held_bytes(), 0u);
 }
 
+// Two servers and the frames between them: a helper, and the rank that has a copy of its weights.
+struct Pair {
+  struct Answer {
+    int peer;
+    FrameType type;
+    std::uint64_t seq;
+    std::vector<float> values;
+    bool operator==(const Answer&) const = default;
+  };
+  using Answers = std::vector<Answer>;
+
+  BufferPool pool;
+  WeightBudget budget{1 << 20};
+  Answers of_helper, of_rank;
+  std::vector<std::pair<FrameHeader, Payload>> copies;
+  SumServer helper{pool, budget, members(), answers(of_helper), conflict, {}, [this](const FrameHeader& header, const Payload& sum) {
+                     copies.emplace_back(header, sum);
+                     return 1;
+                   }};
+  SumServer rank{pool, budget, members(), answers(of_rank), conflict};
+
+  static SumServer::Members members() {
+    return {2, [](int peer) { return peer; }};
+  }
+  static void conflict(const SumServer::Conflict&) { check::fail(__FILE__, __LINE__, "a conflict"); }
+  static SumServer::Answer answers(Answers& to) {
+    return [&to](int peer, const FrameHeader& header, const Payload& payload) {
+      std::vector<float> values(payload.size / sizeof(float));
+      if (payload.size) std::memcpy(values.data(), payload.data, payload.size);
+      to.push_back({peer, header.type, header.seq, std::move(values)});
+    };
+  }
+  static FrameHeader header(Kind kind, std::uint64_t seq, std::uint8_t redo, int host = 0) {
+    const bool updates = kind == Kind::update;
+    FrameHeader header = header_of(kind, 0, updates || kind == Kind::dump ? 1 : 0, updates ? 1 : 0);
+    header.seq = seq;
+    header.redo = redo;
+    header.host = static_cast<std::uint16_t>(host);
+    header.needed = 2;
+    header.combine = static_cast<std::uint8_t>(kind == Kind::update ? Combine::sum : Combine::bor);
+    return header;
+  }
+  static Payload payload(const void* data, std::size_t bytes) {
+    const auto owner = std::make_shared<std::vector<std::byte>>(bytes);
+    std::memcpy(owner->data(), data, bytes);
+    return {owner->data(), bytes, owner, 0, false};
+  }
+  static Payload payload(const std::vector<float>& values) { return payload(values.data(), values.size() * sizeof(float)); }
+  static void push(SumServer& to, Kind kind, std::uint64_t seq, std::uint8_t redo, const Payload& given) {
+    for (int host : {0, 1}) CHECK_EQ(to.contribute(host, header(kind, seq, redo, host), given), "");
+  }
+  // Hands the newest copy to the rank.
+  std::string copy() { return rank.take_copy(7, copies.back().first, Payload(copies.back().second)); }
+  std::string confirm(int peer) { return helper.confirm_copy(peer, copies.back().first); }
+  void configure() {
+    const auto rule = options(1, 0.5);
+    for (SumServer* each : {&helper, &rank}) push(*each, Kind::configure, 1, 0, payload(rule.data(), rule.size()));
+    of_helper.clear();
+    of_rank.clear();
+  }
+};
+
+TEST(served_weights_with_a_copy_are_answered_when_the_copy_has_the_sum) {
+  Pair on;
+  const std::vector<float> weights{2, 2}, gradient{1, 2}, stepped{1, 0};
+  Pair::push(on.helper, Kind::load, 0, 2, Pair::payload(weights));
+  CHECK(on.of_helper.empty());
+  CHECK(contains(on.confirm(0), "that it has taken a copy"));  // not the rank that has it
+  CHECK_EQ(on.copy(), "");
+  CHECK(on.of_rank == (Pair::Answers{{7, FrameType::copied, 0, {}}}));
+  CHECK_EQ(on.confirm(1), "");
+  CHECK(on.of_helper == (Pair::Answers{{0, FrameType::result, 0, weights}, {1, FrameType::result, 0, weights}}));
+  CHECK(contains(on.confirm(1), "that it has taken a copy"));  // again
+  on.configure();
+  Pair::push(on.helper, Kind::update, 2, 2, Pair::payload(gradient));
+  CHECK_EQ(on.copy(), "");
+  CHECK(on.of_helper.empty());
+  // the helper is lost: rank 1 has no answer, while rank 0 might have
+  on.of_rank.clear();
+  CHECK_EQ(on.rank.contribute(1, Pair::header(Kind::update, 2, 1, 1), Pair::payload(gradient)), "");
+  CHECK(on.of_rank == (Pair::Answers{{1, FrameType::result, 2, stepped}}));
+  for (SumServer* each : {&on.helper, &on.rank}) CHECK_EQ(each->held_bytes(), 0u);
+}
+
+TEST(served_weights_of_a_lost_helper_go_on_from_the_copy) {
+  Pair on;
+  const std::vector<float> weights{2, 2}, gradient{1, 2}, stepped{1, 0};
+  Pair::push(on.helper, Kind::load, 0, 2, Pair::payload(weights));
+  CHECK_EQ(on.copy(), "");
+  on.configure();
+  Pair::push(on.rank, Kind::update, 2, 1, Pair::payload(gradient));  // the copy never came
+  CHECK(on.of_rank == (Pair::Answers{{0, FrameType::result, 2, stepped}, {1, FrameType::result, 2, stepped}}));
+  Pair::push(on.helper, Kind::update, 2, 2, Pair::payload(gradient));
+  CHECK_EQ(on.copy(), "");  // late: the same sum is not taken twice
+  const auto rule = options(1, 0.5);
+  Pair::push(on.rank, Kind::configure, 3, 1, Pair::payload(rule.data(), rule.size()));  // the helper's; it has its own
+  Pair::push(on.rank, Kind::dump, 4, 1, Pair::payload({0, 0}));
+  CHECK(on.of_rank.back() == (Pair::Answer{1, FrameType::result, 4, stepped}));
+  CHECK(contains(on.rank.supply(0, Pair::header(Kind::update, 5, 1), Pair::payload(weights)), "supplied or sent again"));
+}
+
+TEST(served_weights_wait_for_options_that_a_copy_has_overtaken) {
+  Pair on;
+  const std::vector<float> weights{2, 2}, gradient{1, 2}, stepped{1, 0};
+  Pair::push(on.helper, Kind::load, 0, 2, Pair::payload(weights));
+  CHECK_EQ(on.copy(), "");
+  on.of_rank.clear();
+  FrameHeader update = Pair::header(Kind::update, 2, 2);
+  CHECK_EQ(on.rank.take_copy(7, update, Pair::payload({2, 4})), "");
+  CHECK(on.of_rank.empty());
+  CHECK(contains(on.rank.take_copy(7, update, Pair::payload({2, 4})), "a second copy"));
+  Pair::push(on.rank, Kind::update, 2, 1, Pair::payload(gradient));
+  const auto rule = options(1, 0.5);
+  Pair::push(on.rank, Kind::configure, 1, 0, Pair::payload(rule.data(), rule.size()));
+  const Pair::Answers last(on.of_rank.end() - 3, on.of_rank.end());
+  CHECK(last == (Pair::Answers{{7, FrameType::copied, 2, {}}, {0, FrameType::result, 2, stepped}, {1, FrameType::result, 2, stepped}}));
+  CHECK_EQ(on.rank.held_bytes(), 0u);
+}
+
+TEST(served_weights_name_copies_that_cannot_be) {
+  Pair on;
+  const std::vector<float> weights{2, 2};
+  CHECK(contains(on.rank.take_copy(7, Pair::header(Kind::dump, 0, 2), Pair::payload(weights)), "a copy of a dump"));
+  FrameHeader alone = Pair::header(Kind::load, 0, 2);
+  alone.needed = 1;
+  CHECK(contains(on.rank.take_copy(7, alone, Pair::payload(weights)), "from 1 hosts"));
+  CHECK(contains(on.rank.contribute(0, Pair::header(Kind::load, 0, 2), Pair::payload(weights)), "that is to be copied"));
+  CHECK(contains(on.helper.contribute(0, Pair::header(Kind::dump, 0, 2), Pair::payload(weights)), "that is to be copied"));
+  CHECK(contains(on.helper.contribute(0, Pair::header(Kind::load, 0, 1), Pair::payload(weights)), "supplied or sent again"));
+}
+
 }  // namespace

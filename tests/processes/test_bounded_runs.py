@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,21 @@ from forked import fork_process, free_port
 from shoal.data.sources import ReaderSource
 from shoal.data.steps import DataShard
 from shoal.decide.rng import Stream, random_keys
-from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
+from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE, UsageError
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
+from shoal.optim.moments import norm_of
+from shoal.optim.sgd import SGD
 from shoal.recipes import masked_lm
 from shoal.recipes.albert import AlbertConfig
 from shoal.record import Checkpoint, Contributions, Step, read_record
 from shoal.report.page import write_report
 from shoal.train import bounded_steps, local_run
 from shoal.train import step as steps
-from shoal.train.bounded_replay import replay, summary
+from shoal.train.bounded_replay import replay, require_workers, summary
 from shoal.train.config import DistributedConfig, schedule_of
+from shoal.train.gradients import clip_factor, parameters_of, scale_all
+from shoal.train.local_steps import set_moves
 from shoal.train.optimizers import build_optimizer
 
 WORKERS = 3
@@ -52,14 +58,10 @@ def start(config: AlbertConfig) -> list[Any]:
     return [fork_process(_work, config, rank, WORKERS, port) for rank in range(WORKERS)]
 
 
-def replayed(config: AlbertConfig, log: Path) -> nn.Module:
-    """Take the steps of a recipe's log again, in this process."""
+def gradients_of(config: AlbertConfig, model: nn.Module) -> Callable[[int, int], None]:
+    """Return what computes the gradient of a rank's part of a batch, as a worker of the recipe does."""
     train, _ = masked_lm.open_text(config, config.data, pairs="order", verify=True)
     source, batch_size = ReaderSource(reader=train), config.train.global_batch_size
-    torch.manual_seed(config.train.seed)
-    model = AlbertPretraining(config.model)
-    optimizer = build_optimizer(model.named_parameters(), config.optim)
-    schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
 
     def backward(rank: int, number: int) -> None:
         part = batch_size // WORKERS
@@ -72,8 +74,17 @@ def replayed(config: AlbertConfig, log: Path) -> nn.Module:
             targets = WORKERS * len(batch["masked_ids"])
             ((mlm_loss / targets + sop_loss / batch_size) * float(WORKERS)).backward()
 
+    return backward
+
+
+def replayed(config: AlbertConfig, log: Path) -> nn.Module:
+    """Take the steps of a recipe's log again, in this process."""
+    torch.manual_seed(config.train.seed)
+    model = AlbertPretraining(config.model)
+    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
     taken = replay(
-        log, model, optimizer, backward, max_norm=config.optim.max_grad_norm,
+        log, model, optimizer, gradients_of(config, model), max_norm=config.optim.max_grad_norm,
         schedule=lambda number: set_learning_rate(optimizer, learning_rate(schedule, number - 1)),
     )  # fmt: skip
     assert taken == config.train.total_steps
@@ -137,14 +148,98 @@ def test_local_steps_of_a_run_that_was_killed_end_as_those_of_one_that_was_not(
     )
 
 
-@pytest.mark.parametrize("distributed", [{"wait_for": 2}, {"staleness": 2}], ids=str)
+def replayed_rounds(config: AlbertConfig, log: Path) -> int:
+    """Make the local steps of a recipe's log again, those that were dropped too, and the exchanges."""
+    every = config.distributed.local_steps
+    assert every is not None
+    torch.manual_seed(config.train.seed)
+    model = AlbertPretraining(config.model)
+    inner = [build_optimizer(model.named_parameters(), config.optim) for _ in range(WORKERS)]
+    schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
+    backward, parameters = gradients_of(config, model), list(parameters_of(inner[0]))
+
+    def move(rank: int, number: int) -> None:
+        begin = [parameter.detach().clone() for parameter in parameters]
+        for step in range(every * (number - 1) + 1, every * number + 1):
+            inner[rank].zero_grad()
+            backward(rank, step)
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            scale_all(gradients, clip_factor(norm_of(gradients), config.optim.max_grad_norm))
+            set_learning_rate(inner[rank], learning_rate(schedule, step - 1))
+            inner[rank].step()
+        set_moves(parameters, begin)
+
+    outer = SGD(parameters, lr=config.distributed.outer_rate, momentum=0.9, nesterov=True)
+    return replay(log, model, outer, move, dropped=True)
+
+
+def test_the_log_of_an_asynchronous_run_that_was_killed_is_replayed_to_the_bit(
+    data: Path, tmp_path: Path
+) -> None:
+    options = {"asynchronous": True, "compensation": 0.04}
+    config = settings(data, tmp_path / "run", options, optim={"beta1": 0.0}, run={"log_frequency": 3})
+    workers = start(config)
+    jobs.wait_for_checkpoint(tmp_path / "run", 6, workers)
+    jobs.kill(workers)
+    assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
+    torch.manual_seed(config.train.seed)
+    model = AlbertPretraining(config.model)
+    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
+    gradient, batches = gradients_of(config, model), Counter[int]()
+
+    def backward(rank: int, number: int) -> None:
+        batches[rank] += 1
+        set_learning_rate(optimizer, learning_rate(schedule, batches[rank] - 1))
+        gradient(rank, batches[rank])
+
+    log = tmp_path / "run" / bounded_steps.LOG
+    taken = replay(
+        log, model, optimizer, backward, max_norm=config.optim.max_grad_norm, compensation=0.04
+    )  # compares the weights at each checkpoint
+    assert taken == 12 * WORKERS and summary(log).used == [12] * WORKERS
+    assert set(batches.values()) == {12}
+    with pytest.raises(UsageError, match="continue with 3 workers"):
+        require_workers(log, 2)
+
+
+@pytest.mark.parametrize("late", ["drop", "next"])
+def test_local_steps_with_a_quorum_that_were_killed_are_replayed_to_the_bit(
+    data: Path, tmp_path: Path, late: str
+) -> None:
+    options = {"local_steps": 3, "quorum": 2, "late": late}
+    config = settings(data, tmp_path / "run", options, run={"log_frequency": 3})
+    workers = start(config)
+    jobs.wait_for_checkpoint(tmp_path / "run", 6, workers)
+    jobs.kill(workers)
+    assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
+    log = tmp_path / "run" / bounded_steps.LOG
+    taken = replayed_rounds(config, log)  # compares the weights at each checkpoint
+    assert taken == summary(log).num_steps == config.train.total_steps / 3
+    rows = [row for row in read_record(tmp_path / "run") if isinstance(row, Contributions)]
+    assert [row.step for row in rows] == [3, 6, 9, 12]
+    assert sum(sum(row.used) for row in rows) >= 2 * taken
+
+
+@pytest.mark.parametrize(
+    "distributed",
+    [
+        {"wait_for": 2},
+        {"staleness": 2},
+        {"asynchronous": True},
+        {"local_steps": 2, "quorum": 2},
+    ],
+    ids=str,
+)
 def test_a_signal_ends_a_run_before_its_next_line(
     data: Path, tmp_path: Path, distributed: dict[str, Any]
 ) -> None:
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "train": {"total_steps": 100_000},
         "run": {"log_frequency": 50_000, "validation_frequency": 50_000, "checkpoint_frequency": 50_000},
     }
+    if "asynchronous" in distributed:
+        changes["optim"] = {"beta1": 0.0}
     workers = start(settings(data, tmp_path, distributed, **changes))
     log = tmp_path / bounded_steps.LOG
     while not log.exists() or len(log.read_text().splitlines()) < 5:
@@ -152,7 +247,8 @@ def test_a_signal_ends_a_run_before_its_next_line(
     os.kill(workers[1].pid, signal.SIGTERM)
     assert jobs.wait(workers) == [EXIT_STOPPED] * WORKERS
     (saved,) = [row.step for row in read_record(tmp_path) if isinstance(row, Checkpoint)]
-    assert summary(log).num_steps == saved
+    rounds = saved // distributed.get("local_steps", 1)
+    assert summary(log).num_steps == (WORKERS if "asynchronous" in distributed else 1) * rounds
 
 
 @pytest.mark.parametrize(
@@ -162,6 +258,9 @@ def test_a_signal_ends_a_run_before_its_next_line(
         ({"staleness": 1}, {"optim": {"clip": "worker"}}, "staleness 1 with optim.clip worker"),
         ({"staleness": 1}, {"train": {"precision": "fp16"}}, "staleness 1 with train.precision fp16"),
         ({"local_steps": 2}, {"optim": {"clip": "worker"}}, "local_steps 2 with optim.clip worker"),
+        ({"local_steps": 2, "quorum": 3}, {}, "quorum 3 must be from 1 to one less than"),
+        ({"local_steps": 5, "quorum": 2}, {}, "quorum with run.log_frequency 1: all workers meet at"),
+        ({"asynchronous": True}, {}, "with momentum 0.9, gradients that are late"),
         ({"wait_for": 4}, {}, "wait_for=4 must be from 1 to the number of workers, 3"),
         ({"wait_for": 2, "backend": "gloo"}, {}, 'need a process group of backend "shoal"'),
     ],
@@ -183,6 +282,12 @@ def test_what_does_not_go_together_is_named(
         ({"wait_for": 2, "wire": "bf16"}, "gradients go to the servers in fp32"),
         ({"staleness": 1, "shares": "by-speed"}, "have equal parts"),
         ({"staleness": -1}, "at least 0"),
+        ({"asynchronous": True, "staleness": 1}, "wait for nobody"),
+        ({"compensation": 0.04}, "is for asynchronous steps"),
+        ({"local_steps": 2, "asynchronous": True}, "each worker steps by itself"),
+        ({"quorum": 2}, "set --distributed.local-steps too"),
+        ({"replicas": 2}, "kept once or twice"),
+        ({"replicas": 3, "update": "servers"}, "kept once or twice"),
         ({"local_steps": 2, "staleness": 1}, "each worker steps by itself"),
         ({"local_steps": 2, "update": "servers"}, "each worker steps by itself"),
         ({"local_steps": 2, "outer_momentum": 1.0}, "below 1"),

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from comm_group import SECRET as HELPERS_SECRET
+from comm_group import HelperProcess
 from shoal_workers import run_group
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -22,7 +27,7 @@ from torch.optim import Optimizer
 
 from engine_group import SECRET
 from shoal import native
-from shoal.comm.engine import CommError
+from shoal.comm.engine import CommError, lost_helpers
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
@@ -346,6 +351,54 @@ def test_a_lost_helper_is_named(tmp_path: Path) -> None:
         thread.start()
         run_group(lose, 2, tmp_path / "group", tmp_path, hosts=("a", "b"), environment=environment)
         thread.join()
+
+
+def survive(rank: int, name: str, max_norm: float | None, helper_pids: tuple[int, int]) -> None:
+    """Kills one helper in the middle of a step, and the other as the state is fetched."""
+    unserved, served = OPTIMIZERS[name]
+    want, have = wrapped(), wrapped()
+    reference, optimizer = unserved(groups_of(want)), served(groups_of(have))
+    train(want, reference if max_norm is None else Clipping(reference, max_norm), rank, range(STEPS))
+    training = update_on_servers(have, optimizer, max_norm=max_norm, replicas=2)
+    train(have, training, rank, range(2))
+    killers = [Timer(random.uniform(0, 0.03), os.kill, (pid, signal.SIGKILL)) for pid in helper_pids]
+    if rank == 0:
+        killers[0].start()
+    train(have, training, rank, range(2, 4))
+    if rank == 0:
+        killers[1].start()
+    training.finish()
+    for killer in killers[: 2 if rank == 0 else 0]:
+        killer.join()
+    train(have, training, rank, range(4, STEPS))
+    training.finish()
+    require_same(have, optimizer, want, reference)
+    assert len(lost_helpers()) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "max_norm", "hosts"),
+    [("adamw", None, "abc"), ("momentum", 0.3, "aab"), ("lamb", 0.3, "ab"), ("novograd", None, "aab")],
+)
+def test_killed_helpers_change_no_bit_where_workers_have_copies(
+    tmp_path: Path, name: str, max_norm: float | None, hosts: str
+) -> None:
+    with HelperProcess("h0") as first, HelperProcess("h1", address="127.0.0.101") as second:
+        places = ",".join(f"{each.address}:{each.port}*1.0" for each in (first, second))
+        environment = {"SHOAL_SECRET": HELPERS_SECRET, "SHOAL_HELPERS": places}
+        pids = (first.process.pid, second.process.pid)
+        run_group(survive, len(hosts), tmp_path, name, max_norm, pids, hosts=hosts, environment=environment)
+
+
+def refuse_copies(rank: int) -> None:
+    for replicas, message in ((2, "has none: a worker that is lost"), (3, "replicas=3: .* give 1 or 2")):
+        model = wrapped()
+        with pytest.raises(UsageError, match=message):
+            update_on_servers(model, SGD(groups_of(model), lr=0.1), replicas=replicas)
+
+
+def test_copies_without_helpers_are_refused(tmp_path: Path) -> None:
+    run_group(refuse_copies, 2, tmp_path, hosts=("a", "b"))
 
 
 def need_memory(rank: int) -> None:

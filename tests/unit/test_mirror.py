@@ -33,6 +33,7 @@ RUN_BY_OTHERS = {
     "shoal.recipes.masked_lm_stages": ("processes/test_pretrain_stages.py", "**parallel"),
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
+    "shoal.train.quorum_run": ("processes/test_bounded_runs.py", '"quorum": 2'),
     "shoal.cli.use": ("processes/test_predict.py", '"predict"'),
     "shoal.recipes.classify_use": ("processes/test_predict.py", 'predicted("classify"'),
     "shoal.recipes.t5_use": ("processes/test_predict.py", 'predicted("t5"'),

@@ -191,6 +191,7 @@ class Operation:
             dump, update, collect, measure and apply (``csrc/engine/served_weights.h``), which are made by
             ``train.served_tensors``.
         weights: dtype in which an update or an apply answers: float32 or bfloat16.
+        copied: whether ranks have a second copy of the weights that helpers keep.
         text: names the options of a configure, for messages.
         memory: tensors at the addresses, where ``source`` and ``target`` are not given.
         source: tensor at ``input``, flat and contiguous.
@@ -215,6 +216,7 @@ class Operation:
     source_rank: int = 0
     served: tuple[int, int, int, int] = (0, 0, 0, 0)
     weights: str = "float32"
+    copied: bool = False
     text: str = ""
     memory: Any = None
     source: Any = None

@@ -9,7 +9,8 @@ Messages are JSON of one length. From a worker:
 From rank 0, to all in the same order:
 
     {"kind": "step", "step": 3, "used": [[0, 3, 2], [1, 3, 2]], "dropped": [[2, 2, 1]], "options": {...},
-     "until": null}                      the step after which all synchronize, once one has asked for it
+     "until": null}                      the step after which all synchronize, once one has asked for it; of
+                                         asynchronous ones, the number of gradients of each worker
     {"kind": "late", "dropped": [[2, 8, 7]]}                         gradients after which there is no step
     {"kind": "synchronize", "step": 8, "then": "dump", "ends": false}
     {"kind": "abort", "reason": "..."}
@@ -21,6 +22,7 @@ import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -109,6 +111,7 @@ class Coordinator:
         self._timer = threading.Timer(0.0, self._on_time)
         self._options: dict[int, tuple[int, Any]] = {}  # by batch: of which rank, and the options
         self._ended: dict[int, tuple[int, Then, bool]] = {}  # by rank: batch, then what, whether for good
+        self._num_offered: Counter[int] = Counter()  # gradients, by rank
         self._asked = False
         self._until: int | None = None  # whether a worker asks to synchronize, and after which step
 
@@ -162,6 +165,7 @@ class Coordinator:
                     f"{other} and {str(message['options'])[:200]} on rank {rank}; schedules depend on the "
                     "step's number only"
                 )
+        self._num_offered[rank] += 1
         self._decider.offer(gradient)
 
     def _require_same_end(self) -> None:
@@ -183,6 +187,8 @@ class Coordinator:
             dropped = ()
         if self._asked and self._until is None:  # no worker that has not heard of it has begun a later batch
             self._until = decision.step + (self._rule.staleness if self._rule.waits_for_all else 0)
+            if self._rule.asynchronous:  # the batch of a worker that is under way is the next one at most
+                self._until = max(self._num_offered.values()) + 1
         self._tell(
             {
                 "kind": "step", "step": decision.step, "used": as_lists(decision.used),

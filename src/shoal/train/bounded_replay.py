@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.atomic_io import write_atomically
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.optim.moments import norm_of
 from shoal.train.gradients import clip_factor, scale_all
@@ -110,6 +110,22 @@ def go_back(log: Path, step: int) -> None:
     steps = [row.get("step", row.get("after", 0)) for row in rows]
     kept = [line for line, of in zip(whole, steps, strict=True) if of <= step]
     write_atomically(log, "".join(kept).encode())
+
+
+def require_workers(log: Path, num_workers: int) -> None:
+    """Check that a log, if there is one, is of as many workers: their gradients are its steps.
+
+    Raises:
+        UsageError: it is of another number.
+    """
+    if not log.exists():
+        return
+    (*_, found) = (row["workers"] for row in _read(log) if "workers" in row)
+    if found != num_workers:
+        raise UsageError(
+            f"asynchronous steps of {num_workers} workers after those of {found}: a step is a gradient of "
+            f"each, and {log} counts them; continue with {found} workers"
+        )
 
 
 def replay(

@@ -15,11 +15,12 @@ from shoal import record
 from shoal.decide.bounded_waiting import WaitingRule
 from shoal.errors import UsageError
 from shoal.optim.moments import norm_of
-from shoal.train.bounded_replay import go_back
+from shoal.train.bounded_replay import Counts, go_back, require_workers
 from shoal.train.bounded_waiting import BoundedWaiting
-from shoal.train.config import DistributedConfig
+from shoal.train.config import DistributedConfig, RunOutputConfig
 from shoal.train.gradients import DataParallel, LossScale, parameters_of, scale_all
-from shoal.train.served_checks import check_model, check_optimizer
+from shoal.train.served_checks import check_model, check_no_momentum, check_optimizer
+from shoal.train.served_tensors import COPIES
 from shoal.train.world import World
 
 LOG = "contributions.jsonl"
@@ -62,6 +63,7 @@ class BoundedUpdate:
     """The update of a model whose steps take the gradients of some workers, or of older weights.
 
     Checkpoints hold what they hold without servers. The gradients of each step are written to :data:`LOG`.
+    Asynchronous, a step of the run is a batch of each worker, and as many updates of the weights.
 
     Attributes:
         step: the steps that this worker has passed: it goes on with the batch of the next one.
@@ -94,23 +96,31 @@ class BoundedUpdate:
         self._model = check_loose(models, scale, config.step_option)
         check_model(self._model)
         check_optimizer(optimizer, self._model)
-        late = config.late if config.wait_for is not None else "drop"
-        staleness = config.staleness if config.staleness is not None else int(late == "next")
-        wait_for = world.num_workers if config.wait_for is None else config.wait_for
-        self._rule = WaitingRule(world.num_workers, wait_for, late, staleness, config.grace_s)
+        if config.asynchronous:
+            check_no_momentum(optimizer)
+        self._rule = rule_of(config, world.num_workers)
+        self._updates_a_step = world.num_workers if config.asynchronous else 1
+        self._compensation = config.compensation
         self._optimizer, self._world, self._log = optimizer, world, directory / LOG
+        self._replicas = config.replicas
         self._training: Any = None  # BoundedWaiting, once it is open
         self._first = self.step = 0
         self.is_settled, self._asks = True, False
 
+    def require_meetings(self, settings: RunOutputConfig, last_step: int) -> None:
+        """All workers can meet after any step."""
+
     def open(self, step: int) -> None:
         """Load the weights and the optimizer's state to the servers, after so many steps."""
         if self._world.is_main:
-            go_back(self._log, step)
+            if self._rule.asynchronous:
+                require_workers(self._log, self._world.num_workers)
+            go_back(self._log, step * self._updates_a_step)
         self._first = self.step = step
         self._training = BoundedWaiting(
-            self._model, self._optimizer, self._rule, max_norm=math.inf, log=self._log, after=step
-        )
+            self._model, self._optimizer, self._rule, max_norm=math.inf, log=self._log,
+            after=step * self._updates_a_step, compensation=self._compensation, replicas=self._replicas,
+        )  # fmt: skip
 
     def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return what checkpoints hold, given what the run keeps: the same."""
@@ -119,7 +129,8 @@ class BoundedUpdate:
     @property
     def note(self) -> str:
         """A line that says what happens, for the beginning of a run."""
-        return f"servers step with {self._rule.text}; the gradients of each step are in {LOG}"
+        copies = COPIES * (self._replicas == 2)
+        return f"servers step with {self._rule.text}; the gradients of each step are in {LOG}{copies}"
 
     def agrees(self, asks: bool) -> bool:
         """Return whether all workers are at the same step, and can agree on what follows.
@@ -128,7 +139,8 @@ class BoundedUpdate:
             asks: whether this worker wants them to, soon; later calls return true then.
         """
         self._asks = asks
-        if self._training.until == self.step:
+        begin = self._first if self._rule.asynchronous else 0  # it counts this worker's batches
+        if self._training.until == self.step - begin:
             self.settle()
         return self.is_settled
 
@@ -158,7 +170,7 @@ class BoundedUpdate:
     def apply(self, optimizer: Optimizer) -> None:
         """Take the newest weights."""
         self._training.take_newest()
-        self.step = self._training.next_step - 1
+        self.step = self.step + 1 if self._rule.asynchronous else self._training.next_step - 1
 
     def weight_norm(self, optimizer: Optimizer) -> float:
         """Return the norm of all weights."""
@@ -176,9 +188,23 @@ class BoundedUpdate:
 
     def row(self) -> record.Contributions:
         """Return the counts since the last such row, for the record."""
-        counts = self._training.take_counts()
-        most = max(counts.staleness, default=0)
-        return record.Contributions(
-            step=self.step, used=counts.used, dropped=counts.dropped,
-            staleness=[counts.staleness.get(each, 0) for each in range(most + 1)],
-        )  # fmt: skip
+        return row_of(self._training.take_counts(), self.step)
+
+
+def rule_of(config: DistributedConfig, num_workers: int) -> WaitingRule:
+    """Return for whom steps wait."""
+    if config.asynchronous:
+        return WaitingRule(num_workers, 1, "next", asynchronous=True)
+    late = config.late if config.wait_for is not None else "drop"
+    staleness = config.staleness if config.staleness is not None else int(late == "next")
+    wait_for = num_workers if config.wait_for is None else config.wait_for
+    return WaitingRule(num_workers, wait_for, late, staleness, config.grace_s)
+
+
+def row_of(counts: Counts, step: int) -> record.Contributions:
+    """Return the record's row of these counts, after ``step``."""
+    most = max(counts.staleness, default=0)
+    return record.Contributions(
+        step=step, used=counts.used, dropped=counts.dropped,
+        staleness=[counts.staleness.get(each, 0) for each in range(most + 1)],
+    )  # fmt: skip

@@ -78,6 +78,7 @@ def bound_waiting(
     asynchronous: bool = False,
     compensation: float = 0.0,
     max_norm: float | None = None,
+    replicas: int = 1,
     log: Path | None = None,
 ) -> BoundedWaiting:
     """Step with servers as soon as enough workers have gradients, or let workers run ahead of the steps.
@@ -102,6 +103,7 @@ def bound_waiting(
         compensation: with ``asynchronous``, the strength λ of the correction for weights that have changed
             meanwhile (DC-ASGD): g + λ g² (w - w of the gradient); 0.04 in MXNet. 4 bytes a parameter more.
         max_norm: clip the norm of a step's mean gradient to this. A norm that is not finite skips the step.
+        replicas: as in :func:`shoal.train.served_update.update_on_servers`.
         log: file to which rank 0 appends a line of JSON for each step.
 
     Returns:
@@ -148,7 +150,9 @@ def bound_waiting(
     if staleness is None:
         staleness = 1 if late == "next" and not asynchronous else 0
     rule = WaitingRule(size, size if wait_for is None else wait_for, late, staleness, grace_s, asynchronous)
-    return BoundedWaiting(model, optimizer, rule, max_norm=max_norm, log=log, compensation=compensation)
+    return BoundedWaiting(
+        model, optimizer, rule, max_norm=max_norm, log=log, compensation=compensation, replicas=replicas
+    )
 
 
 @dataclass(eq=False)
@@ -184,6 +188,7 @@ class BoundedWaiting:
         log: Path | None,
         after: int = 0,
         compensation: float = 0.0,
+        replicas: int = 1,
     ) -> None:
         """Load the weights to the servers, and begin to follow rank 0.
 
@@ -195,6 +200,7 @@ class BoundedWaiting:
             log: as there.
             after: steps that the weights have seen.
             compensation: as there.
+            replicas: as there.
         """
         self._compensation, self._num_handed = compensation, 0
         self.optimizer = optimizer
@@ -204,7 +210,7 @@ class BoundedWaiting:
         self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
         self._group = group_beside(model)
         self._stepper = _copy_of(optimizer)  # with the options of the step that the servers take
-        self._servers = ServedTensors(self._group, self._stepper)
+        self._servers = ServedTensors(self._group, self._stepper, replicas=replicas)
         self._parameters = [table.parameter for table in self._servers.tables]
         try:
             more = f", with {rule.text}, max_norm={max_norm}, compensation={compensation}"
@@ -291,7 +297,10 @@ class BoundedWaiting:
 
     @property
     def until(self) -> int | None:
-        """The batch after which all workers are to synchronize, because one has asked for it."""
+        """The batch after which all workers are to synchronize, because one has asked for it.
+
+        Of asynchronous steps, the number of batches of each worker.
+        """
         with self._changed:
             return self._until
 

@@ -240,6 +240,10 @@ class RunConfig(RunOutputConfig):
     """Maximum number of held-out sequences per evaluation."""
 
 
+_STEP_OPTIONS = ("local_steps", "asynchronous", "wait_for", "staleness", "update")
+"""Options of :class:`DistributedConfig` that have steps taken elsewhere than on every worker."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
     """Devices of workers and communication between them."""
@@ -259,17 +263,28 @@ class DistributedConfig:
     update: Literal["workers", "servers"] = "workers"
     """Place of the optimizer's step: on every worker; or on the servers of backend shoal, which then keep its
     state (on CPUs of at least two hosts)."""
+    replicas: int = 1
+    """Processes that keep each piece of weights on servers: with 2, workers have a copy of what helper hosts
+    keep, and a helper that is lost changes no bit."""
     wait_for: int | None = None
     """Take a step, on servers, when so many workers have their gradients; default: all."""
     late: Literal["drop", "next"] = "drop"
-    """With wait-for: drop gradients that come after their step, or take them in the next."""
+    """With wait-for or quorum: drop gradients that come after their step, or take them in the next."""
     staleness: int | None = None
     """Let workers go on, with servers, with weights that lack so many steps; with late next: the largest
     staleness of a late gradient, by default 1."""
     grace_s: float = 0.0
-    """With wait-for: seconds for which a step that has enough gradients waits for the others."""
+    """With wait-for or quorum: seconds for which a step that has enough gradients waits for the others."""
+    asynchronous: bool = False
+    """Let servers step with each worker's gradient when it comes, whatever its staleness; the optimizer must
+    have no momentum (--optim.beta1 0)."""
+    compensation: float = 0.0
+    """With asynchronous: strength of the correction of gradients for weights that have changed meanwhile."""
     local_steps: int | None = None
     """Let each worker step by itself, and average every so many steps (DiLoCo; servers on backend shoal)."""
+    quorum: int | None = None
+    """With local-steps: average when so many workers have made their steps, and treat the others by late and
+    grace-s; default: all."""
     outer_rate: float = 0.7
     """With local-steps: learning rate of the averaged moves; 1 with momentum 0: plain averages of weights."""
     outer_momentum: float = 0.9
@@ -278,28 +293,49 @@ class DistributedConfig:
     """Size of DistributedDataParallel's buckets in MiB; default: 25, more from about 100 workers on."""
 
     def __post_init__(self) -> None:
-        require_positive("distributed", self, "wait_for", "local_steps")
+        require_positive("distributed", self, "wait_for", "local_steps", "quorum")
         require_positive("distributed", self, "outer_rate", least=0)
         require_positive("distributed", self, "outer_momentum", least=0, below=1)
         require_positive("distributed", self, "staleness", "grace_s", least=0)
-        if self.wait_for is None and self.late != "drop":
+        if self.replicas not in (1, 2) or (self.replicas == 2 and not self.step_option):
+            raise UsageError(
+                f"distributed.replicas {self.replicas}: weights on servers are kept once or twice; give 1, "
+                "or 2 with --distributed.update servers, wait-for, staleness or local-steps"
+            )
+        if self.quorum is not None and self.local_steps is None:
+            raise UsageError(
+                f"distributed.quorum {self.quorum} is for workers that step by themselves; set "
+                "--distributed.local-steps too, or use --distributed.wait-for"
+            )
+        if self.wait_for is None and self.quorum is None and self.late != "drop":
             raise UsageError(
                 "distributed.late next: no gradient is late where steps wait for all workers; set "
-                "--distributed.wait-for too"
+                "--distributed.wait-for too, or with local steps --distributed.quorum"
             )
-        if self.wait_for is None and self.grace_s:
+        if self.wait_for is None and self.quorum is None and self.grace_s:
             raise UsageError(
                 f"distributed.grace_s {self.grace_s}: steps wait for all workers in any case; set "
-                "--distributed.wait-for too"
+                "--distributed.wait-for too, or with local steps --distributed.quorum"
             )
         if self.wait_for is not None and self.staleness is not None and self.late == "drop":
             raise UsageError(
                 f"distributed.wait_for {self.wait_for} with staleness {self.staleness}: gradients that are "
                 "dropped have none; set --distributed.late next, or leave one of them out"
             )
+        if self.asynchronous and not (self.wait_for is None is self.staleness):
+            raise UsageError(
+                "distributed.asynchronous with wait_for or staleness: asynchronous steps wait for nobody; "
+                "leave one of them out"
+            )
+        require_positive("distributed", self, "compensation", least=0)
+        if self.compensation and not self.asynchronous:
+            raise UsageError(
+                f"distributed.compensation {self.compensation} is for asynchronous steps; set "
+                "--distributed.asynchronous too"
+            )
         if self.local_steps is not None:
-            for name in ("wait_for", "staleness", "update"):
-                if (value := getattr(self, name)) not in (None, "workers"):
+            for name in _STEP_OPTIONS[1:]:
+                if (value := getattr(self, name)) not in (None, False, "workers"):
                     raise UsageError(
                         f"distributed.local_steps {self.local_steps} with {name} {value}: each worker "
                         "steps by itself; leave one of them out"
@@ -325,8 +361,8 @@ class DistributedConfig:
     @property
     def step_option(self) -> str:
         """The option, with its value, that has steps taken elsewhere than on every worker; empty if none."""
-        for name in ("local_steps", "wait_for", "staleness", "update"):
-            if (value := getattr(self, name)) not in (None, "workers"):
+        for name in _STEP_OPTIONS:
+            if (value := getattr(self, name)) not in (None, False, "workers"):
                 return f"distributed.{name} {value}"
         return ""
 

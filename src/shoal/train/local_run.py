@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal import record
 from shoal.errors import UsageError
 from shoal.optim.moments import norm_of
 from shoal.optim.sgd import SGD
 from shoal.train.bounded_replay import go_back
 from shoal.train.bounded_steps import check_loose
-from shoal.train.config import DistributedConfig
+from shoal.train.config import DistributedConfig, RunOutputConfig
 from shoal.train.gradients import DataParallel, LossScale, clip_factor, parameters_of, scale_all
 from shoal.train.local_steps import LocalSteps
 from shoal.train.served_checks import check_model, check_outer
+from shoal.train.served_tensors import COPIES
 from shoal.train.world import World
 
 LOG = "exchanges.jsonl"
@@ -116,10 +118,14 @@ class LocalStepsUpdate:
         self._model = check_loose(models, scale, config.step_option)
         check_model(self._model)
         assert config.local_steps is not None
-        self._every, self._directory, self._rank = config.local_steps, directory, world.place.rank
+        self._every, self._replicas = config.local_steps, config.replicas
+        self._directory, self._rank = directory, world.place.rank
         self._inner = optimizer
         self._outer = SGD(
-            parameters_of(optimizer), lr=config.outer_rate, momentum=config.outer_momentum, nesterov=True
+            parameters_of(optimizer),
+            lr=config.outer_rate,
+            momentum=config.outer_momentum,
+            nesterov=config.outer_momentum > 0,
         )
         check_outer(self._outer, self._model)
         self._steps: LocalSteps | None = None
@@ -130,8 +136,11 @@ class LocalStepsUpdate:
         """A line that says what happens, for the beginning of a run."""
         return (
             f"each worker steps by itself, and all exchange every {self._every} steps, and at lines, "
-            f"evaluations and checkpoints; the exchanges are in {LOG}"
+            f"evaluations and checkpoints; the exchanges are in {LOG}{COPIES * (self._replicas == 2)}"
         )
+
+    def require_meetings(self, settings: RunOutputConfig, last_step: int) -> None:
+        """All workers can meet after any step."""
 
     def open(self, step: int) -> None:
         """Load the weights and the outer optimizer's state to the servers, after so many steps."""
@@ -139,8 +148,9 @@ class LocalStepsUpdate:
             go_back(self._directory / LOG, step)
         self.step = step
         self._steps = LocalSteps(
-            self._model, self._inner, self._outer, self._every, self._directory / LOG, after=step
-        )
+            self._model, self._inner, self._outer, self._every, self._directory / LOG, after=step,
+            replicas=self._replicas,
+        )  # fmt: skip
 
     def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return what checkpoints hold, given what the run keeps: each worker's optimizer, and the outer."""
@@ -188,8 +198,9 @@ class LocalStepsUpdate:
         self.settle()
         self._inner = optimizer
 
-    def row(self) -> None:
+    def row(self) -> record.Contributions | None:
         """Return no row for the record: each exchange takes the moves of all workers."""
+        return None
 
     def bring_state(self) -> None:
         """Bring the outer optimizer's state back for a checkpoint; all workers call it."""

@@ -54,6 +54,7 @@ def take_local_steps(
     quorum: int | None = None,
     late: Late = "drop",
     grace_s: float = 0.0,
+    replicas: int = 1,
     log: Path | None = None,
 ) -> LocalSteps | QuorumSteps:
     """Step each worker's weights by itself, and all of them together by the servers every few steps.
@@ -71,6 +72,7 @@ def take_local_steps(
             late goes on with the steps of the next round: ``for inputs in training.batches(loader)``.
         late: ``"drop"`` drops the moves of late workers, ``"next"`` takes them in the next exchange.
         grace_s: with ``quorum``, seconds for which an exchange that has enough workers waits for the others.
+        replicas: as in :func:`shoal.train.served_update.update_on_servers`.
         log: file to which rank 0 appends a line of JSON for each exchange: its number, the number of local
             steps since the last one and in all, and a checksum (CRC-32C) of the weights after it. With
             ``quorum``, the log of :func:`shoal.train.bounded_waiting.bound_waiting`, with rounds for steps.
@@ -105,10 +107,10 @@ def take_local_steps(
     if quorum is None and (late != "drop" or grace_s):
         raise UsageError(f"grace_s={grace_s} and late={late!r} are for exchanges with a quorum; give one")
     if quorum is None:
-        return LocalSteps(model, inner, outer, every, log)
+        return LocalSteps(model, inner, outer, every, log, replicas=replicas)
     size = dist.get_world_size(model.process_group)
     rule = WaitingRule(size, quorum, late, int(late == "next"), grace_s)
-    return QuorumSteps(model, inner, outer, every, rule, log)
+    return QuorumSteps(model, inner, outer, every, rule, log, replicas=replicas)
 
 
 class LocalSteps:
@@ -128,6 +130,7 @@ class LocalSteps:
         log: Path | None,
         *,
         after: int = 0,
+        replicas: int = 1,
     ) -> None:
         """Load the weights to the servers.
 
@@ -138,10 +141,11 @@ class LocalSteps:
             every: as there.
             log: as there.
             after: local steps that the weights have seen.
+            replicas: as there.
         """
         self._inner, self._outer, self._every, self._log = inner, outer, every, log
         self._group = python_group(model.process_group)
-        self._servers = ServedTensors(self._group, outer)
+        self._servers = ServedTensors(self._group, outer, replicas=replicas)
         self.num_exchanges = self.num_local = 0
         self._step = after
         try:
@@ -233,9 +237,11 @@ class QuorumSteps:
         every: int,
         rule: WaitingRule,
         log: Path | None,
+        *,
+        replicas: int = 1,
     ) -> None:
         self._inner, self._every = inner, every
-        self._waiting = BoundedWaiting(model, outer, rule, max_norm=None, log=log)
+        self._waiting = BoundedWaiting(model, outer, rule, max_norm=None, log=log, replicas=replicas)
         self._parameters = [p for group in outer.param_groups for p in group["params"] if p.requires_grad]
         self._begin = [parameter.detach().clone() for parameter in self._parameters]
         self._passed = self._num_local = 0

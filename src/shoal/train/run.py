@@ -361,10 +361,12 @@ class Run:
         distributed = self._distributed
         if not distributed.is_loose or self._settings.evaluate is not None:
             return
-        if distributed.local_steps is None:  # both are rarely wanted
+        if distributed.local_steps is None:  # all are rarely wanted
             update = import_module("shoal.train.bounded_steps").BoundedUpdate
-        else:
+        elif distributed.quorum is None:
             update = import_module("shoal.train.local_run").LocalStepsUpdate
+        else:
+            update = import_module("shoal.train.quorum_run").QuorumUpdate
         self._loose = update(
             self._training.models, optimizer, distributed, scale=self._training.scale, world=self.world,
             directory=self.directory,
@@ -438,6 +440,8 @@ class Run:
         if self._settings.evaluate is not None:
             until = total = self.step
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
+        if self._loose is not None:
+            self._loose.require_meetings(self._settings, until)
         self._count_steps()
         self.is_over = self._has_ended()
         if self.is_over:

@@ -11,6 +11,7 @@ from shoal.errors import UsageError
 from shoal.optim.moments import norm_of
 from shoal.train.config import DistributedConfig
 from shoal.train.gradients import DataParallel, clip_factor, parameters_of
+from shoal.train.served_tensors import COPIES
 from shoal.train.served_update import Served
 
 
@@ -52,10 +53,15 @@ class ServedUpdate:
                 f"distributed.update servers with distributed.wire {config.wire}: gradients go to the "
                 "servers in fp32; use --distributed.wire fp32"
             )
-        self._served = Served(models[0], optimizer, max_norm=math.inf, replaces=True)
+        self._served = Served(
+            models[0], optimizer, max_norm=math.inf, replicas=config.replicas, replaces=True
+        )
         models[0].served = self._served
         self._factor = 1.0
-        self.note = f"servers update the weights by {type(optimizer).__name__}, and keep its state"
+        self.note = (
+            f"servers update the weights by {type(optimizer).__name__}, and keep its state"
+            + COPIES * (config.replicas == 2)
+        )
 
     def finish_gradients(
         self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float

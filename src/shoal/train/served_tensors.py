@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shoal import native
 from shoal.comm.engine import Operation
 from shoal.comm.priority import trained
+from shoal.errors import UsageError
 from shoal.train.served_optimizers import Totals, describe, kernel_of, options_of
 
 _BLOCK = 16384
@@ -23,6 +24,10 @@ _UNIT, _SUMS = 2048, 3
 """Elements whose squares are summed together, and sums of each such unit, as in csrc/engine/types.h."""
 _COEFFICIENTS = 8
 """Numbers that a measure or an apply sends for a tensor, as there."""
+
+
+COPIES = "; workers have copies of what helper hosts keep"
+"""Added to the note about an update with two replicas."""
 
 
 @dataclass(eq=False)
@@ -91,15 +96,23 @@ class ServedTensors:
         options: of the last :meth:`configure`.
     """
 
-    def __init__(self, group: Any, optimizer: Optimizer, *, half: bool = False) -> None:
+    def __init__(self, group: Any, optimizer: Optimizer, *, half: bool = False, replicas: int = 1) -> None:
         """Number the tensors.
 
         Args:
             group: backend ``"shoal"``'s process group in Python.
             optimizer: over the tensors; its kind stays.
             half: whether weights come in bfloat16.
+            replicas: 2: workers have a copy of what helper hosts keep, and go on with it when one is lost.
+
+        Raises:
+            UsageError: ``replicas`` is neither 1 nor 2.
         """
-        self._group = group
+        if replicas not in (1, 2):
+            raise UsageError(
+                f"replicas={replicas}: helper hosts' weights are kept once or twice; give 1 or 2"
+            )
+        self._group, self._copied = group, replicas == 2
         self._kernel = kernel_of(optimizer)
         self.tables = tables_of(optimizer)
         for table in self.tables:
@@ -122,7 +135,7 @@ class ServedTensors:
         memory = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         self._submit(
             memory, kind="configure", dtype="uint8", op="bor", served=(self._number, 0, self._rule, 0),
-            text=describe(optimizer, len(self.tables)) + more,
+            text=describe(optimizer, len(self.tables)) + (", replicas=2" if self._copied else "") + more,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -253,7 +266,9 @@ class ServedTensors:
     def _submit(self, memory: Tensor, *, kept: Tensor | None = None, **words: Any) -> Any:
         address = memory.data_ptr()
         given = {"input": address, "output": address, "count": memory.numel(), **words}
-        operation = Operation(shape=tuple(memory.shape), memory=(memory, kept), result=memory, **given)
+        operation = Operation(
+            shape=tuple(memory.shape), memory=(memory, kept), result=memory, copied=self._copied, **given
+        )
         return self._group.submit(operation)
 
     def _slots_of(self, table: Table, optimizer: Optimizer) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ def update_on_servers(
     *,
     max_norm: float | None = None,
     weights: Weights = "fp32",
+    replicas: int = 1,
 ) -> Served:
     """Have the servers of backend ``"shoal"`` keep the optimizer's state and update the weights.
 
@@ -77,6 +78,8 @@ def update_on_servers(
             measures. A norm that is not finite skips the step.
         weights: format in which weights come back. ``"bf16"`` halves these bytes: forward passes use weights
             that are rounded to nearest even, the servers' stay float32. :meth:`Served.finish` brings those.
+        replicas: with 2, workers keep a copy of what helper hosts keep, equal parts each, and step it with
+            the same sums: a helper that is lost then changes no bit.
 
     Returns:
         An object whose ``step()`` replaces the optimizer's.
@@ -93,7 +96,7 @@ def update_on_servers(
         training.step()
     """
     forbid_hook(model)
-    served = Served(model, optimizer, max_norm=max_norm, weights=weights)
+    served = Served(model, optimizer, max_norm=max_norm, weights=weights, replicas=replicas)
     model.register_comm_hook(None, lambda state, bucket: served.begin_updates(bucket))
     return served
 
@@ -125,6 +128,7 @@ class Served:
         *,
         max_norm: float | None = None,
         weights: Weights = "fp32",
+        replicas: int = 1,
         replaces: bool = False,
     ) -> None:
         """Load the weights to the servers.
@@ -134,6 +138,7 @@ class Served:
             optimizer: as there.
             max_norm: as there.
             weights: as there.
+            replicas: as there.
             replaces: whether a backward pass without a step may follow another, whose gradients are dropped.
         """
         check_model(model)
@@ -151,7 +156,7 @@ class Served:
         self._group = python_group(model.process_group)
         self._rounds = weights == "bf16"
         self._has_masters = True  # whether the parameters are the servers' float32 weights
-        self._servers = ServedTensors(self._group, optimizer, half=self._rounds)
+        self._servers = ServedTensors(self._group, optimizer, half=self._rounds, replicas=replicas)
         self._table_of = {table.parameter: table for table in self._servers.tables}
         self._updates: list[_Update] = []  # of the last backward pass, before step()
         self._in_backward = False
