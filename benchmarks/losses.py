@@ -2,7 +2,8 @@
 
 Four workers on as many emulated hosts pretrain on WikiText-2's validation and test files, by the recipe, with
 three seeds. They share the cores of this machine, which makes them late by turns: with one backup a gradient
-of four is dropped in every step. ``--steps N`` sets the length, 800 by default.
+of four is dropped in every step. ``--steps N`` sets the length, 800 by default, a quarter of which warms up;
+``--seeds`` and ``--modes`` choose among the runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ STEPS, QUICK_STEPS = 800, 200
 MODES: dict[str, tuple[tuple[str, ...], float]] = {
     "one backup worker": (("--distributed.wait-for", str(HOSTS - 1)), 0.005),
     "staleness 2": (("--distributed.staleness", "2"), 0.01),
-    "exchanges every 20 steps": (("--distributed.local-steps", "20"), 0.01),
+    "exchanges every 20 steps": (
+        (
+            *("--distributed.local-steps", "20"),
+            *("--distributed.outer-rate", "1", "--distributed.outer-momentum", "0.3"),
+        ),
+        0.01,
+    ),
 }
 """By name: options of the recipe, and the largest loss above that of plain steps, relative to it."""
 
@@ -35,7 +42,8 @@ def train(text: Path, run: Path, seed: int, steps: int, options: tuple[str, ...]
     """Pretrain and return the loss on held-out text after the last step."""
     argv = [
         sys.executable, "-m", "shoal.recipes.albert", "--preset", "tiny", "--data.path", str(text),
-        "--train.total-steps", str(steps), "--train.seed", str(seed), "--run.dir", str(run), "--run.no-save",
+        "--train.total-steps", str(steps), "--optim.warmup-steps", str(steps // 4),
+        "--train.seed", str(seed), "--run.dir", str(run), "--run.no-save",
         "--run.log-frequency", str(steps // 4), "--run.validation-frequency", str(steps),
         "--distributed.backend", "shoal", *options,
     ]  # fmt: skip
@@ -52,6 +60,8 @@ def train(text: Path, run: Path, seed: int, steps: int, options: tuple[str, ...]
 def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--steps", type=int, help="optimizer steps of each run")
+    options.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    options.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     bench = Benchmark("losses", options=options)
     data = test_data_dir()
     steps: int = bench.args.steps or (QUICK_STEPS if bench.quick else STEPS)
@@ -59,20 +69,20 @@ def main() -> int:
         text = Path(folder) / "text"
         files = [data / "wikitext2" / f"{name}.txt" for name in ("valid", "test")]
         shoal("prepare", "text", *files, "--out", text, "--tokenizer", "wordpiece", "--vocab-size", "2048")
-        modes = {"plain": (), **{name: options for name, (options, _) in MODES.items()}}
+        modes = {"plain": (), **{name: MODES[name][0] for name in bench.args.modes}}
         losses: dict[str, list[float]] = {name: [] for name in modes}
-        for seed in SEEDS:
+        for seed in bench.args.seeds:
             for name, given in modes.items():
                 losses[name].append(train(text, Path(folder) / f"{name}-{seed}", seed, steps, given))
                 print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
-    for name, (_, target) in MODES.items():
+    for name in bench.args.modes:
         above = [loss / plain - 1 for loss, plain in zip(losses[name], losses["plain"], strict=True)]
         bench.limit(
             f"held-out loss after {steps} steps above that of plain steps, {name}",
             mean(above),
-            target,
+            MODES[name][1],
             unit="relative",
-            formula=f"mean of {len(SEEDS)} seeds; {', '.join(f'{each:+.2%}' for each in above)}",
+            formula=f"mean of {len(above)} seeds; {', '.join(f'{each:+.2%}' for each in above)}",
         )
     return bench.finish()
 

@@ -346,7 +346,9 @@ TEST(served_weights_of_a_lost_helper_go_on_from_the_copy) {
   Pair::push(on.rank, Kind::configure, 3, 1, Pair::payload(rule.data(), rule.size()));  // the helper's; it has its own
   Pair::push(on.rank, Kind::dump, 4, 1, Pair::payload({0, 0}));
   CHECK(on.of_rank.back() == (Pair::Answer{1, FrameType::result, 4, stepped}));
-  CHECK(contains(on.rank.supply(0, Pair::header(Kind::update, 5, 1), Pair::payload(weights)), "supplied or sent again"));
+  FrameHeader supplied = Pair::header(Kind::update, 5, 1);
+  supplied.type = FrameType::supply;
+  CHECK(contains(on.rank.supply(0, supplied, Pair::payload(weights)), "supplied or sent again"));
 }
 
 TEST(served_weights_wait_for_options_that_a_copy_has_overtaken) {

@@ -505,5 +505,13 @@ def differ(rank: int) -> None:
         update_on_servers(model, SGD(groups_of(model), lr=0.1 * (1 + rank)))
 
 
+def differ_in_copies(rank: int) -> None:
+    model = wrapped()
+    with pytest.raises(CommError, match=r"of 4 tensors, rank 1 .* of 4 tensors, replicas=2; under"):
+        update_on_servers(model, SGD(groups_of(model), lr=0.1), replicas=1 + rank)
+
+
 def test_ranks_with_other_options_are_named(tmp_path: Path) -> None:
     run_group(differ, 2, tmp_path, hosts=("a", "b"))
+    with helpers(1) as (environment, _):
+        run_group(differ_in_copies, 2, tmp_path / "copies", hosts=("a", "b"), environment=environment)
