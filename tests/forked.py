@@ -115,6 +115,22 @@ def command(arguments: tuple[str, ...], files: list[Path], cwd: Path | None) -> 
     main()
 
 
+def torchrun(*command: str, output: Path, deadline_s: float = 120) -> tuple[int | None, str]:
+    """Run ``torchrun --standalone --nproc-per-node 2 COMMAND``; return its exit code and what all wrote."""
+    process = fork_process(_torchrun, command, output)
+    (code,) = wait_for([process], deadline_s)
+    return code, output.read_text()
+
+
+def _torchrun(command: tuple[str, ...], output: Path) -> None:
+    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    from torch.distributed.run import main
+
+    main(["--standalone", "--nproc-per-node", "2", *command])
+
+
 def free_port() -> int:
     """Return a port of this host that nobody listens at, and that the system gives to nobody else.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.optim.moments import norm_of
 from shoal.optim.sgd import SGD
-from shoal.recipes import masked_lm
+from shoal.recipes import albert, masked_lm
 from shoal.recipes.albert import AlbertConfig
 from shoal.record import Checkpoint, Contributions, Step, read_record
 from shoal.report.page import write_report
@@ -254,10 +255,23 @@ def test_a_signal_ends_a_run_before_its_next_line(
 @pytest.mark.parametrize(
     ("distributed", "changes", "message"),
     [
-        ({"staleness": 1}, {"optim": {"optimizer": "lans"}}, "no kernel for shoal.optim.lans.Lans"),
         ({"staleness": 1}, {"optim": {"clip": "worker"}}, "staleness 1 with optim.clip worker"),
         ({"staleness": 1}, {"train": {"precision": "fp16"}}, "staleness 1 with train.precision fp16"),
         ({"local_steps": 2}, {"optim": {"clip": "worker"}}, "local_steps 2 with optim.clip worker"),
+    ],
+)
+def test_what_does_not_go_together_is_named(
+    data: Path, tmp_path: Path, distributed: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    config = settings(data, tmp_path, distributed, **changes)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        albert.main(config, jobs.joined(0, 1, free_port()))
+
+
+@pytest.mark.parametrize(
+    ("distributed", "changes", "message"),
+    [
+        ({"staleness": 1}, {"optim": {"optimizer": "lans"}}, "no kernel for shoal.optim.lans.Lans"),
         ({"local_steps": 2, "quorum": 3}, {}, "quorum 3 must be from 1 to one less than"),
         ({"local_steps": 5, "quorum": 2}, {}, "quorum with run.log_frequency 1: all workers meet at"),
         ({"asynchronous": True}, {}, "with momentum 0.9, gradients that are late"),
@@ -265,7 +279,7 @@ def test_a_signal_ends_a_run_before_its_next_line(
         ({"wait_for": 2, "backend": "gloo"}, {}, 'need a process group of backend "shoal"'),
     ],
 )
-def test_what_does_not_go_together_is_named(
+def test_what_servers_cannot_do_is_named_by_all_workers(
     data: Path, tmp_path: Path, distributed: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     config = settings(data, tmp_path, distributed, **changes)

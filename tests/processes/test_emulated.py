@@ -229,7 +229,7 @@ def test_a_helper_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_results_tell_failures_and_late_workers_are_killed() -> None:
     job = "echo $RANK; [ $RANK = 2 ] && sleep 60; exit $RANK"
     with Cluster(hosts=3) as cluster:
-        results = cluster.run(["sh", "-c", job], timeout_s=3)
+        results = cluster.run(["sh", "-c", job], timeout_s=2)
     assert [result.exit_code for result in results] == [0, 1, -signal.SIGKILL]
     assert [result.stdout for result in results[:2]] == ["0\n", "1\n"]
 
@@ -284,7 +284,7 @@ def test_gloo_sums_over_three_hosts(tmp_path: Path) -> None:
 
 def test_exit_code_and_output_of_the_first_failure(tmp_path: Path) -> None:
     # rank 2 fails first, the others notice and fail after it
-    job = "echo out $RANK; echo err $RANK >&2; [ $RANK = 2 ] || sleep 3; exit $((RANK + 5))"
+    job = "echo out $RANK; echo err $RANK >&2; [ $RANK = 2 ] || sleep 2; exit $((RANK + 5))"
     result = emulate("--hosts", "3", "--log-dir", str(tmp_path / "logs"), "--", "bash", "-c", job)
     assert result.returncode == 7
     assert result.stdout == "out 0\n"

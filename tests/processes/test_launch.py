@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from launched import END_DEADLINE_S, JOB, START_DEADLINE_S, Launched, Launchers, is_alive, run_launcher
 
-from forked import fork_process, free_port
+from forked import fork_process, free_port, torchrun
 from shoal.errors import EXIT_STOPPED, UsageError
 from shoal.launch.local import launch
 
@@ -157,11 +157,11 @@ def test_a_signal_to_the_launcher_lets_all_save(
     job.assert_no_worker_is_left(0)
 
 
-@pytest.mark.parametrize(("number", "backend"), [(signal.SIGTERM, "gloo"), (signal.SIGUSR1, "")])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_worker_lets_all_save(
-    start: Launchers, tmp_path: Path, number: signal.Signals, backend: str
+    start: Launchers, tmp_path: Path, number: signal.Signals
 ) -> None:
-    job = start("endless", backend=backend)
+    job = start("endless")
     job.await_file("step-0", "step-1")
     os.kill(job.pid_of(1), number)
     assert job.wait() == EXIT_STOPPED
@@ -222,9 +222,9 @@ def test_workers_whose_launcher_is_killed_save_and_leave(start: Launchers) -> No
 # ---- several hosts, other launchers ----------------------------------------------------------------------
 
 
-def start_two_hosts(start: Launchers, orders: str) -> list[Launched]:
+def start_two_hosts(start: Launchers, orders: str, backend: str = "") -> list[Launched]:
     settings = {"num_workers": 1, "nnodes": 2, "rdzv": f"127.0.0.1:{free_port()}"}
-    return [start(orders, backend="gloo", name=f"host-{index}", **settings) for index in range(2)]
+    return [start(orders, backend=backend, name=f"host-{index}", **settings) for index in range(2)]
 
 
 def test_two_launchers_by_hand_make_one_job(start: Launchers, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_two_launchers_by_hand_make_one_job(start: Launchers, tmp_path: Path) ->
 
 
 def test_a_crash_on_another_host_ends_both(start: Launchers) -> None:
-    hosts = start_two_hosts(start, "1:crash,endless")
+    hosts = start_two_hosts(start, "1:crash,endless", "gloo")
     assert [host.wait() for host in hosts] == [1, 1]
     texts = sorted((host.text for host in hosts), key=lambda text: "on host" not in text)
     assert f"on host {os.uname().nodename}: worker 1 failed:\nTraceback" in texts[0]
@@ -296,18 +296,12 @@ def test_settings_that_cannot_be_are_usage_errors(
 
 
 def test_the_same_workers_join_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, str(JOB), "--dir", str(tmp_path), "--orders", "1:crash"],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 1
+    command = (str(JOB), "--dir", str(tmp_path), "--orders", "1:crash")
+    code, said = torchrun(*command, output=tmp_path / "said")
+    assert code == 1
     assert (tmp_path / "env-1").read_text().startswith("1 2 1 2 ")
-    assert "worker 1: Traceback" in done.stderr
-    assert "ValueError: the flux capacitor is empty" in done.stderr
+    assert "worker 1: Traceback" in said
+    assert "ValueError: the flux capacitor is empty" in said
 
 
 def test_the_same_workers_join_under_mpirun(tmp_path: Path) -> None:
