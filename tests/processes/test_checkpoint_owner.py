@@ -190,14 +190,14 @@ def test_an_owner_on_another_host_that_shows_nothing_is_followed(
 ) -> None:
     """A job that was started again elsewhere waits less long."""
     monkeypatch.setenv("SLURM_JOB_ID", "77" if same_job else "78")
-    monkeypatch.setattr(owner, "SAME_JOB_PATIENCE_S" if same_job else "PATIENCE_S", 2.0)
+    monkeypatch.setattr(owner, "SAME_JOB_PATIENCE_S" if same_job else "PATIENCE_S", 1.0)
     holder = start_holder(tmp_path, SHOAL_HOST_ID="elsewhere", SLURM_JOB_ID="77")
     holder.kill()
     assert owner.own(tmp_path).number == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
         rf"shoal: {re.escape(str(tmp_path))} belongs to job 77 \(process {holder.pid} on host .*\), which "
-        "cannot be seen from here; waiting up to 2 s for a sign that it runs",
+        "cannot be seen from here; waiting up to 1 s for a sign that it runs",
         line,
     )
 
@@ -216,7 +216,8 @@ def test_an_owner_on_another_host_that_shows_nothing_is_followed(
 def test_a_file_that_says_nothing_counts_as_an_owner_that_cannot_be_seen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    monkeypatch.setattr(owner, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(owner, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(owner, "_POLL_S", 0.02)
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "7.json").write_bytes(content)
     assert owner.own(tmp_path).number == 8

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack
 from time import monotonic, sleep
 
 import comm_stranger as stranger
@@ -9,6 +12,8 @@ import numpy as np
 import pytest
 from comm_group import SECRET, Group, HelperProcess, Member
 from comm_stranger import PUSH, RESULT, SUPPLY, TELL, Frame, Who
+
+from shoal.comm.engine import Peer
 
 COUNT = 6
 TRUE = stranger.signature(count=COUNT)
@@ -39,12 +44,21 @@ def about_first(**words: object) -> Frame:
     return Frame(**{**true, **words})  # type: ignore[arg-type]
 
 
-def both_errors(group: Group, since: float) -> list[str]:
-    """Return the errors of rank 0, which waits for rank 1, and then of rank 1."""
-    errors = group.errors([0], since)
+def lie_to(stack: ExitStack, at: Peer | HelperProcess, group: Group, frame: Frame) -> float:
+    """Send a frame as rank 1's, over a connection that stays until the test's end; return when."""
+    since, who = monotonic(), group.who(1)
+    connection = stack.enter_context(stranger.join(at.address, at.port, SECRET, who))
+    connection.sendall(who.encode(frame))
+    return since
+
+
+def both_errors(lied: Sequence[tuple[Group, float]]) -> list[list[str]]:
+    """Return, of each group, the error of rank 0, which waits for rank 1, and then of rank 1."""
+    found = [group.errors([0], since) for group, since in lied]
     sleep(ARRIVED_S)  # else rank 1 may end its operation before it learns of rank 0's error
-    group.tell(1)
-    return errors + group.errors([1], monotonic())
+    for group, _ in lied:
+        group.tell(1)
+    return [errors + group.errors([1], monotonic()) for (group, _), errors in zip(lied, found, strict=True)]
 
 
 TOLD_TO_HELPER = {
@@ -60,26 +74,25 @@ TOLD_TO_HELPER = {
 }
 
 
-@pytest.mark.parametrize("lie", TOLD_TO_HELPER)
-def test_a_helper_ends_the_group_of_a_member_that_lies_about_itself(lie: str) -> None:
-    frame, what = TOLD_TO_HELPER[lie]
-    with HelperProcess("h0") as helper:
-        with Group(sum_when_told, "ab", helpers=[helper], pattern=[2]) as group:
+def test_a_helper_ends_the_group_of_a_member_that_lies_about_itself() -> None:
+    """A group for each lie, all at one helper."""
+    with ExitStack() as stack:
+        helper = stack.enter_context(HelperProcess("h0"))
+        lied = []
+        for frame, what in TOLD_TO_HELPER.values():
+            group = stack.enter_context(Group(sum_when_told, "ab", helpers=[helper], pattern=[2]))
             group.expect(0, "begun")
-            since = monotonic()
-            who = group.who(1)
-            with stranger.join(helper.address, helper.port, SECRET, who) as connection:
-                connection.sendall(who.encode(frame))
-                sleep(ARRIVED_S)
-                group.tell(1)
-                for text in group.errors(range(2), since):
-                    assert (
-                        "helper h0" in text and "rank 1 of the group sent a helper a malformed frame" in text
-                    )
-                    assert what in text, text
+            lie_to(stack, helper, group, frame)
+            lied.append((group, what))
+        sleep(ARRIVED_S)
+        for group, what in lied:
+            group.tell(1)
+            for text in group.errors(range(2), monotonic()):
+                assert "helper h0" in text and "rank 1 of the group sent a helper a malformed frame" in text
+                assert what in text, text
             assert not group.values(0, "sum") and not group.values(1, "sum")
         said = helper.stop()  # fails if it had crashed
-    assert "rank 1 of group" in said and what in said
+    assert said.count("rank 1 of group") >= len(lied) and all(what in said for _, what in lied)
 
 
 CONFLICTING = {
@@ -91,43 +104,44 @@ CONFLICTING = {
 
 
 @pytest.mark.parametrize("where", ["helper", "rank 0"])
-@pytest.mark.parametrize("lie", CONFLICTING)
-def test_frames_that_do_not_fit_each_other_name_both_senders(lie: str, where: str) -> None:
-    """The honest rank is not blamed alone, in either order."""
-    with HelperProcess("h0") as helper:
-        pattern = [2] if where == "helper" else [0]
-        with Group(sum_when_told, "ab", helpers=[helper], pattern=pattern) as group:
+def test_frames_that_do_not_fit_each_other_name_both_senders(where: str) -> None:
+    """The honest rank is not blamed alone, in either order; a group for each frame."""
+    with ExitStack() as stack:
+        helper = stack.enter_context(HelperProcess("h0"))
+        lied = []
+        for frame in CONFLICTING.values():
+            pattern = [2] if where == "helper" else [0]
+            group = stack.enter_context(Group(sum_when_told, "ab", helpers=[helper], pattern=pattern))
             group.expect(0, "begun")
-            at = helper if where == "helper" else group.peers[0]
-            since = monotonic()
-            who = group.who(1)
-            with stranger.join(at.address, at.port, SECRET, who) as connection:
-                connection.sendall(who.encode(CONFLICTING[lie]))
-                for text in both_errors(group, since):
-                    assert "6 elements of float32 (all_reduce, sum)" in text, text
-                    if where == "helper":
-                        assert "ranks 0 and 1 of the group" in text or "ranks 1 and 0 of the group" in text
-                    else:
-                        assert group.name(0) in text and group.name(1) in text
+            lied.append((group, lie_to(stack, helper if where == "helper" else group.peers[0], group, frame)))
+        for (group, _), texts in zip(lied, both_errors(lied), strict=True):
+            for text in texts:
+                assert "6 elements of float32 (all_reduce, sum)" in text, text
+                if where == "helper":
+                    assert "ranks 0 and 1 of the group" in text or "ranks 1 and 0 of the group" in text
+                else:
+                    assert group.name(0) in text and group.name(1) in text
 
 
-@pytest.mark.parametrize("kind", [PUSH, SUPPLY])
-@pytest.mark.parametrize("where", ["helper", "rank 0"])
-def test_a_frame_with_a_false_signature_names_its_sender_at_once(where: str, kind: int) -> None:
-    with HelperProcess("h0") as helper:
-        pattern = [2] if where == "helper" else [0]
-        with Group(sum_when_told, "ab", helpers=[helper], pattern=pattern) as group:
+def test_a_frame_with_a_false_signature_names_its_sender_at_once() -> None:
+    """Groups for both kinds of frames, at a helper and at a rank."""
+    with ExitStack() as stack:
+        helper = stack.enter_context(HelperProcess("h0"))
+        lied = []
+        for where, kind in itertools.product(("helper", "rank 0"), (PUSH, SUPPLY)):
+            pattern = [2] if where == "helper" else [0]
+            group = stack.enter_context(Group(sum_when_told, "ab", helpers=[helper], pattern=pattern))
             group.expect(0, "begun")
             at = helper if where == "helper" else group.peers[0]
-            who = group.who(1)
-            with stranger.join(at.address, at.port, SECRET, who) as connection:
-                connection.sendall(who.encode(about_first(type=kind, signature=TRUE ^ 1)))
-                sleep(ARRIVED_S)
-                group.tell(1)
-                since = group.expect(1, "begun").at
-                for text in group.errors(range(2), since):
-                    assert f"received a frame of {group.name(1)} about operation #1" in text, text
-                    assert "signature of another operation than all_reduce of float32[6] (sum)" in text
+            lie_to(stack, at, group, about_first(type=kind, signature=TRUE ^ 1))
+            lied.append(group)
+        sleep(ARRIVED_S)
+        for group in lied:
+            group.tell(1)
+            since = group.expect(1, "begun").at
+            for text in group.errors(range(2), since):
+                assert f"received a frame of {group.name(1)} about operation #1" in text, text
+                assert "signature of another operation than all_reduce of float32[6] (sum)" in text
 
 
 def test_a_result_from_a_rank_that_does_not_serve_the_chunk_is_refused() -> None:
@@ -177,60 +191,52 @@ ABOUT_MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("lie", ABOUT_MESSAGES)
-def test_false_frames_about_messages_name_their_sender(lie: str) -> None:
-    frame, what = ABOUT_MESSAGES[lie]
-    with Group(sum_when_told, "ab") as group:
-        group.expect(0, "begun")
-        since = monotonic()
-        who = group.who(1)
-        with stranger.join(group.peers[0].address, group.peers[0].port, SECRET, who) as connection:
-            connection.sendall(who.encode(frame))
-            for text in both_errors(group, since):
+def test_false_frames_about_messages_name_their_sender() -> None:
+    """A group for each frame."""
+    with ExitStack() as stack:
+        lied = []
+        for frame, _ in ABOUT_MESSAGES.values():
+            group = stack.enter_context(Group(sum_when_told, "ab"))
+            group.expect(0, "begun")
+            lied.append((group, lie_to(stack, group.peers[0], group, frame)))
+        for (group, _), (_, what), texts in zip(
+            lied, ABOUT_MESSAGES.values(), both_errors(lied), strict=True
+        ):
+            for text in texts:
                 assert f"{group.name(1)} sent a malformed frame: {what}" in text, text
 
 
-def test_a_result_of_another_size_names_the_server() -> None:
-    with Group(sum_when_told, "ab", pattern=[1]) as group:
-        group.expect(0, "begun")
-        since = monotonic()
-        who = group.who(1)
-        with stranger.join(group.peers[0].address, group.peers[0].port, SECRET, who) as connection:
-            connection.sendall(who.encode(about_first(type=RESULT, payload=LIE[4:])))
-            for text in both_errors(group, since):
-                assert f"{group.name(1)} sent a malformed frame: a result of 20 bytes" in text
+def test_a_result_of_another_size_names_the_server_and_a_suspect_must_be_a_rank() -> None:
+    with ExitStack() as stack:
+        group = stack.enter_context(Group(sum_when_told, "ab", pattern=[1]))
+        other = stack.enter_context(Group(sum_when_told, "ab"))
+        lies = {group: about_first(type=RESULT, payload=LIE[4:])}
+        lies[other] = Frame(type=TELL, seq=1, chunk=1 << 40, payload=b"")
+        for each in lies:
+            each.expect(0, "begun")
+        lied = [(each, lie_to(stack, each.peers[0], each, frame)) for each, frame in lies.items()]
+        of_result, of_suspect = both_errors(lied)
+        for text in of_result:
+            assert f"{group.name(1)} sent a malformed frame: a result of 20 bytes" in text
+        for text in of_suspect:
+            assert f"{other.name(1)} sent a malformed" in text
+            assert "it suspects rank 1099511627776 of 2" in text
 
 
-@pytest.mark.parametrize(("suspect", "told"), [(0, TRUE), (1, TRUE), (0, TRUE ^ 1), (1, TRUE ^ 1)])
-def test_a_false_report_of_a_difference_ends_the_group_with_the_reporters_name(
-    suspect: int, told: int
-) -> None:
-    with Group(sum_when_told, "ab") as group:
-        group.expect(0, "begun")
-        who = group.who(1)
-        with stranger.join(group.peers[0].address, group.peers[0].port, SECRET, who) as connection:
-            connection.sendall(
-                who.encode(Frame(type=TELL, seq=1, chunk=suspect, signature=told, payload=b""))
-            )
-            since = monotonic()
-            sleep(ARRIVED_S)
+def test_a_false_report_of_a_difference_ends_the_group_with_the_reporters_name() -> None:
+    with ExitStack() as stack:
+        lied = []
+        for suspect, told in itertools.product((0, 1), (TRUE, TRUE ^ 1)):
+            group = stack.enter_context(Group(sum_when_told, "ab"))
+            group.expect(0, "begun")
+            frame = Frame(type=TELL, seq=1, chunk=suspect, signature=told, payload=b"")
+            lie_to(stack, group.peers[0], group, frame)
+            lied.append(group)
+        sleep(ARRIVED_S)
+        for group in lied:
             group.tell(1)
-            for text in group.errors(range(2), since):
+            for text in group.errors(range(2), monotonic()):
                 assert group.name(1) in text, text
-
-
-def test_a_suspect_that_is_no_rank_is_a_malformed_frame() -> None:
-    with Group(sum_when_told, "ab") as group:
-        group.expect(0, "begun")
-        since = monotonic()
-        who = group.who(1)
-        with stranger.join(group.peers[0].address, group.peers[0].port, SECRET, who) as connection:
-            connection.sendall(who.encode(Frame(type=TELL, seq=1, chunk=1 << 40, payload=b"")))
-            for text in both_errors(group, since):
-                assert (
-                    f"{group.name(1)} sent a malformed" in text
-                    and "it suspects rank 1099511627776 of 2" in text
-                )
 
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07"

@@ -70,7 +70,7 @@ def drop(rank: int, folder: Path, how: str) -> None:
     group = make(folder, rank)
     use(group, rank, how)
     if rank == LEAVES:
-        time.sleep(0.5)  # the others wait
+        time.sleep(0.2)  # the others wait
         (folder / "left").write_text(str(time.monotonic()))
         seen = weakref.ref(group)
         del group
