@@ -40,6 +40,8 @@ Case = Callable[[], tuple[nn.Module, Batch]]
 
 ROWS, LENGTH, VOCAB, PADDING = 8, 12, 61, 1
 SEED = 11
+FAMILIES = ("albert", "gpt2", "t5", "vit", "resnet50")
+"""A model of each kind, for the quick tests: the others have no operation and no tie of another kind."""
 
 
 def cases(dropout: float = 0.0) -> dict[str, Case]:

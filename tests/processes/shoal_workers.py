@@ -9,12 +9,29 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import shoal.comm  # registers the backend where the installed package is older than its entry point
 from forked import fork_process, wait_for
 from shoal import env
 from shoal.comm import native_group
+
+
+def in_both_groups(
+    name: str, values: Sequence[Any], *, python: Sequence[Any], native: Sequence[Any] | None = None
+) -> Any:
+    """Parametrize a test by values in both process groups, which hand collectives to the same engine.
+
+    The quick tests have ``python`` in the group in Python, and ``native`` in that in C++ (default: all).
+    """
+    quick = {"native": values if native is None else native, "python": python}
+    cases = [
+        pytest.param(group, value, marks=() if value in few else pytest.mark.slow, id=f"{group}-{value}")
+        for group, few in quick.items()
+        for value in values
+    ]
+    return pytest.mark.parametrize(("both_groups", name), cases, indirect=["both_groups"])
 
 
 def run_group(function: Callable[..., None], size: int, folder: Path, *args: Any, **given: Any) -> None:

@@ -101,7 +101,7 @@ def check_functions(rank: int, compiler: str) -> None:
         assert after > before or function is exchange, "the engine did it"
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiler", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_compiled_functions_around_collectives(tmp_path: Path, compiler: str) -> None:
     run_group(check_functions, SIZE, tmp_path, compiler)
 
@@ -147,7 +147,9 @@ def check_ddp(rank: int, compiler: str, folder: Path) -> None:
                     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "aot_eager")), "inductor"]
+)
 def test_compiled_ddp(tmp_path: Path, compiler: str) -> None:
     if compiler == "inductor" and shutil.which("g++") is None:
         pytest.skip("no C++ compiler for inductor")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from shoal_workers import (
     exit_codes,
+    in_both_groups,
     is_native,
     num_pending,
     run_group,
@@ -29,6 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from shoal.comm.engine import CommError
 
 pytestmark = pytest.mark.usefixtures("both_groups")
+ONE_GROUP = pytest.mark.parametrize("both_groups", ["native"], indirect=True)
+"""For programs of which the kind of group changes nothing."""
 
 
 def _is_at_least_2_15() -> bool:
@@ -167,6 +170,7 @@ def test_groups_end_and_begin_again_in_one_process(tmp_path: Path) -> None:
     run_group(check_again, 2, tmp_path, tmp_path)
 
 
+@ONE_GROUP
 def test_name_is_known_without_an_import() -> None:
     """Neither ``import torch`` nor the entry point loads the backend itself; the first group does."""
     program = """
@@ -184,6 +188,7 @@ dist.destroy_process_group()
     assert child.returncode == 0, child.stderr
 
 
+@ONE_GROUP
 def test_package_without_torch() -> None:
     program = "import sys; sys.modules['torch'] = None; import shoal.comm; assert 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -264,7 +269,7 @@ def check_mismatch(rank: int, case: str) -> None:
         dist.barrier()  # a group that has failed stays so
 
 
-@pytest.mark.parametrize("case", MISMATCHES)
+@in_both_groups("case", list(MISMATCHES), python=["messages"])
 def test_ranks_that_do_not_do_the_same_are_told(tmp_path: Path, case: str) -> None:
     run_group(check_mismatch, 2, tmp_path, case)
 
@@ -288,7 +293,7 @@ def check_death(rank: int, kind: str, folder: Path) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("kind", ["engine", "messages", "message"])
+@in_both_groups("kind", ["engine", "messages", "message"], python=["messages"])
 def test_a_dead_rank_is_named(tmp_path: Path, kind: str) -> None:
     codes = exit_codes(check_death, 3, tmp_path, kind, tmp_path)
     assert codes == [0, 0, -signal.SIGKILL]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pipeline_world import Made, Shared, Worker, run_worlds, worst_gradient
 
-from pipeline_models import cases
+from pipeline_models import FAMILIES, cases
 
 MOST_ERROR = 1e-6
 LAYOUTS = ((2, 1, 1), (2, 2, 1), (4, 1, 1), (2, 1, 2))
@@ -21,8 +21,6 @@ LAYOUTS = ((2, 1, 1), (2, 2, 1), (4, 1, 1), (2, 1, 2))
 ONE_STAGE = ("gpipe", "1f1b", "interleaved", "bfs", "backward_first")
 SEVERAL_STAGES = ("interleaved", "bfs", "vee", "backward_first")
 MODELS = tuple(cases())
-FAMILIES = ("albert", "gpt2", "t5", "vit", "resnet50")
-"""A model of each kind; the others come with the whole matrix."""
 
 Case = tuple[str, str, tuple[int, int, int]]
 

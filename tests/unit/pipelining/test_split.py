@@ -12,7 +12,7 @@ import torch
 from stage_runs import check_specs, largest_error, run_eager, run_stages, send
 from torch import Tensor, nn
 
-from pipeline_models import Batch, cases
+from pipeline_models import FAMILIES, Batch, cases
 from shoal.pipelining.export_graph import Exported, export_model
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.split import split
@@ -52,7 +52,9 @@ def even_cuts(units: Units, num_stages: int) -> list[int]:
     return [index * len(units) // num_stages for index in range(1, num_stages)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_split_is_exact_and_evaluates(name: str) -> None:
     model, batch, training = exported_case(name)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
