@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,10 +72,18 @@ def module_sources(package: Path) -> dict[str, Path]:
     return sources
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements below a node; expressions, which are most of a tree, have no imports in them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield child
+            yield from statements(child)
+
+
 def imported_names(source: str, module: str, *, is_package: bool) -> list[tuple[str, str | None]]:
     """Return every import of a source text as (module, name or None), relative ones made absolute."""
     found: list[tuple[str, str | None]] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
