@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from forked import fork_process, wait_for
 
 # what a command line does with the errors of the package
 DRIVER = """
@@ -37,11 +41,27 @@ def command(source: Path | str, out: Path, driver: str = DRIVER, **options: Any)
 
 
 def prepare(
-    source: Path | str, out: Path, limit: Callable[[], None] | None = None, **options: Any
+    source: Path | str, out: Path, *, most_bytes: int | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(source, out, **options), capture_output=True, text=True, timeout=DEADLINE_S, preexec_fn=limit
-    )
+    """Prepare in a process; ``most_bytes`` is the size of a file beyond which its disk is full."""
+    return run(command(source, out, **options), most_bytes=most_bytes)
+
+
+def run(command: list[str], *, most_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``python -c PROGRAM ARGUMENTS`` in a process forked with what it needs loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "said")
+        (code,) = wait_for([fork_process(_run, command[2:], said, most_bytes)], DEADLINE_S)
+        assert code is not None, said.read_text()
+        return subprocess.CompletedProcess(command, code, "", said.read_text())
+
+
+def _run(words: list[str], said: Path, most_bytes: int | None) -> None:
+    os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    program, *sys.argv[1:] = words
+    exec(program, {"__name__": "__main__"})
 
 
 def contents(out: Path) -> dict[str, bytes]:

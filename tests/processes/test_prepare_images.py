@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -16,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prepare_jobs
 import pytest
 
+from forked import shoal
 from image_files import announcing, encoded, photo, pixels, tar_of, turned, write_folder
 from shoal.data.images.detect_source import detect_source
 from shoal.data.images.dry_run import dry_run
@@ -56,11 +57,9 @@ def command(source: Path, out: Path, **options: Any) -> list[str]:
 
 
 def prepare(
-    source: Path, out: Path, limit: Callable[[], None] | None = None, **options: Any
+    source: Path, out: Path, *, most_bytes: int | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(source, out, **options), capture_output=True, text=True, timeout=DEADLINE_S, preexec_fn=limit
-    )
+    return prepare_jobs.run(command(source, out, **options), most_bytes=most_bytes)
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -256,20 +255,11 @@ def test_imagenet_from_its_tars(tmp_path: Path) -> None:
         },
     )
     # the command line itself, once
-    shoal = [
-        sys.executable,
-        "-m",
-        "shoal",
-        "prepare",
-        "images",
-        str(tmp_path / "in"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run([*shoal, "--dry-run"], capture_output=True, text=True, timeout=DEADLINE_S)
+    command = ("prepare", "images", str(tmp_path / "in"), "--out", str(tmp_path / "out"))
+    done = shoal(*command, "--dry-run")
     assert done.returncode == 0 and "train: 18 images of 3 classes" in done.stdout, done.stderr
     assert "1 are encoded again" in done.stdout and not (tmp_path / "out").exists()
-    done = subprocess.run([*shoal, "--processes", "1"], capture_output=True, text=True, timeout=DEADLINE_S)
+    done = shoal(*command, "--processes", "1")
     assert done.returncode == 0, done.stderr
     found = stored(tmp_path / "out", "train")
     png = found.pop("n02100735_2")
@@ -290,13 +280,8 @@ def test_imagenet_from_its_tars(tmp_path: Path) -> None:
 
 def test_a_full_disk_keeps_what_is_finished(source: Path, whole: Path, tmp_path: Path) -> None:
     """A limit on file size stands for the full disk."""
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (18_000, 18_000))
-
     out = tmp_path / "out"
-    done = prepare(source, out, limit)
+    done = prepare(source, out, most_bytes=18_000)
     assert done.returncode == 1 and "no space left" in done.stderr and "Traceback" not in done.stderr
     assert not list(out.glob("*.partial")) and not (out / "manifest.json").exists()
     assert prepare(source, out).returncode == 0
