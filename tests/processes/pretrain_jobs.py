@@ -164,7 +164,7 @@ def small_t5_config(text: Path, run_dir: Path, **changes: Any) -> T5Config:
     """Return settings for 6 quick steps."""
     config = T5Config(
         model=T5ModelConfig(
-            vocab_size=192, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout=0.1
+            vocab_size=192, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout=0.1
         ),
         data=T5DataConfig(path=text, input_length=24),
         train=TrainConfig(total_steps=6, global_batch_size=8, precision="fp32", micro_batch_size=2),
