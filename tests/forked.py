@@ -31,6 +31,8 @@ PRELOADED = [
     "torchvision.transforms.v2.functional",
     "shoal.cli.app",
     "shoal.comm.backend",
+    "shoal.data.images.prepare",
+    "shoal.data.text.prepare",
     "shoal.launch.host_rendezvous",
     "shoal.models.pretraining",
     "shoal.models.t5",
