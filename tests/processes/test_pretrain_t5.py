@@ -169,3 +169,32 @@ def test_with_8_bit_gradients_a_run_goes_on_in_another_layout(
     shutil.rmtree(other / "checkpoints" / f"step-{LAST:08}")
     assert jobs.run(config(other), 2) == [EXIT_OK] * 2
     assert jobs.losses(other) == pytest.approx(found, rel=2e-2)
+
+
+def test_stages_in_fp16_are_the_run_of_one_worker(data: Path, whole_run: Path, tmp_path: Path) -> None:
+    """All stages follow one loss scale; where a stage begins, values of 16 bits are rounded elsewhere."""
+    runs = []
+    for number in (1, 2):
+        config = jobs.small_t5_config(
+            data, tmp_path / str(number), train={"precision": "fp16"}, parallel={"pipeline": number}
+        )
+        assert jobs.run(config, number) == [EXIT_OK] * number
+        runs.append([row for row in read_record(tmp_path / str(number)) if isinstance(row, record.Step)])
+    alone, staged = runs
+    assert [row.loss_scale for row in staged] == [row.loss_scale for row in alone] == [65_536.0] * LAST
+    assert staged[0].loss == pytest.approx(alone[0].loss, rel=1e-4)
+    assert staged[0].grad_norm == pytest.approx(alone[0].grad_norm, rel=1e-3)
+    assert [row.loss for row in staged] == pytest.approx([row.loss for row in alone], rel=5e-3)
+    exact = jobs.losses(whole_run)[1]
+    assert alone[0].loss != exact and alone[0].loss == pytest.approx(exact, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_an_overflow_in_fp16_skips_the_step_on_all_stages(data: Path, tmp_path: Path) -> None:
+    config = jobs.small_t5_config(
+        data, tmp_path / "run", train={"precision": "fp16", "loss_scale": 1e38}, parallel={"pipeline": 2}
+    )
+    assert jobs.run(config, 2) == [EXIT_OK, EXIT_OK]
+    steps = [row for row in read_record(tmp_path / "run") if isinstance(row, record.Step)]
+    assert [row.num_skipped for row in steps] == [1] * LAST
+    assert len({row.weight_norm for row in steps}) == 1

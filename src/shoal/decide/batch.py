@@ -221,7 +221,6 @@ class StagesConfig:
             ("distributed.shares", config.distributed.shares, "equal"),
             ("optim.clip", config.optim.clip, "global"),
             ("train.compile", config.train.compile or False, False),
-            ("train.precision", "fp16" if config.train.precision == "fp16" else "", ""),
             ("model.activation_checkpointing", config.model.activation_checkpointing, False),
         ):
             if value != plain:

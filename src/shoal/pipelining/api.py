@@ -127,9 +127,9 @@ def pipeline(
         device: default: the current GPU for a mesh of GPUs, else the CPU.
         initialise: fills the weights of a module on the meta device. Default: the model's own way
             (transformers' ``_init_weights``, ``reset_parameters``).
-        autocast: dtype of matrix products in the forward pass, such as ``torch.bfloat16``; do not run
-            :meth:`Pipeline.step` inside ``torch.autocast``, since it runs the backward pass too. Default:
-            that of the parameters.
+        autocast: dtype of matrix products in the forward pass, such as ``torch.bfloat16``, or
+            ``torch.float16`` with a loss scale (:class:`Pipeline`). Do not run ``step`` inside
+            ``torch.autocast``, since it runs the backward pass too. Default: that of the parameters.
         wire: dtype in which replicas send fp32 gradients: ``torch.bfloat16`` for half the bytes,
             the class :class:`shoal.EightBitWire` for a quarter, with error feedback, on CPUs; not those
             that ``shard`` divides. Default: as they are.

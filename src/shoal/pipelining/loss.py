@@ -119,6 +119,9 @@ def loss_of(output: Any) -> Tensor:
 
 
 def weighted(outputs: Any, weight: Tensor) -> Tensor:
-    """Return a micro-batch's part of the global loss; one without targets has none (its mean is NaN)."""
+    """Return a micro-batch's part of the global loss; one without targets has none (its mean is NaN).
+
+    It is float64, as the weight is: a large loss scale overflows in the gradients alone.
+    """
     (loss,) = outputs
-    return torch.where(weight > 0, loss * weight.to(loss.dtype), torch.zeros_like(loss))
+    return torch.where(weight > 0, loss * weight, torch.zeros_like(weight))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ class Pipeline:
         traced: The measured timeline of the last step inside :meth:`tracing`.
         wire: Sends the gradients of replicas, if a class was given for that; its residuals are state to save.
         device: Where this worker computes.
+        loss_scale: Gradients of a step are multiplied by it, so that those of fp16 values do not vanish; 1 by
+            default. Divide them by it before the update; leave that out if one of any stage is not finite.
         step_number: Number of completed steps. Set it when resuming from a checkpoint: random streams
             (dropout) depend on it.
     """
@@ -92,6 +94,7 @@ class Pipeline:
         self.timeline = plan.timeline()
         self.traced: Timeline | None = None
         self.device = groups.device
+        self.loss_scale = 1.0
         self.step_number = 0
         self._runners = dict(runners)
         self._groups = groups
@@ -137,10 +140,11 @@ class Pipeline:
         parts = self._parts(batch)
         self.module.zero_grad(set_to_none=True)
         with self._failures.step():
-            weights = self._weights(parts)
+            weights = [weight * self.loss_scale for weight in self._weights(parts)]
             reference = None
             if self._unsplit is not None:
                 reference = run_unsplit(*self._unsplit, parts, weights, self._stream, self._groups)
+                reference = replace(reference, loss=reference.loss / self.loss_scale)
             self._set_mode(True)
             self._left = {stage: set(parameters) for stage, parameters in self._replicated.items()}
             self._tracer.start()
@@ -148,7 +152,7 @@ class Pipeline:
             self._replicas.start(self._unreduced())
             self._replicas.finish()
             self._ties.reduce()
-            loss = self._total(losses)
+            loss = (self._total(losses) / self.loss_scale).float()
             if self._tracer.on:
                 self._keep_trace()
         if reference is not None:
@@ -181,7 +185,7 @@ class Pipeline:
                 if last is None
                 else [weighted((loss,), weight) for loss, weight in zip(last.losses, weights, strict=True)]
             )
-            return Evaluation(self._total(losses), None if last is None else list(last.outputs))
+            return Evaluation(self._total(losses).float(), None if last is None else list(last.outputs))
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -240,11 +244,11 @@ class Pipeline:
         return list(counts / total.clamp(min=1))
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the sum of all micro-batches' losses, of all replicas, on every rank."""
+        """Return the sum of all micro-batches' losses, of all replicas, on every rank, in float64."""
         total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         for loss in losses:
             total += loss.detach()
-        return self._groups.sum(total).float()
+        return self._groups.sum(total)
 
     def _set_mode(self, training: bool) -> None:
         self._trains = training

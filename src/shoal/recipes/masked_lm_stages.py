@@ -127,6 +127,7 @@ def pretrain(
                 num_targets = step.num_targets / parallel.pipeline  # each stage has counted its replica's
                 for inputs in step:  # one batch: the stage cuts it into micro-batches
                     share = torch.tensor(step.num_samples / num_targets, dtype=torch.float32)
+                    stage.loss_scale = step.loss_scale
                     step.observe(stage.step(**inputs, samples_per_target=share), "pipeline")
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency, evaluation=True):

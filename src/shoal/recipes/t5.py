@@ -35,6 +35,7 @@ from shoal.train.config import (
     OptimizerConfig,
     RunConfig,
     TrainConfig,
+    check_wire,
     required,
     settings_lines,
 )
@@ -107,9 +108,8 @@ class T5Config:
 
     def __post_init__(self) -> None:
         require_positive("optim", self.optim, "hold_steps")
-        if self.train.precision == "fp16":
-            raise UsageError("train.precision fp16: T5's activations overflow in it; use bf16 or fp32")
         self.parallel.check_wire(self.distributed.wire)
+        check_wire(self.distributed, precision=self.train.precision, clip="global")
         if self.distributed.shares != "equal":
             raise UsageError(
                 f"distributed.shares {self.distributed.shares}: the stages of T5 are built for parts of one "
@@ -218,6 +218,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
             with step, stage.tracing() if step.number == traced else nullcontext():
                 set_learning_rate(optimizer, learning_rate(config.optim.schedule, step.number - 1))
                 for inputs in step:  # one batch: the stage cuts it into micro-batches
+                    stage.loss_scale = step.loss_scale
                     loss = stage.step(**{name: inputs[name] for name in MODEL_INPUTS})
                     step.observe(loss, "pipeline")
                     step.add(run.world.num_workers, **{LOSS: loss})  # the same on all workers

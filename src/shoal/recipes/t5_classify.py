@@ -229,6 +229,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                 set_learning_rate(optimizer, learning_rate(plan.schedule, step.number - 1))
                 for batch in step:
                     if stage is not None:  # forward and backward of all stages and micro-batches
+                        stage.loss_scale = step.loss_scale
                         step.observe(stage.step(**batch), "pipeline")
                     else:
                         mean_loss = required(ddp)(**batch).loss

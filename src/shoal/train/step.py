@@ -167,6 +167,11 @@ class Step:
         (loss * weight).backward()  # type: ignore[no-untyped-call]
         training.timer.lap("gradient_wait" if self._averages else "backward")
 
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the gradients until the update; other than 1 in fp16 alone."""
+        return self._training.scale.value
+
     def observe(self, loss: float | Tensor, part: str) -> None:
         """Record a loss whose backward pass ran elsewhere, such as in a pipeline; the same on all workers.
 

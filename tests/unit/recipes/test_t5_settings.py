@@ -91,7 +91,10 @@ def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, mess
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"train": {"precision": "fp16"}}, "fp16: T5's activations overflow"),
+        (
+            {"train": {"precision": "fp16"}, "distributed": {"wire": "int8"}},
+            r"wire int8 with train\.precision fp16",
+        ),
         (
             {"distributed": {"shares": "by-speed"}},
             "by-speed: the stages of T5 are built for parts of one size",
