@@ -60,7 +60,9 @@ def measure_cost(
         saved = saved_bytes(modules, inputs, units)
         for repetition in range(repetitions + 1):
             timings.counts = whole_timings.counts = repetition > 0
+            weights.zero_grad()  # the first gradient of a weight is kept, not added: less memory
             run_units(modules, inputs, units.flow.gradient, timings.watch)
+            weights.zero_grad()
             _run_whole(whole, inputs, whole_timings)
     if stand_in is not None:  # the graphs, which are cycles, outlive this call and would keep them
         replace_tensors(nn.ModuleList([weights, constants, whole]), _to_meta)
