@@ -198,3 +198,13 @@ def test_an_overflow_in_fp16_skips_the_step_on_all_stages(data: Path, tmp_path: 
     steps = [row for row in read_record(tmp_path / "run") if isinstance(row, record.Step)]
     assert [row.num_skipped for row in steps] == [1] * LAST
     assert len({row.weight_norm for row in steps}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"shard": True}], ids=["2 stages", "2 shards"])
+def test_compiled_stages_are_the_same_run(
+    parallel: dict[str, object], data: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    config = jobs.small_t5_config(data, tmp_path / "run", train={"compile": True}, parallel=parallel)
+    assert jobs.run(config, 2) == [EXIT_OK, EXIT_OK]
+    assert jobs.losses(tmp_path / "run") == pytest.approx(jobs.losses(whole_run), rel=1e-5)

@@ -220,7 +220,6 @@ class StagesConfig:
         for setting, value, plain in (
             ("distributed.shares", config.distributed.shares, "equal"),
             ("optim.clip", config.optim.clip, "global"),
-            ("train.compile", config.train.compile or False, False),
             ("model.activation_checkpointing", config.model.activation_checkpointing, False),
         ):
             if value != plain:

@@ -196,6 +196,11 @@ class Pipeline:
         finally:
             self._tracer.on = False
 
+    @property
+    def stages(self) -> list[nn.Module]:
+        """This rank's stages in the order of the model, such as to ``compile`` them before the first step."""
+        return [runner.stage for _, runner in sorted(self._runners.items())]
+
     def owned(self, name: str) -> bool:
         """Return whether this rank counts a parameter in norms: the first rank counts one tied over
         several."""

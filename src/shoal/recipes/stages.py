@@ -59,6 +59,8 @@ def open_stages(
         autocast=run.precision.dtype,
         wire=_WIRES[wire],
     )
+    for part in stage.stages:
+        run.compile(part, dynamic=False, by_default=False)  # batches of a pipeline have one shape
     if fill is not None:
         fill(stage.module)
     # The model would keep the weights of its stages, which FSDP2 has replaced by shards.

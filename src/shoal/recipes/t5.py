@@ -117,8 +117,6 @@ class T5Config:
             )
         if option := self.distributed.step_option:
             raise UsageError(f"{option}: the stages of T5 update their own weights; leave it out")
-        if self.train.compile:
-            raise UsageError("train.compile does not go with the stages of T5: leave it out")
         self.spans()
 
     def spans(self) -> SpanConfig:

@@ -104,7 +104,6 @@ def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, mess
             {"distributed": {"wire": "bf16"}, "parallel": {"shard": True}},
             "wire bf16: with parallel.shard, replicas add their gradients in fp32",
         ),
-        ({"train": {"compile": True}}, "train.compile does not go with"),
         ({"data": {"noise_density": 0.0}}, "noise_density 0.0 must lie between"),
         ({"parallel": {"pipeline": 0}}, "parallel.pipeline 0 must be at least 1"),
         ({"parallel": {"virtual_stages": 2}}, "virtual_stages 2 needs a pipeline"),
