@@ -100,7 +100,8 @@ def _build(made: Path, tiny: bool) -> Iterator[Job]:
     files = "tests/unit/benchmarks/test_gpu_kit.py" if tiny else "tests/gpu"
     yield Job(
         title="tests" if tiny else "tests/gpu",
-        command=_module("pytest", "-q", "-p", "no:cacheprovider", files),
+        # a folder of its own: removing those of other runs, pytest may leave one open, which is an error here
+        command=_module("pytest", "-q", "-p", "no:cacheprovider", "--basetemp", made / "pytest", files),
     )
 
 
