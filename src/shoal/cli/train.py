@@ -8,7 +8,7 @@ Settings come from options, then from a file, then from a preset.
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -99,14 +99,17 @@ def command_for(name: str) -> Callable[..., int]:
         **given: Any,
     ) -> int:
         sections = {name.removeprefix(_SECTION): given.pop(name) for name in list(given) if _SECTION in name}
-        settings = Config(**sections)
+        changes: dict[str, dict[str, Any]] = {}
         for option, value in given.items():
             if value is not None:
                 section, setting = recipe.shortcuts[option].split(".")
-                changed = replace(getattr(settings, section), **{setting: value})
-                settings = replace(settings, **{section: changed})
+                changes.setdefault(section, {})[setting] = value
+        for section, changed in changes.items():  # at once: settings of a section may need one another
+            sections[section] = replace(sections.get(section, defaults[section]), **changed)
+        settings = Config(**sections)
         return run_recipe(name, settings, launch, preset)
 
+    defaults = {section.name: _default(section) for section in fields(Config)}
     *own, launch, _ = inspect.signature(command).parameters.values()
     short = [_shortcut(Config, option, setting) for option, setting in recipe.shortcuts.items()]
     all_of_it = [*short, *own, *_sections(Config), launch]
@@ -134,16 +137,19 @@ def _sections(config: type[Any]) -> list[inspect.Parameter]:
         how = Parameter(name=f"--{section.name}", group=group)
         kind = kinds[section.name]
         annotation = Annotated[kind, how]  # type: ignore[valid-type]
-        default = section.default_factory() if callable(section.default_factory) else section.default
         parameters.append(
             inspect.Parameter(
                 _SECTION + section.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=default,
+                default=_default(section),
                 annotation=annotation,
             )
         )
     return parameters
+
+
+def _default(section: Field[Any]) -> Any:
+    return section.default_factory() if callable(section.default_factory) else section.default
 
 
 def _order(section: str) -> int:

@@ -77,8 +77,6 @@ class T5WordingConfig(TextColumnsConfig):
         return bool(self.source_column)
 
     def __post_init__(self) -> None:
-        if self.target_column and not self.source_column:
-            raise UsageError("data.target_column needs data.source_column, the texts to read")
         if self.template is not None and self.template.count("{first}") != 1:
             raise UsageError(f'data.template {self.template!r} must have "{{first}}" in it, once')
 
@@ -87,9 +85,15 @@ class T5WordingConfig(TextColumnsConfig):
 class T5DataConfig(T5WordingConfig, ClassifyDataConfig):
     """The files of examples, the names of their columns and the wording of inputs."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_columns(self) -> None:
+        """Check that the two columns of texts go together, and with the other settings.
+
+        Raises:
+            UsageError: they do not.
+        """
         if not self.is_text:
+            if self.target_column:
+                raise UsageError("data.target_column needs data.source_column, the texts to read")
             return
         if not self.target_column:
             raise UsageError("data.source_column needs data.target_column, the texts to write")
@@ -131,6 +135,7 @@ class T5ClassifyConfig(FinetuneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.data.check_columns()
         self.parallel.check(self)
 
     def batch(self, num_workers: int) -> BatchPlan:

@@ -120,9 +120,9 @@ def check_evaluation(what: Evaluate, inputs: tuple[Path, ...]) -> list[str]:
         UsageError: no model, no file, two files of one name, a folder that cannot be written, a column that
             is not named, or a package of the scores that is not installed.
     """
+    if what.data.is_text != bool(what.data.target_column):
+        raise UsageError("scores of texts need --data.source-column and --data.target-column: give both")
     if what.data.is_text:
-        if not what.data.target_column:
-            raise UsageError("name the column of the wanted texts with --data.target-column")
         require_packages(what.generation.metrics)
     return classify_use.check_evaluation(what, inputs)
 

@@ -87,6 +87,19 @@ def test_a_dry_run_of_t5_shows_the_wording(
     assert "worded as    qqp question1: {first} question2: {second}" in said
 
 
+@pytest.mark.parametrize("source", ["--source-column", "--data.source-column"])
+def test_options_that_need_one_another_may_be_short(
+    source: str, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ("--model", made.write_t5(tmp_path / "t5"), "--data", pairs, "--eval", pairs, "--preset", "tiny")
+    columns = (source, "sentence1", "--target-column", "sentence2")
+    assert shoal("finetune", "t5", *files, "--task", "rephrase", *columns, "--dry-run") == 0
+    said = capsys.readouterr().out
+    resolved = tomllib.loads(said.partition("\nbatch ")[0])["data"]
+    assert (resolved["source_column"], resolved["target_column"]) == ("sentence1", "sentence2")
+    assert "worded as    rephrase: {first}" in said
+
+
 def test_a_configuration_reads_back(
     model: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import finetune_made as made
 from shoal.errors import UsageError
 from shoal.models.t5 import read_t5
-from shoal.recipes.t5_classify import T5DataConfig, T5WordingConfig
+from shoal.recipes.t5_classify import T5ClassifyConfig, T5DataConfig, T5WordingConfig
 from shoal.recipes.t5_written import (
     Form,
     GenerationConfig,
@@ -32,7 +32,7 @@ from shoal.recipes.t5_written import (
 )
 def test_settings_that_do_not_go_together(settings: dict[str, str], error: str) -> None:
     with pytest.raises(UsageError, match=error):
-        T5DataConfig(**settings)  # type: ignore[arg-type]
+        T5ClassifyConfig(data=T5DataConfig(**settings))  # type: ignore[arg-type]
 
 
 def test_a_search_has_beams_and_tokens() -> None:

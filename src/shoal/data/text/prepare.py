@@ -330,9 +330,11 @@ def read_sample(chunks: Sequence[Chunk], errors: Errors) -> tuple[list[str], boo
             articles.append(article)
             room -= len(article)
     if not articles:
+        file = chunks[0][0].file
+        rule = " (a page begins with a line <page>)" if file.format == "mediawiki" else ""
         raise UsageError(
-            f"{chunks[0][0].file.name}: there is no article in the source, only white space; is it the one "
-            "meant?"
+            f"{file.name}: there is no article in the source, read as --format {file.format}{rule}: is it "
+            "the one meant?"
         )
     return articles, is_whole
 
