@@ -13,12 +13,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from shoal.env import NATIVE_GROUP
 from shoal.env import test_data_dir as data_dir
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Tests run side by side, each with processes of its own: more threads a process only get in the way (a small
@@ -41,6 +45,17 @@ def both_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def both_groups_or_native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``both_groups``; the quick tests use the group in C++ only, which is the default."""
     monkeypatch.setenv(NATIVE_GROUP, "1" if request.param == "native" else "0")
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """Make a group of this process alone and destroy it after the test."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 _LEFT_GROUP = "left its process group"

@@ -1,7 +1,8 @@
 """Processes for tests, forked from one that has torch and the recipes loaded: each starts at once.
 
-Loading them takes seconds of processor time, more than most tests need for what they look at. One list for
-all, since a test session has one server to fork from, and the last list given to it counts.
+Loading them takes seconds of processor time, more than most tests need for what they look at. A process also
+loads the module of tests whose function it calls: pytest and what else such modules import is loaded too. One
+list for all, since a test session has one server to fork from, and the last list given to it counts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 PRELOADED = [
     "faster_coco_eval.core",
+    "pytest",
     "tensorboardX",
     "torch._dynamo",  # every optimizer imports it at its first step
     "torch.distributed.fsdp",
@@ -32,17 +34,21 @@ PRELOADED = [
     "shoal.cli.app",
     "shoal.comm.backend",
     "shoal.data.images.prepare",
+    "shoal.data.text.examples",
     "shoal.data.text.prepare",
     "shoal.launch.host_rendezvous",
     "shoal.models.pretraining",
     "shoal.models.t5",
     "shoal.pipelining.api",
     "shoal.recipes.export",
+    "shoal.recipes.mask_rcnn",
     "shoal.recipes.mask_rcnn_export",
     "shoal.recipes.mask_rcnn_predict",
     "shoal.recipes.resnet50",
     "shoal.recipes.resnet50_export",
     "shoal.recipes.resnet50_score",
+    "shoal.report.page",
+    "shoal.train.bounded_replay",
     "shoal.train.optimizers",
     "shoal.train.run",
     "preloaded",  # the last

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from shoal.pipelining.api import pipeline
 
+pytestmark = pytest.mark.usefixtures("group")
+
 
 class Regression(nn.Module):
     def __init__(self) -> None:

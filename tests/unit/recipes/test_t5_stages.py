@@ -34,6 +34,7 @@ def t5(*, width: int = 16) -> T5:
     return T5(T5ForConditionalGeneration(sizes))
 
 
+@pytest.mark.usefixtures("group")
 def test_stages_under_bf16_compute_the_loss_in_fp32_as_the_model_does() -> None:
     torch.manual_seed(3)
     model, ids = t5().train(), torch.randint(2, 32, (2, 6))
