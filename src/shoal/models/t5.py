@@ -205,7 +205,7 @@ def generate(
         max_new_tokens=num_tokens,
         do_sample=False,
         num_beams=num_beams,
-        length_penalty=length_penalty,
+        length_penalty=length_penalty if num_beams > 1 else None,
         pad_token_id=config.pad_token_id,
         eos_token_id=config.eos_token_id,
         decoder_start_token_id=config.decoder_start_token_id,

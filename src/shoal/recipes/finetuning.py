@@ -365,7 +365,7 @@ def outputs_of(
 ) -> "Float32Array | None":
     """Return the model's outputs in the order of ``data`` on the first worker, ``None`` on the others.
 
-    Micro-batches are the same for any number of workers, and so is each output, bit for bit.
+    Micro-batches are the same for any number of workers and threads, and so is each output, bit for bit.
 
     Args:
         compute: runs the model on a micro-batch; returns ``[T, columns]``, one row per token, or
@@ -379,7 +379,7 @@ def outputs_of(
     from shoal.data.loader import to_device
     from shoal.data.text.special_tokens import Int64Array, ranges
     from shoal.data.text.task_batches import evaluation_batches, evaluation_parts
-    from shoal.train.world import gather_rows
+    from shoal.train.world import gather_rows, infer
 
     def rows_of(rank: int) -> Int64Array:
         parts = evaluation_parts(data, batch_size=batch_size, rank=rank, num_workers=num_workers)
@@ -388,12 +388,14 @@ def outputs_of(
             return sequences
         return ranges(data.bounds[sequences], data.lengths[sequences])
 
+    def computed(batch: "Batch") -> "Tensor":
+        with precision.autocast():
+            return compute(to_device(batch, world.device)).float().cpu()
+
     rank, num_workers = world.place.rank, world.num_workers
-    own: list[Tensor] = []
     model.eval()
-    with torch.inference_mode(), precision.autocast():
-        for _, batch in evaluation_batches(data, batch_size=batch_size, rank=rank, num_workers=num_workers):
-            own.append(compute(to_device(batch, world.device)).float().cpu())
+    batches = evaluation_batches(data, batch_size=batch_size, rank=rank, num_workers=num_workers)
+    own = list(infer(computed, (batch for _, batch in batches), world.device))
     model.train()
     rows = [rows_of(worker) for worker in range(num_workers)]
     return gather_rows(world, torch.cat(own) if own else torch.empty(0, 1), rows)

@@ -31,7 +31,7 @@ from shoal.recipes.mask_rcnn_export import Exported, read_checkpoint, read_expor
 from shoal.recipes.mask_rcnn_score import Found, add_found, results_of
 from shoal.train.config import DistributedConfig
 from shoal.train.run_dir import require_writable
-from shoal.train.world import World, all_gather_json, choose_device
+from shoal.train.world import World, all_gather_json, choose_device, infer
 
 _ENDING = ".objects"
 """Between the name of a picture and that of what is written about it."""
@@ -91,13 +91,13 @@ def run(what: Prediction, world: World | None = None) -> None:
     rank, num_workers = (world.place.rank, world.num_workers) if world else (0, 1)
     detector.model.to(device).eval()
     lines: list[str] = []
-    for path in list(dict.fromkeys(what.images))[rank::num_workers]:
+
+    def found_in(path: Path) -> tuple[Path, Pixels, list[dict[str, Any]]]:
         pixels = _pixels_of(path)
-        objects = [
-            one
-            for one in objects_in(detector, pixels, device)
-            if one["score"] >= what.min_score and one["category"] in wanted
-        ]
+        return path, pixels, objects_in(detector, pixels, device)
+
+    for path, pixels, found in infer(found_in, list(dict.fromkeys(what.images))[rank::num_workers], device):
+        objects = [one for one in found if one["score"] >= what.min_score and one["category"] in wanted]
         height, width, _ = pixels.shape
         tree = {"image": str(path), "height": height, "width": width, "objects": objects}
         target = what.out / f"{path.stem}{_ENDING}"

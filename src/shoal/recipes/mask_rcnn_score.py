@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
-import torch
 
 from shoal.data.coco.annotations import CocoAnnotations
 from shoal.data.coco.masks import areas, encoded
@@ -21,7 +20,7 @@ from shoal.json_text import parse_json
 from shoal.models.detection.mask_rcnn import Detections, MaskRCNN
 from shoal.recipes.images import like_weights, shared_batches
 from shoal.train.gradients import Precision
-from shoal.train.world import World, gather_arrays
+from shoal.train.world import World, gather_arrays, infer
 
 NAMES: dict[Kind, str] = {"bbox": "box", "segm": "mask"}
 _RECORDED = ("AP", "AP50", "AP75")
@@ -59,19 +58,22 @@ def evaluate(
         UsageError: an object of the ground truth has no mask.
         ShoalError: an image or its annotations cannot be read.
     """
+
+    def detect(batch: Batch) -> tuple[Detections, Batch]:
+        images = like_weights(batch["images"], model)
+        with precision.autocast():
+            return model.detect(images, batch["sizes"].to(world.device, non_blocking=True)), batch
+
     found: Found = {kind: {} for kind in KINDS}
     numbers: list[int] = []
     was_training = model.training
     model.eval()
     width, height = reader.shards.sizes.T
     by_aspect = np.argsort(width / height, kind="stable")
-    with torch.inference_mode():
-        for batch in shared_batches(reader, world, batch_size, indices=by_aspect):
-            images = like_weights(batch["images"], model)
-            with precision.autocast():
-                detections = model.detect(images, batch["sizes"].to(world.device, non_blocking=True))
-            add_found(found, detections, batch, list(reader.categories))
-            numbers += batch["index"].tolist()
+    batches = shared_batches(reader, world, batch_size, indices=by_aspect)
+    for detections, batch in infer(detect, batches, world.device):
+        add_found(found, detections, batch, list(reader.categories))
+        numbers += batch["index"].tolist()
     model.train(was_training)
     truth = prepared_truth(
         reader.shards, reader.categories, range(reader.num_examples) if world.is_main else numbers

@@ -51,27 +51,30 @@ def evaluate(
     import torch
     import torch.nn.functional as F
 
-    from shoal.train.world import all_gather_json
+    from shoal.train.world import all_gather_json, infer
+
+    def scored(batch: Batch) -> tuple[Tensor, Tensor, int]:
+        labels = batch["labels"].to(world.device, non_blocking=True)
+        logits = image_logits(model, batch["images"], precision, mirror=mirror)
+        likeliest = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+        right = torch.stack([likeliest[:, 0].sum(), likeliest.sum()])
+        return F.cross_entropy(logits, labels, reduction="sum"), right, len(labels)
 
     was_training = model.training
     model.eval()
     num_right = torch.zeros(2, dtype=torch.int64, device=world.device)
     losses: list[torch.Tensor] = []
     num_images = 0
-    with torch.inference_mode():
-        for batch in images.shared_batches(reader, world, batch_size):
-            labels = batch["labels"].to(world.device, non_blocking=True)
-            logits = image_logits(model, batch["images"], precision, mirror=mirror)
-            losses.append(F.cross_entropy(logits, labels, reduction="sum"))
-            likeliest = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-            num_right += torch.stack([likeliest[:, 0].sum(), likeliest.sum()])
-            num_images += len(labels)
+    for loss, right, count in infer(scored, images.shared_batches(reader, world, batch_size), world.device):
+        losses.append(loss)
+        num_right += right
+        num_images += count
     model.train(was_training)
     own = {"counts": [num_images, *num_right.tolist()], "losses": [float(loss) for loss in losses]}
     parts = all_gather_json(world.control, own)
-    count, top1, top5 = (sum(column) for column in zip(*(part["counts"] for part in parts), strict=True))
-    loss = math.fsum(loss for part in parts for loss in part["losses"])  # in any order the same
-    return {LOSS: loss / count, TOP1: top1 / count, TOP5: top5 / count}, count
+    total, top1, top5 = (sum(column) for column in zip(*(part["counts"] for part in parts), strict=True))
+    sum_of_losses = math.fsum(loss for part in parts for loss in part["losses"])  # in any order the same
+    return {LOSS: sum_of_losses / total, TOP1: top1 / total, TOP5: top5 / total}, total
 
 
 def image_logits(model: nn.Module, inputs: Tensor, precision: Precision, *, mirror: bool) -> Tensor:

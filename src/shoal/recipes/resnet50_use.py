@@ -72,17 +72,19 @@ def predict(what: Predict, inputs: tuple[Path, ...], world: "World", precision: 
     from shoal.data.images.transform import CentreTransform
     from shoal.recipes.resnet50_export import read_network
     from shoal.recipes.resnet50_score import image_logits
-    from shoal.train.world import gather_rows
+    from shoal.train.world import gather_rows, infer
 
     network, files = read_network(what.model), _files(inputs)
     model = network.model.to(world.device).to(memory_format=torch.channels_last).eval()
     mirror = network.mirror if what.mirror is None else what.mirror
     centre = CentreTransform(network.size, network.resize, mean=network.mean, std=network.std)
     reader = FileReader(files, centre, threads=default_decode_threads(world.place.num_local_workers))
-    own = [torch.empty(0, len(network.classes))]
-    with torch.inference_mode():
-        for batch in images.shared_batches(reader, world, what.batch_size):
-            own.append(image_logits(model, batch["images"], precision, mirror=mirror).cpu())
+
+    def logits_of(batch: Any) -> torch.Tensor:
+        return image_logits(model, batch["images"], precision, mirror=mirror).cpu()
+
+    batches = images.shared_batches(reader, world, what.batch_size)
+    own = [torch.empty(0, len(network.classes)), *infer(logits_of, batches, world.device)]
     cuts = np.array_split(np.arange(len(files)), range(what.batch_size, len(files), what.batch_size))
     rows = [
         np.concatenate([np.empty(0, dtype=np.int64), *cuts[rank :: world.num_workers]])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +30,11 @@ from shoal.json_text import parse_json
 from shoal.train.config import DistributedConfig
 
 T = TypeVar("T")
+B = TypeVar("B")
 Float32Array = npt.NDArray[np.float32]
+
+_MOST_AT_ONCE = 8
+"""Batches that threads infer at once: each has its activations in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +252,40 @@ def gather_arrays(world: World, own: npt.NDArray[Any]) -> list[npt.NDArray[Any]]
     if parts is None:
         return None
     return [part[:size].numpy() for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+
+def infer(compute: Callable[[B], T], batches: Iterable[B], device: torch.device) -> Iterator[T]:
+    """Yield ``compute(batch)`` for each batch, in order, under inference mode.
+
+    Results do not depend on the number of threads. On CPUs, matrix products and convolutions add in another
+    order if more threads share one, so each batch is computed by one thread, up to eight batches at once.
+
+    Args:
+        compute: runs the model; several threads call it on CPUs, so it must not change shared state, and it
+            enters autocast itself, which holds for a thread.
+    """
+
+    def one(batch: B) -> T:
+        with torch.inference_mode():
+            return compute(batch)
+
+    if device.type != "cpu":
+        yield from map(one, batches)
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for threads that begin from now on too
+    try:
+        num_ahead = min(num_threads, _MOST_AT_ONCE)
+        with ThreadPoolExecutor(num_ahead, "shoal-infer") as pool:
+            pending = deque[Future[T]]()
+            for batch in batches:
+                pending.append(pool.submit(one, batch))
+                if len(pending) > num_ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def gather_rows(
