@@ -68,7 +68,6 @@ def pretrain(
     from shoal.models.pretraining import new_encoder
     from shoal.recipes.stages import open_stages
     from shoal.train.optimizers import build_optimizer
-    from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run
 
     phase, parallel, task = _phase_of(config), config.parallel, config.sentence_task
@@ -94,11 +93,10 @@ def pretrain(
         rows = np.arange(batch.worker_batch_size) % train.num_examples
         example = as_tensors(reader.micro_batch(reader.batch(0, rows)), pin_memory=False)
         example["samples_per_target"] = torch.ones(())
-        stage, mesh = open_stages(
+        stage = open_stages(
             PaddedPretraining(model), example, run, parallel, batch, wire=config.distributed.wire
         )
         stack.callback(stage.close)
-        run.use(PipelineUpdate(stage, mesh["pp"]))
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
         schedule = schedule_of(phase.rates, config.optim, phase.sizes.total_steps)
         run.keep(**stage.kept(), optimizer=optimizer)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.comm.hooks import EightBitWire
 from shoal.decide.batch import BatchPlan, StagesConfig
 from shoal.pipelining.api import make_mesh, pipeline
 from shoal.pipelining.runtime import Pipeline
 from shoal.pipelining.stage import replace_tensors
+from shoal.train.pipeline_update import PipelineUpdate
 from shoal.train.run import Run
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": EightBitWire}
@@ -27,8 +27,8 @@ def open_stages(
     *,
     fill: Callable[[nn.Module], object] | None = None,
     wire: str = "fp32",
-) -> tuple[Pipeline, DeviceMesh]:
-    """Return this worker's stages with their weights, and the mesh of all workers. A collective call.
+) -> Pipeline:
+    """Return this worker's stages with their weights; the run's update is theirs. A collective call.
 
     Args:
         model: its weights, if it has some, are those of the stages; afterwards it is on the meta device.
@@ -65,4 +65,5 @@ def open_stages(
         fill(stage.module)
     # The model would keep the weights of its stages, which FSDP2 has replaced by shards.
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
-    return stage, mesh
+    run.use(PipelineUpdate(stage, mesh["pp"]))
+    return stage

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from shoal.decide.layout_search import Layout
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
-    from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run
 
 # ------------------------------------------------------------------------------------------------- config
@@ -183,11 +182,10 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         references = {LOSS: reference_loss(held_out)}
 
         # ----------------------------------------------------------------------------------------- model
-        model, stage, update = open_model(config, run, train, batch)
+        model, stage = open_model(config, run, train, batch)
         stack.callback(stage.close)
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
         run.num_parameters = config.model.num_parameters
-        run.use(update)
         run.keep(**stage.kept(), optimizer=optimizer)
         stage.step_number = run.step  # dropout depends on it
 
@@ -255,23 +253,20 @@ def open_text(config: T5Config, *, verify: bool) -> "tuple[SpanReader, SpanReade
 # ------------------------------------------------------------------------------------------------- model
 
 
-def open_model(
-    config: T5Config, run: "Run", train: "SpanReader", batch: BatchPlan
-) -> "tuple[T5, Pipeline, PipelineUpdate]":
-    """Return the model without data, this worker's stages of it with their weights, and their update."""
+def open_model(config: T5Config, run: "Run", train: "SpanReader", batch: BatchPlan) -> "tuple[T5, Pipeline]":
+    """Return the model without data, and this worker's stages of it, with weights, which the run updates."""
     import numpy as np
     import torch
 
     from shoal.models.t5 import MODEL_INPUTS
     from shoal.recipes.stages import open_stages
     from shoal.recipes.t5_stages import load_weights
-    from shoal.train.pipeline_update import PipelineUpdate
 
     example = train.batch(0, np.arange(batch.worker_batch_size) % train.num_examples)
     with torch.device("meta"):  # this worker allocates its stages only
         model = make_model(config.model, train.shards.manifest)
     weights = config.model.checkpoint_path
-    stage, mesh = open_stages(
+    stage = open_stages(
         model,
         {name: torch.from_numpy(example[name]) for name in MODEL_INPUTS},
         run,
@@ -280,7 +275,7 @@ def open_model(
         fill=None if weights is None else lambda part: load_weights(part, model, weights),
         wire=config.distributed.wire,
     )
-    return model, stage, PipelineUpdate(stage, mesh["pp"])
+    return model, stage
 
 
 def make_model(config: T5ModelConfig, manifest: "Manifest") -> "T5":

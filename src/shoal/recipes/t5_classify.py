@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from shoal.data.text.text_to_text import TextToText
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
-    from shoal.train.pipeline_update import PipelineUpdate
     from shoal.train.run import Run
 
 NO_LABEL = "(no label)"
@@ -198,9 +197,8 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         stage = ddp = None
         trained: nn.Module = model
         if parallel.splits:
-            stage, update = divided(config, run, model, source, training, plan.batch)
+            stage = divided(config, run, model, source, training, plan.batch)
             stack.callback(stage.close)
-            run.use(update)
             trained = stage.module
         else:
             if scratch:
@@ -259,8 +257,8 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
 
 def divided(
     config: T5ClassifyConfig, run: "Run", model: "T5", source: Path, training: "TextToText", batch: BatchPlan
-) -> "tuple[Pipeline, PipelineUpdate]":
-    """Return this worker's stage of the model, and the update of all stages.
+) -> "Pipeline":
+    """Return this worker's stages of the model, which the run updates.
 
     Args:
         model: without data; a stage has its part of the weights in ``source``, or random ones.
@@ -270,10 +268,9 @@ def divided(
 
     from shoal.recipes.stages import open_stages
     from shoal.recipes.t5_stages import load_weights
-    from shoal.train.pipeline_update import PipelineUpdate
 
     rows = np.arange(batch.worker_batch_size) % len(training)
-    stage, mesh = open_stages(
+    return open_stages(
         model,
         t5_written.with_keys(training.batch(rows), run.seed, rows),
         run,
@@ -282,7 +279,6 @@ def divided(
         fill=None if config.model.from_scratch else lambda part: load_weights(part, model, source),
         wire=config.distributed.wire,
     )
-    return stage, PipelineUpdate(stage, mesh["pp"])
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
