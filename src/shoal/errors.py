@@ -92,9 +92,16 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def require_positive(
-    section: str, config: object, *names: str, least: float = 1, below: float = math.inf
+    section: str,
+    config: object,
+    *names: str,
+    least: float = 1,
+    below: float = math.inf,
+    most: float = math.inf,
 ) -> None:
-    """Raise a :class:`UsageError` if one of the named settings is a number not in [``least``, ``below``).
+    """Raise a :class:`UsageError` if one of the named settings is a number out of its range.
+
+    The range is [``least``, ``below``), or [``least``, ``most``].
 
     Args:
         section: of the settings, which messages name before the setting; empty: none.
@@ -102,6 +109,7 @@ def require_positive(
     prefix = section and f"{section}."
     for name in names:
         value = getattr(config, name, None)
-        if isinstance(value, int | float) and not least <= value < below:
+        if isinstance(value, int | float) and not (least <= value < below and value <= most):
+            rule = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             limit = f" and below {below}" if below < math.inf else ""
-            raise UsageError(f"{prefix}{name} {value} must be at least {least}{limit}")
+            raise UsageError(f"{prefix}{name} {value} must be {rule}{limit}")

@@ -143,8 +143,7 @@ class FinetuneConfig:
         check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
         if not self.train.epochs > 0:
             raise UsageError(f"train.epochs {self.train.epochs} must be above 0")
-        if not 0 <= self.optim.warmup_share <= 1:
-            raise UsageError(f"optim.warmup_share {self.optim.warmup_share} must lie between 0 and 1")
+        require_positive("optim", self.optim, "warmup_share", least=0, most=1)
         require_positive("model", self.model, "dropout", least=0, below=1)
 
 

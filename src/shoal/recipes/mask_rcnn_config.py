@@ -54,9 +54,8 @@ class OptimConfig(VisionOptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("warmup_factor", "milestone_factor", "end_factor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"optim.{name} {getattr(self, name)} must be from 0 to 1")
+        names = ("warmup_factor", "milestone_factor", "end_factor")
+        require_positive("optim", self, *names, least=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True)

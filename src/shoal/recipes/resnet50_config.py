@@ -75,8 +75,7 @@ class TrainConfig(LoopConfig):
         if not self.total_epochs > 0:
             raise UsageError(f"train.total_epochs {self.total_epochs} must be above 0")
         require_positive("train", self, "label_smoothing", "average_decay", least=0, below=1)
-        if not 0 <= self.mixup <= 1:
-            raise UsageError(f"train.mixup {self.mixup} must be from 0 (off) to 1")
+        require_positive("train", self, "mixup", least=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,9 +87,8 @@ class AugmentConfig:
         require_positive("", self, "size", "first_size")
         if self.first_size is not None and self.crop == "padded":
             raise UsageError("first_size needs crop 'resized': a padded crop has one size; leave it out")
-        for name, high in {"flip": 1, "hue": 0.5, "blur": 1, "erase": 1}.items():
-            if not 0 <= getattr(self, name) <= high:
-                raise UsageError(f"{name} {getattr(self, name)} must be from 0 to {high}")
+        require_positive("", self, "flip", "blur", "erase", least=0, most=1)
+        require_positive("", self, "hue", least=0, most=0.5)
         for name in ("padding", "brightness", "contrast", "saturation", "lighting"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} {getattr(self, name)} must be finite and at least 0")
