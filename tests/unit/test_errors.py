@@ -1,12 +1,14 @@
-"""Exit codes and suggestions."""
+"""Exit codes, suggestions and ranges."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +23,28 @@ from shoal.errors import (
     did_you_mean,
     import_extra,
     missing_extra,
+    require_positive,
 )
+
+
+@pytest.mark.parametrize(
+    ("value", "limits", "rule"),
+    [
+        (0, {}, "at least 1"),
+        (1.0, {"least": 0, "below": 1}, "at least 0 and below 1"),
+        (-0.1, {"least": 0, "most": 1}, "from 0 to 1"),
+        (1.1, {"least": 0, "most": 1}, "from 0 to 1"),
+        (math.nan, {"least": 0, "most": 1}, "from 0 to 1"),
+    ],
+)
+def test_a_number_out_of_its_range_is_named(value: float, limits: dict[str, float], rule: str) -> None:
+    with pytest.raises(UsageError, match=f"^train.rate {value} must be {rule}$"):
+        require_positive("train", SimpleNamespace(rate=value), "rate", **limits)
+
+
+def test_numbers_at_the_ends_of_their_range_are_taken() -> None:
+    numbers = SimpleNamespace(low=0, high=1, none=None)
+    require_positive("train", numbers, "low", "high", "none", least=0, most=1)
 
 
 def test_exit_codes_differ_and_the_errors_carry_theirs() -> None:

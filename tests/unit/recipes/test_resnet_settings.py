@@ -113,7 +113,7 @@ def test_the_rate_is_in_proportion_to_the_batch() -> None:
     [
         ("train", {"total_epochs": 5}, r"optim\.warmup_epochs 10.* 0 and train\.total_epochs 5"),
         ("train", {"label_smoothing": 1.0}, r"train\.label_smoothing 1\.0 must be at least 0 and below 1"),
-        ("train", {"mixup": 2.0}, r"train\.mixup 2\.0"),
+        ("train", {"mixup": 2.0}, r"train\.mixup 2\.0 must be from 0 to 1"),
         ("data", {"cache_bytes": "much"}, r"data\.cache_bytes 'much'"),
         ("data", {"made_images": -1}, r"data\.made_images -1"),
         ("validation", {"size": 300}, r"validation\.size 300 does not fit into validation\.resize 256"),
