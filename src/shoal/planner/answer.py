@@ -102,9 +102,9 @@ def _unequal_lines(divisions: Sequence[Division]) -> list[str]:
     return [
         "",
         "on hosts of unequal speed",
-        f"  {'mode':<24} {'ms per step':>12} {'of possible':>12} {'time':>12}",
+        f"  {'mode':<28} {'ms per step':>12} {'of possible':>12} {'time':>12}",
         *(
-            f"  {each.name:<24} {1e3 * each.step_s:>12.4g} {100 * each.of_possible:>10.1f} % "
+            f"  {each.name:<28} {1e3 * each.step_s:>12.4g} {100 * each.of_possible:>10.1f} % "
             f"{duration(each.total_s):>12}"
             for each in divisions
         ),
@@ -114,17 +114,17 @@ def _unequal_lines(divisions: Sequence[Division]) -> list[str]:
 
 def _advice(divisions: Sequence[Division]) -> str:
     """Return which division to train with, and why."""
-    exact = [each for each in divisions if each.exact]
-    best, other, chosen = exact[0], exact[-1], recommended(divisions)
-    if len(exact) == 1:
+    shares = [each for each in divisions if each.kind == "shares"]
+    best, other, chosen = shares[0], shares[-1], recommended(divisions)
+    if len(shares) == 1:
         return "the parts of a pipeline cannot follow the speed of its hosts"
-    if not chosen.exact:
+    if chosen.kind == "loose":
         saved = duration(best.total_s - chosen.total_s)
         options = chosen.name.replace("_", "-").replace("=", " ").split(", ")
         return (
-            f"keep {best.name} shares for plain training. Every host is late now and then:\n  "
-            f"{' '.join(f'--distributed.{option}' for option in options)} would save {saved}; it is another "
-            "algorithm, whose rate may have to be lower"
+            f"keep {best.name} shares for plain training. With another algorithm\n  "
+            f"{' '.join(f'--distributed.{option}' for option in options)} would save {saved}, since\n  "
+            f"{chosen.why}.\n  Its rate may have to be lower, and it is for CPUs only so far"
         )
     if best.name == "equal":
         advice = "keep equal shares: dividing by speed would save next to nothing"

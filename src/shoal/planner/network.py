@@ -61,6 +61,7 @@ def collective(
     *,
     local_group: int | None = None,
     at_once: int = 1,
+    copies: bool = False,
 ) -> Collective:
     """Return the phases of averaging over all accelerators of ``workers``.
 
@@ -68,6 +69,7 @@ def collective(
         local_group: accelerators of a host that hold the same gradients; default: all. Fewer where a model is
             split over the others, so that their sums travel side by side.
         at_once: collectives that the library of a ring or a tree runs at a time; two hops have no such limit.
+        copies: a helper sends each sum to one worker, too, and waits for its confirmation.
 
     Raises:
         UsageError: the algorithm is unknown, or helpers are missing or not used by it.
@@ -96,7 +98,7 @@ def collective(
         hops = 2 * math.ceil(math.log2(n)) if tree else 2 * (n - 1)
         phases.append(Phase(name="network", demands=((OUT, amount), (IN, amount)), latency_s=hops * hop_s))
     elif n > 1:
-        phases += _two_hops(n, workers, helpers, side_by_side)
+        phases += _two_hops(n, workers, helpers, side_by_side, copies)
     if g > 1:
         phases.append(_local("all-gather", g, local_s))
     limit = None if algorithm.startswith("two-hop") else at_once
@@ -121,7 +123,9 @@ def _ring(n: int, g: int, side_by_side: float, hop_s: float, local_s: float) -> 
     return [Phase(name="ring", demands=tuple(demands), latency_s=2 * (world - 1) / world * round_s)]
 
 
-def _two_hops(n: int, workers: Machines, helpers: Machines | None, side_by_side: float) -> list[Phase]:
+def _two_hops(
+    n: int, workers: Machines, helpers: Machines | None, side_by_side: float, copies: bool
+) -> list[Phase]:
     host_nic = workers.instance.effective_nic
     relative = helpers.instance.effective_nic / host_nic if helpers else 0.0
     count = helpers.count if helpers else 0
@@ -132,10 +136,11 @@ def _two_hops(n: int, workers: Machines, helpers: Machines | None, side_by_side:
         there.append((HELPER_IN, side_by_side * n * helper_share))
         back.append((HELPER_OUT, side_by_side * n * helper_share))
     hop_s = workers.instance.network.latency_s
-    return [
-        Phase(name="push", demands=_carried(there), latency_s=hop_s),
-        Phase(name="pull", demands=_carried(back), latency_s=hop_s),
-    ]
+    phases = [Phase(name="push", demands=_carried(there), latency_s=hop_s)]
+    if copies and count:
+        sums = [(HELPER_OUT, side_by_side * helper_share), (IN, side_by_side * count * helper_share / n)]
+        phases.append(Phase(name="copy", demands=_carried(sums), latency_s=2 * hop_s))
+    return [*phases, Phase(name="pull", demands=_carried(back), latency_s=hop_s)]
 
 
 def _carried(demands: list[tuple[str, float]]) -> tuple[tuple[str, float], ...]:

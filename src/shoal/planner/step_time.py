@@ -21,7 +21,7 @@ from shoal.decide.server_assignment import DDP_BUCKET_BYTES
 from shoal.errors import UsageError
 from shoal.planner import pipeline_bubble
 from shoal.planner.hardware import Machines, require_accelerators
-from shoal.planner.network import CONNECTIONS_PER_PEER, capacities, collective
+from shoal.planner.network import CONNECTIONS_PER_PEER, Collective, capacities, collective
 from shoal.planner.simulate import Exchange, exchange, slowest
 from shoal.planner.workload import Workload, gradient_buckets
 
@@ -186,6 +186,40 @@ def _average(
     )
     links = capacities(workers, helpers, algorithm=layout.algorithm, connections=layout.connections)
     return exchange(ready, all_reduce, links)
+
+
+def served_s(
+    workload: Workload,
+    workers: Machines,
+    helpers: Machines | None,
+    layout: Layout,
+    *,
+    window_s: float = 0.0,
+    copies: bool = False,
+) -> float:
+    """Return the seconds from the end of the backward pass to the new weights, with updates on servers.
+
+    Gradients go there as they become ready, the norm of all of them takes two hops, and then all weights
+    come back, both in fp32 and in two hops whatever the layout says.
+
+    Args:
+        window_s: end of the backward pass in which gradients become ready; 0: all are sent at its end.
+        copies: workers have a copy of what helpers keep.
+    """
+    buckets = gradient_buckets(workload.layers, layout.bucket_bytes, 4 * workload.trainable)
+    algorithm = "two-hop-helpers" if helpers else "two-hop"
+    phases = collective(algorithm, workers, helpers, copies=copies).phases
+    links = capacities(workers, helpers, algorithm=algorithm, connections=layout.connections)
+    back = next((place for place, phase in enumerate(phases) if phase.name == "pull"), len(phases))
+    ready = [(done * window_s, num_bytes) for done, num_bytes in buckets]
+    there_s, back_s = (
+        exchange(times, Collective(phases=part, at_once=None), links).end_s
+        for times, part in (
+            (ready, phases[:back]),
+            ([(0.0, num_bytes) for _, num_bytes in buckets], phases[back:]),
+        )
+    )
+    return max(0.0, there_s - window_s) + 2 * workers.instance.network.latency_s + back_s
 
 
 def num_replicas(workers: Machines, layout: Layout) -> int:

@@ -1,12 +1,22 @@
-"""Predicts what hosts of unequal speed cost, and what dividing the batch by speed saves.
+"""Predicts what hosts of unequal speed cost, and which other way of training saves it.
 
 Every step waits for its slowest host. A host's part takes
 
     its samples / (samples of an equal part) / its speed · a factor drawn per step
 
-of the time that a plan predicts for its computation. The factor is lognormal with median 1. Network and
-optimizer take what they take. Modes in which a step does not wait for its slowest host are simulated with
-the code that decides in a run (:mod:`shoal.decide.bounded_waiting`).
+of the time that a plan predicts for its computation. The factor is lognormal with median 1. Modes in which a
+step does not wait for its slowest host are simulated with the code that decides in a run
+(:mod:`shoal.decide.bounded_waiting`). With C the slowest host's computation, N the network's time that the
+backward pass does not hide, O the optimizer's and X that of an update on servers, a step takes
+
+    C + N + O               on workers, with equal shares or shares by speed
+    C + N' + O / n          on servers: weights come after the backward pass
+    C + X + O / n           as soon as enough workers have their gradients
+    max(C, X + O / n)       with staleness: workers compute while servers step
+    max(C + X, n X) + O     asynchronous, n gradients
+    C + O + X / H           with H local steps
+
+where C is that of the mode's own waiting, and all but the first two are scaled to a whole batch of samples.
 """
 
 from __future__ import annotations
@@ -14,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +33,7 @@ from shoal.decide.bounded_waiting import WaitingRule, simulate
 from shoal.decide.shares import balanced_shares
 from shoal.errors import UsageError
 from shoal.planner.prediction import Plan
+from shoal.planner.step_time import StepTime, served_s
 
 NUM_STEPS = 2_000
 """Steps that are drawn."""
@@ -33,6 +45,7 @@ _MOST_SIMULATED = 8_000
 """Gradients of a simulation: with more hosts it takes fewer steps."""
 _GRACE = 0.1
 """Grace of steps that do not wait for all, in units of a step of a host at full speed."""
+LOCAL_STEPS = 50
 _SEED = 0
 
 
@@ -42,12 +55,20 @@ class Division:
 
     name: str
     """Value of ``--distributed.shares``, or other options of ``--distributed``."""
+    kind: Literal["shares", "served", "loose", "compared"] = "shares"
+    """Plain training with shares of the batch, or on servers; another algorithm; or one for comparison
+    only."""
     step_s: float
     total_s: float
     of_possible: float
     """Samples per second of the computation, over those if no host ever waited."""
-    exact: bool = True
-    """True for synchronous training: all samples, and no stale gradient."""
+    why: str = ""
+    """What makes a mode of another algorithm faster."""
+
+    @property
+    def exact(self) -> bool:
+        """True for synchronous training: all samples, and no stale gradient."""
+        return self.kind in ("shares", "served")
 
 
 def host_speeds(count: int, slow: Sequence[str]) -> list[float]:
@@ -93,34 +114,51 @@ def divisions(plan: Plan, speeds: Sequence[float], *, jitter: float) -> list[Div
     """
     if not 0 <= jitter <= 2:
         raise UsageError(f"--jitter {jitter:g} must lie between 0 and 2: σ of the logarithm of a step's time")
-    factors = _factors(jitter, len(speeds))
+    factors = _factors(jitter, NUM_STEPS, len(speeds))
     possible = len(speeds) / sum(speeds) * float(factors.mean())
-    found = []
+    found, slows = [], []
     # T5's recipe is a pipeline even of one stage, and a pipeline is built for parts of one size.
     whole = plan.job.recipe.startswith("t5") or any(layout.per_replica > 1 for layout in plan.layouts)
     for name in ("equal",) if whole else ("equal", "by-speed"):
-        slow = []
-        for layout in plan.layouts:
-            batch = layout.global_batch
-            if batch < len(speeds):
-                raise UsageError(
-                    f"a batch of {batch} samples cannot be divided among {len(speeds)} hosts of unequal speed"
-                )
-            equal = batch / len(speeds)
-            parts: Sequence[float] = [equal] * len(speeds)
-            if name == "by-speed":
-                parts = balanced_shares([1 / speed for speed in speeds], batch)
-            relative = np.array([part / equal / speed for part, speed in zip(parts, speeds, strict=True)])
-            slow.append(float((relative * factors).max(axis=1).mean()))
-        found.append(_division(name, plan, slow, possible))
-    exact = found if found[-1].total_s > (1 - WORTHWHILE) * found[0].total_s else found[::-1]
-    return exact if whole else exact + _bounded(plan, speeds, factors, possible)
+        slow = [_slowest_part(layout.global_batch, speeds, factors, name) for layout in plan.layouts]
+        times = [
+            step.total_s + (relative - 1) * _computed_s(step)
+            for step, relative in zip(plan.steps, slow, strict=True)
+        ]
+        found.append(_division(name, plan, times, possible / slow[0]))
+        slows.append(slow)
+    if whole:
+        return found
+    best = 0
+    if found[1].total_s <= (1 - WORTHWHILE) * found[0].total_s:
+        found, best = found[::-1], 1
+    if len(speeds) > 1:
+        found += _served(plan, slows[best], possible)
+    if len(speeds) > 1 and jitter:
+        found += _loose(plan, speeds, jitter, possible)
+    return found
+
+
+def _slowest_part(
+    batch: int, speeds: Sequence[float], factors: npt.NDArray[np.float64], shares: str
+) -> float:
+    """Return the computation of a step, over that of an equal part on a host of speed 1."""
+    if batch < len(speeds):
+        raise UsageError(
+            f"a batch of {batch} samples cannot be divided among {len(speeds)} hosts of unequal speed"
+        )
+    equal = batch / len(speeds)
+    parts: Sequence[float] = [equal] * len(speeds)
+    if shares == "by-speed":
+        parts = balanced_shares([1 / speed for speed in speeds], batch)
+    relative = np.array([part / equal / speed for part, speed in zip(parts, speeds, strict=True)])
+    return float((relative * factors).max(axis=1).mean())
 
 
 def recommended(divisions: Sequence[Division]) -> Division:
     """Return the division to train with: the first, or one that is no plain training and saves far more."""
     first = divisions[0]
-    others = [each for each in divisions if not each.exact]
+    others = [each for each in divisions if each.kind == "loose"]
     if not others:
         return first
     best = min(others, key=lambda each: each.total_s)
@@ -130,48 +168,111 @@ def recommended(divisions: Sequence[Division]) -> Division:
     return next(each for each in others if each.total_s <= (1 + WORTHWHILE) * best.total_s)
 
 
-def _factors(jitter: float, num_hosts: int) -> npt.NDArray[np.float64]:
+def _factors(jitter: float, *shape: int) -> npt.NDArray[np.float64]:
     draw = np.random.default_rng(_SEED)
-    factors: npt.NDArray[np.float64] = np.exp(jitter * draw.standard_normal((NUM_STEPS, num_hosts)))
+    factors: npt.NDArray[np.float64] = np.exp(jitter * draw.standard_normal(shape))
     return factors
 
 
+def _computed_s(step: StepTime) -> float:
+    return step.forward_s + step.backward_s + step.bubble_s + step.straggler_s
+
+
 def _division(
-    name: str, plan: Plan, slow: Sequence[float], possible: float, *, exact: bool = True
+    name: str,
+    plan: Plan,
+    step_s: Sequence[float],
+    of_possible: float,
+    kind: Literal["shares", "served", "loose", "compared"] = "shares",
+    why: str = "",
 ) -> Division:
-    """Return what training takes if the computation of a batch takes ``slow`` times as long, by layout."""
-    step_s, total_s = 0.0, plan.total_s
-    for number, (step, run) in enumerate(zip(plan.steps, plan.runs, strict=True)):
-        computed_s = step.forward_s + step.backward_s + step.bubble_s + step.straggler_s
-        total_s += run.num_steps * (slow[number] - 1) * computed_s
-        if not number:
-            step_s = step.total_s + (slow[number] - 1) * computed_s
-    return Division(name=name, step_s=step_s, total_s=total_s, of_possible=possible / slow[0], exact=exact)
+    """Return what training takes with steps of so many seconds, by layout."""
+    saved_s = sum(
+        run.num_steps * (step.total_s - now_s)
+        for step, run, now_s in zip(plan.steps, plan.runs, step_s, strict=True)
+    )
+    return Division(
+        name=name,
+        kind=kind,
+        step_s=step_s[0],
+        total_s=plan.total_s - saved_s,
+        of_possible=of_possible,
+        why=why,
+    )
 
 
-def _bounded(
-    plan: Plan, speeds: Sequence[float], factors: npt.NDArray[np.float64], possible: float
-) -> list[Division]:
+def _served(plan: Plan, slow: Sequence[float], possible: float) -> list[Division]:
+    """Return what plain steps take on servers, without and with a copy of what helpers keep."""
+    found = []
+    for copies in (False, True)[: 1 + (plan.helpers is not None)]:
+        times = []
+        for number, step in enumerate(plan.steps):
+            back_s = _exchange_s(plan, number, step.backward_s / step.micro_batches, copies=copies)
+            optimizer_s = step.optimizer_s / plan.workers.count
+            times.append(slow[number] * _computed_s(step) + back_s + optimizer_s)
+        name = "update=servers" + ", replicas=2" * copies
+        found.append(_division(name, plan, times, possible / slow[0], "served"))
+    return found
+
+
+def _exchange_s(plan: Plan, number: int, window_s: float = 0.0, *, copies: bool = False) -> float:
+    workload, layout = plan.job.parts[number].workload, plan.layouts[number]
+    return served_s(workload, plan.workers, plan.helpers, layout, window_s=window_s, copies=copies)
+
+
+def _loose(plan: Plan, speeds: Sequence[float], jitter: float, possible: float) -> list[Division]:
     """Return what steps take that do not wait for all hosts, the time being that of as many samples.
 
     Where hosts are slow, those modes are left out that would always drop the same hosts' samples.
     """
-    num_hosts = len(speeds)
-    if num_hosts < 2 or (factors == 1).all():
-        return []
-    seconds = (factors / np.array(speeds)).T.tolist()
-    rules = {f"staleness={s}": WaitingRule(num_hosts, num_hosts, staleness=s) for s in (1, 2, 4)}
-    if num_hosts > 2:
-        few = num_hosts - 1
-        if len(set(speeds)) == 1:
-            rules[f"wait_for={few}"] = WaitingRule(num_hosts, few, grace_s=_GRACE)
-        rules[f"wait_for={few}, late=next"] = WaitingRule(
-            num_hosts, few, late="next", staleness=4, grace_s=_GRACE
-        )
+    num_hosts, per_host = len(speeds), plan.workers.instance.num_accelerators
+    rules = {f"staleness={s}": (WaitingRule(num_hosts, num_hosts, staleness=s), 1) for s in (1, 2, 4)}
+    few, text = num_hosts - 1, (num_hosts - 1) * per_host
+    drop = WaitingRule(num_hosts, few, grace_s=_GRACE) if few > 1 else None
+    rounds = f"local_steps={LOCAL_STEPS}"
+    if drop and len(set(speeds)) == 1:
+        rules[f"wait_for={text}"] = (drop, 1)
+    if drop:
+        late = WaitingRule(num_hosts, few, late="next", staleness=4, grace_s=_GRACE)
+        rules[f"wait_for={text}, late=next"] = (late, 1)
+    rules[rounds] = (WaitingRule(num_hosts, num_hosts), LOCAL_STEPS)
+    if drop and len(set(speeds)) == 1:
+        rules[f"{rounds}, quorum={text}"] = (drop, LOCAL_STEPS)
+    rules["asynchronous"] = (WaitingRule(num_hosts, 1, "next", asynchronous=True), 1)
     num_steps = max(100, min(NUM_STEPS, _MOST_SIMULATED // num_hosts))
     found = []
-    for name, rule in rules.items():
-        step_s, num_used = simulate(rule, seconds, num_steps)
-        slow = step_s * num_hosts / num_used
-        found.append(_division(name, plan, [slow] * len(plan.steps), possible, exact=False))
+    for name, (rule, every) in rules.items():
+        num_taken = num_hosts * num_steps if rule.asynchronous else num_steps
+        seconds = _factors(jitter, num_hosts, num_steps, every).mean(axis=2) / np.array(speeds)[:, None]
+        waited_s, num_used = simulate(rule, seconds.tolist(), num_taken)
+        scale = num_hosts / num_used
+        times = [
+            scale * _loose_step_s(plan, number, waited_s, rule, every) for number in range(len(plan.steps))
+        ]
+        kind: Literal["loose", "compared"] = "compared" if rule.asynchronous else "loose"
+        why = _why(rule, every)
+        found.append(_division(name, plan, times, possible / (waited_s * scale), kind, why))
     return found
+
+
+def _why(rule: WaitingRule, every: int) -> str:
+    if every > 1:
+        last = ", and not for the last one" * (not rule.waits_for_all)
+        return f"hosts wait for each other and for the network once in {every} steps{last}"
+    if rule.waits_for_all:
+        return f"hosts go on for {rule.staleness} steps while another is late, and while the network sends"
+    return "a step does not wait for its last host"
+
+
+def _loose_step_s(plan: Plan, number: int, waited_s: float, rule: WaitingRule, every: int) -> float:
+    """Return the seconds of a step, of which computation takes ``waited_s`` times that of an equal host."""
+    step = plan.steps[number]
+    computed_s, sent_s = waited_s * _computed_s(step), _exchange_s(plan, number)
+    on_servers_s = sent_s + step.optimizer_s / plan.workers.count
+    if every > 1:
+        return computed_s + step.optimizer_s + sent_s / every
+    if rule.asynchronous:
+        return max(computed_s + on_servers_s / rule.num_workers, on_servers_s)
+    if rule.waits_for_all:
+        return max(computed_s, on_servers_s)
+    return computed_s + on_servers_s

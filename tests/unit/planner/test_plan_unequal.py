@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -10,15 +11,16 @@ import pytest
 from shoal.errors import UsageError
 from shoal.planner import api
 from shoal.planner.answer import json_of, text_of
+from shoal.planner.network import OUT, capacities
 from shoal.planner.prediction import Plan
+from shoal.planner.step_time import served_s
 from shoal.planner.unequal_hosts import divisions, host_speeds, recommended
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return api.plan("bert-large", "8xp3dn.24xlarge", global_batch=512 * 8, algorithms=["hierarchical-ring"])[
-        0
-    ]
+    """A step is long, so that the network matters little."""
+    return api.plan("bert-large", "8xp3dn.24xlarge", algorithms=["hierarchical-ring"])[0]
 
 
 def possible(speeds: list[float], jitter: float) -> float:
@@ -45,8 +47,8 @@ def test_equal_shares_wait_for_the_slowest(
 
 
 def test_one_host_at_half_speed_is_worth_dividing_by_speed(plan: Plan) -> None:
-    best, equal = divisions(plan, host_speeds(8, ["1x0.5"]), jitter=0.0)
-    assert (best.name, equal.name) == ("by-speed", "equal")
+    best, equal, served = divisions(plan, host_speeds(8, ["1x0.5"]), jitter=0.0)
+    assert (best.name, equal.name, served.name) == ("by-speed", "equal", "update=servers")
     assert best.of_possible > 0.99
     step = plan.steps[0]
     computed_s = step.total_s - step.exposed_s - step.optimizer_s
@@ -55,7 +57,7 @@ def test_one_host_at_half_speed_is_worth_dividing_by_speed(plan: Plan) -> None:
     where = plan.where
     computed_s = sum(where[name] for name in ("compute", "bubble", "stragglers"))
     assert equal.total_s == pytest.approx(plan.total_s + computed_s)
-    text = text_of([plan], unequal=[best, equal])
+    text = text_of([plan], unequal=[best, equal, served])
     assert "train with --distributed.shares by-speed: it saves" in text
     assert [row["name"] for row in json_of([plan], unequal=[best, equal])["unequal_hosts"]] == [
         "by-speed",
@@ -65,7 +67,7 @@ def test_one_host_at_half_speed_is_worth_dividing_by_speed(plan: Plan) -> None:
 
 def test_little_jitter_alone_is_not(plan: Plan) -> None:
     found = divisions(plan, host_speeds(8, []), jitter=0.05)
-    assert [division.name for division in found if division.exact] == ["equal", "by-speed"]
+    assert [division.name for division in found if division.kind == "shares"] == ["equal", "by-speed"]
     assert recommended(found).name == "equal"
     assert "every host is late now and then" in text_of([plan], unequal=found)
 
@@ -80,17 +82,75 @@ def test_jitter_is_worth_staleness(plan: Plan) -> None:
     assert chosen.total_s < 0.9 * found["equal"].total_s
     text = text_of([plan], unequal=list(found.values()))
     assert f"--distributed.staleness {chosen.name.removeprefix('staleness=')} would save" in text
+    assert f"hosts go on for {chosen.name.removeprefix('staleness=')} steps while another is late" in text
+
+
+def test_local_steps_wait_for_the_sum_of_their_times(plan: Plan) -> None:
+    """The simulation's published shares (8 hosts, σ = 0.3, H = 50), and a worker-by-worker sum of its own."""
+    found = {each.name: each for each in divisions(plan, host_speeds(8, []), jitter=0.3)}
+    local = found["local_steps=50"]
+    assert local.of_possible == pytest.approx(0.94, abs=0.01)
+    draw = random.Random(2)
+    rounds = [[fmean(draw.lognormvariate(0, 0.3) for _ in range(50)) for _ in range(8)] for _ in range(400)]
+    share = fmean(f for each in rounds for f in each) / fmean(max(each) for each in rounds)
+    assert local.of_possible == pytest.approx(share, abs=0.01)
+    assert found["local_steps=50, quorum=56"].exact is False
+    assert found["asynchronous"].of_possible == pytest.approx(1.0, abs=0.01)
+
+
+def test_modes_on_servers_take_what_the_formulas_say(plan: Plan) -> None:
+    """With next to no jitter and one host at half speed every mode's time is a sum of known parts."""
+    speeds, step, hosts = host_speeds(8, ["1x0.5"]), plan.steps[0], 8
+    found = {each.name: each for each in divisions(plan, speeds, jitter=1e-9)}
+    computed_s = step.total_s - step.exposed_s - step.optimizer_s
+    workload, layout = plan.job.parts[0].workload, plan.layouts[0]
+    sent_s = served_s(workload, plan.workers, None, layout)
+    on_servers_s = sent_s + step.optimizer_s / hosts
+    assert found["staleness=2"].step_s == pytest.approx(2 * computed_s, rel=1e-3)
+    assert found["local_steps=50"].step_s == pytest.approx(2 * computed_s + step.optimizer_s + sent_s / 50)
+    # the slow host makes half as many gradients, so a batch takes 8 / 7.5 of an equal part's time
+    assert found["asynchronous"].step_s == pytest.approx(
+        max(hosts / 7.5 * computed_s + on_servers_s, hosts * on_servers_s), rel=0.01
+    )
+    window_s = step.backward_s / step.micro_batches
+    served = found["update=servers"]
+    back_s = served_s(workload, plan.workers, None, layout, window_s=window_s)
+    slowest_s = found["by-speed"].step_s - step.exposed_s - step.optimizer_s
+    assert served.step_s == pytest.approx(slowest_s + back_s + step.optimizer_s / hosts)
+    assert served.of_possible == found["by-speed"].of_possible
+    assert recommended(list(found.values())).name == "by-speed"
+
+
+def test_an_update_on_servers_sends_there_and_back() -> None:
+    """Eight hosts that serve each other: 7/8 of the bytes leave while as many come, then again; a long
+    window hides the way there.
+    """
+    plan = api.plan("bert-large", "8xp3dn.24xlarge", global_batch=512 * 8)[0]
+    workload, workers = plan.job.parts[0].workload, plan.workers
+    num_bytes = 4 * workload.num_parameters * workload.trainable
+    rate = capacities(workers)[OUT]
+    hop_s = workers.instance.network.latency_s
+    host = replace(workers, instance=replace(workers.instance, num_accelerators=1))
+    both_s = served_s(workload, host, None, plan.layouts[0])
+    assert both_s == pytest.approx(2 * 7 / 8 * num_bytes / rate + 4 * hop_s, rel=0.02)
+    back_s = served_s(workload, host, None, plan.layouts[0], window_s=1e3)
+    assert hop_s < back_s < 0.6 * both_s
+    helpers = api.plan("bert-large", "8xp3dn.24xlarge", "4xc5n.18xlarge", global_batch=4096)[0].helpers
+    assert helpers is not None
+    kept_s, copied_s = (served_s(workload, host, helpers, plan.layouts[0], copies=c) for c in (False, True))
+    assert 2 * hop_s <= copied_s - kept_s < 0.25 * kept_s, "two hops, and an eighth of a helper's sending"
 
 
 def test_a_slow_host_is_no_case_for_staleness(plan: Plan) -> None:
     found = divisions(plan, host_speeds(8, ["1x0.5"]), jitter=0.01)
-    assert "wait_for=7" not in {each.name for each in found}, "its samples would never be learned"
+    names = {each.name for each in found}
+    assert not names & {"wait_for=56", "local_steps=50, quorum=56"}, "its samples would never be learned"
     assert {each.name: each.of_possible for each in found}["staleness=4"] == pytest.approx(0.533, abs=0.01)
     assert recommended(found).name == "by-speed"
 
 
 def test_equal_hosts_change_nothing(plan: Plan) -> None:
-    for division in divisions(plan, host_speeds(8, []), jitter=0.0):
+    for division in divisions(plan, host_speeds(8, []), jitter=0.0)[:2]:
         assert division.total_s == pytest.approx(plan.total_s)
         assert division.of_possible == pytest.approx(1.0)
 
