@@ -10,6 +10,8 @@ workers is timed without their optimizers, plus what one of them takes while the
 
 With clipping, weights come back after the backward pass, when links have nothing else to carry: there bf16
 halves what is waited for.
+
+``--copies`` measures instead what ``replicas=2`` costs: helpers send each sum to a worker that keeps a copy.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ COMPUTE = 0.5
 TARGET, HALF_TARGET = 1.0, 1.15
 LAYERS, QUICK_LAYERS = 12, 2
 SIDES = ("workers", "servers", "clipped", "clipped, bf16")
+COPIES = ("servers", "servers, copies", "clipped", "clipped, copies")
+COPIES_TARGET = 0.9
 
 
 def add_rows(bench: Benchmark, num_layers: int) -> None:
@@ -60,11 +64,30 @@ def add_rows(bench: Benchmark, num_layers: int) -> None:
     )
 
 
+def add_copies(bench: Benchmark, num_layers: int) -> None:
+    setup = Setup(
+        worker="benchmarks.served_worker", num_hosts=NUM_HOSTS, num_layers=num_layers, compute=COMPUTE
+    )
+    turns = by_turns(bench, setup, COPIES)
+    turns.require_equal_weights(COPIES)
+    for side in ("servers", "clipped"):
+        turns.add_row(
+            bench,
+            f"{setup}, {side}, workers have copies",
+            f"{side}, copies",
+            side,
+            peer_name="the same without copies",
+            target=COPIES_TARGET,
+        )
+
+
 def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--layers", type=int, help=f"of the model; {LAYERS}, or {QUICK_LAYERS} with --quick")
+    options.add_argument("--copies", action="store_true", help="what replicas=2 costs, and nothing else")
     bench = Benchmark("served", options=options)
-    add_rows(bench, bench.args.layers or (QUICK_LAYERS if bench.quick else LAYERS))
+    add = add_copies if bench.args.copies else add_rows
+    add(bench, bench.args.layers or (QUICK_LAYERS if bench.quick else LAYERS))
     return bench.finish()
 
 

@@ -66,6 +66,7 @@ def train(spec: dict[str, Any], groups: Groups, group: dist.ProcessGroup) -> dic
         training = update_on_servers(
             ddp, optimizer, max_norm=MAX_NORM if spec["side"].startswith("clipped") else None,
             weights="bf16" if spec["side"].endswith("bf16") else "fp32",
+            replicas=2 if spec["side"].endswith("copies") else 1,
         )  # fmt: skip
     groups.barrier()
     ends, stepping = [], []

@@ -87,13 +87,16 @@ def replayed(config: AlbertConfig, log: Path) -> nn.Module:
     taken = replay(
         log, model, optimizer, gradients_of(config, model), max_norm=config.optim.max_grad_norm,
         schedule=lambda number: set_learning_rate(optimizer, learning_rate(schedule, number - 1)),
+        extrapolation=config.distributed.extrapolation,
     )  # fmt: skip
     assert taken == config.train.total_steps
     return model
 
 
 @pytest.mark.parametrize(
-    "distributed", [{"wait_for": 2}, {"wait_for": 2, "late": "next"}, {"staleness": 2}], ids=str
+    "distributed",
+    [{"wait_for": 2}, {"wait_for": 2, "late": "next"}, {"staleness": 2, "extrapolation": 1.0}],
+    ids=str,
 )
 def test_the_log_of_a_run_that_was_killed_is_replayed_to_the_bit(
     data: Path, tmp_path: Path, distributed: dict[str, Any]
@@ -298,6 +301,7 @@ def test_what_servers_cannot_do_is_named_by_all_workers(
         ({"staleness": -1}, "at least 0"),
         ({"asynchronous": True, "staleness": 1}, "wait for nobody"),
         ({"compensation": 0.04}, "is for asynchronous steps"),
+        ({"wait_for": 2, "extrapolation": 1.0}, "set --distributed.staleness, without wait-for"),
         ({"local_steps": 2, "asynchronous": True}, "each worker steps by itself"),
         ({"quorum": 2}, "set --distributed.local-steps too"),
         ({"replicas": 2}, "kept once or twice"),

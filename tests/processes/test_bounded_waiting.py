@@ -56,13 +56,13 @@ def read(log: Path) -> list[dict[str, Any]]:
 
 
 def require_replay(
-    model: nn.Module, optimizer: Optimizer, log: Path, name: str, max_norm: float | None
+    model: nn.Module, optimizer: Optimizer, log: Path, name: str, max_norm: float | None, extrapolation: float
 ) -> None:
     want = net()
     reference = OPTIMIZERS[name](want)
     taken = replay(
         log, want, reference, lambda rank, batch: backward(want, rank, batch),
-        schedule=lambda step: set_rate(reference, step), max_norm=max_norm,
+        schedule=lambda step: set_rate(reference, step), max_norm=max_norm, extrapolation=extrapolation,
     )  # fmt: skip
     assert taken == STEPS
     for have, wanted in zip(model.parameters(), want.parameters(), strict=True):
@@ -87,7 +87,7 @@ def train(rank: int, folder: Path, name: str, max_norm: float | None, options: d
             done.append(batch)
         training.finish(ends=half == 1)
     dist.barrier()  # rank 0 has written its last line
-    require_replay(model, optimizer, log, name, max_norm)
+    require_replay(model, optimizer, log, name, max_norm, options.get("extrapolation", 0.0))
     rows, counts = read(log)[1:], summary(log)
     assert counts.num_steps == STEPS
     if "wait_for" not in options:
@@ -108,7 +108,7 @@ def train(rank: int, folder: Path, name: str, max_norm: float | None, options: d
         ("adamw", None, {"wait_for": 3}),
         ("adamw", None, {"wait_for": 2, "grace_s": 0.01}),
         ("lamb", 0.3, {"wait_for": 3, "late": "next"}),
-        ("momentum", 0.3, {"staleness": 2}),
+        ("momentum", 0.3, {"staleness": 2, "extrapolation": 1.0}),
     ],
 )
 def test_a_replay_in_one_process_has_the_same_bits(
@@ -248,6 +248,8 @@ def refuse(rank: int) -> None:
         bound_waiting(model, AdamW(model.parameters()), asynchronous=True)
     refused("wait for nobody", model, asynchronous=True, wait_for=2)
     refused("compensation=0.1 must be", model, staleness=1, compensation=0.1)
+    refused("extrapolation=1 must be", model, wait_for=1, extrapolation=1)
+    refused("extrapolation=-1 must be", model, staleness=1, extrapolation=-1)
     refused("wait_for=4 must be from 1", DistributedDataParallel(net()), wait_for=4)
     refused("max_norm=0", DistributedDataParallel(net()), wait_for=1, max_norm=0.0)
     batch_norm = DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7)))

@@ -138,6 +138,7 @@ def replay(
     max_norm: float | None = None,
     dropped: bool = False,
     compensation: float = 0.0,
+    extrapolation: float = 0.0,
 ) -> int:
     """Take the steps of :func:`shoal.train.bounded_waiting.bound_waiting` again, and return how many.
 
@@ -154,6 +155,7 @@ def replay(
         dropped: also compute the gradients that no step has taken, in the order of each worker's batches:
             for local steps with a quorum, where ``backward`` makes the local steps of a round.
         compensation: as it was there.
+        extrapolation: as it was there.
 
     Raises:
         ShoalError: the log is damaged, or has other weights where the workers have noted theirs.
@@ -176,20 +178,29 @@ def replay(
     parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     hosts: list[int] = []
     versions = {0: [each.detach().clone() for each in parameters]}
+    moves: dict[int, list[Tensor]] = {}
     newest = 0
     for index, row in enumerate(rows):
-        hosts = row.get("hosts", hosts)
+        if "hosts" in row:  # workers begin, and know no step yet
+            hosts, moves = row["hosts"], {newest: [torch.zeros_like(each) for each in versions[newest]]}
         for rank, batch, version in row.get("dropped", ()) if dropped else ():
             _compute(parameters, versions[version], backward, rank, batch)
         if row.get("used"):
             newest = row["step"]
             if schedule is not None:
                 schedule(newest)
-            gradients = _mean_of(row, hosts, parameters, versions, backward, compensation)
+            begins = dict(versions)
+            for version in {version for _, _, version in row["used"]} if extrapolation else ():
+                begins[version] = [each.clone() for each in versions[version]]
+                extrapolate(begins[version], moves[version], extrapolation * (newest - 1 - version))
+            gradients = _mean_of(row, hosts, parameters, begins, backward, compensation)
             _set(parameters, versions[newest - 1])
             if not row.get("skipped"):
                 _step(parameters, optimizer, gradients, max_norm)
             versions[newest] = [each.detach().clone() for each in parameters]
+            if extrapolation:
+                moves[newest] = [a - b for a, b in zip(versions[newest], versions[newest - 1], strict=True)]
+                moves = {v: each for v, each in moves.items() if v == newest or last_use.get(v, 0) > index}
             versions = {v: each for v, each in versions.items() if v == newest or last_use.get(v, 0) > index}
         if "weights" in row and checksum(versions[newest]) != row["weights"]:
             raise ShoalError(
@@ -237,6 +248,15 @@ def compensate(
     return [
         g + strength * (g * g) * (now - then) for g, now, then in zip(gradients, newest, own, strict=True)
     ]
+
+
+@torch.no_grad()
+def extrapolate(weights: list[Tensor], move: list[Tensor], factor: float) -> None:
+    """Move weights on in place by so many times the move of their last step.
+
+    Pipelines with stale weights do so (SpecTrain, arXiv 1809.02839), with the momentum for the move.
+    """
+    torch._foreach_add_(weights, move, alpha=factor)
 
 
 def _compute(

@@ -100,7 +100,7 @@ class BoundedUpdate:
             check_no_momentum(optimizer)
         self._rule = rule_of(config, world.num_workers)
         self._updates_a_step = world.num_workers if config.asynchronous else 1
-        self._compensation = config.compensation
+        self._compensation, self._extrapolation = config.compensation, config.extrapolation
         self._optimizer, self._world, self._log = optimizer, world, directory / LOG
         self._replicas = config.replicas
         self._training: Any = None  # BoundedWaiting, once it is open
@@ -119,7 +119,8 @@ class BoundedUpdate:
         self._first = self.step = step
         self._training = BoundedWaiting(
             self._model, self._optimizer, self._rule, max_norm=math.inf, log=self._log,
-            after=step * self._updates_a_step, compensation=self._compensation, replicas=self._replicas,
+            after=step * self._updates_a_step, compensation=self._compensation,
+            extrapolation=self._extrapolation, replicas=self._replicas,
         )  # fmt: skip
 
     def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from shoal.train.bounded_messages import (
     hosts_of,
     max_bytes_of,
 )
-from shoal.train.bounded_replay import Counts, compensate
+from shoal.train.bounded_replay import Counts, compensate, extrapolate
 from shoal.train.served_checks import (
     check_max_norm,
     check_model,
@@ -77,6 +77,7 @@ def bound_waiting(
     grace_s: float = 0.0,
     asynchronous: bool = False,
     compensation: float = 0.0,
+    extrapolation: float = 0.0,
     max_norm: float | None = None,
     replicas: int = 1,
     log: Path | None = None,
@@ -102,6 +103,8 @@ def bound_waiting(
             comes, whatever its staleness. The optimizer must have no momentum.
         compensation: with ``asynchronous``, the strength λ of the correction for weights that have changed
             meanwhile (DC-ASGD): g + λ g² (w - w of the gradient); 0.04 in MXNet. 4 bytes a parameter more.
+        extrapolation: with ``staleness`` alone: compute a gradient that lacks s steps with weights that are s
+            times this many of the last step further on; 1 takes steps for alike. 4 bytes a parameter more.
         max_norm: clip the norm of a step's mean gradient to this. A norm that is not finite skips the step.
         replicas: as in :func:`shoal.train.served_update.update_on_servers`.
         log: file to which rank 0 appends a line of JSON for each step.
@@ -141,6 +144,11 @@ def bound_waiting(
         raise UsageError(
             f"bound_waiting: compensation={compensation} must be at least 0, and is for asynchronous steps"
         )
+    if not 0 <= extrapolation < math.inf or (extrapolation and not (wait_for is None and staleness)):
+        raise UsageError(
+            f"bound_waiting: extrapolation={extrapolation} must be at least 0, and is for staleness of at "
+            "least 1 without wait_for, where a gradient's is known before it is computed"
+        )
     if model.broadcast_buffers and any(True for _ in model.buffers()):
         raise UsageError(
             "bound_waiting: the model has buffers, which DDP broadcasts in each forward pass; give it "
@@ -151,8 +159,9 @@ def bound_waiting(
         staleness = 1 if late == "next" and not asynchronous else 0
     rule = WaitingRule(size, size if wait_for is None else wait_for, late, staleness, grace_s, asynchronous)
     return BoundedWaiting(
-        model, optimizer, rule, max_norm=max_norm, log=log, compensation=compensation, replicas=replicas
-    )
+        model, optimizer, rule, max_norm=max_norm, log=log, compensation=compensation,
+        extrapolation=extrapolation, replicas=replicas,
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -188,6 +197,7 @@ class BoundedWaiting:
         log: Path | None,
         after: int = 0,
         compensation: float = 0.0,
+        extrapolation: float = 0.0,
         replicas: int = 1,
     ) -> None:
         """Load the weights to the servers, and begin to follow rank 0.
@@ -200,9 +210,11 @@ class BoundedWaiting:
             log: as there.
             after: steps that the weights have seen.
             compensation: as there.
+            extrapolation: as there.
             replicas: as there.
         """
         self._compensation, self._num_handed = compensation, 0
+        self._extrapolation = extrapolation
         self.optimizer = optimizer
         self.num_dropped = self.num_skipped = 0
         self.grad_norm = math.nan
@@ -214,7 +226,7 @@ class BoundedWaiting:
         self._parameters = [table.parameter for table in self._servers.tables]
         try:
             more = f", with {rule.text}, max_norm={max_norm}, compensation={compensation}"
-            self._servers.configure(self._stepper, more)
+            self._servers.configure(self._stepper, f"{more}, extrapolation={extrapolation}")
         except ValueError as problem:  # such as all ranks on one host
             raise UsageError(f"bound_waiting: {problem}") from None
         self._servers.load(optimizer)
@@ -228,6 +240,7 @@ class BoundedWaiting:
         self._own_version = after  # of the parameters
         self._changed = threading.Condition()
         # what follows is shared by this worker's two threads, under that lock
+        self._move = [torch.zeros_like(each) for each in self._newest if extrapolation]  # the last step's
         self._version = after  # of self._newest
         self._until: int | None = None
         self._counts = Counts(rule.num_workers)
@@ -292,8 +305,9 @@ class BoundedWaiting:
 
     def take_newest(self) -> None:
         """Copy the newest weights into the model, and begin the next batch."""
-        self._copy_newest()
-        self._batch = self._batch + 1 if self._rule.waits_for_all else self._own_version + 1
+        ahead = self._batch + 1 if self._rule.waits_for_all else None
+        self._copy_newest(ahead)
+        self._batch = ahead or self._own_version + 1
 
     @property
     def until(self) -> int | None:
@@ -381,12 +395,16 @@ class BoundedWaiting:
                     raise self._problem
                 self._changed.wait(_POLL_S)  # in short waits, so that Python handles signals
 
-    def _copy_newest(self) -> None:
+    @torch.no_grad()
+    def _copy_newest(self, batch: int | None = None) -> None:
+        """Copy the newest weights, for a batch further on by the steps that they lack then."""
         with self._changed:
-            if self._version != self._own_version:
-                with torch.no_grad():
-                    torch._foreach_copy_(self._parameters, self._newest)
+            if self._version != self._own_version or self._extrapolation:
+                torch._foreach_copy_(self._parameters, self._newest)
                 self._own_version = self._version
+            if self._extrapolation and batch is not None:
+                num_lacking = batch - 1 - self._version
+                extrapolate(self._parameters, self._move, self._extrapolation * num_lacking)
 
     # ---- the thread that follows rank 0 -------------------------------------------------------------------
 
@@ -455,6 +473,9 @@ class BoundedWaiting:
         with self._changed:
             if is_taken:
                 self._newest, self._spare = self._spare, self._newest
+            if self._extrapolation:
+                torch._foreach_copy_(self._move, self._newest)
+                torch._foreach_sub_(self._move, self._spare if is_taken else self._newest)
             self.num_skipped += not is_taken
             self._version, self._until = step, order["until"]
             self._counts.add(order)

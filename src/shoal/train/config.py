@@ -280,6 +280,9 @@ class DistributedConfig:
     have no momentum (--optim.beta1 0)."""
     compensation: float = 0.0
     """With asynchronous: strength of the correction of gradients for weights that have changed meanwhile."""
+    extrapolation: float = 0.0
+    """With staleness alone: compute with weights that are further on by so many times their last step for
+    each step that they lack."""
     local_steps: int | None = None
     """Let each worker step by itself, and average every so many steps (DiLoCo; servers on backend shoal)."""
     quorum: int | None = None
@@ -327,7 +330,12 @@ class DistributedConfig:
                 "distributed.asynchronous with wait_for or staleness: asynchronous steps wait for nobody; "
                 "leave one of them out"
             )
-        require_positive("distributed", self, "compensation", least=0)
+        require_positive("distributed", self, "compensation", "extrapolation", least=0)
+        if self.extrapolation and not (self.wait_for is None and self.staleness):
+            raise UsageError(
+                f"distributed.extrapolation {self.extrapolation} is for workers that go on with stale "
+                "weights; set --distributed.staleness, without wait-for"
+            )
         if self.compensation and not self.asynchronous:
             raise UsageError(
                 f"distributed.compensation {self.compensation} is for asynchronous steps; set "
