@@ -7,18 +7,18 @@ import os
 import pty
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launch_job import work
 from launched import END_DEADLINE_S, JOB, START_DEADLINE_S, Launched, Launchers, is_alive, run_launcher
 
-from forked import fork_process, free_port, torchrun
+from forked import fork_process, free_port, torchrun, wait_for
 from shoal.errors import EXIT_STOPPED, UsageError
 from shoal.launch.local import launch
+from shoal.launch.worker import run_worker
 
 
 @pytest.fixture
@@ -304,21 +304,23 @@ def test_the_same_workers_join_under_torchrun(tmp_path: Path) -> None:
     assert "ValueError: the flux capacitor is empty" in said
 
 
+def work_as(environ: dict[str, str], folder: Path) -> None:
+    """Do the job's work where a launcher has set these variables."""
+    os.environ.update(environ)
+    run_worker(lambda: work(folder, "", "gloo"))
+
+
 def test_the_same_workers_join_under_mpirun(tmp_path: Path) -> None:
     port = free_port()
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(JOB), "--dir", str(tmp_path), "--backend", "gloo"],
-            env={
-                **os.environ,
-                "OMPI_COMM_WORLD_RANK": str(rank),
-                "OMPI_COMM_WORLD_SIZE": "2",
-                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-                "MASTER_PORT": str(port),
-            },
-        )
+    places = [
+        {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "MASTER_PORT": str(port),
+        }
         for rank in range(2)
     ]
-    assert [worker.wait(120) for worker in workers] == [0, 0]
+    assert wait_for([fork_process(work_as, place, tmp_path) for place in places]) == [0, 0]
     assert [(tmp_path / f"step-{rank}").read_text() for rank in range(2)] == ["3", "3"]
