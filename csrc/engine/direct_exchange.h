@@ -9,7 +9,7 @@
 
 #include <deque>
 
-#include "engine/op.h"
+#include "engine/op_table.h"
 #include "engine/stage_hooks.h"
 #include "transport/shm.h"
 

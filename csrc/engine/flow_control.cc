@@ -13,6 +13,72 @@ constexpr int kRanksAWindow = 64;
 
 }  // namespace
 
+// ---- in call order ------------------------------------------------------------------------------------------
+
+void Outbox::add(const OpPtr& op, std::uint64_t index) {
+  Line& line = lines_[op->seq];
+  line.op = op;
+  line.waiting.insert(std::ranges::lower_bound(line.waiting, index), index);  // almost always at the end
+}
+
+std::optional<Outgoing> Outbox::next(std::size_t window, int rank) {
+  if (lines_.empty()) return {};
+  const auto oldest = lines_.begin();
+  auto& [op, waiting] = oldest->second;
+  Outgoing taken{op, waiting.front()};
+  const std::size_t bytes = InFlight::counted(*op, taken.second, rank);
+  if (!in_flight_.fits(bytes, window) && in_flight_.any_up_to(op->seq)) return {};
+  in_flight_.sent(op->seq, bytes);
+  waiting.pop_front();
+  if (waiting.empty()) lines_.erase(oldest);
+  return taken;
+}
+
+// ---- by priority -------------------------------------------------------------------------------------------
+
+void OrderedOutbox::add(const OpPtr& op, std::uint64_t index) {
+  Line& line = lines_[op->seq];
+  line.op = op;
+  line.num_added = index + 1;
+}
+
+std::optional<OrderedOutbox::Run> OrderedOutbox::choose(std::uint64_t num_begun, std::size_t bytes) {
+  Line* best = nullptr;
+  for (auto& [seq, line] : lines_) {
+    if (line.num_chosen == line.num_added) continue;
+    if (best && seq >= num_begun) break;
+    if (!best || line.op->spec.priority > best->op->spec.priority) best = &line;
+  }
+  if (!best) return {};
+  for (std::size_t chosen = 0; chosen < bytes && best->num_chosen < best->num_added; ++best->num_chosen) {
+    const std::size_t size = best->op->parts[best->num_chosen].contribution.size;
+    chosen += size;
+    ahead_ += size;
+  }
+  return Run{best->op->seq, best->num_chosen};
+}
+
+std::optional<Outgoing> OrderedOutbox::next(std::size_t window, int rank) {
+  const auto run = runs_.find(next_run_);
+  if (run == runs_.end()) return {};
+  const auto found = lines_.find(run->second.seq);
+  if (found == lines_.end() || found->second.num_sent == found->second.num_added) return {};  // not begun on this rank
+  Line& line = found->second;
+  Outgoing taken{line.op, line.num_sent};
+  const std::size_t bytes = InFlight::counted(*line.op, line.num_sent, rank);
+  if (!in_flight_.fits(bytes, window)) return {};
+  in_flight_.sent(line.op->seq, bytes);
+  ahead_ -= std::min(ahead_, line.op->parts[line.num_sent].contribution.size);
+  if (++line.num_sent >= run->second.end) {
+    runs_.erase(run);
+    ++next_run_;
+  }
+  if (line.num_sent == line.op->parts.size()) lines_.erase(found);
+  return taken;
+}
+
+// ---- windows -----------------------------------------------------------------------------------------------
+
 FlowControl::FlowControl(const EngineOptions& options, const Topology& topology, const Liveness& liveness, Mailbox& mailbox)
     : options_(options),
       liveness_(liveness),

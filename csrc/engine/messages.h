@@ -22,6 +22,7 @@
 
 #include "engine/journal.h"
 #include "engine/mismatch_detector.h"
+#include "engine/options.h"
 #include "engine/topology.h"
 #include "transport/shm.h"
 

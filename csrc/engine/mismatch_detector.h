@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "engine/mailbox.h"
+#include "engine/members.h"
 #include "engine/sum_server.h"
 
 namespace shoal {

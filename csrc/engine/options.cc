@@ -27,13 +27,4 @@ void require_possible(const EngineOptions& options) {
   within("connections_per_peer", static_cast<std::size_t>(options.connections_per_peer), 1, kMaxConnections, 1);
 }
 
-std::string Members::name_of(int server) const {
-  if (is_helper(server)) {
-    const HelperInfo& info = helper(server);
-    return "helper " + info.name + " (" + info.address + ":" + std::to_string(info.port) + ")";
-  }
-  const PeerInfo& info = peer(server);
-  return "rank " + std::to_string(info.global_rank) + " (" + info.address + ", pid " + std::to_string(info.pid) + ")";
-}
-
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// Settings of an engine, and the members of its group.
+// Settings of an engine.
 #pragma once
 
 #include <cstddef>
@@ -36,40 +36,5 @@ struct EngineOptions {
 
 // Throws std::invalid_argument with the option, its value and its range.
 void require_possible(const EngineOptions& options);
-
-struct PeerInfo {
-  std::string host;
-  std::string address;
-  int port = 0;
-  int global_rank = 0;
-  int pid = 0;
-
-  Place place() const { return {address, port, pid}; }
-};
-
-struct HelperInfo {
-  std::string address;
-  int port = 0;
-  std::string name;
-
-  Place place() const { return {address, port}; }
-};
-
-// The group's ranks and helpers, and their names in messages. Servers are numbered: ranks first, then helpers.
-struct Members {
-  std::string group;
-  int rank = 0;
-  std::vector<PeerInfo> peers;      // by rank
-  std::vector<HelperInfo> helpers;
-
-  int size() const { return static_cast<int>(peers.size()); }
-  int num_servers() const { return static_cast<int>(peers.size() + helpers.size()); }
-  bool is_helper(int server) const { return server >= size(); }
-  const PeerInfo& peer(int rank_of) const { return peers[static_cast<std::size_t>(rank_of)]; }
-  const HelperInfo& helper(int server) const { return helpers[static_cast<std::size_t>(server - size())]; }
-
-  // "rank 3 (10.0.0.4, pid 812)", with the rank in the whole job; "helper h1 (10.0.1.7:4000)".
-  std::string name_of(int server) const;
-};
 
 }  // namespace shoal

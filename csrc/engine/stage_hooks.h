@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-#include "engine/op.h"
+#include "engine/op_table.h"
 
 namespace shoal {
 

@@ -27,7 +27,7 @@ Connection::Connection(int fd, int peer, bool control, BufferPool& pool)
 
 Connection::~Connection() { close(fd_); }
 
-bool Connection::read(const OnFrame& on_frame, const PlaceFor& place_for) {
+bool Connection::read(Sink& sink) {
   std::size_t total = 0;
   while (total < kFairShare) {
     iovec pieces[2];
@@ -52,8 +52,8 @@ bool Connection::read(const OnFrame& on_frame, const PlaceFor& place_for) {
     payload_filled_ += direct;
     staged_begin_ = 0;
     staged_end_ = size - direct;
-    if (payload_ && payload_filled_ == header_.payload_bytes) finish_frame(on_frame);
-    while (take_staged(on_frame, place_for)) {
+    if (payload_ && payload_filled_ == header_.payload_bytes) finish_frame(sink);
+    while (take_staged(sink)) {
     }
     if (size < wanted + staged_.size()) return true;  // the socket is empty
   }
@@ -61,7 +61,7 @@ bool Connection::read(const OnFrame& on_frame, const PlaceFor& place_for) {
 }
 
 // Consumes one header or payload of the staged bytes. Returns false if none are left.
-bool Connection::take_staged(const OnFrame& on_frame, const PlaceFor& place_for) {
+bool Connection::take_staged(Sink& sink) {
   const std::size_t left = staged_end_ - staged_begin_;
   if (left == 0) return false;
   const std::byte* from = staged_.data() + staged_begin_;
@@ -72,7 +72,7 @@ bool Connection::take_staged(const OnFrame& on_frame, const PlaceFor& place_for)
     header_filled_ += size;
     if (header_filled_ < sizeof header_) return true;
     if (const std::string wrong = check_header(header_); !wrong.empty()) throw std::runtime_error(wrong);
-    payload_ = place_for && header_.payload_bytes ? place_for(header_) : nullptr;
+    payload_ = header_.payload_bytes ? sink.place_for(peer_, header_) : nullptr;
     placed_ = payload_ != nullptr;
     if (!placed_) payload_ = buffer_of(header_.payload_bytes);
     payload_filled_ = 0;
@@ -82,7 +82,7 @@ bool Connection::take_staged(const OnFrame& on_frame, const PlaceFor& place_for)
     staged_begin_ += size;
     payload_filled_ += size;
   }
-  if (payload_filled_ == header_.payload_bytes) finish_frame(on_frame);
+  if (payload_filled_ == header_.payload_bytes) finish_frame(sink);
   return true;
 }
 
@@ -91,7 +91,7 @@ std::shared_ptr<std::byte> Connection::buffer_of(std::size_t size) {
   return {buffer, buffer.get()};
 }
 
-void Connection::finish_frame(const OnFrame& on_frame) {
+void Connection::finish_frame(Sink& sink) {
   const std::size_t size = header_.payload_bytes;
   if (size && crc32c(payload_.get(), size) != header_.payload_crc) {
     throw std::runtime_error("a frame's payload does not match its checksum");
@@ -100,7 +100,8 @@ void Connection::finish_frame(const OnFrame& on_frame) {
   payload_.reset();
   placed_ = false;
   header_filled_ = 0;
-  on_frame(header_, std::move(payload));
+  ++frames_in;
+  sink.on_frame(peer_, header_, std::move(payload));
 }
 
 void Connection::enqueue(const FrameHeader& header, Payload payload) {

@@ -5,19 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
-#include <string>
 
-#include "transport/frame.h"
+#include "transport/transport.h"
 
 namespace shoal {
 
 class Connection {
  public:
-  using OnFrame = std::function<void(const FrameHeader&, Payload)>;
-  using PlaceFor = std::function<std::shared_ptr<std::byte>(const FrameHeader&)>;  // as Sink::place_for
-
   Connection(int fd, int peer, bool control, BufferPool& pool);
   ~Connection();
   Connection(const Connection&) = delete;
@@ -29,7 +24,7 @@ class Connection {
 
   // Reads available bytes, up to a fair share, and passes on each complete frame. Returns false at the end of the
   // stream. Throws std::system_error for a failed socket and std::runtime_error for a malformed frame.
-  bool read(const OnFrame& on_frame, const PlaceFor& place_for = {});
+  bool read(Sink& sink);
 
   void enqueue(const FrameHeader& header, Payload payload);  // with its checksums
   // Writes until the socket would block. Returns true when the queue is empty. Throws std::system_error.
@@ -41,7 +36,7 @@ class Connection {
   void leave_place();
 
   std::size_t queued_bytes() const { return queued_bytes_; }
-  std::uint64_t bytes_in = 0, bytes_out = 0;
+  std::uint64_t bytes_in = 0, bytes_out = 0, frames_in = 0;
   bool watched = false;  // for writability
 
  private:
@@ -51,9 +46,9 @@ class Connection {
     std::size_t sent = 0;  // bytes of header and payload
   };
 
-  bool take_staged(const OnFrame& on_frame, const PlaceFor& place_for);
+  bool take_staged(Sink& sink);
   std::shared_ptr<std::byte> buffer_of(std::size_t size);
-  void finish_frame(const OnFrame& on_frame);
+  void finish_frame(Sink& sink);
   void account(std::size_t sent);
 
   int fd_;

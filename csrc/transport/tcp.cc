@@ -290,16 +290,12 @@ void TcpTransport::watch(Connection& connection, bool writable) {
 void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uint32_t events) {
   if (events & EPOLLOUT) write(connection);
   if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
-  const std::uint64_t before = connection->bytes_in;
+  const std::uint64_t bytes_before = connection->bytes_in, frames_before = connection->frames_in;
   try {
-    const auto on_frame = [&](const FrameHeader& header, Payload payload) {
-      ++frames_received_;
-      peer_at(connection->peer()).silent_s = 0;
-      sink_.on_frame(connection->peer(), header, std::move(payload));
-    };
-    const auto place_for = [&](const FrameHeader& header) { return sink_.place_for(connection->peer(), header); };
-    const bool open = connection->read(on_frame, place_for);
-    bytes_received_ += connection->bytes_in - before;
+    const bool open = connection->read(sink_);
+    bytes_received_ += connection->bytes_in - bytes_before;
+    frames_received_ += connection->frames_in - frames_before;
+    if (connection->frames_in > frames_before) peer_at(connection->peer()).silent_s = 0;
     if (!open) end_connection(connection, "it closed the connection");
   } catch (const std::system_error& error) {
     end_connection(connection, error.code().message());

@@ -2,7 +2,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <random>
+#include <string>
 #include <utility>
 #include <thread>
 #include <vector>
@@ -111,6 +114,25 @@ TEST(buffer_pool_gives_a_buffer_again_and_outlives_its_owner) {
 
 // ---- connections over a pair of sockets -----------------------------------------------------------------
 
+// Passes what a connection receives to two functions.
+struct Receiver : shoal::Sink {
+  using See = std::function<void(const FrameHeader&, Payload)>;
+  using PlaceFor = std::function<std::shared_ptr<std::byte>(const FrameHeader&)>;
+
+  explicit Receiver(See to_see, PlaceFor to_place = {}) : see(std::move(to_see)), place(std::move(to_place)) {}
+
+  int on_introduction(const shoal::Introduction&, std::string&) override { return -1; }
+  void on_connected(int) override {}
+  std::shared_ptr<std::byte> place_for(int, const FrameHeader& header) override { return place ? place(header) : nullptr; }
+  void on_frame(int, const FrameHeader& header, Payload payload) override { see(header, std::move(payload)); }
+  void on_down(int, const std::string&) override {}
+  void on_tick() override {}
+  void on_error(const std::string&) override {}
+
+  See see;
+  PlaceFor place;
+};
+
 struct Pair {
   Pair() {
     int fds[2];
@@ -149,12 +171,12 @@ TEST(connection_frames_arrive_whole_and_in_order) {
     from.connection->enqueue(headers.back(), payloads.back());
   }
   std::size_t arrived = 0;
-  const auto see = [&](const FrameHeader& header, Payload payload) {
+  Receiver see([&](const FrameHeader& header, Payload payload) {
     REQUIRE(arrived < headers.size());
     CHECK(std::memcmp(&header, &headers[arrived], sizeof header) == 0);
     CHECK(text_of(payload) == text_of(payloads[arrived]));
     ++arrived;
-  };
+  });
   std::vector<std::uint8_t> waiting(100'000);
   bool written = false;
   while (arrived < headers.size()) {
@@ -193,9 +215,10 @@ TEST(connection_payloads_go_to_their_place_while_it_lasts) {
       CHECK_EQ(begun.seq, header.seq);
       return place;
     };
+    Receiver receiver(see, place_for);
     const auto receive = [&](std::size_t begin, std::size_t end) {
       CHECK_EQ(write(pair.raw, stream.data() + begin, end - begin), static_cast<ssize_t>(end - begin));
-      CHECK(pair.connection->read(see, place_for));
+      CHECK(pair.connection->read(receiver));
     };
     receive(0, kFirst);
     const std::size_t received = kFirst - sizeof header;
@@ -236,11 +259,12 @@ TEST(connection_mutated_bytes_never_pass) {
     CHECK_EQ(write(pair.raw, stream.data(), stream.size()), static_cast<ssize_t>(stream.size()));
     pair.hang_up();
     std::size_t arrived = 0;
+    Receiver see([&](const FrameHeader&, Payload payload) {
+      CHECK(arrived < sent.size() && text_of(payload) == sent[arrived]);
+      ++arrived;
+    });
     try {
-      while (pair.connection->read([&](const FrameHeader&, Payload payload) {
-        CHECK(arrived < sent.size() && text_of(payload) == sent[arrived]);
-        ++arrived;
-      })) {
+      while (pair.connection->read(see)) {
       }
     } catch (const std::runtime_error&) {
       ++refused;
@@ -257,7 +281,8 @@ TEST(connection_pure_noise_ends_with_an_error) {
     std::vector<std::uint8_t> noise(sizeof(FrameHeader) + random() % 3000);
     for (auto& byte : noise) byte = static_cast<std::uint8_t>(random());
     CHECK_EQ(write(pair.raw, noise.data(), noise.size()), static_cast<ssize_t>(noise.size()));
-    CHECK_EQ(CHECK_THROWS(std::runtime_error, pair.connection->read([](const FrameHeader&, Payload) { CHECK(false); })),
+    Receiver see([](const FrameHeader&, Payload) { CHECK(false); });
+    CHECK_EQ(CHECK_THROWS(std::runtime_error, pair.connection->read(see)),
              "a frame does not begin with shoal's magic number");
   }
 }

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/op.h"
+#include "engine/op_table.h"
 
 namespace made {
 

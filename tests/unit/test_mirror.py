@@ -103,7 +103,7 @@ def test_folders_of_unit_tests_are_packages_that_they_import() -> None:
 
 
 def test_names_of_core_tests_are_those_of_sources() -> None:
-    """``router_test.cc`` tests ``router.cc``; ``engine_faults_test.cc`` faults of ``engine.cc``;
+    """``topology_test.cc`` tests ``topology.cc``; ``engine_faults_test.cc`` faults of ``engine.cc``;
     ``image_finish_test.cc`` tests ``image/finish.cc``."""
     sources = {path.with_suffix("").relative_to(CSRC) for path in CSRC.rglob("*.*")}
     names = {path.name for path in sources} | {f"{path.parent.name}_{path.name}" for path in sources}

@@ -1,4 +1,4 @@
-#include "engine/liveness.h"
+#include "engine/members.h"
 
 #include "check.h"
 #include "made_group.h"

@@ -1,4 +1,4 @@
-#include "engine/router.h"
+#include "engine/members.h"
 
 #include <set>
 

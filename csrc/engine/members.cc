@@ -1,4 +1,4 @@
-#include "engine/liveness.h"
+#include "engine/members.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -22,6 +22,56 @@ std::string tenths(double value) {
 double age_of(const Op& op) { return std::chrono::duration<double>(std::chrono::steady_clock::now() - op.begun).count(); }
 
 }  // namespace
+
+std::string Members::name_of(int server) const {
+  if (is_helper(server)) {
+    const HelperInfo& info = helper(server);
+    return "helper " + info.name + " (" + info.address + ":" + std::to_string(info.port) + ")";
+  }
+  const PeerInfo& info = peer(server);
+  return "rank " + std::to_string(info.global_rank) + " (" + info.address + ", pid " + std::to_string(info.pid) + ")";
+}
+
+// ---- what is sent to them ----------------------------------------------------------------------------------
+
+void Mailbox::send(int peer, FrameHeader header, Payload payload) {
+  header.submitted = ops_.num_submitted();
+  header.completed = ops_.num_completed();
+  sender_.send(peer, header, std::move(payload));
+}
+
+void Mailbox::broadcast(const Notice& notice) {
+  FrameHeader header;
+  header.type = notice.type;
+  header.seq = notice.seq;
+  header.chunk = notice.chunk;
+  header.signature = notice.signature;
+  const Payload payload = notice.text.empty() ? Payload{} : payload_of(notice.text.substr(0, kMaxText));
+  const bool to_helpers = notice.type == FrameType::heartbeat || notice.type == FrameType::goodbye;
+  const int count = to_helpers ? members_.num_servers() : members_.size();
+  for (int peer = 0; peer < count; ++peer) {
+    if (peer != members_.rank) send(peer, header, payload);
+  }
+}
+
+// ---- lost helpers ------------------------------------------------------------------------------------------
+
+int Router::route(std::uint64_t seq, std::uint64_t index, int server) const {
+  if (!is_lost(server)) return server;
+  const int stand_in = topology_.stand_in(seq, index, lost_, workers_serve_);
+  if (stand_in < 0) {
+    throw GroupFailure("no server is left: " + members_.name_of(server) + " was lost, and workers do not serve");
+  }
+  return stand_in;
+}
+
+bool Router::lose(int server) {
+  if (!members_.is_helper(server) || server >= members_.num_servers() || is_lost(server)) return false;
+  lost_[static_cast<std::size_t>(server - members_.size())] = true;
+  return true;
+}
+
+// ---- progress ----------------------------------------------------------------------------------------------
 
 Liveness::Liveness(const Members& members, const Topology& topology, const Router& router, OpTable& ops,
                    Mailbox& mailbox, Journal& journal, double straggler_s)

@@ -1,4 +1,4 @@
-#include "engine/outbox.h"
+#include "engine/flow_control.h"
 
 #include "check.h"
 #include "made_op.h"

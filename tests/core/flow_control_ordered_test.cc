@@ -1,4 +1,4 @@
-#include "engine/ordered_outbox.h"
+#include "engine/flow_control.h"
 
 #include <algorithm>
 #include <random>

@@ -1,0 +1,155 @@
+"""Count the files and the crossings of file borders on the way of one gradient through the C++ core.
+
+The core is compiled with a call at each function's begin and end, and an all_reduce of one chunk is recorded
+between two hosts (``one_gradient.cc``): from the C interface through both hops, the server included, until
+its wait returns.
+
+A crossing is a call from a function of one file to one of another, counted once for each caller, callee and
+thread: the connection's write for the contribution and for the sum are two. A header and its source are one
+file. Not counted: what the standard library and ``csrc/base`` do, constructors and destructors, and
+accessors: functions of a header with at most five lines.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+SOURCES = ("base", "transport", "engine", "c_api")
+LEFT_OUT = ("ofi", "libfabric")
+FLAGS = (
+    "-std=c++20",
+    "-O0",
+    "-g1",
+    "-no-pie",
+    "-pthread",
+    "-finstrument-functions",
+    "-ffp-contract=off",
+    "-w",
+)
+LINK = ("-ldl", "-lrt", "-Wl,--unresolved-symbols=ignore-all")
+"""The optimizers of servers that keep weights are not built."""
+NOT_THE_GRADIENT = re.compile(r"TcpTransport::tick|Channel::tick")
+"""What happens from time to time, whether there is a gradient or not."""
+NO_STATION = re.compile(r"(\w+)::~?\1\([^{]*$|::operator=\(|^shoal::(size_of|name_of)\(")
+"""Constructors, destructors and assignments, and two tables of constants."""
+ACCESSOR = 5
+OWN_SUM = "shoal::ChunkPath::deliver"
+"""On the server's thread: the server's own gradient, not the one that is followed."""
+
+
+@dataclass(frozen=True)
+class Function:
+    name: str
+    path: str
+
+    @property
+    def file(self) -> str:
+        return str(Path(self.path).with_suffix(""))
+
+
+def build(directory: Path) -> Path:
+    """Compile the core and the recorder."""
+    sources = [each for part in SOURCES for each in sorted((CSRC / part).glob("*.cc"))]
+    sources = [each for each in sources if not each.name.startswith(LEFT_OUT)] + [
+        Path(__file__).with_suffix(".cc")
+    ]
+
+    def compiled(source: Path) -> str:
+        to = directory / f"{source.parent.name}-{source.stem}.o"
+        command = ["c++", *FLAGS, f"-I{CSRC}", "-c", str(source), "-o", str(to)]
+        subprocess.run(command, check=True)
+        return str(to)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compiled, sources))
+    program = directory / "one_gradient"
+    subprocess.run(["c++", *FLAGS, *objects, "-o", str(program), *LINK], check=True)
+    return program
+
+
+def functions(program: Path, addresses: list[str]) -> dict[str, Function | None]:
+    """Look up functions by address; None for those that do not count."""
+    found = subprocess.run(
+        ["addr2line", "-f", "-C", "-e", str(program)],
+        input="\n".join(addresses),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    known: dict[str, Function | None] = {}
+    for address, name, place in zip(addresses, found[::2], found[1::2], strict=True):
+        path, _, line = place.split(" ")[0].rpartition(":")
+        inside = path.startswith(f"{CSRC}/") and not path.startswith(f"{CSRC / 'base'}/")
+        counts = (
+            inside
+            and not NO_STATION.search(name)
+            and not (path.endswith(".h") and is_short(Path(path), int(line)))
+        )
+        known[address] = Function(name, str(Path(path).relative_to(CSRC))) if counts else None
+    return known
+
+
+def is_short(header: Path, line: int) -> bool:
+    """Return whether the function that begins at a line of a header has at most ``ACCESSOR`` lines."""
+    depth = 0
+    for text in header.read_text().splitlines()[line - 1 : line - 1 + ACCESSOR]:
+        depth += text.count("{") - text.count("}")
+        if "}" in text and depth <= 0:
+            return True
+    return False
+
+
+def crossings(program: Path) -> tuple[list[str], list[tuple[int, Function, Function]]]:
+    """Run the recorder; return the files in their order, and the calls between files."""
+    lines = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split("\n")
+    events = [line.split() for line in lines if line]
+    known = functions(program, sorted({address for _, address, _ in events}))
+    stacks: dict[int, list[Function | None]] = {}
+    files: dict[str, None] = {}
+    calls: dict[tuple[int, Function, Function], None] = {}
+    server = None
+    for number, address, called in events:
+        thread, function = int(number), known[address]
+        stack = stacks.setdefault(thread, [])
+        if called == "0":
+            if stack:
+                stack.pop()
+            continue
+        stack.append(function)
+        seen = [each for each in stack if each]
+        if function is None or any(NOT_THE_GRADIENT.search(each.name) for each in seen):
+            continue
+        if function.name.startswith("shoal::SumServer::"):
+            server = thread
+        if thread == server and any(each.name.startswith(OWN_SUM) for each in seen):
+            continue
+        files[function.file] = None
+        if len(seen) > 1 and seen[-2].file != function.file:
+            calls[(thread, seen[-2], function)] = None
+    return list(files), list(calls)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--calls", action="store_true", help="print each crossing")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        files, calls = crossings(build(Path(directory)))
+    if arguments.calls:
+        for thread, caller, callee in calls:
+            print(f"thread {thread}: {caller.file}: {caller.name}  ->  {callee.file}: {callee.name}")
+    print(f"{len(files)} files, {len(calls)} crossings: {', '.join(files)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
