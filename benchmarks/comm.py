@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.comm_buckets import bucket_samples
-from benchmarks.comm_links import capped_rows, fabric_rows, unshaped_rows
+from benchmarks.comm_links import capped_rows, fabric_rows, interface_rows, unshaped_rows
 from benchmarks.comm_one_host import four_large, four_others, four_small, native_rows, two_small
 from benchmarks.comm_rooflines import roofline_rows
 from benchmarks.comm_rounding import cancelling_inputs, engine_sum, errors_over_bound, ring_sum
@@ -213,6 +213,7 @@ PARTS: dict[str, Callable[[Benchmark], None]] = {
     "short": short_rows,
     "fast-helpers": fast_helpers_rows,
     "capped-flows": capped_rows,
+    "interfaces": interface_rows,
     "fabric": fabric_rows,
     "growth-32kb-16": partial(growth_rows, burst="32kb", most=16),
     "growth-1mb-16": partial(growth_rows, burst="1mb", most=16),

@@ -18,7 +18,7 @@ from benchmarks.comm_runs import (
     retakes_of,
     spec_of,
 )
-from benchmarks.comm_worker import OTHER_HOST, PROCESSOR
+from benchmarks.comm_worker import INTERFACE, OTHER_HOST, PROCESSOR
 from benchmarks.harness import Benchmark
 from shoal import native
 from shoal.launch.emulated import Cluster
@@ -80,9 +80,18 @@ def capped_rows(bench: Benchmark) -> None:
     add_row(bench, measured, f"{case}, {four}", key, four, peer=one, target=3.6)
     if with_fabric:
         add_row(bench, measured, f"{case}, libfabric, {rails}", key, rails, peer=rail, target=1.8)
-    missing(
-        bench, f"{case}, two interfaces", "TCP over several interfaces of a host, which is not built", 1.9
-    )
+
+
+def interface_rows(bench: Benchmark) -> None:
+    """Two hosts with two links of 100 Mbit/s each: both against one."""
+    key = (ALL_REDUCE, 16 * MIB)
+    one, two = "1 interface", "2 interfaces"
+    backends: Backends = {one: {INTERFACE: "eth0"}, two: {INTERFACE: "eth0,eth1"}}
+    spec = spec_of(backends, [key], repeats_of(bench))
+    with Cluster(hosts=2, nic=FLOW_RATE, interfaces=2) as cluster:
+        measured = on_cluster(cluster, spec, most_retaken=retakes_of(bench))
+    case = f"2 hosts with two links of {FLOW_RATE} each, 16 MiB, 2 interfaces"
+    add_row(bench, measured, case, key, two, peer=one, target=1.9)
 
 
 def capped_flows(port: str) -> str:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal import env
 from shoal.bench.collectives import Case, Groups, prepare
 from shoal.comm import native_group
 from shoal.comm.engine import EngineOptions
@@ -41,8 +42,9 @@ IN_PYTHON = "shoal's group in Python"
 
 ALL_TO_ALL = "all_to_all"
 
-NUM_HELPERS, OTHER_HOST = "helpers", "host_id"
-"""Settings of a group beside those of ``EngineOptions``: helper hosts; ranks count as hosts of their own."""
+NUM_HELPERS, OTHER_HOST, INTERFACE = "helpers", "host_id", "interface"
+"""Settings of a group beside those of ``EngineOptions``: helper hosts; ranks count as hosts of their own;
+interfaces as in SHOAL_INTERFACE."""
 
 PROCESSOR = "processor seconds of "
 """Prefix of a case's samples of processor time: that of the rank that used most."""
@@ -58,12 +60,15 @@ def shoal_group(given: int | dict[str, Any], *, in_python: bool = False) -> dist
     os.environ[HELPERS] = ",".join(helpers.split(",")[:num_helpers])
     if settings.pop(OTHER_HOST, False):
         os.environ[HOST_ID] = f"host of rank {dist.get_rank()}"
+    if interface := str(settings.pop(INTERFACE, "")):
+        os.environ[env.INTERFACE] = interface
     if in_python:
         os.environ[NATIVE_GROUP] = "0"
         native_group.load.cache_clear()
     group = dist.new_group(backend="shoal", pg_options=EngineOptions(**settings))
     os.environ[HELPERS] = helpers
     os.environ.pop(HOST_ID, None)
+    os.environ.pop(env.INTERFACE, None)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

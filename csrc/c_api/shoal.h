@@ -70,7 +70,7 @@ typedef struct shoal_group_options {
   const char* name;          /* of the group, the same on all ranks */
   const void* secret;        /* shared by the ranks, which prove that they know it; not sent */
   size_t secret_bytes;
-  const char* address;       /* IPv4 address to listen at; NULL: 127.0.0.1 */
+  const char* address;       /* IPv4 address to listen at; several: "10.0.0.7,10.1.0.7"; NULL: 127.0.0.1 */
   const char* fabric;        /* libfabric's providers, one per rail, separated by commas; NULL: TCP */
   uint64_t chunk_bytes;      /* largest message between hosts, a multiple of 128 */
   uint64_t shared_chunk_bytes; /* largest chunk inside a host, a multiple of 128 */
@@ -88,7 +88,7 @@ SHOAL_API int shoal_group_size(const shoal_group* group);
 
 typedef struct shoal_peer {
   const char* host;    /* ranks with the same string share memory */
-  const char* address; /* IPv4 */
+  const char* address; /* IPv4, as in its options */
   int32_t port;
   int32_t global_rank; /* for messages */
   int32_t pid;         /* for messages; with address and port it names the process in all its groups */

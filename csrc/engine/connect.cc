@@ -4,6 +4,7 @@
 
 #include "base/clock.h"
 #include "engine/engine.h"
+#include "transport/address.h"
 
 namespace shoal {
 
@@ -36,13 +37,15 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
 
 // Opens the channel to the others: between hosts with connections for data, unless libfabric carries it.
 void Engine::join_group() {
+  const std::size_t mine = addresses_of(options_.address).size();
   std::vector<Channel::Member> members;
   for (int server = 0; server < members_.num_servers(); ++server) {
     const bool helper = members_.is_helper(server);
     const bool same_host = !helper && topology_->host_of(server) == topology_->my_host();
     const bool fabric = !helper && !options_.fabric.empty();
+    const std::size_t paths = helper ? 1 : std::min(mine, addresses_of(members_.peer(server).address).size());
     members.push_back({helper ? members_.helper(server).place() : members_.peer(server).place(),
-                       same_host || fabric ? 0 : options_.connections_per_peer});
+                       same_host || fabric ? 0 : options_.connections_per_peer * static_cast<int>(paths)});
   }
   const Identity me{identity_, options_.rank, options_.size, topology_->my_host(), topology_->num_hosts()};
   channel_->open(me, options_.rank, members, *this);

@@ -351,8 +351,9 @@ void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
       if (!members_.is_helper(peer)) on.liveness.left(peer);
       return;
     case FrameType::fabric:
+    case FrameType::path_lost:
     case FrameType::join:
-    case FrameType::leave: return;  // Connections has taken them
+    case FrameType::leave: return;  // Connections and the transport have taken them
   }
 }
 

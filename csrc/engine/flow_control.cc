@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
+#include "transport/address.h"
 
 namespace shoal {
 
@@ -83,7 +84,8 @@ FlowControl::FlowControl(const EngineOptions& options, const Topology& topology,
     : options_(options),
       liveness_(liveness),
       mailbox_(mailbox),
-      num_paths_((topology.num_hosts() + topology.num_helpers()) * options.connections_per_peer),
+      num_paths_((topology.num_hosts() + topology.num_helpers()) * options.connections_per_peer *
+                 static_cast<int>(addresses_of(options.address).size())),
       least_bytes_(options.min_window_bytes ? options.min_window_bytes : topology.usual_message_bytes()) {}
 
 void FlowControl::add(const OpPtr& op, std::uint64_t index) {

@@ -15,7 +15,7 @@ struct EngineOptions {
   int size = 1;
   std::string group;
   Bytes secret;
-  std::string address = "127.0.0.1";
+  std::string address = "127.0.0.1";  // several, separated by commas: one per interface
   std::size_t chunk_bytes = 0;                 // largest message between hosts; 0: by operation (Topology::message_bytes)
   std::size_t shared_chunk_bytes = 128 << 10;  // largest chunk inside a host
   std::size_t num_slots = 16;

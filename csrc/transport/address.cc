@@ -4,12 +4,31 @@
 #include <netdb.h>
 #include <netinet/in.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
 
 namespace shoal {
+
+namespace {
+
+std::string text_of(const sockaddr_storage& address, socklen_t size) {
+  char text[NI_MAXHOST] = "?";
+  getnameinfo(reinterpret_cast<const sockaddr*>(&address), size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+  return text;
+}
+
+}  // namespace
+
+std::vector<std::string> addresses_of(const std::string& list) {
+  std::vector<std::string> all;
+  std::size_t begin = 0;
+  for (std::size_t end; (end = list.find(',', begin)) != std::string::npos; begin = end + 1) all.push_back(list.substr(begin, end - begin));
+  all.push_back(list.substr(begin));
+  return all;
+}
 
 SocketAddress::SocketAddress(const std::string& literal, int port) {
   const std::uint16_t number = htons(static_cast<std::uint16_t>(port));
@@ -33,6 +52,12 @@ SocketAddress::SocketAddress(const std::string& literal, int port) {
   reinterpret_cast<sockaddr_in6&>(storage).sin6_port = number;
 }
 
+void bind_to(int fd, const std::string& address) {
+  if (address.empty()) return;
+  const SocketAddress at(address, 0);
+  if (bind(fd, at.get(), at.size) < 0) throw std::runtime_error("cannot connect from " + address + ": " + std::strerror(errno));
+}
+
 int local_port(int fd) {
   sockaddr_storage at{};
   socklen_t size = sizeof at;
@@ -41,14 +66,16 @@ int local_port(int fd) {
   return ntohs(reinterpret_cast<const sockaddr_in&>(at).sin_port);
 }
 
+std::string local_address(int fd) {
+  sockaddr_storage at{};
+  socklen_t size = sizeof at;
+  return getsockname(fd, reinterpret_cast<sockaddr*>(&at), &size) == 0 ? text_of(at, size) : "?";
+}
+
 std::string peer_address(int fd) {
   sockaddr_storage from{};
   socklen_t size = sizeof from;
-  char text[NI_MAXHOST] = "?";
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&from), &size) == 0) {
-    getnameinfo(reinterpret_cast<const sockaddr*>(&from), size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
-  }
-  return text;
+  return getpeername(fd, reinterpret_cast<sockaddr*>(&from), &size) == 0 ? text_of(from, size) : "?";
 }
 
 }  // namespace shoal

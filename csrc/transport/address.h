@@ -5,8 +5,12 @@
 #include <sys/socket.h>
 
 #include <string>
+#include <vector>
 
 namespace shoal {
+
+// The addresses of a list "10.0.0.7,10.1.0.7", one per interface.
+std::vector<std::string> addresses_of(const std::string& list);
 
 struct SocketAddress {
   sockaddr_storage storage{};
@@ -19,10 +23,15 @@ struct SocketAddress {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
 };
 
+// Binds a socket to an address of this host, with any port; an empty one leaves the choice to the kernel. Throws
+// std::runtime_error if this host does not have it.
+void bind_to(int fd, const std::string& address);
+
 // The port that a socket is bound to.
 int local_port(int fd);
 
-// The address of a connection's other end, "?" if it is gone.
+// The address of a connection's end here, and of its other end; "?" if it is gone.
+std::string local_address(int fd);
 std::string peer_address(int fd);
 
 }  // namespace shoal

@@ -1,5 +1,7 @@
 #include "transport/connection.h"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -110,6 +112,7 @@ void Connection::enqueue(const FrameHeader& header, Payload payload) {
 }
 
 bool Connection::write() {
+  trim();
   while (!out_.empty()) {
     iovec pieces[kMaxPieces];
     std::size_t count = 0;
@@ -148,6 +151,7 @@ void Connection::leave_place() {
 
 void Connection::drop_data(std::uint32_t group) {
   if (header_.group == group) leave_place();
+  std::erase_if(kept_, [&](const Kept& each) { return each.frame.header.group == group && carries_data(each.frame.header.type); });
   std::deque<Outgoing> kept;
   for (Outgoing& frame : out_) {
     if (frame.header.group == group && carries_data(frame.header.type)) {
@@ -155,10 +159,7 @@ void Connection::drop_data(std::uint32_t group) {
         queued_bytes_ -= sizeof frame.header + frame.payload.size;
         continue;
       }
-      const auto copy = pool_.take(frame.payload.size);
-      if (frame.payload.size) std::memcpy(copy.get(), frame.payload.data, frame.payload.size);
-      frame.payload.data = copy.get();
-      frame.payload.owner = copy;
+      frame.payload = copy_of(frame.payload);
     }
     kept.push_back(std::move(frame));
   }
@@ -173,8 +174,41 @@ void Connection::account(std::size_t sent) {
     const std::size_t part = std::min(sent, whole - frame.sent);
     frame.sent += part;
     sent -= part;
-    if (frame.sent == whole) out_.pop_front();
+    if (frame.sent != whole) continue;
+    whole_bytes_ += whole;
+    if (keeps_) kept_.push_back({{frame.header, copy_of(frame.payload)}, whole_bytes_});
+    out_.pop_front();
   }
+}
+
+// What is in the kernel is no more than a send buffer: a copy lets go of the caller's memory as soon as it is written.
+Payload Connection::copy_of(const Payload& payload) {
+  const auto copy = pool_.take(payload.size);
+  if (payload.size) std::memcpy(copy.get(), payload.data, payload.size);
+  return {copy.get(), payload.size, copy, payload.crc, payload.has_crc};
+}
+
+std::size_t Connection::bytes_in_kernel() const {
+  int bytes = 0;
+  ioctl(fd_, SIOCOUTQ, &bytes);
+  return static_cast<std::size_t>(bytes);
+}
+
+void Connection::trim() {
+  if (kept_.empty()) return;
+  const std::uint64_t acknowledged = bytes_out - bytes_in_kernel();
+  while (!kept_.empty() && kept_.front().end <= acknowledged) kept_.pop_front();
+}
+
+std::vector<Connection::Outgoing> Connection::take_unacknowledged() {
+  trim();
+  std::vector<Outgoing> frames;
+  for (Kept& each : kept_) frames.push_back(std::move(each.frame));
+  for (Outgoing& each : out_) frames.push_back(std::move(each));
+  kept_.clear();
+  out_.clear();
+  queued_bytes_ = 0;
+  return frames;
 }
 
 }  // namespace shoal

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <vector>
 
 #include "transport/transport.h"
 
@@ -13,6 +14,12 @@ namespace shoal {
 
 class Connection {
  public:
+  struct Outgoing {
+    FrameHeader header;
+    Payload payload;
+    std::size_t sent = 0;  // bytes of header and payload
+  };
+
   Connection(int fd, int peer, bool control, BufferPool& pool);
   ~Connection();
   Connection(const Connection&) = delete;
@@ -35,21 +42,23 @@ class Connection {
   // Receives the rest of a frame that is under way into a buffer instead of its place.
   void leave_place();
 
+  // Keeps a copy of each frame until the peer's kernel has acknowledged it.
+  void keep_unacknowledged() { keeps_ = true; }
+  // Removes and returns the frames that the peer may not have, in their order.
+  std::vector<Outgoing> take_unacknowledged();
+  std::size_t bytes_in_kernel() const;  // written, and not acknowledged
+
   std::size_t queued_bytes() const { return queued_bytes_; }
   std::uint64_t bytes_in = 0, bytes_out = 0, frames_in = 0;
   bool watched = false;  // for writability
+  std::size_t path = 0;  // number of the interface
 
  private:
-  struct Outgoing {
-    FrameHeader header;
-    Payload payload;
-    std::size_t sent = 0;  // bytes of header and payload
-  };
-
   bool take_staged(Sink& sink);
   std::shared_ptr<std::byte> buffer_of(std::size_t size);
   void finish_frame(Sink& sink);
   void account(std::size_t sent);
+  Payload copy_of(const Payload& payload);
 
   int fd_;
   int peer_;
@@ -64,8 +73,18 @@ class Connection {
   bool placed_ = false;  // payload_ is its place, not a buffer of the pool
   std::size_t payload_filled_ = 0;
 
+  struct Kept {
+    Outgoing frame;
+    std::uint64_t end;  // of the frame in the stream
+  };
+
+  void trim();
+
   std::deque<Outgoing> out_;
   std::size_t queued_bytes_ = 0;
+  bool keeps_ = false;
+  std::deque<Kept> kept_;
+  std::uint64_t whole_bytes_ = 0;  // of frames that are written
 };
 
 }  // namespace shoal

@@ -36,7 +36,7 @@ std::string check_header(const FrameHeader& header) {
     return "a frame announces " + std::to_string(header.payload_bytes) + " bytes; at most " +
            std::to_string(kMaxPayload) + " are allowed";
   }
-  if (header.type > FrameType::copied || header.kind > kLastKind || header.element > 7 || header.input > 7 ||
+  if (header.type > FrameType::path_lost || header.kind > kLastKind || header.element > 7 || header.input > 7 ||
       header.combine > 7) {
     return "a frame holds an unknown code";
   }

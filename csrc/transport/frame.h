@@ -29,6 +29,7 @@ enum class FrameType : std::uint8_t {
   room,         // `chunk` bytes of small messages were taken, or the slot needed - 1 is free
   copy,         // from a helper that keeps weights: the sum of a chunk, for the rank that has a copy of them
   copied,       // its answer: the copy has taken the sum
+  path_lost,    // interface number `chunk` of either side does not answer: no more on its connections; between transports only
 };
 
 // Little-endian on the wire, as on all supported machines. Fields that nothing sets yet are zero.
@@ -52,7 +53,7 @@ struct FrameHeader {
   std::uint64_t signature = 0;
   std::uint64_t submitted = 0;  // operations that the sender has begun
   std::uint64_t completed = 0;  // operations completed by the sender (from a helper: by every rank)
-  std::uint64_t counter = 0;    // of the sender's frames, for authentication
+  std::uint64_t counter = 0;    // of the sender's frames to this process, from 1, if they may be sent again
   std::uint32_t step = 0;       // of the tensor's updates, for servers that keep weights
   std::uint32_t table = 0;      // number of the tensor there
   std::array<std::uint8_t, 16> tag{};  // authenticates the frame

@@ -91,10 +91,11 @@ Bytes receive(int fd, std::size_t count, Clock::time_point deadline) {
   return bytes;
 }
 
-int connect_once(const SocketAddress& to, Clock::time_point deadline) {
+int connect_once(const SocketAddress& to, const std::string& from, Clock::time_point deadline) {
   const int fd = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) throw std::runtime_error(std::strerror(errno));
   try {
+    bind_to(fd, from);
     if (connect(fd, to.get(), to.size) < 0) {
       if (errno != EINPROGRESS) throw std::runtime_error(std::strerror(errno));
       wait_for(fd, POLLOUT, deadline);
@@ -118,11 +119,11 @@ void introduce(int fd, const Bytes& secret, const Introduction& intro, Clock::ti
   if (receive(fd, 1, deadline)[0] != 1) throw std::runtime_error("it refused us");
 }
 
-int try_once(const SocketAddress& to, const Bytes& secret, const Introduction& intro, Clock::time_point connect_by,
+int try_once(const SocketAddress& to, const std::string& from, const Bytes& secret, const Introduction& intro, Clock::time_point connect_by,
              Clock::time_point deadline, bool& reached) {
   int fd = -1;
   try {
-    fd = connect_once(to, connect_by);
+    fd = connect_once(to, from, connect_by);
   } catch (const std::runtime_error& error) {
     throw Unheard(error.what());
   }
@@ -202,7 +203,7 @@ Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes
 }
 
 int call(const std::string& address, int port, const Bytes& secret, const Introduction& intro, double timeout_s,
-         double unreached_s) {
+         double unreached_s, const std::string& from) {
   const SocketAddress to(address, port);
   const auto begin = Clock::now(), deadline = begin + seconds(timeout_s);
   const auto reached_by = std::min(deadline, begin + seconds(unreached_s));
@@ -212,7 +213,7 @@ int call(const std::string& address, int port, const Bytes& secret, const Introd
     // The kernel resends a lost SYN only after a second: several short attempts connect sooner.
     const auto attempt = std::min(deadline, Clock::now() + seconds(kAttemptS));
     try {
-      return try_once(to, secret, intro, attempt, deadline, reached);
+      return try_once(to, from, secret, intro, attempt, deadline, reached);
     } catch (const Unheard& error) {
       why = error.what();
       poll(nullptr, 0, 20);
@@ -220,7 +221,7 @@ int call(const std::string& address, int port, const Bytes& secret, const Introd
       throw std::runtime_error(address + ":" + std::to_string(port) + ": " + error.what());
     }
   } while (Clock::now() < (reached ? deadline : reached_by));
-  throw std::runtime_error(address + ":" + std::to_string(port) + " was not reached in " +
+  throw std::runtime_error(address + ":" + std::to_string(port) + " was not reached " + (from.empty() ? "" : "from " + from + " ") + "in " +
                            std::to_string(std::lround(reached ? timeout_s : std::min(timeout_s, unreached_s))) + " s: " + why);
 }
 

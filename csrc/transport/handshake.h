@@ -36,10 +36,12 @@ Bytes read_challenge(const Bytes& secret, const Bytes& caller, const Bytes& chal
 Bytes make_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Introduction& intro);
 Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Bytes& message);
 
-// Connects and authenticates; returns the socket in non-blocking mode. Throws std::runtime_error with the address and
+inline constexpr double kUnreachedS = 30.0;
+
+// Connects from an address of this host, if one is given, and authenticates; returns the socket in non-blocking mode. Throws std::runtime_error with the address and
 // the reason: after `timeout_s`, or after `unreached_s` if no connection to its port was accepted at all. A process that
 // is alive may be slow to answer.
 int call(const std::string& address, int port, const Bytes& secret, const Introduction& intro, double timeout_s,
-         double unreached_s = 30.0);
+         double unreached_s = kUnreachedS, const std::string& from = "");
 
 }  // namespace shoal

@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/crc32c.h"
+#include "transport/address.h"
 
 namespace shoal {
 
@@ -52,7 +53,7 @@ OfiTransport::OfiTransport(TransportOptions options, Sink& sink)
       message_bytes_(std::min(options_.payload_bytes, kMaxPayloadBytes) + kPrefixBytes),
       random_(options_.shuffle) {
   for (const std::string& provider : split(options_.fabric)) {
-    rails_.push_back(std::make_unique<Rail>(provider, options_.tcp.address, message_bytes_));
+    rails_.push_back(std::make_unique<Rail>(provider, addresses_of(options_.tcp.address).front(), message_bytes_));
   }
   tcp_.add_poll_source(*this);
 }

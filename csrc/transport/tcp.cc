@@ -24,10 +24,12 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kSmallBytes = 8 << 10;
+constexpr int kPortTries = 16;
 
 int listen_at(const std::string& address, int port) {
   const SocketAddress at(address, port);
   const int fd = socket(at.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) throw std::runtime_error("cannot listen at " + address + ": " + std::strerror(errno));
   const int yes = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
   if (bind(fd, at.get(), at.size) < 0 || listen(fd, 1024) < 0) {
@@ -38,14 +40,31 @@ int listen_at(const std::string& address, int port) {
   return fd;
 }
 
+// Listens at one port of all addresses. A port that the kernel has chosen at the first may be taken at another one.
+std::vector<int> listen_at_all(const std::vector<std::string>& addresses, int port) {
+  for (int tries = 1;; ++tries) {
+    std::vector<int> fds;
+    try {
+      for (const std::string& address : addresses) fds.push_back(listen_at(address, fds.empty() ? port : local_port(fds.front())));
+      return fds;
+    } catch (const std::runtime_error&) {
+      for (int fd : fds) close(fd);
+      if (port || fds.empty() || tries == kPortTries) throw;
+    }
+  }
+}
+
 }  // namespace
 
-TcpTransport::TcpTransport(TcpOptions options, Sink& sink) : options_(std::move(options)), sink_(sink) {
-  listen_fd_ = listen_at(options_.address, options_.port);
-  port_ = local_port(listen_fd_);
+TcpTransport::TcpTransport(TcpOptions options, Sink& sink)
+    : options_(std::move(options)), addresses_(addresses_of(options_.address)), sink_(sink) {
+  listen_fds_ = listen_at_all(addresses_, options_.port);
+  port_ = local_port(listen_fds_.front());
   epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  for (int fd : {listen_fd_, wake_fd_}) {
+  std::vector<int> waited = listen_fds_;
+  waited.push_back(wake_fd_);
+  for (int fd : waited) {
     epoll_event event{EPOLLIN, {.fd = fd}};
     epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
   }
@@ -53,9 +72,10 @@ TcpTransport::TcpTransport(TcpOptions options, Sink& sink) : options_(std::move(
 
 TcpTransport::~TcpTransport() {
   stop();
-  for (auto& [index, peer] : peers_) stop_probe(peer);
+  for (auto& [index, peer] : peers_) stop_probes(peer);
   for (auto& [fd, newcomer] : newcomers_) close(fd);
-  for (int fd : {listen_fd_, epoll_fd_, wake_fd_}) {
+  for (int fd : listen_fds_) close(fd);
+  for (int fd : {epoll_fd_, wake_fd_}) {
     if (fd >= 0) close(fd);
   }
 }
@@ -85,7 +105,7 @@ void TcpTransport::stop() {
   }
   connections_.clear();
   num_connections_ = 0;
-  close(std::exchange(listen_fd_, -1));
+  for (int fd : std::exchange(listen_fds_, {})) close(fd);
 }
 
 // ---- other threads --------------------------------------------------------------------------------------
@@ -105,17 +125,21 @@ void TcpTransport::post(std::function<void()> task) {
 
 void TcpTransport::set_peer(int peer, const std::string& address, int port) {
   post([this, peer, address, port] {
-    peer_at(peer).address = address;
-    peer_at(peer).port = port;
+    Peer& at = peer_at(peer);
+    at.addresses = addresses_of(address);
+    at.port = port;
+    at.paths.resize(std::max(at.paths.size(), std::min(addresses_.size(), at.addresses.size())));
   });
 }
 
 void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s) {
   const int fd = [&] {
-    const auto known = std::make_shared<std::promise<std::pair<std::string, int>>>();
-    post([this, peer, known] { known->set_value({peer_at(peer).address, peer_at(peer).port}); });
-    const auto [address, port] = known->get_future().get();
-    return call(address, port, options_.secret, me, timeout_s);
+    const auto known = std::make_shared<std::promise<std::pair<std::pair<std::string, std::string>, int>>>();
+    post([this, peer, known, control = me.control] {
+      known->set_value({next_path(peer_at(peer), control), peer_at(peer).port});
+    });
+    const auto [path, port] = known->get_future().get();
+    return call(path.second, port, options_.secret, me, timeout_s, kUnreachedS, path.first);
   }();
   post([this, fd, peer, control = me.control] { adopt(fd, peer, control); });
 }
@@ -156,10 +180,9 @@ std::size_t TcpTransport::unsent_bytes(const Marks& marks) {
   std::size_t bytes = 0;
   for (const auto& [connection, mark] : marks.connections) {
     if (!connections_.count(connection->fd())) continue;  // it has ended
-    int in_kernel = 0;
-    ioctl(connection->fd(), SIOCOUTQ, &in_kernel);
-    const std::size_t all = connection->queued_bytes() + static_cast<std::size_t>(in_kernel);
-    const std::uint64_t received = connection->bytes_out - static_cast<std::uint64_t>(in_kernel);
+    const std::size_t in_kernel = connection->bytes_in_kernel();
+    const std::size_t all = connection->queued_bytes() + in_kernel;
+    const std::uint64_t received = connection->bytes_out - in_kernel;
     if (received < mark) bytes += std::min<std::size_t>(all, mark - received);  // data may have been dropped since
   }
   for (const auto& [index, mark] : marks.source) bytes += poll_source_->unsent_bytes(index, mark);
@@ -172,7 +195,8 @@ std::map<std::string, std::uint64_t> TcpTransport::counters() const {
           {"frames_sent", frames_sent_},
           {"frames_received", frames_received_},
           {"strangers_dropped", strangers_},
-          {"connections", num_connections_}};
+          {"connections", num_connections_},
+          {"paths_lost", paths_lost_}};
 }
 
 // ---- the loop -------------------------------------------------------------------------------------------
@@ -190,8 +214,8 @@ void TcpTransport::run() {
       if (fd == wake_fd_) {
         std::uint64_t ignored;
         [[maybe_unused]] const ssize_t got = ::read(wake_fd_, &ignored, sizeof ignored);
-      } else if (fd == listen_fd_) {
-        accept_all();
+      } else if (std::ranges::count(listen_fds_, fd)) {
+        accept_all(fd);
       } else if (newcomers_.count(fd)) {
         hear_newcomer(fd);
       } else if (auto found = connections_.find(fd); found != connections_.end()) {
@@ -232,22 +256,29 @@ void TcpTransport::send(int index, FrameHeader header, Payload payload) {
   const auto found = peers_.find(index);
   if (found == peers_.end() || found->second.down || found->second.connections.empty()) return;
   Peer& peer = found->second;
-  const bool small = payload.size < kSmallBytes;
-  std::shared_ptr<Connection> best;
-  if (!carries_data(header.type) && peer.control) {
-    best = peer.control;
-    peer.sent_control = true;
-  } else {
-    for (const auto& connection : peer.connections) {
-      if (connection->control() && peer.connections.size() > 1) continue;
-      if (!best || connection->queued_bytes() < best->queued_bytes()) best = connection;
-      if (small && best->queued_bytes() < kSmallBytes) break;  // one system call writes many small frames
-    }
-  }
+  const auto connection = connection_for(peer, payload.size, carries_data(header.type));
+  if (peer.paths.size() > 1) header.counter = ++peer.num_sent;
   set_checksums(header, payload);
-  best->enqueue(header, std::move(payload));
+  connection->enqueue(header, std::move(payload));
   ++frames_sent_;
-  dirty_.push_back(best);
+  dirty_.push_back(connection);
+}
+
+// The connection for data that has least to send, in the kernel too: a window may be less than the kernel's buffers.
+std::shared_ptr<Connection> TcpTransport::connection_for(Peer& peer, std::size_t bytes, bool data) {
+  if (!data && peer.control) return peer.control;
+  const bool one = peer.connections.size() <= 2;
+  std::shared_ptr<Connection> best;
+  std::size_t least = 0;
+  for (const auto& connection : peer.connections) {
+    if (connection->control() && peer.connections.size() > 1) continue;
+    if (bytes < kSmallBytes && connection->queued_bytes() < kSmallBytes) return connection;  // one system call writes many
+    const std::size_t waiting = one ? 0 : connection->queued_bytes() + connection->bytes_in_kernel();
+    if (best && waiting >= least) continue;
+    best = connection;
+    least = waiting;
+  }
+  return best;
 }
 
 void TcpTransport::flush_dirty() {
@@ -260,7 +291,7 @@ void TcpTransport::flush_dirty() {
 
 void TcpTransport::write_queued() {
   for (const auto& connection : std::vector(dirty_)) {
-    if (!connection->control() || !connections_.count(connection->fd())) continue;
+    if (peer_at(connection->peer()).control != connection || !connections_.count(connection->fd())) continue;
     const std::uint64_t before = connection->bytes_out;
     try {
       watch(*connection, !connection->write());
@@ -275,8 +306,8 @@ void TcpTransport::write(const std::shared_ptr<Connection>& connection) {
   const std::uint64_t before = connection->bytes_out;
   try {
     watch(*connection, !connection->write());
-  } catch (const std::runtime_error& error) {
-    end_connection(connection, error.what());
+  } catch (const std::system_error& error) {
+    end_broken(connection, error);
   }
   bytes_sent_ += connection->bytes_out - before;
 }
@@ -292,13 +323,13 @@ void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uin
   if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
   const std::uint64_t bytes_before = connection->bytes_in, frames_before = connection->frames_in;
   try {
-    const bool open = connection->read(sink_);
+    const bool open = connection->read(addresses_.size() > 1 ? static_cast<Sink&>(once_) : sink_);
     bytes_received_ += connection->bytes_in - bytes_before;
     frames_received_ += connection->frames_in - frames_before;
-    if (connection->frames_in > frames_before) peer_at(connection->peer()).silent_s = 0;
+    if (connection->frames_in > frames_before) peer_at(connection->peer()).paths[connection->path].silent_s = 0;
     if (!open) end_connection(connection, "it closed the connection");
   } catch (const std::system_error& error) {
-    end_connection(connection, error.code().message());
+    end_broken(connection, error);
   } catch (const std::exception& error) {  // a malformed frame: later data of the connection is dropped
     declare_down(connection->peer(), error.what());
   }
@@ -320,8 +351,20 @@ void TcpTransport::end_connection(const std::shared_ptr<Connection>& connection,
   Peer& peer = peer_at(connection->peer());
   std::erase(peer.connections, connection);
   if (peer.control == connection) peer.control.reset();
+  if (peer.paths.size() > 1 && !peer.connections.empty()) {
+    if (!peer.control) peer.control = peer.connections.front();
+    resend(peer, connection->take_unacknowledged());
+  }
   if (peer.connections.empty()) return declare_down(connection->peer(), peer.ended.empty() ? why : peer.ended);
   if (peer.ended.empty()) peer.ended = why;
+}
+
+// A reset comes from the other end; other errors are of the path.
+void TcpTransport::end_broken(const std::shared_ptr<Connection>& connection, const std::system_error& error) {
+  const bool ended = error.code() == std::errc::connection_reset || error.code() == std::errc::broken_pipe;
+  const bool several = peer_at(connection->peer()).paths.size() > 1;
+  if (several && !ended) return lose_path(connection->peer(), connection->path, true);
+  end_connection(connection, error.code().message());
 }
 
 void TcpTransport::declare_down(int index, const std::string& why) {
@@ -334,7 +377,7 @@ void TcpTransport::declare_down(int index, const std::string& why) {
 void TcpTransport::drop(int index) {
   Peer& peer = peer_at(index);
   peer.down = true;
-  stop_probe(peer);
+  stop_probes(peer);
   for (const auto& connection : peer.connections) forget(*connection);
   peer.connections.clear();
   peer.control.reset();

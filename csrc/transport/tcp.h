@@ -1,5 +1,10 @@
 // Frames over TCP: a control connection to each peer and, between hosts, several for data.
 //
+// Where both processes have several addresses, those at the same place of their lists are a path: connections for data
+// are spread over the paths, each from an address to the other. A path that does not answer while another one does is
+// given up: its frames that the peer's kernel has not acknowledged go over the others, and the receiver drops those
+// that it has, by their number.
+//
 // A peer is down when its connections have ended, or when its kernel has acknowledged nothing for `grace_s`. The
 // kernel is checked, not the process: it acknowledges heartbeats on the control connection even while the process is
 // stopped. When it does not, connection attempts distinguish a reachable host from an unreachable one; TCP itself
@@ -12,7 +17,9 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -26,7 +33,7 @@
 namespace shoal {
 
 struct TcpOptions {
-  std::string address = "127.0.0.1";
+  std::string address = "127.0.0.1";  // several, separated by commas: one per interface
   int port = 0;
   Bytes secret;
   int send_buffer_bytes = 0;  // 0: the system's
@@ -83,17 +90,41 @@ class TcpTransport : public Transport {
  private:
   using Clock = std::chrono::steady_clock;
 
+  // Passes on the frames of peers with several paths, each once, and takes those about the paths.
+  class Once : public Sink {
+   public:
+    explicit Once(TcpTransport& transport) : transport_(transport) {}
+    int on_introduction(const Introduction& who, std::string& why_not) override { return to().on_introduction(who, why_not); }
+    void on_connected(int peer) override { to().on_connected(peer); }
+    std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) override { return to().place_for(peer, header); }
+    void on_frame(int peer, const FrameHeader& header, Payload payload) override;
+    void on_down(int peer, const std::string& why) override { to().on_down(peer, why); }
+    void on_tick() override { to().on_tick(); }
+    void on_error(const std::string& what) override { to().on_error(what); }
+
+   private:
+    Sink& to() { return transport_.sink_; }
+    TcpTransport& transport_;
+  };
+
+  struct Path {
+    double silent_s = 0;
+    int probe_fd = -1;
+    bool lost = false;
+  };
+
   struct Peer {
-    std::string address;  // empty: it connects to us, and is not connected to
+    std::vector<std::string> addresses;  // none: it connects to us, and is not connected to
     int port = 0;
+    std::vector<Path> paths = std::vector<Path>(1);
+    std::uint64_t num_sent = 0;      // frames, where there are several paths
+    std::uint64_t seen_below = 1;    // all its frames with lower numbers have come
+    std::set<std::uint64_t> seen;    // and these
     bool down = false;
     std::vector<std::shared_ptr<Connection>> connections;
     std::shared_ptr<Connection> control;
-    double silent_s = 0;
-    bool sent_control = false;  // and not yet acknowledged
     std::string ended;  // reason for which one of several connections has ended
     double ended_s = 0;
-    int probe_fd = -1;
   };
 
   struct Newcomer {  // an inbound socket that is not authenticated yet
@@ -111,30 +142,40 @@ class TcpTransport : public Transport {
   std::size_t unsent_bytes(const Marks& marks);
   void run();
   void run_tasks();
-  void accept_all();
+  void accept_all(int listen_fd);
   void hear_newcomer(int fd);
   void forget_newcomer(int fd, const std::string& why);
   void adopt(int fd, int peer, bool control);
+  std::size_t path_of(int fd) const;
+  std::pair<std::string, std::string> next_path(const Peer& peer, bool control) const;
+  std::shared_ptr<Connection> connection_for(Peer& peer, std::size_t bytes, bool data);
   void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events);
   void forget(Connection& connection);
   void end_connection(const std::shared_ptr<Connection>& connection, const std::string& why);
+  void end_broken(const std::shared_ptr<Connection>& connection, const std::system_error& error);
   void flush_dirty();
   void write(const std::shared_ptr<Connection>& connection);
   void watch(Connection& connection, bool writable);
   void tick(double elapsed_s);
   void check_peer(int index, Peer& peer, double elapsed_s);
+  bool answers(const Peer& peer, std::size_t path) const;
+  void lose_path(int index, std::size_t path, bool tell);
+  void resend(Peer& peer, std::vector<Connection::Outgoing> frames);
   bool check_ended(int index, Peer& peer, double elapsed_s);
-  bool probe_answers(Peer& peer);
-  void stop_probe(Peer& peer);
+  bool probe_answers(const Peer& peer, std::size_t path, Path& state);
+  void stop_probes(Peer& peer);
   Peer& peer_at(int index);
 
   TcpOptions options_;
+  std::vector<std::string> addresses_;  // of this process
   Sink& sink_;
+  Once once_{*this};
   BufferPool pool_;
   LineLimit lines_;
   PollSource* poll_source_ = nullptr;
   int port_ = 0;
-  int listen_fd_ = -1, epoll_fd_ = -1, wake_fd_ = -1;
+  std::vector<int> listen_fds_;
+  int epoll_fd_ = -1, wake_fd_ = -1;
   std::thread thread_;
   std::atomic<bool> stopping_{false};
 
@@ -147,7 +188,7 @@ class TcpTransport : public Transport {
   std::vector<std::shared_ptr<Connection>> dirty_;
 
   std::atomic<std::uint64_t> bytes_sent_{0}, bytes_received_{0}, frames_sent_{0}, frames_received_{0}, strangers_{0},
-      num_connections_{0};
+      num_connections_{0}, paths_lost_{0};
 };
 
 }  // namespace shoal

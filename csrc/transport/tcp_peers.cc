@@ -1,4 +1,4 @@
-// Authentication of inbound connections, and detection of peers that no longer respond.
+// Authentication of inbound connections, and detection of peers, and of paths to them, that no longer respond.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -22,6 +22,7 @@ namespace {
 
 constexpr double kHandshakeS = 5.0;
 constexpr std::size_t kMaxNewcomers = 256;
+constexpr std::size_t kMostAhead = 1 << 16;  // frames that have overtaken a missing one
 
 void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
 
@@ -29,9 +30,9 @@ void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, 
 
 // ---- authentication -------------------------------------------------------------------------------------
 
-void TcpTransport::accept_all() {
+void TcpTransport::accept_all(int listen_fd) {
   while (true) {
-    const int fd = accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    const int fd = accept4(listen_fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) return;
     if (newcomers_.size() >= kMaxNewcomers) {
       const auto oldest = std::min_element(newcomers_.begin(), newcomers_.end(), [](const auto& a, const auto& b) {
@@ -104,6 +105,11 @@ void TcpTransport::adopt(int fd, int index, bool control) {
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
   if (!control && options_.send_buffer_bytes > 0) set_option(fd, SOL_SOCKET, SO_SNDBUF, options_.send_buffer_bytes);
   auto connection = std::make_shared<Connection>(fd, index, control, pool_);
+  if (addresses_.size() > 1) {
+    connection->path = path_of(fd);
+    peer.paths.resize(std::max(peer.paths.size(), connection->path + 1));  // its addresses may come later
+    if (peer.addresses.size() != 1) connection->keep_unacknowledged();
+  }
   connections_[fd] = connection;
   ++num_connections_;
   peer.connections.push_back(connection);
@@ -111,6 +117,82 @@ void TcpTransport::adopt(int fd, int index, bool control) {
   epoll_event event{EPOLLIN, {.fd = fd}};
   epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
   sink_.on_connected(index);
+}
+
+// ---- paths ----------------------------------------------------------------------------------------------
+
+std::size_t TcpTransport::path_of(int fd) const {
+  const auto found = std::ranges::find(addresses_, local_address(fd));
+  return found == addresses_.end() ? 0 : static_cast<std::size_t>(found - addresses_.begin());
+}
+
+// Returns the addresses of the next connection to a peer, from and to: over the path with the fewest for data. One path
+// is the kernel's choice.
+std::pair<std::string, std::string> TcpTransport::next_path(const Peer& peer, bool control) const {
+  if (peer.addresses.empty()) throw std::logic_error("a peer without an address is called");
+  if (peer.paths.size() < 2) return {"", peer.addresses.front()};
+  std::vector<int> num(peer.paths.size());
+  for (const auto& each : peer.connections) num[each->path] += !each->control();
+  const auto path = static_cast<std::size_t>(control ? 0 : std::ranges::min_element(num) - num.begin());
+  return {addresses_[path], peer.addresses[path]};
+}
+
+// Gives up a path of a peer, and sends what it had taken over the others. What has arrived by it is read first: that is
+// acknowledged, and the peer will not send it again.
+void TcpTransport::lose_path(int index, std::size_t path, bool tell) {
+  Peer& peer = peer_at(index);
+  if (peer.down || path >= peer.paths.size() || std::exchange(peer.paths[path].lost, true)) return;
+  ++paths_lost_;
+  const std::string other = path < peer.addresses.size() ? peer.addresses[path] : "a peer";
+  lines_.write("shoal: " + addresses_[path] + " and " + other +
+               " no longer reach each other; what goes between them takes another interface");
+  std::vector<std::shared_ptr<Connection>> ended;
+  for (const auto& each : peer.connections) {
+    if (each->path == path) ended.push_back(each);
+  }
+  for (const auto& each : ended) {
+    try {
+      for (std::uint64_t before = ~each->bytes_in; before != each->bytes_in && !peer.down;) {
+        before = each->bytes_in;
+        if (!each->read(once_)) break;
+      }
+    } catch (const std::system_error&) {  // it has ended by itself
+    } catch (const std::exception& error) {
+      return declare_down(index, error.what());
+    }
+    if (peer.down) return;
+    end_connection(each, "its interface does not answer");
+  }
+  if (peer.down) return;
+  peer.ended.clear();
+  peer.ended_s = 0;
+  if (!tell) return;
+  FrameHeader header;
+  header.type = FrameType::path_lost;
+  header.chunk = path;
+  send(index, header, {});
+}
+
+void TcpTransport::resend(Peer& peer, std::vector<Connection::Outgoing> frames) {
+  for (Connection::Outgoing& frame : frames) {
+    const auto connection = connection_for(peer, frame.payload.size, carries_data(frame.header.type));
+    connection->enqueue(frame.header, std::move(frame.payload));
+    dirty_.push_back(connection);
+  }
+}
+
+void TcpTransport::Once::on_frame(int index, const FrameHeader& header, Payload payload) {
+  if (header.counter == 0) return to().on_frame(index, header, std::move(payload));  // of a peer with one path
+  Peer& peer = transport_.peer_at(index);
+  if (header.counter < peer.seen_below || !peer.seen.insert(header.counter).second) return;
+  if (peer.seen.size() > kMostAhead) peer.seen_below = *peer.seen.begin();  // what is missing was dropped with its group
+  while (!peer.seen.empty() && *peer.seen.begin() == peer.seen_below) {
+    peer.seen.erase(peer.seen.begin());
+    ++peer.seen_below;
+  }
+  if (header.type != FrameType::path_lost) return to().on_frame(index, header, std::move(payload));
+  if (header.chunk >= peer.paths.size()) throw std::runtime_error("it gives up path " + std::to_string(header.chunk) + ", which it does not have");
+  transport_.post([this, index, path = header.chunk] { transport_.lose_path(index, path, false); });  // it reads too
 }
 
 // ---- health ---------------------------------------------------------------------------------------------
@@ -127,7 +209,7 @@ void TcpTransport::tick(double elapsed_s) {
   for (int index : indices) {
     Peer& peer = peer_at(index);
     if (peer.down || check_ended(index, peer, elapsed_s)) continue;
-    if (peer.control && !peer.address.empty()) check_peer(index, peer, elapsed_s);
+    if (peer.control && !peer.addresses.empty()) check_peer(index, peer, elapsed_s);
   }
   sink_.on_tick();
 }
@@ -145,50 +227,74 @@ bool TcpTransport::check_ended(int index, Peer& peer, double elapsed_s) {
   return true;
 }
 
+// Looks whether a peer's kernel acknowledges what was sent to it, on each path. Where one does not, connection attempts
+// on all of them tell a host that is gone from one whose interface is.
 void TcpTransport::check_peer(int index, Peer& peer, double elapsed_s) {
-  tcp_info info{};
-  socklen_t size = sizeof info;
-  if (!peer.sent_control && peer.silent_s == 0) return;  // nothing is unacknowledged
-  getsockopt(peer.control->fd(), IPPROTO_TCP, TCP_INFO, &info, &size);
-  peer.sent_control = info.tcpi_unacked > 0;
-  const bool answers = info.tcpi_unacked == 0 || info.tcpi_last_ack_recv < 2.5e3 * options_.tick_s;
-  if (answers || probe_answers(peer)) {
-    peer.silent_s = 0;
-    return;
+  std::vector<bool> hears(peer.paths.size());
+  for (std::size_t k = 0; k < hears.size(); ++k) hears[k] = peer.paths[k].lost || answers(peer, k);
+  if (std::ranges::count(hears, false) == 0) {
+    for (Path& path : peer.paths) path.silent_s = 0;
+    return stop_probes(peer);
   }
   // A delayed tick of this process proves nothing about the peer: at most two ticks are counted.
-  peer.silent_s += std::min(elapsed_s, 2 * options_.tick_s);
-  const double already_s = 2.5 * options_.tick_s;
-  if (peer.silent_s + already_s <= options_.grace_s) return;
+  const double passed_s = std::min(elapsed_s, 2 * options_.tick_s), already_s = 2.5 * options_.tick_s;
+  std::size_t dead = hears.size();
+  bool another = false;
+  for (std::size_t k = 0; k < hears.size(); ++k) {
+    Path& path = peer.paths[k];
+    if (path.lost) continue;
+    const bool probed = probe_answers(peer, k, path);
+    path.silent_s = hears[k] || probed ? 0 : path.silent_s + passed_s;
+    if (path.silent_s + already_s > options_.grace_s) dead = k;
+    else another = another || probed;
+  }
+  if (dead == hears.size()) return;
+  if (another) return lose_path(index, dead, true);
   char why[96];
-  std::snprintf(why, sizeof why, "its host has not answered for %.1f s", peer.silent_s + already_s);
+  std::snprintf(why, sizeof why, "its host has not answered for %.1f s", peer.paths[dead].silent_s + already_s);
   declare_down(index, why);
 }
 
-// Returns whether the peer's kernel has accepted a connection since the last tick; starts the next attempt.
-bool TcpTransport::probe_answers(Peer& peer) {
-  bool answers = false;
-  if (peer.probe_fd >= 0) {
+// Returns whether the peer's kernel has acknowledged all that was sent to it on a path, or has lately acknowledged some.
+bool TcpTransport::answers(const Peer& peer, std::size_t path) const {
+  bool all = true;
+  for (const auto& each : peer.connections) {
+    if (each->path != path || (peer.paths.size() == 1 && each != peer.control)) continue;
     tcp_info info{};
     socklen_t size = sizeof info;
-    getsockopt(peer.probe_fd, IPPROTO_TCP, TCP_INFO, &info, &size);
+    getsockopt(each->fd(), IPPROTO_TCP, TCP_INFO, &info, &size);
+    all = all && (info.tcpi_unacked == 0 || info.tcpi_last_ack_recv < 2.5e3 * options_.tick_s);
+  }
+  return all;
+}
+
+// Returns whether the peer's kernel has accepted a connection on a path since the last tick; starts the next attempt.
+bool TcpTransport::probe_answers(const Peer& peer, std::size_t path, Path& state) {
+  bool answers = false;
+  if (state.probe_fd >= 0) {
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    getsockopt(state.probe_fd, IPPROTO_TCP, TCP_INFO, &info, &size);
     int error = 0;
     size = sizeof error;
-    getsockopt(peer.probe_fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    getsockopt(state.probe_fd, SOL_SOCKET, SO_ERROR, &error, &size);
     answers = info.tcpi_state == TCP_ESTABLISHED || info.tcpi_state == TCP_CLOSE_WAIT || error == ECONNREFUSED;
+    close(std::exchange(state.probe_fd, -1));
   }
-  stop_probe(peer);
   try {
-    const SocketAddress to(peer.address, peer.port);
-    peer.probe_fd = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    connect(peer.probe_fd, to.get(), to.size);
-  } catch (const std::runtime_error&) {  // a peer that called us and gave no address: it cannot be asked
+    const SocketAddress to(peer.addresses.at(path), peer.port);
+    state.probe_fd = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (peer.paths.size() > 1) bind_to(state.probe_fd, addresses_[path]);
+    connect(state.probe_fd, to.get(), to.size);
+  } catch (const std::exception&) {  // it cannot be asked: its address is none, or ours is gone
   }
   return answers;
 }
 
-void TcpTransport::stop_probe(Peer& peer) {
-  if (peer.probe_fd >= 0) close(std::exchange(peer.probe_fd, -1));
+void TcpTransport::stop_probes(Peer& peer) {
+  for (Path& path : peer.paths) {
+    if (path.probe_fd >= 0) close(std::exchange(path.probe_fd, -1));
+  }
 }
 
 }  // namespace shoal

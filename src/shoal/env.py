@@ -36,7 +36,7 @@ MAKE_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
 HELPERS = "SHOAL_HELPERS"
 """Servers on helper hosts: ``10.0.0.7:4400,10.0.0.8:4400*2.0``, the second with twice the bandwidth."""
 INTERFACE = "SHOAL_INTERFACE"
-"""Address or name of the network interface that the backend listens on."""
+"""Address or name of the network interface that the backend uses; several, separated by commas."""
 TRANSPORT = "SHOAL_TRANSPORT"
 """Transport of the backend: ``tcp``, or ``ofi:`` and libfabric's providers; the same on all hosts."""
 HOST_ID = "SHOAL_HOST_ID"
@@ -544,7 +544,7 @@ def without(*names: str) -> Iterator[None]:
 
 
 def interface(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the address or interface name in ``SHOAL_INTERFACE``, or ``None``."""
+    """Return the addresses or interface names in ``SHOAL_INTERFACE``, or ``None``."""
     return _text(INTERFACE, environ)
 
 

@@ -153,7 +153,7 @@ class Group {
       options.shuffle = carrier.shuffle ? carrier.shuffle + static_cast<std::uint64_t>(rank) : 0;
       if (tweak) tweak(options);
       engines.push_back(std::make_unique<shoal::Engine>(options));
-      peers.push_back({placement.hosts[static_cast<std::size_t>(rank)], "127.0.0.1", engines.back()->port(), rank, 1000 + rank});
+      peers.push_back({placement.hosts[static_cast<std::size_t>(rank)], options.address, engines.back()->port(), rank, 1000 + rank});
     }
     std::vector<int> pattern;
     for (int server = 0; server < n + placement.num_helpers; ++server) pattern.push_back(server);

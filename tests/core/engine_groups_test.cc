@@ -188,4 +188,26 @@ TEST(engine_a_malformed_frame_fails_every_group_of_its_sender) {
   ::close(fd);
 }
 
+// Ranks 0 and 1 have two addresses each, rank 2 has one: they use as many as both of a pair have.
+TEST(connections_are_spread_over_the_interfaces_of_two_hosts) {
+  Group group({"three hosts", {"a", "b", "c"}}, [](shoal::EngineOptions& options) {
+    const std::string second = "127.0.0." + std::to_string(options.rank + 11);
+    options.address = "127.0.0." + std::to_string(options.rank + 1) + (options.rank < 2 ? "," + second : "");
+    options.connections_per_peer = 2;
+    options.share_connections = false;
+  });
+  std::vector<std::vector<float>> inputs;
+  for (int rank = 0; rank < 3; ++rank) inputs.push_back(values<float>(300'000, static_cast<std::uint64_t>(rank)));
+  const auto expected = in_promised_order<float>({"a", "b", "c"}, inputs, [](float a, float b) { return a + b; });
+  group.each([&](int rank, Engine& engine) {
+    auto& x = inputs[static_cast<std::size_t>(rank)];
+    run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+    CHECK(x == expected);
+    const auto counters = engine.counters();
+    CHECK_EQ(count_of(counters, "connections"), rank < 2 ? 5u + 3u : 3u + 3u);
+    CHECK_EQ(count_of(counters, "paths_lost"), 0u);
+  });
+  group.close();
+}
+
 }  // namespace

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -65,7 +66,7 @@ TEST(frame_sealed_nonsense_is_refused) {
     return check_header(header) != "";
   };
   CHECK(!refused([](FrameHeader&, Payload&) {}));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(19); }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(20); }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.kind = shoal::kNumKinds; }));
   CHECK(!refused([](FrameHeader& h, Payload&) { h.kind = shoal::kNumKinds - 1; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.element = 8; }));
@@ -233,6 +234,71 @@ TEST(connection_payloads_go_to_their_place_while_it_lasts) {
     CHECK_EQ(place.use_count(), 1);
     const bool whole = std::memcmp(memory.data(), payload.data, kSize) == 0;
     CHECK_EQ(whole, !drops);
+  }
+}
+
+// A pair of sockets over TCP, whose kernel tells what was acknowledged.
+std::pair<int, int> tcp_pair() {
+  const int listener = socket(AF_INET, SOCK_STREAM, 0), from = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int small = 4096;
+  setsockopt(listener, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
+  sockaddr_in at{};
+  at.sin_family = AF_INET;
+  at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof at;
+  auto* address = reinterpret_cast<sockaddr*>(&at);
+  CHECK(bind(listener, address, size) == 0 && listen(listener, 1) == 0 && getsockname(listener, address, &size) == 0);
+  CHECK(connect(from, address, size) == 0);
+  const int to = accept(listener, nullptr, nullptr);
+  close(listener);
+  fcntl(from, F_SETFL, O_NONBLOCK);
+  return {from, to};
+}
+
+// Of a connection that is given up, each frame has arrived whole, or is given back in order, or both.
+TEST(connection_gives_back_what_was_not_acknowledged) {
+  constexpr std::size_t kFrames = 60, kBytes = 50'000;
+  std::mt19937_64 random(11);
+  for (const bool reads : {false, true}) {
+    BufferPool pool;
+    const auto [from, to] = tcp_pair();
+    Connection connection(from, 1, false, pool);
+    connection.keep_unacknowledged();
+    std::vector<std::string> sent;
+    std::vector<std::uint8_t> received, chunk(300'000);
+    for (std::size_t k = 0; k < kFrames; ++k) {
+      FrameHeader header;
+      header.type = FrameType::push;
+      header.seq = k;
+      Payload payload = some_payload(kBytes, random);
+      sent.push_back(text_of(payload));
+      set_checksums(header, payload);
+      connection.enqueue(header, std::move(payload));
+    }
+    CHECK(!connection.write());  // more than the kernel takes
+    if (reads) {
+      for (std::size_t taken = 0; taken < 10 * kBytes;) {
+        const ssize_t got = recv(to, chunk.data(), chunk.size(), 0);
+        REQUIRE(got > 0);
+        received.insert(received.end(), chunk.begin(), chunk.begin() + got);
+        taken += static_cast<std::size_t>(got);
+        connection.write();
+      }
+    }
+    const auto back = connection.take_unacknowledged();
+    CHECK_EQ(connection.queued_bytes(), 0u);
+    CHECK(!back.empty() && back.back().header.seq == kFrames - 1);
+    CHECK_EQ(back.front().header.seq > 0, reads);
+    for (std::size_t k = 0; k < back.size(); ++k) {
+      CHECK_EQ(back[k].header.seq, back.front().header.seq + k);
+      CHECK(text_of(back[k].payload) == sent[back[k].header.seq]);
+      CHECK_EQ(shoal::check_header(back[k].header), "");
+    }
+    shutdown(from, SHUT_WR);
+    for (ssize_t got; (got = recv(to, chunk.data(), chunk.size(), 0)) > 0;) received.insert(received.end(), chunk.begin(), chunk.begin() + got);
+    const std::size_t arrived = received.size() / (sizeof(FrameHeader) + kBytes);
+    CHECK(arrived >= back.front().header.seq);
+    close(to);
   }
 }
 

@@ -111,7 +111,7 @@ class Group:
 
     def address(self, rank: int) -> str:
         if self.cluster is not None:
-            return self.cluster.address(int(self.hosts[rank]))
+            return ",".join(address for *_, address in self.cluster.plan[int(self.hosts[rank])].links())
         return f"127.0.0.{1 + self.hosts.index(self.hosts[rank])}"
 
     def __enter__(self) -> Self:

@@ -59,6 +59,25 @@ def test_who_is_stopped_is_named_as_straggler_and_nothing_is_lost(stopped_s: flo
             assert f"all_reduce of float32[{COUNT}]" in told[0]
 
 
+@pytest.mark.parametrize("stopped_s", [1.0, pytest.param(6.0, marks=pytest.mark.slow)])
+def test_who_is_stopped_while_a_group_connects_is_waited_for(stopped_s: float) -> None:
+    """A listener drops who does not introduce itself within 5 s; it calls again."""
+    steps = 3
+    with HelperProcess("h0") as helper:
+        helper.process.send_signal(signal.SIGSTOP)
+        with Group(stream, "abc", steps, 5_000, helpers=[helper], pattern=[0, 1, 2, 3]) as group:
+            group.signal(1, signal.SIGSTOP)
+            time.sleep(stopped_s)
+            assert not group.values(0, "sum")
+            group.signal(1, signal.SIGCONT)
+            time.sleep(stopped_s / 2)
+            helper.process.send_signal(signal.SIGCONT)
+            for rank in range(group.size):
+                group.expect(rank, "done")
+                assert group.values(rank, "sum") == expected(group.hosts, steps, 5_000)
+                assert "was lost" not in "\n".join(group.values(rank, "events")[0])
+
+
 def compute_first(member: Member) -> None:
     """Rank 2 comes some seconds after the others; it is busy in Python, with the GIL."""
     data = np.ones(100, np.float32)

@@ -69,7 +69,7 @@ class Peer:
 
     Attributes:
         host: ranks with the same string share memory.
-        address: address (IPv4 or IPv6) on which its engine listens.
+        address: address (IPv4 or IPv6) on which its engine listens; several, separated by commas.
         port: port on which its engine listens.
         global_rank: its rank in the whole job, for messages.
         pid: its process id; with address and port it names the process.
@@ -286,7 +286,7 @@ class Engine:
         size: number of ranks, at least 2.
         group: name of the group, the same on all ranks.
         secret: that the ranks share.
-        address: address to listen on, IPv4 or IPv6.
+        address: address to listen on, IPv4 or IPv6; several, separated by commas: one per interface.
         options: the same on all ranks.
         share_connections: whether to share connections with other groups of this process that have the same
             options.

@@ -28,6 +28,7 @@ from shoal.decide.server_assignment import MIB, chunk_pattern, recommended_bucke
 from shoal.errors import ShoalError, UsageError
 
 LOOPBACK = "127.0.0.1"
+MAX_INTERFACES = 8
 _ELSEWHERE = "192.0.2.1"
 """An address for documentation, which no host has: the way there is the default route."""
 _SIOCGIFADDR = 0x8915
@@ -182,6 +183,7 @@ class Endpoint:
     node: str
     """host name, for messages"""
     address: str
+    """or several, separated by commas"""
     network: str
     """the rank's :func:`network_identity`"""
 
@@ -231,7 +233,7 @@ def refuse_loopback(endpoints: Sequence[Endpoint]) -> None:
         UsageError: there is one.
     """
     for rank, endpoint in enumerate(endpoints):
-        if not _is_loopback(endpoint.address):
+        if not any(map(_is_loopback, endpoint.address.split(","))):
             continue
         for other, elsewhere in enumerate(endpoints):
             if elsewhere.network != endpoint.network:
@@ -253,16 +255,16 @@ def _is_loopback(address: str) -> bool:
 def local_address(store: Store) -> str:
     """Return the address on which this process listens: IPv4 where there is one, else IPv6.
 
-    That is ``SHOAL_INTERFACE`` if set, else the address from which this host reaches the store's ``host``, if
-    it has one, or its own name. Where such a name stands for the loopback interface (``localhost``, or
-    Debian's 127.0.1.1) and the launcher says that there are other hosts, it is that of the default route or
-    of the only other interface.
+    That is ``SHOAL_INTERFACE`` if set, where several interfaces give as many addresses, separated by commas;
+    else the address from which this host reaches the store's ``host``, if it has one, or its own name. Where
+    such a name stands for the loopback interface (``localhost``, or Debian's 127.0.1.1) and the launcher says
+    that there are other hosts, it is that of the default route or of the only other interface.
 
     Raises:
         UsageError: there is no such interface.
     """
     if given := env.interface():
-        return interface_address(given)
+        return interface_addresses(given)
     host = getattr(_without_prefix(store), "host", "") or socket.gethostname()
     address = _address_towards(host) or LOOPBACK
     if _is_loopback(address) and address != host and env.has_other_hosts():
@@ -305,6 +307,21 @@ def _place_of(store: Store) -> str:
         return str(path)
     host = getattr(inner, "host", "")
     return f"{host}:{getattr(inner, 'port', '')}" if host else ""
+
+
+def interface_addresses(given: str) -> str:
+    """Return the addresses of interfaces, both separated by commas.
+
+    Raises:
+        UsageError: there is no such interface, they are too many, or two are the same.
+    """
+    addresses = [interface_address(each) for each in given.split(",")]
+    if len(set(addresses)) < len(addresses) or len(addresses) > MAX_INTERFACES:
+        raise UsageError(
+            f"SHOAL_INTERFACE={given} stands for {', '.join(addresses)}: give up to {MAX_INTERFACES} "
+            "interfaces, each once"
+        )
+    return ",".join(addresses)
 
 
 def interface_address(given: str) -> str:

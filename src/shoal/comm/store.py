@@ -39,11 +39,12 @@ a dict with the rule of each field, or a list with the rule of its entries.
 _NAME = r"[^\x00-\x1f\x7f]{1,512}"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _ADDRESS = rf"{_OCTET}(\.{_OCTET}){{3}}|[0-9a-f]{{0,4}}(:[0-9a-f]{{0,4}}){{2,7}}(%[\w.-]{{1,15}})?"
+_ADDRESSES = rf"({_ADDRESS})(,({_ADDRESS})){{0,7}}"
 _PORT = range(1, 1 << 16)
 
 LOCATION: Rule = {
     "host": _NAME,
-    "address": _ADDRESS,
+    "address": _ADDRESSES,
     "port": _PORT,
     "global_rank": range(1 << 31),
     "pid": range(1, 1 << 31),

@@ -93,6 +93,8 @@ class Cluster:
         nic: rate of every host's link in each direction, such as ``"200mbit"``; ``None``: not shaped.
         helper_nic: the same for helper hosts; ``None``: as ``nic``.
         burst_bytes: bytes that a shaped link lets through at once after a pause, as links of clouds do.
+        interfaces: number of links of each worker host, each shaped by itself and in a network of its own:
+            ``eth0``, ``eth1``, …; helper hosts have one.
         announce_rates: pass the ratio of the helpers' rate to the workers' in SHOAL_HELPERS. Without it the
             engine has to measure the ratio.
         log_dir: folder for the helpers' output; ``None``: a temporary one, removed at the end.
@@ -110,6 +112,7 @@ class Cluster:
         nic: str | None = None,
         helper_nic: str | None = None,
         burst_bytes: int = BURST_BYTES,
+        interfaces: int = 1,
         announce_rates: bool = True,
         log_dir: Path | None = None,
     ) -> None:
@@ -120,6 +123,7 @@ class Cluster:
             nic=nic,
             helper_nic=helper_nic,
             burst_bytes=burst_bytes,
+            interfaces=interfaces,
             prefix=prefix,
         )
         self.num_hosts = hosts
@@ -200,9 +204,9 @@ class Cluster:
 
     # ---- hosts -------------------------------------------------------------------------------------------
 
-    def address(self, host: int) -> str:
-        """Return the IPv4 address of a host."""
-        return self.plan[host].address
+    def address(self, host: int, interface: int = 0) -> str:
+        """Return the IPv4 address of a host, that of its first interface unless told otherwise."""
+        return self.plan[host].links()[interface][3]
 
     def name(self, host: int) -> str:
         """Return the host name of a host, unique on this machine."""
@@ -213,9 +217,10 @@ class Cluster:
         network, uts = self._host_files[host]
         return [self._tools["nsenter"], f"--net={network}", f"--uts={uts}", "--"]
 
-    def link(self, host: int, *, up: bool) -> None:
-        """Plug in or pull the cable of a host: set its bridge port up or down."""
-        command = [self._tools["ip"], "link", "set", self.plan[host].port, "up" if up else "down"]
+    def link(self, host: int, *, up: bool, interface: int = 0) -> None:
+        """Plug in or pull a cable of a host: set its bridge port up or down."""
+        port = self.plan[host].links()[interface][1]
+        command = [self._tools["ip"], "link", "set", port, "up" if up else "down"]
         subprocess.run([self._tools["nsenter"], f"--net={self._bridge}", "--", *command], check=True)
 
     def environment(self) -> dict[str, str]:

@@ -38,9 +38,9 @@ from shoal.launch.supervision import POLL_S
 MASTER_PORT = 29_500
 HELPER_PORT = 7_070
 INTERFACE = "eth0"
-"""The name of the network interface inside every host."""
+"""The name of the first network interface inside every host; further ones are ``eth1`` …"""
 
-BRIDGE = "br0"
+MAX_INTERFACES = 8
 MAX_HOSTS = 250
 _NETWORK = "10.77"
 BURST_BYTES = 256 << 10
@@ -68,9 +68,24 @@ class HostPlan:
     """Its port of the bridge: ``host0`` … or ``helper0`` …"""
     address: str
     rate_bps: int | None
-    """Bits per second of its link in each direction; ``None``: not shaped."""
+    """Bits per second of each of its links in each direction; ``None``: not shaped."""
     burst_bytes: int
     is_helper: bool
+    num_interfaces: int = 1
+    """Each is in a network of its own."""
+
+    def links(self) -> list[tuple[str, str, str, str]]:
+        """Return bridge, port of the bridge, interface and address of each link."""
+        subnet, _, rest = self.address.removeprefix("10.").partition(".")
+        return [
+            (
+                f"br{index}",
+                self.port if index == 0 else f"{self.port}-{index}",
+                f"eth{index}",
+                f"10.{int(subnet) + index}.{rest}",
+            )
+            for index in range(self.num_interfaces)
+        ]
 
 
 def plan_cluster(
@@ -80,6 +95,7 @@ def plan_cluster(
     nic: str | None = None,
     helper_nic: str | None = None,
     burst_bytes: int = BURST_BYTES,
+    interfaces: int = 1,
     prefix: str,
 ) -> list[HostPlan]:
     """Return the hosts of a cluster: those of the workers first, then the helper hosts.
@@ -90,6 +106,7 @@ def plan_cluster(
         nic: rate of each host's link in each direction, such as ``200mbit``; ``None``: not shaped.
         helper_nic: the same for helper hosts; ``None``: as ``nic``.
         burst_bytes: bytes that a shaped link lets through at once after a pause.
+        interfaces: number of links of each worker host; helper hosts have one.
         prefix: prefix of the host names, unique among running clusters.
 
     Raises:
@@ -99,6 +116,8 @@ def plan_cluster(
         raise UsageError(f"--hosts {hosts} must be from 1 to {MAX_HOSTS}")
     if not 0 <= helpers <= MAX_HOSTS:
         raise UsageError(f"--helpers {helpers} must be from 0 to {MAX_HOSTS}")
+    if not 1 <= interfaces <= MAX_INTERFACES:
+        raise UsageError(f"interfaces {interfaces} must be from 1 to {MAX_INTERFACES}")
     if helper_nic is not None and helpers == 0:
         raise UsageError(
             f"--helper-nic {helper_nic} needs --helpers: there are no helper hosts to apply it to"
@@ -114,6 +133,7 @@ def plan_cluster(
             rate_bps=rate_bps,
             burst_bytes=burst_bytes,
             is_helper=kind == "helper",
+            num_interfaces=interfaces if kind == "host" else 1,
         )
         for subnet, (kind, count, rate_bps) in enumerate(kinds)
         for index in range(count)
@@ -173,20 +193,26 @@ def helpers_setting(plan: Sequence[HostPlan], *, announce_rates: bool) -> str:
 
 
 def bridge_links(hosts: list[HostPlan], namespaces: list[str]) -> str:
-    """Return the ``ip -batch`` lines that make the bridge and a link to each host's namespace (a path)."""
-    lines = [f"link add {BRIDGE} type bridge mcast_snooping 0", f"link set {BRIDGE} up"]
+    """Return the ``ip -batch`` lines that make the bridges and the links to the hosts' namespaces (paths)."""
+    lines = []
+    for bridge in dict.fromkeys(bridge for host in hosts for bridge, *_ in host.links()):
+        lines += [f"link add {bridge} type bridge mcast_snooping 0", f"link set {bridge} up"]
     for host, namespace in zip(hosts, namespaces, strict=True):
-        lines += [
-            f"link add {host.port} type veth peer name {INTERFACE} netns {namespace}",
-            f"link set {host.port} master {BRIDGE}",
-            f"link set {host.port} up",
-        ]
+        for bridge, port, interface, _ in host.links():
+            lines += [
+                f"link add {port} type veth peer name {interface} netns {namespace}",
+                f"link set {port} master {bridge}",
+                f"link set {port} up",
+            ]
     return "\n".join(lines) + "\n"
 
 
 def host_links(host: HostPlan) -> str:
     """Return the ``ip -batch`` lines for the inside of a host."""
-    return f"link set lo up\naddress add {host.address}/16 brd + dev {INTERFACE}\nlink set {INTERFACE} up\n"
+    lines = "link set lo up\n"
+    for _, _, interface, address in host.links():
+        lines += f"address add {address}/16 brd + dev {interface}\nlink set {interface} up\n"
+    return lines
 
 
 def shaping(device: str, host: HostPlan) -> str:
@@ -248,11 +274,11 @@ class Keeper:
         self._enter(self.bridge)
         paths = [f"/proc/{os.getpid()}/fd/{network}" for network, _ in self.files]
         self._batch(ip, bridge_links(hosts, paths))
-        self._batch(tc, "".join(shaping(host.port, host) for host in hosts))
+        self._batch(tc, "".join(shaping(port, host) for host in hosts for _, port, _, _ in host.links()))
         for host, (network, _) in zip(hosts, self.files, strict=True):
             self._enter(network)
             self._batch(ip, host_links(host))
-            self._batch(tc, shaping(INTERFACE, host))
+            self._batch(tc, "".join(shaping(interface, host) for _, _, interface, _ in host.links()))
         self._enter(self.bridge)
 
     @property
@@ -266,7 +292,12 @@ class Keeper:
         kernel has retransmitted 8 times, which takes minutes if a cable was pulled.
         """
         for host, (network, _) in zip(self._hosts, self.files, strict=True):
-            for namespace, device in ((network, INTERFACE), (self.bridge, host.port)):
+            devices = [
+                end
+                for _, port, interface, _ in host.links()
+                for end in ((network, interface), (self.bridge, port))
+            ]
+            for namespace, device in devices:
                 self._enter(namespace)
                 Path("/proc/sys/net/ipv4/tcp_orphan_retries").write_text("1", encoding="ascii")
                 for command in (

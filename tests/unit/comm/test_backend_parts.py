@@ -59,6 +59,14 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous.interface_address("lo") == "127.0.0.1"
     with pytest.raises(UsageError, match=r"SHOAL_INTERFACE=nowhere0.*this host has .*lo"):
         rendezvous.interface_address("nowhere0")
+    assert rendezvous.interface_addresses("lo,10.1.2.3") == "127.0.0.1,10.1.2.3"
+    with pytest.raises(
+        UsageError,
+        match=r"SHOAL_INTERFACE=lo,127\.0\.0\.1 stands for 127\.0\.0\.1, 127\.0\.0\.1: give .* once",
+    ):
+        rendezvous.interface_addresses("lo,127.0.0.1")
+    with pytest.raises(UsageError, match=r"nowhere0"):
+        rendezvous.interface_addresses("lo,nowhere0")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert rendezvous.local_address(dist.PrefixStore("a/", dist.PrefixStore("b/", store))) == "127.0.0.1"
     monkeypatch.setenv("SHOAL_INTERFACE", "127.0.0.9")
@@ -67,6 +75,8 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loopback_addresses_reach_only_their_network() -> None:
     one, other = rendezvous.Endpoint("a", "127.0.1.1", "x"), rendezvous.Endpoint("b", "10.0.0.2", "y")
+    with pytest.raises(UsageError, match=r"listens at 10\.0\.0\.1,127\.0\.0\.1, which rank 1"):
+        rendezvous.refuse_loopback([rendezvous.Endpoint("a", "10.0.0.1,127.0.0.1", "x"), other])
     rendezvous.refuse_loopback([one, rendezvous.Endpoint("c", "127.0.0.2", "x")])
     rendezvous.refuse_loopback([other, rendezvous.Endpoint("c", "10.0.0.3", "x")])
     with pytest.raises(UsageError, match=r"rank 1 on host a listens at 127\.0\.1\.1, which rank 0 on host b"):

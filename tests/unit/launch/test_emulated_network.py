@@ -88,6 +88,20 @@ def test_commands_for_the_kernel() -> None:
     assert shaping("host0", plan_cluster(hosts=1, prefix="p")[0]) == ""
 
 
+def test_each_interface_has_a_network_of_its_own() -> None:
+    plan = plan_cluster(hosts=2, helpers=1, interfaces=2, prefix="p")
+    assert plan[1].links() == [
+        ("br0", "host1", "eth0", "10.77.0.2"),
+        ("br1", "host1-1", "eth1", "10.78.0.2"),
+    ]
+    assert plan[2].links() == [("br0", "helper0", "eth0", "10.77.1.1")]
+    lines = bridge_links(plan, ["/a", "/b", "/c"]).splitlines()
+    assert lines[:4:2] == [f"link add br{number} type bridge mcast_snooping 0" for number in range(2)]
+    assert lines.count("link set host1-1 master br1") == 1
+    with pytest.raises(UsageError, match="interfaces 9 must be from 1 to 8"):
+        plan_cluster(hosts=1, interfaces=9, prefix="p")
+
+
 def test_description() -> None:
     plan = plan_cluster(hosts=2, helpers=1, nic="200mbit", helper_nic="1gbit", prefix="p")
     assert [line.split() for line in describe(plan, workers_per_host=2).splitlines()] == [
