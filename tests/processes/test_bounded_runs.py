@@ -314,3 +314,13 @@ def test_what_servers_cannot_do_is_named_by_all_workers(
 def test_settings_that_contradict_each_other_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DistributedConfig(**given)
+
+
+def test_one_state_for_all_workers_is_none_of_local_steps() -> None:
+    model = nn.Linear(2, 2)
+    state = local_run.InnerState(SGD(model.parameters(), lr=0.1), model, rank=0)
+    assert list(state.tensors_to_read(["0.momentum_buffer.weight", "1.momentum_buffer.weight"])) == [
+        "0.momentum_buffer.weight"
+    ]
+    with pytest.raises(UsageError, match=r"continue without --distributed\.local-steps"):
+        state.tensors_to_read(["state.weight.momentum_buffer"])

@@ -65,10 +65,20 @@ class InnerState:
         return tensors
 
     def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
-        """Return empty tensors for what the worker of this rank has saved."""
+        """Return empty tensors for what the worker of this rank has saved.
+
+        Raises:
+            UsageError: the checkpoint has one state for all workers.
+        """
         wanted = {}
         for full in saved:
             rank, key, name = full.split(".", 2)
+            if not rank.isdecimal():
+                raise UsageError(
+                    "distributed.local_steps: the checkpoint was written without, and holds one state of the "
+                    "optimizer for all workers; continue without --distributed.local-steps, or start a new "
+                    "run from its model"
+                )
             if int(rank) == self._rank and name in self._parameters:
                 is_scalar = key == "step"
                 wanted[full] = torch.empty(() if is_scalar else self._parameters[name].shape)
