@@ -19,9 +19,10 @@ unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.map')
 
 comma   := ,
-# $(call core_tests,NAME,SANITIZERS): builds and runs them in build/core-NAME.
+# $(call core_tests,NAME,SANITIZERS): builds and runs them in build/core-NAME, from few large sources: most of the time
+# of a source goes into its headers.
 core_tests = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
-	  -DSHOAL_BUILD_TESTS=ON -DSHOAL_SANITIZE=$(2) --log-level=WARNING >/dev/null && \
+	  -DSHOAL_BUILD_TESTS=ON -DSHOAL_SANITIZE=$(2) -DCMAKE_UNITY_BUILD=ON --log-level=WARNING >/dev/null && \
 	$(BIN)/cmake --build build/core-$(1) -- --quiet && build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
 .PHONY: help setup train test test-core test-real test-all bench gpu gpu-wheels gpu-data gpu-rehearsal \

@@ -7,7 +7,7 @@
 
 #include "check.h"
 
-namespace {
+namespace address_test {
 
 TEST(address_of_both_kinds) {
   const shoal::SocketAddress four("10.0.0.7", 7070), six("fd00::7", 7070);
@@ -27,4 +27,4 @@ TEST(address_that_is_no_literal) {
   }
 }
 
-}  // namespace
+}  // namespace address_test

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
 namespace check {
 
 struct Test {

@@ -11,7 +11,7 @@
 
 #include "check.h"
 
-namespace {
+namespace combine_test {
 
 using shoal::Combine;
 using shoal::combine_in_order;
@@ -276,4 +276,4 @@ TEST(combine_refuses_types_that_do_not_go_together) {
   }
 }
 
-}  // namespace
+}  // namespace combine_test

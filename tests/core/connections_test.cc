@@ -19,7 +19,7 @@
 #include "check.h"
 #include "engine_group.h"
 
-namespace {
+namespace connections_test {
 
 using namespace shoal_test;
 using shoal::Channel;
@@ -445,4 +445,4 @@ TEST(helper_refuses_groups_beyond_its_number) {
   for (Pair::Side& side : groups) side.channel->close("");
 }
 
-}  // namespace
+}  // namespace connections_test

@@ -6,7 +6,7 @@
 
 #include "check.h"
 
-namespace {
+namespace crc32c_test {
 
 using shoal::crc32c;
 using shoal::crc32c_by_table;
@@ -99,4 +99,4 @@ TEST(crc32c_sees_every_single_flipped_bit) {
   }
 }
 
-}  // namespace
+}  // namespace crc32c_test

@@ -6,7 +6,7 @@
 #include "check.h"
 #include "engine_group.h"
 
-namespace {
+namespace direct_exchange_test {
 
 using namespace shoal_test;
 using shoal::DirectExchange;
@@ -138,4 +138,4 @@ TEST(direct_exchange_an_abort_frees_callers_that_drive) {
   }
 }
 
-}  // namespace
+}  // namespace direct_exchange_test

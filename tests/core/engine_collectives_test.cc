@@ -7,7 +7,7 @@
 #include "check.h"
 #include "engine_group.h"
 
-namespace {
+namespace engine_collectives_test {
 
 using namespace shoal_test;
 using shoal::Combine;
@@ -222,4 +222,4 @@ TEST_OVER_EACH(engine_counters_and_trace_while_it_runs) {
   });
 }
 
-}  // namespace
+}  // namespace engine_collectives_test

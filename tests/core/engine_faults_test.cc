@@ -10,7 +10,7 @@
 #include "check.h"
 #include "engine_group.h"
 
-namespace {
+namespace engine_faults_test {
 
 using namespace shoal_test;
 using shoal::Engine;
@@ -377,4 +377,4 @@ TEST_OVER_EACH(engine_a_wrong_secret_is_refused_and_said) {
   });
 }
 
-}  // namespace
+}  // namespace engine_faults_test

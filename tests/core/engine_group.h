@@ -29,8 +29,6 @@ inline constexpr double kDeadlineS = 30;  // every operation takes less than a s
 
 inline const shoal::Bytes kSecret = {'s', 'e', 'c', 'r', 'e', 't'};
 
-inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 inline std::uint64_t count_of(const std::map<std::string, std::uint64_t>& counters, const char* name) {
   return counters.at(name);
 }

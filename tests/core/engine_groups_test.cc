@@ -14,7 +14,7 @@
 #include "check.h"
 #include "engine_group.h"
 
-namespace {
+namespace engine_groups_test {
 
 using namespace shoal_test;
 using shoal::Engine;
@@ -210,4 +210,4 @@ TEST(connections_are_spread_over_the_interfaces_of_two_hosts) {
   group.close();
 }
 
-}  // namespace
+}  // namespace engine_groups_test

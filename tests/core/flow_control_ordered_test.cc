@@ -8,7 +8,7 @@
 #include "check.h"
 #include "made_op.h"
 
-namespace {
+namespace flow_control_ordered_test {
 
 using made::kBytes;
 using made::kMe;
@@ -149,4 +149,4 @@ TEST(ordered_outbox_never_hangs) {
   }
 }
 
-}  // namespace
+}  // namespace flow_control_ordered_test

@@ -3,7 +3,7 @@
 #include "check.h"
 #include "made_op.h"
 
-namespace {
+namespace flow_control_outbox_test {
 
 using made::kBytes;
 using made::kMe;
@@ -94,4 +94,4 @@ TEST(outbox_gives_the_room_of_what_arrived_to_the_others) {
   CHECK(sent(outbox, 20) == (Sent{{1, 0}}));
 }
 
-}  // namespace
+}  // namespace flow_control_outbox_test

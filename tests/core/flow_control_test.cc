@@ -3,7 +3,7 @@
 #include "check.h"
 #include "made_group.h"
 
-namespace {
+namespace flow_control_test {
 
 using made::Parts;
 
@@ -36,4 +36,4 @@ TEST(flow_control_the_least_window_holds_a_message_on_each_connection) {
   CHECK_EQ(num_at_once(1, 0), 128u);   // the usual message's 32 KiB
 }
 
-}  // namespace
+}  // namespace flow_control_test

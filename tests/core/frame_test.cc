@@ -19,7 +19,7 @@
 #include "engine/types.h"
 #include "transport/connection.h"
 
-namespace {
+namespace frame_test {
 
 using shoal::BufferPool;
 using shoal::Connection;
@@ -353,4 +353,4 @@ TEST(connection_pure_noise_ends_with_an_error) {
   }
 }
 
-}  // namespace
+}  // namespace frame_test

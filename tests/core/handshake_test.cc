@@ -14,7 +14,7 @@
 
 #include "check.h"
 
-namespace {
+namespace handshake_test {
 
 using shoal::Bytes;
 using shoal::Introduction;
@@ -171,4 +171,4 @@ TEST(handshake_call_tries_again_where_the_other_side_hangs_up_and_not_where_it_d
   CHECK_EQ(stranger.num_calls, 1);
 }
 
-}  // namespace
+}  // namespace handshake_test

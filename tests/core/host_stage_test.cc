@@ -8,7 +8,7 @@
 #include "check.h"
 #include "engine_group.h"
 
-namespace {
+namespace host_stage_test {
 
 // The invariant of the slots is the stage's own, whatever cut the operation.
 TEST(host_stage_refuses_a_chunk_that_is_larger_than_a_slot) {
@@ -31,4 +31,4 @@ TEST(host_stage_refuses_a_chunk_that_is_larger_than_a_slot) {
   });
 }
 
-}  // namespace
+}  // namespace host_stage_test

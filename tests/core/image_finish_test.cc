@@ -7,7 +7,7 @@
 
 #include "check.h"
 
-namespace {
+namespace image_finish_test {
 
 using shoal::Adjustment;
 using shoal::FinishedType;
@@ -54,4 +54,4 @@ TEST(image_finish_of_no_pixels_does_nothing) {
   CHECK(finished<float>(0, 5, FinishedType::float32, false, false, shoal::best_level()).empty());
 }
 
-}  // namespace
+}  // namespace image_finish_test

@@ -10,7 +10,7 @@
 
 #include "check.h"
 
-namespace {
+namespace log_test {
 
 using shoal::LineLimit;
 using namespace std::chrono_literals;
@@ -67,4 +67,4 @@ TEST(log_lines_are_bounded) {
   CHECK_EQ(written([&] { lines.write(std::string(1 << 20, 'x')); }).size(), 1025u);
 }
 
-}  // namespace
+}  // namespace log_test

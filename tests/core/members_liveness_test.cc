@@ -3,7 +3,7 @@
 #include "check.h"
 #include "made_group.h"
 
-namespace {
+namespace members_liveness_test {
 
 using made::Parts;
 using shoal::FrameType;
@@ -84,4 +84,4 @@ TEST(liveness_fails_an_operation_at_its_deadline_and_names_who_is_missing) {
            "not begun it");
 }
 
-}  // namespace
+}  // namespace members_liveness_test

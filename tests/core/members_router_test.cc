@@ -4,7 +4,7 @@
 
 #include "check.h"
 
-namespace {
+namespace members_router_test {
 
 using shoal::GroupFailure;
 using shoal::Members;
@@ -51,4 +51,4 @@ TEST(router_fails_the_group_where_no_server_is_left) {
            "no server is left: helper h0 (10.0.1.1:4000) was lost, and workers do not serve");
 }
 
-}  // namespace
+}  // namespace members_router_test

@@ -1,12 +1,15 @@
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "check.h"
 #include "engine_group.h"
 
-namespace {
+namespace messages_test {
 
 using namespace shoal_test;
 using shoal::Block;
@@ -15,13 +18,19 @@ using shoal::GroupError;
 using shoal::Kind;
 using shoal::OpSpec;
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 using Rows = std::vector<std::vector<std::int32_t>>;
 
-// Returns what rank `from` sends to rank `to`: empty for some pairs.
-std::vector<std::int32_t> sent(int from, int to, std::size_t scale) {
-  return values<std::int32_t>(scale * static_cast<std::size_t>((3 * from + to) % 4), static_cast<std::uint64_t>(100 * from + to + 1));
+// Returns what rank `from` sends to rank `to`: empty for some pairs. Made once: sanitizers look at each element.
+const std::vector<std::int32_t>& sent(int from, int to, std::size_t scale) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, int, std::size_t>, std::vector<std::int32_t>> made;
+  const std::lock_guard lock(mutex);
+  const auto [place, is_new] = made.try_emplace({from, to, scale});
+  if (is_new) {
+    const std::size_t count = scale * static_cast<std::size_t>((3 * from + to) % 4);
+    place->second = values<std::int32_t>(count, static_cast<std::uint64_t>(100 * from + to + 1));
+  }
+  return place->second;
 }
 
 std::vector<Block> blocks(Rows& rows) {
@@ -307,4 +316,4 @@ TEST(messages_that_are_not_possible_are_refused) {
   group.close();
 }
 
-}  // namespace
+}  // namespace messages_test

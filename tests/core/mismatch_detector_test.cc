@@ -3,7 +3,7 @@
 #include "check.h"
 #include "made_group.h"
 
-namespace {
+namespace mismatch_detector_test {
 
 using made::Parts;
 using shoal::FrameHeader;
@@ -100,4 +100,4 @@ TEST(mismatch_detector_forgets_what_all_have_completed_and_keeps_a_bounded_numbe
   for (int k = 0; k < 20; ++k) group.ops.release(group.issue());  // nothing is remembered of them but that they were suspected
 }
 
-}  // namespace
+}  // namespace mismatch_detector_test

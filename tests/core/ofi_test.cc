@@ -11,7 +11,7 @@
 // For the leak checker: libfabric 1.17 forgets what it knows of a peer that connects while an endpoint is closed.
 extern "C" const char* __lsan_default_suppressions() { return "leak:libfabric.so"; }
 
-namespace {
+namespace ofi_test {
 
 using namespace shoal_test;
 using shoal::Engine;
@@ -122,6 +122,6 @@ TEST(ofi_ranks_with_other_providers_are_named) {
   CHECK(named >= 1);
 }
 
-}  // namespace
+}  // namespace ofi_test
 
 #endif

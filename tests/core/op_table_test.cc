@@ -4,7 +4,7 @@
 
 #include "check.h"
 
-namespace {
+namespace op_table_test {
 
 using shoal::GroupError;
 using shoal::OpPtr;
@@ -117,4 +117,4 @@ TEST(op_table_takes_operations_only_while_it_is_open) {
   CHECK_EQ(CHECK_THROWS(GroupError, ops.wait(0, -1)), "it was closed");
 }
 
-}  // namespace
+}  // namespace op_table_test

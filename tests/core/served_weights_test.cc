@@ -12,11 +12,9 @@
 #include "engine/sum_server.h"
 #include "optim/lamb.h"
 
-namespace {
+namespace served_weights_test {
 
 using namespace shoal;
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 FrameHeader header_of(Kind kind, int root = 0, std::uint32_t step = 0, std::uint32_t rule = 0) {
   const bool sums = kind == Kind::update || kind == Kind::collect;
@@ -381,4 +379,4 @@ TEST(served_weights_name_copies_that_cannot_be) {
   CHECK(contains(on.helper.contribute(0, Pair::header(Kind::load, 0, 1), Pair::payload(weights)), "supplied or sent again"));
 }
 
-}  // namespace
+}  // namespace served_weights_test

@@ -7,7 +7,7 @@
 
 #include "check.h"
 
-namespace {
+namespace sha256_test {
 
 using shoal::equal_in_constant_time;
 using shoal::hmac_sha256;
@@ -83,4 +83,4 @@ TEST(equal_in_constant_time_sees_every_bit_and_length) {
   CHECK(equal_in_constant_time({}, {}));
 }
 
-}  // namespace
+}  // namespace sha256_test

@@ -14,7 +14,7 @@
 #include "check.h"
 #include "engine_group.h"
 
-namespace {
+namespace shm_test {
 
 using shoal::SharedSegment;
 using shoal::ShmLayout;
@@ -109,4 +109,4 @@ TEST(shm_a_bell_is_never_missed) {
   CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(50));  // a missed one would sleep a minute
 }
 
-}  // namespace
+}  // namespace shm_test

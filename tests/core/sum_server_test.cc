@@ -8,7 +8,7 @@
 #include "check.h"
 #include "engine/types.h"
 
-namespace {
+namespace sum_server_test {
 
 using shoal::BufferPool;
 using shoal::FrameHeader;
@@ -236,4 +236,4 @@ TEST(sum_server_chunks_do_not_mix) {
   for (const Answered& each : f.answers) CHECK(each.values == std::vector<float>{static_cast<float>(each.header.chunk) + 0.5f});
 }
 
-}  // namespace
+}  // namespace sum_server_test

@@ -7,7 +7,7 @@
 
 #include "check.h"
 
-namespace {
+namespace topology_test {
 
 using shoal::Chunk;
 using shoal::FusedBuffer;
@@ -246,4 +246,4 @@ TEST(topology_stand_ins_stay_when_others_are_lost) {
   for (int server = 0; server < 8; ++server) CHECK(times[static_cast<std::size_t>(server)] > 100);  // 200 on average
 }
 
-}  // namespace
+}  // namespace topology_test

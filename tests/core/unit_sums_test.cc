@@ -6,7 +6,7 @@
 #include "optim/lamb.h"
 #include "optim/momentum.h"
 
-namespace {
+namespace unit_sums_test {
 
 using namespace shoal;
 
@@ -107,4 +107,4 @@ TEST(unit_sums_give_the_bits_of_lars_and_novograd) {
   CHECK(pw == w && pm == m && piece_norm_sq == norm_sq);
 }
 
-}  // namespace
+}  // namespace unit_sums_test
