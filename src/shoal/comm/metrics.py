@@ -55,6 +55,7 @@ METRICS: Mapping[str, Metric] = {
     "strangers_dropped": Metric(
         "dropped_strangers_total", "counter", "Connections closed because the peer may not join."
     ),
+    "paths_lost": Metric("lost_paths_total", "counter", "Interfaces of peers that were given up."),
     "fabric_bytes_sent": Metric(
         "fabric_sent_bytes_total", "counter", "The part of the bytes sent that went through libfabric."
     ),
