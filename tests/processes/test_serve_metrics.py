@@ -58,7 +58,7 @@ def test_the_counters_of_a_helper_that_served_an_all_reduce() -> None:
     assert counted == {
         f"shoal_server_{name}"
         for name in ("summed_chunks", "received_bytes", "sent_bytes", "received_frames", "sent_frames",
-                     "dropped_strangers")
+                     "dropped_strangers", "lost_paths")
     }  # fmt: skip
     assert all(family.documentation for family in after.values())
     assert all(sample.name == f"{name}_total" for name in counted for sample in after[name].samples)
@@ -67,7 +67,7 @@ def test_the_counters_of_a_helper_that_served_an_all_reduce() -> None:
         assert value(before, name) == 0
         assert moved < value(after, name) < 1.05 * moved
     assert value(after, "summed_chunks") >= STEPS
-    assert value(after, "dropped_strangers") == 0
+    assert value(after, "dropped_strangers") == value(after, "lost_paths") == 0
     assert begin - 1 < value(after, "start_time_seconds") < time.time() + 1
     (info,) = after["shoal_server_info"].samples
     assert info.labels == {"version": shoal.__version__}

@@ -63,7 +63,7 @@ class Division:
     of_possible: float
     """Samples per second of the computation, over those if no host ever waited."""
     why: str = ""
-    """What makes a mode of another algorithm faster."""
+    """Reason for which a mode of another algorithm is faster."""
 
     @property
     def exact(self) -> bool:

@@ -39,7 +39,7 @@ class Exported:
     shorter: int
     """Length of an image's shorter side, in pixels, unless the longer one would exceed its limit."""
     longer: int
-    """That limit."""
+    """Limit of the longer side, in pixels."""
 
 
 def write_export(what: Exported, out: Path) -> None:
