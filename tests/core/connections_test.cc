@@ -59,6 +59,10 @@ class Kept : public shoal::ChannelEvents {
     std::string text;
   };
   std::vector<Item> frames() { return copy(frames_); }
+  std::size_t num_frames() {
+    const std::lock_guard lock(mutex_);
+    return frames_.size();
+  }
   std::vector<Item> downs() { return copy(downs_); }
 
  private:
@@ -309,9 +313,9 @@ TEST(connections_flush_waits_for_its_group_and_not_for_silence) {
   std::atomic<bool> over{false};
   std::thread busy([&] {
     const std::string much(256 << 10, 'x');
-    while (!over) {
+    for (std::size_t k = 0; !over; ++k) {  // never silent, and never further ahead than the receiver can follow
       send(second[0], 1, much);
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      while (!over && k >= second[1].events.num_frames() + 8) std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   });
   for (int k = 0; k < 20; ++k) {
