@@ -36,7 +36,7 @@ FLAGS = (
 LINK = ("-ldl", "-lrt", "-Wl,--unresolved-symbols=ignore-all")
 """The optimizers of servers that keep weights are not built."""
 NOT_THE_GRADIENT = re.compile(r"TcpTransport::tick|Channel::tick")
-"""What happens from time to time, whether there is a gradient or not."""
+"""Calls that recur on a timer, with or without a gradient; they are not counted."""
 NO_STATION = re.compile(r"(\w+)::~?\1\([^{]*$|::operator=\(|^shoal::(size_of|name_of)\(")
 """Constructors, destructors and assignments, and two tables of constants."""
 ACCESSOR = 5

@@ -130,16 +130,30 @@ def bound_waiting(
     check_model(model)
     check_optimizer(optimizer, model)
     check_max_norm(optimizer, max_norm)
+    size = dist.get_world_size(model.process_group)
+    rule = _waiting_rule(size, wait_for, late, staleness, grace_s, asynchronous)
     if asynchronous:
-        if wait_for is not None or staleness is not None or late != "drop" or grace_s:
-            raise UsageError(
-                "bound_waiting: asynchronous steps wait for nobody; leave wait_for, staleness, late and "
-                "grace_s out"
-            )
         check_no_momentum(optimizer)
-        wait_for, late = 1, "next"
-    elif wait_for is None and staleness is None:
-        raise UsageError("bound_waiting: give wait_for or staleness; update_on_servers waits for all")
+    _check_corrections(compensation, extrapolation, wait_for, staleness, asynchronous)
+    if model.broadcast_buffers and any(True for _ in model.buffers()):
+        raise UsageError(
+            "bound_waiting: the model has buffers, which DDP broadcasts in each forward pass; give it "
+            "broadcast_buffers=False"
+        )
+    return BoundedWaiting(
+        model, optimizer, rule, max_norm=max_norm, log=log, compensation=compensation,
+        extrapolation=extrapolation, replicas=replicas,
+    )  # fmt: skip
+
+
+def _check_corrections(
+    compensation: float,
+    extrapolation: float,
+    wait_for: int | None,
+    staleness: int | None,
+    asynchronous: bool,
+) -> None:
+    """Check the two corrections for stale weights against the mode that they are for."""
     if not 0 <= compensation < math.inf or (compensation and not asynchronous):
         raise UsageError(
             f"bound_waiting: compensation={compensation} must be at least 0, and is for asynchronous steps"
@@ -149,19 +163,29 @@ def bound_waiting(
             f"bound_waiting: extrapolation={extrapolation} must be at least 0, and is for staleness of at "
             "least 1 without wait_for, where a gradient's is known before it is computed"
         )
-    if model.broadcast_buffers and any(True for _ in model.buffers()):
-        raise UsageError(
-            "bound_waiting: the model has buffers, which DDP broadcasts in each forward pass; give it "
-            "broadcast_buffers=False"
-        )
-    size = dist.get_world_size(model.process_group)
+
+
+def _waiting_rule(
+    size: int,
+    wait_for: int | None,
+    late: Late,
+    staleness: int | None,
+    grace_s: float,
+    asynchronous: bool,
+) -> WaitingRule:
+    """Return the rule of one mode, with the defaults that the others leave open."""
+    if asynchronous:
+        if wait_for is not None or staleness is not None or late != "drop" or grace_s:
+            raise UsageError(
+                "bound_waiting: asynchronous steps wait for nobody; leave wait_for, staleness, late and "
+                "grace_s out"
+            )
+        return WaitingRule(size, 1, "next", 0, grace_s, True)
+    if wait_for is None and staleness is None:
+        raise UsageError("bound_waiting: give wait_for or staleness; update_on_servers waits for all")
     if staleness is None:
-        staleness = 1 if late == "next" and not asynchronous else 0
-    rule = WaitingRule(size, size if wait_for is None else wait_for, late, staleness, grace_s, asynchronous)
-    return BoundedWaiting(
-        model, optimizer, rule, max_norm=max_norm, log=log, compensation=compensation,
-        extrapolation=extrapolation, replicas=replicas,
-    )  # fmt: skip
+        staleness = 1 if late == "next" else 0
+    return WaitingRule(size, size if wait_for is None else wait_for, late, staleness, grace_s, False)
 
 
 @dataclass(eq=False)
