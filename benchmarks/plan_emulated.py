@@ -36,7 +36,7 @@ from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import parse_rate
 from shoal.planner.convergence import Convergence
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
-from shoal.planner.prediction import Job, Part, predict
+from shoal.planner.prediction import Part, Training, predict
 from shoal.planner.recipe_workloads import workload_of_function
 from shoal.planner.step_time import MEMORY_EFFICIENCY, Layout, achieved_flops_for, step_time
 from shoal.planner.workload import Workload
@@ -180,7 +180,7 @@ def predicted_s(
         achieved_flops=flops,
         basis="measured",
     )
-    return predict(Job(recipe="ddp", parts=(part,)), workers, [layout], helpers).steps[0].total_s
+    return predict(Training(recipe="ddp", parts=(part,)), workers, [layout], helpers).steps[0].total_s
 
 
 # ---- the rows --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dataclasses import replace
 from benchmarks.harness import Benchmark
 from shoal.planner.convergence import Convergence, at_any_batch
 from shoal.planner.hardware import Catalog
-from shoal.planner.prediction import Job, Part
+from shoal.planner.prediction import Part, Training
 from shoal.planner.scaling_limits import breaks_first
 from shoal.planner.search import search
 from shoal.planner.workload import Layer, Workload
@@ -29,7 +29,7 @@ MOST_MEMORY_MIB = 256.0
 REPEATS = 5
 
 
-def job_of(num_workers: int) -> Job:
+def training_of(num_workers: int) -> Training:
     """Return a training of the model with 32 samples a worker."""
     layers = tuple(
         Layer(name=f"layer.{index}", num_parameters=1_500_000, forward_flops=5e8) for index in range(200)
@@ -41,7 +41,7 @@ def job_of(num_workers: int) -> Job:
         achieved_flops=4e13,
         basis="made",
     )
-    return Job(recipe="made", parts=(part,))
+    return Training(recipe="made", parts=(part,))
 
 
 def measure_here(num_workers: int) -> dict[str, float]:
@@ -50,8 +50,8 @@ def measure_here(num_workers: int) -> dict[str, float]:
     workers = replace(catalog.machines("p3dn.24xlarge"), count=num_workers // WORKERS_PER_HOST)
     helpers = replace(catalog.machines("c5n.18xlarge"), count=max(workers.count // 4, 1))
     begin_s = time.process_time()
-    best = search(job_of(num_workers), workers, helpers)[0]
-    breaks_first(job_of(num_workers).parts[0], workers, best.layouts[0], best.helpers)
+    best = search(training_of(num_workers), workers, helpers)[0]
+    breaks_first(training_of(num_workers).parts[0], workers, best.layouts[0], best.helpers)
     seconds = time.process_time() - begin_s
     return {"seconds": seconds, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 

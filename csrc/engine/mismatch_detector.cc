@@ -16,7 +16,7 @@ bool MismatchDetector::issued(const Op& op) {
   const MutexLock lock(mutex_);
   records_[op.seq % kRecords] = {op.seq, op.signature, op.spec};
   num_issued_ = op.seq + 1;
-  return told_.erase(op.seq) > 0 || announced_.count(op.seq) > 0;
+  return suspected_ahead_.erase(op.seq) > 0 || announced_.count(op.seq) > 0;
 }
 
 // Returns this rank's record of `seq`; one with another number if `seq` is too old or in the future.
@@ -111,7 +111,7 @@ void MismatchDetector::add(std::uint64_t seq, const Suspicion& suspicion) {
   {
     const MutexLock lock(mutex_);
     mine = records_[seq % kRecords];
-    if (seq >= num_issued_) told_.insert(seq);
+    if (seq >= num_issued_) suspected_ahead_.insert(seq);
   }
   if (mine.seq != seq) return;
   diverged_ = true;

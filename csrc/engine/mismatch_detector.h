@@ -81,7 +81,7 @@ class MismatchDetector {
   Mutex mutex_;
   std::vector<Record> records_ GUARDED_BY(mutex_);
   std::map<std::uint64_t, std::map<int, Announcement>> announced_ GUARDED_BY(mutex_);  // by operation and rank
-  std::set<std::uint64_t> told_ GUARDED_BY(mutex_);  // suspected operations that this rank has not issued yet
+  std::set<std::uint64_t> suspected_ahead_ GUARDED_BY(mutex_);  // suspected, not issued by this rank yet
   std::uint64_t num_issued_ GUARDED_BY(mutex_) = 0;
   std::map<std::uint64_t, std::vector<Suspicion>> suspicions_ GUARDED_BY(network_thread);
   bool diverged_ GUARDED_BY(network_thread) = false;

@@ -248,7 +248,7 @@ def _classify(config: ClassifyConfig) -> Script:
 def _t5_classify(config: T5ClassifyConfig) -> Script:
     from shoal.data.text.text_to_text import make_text_to_text
     from shoal.models.t5 import read_t5
-    from shoal.recipes import t5_classify
+    from shoal.recipes import t5_classify, t5_written
 
     length = config.data.max_seq_length
 
@@ -258,7 +258,7 @@ def _t5_classify(config: T5ClassifyConfig) -> Script:
         examples = make_text_to_text(
             data,
             finetuning.read_source_tokenizer(source),
-            template=t5_classify.wording(config.data, data),
+            template=t5_written.wording(config.data, data),
             max_seq_length=length,
             end_id=sizes["eos_token_id"],
             pad_id=sizes["pad_token_id"],

@@ -96,12 +96,14 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
         catalog=request.catalog,
     )
     curve = []
-    job, workers = plans[0].job, plans[0].workers
+    training, workers = plans[0].training, plans[0].workers
     helpers = next((found.helpers for found in plans if found.helpers), None)
     for count in counts:
         fewer = replace(workers, count=count)
         helping = helpers and replace(helpers, count=max(1, round(helpers.count * count / workers.count)))
-        best = search(job, fewer, helping, goal=request.goal, algorithms=algorithms, wire_bytes=wire_bytes)
+        best = search(
+            training, fewer, helping, goal=request.goal, algorithms=algorithms, wire_bytes=wire_bytes
+        )
         curve += best[:1]
     unequal = []
     if request.slow_hosts or request.jitter:

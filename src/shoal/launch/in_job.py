@@ -111,7 +111,7 @@ def in_job(command: Sequence[str], how: InJob) -> int:
     step = slurm_step()
     how = _placed(how) if step is None else how
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, _exit_stopped)
     if how.leash:
         set_variables({SECRET_FILE: str(take_secret(sys.stdin))})
     _check(command, how, step)
@@ -428,8 +428,8 @@ def address_towards(host: str, *, deadline_s: float = _NAME_DEADLINE_S) -> str:
         pause_s = min(2 * pause_s, 2.0)
 
 
-def _leave(number: int, frame: object) -> NoReturn:
-    """Leave while nothing runs yet: nothing was lost."""
+def _exit_stopped(number: int, frame: object) -> NoReturn:
+    """Exit as stopped; nothing runs yet, so nothing is lost."""
     sys.exit(EXIT_STOPPED)
 
 

@@ -81,7 +81,7 @@ def run_worker(main: Callable[[], int]) -> NoReturn:
         if folder is None or report.rank != 0:  # the others' stderr is a file under our launcher
             who = f"worker {report.rank}: " if env and env.place.num_workers > 1 else ""
             print(f"{who}{report.traceback or report.message}", file=sys.stderr, flush=True)
-        _leave_soon(report.exit_code)
+        _exit_soon(report.exit_code)
         exit_code = report.exit_code
     sys.exit(exit_code)
 
@@ -139,15 +139,15 @@ def _leave_groups() -> None:
         distributed.destroy_process_group()
 
 
-def _leave_soon(exit_code: int) -> None:
+def _exit_soon(exit_code: int) -> None:
     """Exit after :data:`EXIT_DEADLINE_S`, whatever the interpreter still waits for."""
 
-    def leave() -> None:
+    def exit_now() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
 
-    timer = threading.Timer(EXIT_DEADLINE_S, leave)
+    timer = threading.Timer(EXIT_DEADLINE_S, exit_now)
     timer.daemon = True
     timer.start()
 

@@ -117,14 +117,14 @@ class Lamb(MomentsOptimizer):
         defaults |= {"bias_correction": bias_correction, "trust_ratio": True}
         super().__init__(params, defaults, implementation=implementation)
 
-    def _take_step(self, scale: Scale) -> None:
+    def _apply_update(self, scale: Scale) -> None:
         if self.max_grad_norm is None:
-            super()._take_step(scale)
+            super()._apply_update(scale)
             return
         norm = self._gradients_norm() * scale
         # as apex: no epsilon, and gradients below the limit stay as they are
         excess = norm / self.max_grad_norm
-        super()._take_step(
+        super()._apply_update(
             scale / (excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(1.0, excess))
         )
         self._grad_norm = norm

@@ -159,7 +159,7 @@ class MomentsOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_step(grad_scale)
+        self._apply_update(grad_scale)
         return loss
 
     def norms(self) -> tuple[float, float]:
@@ -168,7 +168,7 @@ class MomentsOptimizer(Optimizer):
         """
         return float(self._grad_norm), float(self._weight_norm)
 
-    def _take_step(self, scale: Scale) -> None:
+    def _apply_update(self, scale: Scale) -> None:
         squares: list[Squares] = []
         for group in self.param_groups:
             for is_native, params in self._batches(group):

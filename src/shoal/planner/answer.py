@@ -64,8 +64,8 @@ def text_of(
 
 
 def _best(plan: Plan) -> list[str]:
-    job, step, layout = plan.job, plan.steps[0], plan.layouts[0]
-    part = job.parts[0]
+    training, step, layout = plan.training, plan.steps[0], plan.layouts[0]
+    part = training.parts[0]
     hosts = f"{plan.workers}" + (f" + {plan.helpers}" if plan.helpers else "")
     room = require_accelerators(plan.workers).memory_bytes
     share = layout.global_batch * layout.per_replica / plan.workers.num_accelerators
@@ -73,14 +73,14 @@ def _best(plan: Plan) -> list[str]:
     cost = f"unknown: {prices}" if plan.dollars is None else f"{plan.dollars:,.0f} dollars (prices: {prices})"
     network = plan.workers.instance.network.source
     lines = [
-        f"{job.recipe} on {hosts} ({plan.workers.num_accelerators:,} accelerators)",
+        f"{training.recipe} on {hosts} ({plan.workers.num_accelerators:,} accelerators)",
         "",
         _time_line(plan),
         f"  cost               {cost}",
         f"  throughput         {plan.samples_per_s:,.0f} {part.workload.unit}/s, "
         f"{1e3 * step.total_s:.4g} ms per step",
         f"  scaling            {100 * plan.efficiency:.1f} % of {plan.workers.count} single hosts",
-        f"  global batch       {', '.join(f'{p.global_batch:,}' for p in job.parts)} (per device "
+        f"  global batch       {', '.join(f'{p.global_batch:,}' for p in training.parts)} (per device "
         f"{share:g} samples, {step.micro_batches} × {share / step.micro_batches:g})",
         f"  gradients          {'fp32' if layout.wire_bytes == 4 else 'bf16'}, buckets of "
         f"{layout.bucket_bytes / 2**20:.0f} MiB",
@@ -136,7 +136,7 @@ def _advice(divisions: Sequence[Division]) -> str:
 
 def _time_line(plan: Plan) -> str:
     """Return the time of the run; where a target is published, with and without evaluation."""
-    convergence, whole = plan.job.parts[0].convergence, duration(plan.total_s)
+    convergence, whole = plan.training.parts[0].convergence, duration(plan.total_s)
     if not convergence.target:
         return f"  time to train      {whole}  ({convergence.source})"
     pure, to = duration(plan.total_s - plan.where["evaluation"]), convergence.target
@@ -206,7 +206,7 @@ def helpers_sentence(with_helpers: Plan, without: Plan) -> str:
 
 def _limits_line(plan: Plan) -> str:
     """Return the assumption that breaks first, on these hosts or on the way to more."""
-    part, layout = plan.job.parts[0], plan.layouts[0]
+    part, layout = plan.training.parts[0], plan.layouts[0]
     if first := breaks_first(part, plan.workers, layout, plan.helpers):
         count, strain = first
         return f"From {count:,} hosts on, do not rely on: {strain.assumption} ({strain.detail})."
@@ -226,9 +226,9 @@ def json_of(
 ) -> dict[str, Any]:
     """Return everything for programs: the basis, all plans with the best first, and those of a sweep."""
     return {
-        "recipe": plans[0].job.recipe,
-        "target": plans[0].job.parts[0].convergence.target,
-        "basis": [part.basis for part in plans[0].job.parts],
+        "recipe": plans[0].training.recipe,
+        "target": plans[0].training.parts[0].convergence.target,
+        "basis": [part.basis for part in plans[0].training.parts],
         "network": plans[0].workers.instance.network.source,
         "best": _plan_json(plans[0]),
         "plans": [_plan_json(plan) for plan in plans],
@@ -278,7 +278,7 @@ def page_of(
     unequal: Sequence[Division] = (),
 ) -> str:
     """Return an HTML page with the text and, for a sweep, the scaling curve as SVG; it loads nothing."""
-    title = html.escape(f"{plans[0].job.recipe} on {plans[0].workers}")
+    title = html.escape(f"{plans[0].training.recipe} on {plans[0].workers}")
     picture = f"<h2>Scaling: samples/s over hosts</h2>{_curve_svg(curve)}" if len(curve) > 1 else ""
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"

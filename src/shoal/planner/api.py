@@ -13,7 +13,7 @@ from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
 from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
-from shoal.planner.prediction import START_S, Job, Part, Plan, achieved
+from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
 from shoal.planner.recipe_workloads import require_recipe, workload, workload_of_function, workload_of_model
 from shoal.planner.search import Goal, search
 from shoal.planner.workload import Workload
@@ -113,8 +113,8 @@ def plan(
         parts.append(
             Part(workload=counted, convergence=table, global_batch=batch, achieved_flops=flops, basis=basis)
         )
-    job = Job(recipe=name, parts=tuple(parts), start_s=start_s)
-    return search(job, hosts, helping, goal=goal, algorithms=algorithms, wire_bytes=wire_bytes)
+    training = Training(recipe=name, parts=tuple(parts), start_s=start_s)
+    return search(training, hosts, helping, goal=goal, algorithms=algorithms, wire_bytes=wire_bytes)
 
 
 def _with_measured(

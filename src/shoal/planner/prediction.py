@@ -1,4 +1,4 @@
-"""Predicts a job for one choice of hosts and layout: steps, the whole run, memory and cost.
+"""Predicts a training for one choice of hosts and layout: steps, the whole run, memory and cost.
 
     time to train = start + steps · step + evaluations · (forward passes + pause) + checkpoints
 
@@ -33,7 +33,7 @@ _SAME_CHIP = {"V100-32GB": "V100-SXM3-32GB"}
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a job with one workload and one batch; most jobs have one."""
+    """A part of a training with one workload and one batch; most have one."""
 
     workload: Workload
     convergence: Convergence
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Training:
     """A training to predict."""
 
     recipe: str
@@ -73,9 +73,9 @@ class RunTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout on given hosts with its predicted step, run, memory and cost; parts of a job are added up."""
+    """A layout on given hosts with its predicted step, run, memory and cost, summed over the parts."""
 
-    job: Job
+    training: Training
     workers: Machines
     helpers: Machines | None
     layouts: tuple[Layout, ...]
@@ -107,8 +107,10 @@ class Plan:
         }
 
 
-def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Machines | None = None) -> Plan:
-    """Predict a job.
+def predict(
+    training: Training, workers: Machines, layouts: Sequence[Layout], helpers: Machines | None = None
+) -> Plan:
+    """Predict the time, memory and cost of a training on given hosts.
 
     Args:
         layouts: one per part, with the part's global batch.
@@ -119,7 +121,7 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
     steps: list[StepTime] = []
     runs: list[RunTime] = []
     memories: list[float] = []
-    for part, layout in zip(job.parts, layouts, strict=True):
+    for part, layout in zip(training.parts, layouts, strict=True):
         step = step_time(part.workload, workers, layout, achieved_flops=part.achieved_flops, helpers=helpers)
         steps.append(step)
         runs.append(
@@ -128,19 +130,19 @@ def predict(job: Job, workers: Machines, layouts: Sequence[Layout], helpers: Mac
                 workers,
                 step_s=step.total_s,
                 per_replica=layout.per_replica,
-                start_s=0.0 if runs else job.start_s,
-                checkpoint_every_steps=job.checkpoint_every_steps,
+                start_s=0.0 if runs else training.start_s,
+                checkpoint_every_steps=training.checkpoint_every_steps,
             )
         )
         replicas = num_replicas(workers, layout)
         micro = part.global_batch / replicas / step.micro_batches
         memories.append(device_memory(part.workload, layout, replicas=replicas, micro_batch=micro))
     total_s = sum(run.total_s for run in runs)
-    alone = _alone(job.parts[0], workers, layouts[0])
-    rate = job.parts[0].global_batch / steps[0].total_s
+    alone = _alone(training.parts[0], workers, layouts[0])
+    rate = training.parts[0].global_batch / steps[0].total_s
     prices = [machines.price_per_hour for machines in (workers, helpers) if machines]
     return Plan(
-        job=job,
+        training=training,
         workers=workers,
         helpers=helpers,
         layouts=tuple(layouts),

@@ -11,7 +11,7 @@ from shoal.errors import UsageError
 from shoal.planner.device_memory import RESERVED, device_memory
 from shoal.planner.hardware import Machines, require_accelerators
 from shoal.planner.network import ALGORITHMS
-from shoal.planner.prediction import Job, Part, Plan, predict
+from shoal.planner.prediction import Part, Plan, Training, predict
 from shoal.planner.step_time import Layout, num_replicas
 
 Goal = Literal["time", "cost"]
@@ -90,7 +90,7 @@ def _micro_batches(share: float, stages: int) -> Iterator[float]:
 
 
 def search(
-    job: Job,
+    training: Training,
     workers: Machines,
     helpers: Machines | None = None,
     *,
@@ -114,9 +114,9 @@ def search(
         if algorithm == "two-hop-helpers" and helpers is None:
             continue
         choices = [
-            layouts_of(part, workers, algorithm=algorithm, wire_bytes=wire_bytes) for part in job.parts
+            layouts_of(part, workers, algorithm=algorithm, wire_bytes=wire_bytes) for part in training.parts
         ]
-        plans += [predict(job, workers, layouts, used) for layouts in itertools.product(*choices)]
+        plans += [predict(training, workers, layouts, used) for layouts in itertools.product(*choices)]
     if not plans:
         raise UsageError("no algorithm is left to plan with; two-hop-helpers needs --helpers")
     if goal == "cost" and any(plan.dollars is None for plan in plans):

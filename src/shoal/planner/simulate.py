@@ -142,7 +142,7 @@ class _Simulation:
         self.now = time
         for piece in gone:
             self.active.remove(piece)
-            self._leave(piece)
+            self._finish_phase(piece)
         while self.events and self.events[0][0] <= self.now:
             self._arrive(heapq.heappop(self.events)[2])
 
@@ -164,7 +164,7 @@ class _Simulation:
         piece.left = piece.amount
         self.active.append(piece)
 
-    def _leave(self, piece: _Piece) -> None:
+    def _finish_phase(self, piece: _Piece) -> None:
         place = (piece.bucket, piece.phase)
         self.ended[place] = self.now + self.phases[piece.phase].latency_s
         piece.phase += 1

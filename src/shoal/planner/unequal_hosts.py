@@ -118,7 +118,7 @@ def divisions(plan: Plan, speeds: Sequence[float], *, jitter: float) -> list[Div
     possible = len(speeds) / sum(speeds) * float(factors.mean())
     found, slows = [], []
     # T5's recipe is a pipeline even of one stage, and a pipeline is built for parts of one size.
-    whole = plan.job.recipe.startswith("t5") or any(layout.per_replica > 1 for layout in plan.layouts)
+    whole = plan.training.recipe.startswith("t5") or any(layout.per_replica > 1 for layout in plan.layouts)
     for name in ("equal",) if whole else ("equal", "by-speed"):
         slow = [_slowest_part(layout.global_batch, speeds, factors, name) for layout in plan.layouts]
         times = [
@@ -216,7 +216,7 @@ def _served(plan: Plan, slow: Sequence[float], possible: float) -> list[Division
 
 
 def _exchange_s(plan: Plan, number: int, window_s: float = 0.0, *, copies: bool = False) -> float:
-    workload, layout = plan.job.parts[number].workload, plan.layouts[number]
+    workload, layout = plan.training.parts[number].workload, plan.layouts[number]
     return served_s(workload, plan.workers, plan.helpers, layout, window_s=window_s, copies=copies)
 
 

@@ -28,9 +28,9 @@ from shoal.env import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import classify, finetuning, run_script, t5_written
-from shoal.recipes.classify import ClassifyDataConfig, TextColumnsConfig
+from shoal.recipes.classify import ClassifyDataConfig
 from shoal.recipes.finetuning import EXPORT, FinetuneConfig, FinetuneOptimConfig
-from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search
+from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search, T5WordingConfig
 from shoal.train.config import required
 
 if TYPE_CHECKING:
@@ -49,35 +49,6 @@ NO_LABEL = "(no label)"
 # ------------------------------------------------------------------------------------------------- config
 
 PRESETS = ("t5", "tiny")
-
-
-@dataclass(frozen=True, kw_only=True)
-class T5WordingConfig(TextColumnsConfig):
-    """Columns of texts, the wording of inputs and their length."""
-
-    task: str = "mnli"
-    """The task's name, with which inputs begin; mnli, qnli and qqp in T5's wording, others with sentence1 and
-    sentence2, or sentence."""
-    template: str | None = None
-    """Another wording, such as "topic of: {first}", with {first} and {second} in place of the texts."""
-    source_column: str = ""
-    """Column of the texts to read in a task whose targets are texts, not labels; an input is
-    "TASK: text"."""
-    target_column: str = ""
-    """Column of the texts to write."""
-    max_seq_length: int = 512
-    """Tokens of an input at most, the end token included; longer inputs are cut at the end."""
-    max_target_length: int = 128
-    """Tokens of a text to write at most, the end token included; longer ones are cut at the end."""
-
-    @property
-    def is_text(self) -> bool:
-        """Return true where targets are texts, not labels."""
-        return bool(self.source_column)
-
-    def __post_init__(self) -> None:
-        if self.template is not None and self.template.count("{first}") != 1:
-            raise UsageError(f'data.template {self.template!r} must have "{{first}}" in it, once')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +194,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             if parallel.splits
             else None,
             notes=[
-                f"worded as: {wording(config.data, training.data)}",
+                f"worded as: {t5_written.wording(config.data, training.data)}",
                 *(counts(config.data, file) for file in files),
             ],
         )
@@ -342,8 +313,10 @@ def open_files(config: T5ClassifyConfig, model: "T5", tokenizer: "Tokenizer") ->
     if settings.is_text and not splits:
         require_packages(config.generation.metrics)
     files_data = read_files(settings)
-    template = wording(settings, files_data[0])
-    files = [examples_of(settings, data, model, tokenizer, template=template) for data in files_data]
+    template = t5_written.wording(settings, files_data[0])
+    files = [
+        t5_written.examples_of(settings, data, model, tokenizer, template=template) for data in files_data
+    ]
     first_search = Search(num_tokens=settings.max_target_length, num_beams=4, length_penalty=0.6)
     labels = () if settings.is_text else files_data[0].labels
     form = Form(template=template, labels=labels, search=first_search)
@@ -354,39 +327,6 @@ def open_files(config: T5ClassifyConfig, model: "T5", tokenizer: "Tokenizer") ->
     width = max(int(file.lengths.max()) for file in files)
     target_width = max(file.longest_word for file in files)
     return [replace(file, width=width, target_width=target_width) for file in files]
-
-
-def examples_of(
-    settings: T5WordingConfig, data: "ClassifyData", model: "T5", tokenizer: "Tokenizer", *, template: str
-) -> "TextToText":
-    """Return the examples of a file as the model reads them.
-
-    Raises:
-        UsageError: the tokenizer cannot be used for them.
-    """
-    from shoal.data.text.text_to_text import make_text_to_text
-
-    sizes = model.weights.config
-    return make_text_to_text(
-        data,
-        tokenizer,
-        template=template,
-        max_seq_length=settings.max_seq_length,
-        end_id=sizes.eos_token_id,
-        pad_id=sizes.pad_token_id,
-        max_target_length=settings.max_target_length if settings.is_text else None,
-    )
-
-
-def wording(settings: T5WordingConfig, data: "ClassifyData") -> str:
-    """Return the template of a file's inputs."""
-    from shoal.data.text.text_to_text import template_of
-
-    if settings.template:
-        return settings.template
-    if settings.is_text:
-        return f"{settings.task}: {{first}}" if settings.task else "{first}"
-    return template_of(settings.task, has_pairs=data.examples[0].second is not None)
 
 
 def counts(settings: T5DataConfig, file: "TextToText") -> str:
@@ -416,7 +356,7 @@ def check(config: T5ClassifyConfig, num_workers: int, dry_run: bool) -> list[str
         return []
     return [
         *finetuning.describe(config, len(files[0].examples), num_workers),
-        f"worded as    {wording(config.data, files[0])}",
+        f"worded as    {t5_written.wording(config.data, files[0])}",
         *([] if config.data.is_text else [f"labels       {', '.join(files[0].labels)}"]),
         *(f"{data.path}: {len(data.examples):,} examples" for data in files),
     ]

@@ -12,8 +12,7 @@ from shoal.errors import UsageError
 from shoal.recipes import classify, classify_use, t5_classify, t5_written, using
 from shoal.recipes.classify import LabelledColumnsConfig
 from shoal.recipes.classify_use import EvaluateLabelsConfig, TextsConfig
-from shoal.recipes.t5_classify import T5WordingConfig
-from shoal.recipes.t5_written import Form, GenerationConfig, SearchConfig
+from shoal.recipes.t5_written import Form, GenerationConfig, SearchConfig, T5WordingConfig
 from shoal.recipes.using import Row
 
 if TYPE_CHECKING:
@@ -93,8 +92,8 @@ def _examples(
     columns: T5TextsConfig, data: "ClassifyData", model: "T5", tokenizer: "Tokenizer", form: Form
 ) -> "TextToText":
     asked = columns.template or columns.task
-    template = t5_classify.wording(columns, data) if asked else form.template
-    return t5_classify.examples_of(columns, data, model, tokenizer, template=template)
+    template = t5_written.wording(columns, data) if asked else form.template
+    return t5_written.examples_of(columns, data, model, tokenizer, template=template)
 
 
 # ------------------------------------------------------------------------------------------------- scores

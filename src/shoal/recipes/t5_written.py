@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.data.text.text_scores import METRICS, Metric, score_texts
 from shoal.errors import UsageError, require_positive
 from shoal.recipes import finetuning
+from shoal.recipes.classify import TextColumnsConfig
 from shoal.train.config import required
 
 if TYPE_CHECKING:
@@ -37,6 +38,35 @@ LOSS = "loss"
 """The score of texts in stages: cross-entropy per token of the targets, the end tokens included."""
 
 # ------------------------------------------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5WordingConfig(TextColumnsConfig):
+    """Columns of texts, the wording of inputs and their length."""
+
+    task: str = "mnli"
+    """The task's name, with which inputs begin; mnli, qnli and qqp in T5's wording, others with sentence1 and
+    sentence2, or sentence."""
+    template: str | None = None
+    """Another wording, such as "topic of: {first}", with {first} and {second} in place of the texts."""
+    source_column: str = ""
+    """Column of the texts to read in a task whose targets are texts, not labels; an input is
+    "TASK: text"."""
+    target_column: str = ""
+    """Column of the texts to write."""
+    max_seq_length: int = 512
+    """Tokens of an input at most, the end token included; longer inputs are cut at the end."""
+    max_target_length: int = 128
+    """Tokens of a text to write at most, the end token included; longer ones are cut at the end."""
+
+    @property
+    def is_text(self) -> bool:
+        """Return true where targets are texts, not labels."""
+        return bool(self.source_column)
+
+    def __post_init__(self) -> None:
+        if self.template is not None and self.template.count("{first}") != 1:
+            raise UsageError(f'data.template {self.template!r} must have "{{first}}" in it, once')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +155,39 @@ def form_of(model: "T5") -> Form:
         )
         return Form(template=template, search=search)
     return Form()
+
+
+def examples_of(
+    settings: T5WordingConfig, data: "ClassifyData", model: "T5", tokenizer: "Tokenizer", *, template: str
+) -> "TextToText":
+    """Return the examples of a file as the model reads them.
+
+    Raises:
+        UsageError: the tokenizer cannot be used for them.
+    """
+    from shoal.data.text.text_to_text import make_text_to_text
+
+    sizes = model.weights.config
+    return make_text_to_text(
+        data,
+        tokenizer,
+        template=template,
+        max_seq_length=settings.max_seq_length,
+        end_id=sizes.eos_token_id,
+        pad_id=sizes.pad_token_id,
+        max_target_length=settings.max_target_length if settings.is_text else None,
+    )
+
+
+def wording(settings: T5WordingConfig, data: "ClassifyData") -> str:
+    """Return the template of a file's inputs."""
+    from shoal.data.text.text_to_text import template_of
+
+    if settings.template:
+        return settings.template
+    if settings.is_text:
+        return f"{settings.task}: {{first}}" if settings.task else "{first}"
+    return template_of(settings.task, has_pairs=data.examples[0].second is not None)
 
 
 # ------------------------------------------------------------------------------------------------- generation

@@ -545,7 +545,7 @@ class Run:
             self._reach()
             return None
         if num_stops:
-            self._leave()
+            self._save_and_stop()
             return None
         if self._shares is not None and self._shares.observe(self.step + 1, sums[4:]):
             self._tell_shares(self._shares)
@@ -831,7 +831,7 @@ class Run:
             row = record.Shares(step=self.step + 1, samples=list(shares.current), seconds=shares.seconds)
             self.log.write(row)
 
-    def _leave(self) -> None:
+    def _save_and_stop(self) -> None:
         """Save because a signal asked some worker to stop."""
         self.stopped = True
         self.save(wait=True)

@@ -10,7 +10,7 @@ from plan_made import hosts, model
 from shoal.errors import UsageError
 from shoal.planner.answer import best_of_each, helpers_sentence, reason
 from shoal.planner.convergence import Convergence
-from shoal.planner.prediction import Job, Part, run_time
+from shoal.planner.prediction import Part, Training, run_time
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.search import layouts_of, search
 from shoal.planner.step_time import Layout
@@ -35,8 +35,8 @@ def part(batch: int = 1024, **made: float) -> Part:
 
 
 def test_the_parts_of_the_time_add_up_and_cost_follows() -> None:
-    job = Job(recipe="made", parts=(part(),), start_s=60.0)
-    for plan in search(job, hosts(8), hosts(8, per_host=0, accelerator=None, price=1.0)):
+    training = Training(recipe="made", parts=(part(),), start_s=60.0)
+    for plan in search(training, hosts(8), hosts(8, per_host=0, accelerator=None, price=1.0)):
         assert sum(plan.where.values()) == pytest.approx(plan.total_s)
         price = 8 * 10.0 + (8 * 1.0 if plan.helpers else 0.0)
         assert plan.dollars == pytest.approx(price * plan.total_s / 3600)
@@ -44,19 +44,19 @@ def test_the_parts_of_the_time_add_up_and_cost_follows() -> None:
 
 
 def test_time_and_cost_rank_differently() -> None:
-    job = Job(recipe="made", parts=(part(),))
+    training = Training(recipe="made", parts=(part(),))
     # A slow network, so that helpers pay in time; and dear, so that they do not in money.
     workers, helpers = hosts(8, nic=1e9), hosts(8, per_host=0, nic=1e9, accelerator=None, price=1000.0)
-    fastest = search(job, workers, helpers, goal="time")[0]
-    cheapest = search(job, workers, helpers, goal="cost")[0]
+    fastest = search(training, workers, helpers, goal="time")[0]
+    cheapest = search(training, workers, helpers, goal="cost")[0]
     assert fastest.helpers and not cheapest.helpers
     assert fastest.total_s < cheapest.total_s and (fastest.dollars or 0) > (cheapest.dollars or 0)
     assert "save" in helpers_sentence(fastest, cheapest) and "dollars more" in helpers_sentence(
         fastest, cheapest
     )
     with pytest.raises(UsageError, match="has no price per hour"):
-        search(job, hosts(8, price=None), goal="cost")
-    best, second, *_ = best_of_each(search(job, workers, helpers))
+        search(training, hosts(8, price=None), goal="cost")
+    best, second, *_ = best_of_each(search(training, workers, helpers))
     assert reason(best, best).startswith("the best; it loses most to network")
     assert "network" in reason(second, best)
 

@@ -103,7 +103,7 @@ def test_modes_on_servers_take_what_the_formulas_say(plan: Plan) -> None:
     speeds, step, hosts = host_speeds(8, ["1x0.5"]), plan.steps[0], 8
     found = {each.name: each for each in divisions(plan, speeds, jitter=1e-9)}
     computed_s = step.total_s - step.exposed_s - step.optimizer_s
-    workload, layout = plan.job.parts[0].workload, plan.layouts[0]
+    workload, layout = plan.training.parts[0].workload, plan.layouts[0]
     sent_s = served_s(workload, plan.workers, None, layout)
     on_servers_s = sent_s + step.optimizer_s / hosts
     assert found["staleness=2"].step_s == pytest.approx(2 * computed_s, rel=1e-3)
@@ -126,7 +126,7 @@ def test_an_update_on_servers_sends_there_and_back() -> None:
     window hides the way there.
     """
     plan = api.plan("bert-large", "8xp3dn.24xlarge", global_batch=512 * 8)[0]
-    workload, workers = plan.job.parts[0].workload, plan.workers
+    workload, workers = plan.training.parts[0].workload, plan.workers
     num_bytes = 4 * workload.num_parameters * workload.trainable
     rate = capacities(workers)[OUT]
     hop_s = workers.instance.network.latency_s

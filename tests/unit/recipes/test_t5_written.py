@@ -9,12 +9,13 @@ import pytest
 import finetune_made as made
 from shoal.errors import UsageError
 from shoal.models.t5 import read_t5
-from shoal.recipes.t5_classify import T5ClassifyConfig, T5DataConfig, T5WordingConfig
+from shoal.recipes.t5_classify import T5ClassifyConfig, T5DataConfig
 from shoal.recipes.t5_written import (
     Form,
     GenerationConfig,
     Search,
     SearchConfig,
+    T5WordingConfig,
     form_of,
     require_labels,
     set_form,
