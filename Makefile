@@ -19,11 +19,12 @@ unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.map')
 
 comma   := ,
-# $(call core_tests,NAME,SANITIZERS): builds and runs them in build/core-NAME, from few large sources: most of the time
-# of a source goes into its headers.
-core_tests = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+# $(call core_build,NAME,SANITIZERS): builds the C++ tests in build/core-NAME, from few large sources: most of the time of
+# a source goes into its headers. $(call core_run,NAME) runs them.
+core_build = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DSHOAL_BUILD_TESTS=ON -DSHOAL_SANITIZE=$(2) -DCMAKE_UNITY_BUILD=ON --log-level=WARNING >/dev/null && \
-	$(BIN)/cmake --build build/core-$(1) -- --quiet && build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
+	$(BIN)/cmake --build build/core-$(1) -- --quiet
+core_run = build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
 .PHONY: help setup train test test-core test-real test-all bench gpu gpu-wheels gpu-data gpu-rehearsal \
 	lint docs wheels wheels-all clean
@@ -52,8 +53,11 @@ test: test-core  ## the tests of every change (at most 12 minutes on 2 cores)
 	$(BIN)/pytest -m 'not slow' --ignore=tests/real $(TWO)
 
 test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and thread sanitizer
-	@$(call core_tests,asan,address$(comma)undefined)
-	@$(call core_tests,tsan,thread)
+	@$(call core_build,asan,address$(comma)undefined)
+	@$(call core_build,tsan,thread)
+	@{ $(call core_run,tsan); } >build/core-tsan/tests.txt 2>&1 & tsan=$$!; \
+	{ $(call core_run,asan); }; asan=$$?; \
+	wait $$tsan; tsan=$$?; cat build/core-tsan/tests.txt; exit $$((asan + tsan))
 
 test-real: wheels  ## the tests with what the real world brings: a wheel in fresh environments, Slurm
 	$(BIN)/pytest -m 'not slow' tests/real

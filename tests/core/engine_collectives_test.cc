@@ -79,7 +79,7 @@ TEST_OVER_EACH(engine_every_kind_on_every_placement) {
   }
 }
 
-// 300,001 floats are many chunks a server; the small options force every queue and window to fill.
+// 50,003 floats are many chunks a server; the small options force every queue and window to fill.
 TEST_OVER_EACH(engine_long_tensors_with_small_windows_and_few_slots) {
   for (const Placement& placement : placements()) {
     Group group(placement, [](shoal::EngineOptions& options) {
@@ -90,7 +90,7 @@ TEST_OVER_EACH(engine_long_tensors_with_small_windows_and_few_slots) {
       options.unexpected_bytes = 16 << 10;
       options.connections_per_peer = 2;
     });
-    all_kinds(group, placement, 100'003);
+    all_kinds(group, placement, 50'003);
     group.close();
   }
 }
