@@ -27,7 +27,7 @@ def block_s(run: Run, steps: Iterator[int], write: bool) -> float:
     """Return the seconds of a block, with its line and checkpoint if asked."""
     begin_s = time.perf_counter()
     for number in range(BLOCK_STEPS):
-        run.writes_line = write and number == 0
+        run.lines = [run.step + 1] if write and number == 0 else []
         next(steps)
         if write and number == 0:
             run.save()

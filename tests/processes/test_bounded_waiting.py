@@ -30,9 +30,10 @@ STEPS = 24
 PAUSE_S = 0.03
 
 
-def net() -> nn.Module:
+def net(norms: bool = False) -> nn.Module:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Embedding(1031, 33), nn.Flatten(), nn.Linear(99, 7))
+    norm = nn.BatchNorm1d(99) if norms else nn.Identity()
+    return nn.Sequential(nn.Embedding(1031, 33), nn.Flatten(), norm, nn.Linear(99, 7))
 
 
 def backward(model: nn.Module, rank: int, batch: int) -> None:
@@ -58,7 +59,7 @@ def read(log: Path) -> list[dict[str, Any]]:
 def require_replay(
     model: nn.Module, optimizer: Optimizer, log: Path, name: str, max_norm: float | None, extrapolation: float
 ) -> None:
-    want = net()
+    want = net(norms=any(True for _ in model.buffers()))
     reference = OPTIMIZERS[name](want)
     taken = replay(
         log, want, reference, lambda rank, batch: backward(want, rank, batch),
@@ -69,10 +70,14 @@ def require_replay(
         assert torch.equal(have, wanted)
         for key, value in reference.state[wanted].items():
             assert torch.equal(optimizer.state[have][key], value), key
+    for found, buffer in zip(model.buffers(), want.buffers(), strict=True):
+        assert torch.equal(found, buffer)
 
 
-def train(rank: int, folder: Path, name: str, max_norm: float | None, options: dict[str, Any]) -> None:
-    model = DistributedDataParallel(net())
+def train(
+    rank: int, folder: Path, name: str, max_norm: float | None, norms: bool, options: dict[str, Any]
+) -> None:
+    model = DistributedDataParallel(net(norms), broadcast_buffers=False)
     optimizer = OPTIMIZERS[name](model)
     log = folder / "log.jsonl"
     training = bound_waiting(model, optimizer, max_norm=max_norm, log=log, **options)
@@ -103,18 +108,18 @@ def train(rank: int, folder: Path, name: str, max_norm: float | None, options: d
 
 
 @pytest.mark.parametrize(
-    ("name", "max_norm", "options"),
+    ("name", "max_norm", "norms", "options"),
     [
-        ("adamw", None, {"wait_for": 3}),
-        ("adamw", None, {"wait_for": 2, "grace_s": 0.01}),
-        ("lamb", 0.3, {"wait_for": 3, "late": "next"}),
-        ("momentum", 0.3, {"staleness": 2, "extrapolation": 1.0}),
+        ("adamw", None, True, {"wait_for": 3}),
+        ("adamw", None, False, {"wait_for": 2, "grace_s": 0.01}),
+        ("lamb", 0.3, True, {"wait_for": 3, "late": "next"}),
+        ("momentum", 0.3, True, {"staleness": 2, "extrapolation": 1.0}),
     ],
 )
 def test_a_replay_in_one_process_has_the_same_bits(
-    tmp_path: Path, name: str, max_norm: float | None, options: dict[str, Any]
+    tmp_path: Path, name: str, max_norm: float | None, norms: bool, options: dict[str, Any]
 ) -> None:
-    run_group(train, len(HOSTS), tmp_path / "group", tmp_path, name, max_norm, options, hosts=HOSTS)
+    run_group(train, len(HOSTS), tmp_path / "group", tmp_path, name, max_norm, norms, options, hosts=HOSTS)
 
 
 def take_asynchronous_steps(rank: int, folder: Path, compensation: float) -> None:
@@ -258,7 +263,7 @@ def refuse(rank: int) -> None:
     hooked = DistributedDataParallel(net())
     training = bound_waiting(hooked, AdamW(hooked.parameters()), wait_for=1)
     for batch in training.batches([1]):
-        hooked.module[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+        hooked.module[-1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
         backward(hooked, rank, batch)
         with pytest.raises(UsageError, match="a hook that reads its gradient"):
             training.step()

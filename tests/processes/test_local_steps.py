@@ -25,6 +25,7 @@ from shoal.train import bounded_replay
 from shoal.train.bounded_replay import summary
 from shoal.train.local_steps import set_moves, take_local_steps
 from shoal.train.served_tensors import checksum
+from shoal.train.weight_averaging import statistics_of
 
 HOSTS = ("a", "a", "b")
 STEPS, EVERY = 8, 3
@@ -33,7 +34,7 @@ ROUNDS, PAUSE_S = 8, 0.02
 
 def net() -> nn.Module:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Embedding(1031, 33), nn.Flatten(), nn.Linear(99, 7))
+    return nn.Sequential(nn.Embedding(1031, 33), nn.Flatten(), nn.BatchNorm1d(99), nn.Linear(99, 7))
 
 
 def backward(model: nn.Module, rank: int, step: int) -> None:
@@ -71,14 +72,30 @@ def replay(num_workers: int) -> tuple[nn.Module, Optimizer, list[dict[str, Any]]
                 moves = [(parts[0] - part) * (1.0 / num_workers) for part in parts[1:]]
                 parts[0].grad = sum(moves[1:], moves[0])
         outer.step()
-        weights = checksum(list(whole.parameters()))
-        row = {"exchange": len(log) + 1, "step": steps.stop, "local_steps": len(steps), "weights": weights}
-        log.append(row)
+        unite_norms(locals_)
+        sums = {
+            "weights": checksum(list(whole.parameters())),
+            "norms": checksum(statistics_of(locals_[0])),
+        }
+        log.append({"exchange": len(log) + 1, "step": steps.stop, "local_steps": len(steps), **sums})
     return whole, outer, log
 
 
+@torch.no_grad()
+def unite_norms(models: list[nn.Module]) -> None:
+    """Give all the means of their statistics, which are added in the order of the ranks."""
+    for (name, first), *others in zip(*(model.named_buffers() for model in models), strict=True):
+        if first.is_floating_point():
+            first /= len(models)
+            for _, other in others:
+                first += other / len(models)
+        for _, other in others:
+            other.copy_(first)
+        assert name.startswith("2.")
+
+
 def compare(rank: int, folder: Path) -> None:
-    model = DistributedDataParallel(net())
+    model = DistributedDataParallel(net(), broadcast_buffers=False)
     outer, inner = outer_of(model), inner_of(model)
     training = take_local_steps(model, inner, outer, every=EVERY, log=folder / "log.jsonl")
     for step in range(STEPS):
@@ -101,7 +118,7 @@ def test_a_replay_in_one_process_has_the_same_bits(tmp_path: Path) -> None:
 
 def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
     """Workers are late by turns; the state of their own optimizers is that of all their rounds."""
-    model = DistributedDataParallel(net())
+    model = DistributedDataParallel(net(), broadcast_buffers=False)
     outer, inner, log = outer_of(model), inner_of(model), folder / "log.jsonl"
     training = take_local_steps(model, inner, outer, every=EVERY, log=log, **options)
     pauses, done = random.Random(rank), []
@@ -150,12 +167,12 @@ def refuse(rank: int) -> None:
             take_local_steps(model, inner_of(model), outer(model.parameters(), lr=0.7), every=every)
 
     with pytest.raises(UsageError, match=r"grace_s=1.0 and late='drop' are for exchanges with a quorum"):
-        model = DistributedDataParallel(net())
+        model = DistributedDataParallel(net(), broadcast_buffers=False)
         take_local_steps(model, inner_of(model), outer_of(model), every=2, grace_s=1.0)
-    refused("every=0 local steps", DistributedDataParallel(net()), every=0)
-    refused("Lamb needs norms", DistributedDataParallel(net()), Lamb)
+    refused("every=0 local steps", DistributedDataParallel(net(), broadcast_buffers=False), every=0)
+    refused("Lamb needs norms", DistributedDataParallel(net(), broadcast_buffers=False), Lamb)
     refused("broadcast_buffers=False", DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7))))
-    model = DistributedDataParallel(net())
+    model = DistributedDataParallel(net(), broadcast_buffers=False)
     with pytest.raises(CommError, match=r"after 2 local steps.*after 3 local steps"):
         take_local_steps(model, inner_of(model), outer_of(model), every=2 + rank)
 

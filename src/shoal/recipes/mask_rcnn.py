@@ -85,7 +85,6 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.recipes.mask_rcnn_score import Scored, evaluate, gather_results, recorded
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
-    from shoal.train.weight_averaging import average_norms
     from shoal.train.world import run_on_all
 
     with Run.open(config=config, recipe="mask_rcnn", immutable=IMMUTABLE, worker=worker) as run:
@@ -142,8 +141,6 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
                     losses = mean_losses(ddp(images.like_weights(inputs, model), targets, keys))
                     step.backward(losses.sum() / step.num_samples)
                     step.add(step.num_samples, **dict(zip(LOSSES, losses, strict=True)))
-                average_norms(model, run.world)
-                run.timer.lap("gradient_wait")
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.is_done and run.due(config.run.validation_frequency, evaluation=True):
                 scored = score()

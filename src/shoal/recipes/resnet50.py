@@ -6,7 +6,7 @@
 
 One optimizer step: each worker takes its part of the global batch as micro-batches, which threads have
 decoded and augmented ahead; losses are sums, divided by the images of the whole global batch; the last
-backward averages the gradients over the workers, then the norms' running statistics are averaged too; leaving
+backward averages the gradients over the workers, and the update the norms' running statistics too; leaving
 the step updates the weights. Norms compute with the statistics of a micro-batch, so its size is part of the
 recipe, and the number of workers is not.
 
@@ -80,7 +80,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.recipes.resnet50_score import TOP1, evaluate
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
-    from shoal.train.weight_averaging import WeightAverage, average_norms
+    from shoal.train.weight_averaging import WeightAverage
 
     with Run.open(config=config, recipe="resnet50", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- data
@@ -121,6 +121,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
         last = plan.schedule.total_steps
         epoch_ends = plan.epochs.ends(1, last)
         validation_ends = plan.epochs.ends(config.validation.every_epochs, last)
+        run.lines = epoch_ends
         scored: nn.Module | None = None
         notes, chance = [*plan.lines(), f"held out     {len(held_out):,} images"], {TOP1: 1 / num_classes}
         steps = run.steps(source, plan.batch, until=last, on_host=True, references=chance, notes=notes)
@@ -139,15 +140,11 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                     step.add(step.num_samples, top1_accuracy=right.sum())
                     if config.data.on_bad == "skip":
                         step.add(0, replaced_images=batch["replaced"].sum())
-                average_norms(model, run.world)
-                run.timer.lap("gradient_wait")
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-                if step.number in epoch_ends:
-                    run.writes_line = True
             if not step.is_done:
                 continue
             if average:
-                average.update(model, step.number)
+                average.update(model, run.step)
             if run.due(validation_ends, evaluation=True):
                 scored = score()
             if run.due(epoch_ends):

@@ -18,6 +18,7 @@ from shoal.json_text import parse_json
 from shoal.optim.moments import norm_of
 from shoal.train.gradients import clip_factor, scale_all
 from shoal.train.served_tensors import checksum
+from shoal.train.weight_averaging import statistics_of
 
 
 @dataclass(frozen=True)
@@ -146,19 +147,22 @@ def replay(
 
     Args:
         log: that rank 0 has written.
-        model: with the weights that rank 0 had at the beginning; not wrapped.
+        model: with the weights that rank 0 had at the beginning; not wrapped. At the end its batch norms have
+            the statistics of the workers, too.
         optimizer: of :mod:`shoal.optim`, over the model's parameters.
         backward: computes the gradient of a rank's batch, as its worker has; gets the rank and the number of
             the batch, from 1.
         schedule: sets the optimizer's options for a step, given its number.
         max_norm: as it was there.
         dropped: also compute the gradients that no step has taken, in the order of each worker's batches:
-            for local steps with a quorum, where ``backward`` makes the local steps of a round.
+            for local steps with a quorum, where ``backward`` makes the local steps of a round. A model with
+            batch normalization has them computed in any case.
         compensation: as it was there.
         extrapolation: as it was there.
 
     Raises:
-        ShoalError: the log is damaged, or has other weights where the workers have noted theirs.
+        ShoalError: the log is damaged, or has other weights, or statistics of batch norms, where the workers
+            have noted theirs.
 
     Example::
 
@@ -168,6 +172,9 @@ def replay(
         )
     """
     rows = _read(log)
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    workers = _Workers(model, parameters, backward)
+    dropped = dropped or bool(workers.statistics)
     kinds = ("dropped", "used") if dropped else ("used",)
     last_use = {
         version: index
@@ -175,16 +182,15 @@ def replay(
         for kind in kinds
         for _, _, version in row.get(kind, ())
     }
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-    hosts: list[int] = []
     versions = {0: [each.detach().clone() for each in parameters]}
     moves: dict[int, list[Tensor]] = {}
     newest = 0
     for index, row in enumerate(rows):
         if "hosts" in row:  # workers begin, and know no step yet
-            hosts, moves = row["hosts"], {newest: [torch.zeros_like(each) for each in versions[newest]]}
+            workers.begin(row["hosts"])
+            moves = {newest: [torch.zeros_like(each) for each in versions[newest]]}
         for rank, batch, version in row.get("dropped", ()) if dropped else ():
-            _compute(parameters, versions[version], backward, rank, batch)
+            workers.compute(versions[version], rank, batch)
         if row.get("used"):
             newest = row["step"]
             if schedule is not None:
@@ -193,7 +199,7 @@ def replay(
             for version in {version for _, _, version in row["used"]} if extrapolation else ():
                 begins[version] = [each.clone() for each in versions[version]]
                 extrapolate(begins[version], moves[version], extrapolation * (newest - 1 - version))
-            gradients = _mean_of(row, hosts, parameters, begins, backward, compensation)
+            gradients = _mean_of(row, workers, begins, compensation)
             _set(parameters, versions[newest - 1])
             if not row.get("skipped"):
                 _step(parameters, optimizer, gradients, max_norm)
@@ -202,32 +208,82 @@ def replay(
                 moves[newest] = [a - b for a, b in zip(versions[newest], versions[newest - 1], strict=True)]
                 moves = {v: each for v, each in moves.items() if v == newest or last_use.get(v, 0) > index}
             versions = {v: each for v, each in versions.items() if v == newest or last_use.get(v, 0) > index}
-        if "weights" in row and checksum(versions[newest]) != row["weights"]:
-            raise ShoalError(
-                f"{log}: the weights after step {newest} are not those of the workers; other data, initial "
-                "weights or options"
-            )
+        if "norms" in row:
+            workers.meet()
+        for name, found in (("weights", versions[newest]), ("norms", workers.statistics)):
+            if name in row and checksum(found) != row[name]:
+                raise ShoalError(
+                    f"{log}: the {name} after step {newest} are not those of the workers; other data, "
+                    "initial weights or options"
+                )
     _set(parameters, versions[newest])
     return newest
 
 
+class _Workers:
+    """Computes the gradients of all workers in one process, each with its own statistics of batch norms.
+
+    Args:
+        model: of all workers.
+        parameters: those that are trained.
+        backward: as for :func:`replay`.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: list[Tensor], backward: Callable[[int, int], None]
+    ) -> None:
+        self.parameters, self._backward = parameters, backward
+        self.statistics = statistics_of(model)
+        self.hosts: list[int] = []
+        self._own: list[list[Tensor]] = []
+
+    def begin(self, hosts: list[int]) -> None:
+        """Begin with a worker on each of these hosts, all alike."""
+        self.hosts, self._own = hosts, [_copies(self.statistics) for _ in hosts]
+
+    def compute(self, weights: list[Tensor], rank: int, batch: int) -> None:
+        """Compute a gradient of these weights."""
+        _set(self.parameters, weights)
+        for parameter in self.parameters:
+            parameter.grad = None
+        _set(self.statistics, self._own[rank])
+        self._backward(rank, batch)
+        self._own[rank] = _copies(self.statistics)
+
+    def meet(self) -> None:
+        """Give all workers the same statistics, as :func:`shoal.train.weight_averaging.unite` does."""
+        shares = [
+            [each / len(self.hosts) if each.is_floating_point() else each for each in own]
+            for own in self._own
+        ]
+        total = _sum_over(self.hosts, shares)
+        for number, each in enumerate(self.statistics):
+            largest = torch.stack([own[number] for own in self._own]).amax(0)
+            each.copy_(total[number] if each.is_floating_point() else largest)
+        self.begin(self.hosts)
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [each.detach().clone() for each in tensors]
+
+
 def _mean_of(
-    row: dict[str, Any],
-    hosts: list[int],
-    parameters: list[Tensor],
-    versions: dict[int, list[Tensor]],
-    backward: Callable[[int, int], None],
-    compensation: float,
+    row: dict[str, Any], workers: _Workers, versions: dict[int, list[Tensor]], compensation: float
 ) -> list[Tensor]:
-    """Return the mean of the gradients of a step, added as the servers do: within hosts first."""
-    parts = [[torch.zeros_like(each) for each in parameters] for _ in hosts]
+    """Return the mean of the gradients of a step."""
+    parts = [[torch.zeros_like(each) for each in workers.parameters] for _ in workers.hosts]
     used, newest = row["used"], versions[row["step"] - 1]
     for rank, batch, version in used:
-        _compute(parameters, versions[version], backward, rank, batch)
-        gradients = [_gradient_of(each) for each in parameters]
+        workers.compute(versions[version], rank, batch)
+        gradients = [_gradient_of(each) for each in workers.parameters]
         if compensation:
             gradients = compensate(gradients, newest, versions[version], compensation)
         parts[rank] = [gradient * (1.0 / len(used)) for gradient in gradients]
+    return _sum_over(workers.hosts, parts)
+
+
+def _sum_over(hosts: list[int], parts: list[list[Tensor]]) -> list[Tensor]:
+    """Return the sums of the workers' tensors, added as the servers do: within hosts first."""
     sums: dict[int, list[Tensor]] = {}
     for host, part in zip(hosts, parts, strict=True):
         sums[host] = [a + b for a, b in zip(sums[host], part, strict=True)] if host in sums else part
@@ -259,20 +315,6 @@ def extrapolate(weights: list[Tensor], move: list[Tensor], factor: float) -> Non
     torch._foreach_add_(weights, move, alpha=factor)
 
 
-def _compute(
-    parameters: list[Tensor],
-    weights: list[Tensor],
-    backward: Callable[[int, int], None],
-    rank: int,
-    batch: int,
-) -> None:
-    """Compute a gradient of these weights."""
-    _set(parameters, weights)
-    for parameter in parameters:
-        parameter.grad = None
-    backward(rank, batch)
-
-
 def _gradient_of(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         raise ShoalError(f"replay: a parameter of shape {list(parameter.shape)} has no gradient")
@@ -281,7 +323,8 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _set(parameters: list[Tensor], weights: list[Tensor]) -> None:
-    torch._foreach_copy_(parameters, weights)
+    for parameter, value in zip(parameters, weights, strict=True):
+        parameter.copy_(value)
 
 
 def _step(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal import record
@@ -51,11 +51,6 @@ def check_loose(models: Sequence[DataParallel], scale: LossScale, option: str) -
             f"{option} with train.precision fp16: a dynamic loss scale follows each step of all workers; use "
             "bf16, or set --train.loss-scale"
         )
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        raise UsageError(
-            f"{option}: the model has batch normalization, whose statistics all workers average after each "
-            "step; leave it out, or use a model without"
-        )
     return model
 
 
@@ -79,6 +74,7 @@ class BoundedUpdate:
         scale: LossScale,
         world: World,
         directory: Path,
+        own: Sequence[Tensor] = (),
     ) -> None:
         """Check that the steps can be taken so; :meth:`open` loads weights and state to the servers.
 
@@ -89,6 +85,7 @@ class BoundedUpdate:
             scale: of the loss.
             world: the workers.
             directory: of the run.
+            own: tensors that each worker changes by itself, averaged where all meet.
 
         Raises:
             UsageError: the model, the optimizer or the settings do not suit.
@@ -102,12 +99,12 @@ class BoundedUpdate:
         self._updates_a_step = world.num_workers if config.asynchronous else 1
         self._compensation, self._extrapolation = config.compensation, config.extrapolation
         self._optimizer, self._world, self._log = optimizer, world, directory / LOG
-        self._replicas = config.replicas
+        self._replicas, self._own = config.replicas, own
         self._training: Any = None  # BoundedWaiting, once it is open
         self._first = self.step = 0
         self.is_settled, self._asks = True, False
 
-    def require_meetings(self, settings: RunOutputConfig, last_step: int) -> None:
+    def require_meetings(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
         """All workers can meet after any step."""
 
     def open(self, step: int) -> None:
@@ -120,7 +117,7 @@ class BoundedUpdate:
         self._training = BoundedWaiting(
             self._model, self._optimizer, self._rule, max_norm=math.inf, log=self._log,
             after=step * self._updates_a_step, compensation=self._compensation,
-            extrapolation=self._extrapolation, replicas=self._replicas,
+            extrapolation=self._extrapolation, replicas=self._replicas, own=self._own,
         )  # fmt: skip
 
     def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +62,7 @@ from shoal.train.served_checks import (
 )
 from shoal.train.served_optimizers import factor_of, kernel_of, set_values, values_of
 from shoal.train.served_tensors import ServedTensors, checksum
+from shoal.train.weight_averaging import statistics_of, unite
 
 _Batch = TypeVar("_Batch")
 _POLL_S = 1.0
@@ -223,6 +224,7 @@ class BoundedWaiting:
         compensation: float = 0.0,
         extrapolation: float = 0.0,
         replicas: int = 1,
+        own: Sequence[Tensor] = (),
     ) -> None:
         """Load the weights to the servers, and begin to follow rank 0.
 
@@ -236,7 +238,10 @@ class BoundedWaiting:
             compensation: as there.
             extrapolation: as there.
             replicas: as there.
+            own: tensors that each worker changes by itself, besides the statistics of batch norms: averaged,
+                as those, where all workers meet.
         """
+        self._statistics, self._own, self._model_group = statistics_of(model), own, model.process_group
         self._compensation, self._num_handed = compensation, 0
         self._extrapolation = extrapolation
         self.optimizer = optimizer
@@ -262,6 +267,7 @@ class BoundedWaiting:
         self._batch = after + 1  # that comes next, on this worker
         self._passed = after  # batches of the loader
         self._own_version = after  # of the parameters
+        self._united = after  # the step after which all had the same statistics
         self._changed = threading.Condition()
         # what follows is shared by this worker's two threads, under that lock
         self._move = [torch.zeros_like(each) for each in self._newest if extrapolation]  # the last step's
@@ -544,13 +550,20 @@ class BoundedWaiting:
         self.num_dropped += len(self._settle(gradients, step))
 
     def _synchronize(self, order: Message) -> None:
+        sums = {}
+        if order["step"] != self._united:  # once: means of means have other last bits
+            self._united = order["step"]
+            unite([*self._statistics, *self._own], self._model_group)
+            if self._statistics:
+                sums["norms"] = checksum(self._statistics)
         if order["then"] == "dump":
             self._servers.dump(self._stepper)
             if self._log is not None and self._group.rank() == 0:
-                weights = checksum(self._newest)
-                self._write({"step": order["step"], "used": [], "dropped": [], "weights": weights})
+                sums["weights"] = checksum(self._newest)
         elif order["then"] == "load":
             self._servers.load(self._stepper)
+        if sums:
+            self._write({"step": order["step"], "used": [], "dropped": [], **sums})
         with self._changed:
             self._num_synchronized += 1
             self._until = None

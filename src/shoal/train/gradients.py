@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -49,18 +50,29 @@ class DataParallel(DistributedDataParallel):
         average: whether backward averages; otherwise the update does, after clipping per worker.
         served: sends gradients to servers that update the weights (:mod:`shoal.train.served_steps`), if any.
         precision: autocast type of the forward pass.
+        norms: batch norms with running statistics, of which each worker has its own (:func:`own_norms`).
     """
 
     wire: Any = None
     average = True
     served: Any = None
     precision: Precision | None = None
+    norms: Sequence[_BatchNorm] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.precision is None:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         with self.precision.autocast():
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def average_norms(self) -> None:
+        """Replace running means and variances of batch norms by their means over all workers.
+
+        Each worker's norms see its own micro-batches. Averaged in each step (0.2 MB beside ResNet-50's 102 MB
+        of gradients), a checkpoint and an evaluation find the same model on every worker, whenever they come
+        and however the run was interrupted.
+        """
+        average_over_workers(running_statistics([norm for norm in self.norms if norm.training]))
 
     def settle_buckets(self) -> None:
         """Make DDP rebuild its buckets now, by a backward pass with zero gradients.
@@ -154,7 +166,7 @@ def wrap_model(
         gradient_as_bucket_view=True,
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
-    ddp.precision = precision
+    ddp.precision, ddp.norms = precision, own_norms(model)
     hook: Callable[..., Any] = default_hooks.allreduce_hook
     if config.wire == "bf16":
         hook = import_module(_WIRES).bf16_wire
@@ -204,7 +216,6 @@ class LocalUpdate:
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world
         self.on_device = world.device.type == "cuda"
         self._is_skipped: Tensor | None = None
 
@@ -217,7 +228,7 @@ class LocalUpdate:
             found = device_norm(gradients) / loss_scale
             scale_all(gradients, clip_factor(found, max_norm) / loss_scale)
             if per_worker:
-                average_over_workers(gradients, self._world)
+                average_over_workers(gradients)
                 found = device_norm(gradients)
             self._is_skipped = found.isfinite().logical_not().float()
             return found
@@ -226,7 +237,7 @@ class LocalUpdate:
             scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
         if not per_worker:
             return norm
-        average_over_workers(gradients, self._world)
+        average_over_workers(gradients)
         return norm_of(gradients)
 
     def apply(self, optimizer: Optimizer) -> None:
@@ -285,14 +296,27 @@ def clip_factor(norm: float | Tensor, max_norm: float | None) -> float | Tensor:
     return 1.0 if norm <= max_norm else max_norm / norm
 
 
-def average_over_workers(tensors: list[Tensor], world: World) -> None:
-    """Replace each of ``tensors`` by its mean over all workers."""
+@torch.no_grad()
+def average_over_workers(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace each of ``tensors``, of one type, by its mean over all workers."""
     if not tensors:
         return
-    flat = torch.cat([tensor.flatten() for tensor in tensors]) / world.num_workers
-    dist.all_reduce(flat)
+    flat = torch.cat([tensor.flatten() for tensor in tensors]) / dist.get_world_size(group)
+    dist.all_reduce(flat, group=group)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+
+def own_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norms whose running statistics are those of a worker's own micro-batches."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [norm for norm in norms if norm.running_mean is not None and not isinstance(norm, SyncBatchNorm)]
+
+
+def running_statistics(norms: Iterable[_BatchNorm]) -> list[Tensor]:
+    """Return the running means and variances."""
+    pairs = [(norm.running_mean, norm.running_var) for norm in norms]
+    return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
 
 # ---- mixed precision --------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class InnerState:
                 )
             if int(rank) == self._rank and name in self._parameters:
                 is_scalar = key == "step"
-                wanted[full] = torch.empty(() if is_scalar else self._parameters[name].shape)
+                wanted[full] = torch.empty(()) if is_scalar else torch.empty_like(self._parameters[name])
         return wanted
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
@@ -111,6 +111,7 @@ class LocalStepsUpdate:
         scale: LossScale,
         world: World,
         directory: Path,
+        own: Sequence[Tensor] = (),
     ) -> None:
         """Make the outer optimizer, whose state checkpoints hold; :meth:`open` loads it to the servers.
 
@@ -121,6 +122,7 @@ class LocalStepsUpdate:
             scale: of the loss.
             world: the workers.
             directory: of the run.
+            own: tensors that each worker changes by itself, averaged where all meet.
 
         Raises:
             UsageError: the model, the optimizer or the settings do not suit.
@@ -129,7 +131,7 @@ class LocalStepsUpdate:
         check_model(self._model)
         assert config.local_steps is not None
         self._every, self._replicas = config.local_steps, config.replicas
-        self._directory, self._rank = directory, world.place.rank
+        self._directory, self._rank, self._own = directory, world.place.rank, own
         self._inner = optimizer
         self._outer = SGD(
             parameters_of(optimizer),
@@ -149,7 +151,7 @@ class LocalStepsUpdate:
             f"evaluations and checkpoints; the exchanges are in {LOG}{COPIES * (self._replicas == 2)}"
         )
 
-    def require_meetings(self, settings: RunOutputConfig, last_step: int) -> None:
+    def require_meetings(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
         """All workers can meet after any step."""
 
     def open(self, step: int) -> None:
@@ -159,7 +161,7 @@ class LocalStepsUpdate:
         self.step = step
         self._steps = LocalSteps(
             self._model, self._inner, self._outer, self._every, self._directory / LOG, after=step,
-            replicas=self._replicas,
+            replicas=self._replicas, own=self._own,
         )  # fmt: skip
 
     def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Lan
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +41,7 @@ from shoal.errors import UsageError
 from shoal.train.bounded_waiting import BoundedWaiting
 from shoal.train.served_checks import check_model, check_outer, forbid_hook
 from shoal.train.served_tensors import ServedTensors, checksum
+from shoal.train.weight_averaging import statistics_of, unite
 
 _Batch = TypeVar("_Batch")
 
@@ -131,6 +132,7 @@ class LocalSteps:
         *,
         after: int = 0,
         replicas: int = 1,
+        own: Sequence[Tensor] = (),
     ) -> None:
         """Load the weights to the servers.
 
@@ -142,7 +144,10 @@ class LocalSteps:
             log: as there.
             after: local steps that the weights have seen.
             replicas: as there.
+            own: tensors that each worker changes by itself, besides the statistics of batch norms: averaged,
+                as those, in each exchange.
         """
+        self._statistics, self._own, self._model_group = statistics_of(model), own, model.process_group
         self._inner, self._outer, self._every, self._log = inner, outer, every, log
         self._group = python_group(model.process_group)
         self._servers = ServedTensors(self._group, outer, replicas=replicas)
@@ -199,6 +204,7 @@ class LocalSteps:
         for work in works:
             work.wait()
         torch._foreach_copy_(parameters, self._begin)
+        unite([*self._statistics, *self._own], self._model_group)
         for table in servers.tables:
             table.step, table.has_state = table.step + 1, True
         self.num_exchanges += 1
@@ -217,6 +223,7 @@ class LocalSteps:
             "step": self._step,
             "local_steps": self.num_local,
             "weights": checksum(self._begin),
+            **({"norms": checksum(self._statistics)} if self._statistics else {}),
         }
         with self._log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

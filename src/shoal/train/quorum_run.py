@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,16 +56,21 @@ class QuorumUpdate(LocalStepsUpdate):
             f"{self._rule.text}; the moves of each are in {LOG}{COPIES * (self._replicas == 2)}"
         )
 
-    def require_meetings(self, settings: RunOutputConfig, last_step: int) -> None:
-        """Check that lines, evaluations and checkpoints come at ends of rounds, and the last step too.
+    def require_meetings(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
+        """Check that lines, evaluations and checkpoints come at ends of rounds.
+
+        Args:
+            settings: say how often they come.
+            steps: others at which all workers meet, such as the last one.
 
         Raises:
-            UsageError: a frequency is no multiple of the local steps.
+            UsageError: a frequency or a step is no multiple of the local steps.
         """
         names = ("log_frequency", "checkpoint_frequency", "validation_frequency")
         for name in names:
             self._require_end(f"run.{name}", getattr(settings, name, 0))
-        self._require_end("the last step", last_step)
+        for step in steps:
+            self._require_end("the end of an epoch or of the run at step", step)
 
     def _require_end(self, name: str, step: int) -> None:
         if step % self._every:
@@ -80,7 +86,7 @@ class QuorumUpdate(LocalStepsUpdate):
             go_back(log, step // self._every)
         self._waiting = BoundedWaiting(
             self._model, self._outer, self._rule, max_norm=None, log=log, after=step // self._every,
-            replicas=self._replicas,
+            replicas=self._replicas, own=self._own,
         )  # fmt: skip
         self._begin = [parameter.detach().clone() for parameter in self._parameters]
 

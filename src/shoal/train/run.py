@@ -135,7 +135,7 @@ class Run:
             have ended.
         to_device: returns a micro-batch, or a part of it, with its tensors on the device, for loops with
             ``on_host``; a GPU copies from pinned memory beside the kernels that are queued.
-        writes_line: set it in a step to have its line in the record although none is due.
+        lines: steps that have a line in the record besides those of the settings, such as ends of epochs.
         num_parameters: for the record; :meth:`keep` counts those of ``model``.
         epoch_samples: samples of an epoch, for a run that is defined in epochs.
     """
@@ -159,7 +159,8 @@ class Run:
         self.timer = StepTimer(world.device)
         self.log: RunLog | None = None
         self.step = 0
-        self.stopped = self.is_over = self.reached = self.writes_line = False
+        self.stopped = self.is_over = self.reached = False
+        self.lines: Sequence[int] = ()
         self._goal = Goal(target) if target is not None else None
         self._scores: dict[str, Mapping[str, float]] = {}  # of the step just done, by split
         self._config, self._settings, self._loop, self._distributed = config, settings, loop, distributed
@@ -369,9 +370,16 @@ class Run:
             update = import_module("shoal.train.quorum_run").QuorumUpdate
         self._loose = update(
             self._training.models, optimizer, distributed, scale=self._training.scale, world=self.world,
-            directory=self.directory,
+            directory=self.directory, own=self._own_tensors(),
         )  # fmt: skip
+        self._training.averages_norms = False
         self._metrics = RunningMetrics(self.sum, uneven=self.world.num_workers)
+
+    def _own_tensors(self) -> list[Tensor]:
+        """Return the tensors of kept models that no servers have, such as averages of weights."""
+        trained = {id(ddp.module) for ddp in self._training.models}
+        others = [each for each in self._kept.values() if isinstance(each, nn.Module)]
+        return [t for each in others if id(each) not in trained for t in each.state_dict().values()]
 
     def _serve(self, optimizer: Optimizer) -> None:
         """Have servers take the optimizer's steps, from its state."""
@@ -441,7 +449,7 @@ class Run:
             until = total = self.step
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
         if self._loose is not None:
-            self._loose.require_meetings(self._settings, until)
+            self._loose.require_meetings(self._settings, [*self.lines, until])
         self._count_steps()
         self.is_over = self._has_ended()
         if self.is_over:
@@ -870,7 +878,7 @@ class Run:
         self._samples += step.num_samples * (self.step - before)
         self._unread.append(step)
         self._count_steps(all_but=int(step.is_unread))  # a GPU has passed the step before
-        writes_line = self._is_due(self._settings.log_frequency) or self.writes_line
+        writes_line = self._is_due(self._settings.log_frequency) or self.step in self.lines
         if writes_line:
             self._settle()
         self.timer.end_step(self.step - before)
@@ -916,7 +924,6 @@ class Run:
             )
             if self._loose is not None and (row := self._loose.row()) is not None:
                 self.log.write(row)
-        self.writes_line = False
         self._metrics.reset()
         self.timer.reset()
 

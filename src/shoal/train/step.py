@@ -64,6 +64,8 @@ class Training:
     seed_key: int
     """Seeds torch's generators in each step, so that no generator's state need be saved."""
     models: list[DataParallel] = field(default_factory=list)
+    averages_norms: bool = True
+    """Whether a step averages the statistics of batch norms; else that happens where all workers meet."""
 
 
 class Step:
@@ -197,6 +199,8 @@ class Step:
     def update(self, optimizer: Optimizer, *, max_norm: float | None = None) -> None:
         """Measure and clip the gradients; leaving the step then applies ``optimizer``.
 
+        The running statistics of batch norms become their means over all workers.
+
         A gradient norm that is not finite, the same on all workers, skips the update.
 
         Args:
@@ -206,6 +210,10 @@ class Step:
         self._optimizer = optimizer
         self.learning_rate = optimizer.param_groups[0]["lr"]
         per_worker = any(not ddp.average for ddp in training.models)
+        if training.averages_norms:
+            for ddp in filter(lambda each: each.norms, training.models):
+                ddp.average_norms()
+                training.timer.lap("gradient_wait")
         norm = training.update.finish_gradients(
             optimizer, max_norm=max_norm, per_worker=per_worker, loss_scale=training.scale.value
         )

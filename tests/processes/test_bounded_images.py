@@ -1,0 +1,154 @@
+"""Trains recipes with batch norms whose steps do not wait for all workers: replay of the log, resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import image_jobs
+import pretrain_jobs as jobs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forked import fork_process, free_port
+from shoal.data.images.mixing import mix, mixup_weight
+from shoal.data.images.shards import ImageShards
+from shoal.data.loader import Batch
+from shoal.data.sources import ReaderSource
+from shoal.data.steps import DataShard
+from shoal.errors import EXIT_OK
+from shoal.optim.lr_schedules import learning_rate, set_learning_rate
+from shoal.optim.sgd import SGD
+from shoal.recipes import images, resnet50_export
+from shoal.recipes.resnet50 import build_model
+from shoal.recipes.resnet50_config import ResNetTrainConfig, make_plan
+from shoal.recipes.resnet50_data import open_training
+from shoal.record import Contributions, Evaluation, Step, read_record
+from shoal.train import bounded_steps
+from shoal.train.bounded_replay import replay, summary
+from shoal.train.gradients import choose_precision
+from shoal.train.optimizers import build_optimizer
+
+WORKERS = 3
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_jobs.prepare_small(tmp_path_factory.mktemp("shapes"))
+
+
+def settings(
+    shapes: Path, run_dir: Path, distributed: dict[str, Any], average_decay: float, **run: Any
+) -> ResNetTrainConfig:
+    """Return settings for 13 steps of 12 images, whose epochs end with steps 4, 8 and 13."""
+    return image_jobs.small_config(
+        shapes, run_dir, distributed={"backend": "shoal", **distributed}, run=run,
+        train={"global_batch_size": 12, "average_decay": average_decay},
+    )  # fmt: skip
+
+
+def _work(config: jobs.AnyConfig, rank: int, num_workers: int, port: int) -> None:
+    os.environ["SHOAL_HOST_ID"] = f"host-{rank}"
+    jobs._work(config, rank, num_workers, port)
+
+
+def start(config: jobs.AnyConfig) -> list[Any]:
+    port = free_port()
+    return [fork_process(_work, config, rank, WORKERS, port) for rank in range(WORKERS)]
+
+
+def run_killed(config: jobs.AnyConfig, run_dir: Path, step: int) -> None:
+    """Kill the workers after the checkpoint of ``step``, and continue."""
+    workers = start(config)
+    jobs.wait_for_checkpoint(run_dir, step, workers)
+    jobs.kill(workers)
+    assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
+
+
+def gradients_of(
+    source: ReaderSource, global_batch: int, loss_of: Callable[[Batch, int], torch.Tensor]
+) -> Callable[[int, int], None]:
+    """Return what computes the gradient of a rank's part of a batch, given the loss of a micro-batch."""
+    part = global_batch // WORKERS
+
+    def backward(rank: int, number: int) -> None:
+        shard = DataShard(
+            global_batch_size=global_batch, micro_batch_size=part, rank=rank, num_workers=WORKERS
+        )
+        with closing(source.open(shard, range(number - 1, number))) as steps:
+            for batch in chain.from_iterable(steps):
+                (loss_of(batch, number) / global_batch * float(WORKERS)).backward()
+
+    return backward
+
+
+def replayed(config: ResNetTrainConfig) -> nn.Module:
+    """Take the steps of a recipe's log again, in this process."""
+    assert config.data.path is not None and config.run.dir is not None
+    train, seed = ImageShards(Path(config.data.path), "train"), config.train.seed
+    world = SimpleNamespace(device=CPU, num_workers=1)
+    run: Any = SimpleNamespace(
+        world=world, seed=seed, precision=choose_precision("fp32", CPU), to_device=lambda each: each
+    )
+    source, images_of = open_training(config, run, train)
+    model = build_model(config, run, image_jobs.NUM_CLASSES, source.reader, images_of)
+
+    def loss_of(batch: Batch, number: int) -> torch.Tensor:
+        weight = mixup_weight(config.train.mixup, seed, number)
+        logits = model(mix(images.like_weights(images_of(batch), model), weight)).float()
+        targets = mix(F.one_hot(batch["labels"], image_jobs.NUM_CLASSES).float(), weight)
+        smoothing = config.train.label_smoothing
+        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+
+    schedule = make_plan(config, num_examples=len(train), num_workers=WORKERS).schedule
+    theirs = build_optimizer(model.named_parameters(), config.optim)  # torch's, whose last bits differ
+    groups = [{key: group[key] for key in ("params", "weight_decay")} for group in theirs.param_groups]
+    optimizer = SGD(groups, momentum=0.9, nesterov=True)
+    taken = replay(
+        config.run.dir / bounded_steps.LOG, model, optimizer,
+        gradients_of(source, config.train.global_batch_size, loss_of),
+        max_norm=config.optim.max_grad_norm,
+        schedule=lambda number: set_learning_rate(optimizer, learning_rate(schedule, number - 1)),
+    )  # fmt: skip
+    assert taken == schedule.total_steps
+    return model
+
+
+@pytest.mark.parametrize("distributed", [{"wait_for": 2}, {"staleness": 2}], ids=str)
+def test_the_log_of_a_network_with_norms_is_replayed_to_the_bit(
+    shapes: Path, tmp_path: Path, distributed: dict[str, Any]
+) -> None:
+    """A late worker passes over ends of epochs, whose lines, scores and checkpoints all take part in."""
+    config = settings(shapes, tmp_path, distributed, 0.0, log_frequency=5)
+    run_killed(config, tmp_path, 4)
+    model = replayed(config)  # compares weights and statistics where all workers met
+    exported = resnet50_export.read_export(tmp_path / "model").model.state_dict()
+    assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
+    rows = read_record(tmp_path)
+    assert [row.step for row in rows if isinstance(row, Step)] == [4, 5, 8, 10, 13]
+    assert [row.step for row in rows if isinstance(row, Contributions)] == [4, 5, 8, 10, 13]
+    assert [row.step for row in rows if isinstance(row, Evaluation)] == [4, 8, 13]
+    assert summary(tmp_path / bounded_steps.LOG).num_steps == 13
+
+
+def test_local_steps_of_a_network_with_norms_and_averages_continue_exactly(
+    shapes: Path, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for run_dir in (whole, killed):
+        config = settings(shapes, run_dir, {"local_steps": 3}, 0.8)
+        if run_dir == killed:
+            run_killed(config, run_dir, 4)
+        else:
+            assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
+    for name in ("model.safetensors", "config.json"):
+        assert (whole / "model" / name).read_bytes() == (killed / "model" / name).read_bytes()
+    assert jobs.losses(whole) == jobs.losses(killed)
