@@ -48,6 +48,18 @@ def test_jax(how: list[str], tmp_path: Path) -> None:
     assert losses(said, 2)[-1] < 0.6
 
 
+def test_a_launcher_on_each_of_two_hosts(tmp_path: Path) -> None:
+    """The launchers meet at MASTER_ADDR and MASTER_PORT, which the emulated hosts have."""
+    python = environment("jax", "jax,keras", "flax", "hypothesis")
+    secret = tmp_path / "job.secret"
+    secret.touch(0o600)
+    secret.write_text("the secret of two launchers without torch")
+    launch = [str(python), "-m", "shoal", "launch", "--workers", "2", "--nnodes", "2"]
+    program = [*launch, "--log-dir", "logs", "--", str(python), str(EXAMPLES / "jax_optax.py")]
+    said = shoal(python, tmp_path, *EMULATE, "--", *program, SHOAL_SECRET_FILE=str(secret))
+    assert losses(said, 4)[-1] < 0.6 and "2 hosts over TCP" in said and "1 helpers" in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [LAUNCH, EMULATE], ids=["launch", "emulate"])
 def test_tensorflow(how: list[str], tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "tensorflow": NOUNS | NATIVE | {"comm"},
     "keras": NOUNS | NATIVE | {"comm", "jax", "tensorflow"},
     "planner": DECIDERS | {"models"},
-    "launch": frozenset({"errors", "json_text", "env"}),
+    "launch": frozenset({"errors", "json_text", "env", "comm"}),
     "report": frozenset({"errors", "atomic_io", "record", "formatting"}),
     "bench": DECIDERS | NATIVE | {"comm", "jax", "launch", "tensorflow"},
     "bug_report": NOUNS,

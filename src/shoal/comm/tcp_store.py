@@ -39,21 +39,17 @@ class TcpStoreServer:
     """Serves the store to all processes of the job, in threads, until it is closed or the process ends.
 
     Args:
-        host: address or name at which it listens; an empty string: all addresses of this host.
-        port: port at which it listens; 0: any.
+        listener: the socket at which it listens, such as one of :func:`listening_socket`; this takes it over.
         secret: of the job; ``None``: any process that reaches the port may connect.
-
-    Raises:
-        UsageError: the address is not this host's, or the port is taken.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes | None) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
         self._secret = secret
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._changed = threading.Condition()
         self._is_closed = False
-        self._socket = _listening_socket(host, port)
+        self._socket = listener
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="shoal store", daemon=True).start()
 
@@ -252,7 +248,16 @@ class TcpStore:
             raise CommError(f"{where} has another SHOAL_SECRET than this rank; set the same on all hosts")
 
 
-def _listening_socket(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens for the ranks of a job.
+
+    Args:
+        host: address or name at which it listens; an empty string: all addresses of this host.
+        port: port at which it listens; 0: any.
+
+    Raises:
+        UsageError: the address is not this host's, or the port is taken.
+    """
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][
             0

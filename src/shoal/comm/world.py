@@ -24,7 +24,7 @@ from shoal.comm.engine import (
 )
 from shoal.comm.rendezvous import LOOPBACK, connect_engine
 from shoal.comm.store import PrefixStore, Store
-from shoal.comm.tcp_store import TcpStore, TcpStoreServer
+from shoal.comm.tcp_store import TcpStore, TcpStoreServer, listening_socket
 from shoal.errors import UsageError
 
 TIMEOUT_S = 300.0
@@ -141,13 +141,13 @@ def join(
     server = None
     if worker.store_file is not None:  # all ranks are on this host, and no port is known
         if rank == 0:
-            server = TcpStoreServer(LOOPBACK, 0, secret)
+            server = TcpStoreServer(listening_socket(LOOPBACK, 0), secret)
             _write_port(_port_file(worker.store_file), server.port)
         host, port = LOOPBACK, _read_port(_port_file(worker.store_file), timeout_s)
     else:
         host, port = worker.master_addr, worker.master_port + env.torchrun_holds_port()
         if rank == 0:
-            server = TcpStoreServer("", port, secret)
+            server = TcpStoreServer(listening_socket("", port), secret)
     own = TcpStore(host, port, secret, limit)
     return World(worker.place, _connect(own, worker.place, limit, options), timeout_s, own, server)
 

@@ -3,6 +3,9 @@
 torch's own rendezvous (``c10d``) unpickles values from a store that anybody who reaches its port can write
 to. Here all is JSON, and each value carries an HMAC-SHA256 of key and value under the job's secret. A
 stranger at the port can keep a job from starting, but cannot take part and learns no secret.
+
+The store is torch's, in which torch's workers meet afterwards. Where torch is not installed it is shoal's own
+(:mod:`shoal.comm.tcp_store`), for launchers alone: the workers make another one.
 """
 
 from __future__ import annotations
@@ -16,15 +19,16 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
 from shoal import __version__
+from shoal.comm.engine import CommError
+from shoal.comm.store import PrefixStore, Store
+from shoal.comm.tcp_store import TcpStore, TcpStoreServer
 from shoal.errors import EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.json_text import parse_json
 
@@ -52,6 +56,8 @@ class Membership:
     num_hosts: int
     store: Store
     signed: _SignedStore
+    resources: ExitStack
+    """The connection and the server of shoal's own store."""
 
     def cause(self, exit_code: int, text: str) -> tuple[int, str]:
         """Tell the other hosts how this one has ended, and return the exit code and text of the cause.
@@ -88,8 +94,9 @@ class Membership:
             until = time.monotonic() + (_OTHERS_END_S if has_failed else _END_DEADLINE_S)
             while wait and self.rank == 0 and self.store.add("num_left", 0) < self.num_hosts:
                 if time.monotonic() > until:
-                    return
+                    break
                 time.sleep(_POLL_S)
+        self.resources.close()
 
     def _end_key(self, rank: int) -> str:
         return f"end/{self.signed.challenge}/{rank}"
@@ -130,28 +137,51 @@ def join_hosts(
     listener = listen(host, port, backlog=2 * num_hosts * (1 + num_workers), until=until)
     if listener is None:
         _await_listener(host, port, until=until, stopped=stopped)
+    with ExitStack() as resources:
+        try:
+            limit = timedelta(seconds=max(1.0, until - time.monotonic()))
+            store = PrefixStore("shoal/launch/", _store(host, port, listener, secret, limit, resources))
+            address = f"{host}:{port}"
+            signed = _SignedStore(store, address=address, secret=secret, until=until, stopped=stopped)
+            meet = _follow if listener is None else _lead
+            rank = meet(signed, num_hosts=num_hosts, num_workers=num_workers)
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, ShoalError) and not isinstance(error, CommError):
+                raise
+            raise ShoalError(  # from the store
+                f"the launchers of {num_hosts} hosts did not come together at {host}:{port} ({error}); start "
+                "the same command with the same --nnodes and --rdzv on each, with torch on all or on none, "
+                f"see that the port can be reached, and that no other program on {host} listens there "
+                "(ss -ltnp)"
+            ) from error
+        kept = resources.pop_all()
+    return Membership(rank=rank, num_hosts=num_hosts, store=store, signed=signed, resources=kept)
+
+
+def _store(
+    host: str,
+    port: int,
+    listener: socket.socket | None,
+    secret: bytes,
+    limit: timedelta,
+    resources: ExitStack,
+) -> Store:
+    """Return torch's store, or shoal's own. The leader has the ``listener``."""
     try:
-        server = TCPStore(
-            host,
-            port,
-            is_master=listener is not None,
-            timeout=timedelta(seconds=max(1.0, until - time.monotonic())),
-            wait_for_workers=False,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
-        store = PrefixStore("shoal/launch", server)
-        signed = _SignedStore(store, address=f"{host}:{port}", secret=secret, until=until, stopped=stopped)
-        meet = _follow if listener is None else _lead
-        rank = meet(signed, num_hosts=num_hosts, num_workers=num_workers)
-    except ShoalError:
-        raise
-    except RuntimeError as error:  # from the store
-        raise ShoalError(
-            f"the launchers of {num_hosts} hosts did not come together at {host}:{port} ({error}); start "
-            "the same command with the same --nnodes and --rdzv on each, see that the port can be reached, "
-            f"and that no other program on {host} listens there (ss -ltnp)"
-        ) from error
-    return Membership(rank=rank, num_hosts=num_hosts, store=store, signed=signed)
+        from torch._C._distributed_c10d import TCPStore
+    except ModuleNotFoundError:
+        if listener is not None:
+            resources.enter_context(closing(TcpStoreServer(listener, secret)))
+        return resources.enter_context(closing(TcpStore(host, port, secret, limit)))
+    of_torch: Store = TCPStore(
+        host,
+        port,
+        is_master=listener is not None,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    return of_torch
 
 
 def _await_listener(host: str, port: int, *, until: float, stopped: Callable[[], bool]) -> None:

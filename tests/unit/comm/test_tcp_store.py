@@ -14,7 +14,7 @@ import pytest
 from shoal.comm import tcp_store
 from shoal.comm.engine import CommError
 from shoal.comm.store import PrefixStore
-from shoal.comm.tcp_store import TcpStore, TcpStoreServer
+from shoal.comm.tcp_store import TcpStore, TcpStoreServer, listening_socket
 from shoal.errors import UsageError
 
 SECRET = b"the secret of the store's tests"
@@ -39,7 +39,7 @@ def _closed() -> Iterator[None]:
 
 
 def serve(secret: bytes | None) -> TcpStoreServer:
-    _opened.append(made := TcpStoreServer("127.0.0.1", 0, secret))
+    _opened.append(made := TcpStoreServer(listening_socket("127.0.0.1", 0), secret))
     return made
 
 
@@ -139,7 +139,7 @@ def test_malformed_requests_and_too_much_are_answered(monkeypatch: pytest.Monkey
 def test_a_port_that_is_taken_and_a_server_that_is_gone() -> None:
     server = serve(None)
     with pytest.raises(UsageError, match=f"cannot listen at 127.0.0.1:{server.port}"):
-        TcpStoreServer("127.0.0.1", server.port, None)
+        listening_socket("127.0.0.1", server.port)
     store = client(server, None)
     server.close()
     with pytest.raises(CommError, match=r"was lost|malformed"):

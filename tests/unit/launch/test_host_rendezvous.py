@@ -1,21 +1,25 @@
-"""The rendezvous of several hosts' launchers, each in a thread, over a real store."""
+"""The rendezvous of several hosts' launchers, each in a thread, over torch's store and over shoal's own."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from forked import free_port
+from shoal.comm.store import PrefixStore
+from shoal.comm.tcp_store import TcpStore, TcpStoreServer, listening_socket
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import host_rendezvous
 from shoal.launch.host_rendezvous import Membership, join_hosts, listen
@@ -26,9 +30,27 @@ SECRET = b"the secret of these hosts"
 Host = Callable[[], Membership]
 
 
+@pytest.fixture(autouse=True, params=["torch", "shoal"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield whose store it is: without torch it is shoal's."""
+    if request.param == "shoal":
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", None)
+    yield request.param
+    _opened.close()
+
+
+_opened = ExitStack()
+
+
+def join(**settings: Any) -> Membership:
+    member = join_hosts(**settings)
+    _opened.callback(member.resources.close)
+    return member
+
+
 def host(port: int, num_hosts: int = 3, *, workers: int = 2, secret: bytes = SECRET) -> Host:
     return partial(
-        join_hosts,
+        join,
         host="127.0.0.1",
         port=port,
         num_hosts=num_hosts,
@@ -44,9 +66,28 @@ def meet(*hosts: Host) -> list[Membership]:
         return sorted(pool.map(lambda host: host(), hosts), key=lambda met: met.rank)
 
 
-def store_at(port: int) -> PrefixStore:
-    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)
-    return PrefixStore("shoal/launch", store)
+def store_at(port: int, kind: str) -> PrefixStore:
+    """Return the launchers' store as somebody finds it who knows its secret, if it has one."""
+    limit = timedelta(seconds=20)
+    if kind == "shoal":
+        there = ("127.0.0.1", port, SECRET, limit)
+        return PrefixStore("shoal/launch/", _opened.enter_context(closing(TcpStore(*there))))
+    return PrefixStore(
+        "shoal/launch/", TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
+    )
+
+
+def serve(port: int) -> TcpStoreServer:
+    return TcpStoreServer(listening_socket("127.0.0.1", port), SECRET)
+
+
+def put(store: PrefixStore, key: str, value: bytes) -> None:
+    """Set any bytes."""
+    name, below = f"shoal/launch/{key}", store.underlying_store
+    if isinstance(below, TcpStore):
+        below._call(b"set", name.encode(), value)
+    else:
+        below.set(name, value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 5])
@@ -96,11 +137,11 @@ def test_a_host_that_only_others_lost_is_gone(monkeypatch: pytest.MonkeyPatch) -
     assert second.cause(0, "") == (0, "")
 
 
-def test_another_version_of_shoal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_shoal_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        store_at(port).wait(["leader"])
+        store_at(port, kind).wait(["leader"], timedelta(seconds=20))
         with monkeypatch.context() as patch:
             patch.setattr(host_rendezvous, "__version__", "0.0.1")
             with pytest.raises(UsageError, match=r"shoal's version is 0\.0\.1 here and .* on 127"):
@@ -116,23 +157,27 @@ def test_another_version_of_shoal_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         ({"num_hosts": 2}, "--nnodes is 2 here and 3"),
     ],
 )
-def test_hosts_that_do_not_agree(setting: dict[str, int], said: str) -> None:
+def test_hosts_that_do_not_agree(kind: str, setting: dict[str, int], said: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port))
-        store_at(port).wait(["leader"])
+        store_at(port, kind).wait(["leader"], timedelta(seconds=20))
         with pytest.raises(UsageError, match=said):
             host(port, **setting)()
         others = meet(host(port), host(port))  # it took nobody's place
         assert [leading.result().rank, *(met.rank for met in others)] == [0, 1, 2]
 
 
-def test_a_host_with_another_secret_is_told_and_takes_no_place() -> None:
+def test_a_host_with_another_secret_is_told_and_takes_no_place(kind: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        store_at(port).wait(["leader"])
-        with pytest.raises(ShoalError, match=r"'leader' .* secret differs .* sha256sum of SHOAL_SECRET_FILE"):
+        store_at(port, kind).wait(["leader"], timedelta(seconds=20))
+        said = {
+            "torch": r"'leader' .* secret differs .* sha256sum of SHOAL_SECRET_FILE",
+            "shoal": r"another SHOAL_SECRET than this rank",
+        }
+        with pytest.raises(ShoalError, match=said[kind]):
             host(port, 2, secret=b"another secret than that")()
         assert host(port, 2)().rank == 1
         assert leading.result().rank == 0
@@ -146,29 +191,35 @@ def test_one_host_too_many_is_told() -> None:
         host(port, 2)()
 
 
-def earlier_job() -> dict[str, bytes]:
+def earlier_job(kind: str) -> dict[str, bytes]:
     """Return what a stranger can have read of a job of two hosts."""
     port = free_port()
     met = meet(*(host(port, 2) for _ in range(2)))
     assert [member.rank for member in met] == [0, 1]
-    store = store_at(port)
+    store = store_at(port, kind)
     return {key: store.get(key) for key in ("leader", "host/1", "ranks")}
 
 
-def test_an_answer_from_an_earlier_job_with_the_same_secret() -> None:
-    recorded, port = earlier_job(), free_port()
+def test_an_answer_from_an_earlier_job_with_the_same_secret(kind: str) -> None:
+    recorded, port = earlier_job(kind), free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        store_at(port).set("host/1", recorded["host/1"])
+        put(store_at(port, kind), "host/1", recorded["host/1"])
         with pytest.raises(ShoalError, match=r"'host/1' .* was not written by a launcher of this job"):
             leading.result()
 
 
-def test_a_leader_from_an_earlier_job_with_the_same_secret() -> None:
-    recorded, port = earlier_job(), free_port()
-    server = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=20), wait_for_workers=False)
+def test_a_leader_from_an_earlier_job_with_the_same_secret(kind: str) -> None:
+    recorded, port = earlier_job(kind), free_port()
+    servers: list[object] = []
+    if kind == "torch":
+        limit = timedelta(seconds=20)
+        servers.append(TCPStore("127.0.0.1", port, None, True, limit, wait_for_workers=False))
+    else:
+        servers.append(_opened.enter_context(closing(serve(port))))
+    store = store_at(port, kind)
     for key in ("leader", "ranks"):
-        PrefixStore("shoal/launch", server).set(key, recorded[key])
+        put(store, key, recorded[key])
     with pytest.raises(ShoalError, match=r"'ranks' .* was not written by a launcher of this job"):
         host(port, 2)()
 
@@ -178,21 +229,21 @@ def test_a_leader_from_an_earlier_job_with_the_same_secret() -> None:
     [b"", b"\x80\x04N.", b"{}", b"0" * 64 + b"{}", b"0" * 64, b"[" * 1_000, b"x" * 1_000_000],
     ids=["empty", "pickle", "unsigned", "wrong", "only a MAC", "nested", "long"],
 )
-def test_values_that_no_launcher_has_written(value: bytes) -> None:
+def test_values_that_no_launcher_has_written(kind: str, value: bytes) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        store_at(port).set("host/1", value)
+        put(store_at(port, kind), "host/1", value)
         with pytest.raises(ShoalError, match="'host/1' in the store"):
             leading.result()
 
 
-def test_a_value_signed_for_another_place() -> None:
+def test_a_value_signed_for_another_place(kind: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        store = store_at(port)
-        store.set("host/1", store.get("leader"))
+        store = store_at(port, kind)
+        put(store, "host/1", store.get("leader"))
         with pytest.raises(ShoalError, match="'host/1' in the store"):
             leading.result()
 
