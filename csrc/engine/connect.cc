@@ -103,6 +103,9 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
   hooks.report_mismatch = [this](std::uint64_t seq, int rank, std::uint64_t signature) {
     post([=, this]() SHOAL_NO_ANALYSIS { protocol_->mismatch.suspect(seq, rank, signature); });
   };
+  hooks.report_misfit = [this](const OpPtr& op, int rank, std::size_t bytes, std::size_t expected) {
+    post([=, this]() SHOAL_NO_ANALYSIS { protocol_->messages.check_fit(*op, rank, bytes, op->spec.element, expected); });
+  };
   hooks.error = [this](const std::string& what) {
     channel_->post([=, this] { on_error(what); });
   };

@@ -142,11 +142,12 @@ void Engine::begin(const OpPtr& op, std::vector<std::function<void()>>& steps) {
   }
   if (op->spec.kind == Kind::delegated) return;
   prepare_own_part(*op, options_.rank);
-  if (by_messages(op->spec.kind)) {
+  HostStage* const stage = this->stage();
+  const bool on_host = stage && topology_->num_hosts() == 1;
+  if (is_message(op->spec.kind) || (by_messages(op->spec.kind) && !on_host)) {
     steps.emplace_back([this, op]() SHOAL_NO_ANALYSIS { protocol_->messages.begin(op); });
     return;
   }
-  HostStage* const stage = this->stage();
   if (!stage) {
     steps.emplace_back([this, op]() SHOAL_NO_ANALYSIS { protocol_->path.begin(op); });
     return;
@@ -223,7 +224,7 @@ bool Engine::wait(std::uint64_t seq, double timeout_s) {
   const auto begin = Clock::now();
   HostStage* const stage = this->stage();
   if (stage && topology_->num_hosts() == 1) {
-    if (const OpPtr op = ops_.find(seq); op && !by_messages(op->spec.kind)) stage->drive(*op, timeout_s);
+    if (const OpPtr op = ops_.find(seq); op && !is_message(op->spec.kind)) stage->drive(*op, timeout_s);
   }
   const double left_s = timeout_s - std::chrono::duration<double>(Clock::now() - begin).count();
   return ops_.wait(seq, timeout_s < 0 ? timeout_s : std::max(0.0, left_s));

@@ -36,6 +36,8 @@ ShmLayout stage_layout(const Topology& topology, const EngineOptions& options) {
   layout.num_slots = alone ? options.num_slots : kSlotsBetweenHosts * options.num_slots;
   layout.num_cells = alone ? DirectExchange::kNumCells : 0;
   layout.cell_bytes = DirectExchange::cell_bytes(layout.num_ranks);
+  layout.num_pipe_slots = alone ? BlockExchange::kNumSlots : 0;
+  layout.pipe_slot_bytes = BlockExchange::slot_bytes(layout.num_ranks);
   return layout;
 }
 
@@ -49,6 +51,7 @@ HostStage::HostStage(const Topology& topology, const std::string& segment, const
       num_locals_(static_cast<int>(topology.my_locals().size())),
       may_spin_(static_cast<unsigned>(num_locals_) <= std::thread::hardware_concurrency()),
       direct_(shm_, me_, hooks_),
+      blocks_(shm_, me_, hooks_),
       thread_([this] { run(); }) {}
 
 HostStage::~HostStage() { stop(); }
@@ -117,7 +120,7 @@ void HostStage::drive(const Op& op, double timeout_s) {
     {
       const MutexLock lock(step_mutex_);
       moved = step();
-      left_over = !entries_.empty() || (!direct_.idle() && shm_.advances_alone(me_));
+      left_over = !entries_.empty() || !blocks_.idle() || (!direct_.idle() && shm_.advances_alone(me_));
     }
     if (op.ended) break;
     if (moved) num_idle = 0;
@@ -147,7 +150,8 @@ bool HostStage::step() {
   try {
     bool moved = take_submissions();
     moved |= direct_.step();
-    if (direct_.diverged()) stopping_ = true;
+    moved |= blocks_.step();
+    if (direct_.diverged() || blocks_.diverged()) stopping_ = true;
     if (entries_.empty()) return moved;
     moved |= enter();
     moved |= own();
@@ -180,6 +184,10 @@ bool HostStage::take_submissions() {
     fresh.swap(submitted_);
   }
   for (OpPtr& op : fresh) {
+    if (BlockExchange::takes(op->spec.kind)) {
+      blocks_.add(op);
+      continue;
+    }
     if (op->chunks.empty()) {
       direct_.add(std::move(op));
       continue;

@@ -1,5 +1,5 @@
-// Reduction inside a host through shared memory. Small operations of a group on one host move as a whole
-// (direct_exchange.h). For the others each rank copies its contribution into a slot, the owner of a chunk reduces
+// Reduction inside a host through shared memory. Of a group on one host, small operations move as a whole
+// (direct_exchange.h), and what consists of blocks for single ranks through pipes (block_exchange.h). For the others each rank copies its contribution into a slot, the owner of a chunk reduces
 // them, and all ranks copy the result out. With several hosts, the owner sends the host's partial sum to the chunk's
 // server and writes the result into the slot.
 //
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "engine/block_exchange.h"
 #include "engine/direct_exchange.h"
 #include "engine/options.h"
 #include "engine/stage_hooks.h"
@@ -65,7 +66,7 @@ class HostStage {
 
   void run();
   bool step() REQUIRES(step_mutex_);
-  bool idle() REQUIRES(step_mutex_) { return entries_.empty() && direct_.idle(); }
+  bool idle() REQUIRES(step_mutex_) { return entries_.empty() && direct_.idle() && blocks_.idle(); }
   bool take_submissions() REQUIRES(step_mutex_);
   bool enter() REQUIRES(step_mutex_);
   bool own() REQUIRES(step_mutex_);
@@ -94,6 +95,7 @@ class HostStage {
 
   Mutex step_mutex_;
   DirectExchange direct_ GUARDED_BY(step_mutex_);
+  BlockExchange blocks_ GUARDED_BY(step_mutex_);
   std::deque<Entry> entries_ GUARDED_BY(step_mutex_);  // tickets first_ .. end_
   std::uint64_t first_ GUARDED_BY(step_mutex_) = 0, end_ GUARDED_BY(step_mutex_) = 0,
                 next_number_ GUARDED_BY(step_mutex_) = 0;

@@ -233,7 +233,7 @@ void Messages::take(const Offer& offer, Receive receive) {
   if (!is_message(kind) && receive.op->signature != offer.header.signature) {
     return with_.mismatch.on_unexpected_result(offer.peer, offer.header);
   }
-  check_fit(offer, receive);
+  check_fit(*receive.op, offer.peer, offer.bytes, static_cast<Element>(offer.header.element), receive.bytes);
   if (receive.op->spec.source) *receive.op->spec.source = offer.peer;
   receive.peer = offer.peer;
   Peer& from = at(offer.peer);
@@ -257,18 +257,17 @@ void Messages::take(const Offer& offer, Receive receive) {
   received(receive, offer.header.chunk);
 }
 
-void Messages::check_fit(const Offer& offer, const Receive& receive) const {
-  const OpSpec& spec = receive.op->spec;
-  const auto element = static_cast<Element>(offer.header.element);
-  if (offer.bytes == receive.bytes && element == spec.element) return;
-  const auto sized = [](std::size_t bytes, Element of) {
-    return std::to_string(bytes / size_of(of)) + " elements of " + std::string(name_of(of));
+void Messages::check_fit(const Op& op, int peer, std::size_t bytes, Element element, std::size_t expected_bytes) const {
+  const OpSpec& spec = op.spec;
+  if (bytes == expected_bytes && element == spec.element) return;
+  const auto sized = [](std::size_t of_bytes, Element of) {
+    return std::to_string(of_bytes / size_of(of)) + " elements of " + std::string(name_of(of));
   };
   const std::string what = is_message(spec.kind) ? "message (tag " + std::to_string(spec.tag) + ")"
-                                                 : "part of " + numbered(receive.op->seq) + ", " + describe(spec) + ",";
-  throw GroupFailure("the ranks do not agree about the " + what + " from " + with_.members.name_of(offer.peer) + " to " +
-                     with_.members.name_of(me_) + ": it sends " + sized(offer.bytes, element) + ", and " +
-                     sized(receive.bytes, spec.element) + " are expected");
+                                                 : "part of " + numbered(op.seq) + ", " + describe(spec) + ",";
+  throw GroupFailure("the ranks do not agree about the " + what + " from " + with_.members.name_of(peer) + " to " +
+                     with_.members.name_of(me_) + ": it sends " + sized(bytes, element) + ", and " +
+                     sized(expected_bytes, spec.element) + " are expected");
 }
 
 void Messages::received(const Receive& receive, std::uint64_t number) {

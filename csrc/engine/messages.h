@@ -1,5 +1,5 @@
-// Messages between two ranks: send and recv, and what consists of them: all_to_all, gather and scatter. On the network
-// thread.
+// Messages between two ranks: send and recv, and what consists of them: all_to_all, gather and scatter, but for groups on
+// one host (block_exchange.h). On the network thread.
 //
 //   offer    the sender opens message number n of its stream to the receiver. A small one is in the offer, within
 //            the bytes that a rank may send unasked; `room` gives them back
@@ -62,6 +62,9 @@ class Messages {
   void on_part(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(network_thread);
   void on_room(int peer, const FrameHeader& header) REQUIRES(network_thread);
 
+  // Throws GroupFailure if what rank `peer` sends is not what this rank expects for the operation.
+  void check_fit(const Op& op, int peer, std::size_t bytes, Element element, std::size_t expected_bytes) const;
+
   void clear() REQUIRES(network_thread);
 
  private:
@@ -109,7 +112,6 @@ class Messages {
   void consider(Offer offer) REQUIRES(network_thread);
   bool is_due(const Offer& offer) REQUIRES(network_thread);
   void take(const Offer& offer, Receive receive) REQUIRES(network_thread);
-  void check_fit(const Offer& offer, const Receive& receive) const;
   void received(const Receive& receive, std::uint64_t number) REQUIRES(network_thread);
   void send_runs(int peer, std::uint64_t number) REQUIRES(network_thread);
   void fill_slots() REQUIRES(network_thread);

@@ -54,7 +54,8 @@ struct Op {
   bool ordered = false;                       // sent in rank 0's order
   bool announced = false, named = false;      // to the other ranks; stragglers were logged
   bool has_messages = false;  // its receives are posted; network thread
-  std::uint64_t ticket = 0;   //                  // host stage: of the first chunk, or of the direct exchange
+  std::uint64_t ticket = 0;   // host stage: of the first chunk, or of the direct exchange
+  int blocks_left = 0;        // host stage: not sent or received by the block exchange
 
   std::size_t width() const { return size_of(spec.element); }
 

@@ -68,6 +68,10 @@ SharedSegment::SharedSegment(const std::string& name, int local_rank, const ShmL
   results_at_ = reserve(layout.num_slots * layout.result_bytes);
   cells_at_ = reserve(ranks * layout.num_cells * layout.cell_bytes);
   cell_results_at_ = reserve(layout.num_cells * layout.cell_bytes);
+  const std::size_t pipes = ranks * (ranks - 1);
+  pipes_at_ = reserve(layout.num_pipe_slots ? pipes * sizeof(Pipe) : 0);
+  pipe_heads_at_ = reserve(pipes * layout.num_pipe_slots * sizeof(BlockHead));
+  pipe_slots_at_ = reserve(pipes * layout.num_pipe_slots * layout.pipe_slot_bytes);
   bytes_ = at;
 
   const std::string path = "/shoal-" + name;
@@ -161,6 +165,24 @@ std::byte* SharedSegment::cell(int rank, std::uint64_t number) {
 
 std::byte* SharedSegment::cell_result(std::uint64_t number) {
   return base_ + cell_results_at_ + number % layout_.num_cells * layout_.cell_bytes;
+}
+
+std::size_t SharedSegment::pipe_index(int from, int to) const {
+  return static_cast<std::size_t>(from * (layout_.num_ranks - 1) + (to > from ? to - 1 : to));
+}
+
+SharedSegment::Pipe& SharedSegment::pipe(int from, int to) {
+  return reinterpret_cast<Pipe*>(base_ + pipes_at_)[pipe_index(from, to)];
+}
+
+SharedSegment::BlockHead& SharedSegment::pipe_head(int from, int to, std::uint64_t number) {
+  const std::size_t index = pipe_index(from, to) * layout_.num_pipe_slots + number % layout_.num_pipe_slots;
+  return reinterpret_cast<BlockHead*>(base_ + pipe_heads_at_)[index];
+}
+
+std::byte* SharedSegment::pipe_slot(int from, int to, std::uint64_t number) {
+  const std::size_t index = pipe_index(from, to) * layout_.num_pipe_slots + number % layout_.num_pipe_slots;
+  return base_ + pipe_slots_at_ + index * layout_.pipe_slot_bytes;
 }
 
 // ---- bells ----------------------------------------------------------------------------------------------

@@ -203,6 +203,11 @@ def test_results_are_those_of_gloo(tmp_path: Path, check: Callable[[int], None])
     run_group(check, SIZE, tmp_path, hosts=HOSTS)
 
 
+@pytest.mark.parametrize("check", [check_exchanges, check_rooted, check_counts])
+def test_results_are_those_of_gloo_on_one_host(tmp_path: Path, check: Callable[[int], None]) -> None:
+    run_group(check, SIZE, tmp_path)
+
+
 def check_apart(rank: int) -> None:
     if rank == 0:
         send: Any = dist.isend(torch.full((100_000,), 5.0), 1)  # nobody is there to take it yet
@@ -292,4 +297,10 @@ def check_lost(rank: int, kind: str) -> None:
 @in_both_groups("kind", ["all_to_all", "gather", "scatter", "recv"], python=["all_to_all"])
 def test_a_rank_is_lost_in_the_middle(tmp_path: Path, kind: str) -> None:
     codes = exit_codes(check_lost, SIZE, tmp_path, kind, hosts=HOSTS)
+    assert codes == [0, 0, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", pytest.param("gather", marks=pytest.mark.slow)])
+def test_a_rank_of_the_same_host_is_lost_in_the_middle(tmp_path: Path, kind: str) -> None:
+    codes = exit_codes(check_lost, SIZE, tmp_path, kind)
     assert codes == [0, 0, -signal.SIGKILL]
