@@ -196,8 +196,9 @@ class Update(Protocol):
         """Divide by the loss scale, average if ``per_worker``, and clip to ``max_norm``.
 
         Returns:
-            The norm before clipping, the same on all workers. A non-finite norm skips the update. As a scalar
-            of the device it is not known yet: :meth:`apply` is called in any case, and skips by itself.
+            The norm before clipping, the same on all workers. If it is not finite, the update is skipped. If
+            it is a tensor on the device, the host does not know it yet: :meth:`apply` is called in any case,
+            and must skip the update itself.
         """
 
     def apply(self, optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""The training session: everything around a loop that every recipe, or a user's own script, has in common.
+"""Runs a training session: workers, checkpoints, signals and records around a loop of the user's script.
 
     with Run.open("runs/mine") as run:
         model = run.data_parallel(Net())
@@ -13,20 +13,20 @@
                 run.evaluation("validation", {"accuracy": accuracy(model)}, num_samples=10_000)
         sys.exit(run.finish())
 
-1. :meth:`Run.open` joins the workers that torchrun, mpirun or ``shoal train`` have started (or is the only
-   one), takes the run directory and catches the signals that ask to stop.
-2. :meth:`Run.keep` names the state that checkpoints hold and restores the newest good one.
+1. :meth:`Run.open` joins the workers that torchrun, mpirun or ``shoal train`` have started (or runs as the
+   only one), locks the run directory and handles the signals that ask to stop.
+2. :meth:`Run.keep` registers the state of checkpoints and restores the newest undamaged one.
 3. :meth:`Run.steps` yields a :class:`Step` per optimizer step. Before each, all workers agree in one small
    collective on stops, losses that are not finite, and the number of targets of the global batch.
 4. ``with step`` is a transaction. The block computes gradients; leaving it clips them, updates the weights
-   and writes what is due to the record. A block that raises leaves weights, optimizer state, loss scale,
-   buffers and counters as they were; after :class:`~shoal.errors.RetryStep` the same batch comes again.
-5. The scores of :meth:`Run.evaluation` may end the run before its last step: all workers agree on it in that
-   collective, too (``until`` of the settings).
-6. A checkpoint that is due is saved when the loop asks for the next step, after any evaluation: a run that
-   was killed goes back to before the evaluation and makes it again.
+   and writes the log line if one is due. A block that raises leaves weights, optimizer state, loss scale,
+   buffers and counters as they were; after :class:`~shoal.errors.RetryStep` the same batch is yielded again.
+5. The scores of :meth:`Run.evaluation` may end the run before its last step (``until`` of the settings). All
+   workers agree on this in the same collective.
+6. A due checkpoint is saved when the loop requests the next step, after any evaluation. A run that was killed
+   during an evaluation resumes before it and repeats it.
 
-The loop, the loss and the update stay in the script: ``Run`` never calls back into it while it trains.
+The loop, the loss and the update are in the script: ``Run`` never calls back into it during training.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ from shoal.train.stopping import (
 from shoal.train.world import World, join_world, run_on_all
 
 _FEW_MICRO_BATCHES = 4
-"""Micro-batches of a worker's step, of which one more is much."""
+"""With fewer micro-batches per step, one more for a faster worker is a large change of its share."""
 
 Batch = Any
 T = TypeVar("T")
@@ -131,10 +131,10 @@ class Run:
         stop_request: the signal that asked to stop, if any.
         stopped: whether a signal asked to stop; :meth:`steps` then yields nothing more.
         is_over: whether an earlier process group has ended the run; known once :meth:`steps` has begun.
-        reached: whether the last evaluations have the scores up to which the run trains; known once the steps
-            have ended.
+        reached: whether the last evaluations reached the target of the settings; known once the steps have
+            ended.
         to_device: returns a micro-batch, or a part of it, with its tensors on the device, for loops with
-            ``on_host``; a GPU copies from pinned memory beside the kernels that are queued.
+            ``on_host``; copies from pinned memory run concurrently with the queued kernels of a GPU.
         lines: steps that have a line in the record besides those of the settings, such as ends of epochs.
         num_parameters: for the record; :meth:`keep` counts those of ``model``.
         epoch_samples: samples of an epoch, for a run that is defined in epochs.
@@ -229,9 +229,9 @@ class Run:
             distributed: backend, device, timeouts, wire format.
             recipe: written into the record.
             immutable: dotted names of settings that must not differ when a run continues.
-            scores: names of the scores that :meth:`evaluation` will be given, by split: those that ``until``
-                of the settings may name.
-            worker: this process's place; default: as the launcher's environment variables say.
+            scores: names of the scores passed to :meth:`evaluation`, by split; ``until`` of the settings may
+                name them.
+            worker: rank and hosts of this process; default: from the launcher's environment variables.
 
         Raises:
             UsageError: the directory cannot be written, another job uses it, an immutable setting differs, or
@@ -289,7 +289,8 @@ class Run:
         """Move ``model`` to the device and wrap it so that backward averages its gradients over all workers.
 
         Args:
-            average: without, each worker clips its own gradient and :meth:`Step.update` averages.
+            average: whether backward averages. Otherwise each worker clips its own gradient, and
+                :meth:`Step.update` averages.
 
         Raises:
             UsageError: 8-bit gradients on a GPU.
@@ -303,12 +304,12 @@ class Run:
         return ddp
 
     def compile(self, module: nn.Module, *, dynamic: bool | None = None, by_default: bool = True) -> None:
-        """torch.compile ``module`` in place if the settings say so.
+        """Compile ``module`` in place with ``torch.compile`` if the settings ask for it.
 
         Args:
             module: the model that :meth:`data_parallel` has wrapped, or a part of it.
-            dynamic: whether shapes vary; default: torch finds out.
-            by_default: where the settings leave it open, compile on a GPU if there is a C compiler.
+            dynamic: whether shapes vary; default: torch detects it.
+            by_default: if the settings have no value, compile on a GPU if there is a C compiler.
         """
         wanted = self._loop.compile
         if wanted is None and by_default and self.world.device.type == "cuda":
@@ -324,13 +325,13 @@ class Run:
         module.compile(dynamic=dynamic)
 
     def keep(self, **stateful: Any) -> None:
-        """Name what checkpoints hold, and restore it if the run has a checkpoint.
+        """Register the state of checkpoints, and restore it if the run has a checkpoint.
+
+        A second call replaces the named objects without restoring them, for example to use a new optimizer in
+        the middle of a run. It also resets the loss scale.
 
         Args:
             stateful: models (not wrapped), optimizers, tensors, plain values.
-
-        Called again, it replaces what it names without restoring: a fresh optimizer in the middle of a run.
-        The loss scale is reset with it.
 
         Raises:
             ShoalError: there are checkpoints and all are damaged.
@@ -420,18 +421,19 @@ class Run:
         references: Mapping[str, float] | None = None,
         notes: Sequence[str] = (),
     ) -> Iterator[Step]:
-        """Yield each optimizer step that is left, up to step ``until``.
+        """Yield the remaining optimizer steps, up to step ``until``.
 
         Args:
             data: a :class:`~shoal.data.sources.StepSource`; an indexable dataset, whose order is then exact
                 at any number of workers; or a DataLoader or another iterable of micro-batches, each worker
                 its own.
             batch: sizes of the global batch and the micro-batch, or a finished plan.
-            until: the last step, counted over the whole run from 1.
-            since: the step after which this data begins.
+            until: number of the last step, counted over the whole run from 1.
+            since: number of the last step before this data.
             total: last step of the whole run; default: ``until``.
             targets: counts the targets of a micro-batch, for :attr:`Step.num_targets`.
-            replica: (index, number) of the data-parallel replica, where that is not a worker (pipelines).
+            replica: (index, number of replicas) of this worker's data-parallel replica, if a replica has
+                several workers (pipelines).
             on_host: leave micro-batches on the host; the loop moves what it needs to the device.
             section: where the batch stands in the settings, for messages.
             phase: (name, sequence length) for the record, where the loop is one of several.
@@ -574,15 +576,15 @@ class Run:
             self.timer.lap("gradient_wait")
 
     def due(self, every: int | Sequence[int] | None, *, evaluation: bool = False) -> bool:
-        """Return whether the step just done is a multiple of ``every`` or one of them.
+        """Return whether the last step is a multiple of ``every``, or one of the listed steps.
 
-        For a number, and for ``None``, the last step of the loop counts too. After a step that will be
+        If ``every`` is a number or ``None``, the last step of the loop is due too. After a step that will be
         repeated nothing is due.
 
         Args:
-            every: a number of steps, or steps.
-            evaluation: whether the loop evaluates then. Where evaluations are made beside training, this has
-                one made, and only that of the last step is due here.
+            every: a number of steps, or a list of steps.
+            evaluation: whether the loop evaluates the model if the result is true. If evaluations run beside
+                training, the call requests one there and returns true only for the last step.
         """
         if (self._current is not None and not self._current.is_done) or not self._is_due(every):
             return False
@@ -605,8 +607,8 @@ class Run:
 
         Args:
             split: what was evaluated, such as ``validation``.
-            metrics: the same on all workers, or used on the first alone.
-            num_samples: over how many samples.
+            metrics: by name; only those of the first worker are used.
+            num_samples: number of samples that were evaluated.
         """
         now = time.monotonic()
         row = record.Evaluation(
@@ -620,12 +622,12 @@ class Run:
         self.timer.begin_step()
 
     def lacks_scores(self, split: str | None = None) -> bool:
-        """Return whether the last step has no scores after the loop; all workers call it.
+        """Return whether the last step has no scores after the loop. A collective: all workers call it.
 
-        An earlier process did that step, was stopped there, and the run was made shorter since.
+        This happens if an earlier process did that step and was stopped before its evaluation.
 
         Args:
-            split: which scores; default: any.
+            split: the split of the scores; default: any.
         """
         if self.directory is None or self.stopped or self.is_over:
             return False
@@ -646,7 +648,14 @@ class Run:
             self.log.progress.say(text)
 
     def save(self, *, wait: bool = False) -> None:
-        """Save a checkpoint of the step just done; :meth:`steps` does so when one is due."""
+        """Save a checkpoint of the last step, in addition to those that :meth:`steps` saves when due.
+
+        Args:
+            wait: return when the checkpoint is complete on disk.
+
+        Raises:
+            ShoalError: this save or the previous one failed.
+        """
         if self._checkpointer is None:
             return
         if self._served is not None:

@@ -73,8 +73,8 @@ class Step:
 
     Attributes:
         number: counted over the whole run from 1.
-        num_samples: samples of the global batch.
-        num_targets: targets of the global batch, at least 1; see ``targets`` of :meth:`Run.steps`.
+        num_samples: number of samples of the global batch.
+        num_targets: number of targets of the global batch, at least 1; see ``targets`` of :meth:`Run.steps`.
         is_done: whether the step was committed.
         sums: this worker's parts of the figures of :meth:`add`.
         counts: of the items that each of them is a mean over.

@@ -119,7 +119,8 @@ class ShardReader(SizedReader):
 class ImageReader(ShardReader):
     """Reads, decodes and augments the images of a split, with several threads. Picklable.
 
-    The augmentation of an image is a pure function of (seed, epoch, index).
+    The augmentation of an image is a pure function of (seed, epoch, index). A batch has ``images``
+    ``[B, 3, S, S]`` and ``labels`` ``[B]``, see :meth:`batch`.
 
     Example (``runs/images`` was written by ``shoal prepare images``):
 

@@ -138,11 +138,20 @@ class ImageShardWriter:
 
 
 class ImageShards:
-    """All shards of one split, as one sequence of images. Threads may read at the same time.
+    """Reads the encoded images of one split by their number, from local shards or from S3. Thread-safe.
 
-    ``verify="sizes"`` checks what the module's docstring lists; ``verify="checksums"`` also reads every byte
-    once. A shard that enters the cache is always compared with its checksum. Only location and settings are
-    pickled, so a loader process opens the shards itself.
+    Only location and settings are pickled, so a loader process opens the shards itself.
+
+    Args:
+        location: folder written by ``shoal prepare images``, or ``s3://bucket/prefix``.
+        split: ``"train"`` or ``"validation"``.
+        verify: ``"sizes"`` checks file sizes, indexes, and the first and last image of each shard;
+            ``"checksums"`` also reads every byte once, of local shards only.
+        cache: keeps local copies of shards, each compared with its checksum. Default: none.
+
+    Raises:
+        UsageError: no manifest, no such split, no access, or no cache folder.
+        ShoalError: a file is missing, truncated, damaged, or of another preparation.
 
     Example (``runs/images`` was written by ``shoal prepare images``):
 

@@ -36,7 +36,21 @@ _SEGMENTS, _NGRAMS, _CHOICE, _REPLACEMENT = range(4)  # streams of one example
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleConfig:
-    """Length, masking and pairing of examples. The seed also decides their order (``loader``)."""
+    """Length, masking and pairing of examples.
+
+    Attributes:
+        max_seq_length: tokens of an example at most, special tokens included.
+        max_predictions_per_seq: masked tokens of an example at most.
+        mask_prob: fraction of the tokens that is predicted.
+        max_ngram: longest run of words that is masked together.
+        whole_words: mask all tokens of a word or none.
+        pairs: task on two segments: ``"order"`` (ALBERT), ``"next"`` (BERT) or ``"none"``.
+        short_seq_prob: fraction of the examples that is shorter than possible.
+        seed: of the order, the segments and the masks.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
 
     max_seq_length: int = 512
     max_predictions_per_seq: int = 20
@@ -72,8 +86,16 @@ class ExampleConfig:
 class ExampleReader(Reader):
     """Makes masked-LM examples from the shards of a split: packed micro-batches of any epoch.
 
-    Masks, segments and pairs are pure functions of (seed, epoch, index): any worker makes any example. It is
-    an indexable dataset too, for a ``torch.utils.data.DataLoader``. Only paths and numbers are pickled.
+    Masks, segments and pairs are pure functions of (seed, epoch, index), so every worker can make every
+    example. It is also an indexable dataset for a ``torch.utils.data.DataLoader``. Only paths and numbers are
+    pickled.
+
+    Args:
+        shards: of one split.
+        config: length, masking and pairing of the examples.
+
+    Raises:
+        UsageError: the split has no document long enough for an example.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805) and Lan et al. 2019 (arXiv 1909.11942), sections 3.1.
 
@@ -138,7 +160,7 @@ class ExampleReader(Reader):
         - ``masked_weights`` float32 [B, P]: 1 for each prediction, then 0;
         - ``labels`` int64 [B]: 1 if the segments are swapped, or the second is of another document;
         - ``epoch``, ``index`` int64 [B]: of the examples;
-        - ``dropout_keys`` int64 [B]: what the model drops of them by in training.
+        - ``dropout_keys`` int64 [B]: random key of each example's dropout masks.
 
         Raises:
             ShoalError: a shard holds a token id beyond the vocabulary.

@@ -111,11 +111,19 @@ class Shard:
 
 
 class TextShards:
-    """All shards of one split of a prepared directory, as one sequence of documents.
+    """Maps the token shards of one split into memory, as one sequence of documents.
 
-    ``verify="sizes"`` checks sizes, headers and counts, which costs nothing and finds a shard that was
-    truncated or is missing. ``verify="checksums"`` also reads every byte once, at 1.5 GB/s per core. Only
-    paths are pickled, so a loader process maps the same files again.
+    Only paths are pickled, so a loader process maps the same files again.
+
+    Args:
+        directory: written by ``shoal prepare text``.
+        split: ``"train"`` or ``"validation"``.
+        verify: ``"sizes"`` checks sizes, headers and counts, at no cost; ``"checksums"`` also reads every
+            byte once, at 1.5 GB/s per core.
+
+    Raises:
+        UsageError: there is no manifest or no such split, or the directory has another tokenizer.
+        ShoalError: a file is missing, truncated, damaged, or of another format version.
 
     Example (``runs/text`` was written by ``shoal prepare text``):
 

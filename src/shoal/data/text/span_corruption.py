@@ -32,8 +32,15 @@ _OTHER, _NOISE = range(2)  # streams of one example
 class SpanReader(Reader):
     """Makes T5's span-corruption examples from the shards of a split.
 
-    Spans are pure functions of (seed, epoch, index): any worker makes any example. It is an indexable dataset
-    too. Only paths and numbers are pickled.
+    Spans are pure functions of (seed, epoch, index), so every worker can make every example. It is also an
+    indexable dataset. Only paths and numbers are pickled.
+
+    Args:
+        shards: of one split.
+        config: lengths of inputs and spans, and the seed.
+
+    Raises:
+        UsageError: no shard of the split is long enough for an example.
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 3.1.4.
 
@@ -75,7 +82,7 @@ class SpanReader(Reader):
         - ``input_ids`` int64 ``[B, input length]``: text with a sentinel for each span, then the end token;
         - ``labels`` int64 ``[B, target_length]``: each span after its sentinel, then the end token;
         - ``epoch``, ``index`` int64 ``[B]``: of the examples;
-        - ``dropout_keys`` int64 ``[B]``: what the model drops of them by in training.
+        - ``dropout_keys`` int64 ``[B]``: random key of each example's dropout masks.
 
         Raises:
             ShoalError: a shard holds a token id beyond the vocabulary.
