@@ -45,11 +45,11 @@ A first run, from text to a report:
 # Commands with many options are imported when they are used: `shoal --help` takes half as long
 _LAZY = {
     "cli.prepare:prepare": "Turn raw data into shards that training reads.",
-    "cli.train:train": "Train a recipe; the same command again continues where the run stopped.",
-    "cli.train:finetune": """Finetune a pretrained model on a task and score it; the same command continues.
+    "cli.train:train": "Train a recipe; the same command resumes a stopped run.",
+    "cli.train:finetune": """Finetune a pretrained model on a task and score it; the same command resumes.
 
 The model is the directory of a run of shoal (its newest checkpoint) or a transformers directory with its
-tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which writes its answers.
+tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which generates its answers.
 
     shoal finetune squad --preset albert --model runs/first --data train-v2.0.json --eval dev-v2.0.json
 
@@ -59,23 +59,23 @@ tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which writes its answers.
     """,
     "cli.predict:predict": "Use a trained model on your files.",
     "cli.evaluate:evaluate": "Score predictions or a trained network.",
-    "cli.pipeline:pipeline": "Look at pipelines: models that are split over several devices.",
-    "cli.launch:launch": "Do this host's part in a cluster's job: `srun shoal launch -- python train.py`.",
-    "cli.submit:submit": "Put a command into the queue of a cluster.",
-    "cli.cluster:cluster": "Write files from which AWS's tools make a cluster.",
+    "cli.pipeline:pipeline": "Show pipelines: models that are split over several devices.",
+    "cli.launch:launch": "Start the workers of a job on this host: `srun shoal launch -- python train.py`.",
+    "cli.submit:submit": "Submit a command to a cluster.",
+    "cli.cluster:cluster": "Write configuration files of a cluster for AWS's tools.",
     "cli.image:image": "Build container images for clusters, and push them.",
     "cli.runs:runs": "List submitted jobs: state, starts, last saved step, last line.",
     "cli.runs:logs": "Print the output of a submitted job.",
-    "cli.runs:stop": "Let a submitted job save and leave for good.",
+    "cli.runs:stop": "Make a submitted job save and exit, without a restart.",
     "cli.bench:bench": "Measure this machine or cluster.",
-    "comm.server:serve": """Sum gradients on a helper host for workers whose backend is shoal.
+    "comm.server:serve": """Sum gradients on a helper host for workers with backend shoal.
 
 Start it on each helper host, then the workers with SHOAL_HELPERS=ADDRESS:PORT,... and the same secret. It
 runs until SIGTERM or Ctrl-C, and needs neither torch nor a GPU.
     """,
-    "doctor:doctor": """Show versions, devices and the native core, what is missing and how to get it.
+    "doctor:doctor": """Show versions, devices and the native core, and how to install missing parts.
 
-With --bundle it also writes what a bug report needs, without secrets:
+With --bundle it also writes an archive for a bug report, without secrets:
 
     shoal doctor --bundle bug.tar.gz --run runs/first
     """,

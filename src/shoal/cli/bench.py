@@ -26,7 +26,7 @@ bench.command(
 
 @bench.command(name="comm")
 def bench_comm(*, options: Annotated[CommBench, Parameter(name="*")] = CommBench()) -> int:  # noqa: B008
-    """Time the collectives of gloo and shoal, and compare them with what the links allow.
+    """Time the collectives of gloo and shoal, and compare them with the limits of the links.
 
     Started by torchrun or mpirun, the command is one of their workers and measures your hosts. Started alone,
     it starts workers on this machine; with --hosts on emulated hosts.

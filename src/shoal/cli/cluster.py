@@ -22,7 +22,9 @@ _FSX_PER_GB_MONTH = 0.21
 _HOURS_A_MONTH = 730
 
 cluster = App(name="cluster")
-write = App(name="write", help="Write files; nothing is made.", config=(settings_from(lambda _: ""),))
+write = App(
+    name="write", help="Write configuration files; create nothing.", config=(settings_from(lambda _: ""),)
+)
 cluster.command(write)
 
 
@@ -70,7 +72,7 @@ def cloudformation(
     """Write two CloudFormation stacks: FSx for Lustre over S3 with a data host, then hosts with EFA.
 
     The hosts have no scheduler: `shoal submit ssh` on the data host starts jobs. Prepare the data there
-    before you make the second stack, whose hosts cost from their first minute.
+    before you create the second stack, whose hosts are charged from their first minute.
 
     Parameters
     ----------

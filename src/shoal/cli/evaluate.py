@@ -156,18 +156,18 @@ def evaluate_coco(
 def evaluate_checkpoint(
     checkpoint: Path, *, run: Path | None = None, out: Path | None = None, workers: int | None = None
 ) -> None:
-    """Score a checkpoint on the held-out data of its run, by the recipe that trained it.
+    """Score a checkpoint on the held-out data of its run, with the recipe that trained it.
 
     Parameters
     ----------
     checkpoint
-        A checkpoint, or the directory of a run, whose newest one is scored.
+        A checkpoint, or the directory of a run, whose newest checkpoint is scored.
     run
         The run with the settings; default: that of the checkpoint.
     out
-        Folder for the record with the scores, and what the recipe writes; default: scores-STEP in the run.
+        Folder for the record with the scores and the recipe's output; default: scores-STEP in the run.
     workers
-        Workers on this host (default: one a GPU, or one).
+        Workers on this host (default: one per GPU, or one).
     """
     from shoal.record import Start, read_record
     from shoal.train.checkpoint_files import is_checkpoint, list_checkpoints
@@ -196,7 +196,7 @@ def evaluate_imagenet(
     what: Annotated[Scoring, Parameter(name="*")],
     launch: Annotated[Launch, Parameter(name="*")] = Launch(),  # noqa: B008
 ) -> int:
-    """Compute the top-1 and top-5 accuracy of a network, each image once.
+    """Compute the top-1 and top-5 accuracy of a network on all validation images.
 
     The counts do not depend on the number of workers.
 

@@ -41,7 +41,7 @@ def launch(
     job
         Folder on a file system that all hosts share, where they meet. In Slurm by default jobs/ID.
     workers
-        Workers per host; default: one a GPU, or one.
+        Workers per host; default: one per GPU, or one.
     nnodes
         Number of worker hosts; default: the nodes of the Slurm step, or one.
     rdzv

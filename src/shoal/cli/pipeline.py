@@ -11,10 +11,10 @@ from cyclopts import App, Parameter
 from shoal.cli.settings import settings_from
 from shoal.recipes import t5
 
-pipeline = App(name="pipeline", help="Look at pipelines: models that are split over several devices.")
+pipeline = App(name="pipeline", help="Show pipelines: models that are split over several devices.")
 show = App(
     name="show",
-    help="""Show a step of a pipeline: of a run, as it was predicted and measured, or of a layout to come.
+    help="""Show a step of a pipeline: predicted and measured of a run, or predicted of a layout.
 
     shoal pipeline show runs/t5 --svg step.svg
 
@@ -34,9 +34,9 @@ def show_run(run: Path, /, *, step: int | None = None, svg: Path | None = None) 
     run
         A run directory.
     step
-        Which of the recorded steps; default: the last.
+        Number of a recorded step; default: the last.
     svg
-        The picture; default: pipeline.svg in the run directory.
+        Output file; default: pipeline.svg in the run directory.
     """
     from shoal.report.page import write_figure
     from shoal.report.pipeline_timeline import describe_pipeline_step
@@ -59,15 +59,15 @@ def show_t5(
 ) -> None:
     """Find the fastest layout of a T5 that fits, and explain it: stages, memory, timeline, predicted step.
 
-    Nothing is allocated: the model is split on the meta device and costs are estimated, so that this takes
-    any number of devices. Without --parallel.pipeline every number of stages is tried.
+    The model is split on the meta device and its costs are estimated, so this works for any number of
+    devices. Without --parallel.pipeline every number of stages is tried.
 
     Parameters
     ----------
     devices
-        How many there are: pipeline × data.
+        Number of devices: pipeline × data.
     memory
-        Of a device, such as 40GB.
+        Memory of a device, such as 40GB.
     preset
         Settings to start from.
     config

@@ -24,7 +24,7 @@ class Request:
     goal: Literal["time", "cost"] = "time"
     """Rank plans by time or by cost."""
     global_batch: int | None = None
-    """Samples per step; default: the recipe's own, or the largest known to reach the target that divides."""
+    """Samples per step; default: the recipe's, or the largest divisible one known to reach the target."""
     sequence_length: int | None = None
     """Tokens per sample, for recipes with one phase."""
     model: str | None = None
@@ -33,9 +33,10 @@ class Request:
     algorithm: str | None = None
     """Plan with this algorithm only: ring, hierarchical-ring, tree, two-hop or two-hop-helpers."""
     wire: Literal["fp32", "bf16"] = "fp32"
-    """Precision of gradients on the network; `shoal train` sends fp32 unless --distributed.wire says bf16."""
+    """Precision of gradients on the network; `shoal train` sends fp32 unless --distributed.wire bf16 is
+    set."""
     throughput: float | None = None
-    """Samples per second that you measured on one host of the cluster with this recipe."""
+    """Samples per second, measured on one host of the cluster with this recipe."""
     measured: tuple[Path, ...] = ()
     """Files of `shoal bench train --json` or `scaling --json` (this recipe) and of `shoal bench comm --json`
     (all-reduces between hosts), used instead of published figures."""
@@ -48,7 +49,8 @@ class Request:
     slow_hosts: tuple[str, ...] = ()
     """Hosts that are slower than the others, like 1x0.5: one at half their speed."""
     jitter: float = 0.0
-    """Spread of a host's time from step to step: σ of its logarithm, 0.3 for a third more or less."""
+    """Variation of a host's time from step to step: standard deviation of its logarithm; 0.3 is about ±30
+    %."""
     page: Path | None = None
     """Write the plan, and the curve of --sweep, as an HTML page."""
     trace: Path | None = None
@@ -56,7 +58,7 @@ class Request:
     json: Path | None = None
     """Write everything as JSON."""
     catalog: tuple[Path, ...] = ()
-    """TOML files with instance types of your own."""
+    """TOML files with your own instance types."""
 
 
 def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")]) -> int:

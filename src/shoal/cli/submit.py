@@ -60,11 +60,11 @@ def slurm(
     to
         Write the script into this folder and submit nothing.
     dry_run
-        Print the script, what sbatch --test-only says of it, and the planner's summary; submit nothing.
+        Print the script, the output of sbatch --test-only, and the planner's summary; submit nothing.
     check
         Check the settings of a recipe first, as `shoal train … --dry-run` does.
     machine
-        What the planner calls a worker host, like p4d.24xlarge: --dry-run then predicts time and cost.
+        Instance type of a worker host, like p4d.24xlarge, with which --dry-run predicts time and cost.
     helper_machine
         The same for a helper host, like c5n.18xlarge.
     config
@@ -113,7 +113,7 @@ def kubernetes(
     dry_run
         Print the manifest, and the planner's summary as comments; submit nothing.
     machine
-        What the planner calls a worker host, like p4d.24xlarge: --dry-run then predicts time and cost.
+        Instance type of a worker host, like p4d.24xlarge, with which --dry-run predicts time and cost.
     helper_machine
         The same for a helper host, like c5n.18xlarge.
     config
@@ -152,8 +152,8 @@ def sagemaker(
 ) -> int:
     """Submit a command to SageMaker: `shoal submit sagemaker --hosts 8 --helpers 4 … -- shoal train bert`.
 
-    It makes a training job with a group of instances for workers and one for helpers. The paths of the
-    command are those in the containers: /opt/ml/input/data/fsx, /opt/ml/input/data/CHANNEL.
+    Creates a training job with one instance group for workers and one for helpers. Use the paths of the
+    containers in the command: /opt/ml/input/data/fsx, /opt/ml/input/data/CHANNEL.
 
     Parameters
     ----------
@@ -208,8 +208,8 @@ def ssh(
 ) -> int:
     """Run a command on hosts by ssh: `shoal submit ssh --hosts n1 --hosts n2 -- python train.py`.
 
-    It stays until the command has ended; Ctrl-C, or its end, lets the workers save and leave. All hosts need
-    the same shoal and the same files, best on a shared file system.
+    Runs until the command has ended; after Ctrl-C the workers save and exit. All hosts need the same version
+    of shoal and the same files, preferably on a shared file system.
 
     Parameters
     ----------
@@ -239,8 +239,8 @@ def mpi(
 ) -> int:
     """Run a command on hosts by mpirun: `shoal submit mpi --hosts n1 --hosts n2 -- python train.py`.
 
-    It starts one launcher per host, each with an mpirun of its own, and stays until the command has ended.
-    Open MPI, MPICH and Intel MPI are known.
+    Starts one launcher per host, each with its own mpirun, and runs until the command has ended. Supports
+    Open MPI, MPICH and Intel MPI.
 
     Parameters
     ----------

@@ -143,17 +143,17 @@ class StagesConfig:
     """Division of the model and the batch over the workers: workers = pipeline × data."""
 
     pipeline: int = 1
-    """Workers that hold a part of the model each; neighbours by rank."""
+    """Number of workers over which the model is divided; they have consecutive ranks."""
     data: int | None = None
     """Replicas of the pipeline; default: workers / pipeline."""
     virtual_stages: int | None = None
-    """Stages per worker; more of them shorten the bubble and add messages; default: the fastest."""
+    """Stages per worker; more stages shorten the bubble and add messages; default: the fastest."""
     micro_batches: int | None = None
     """Micro-batches per replica and step; default: up to 4 per worker of the pipeline."""
     schedule: ScheduleName = "auto"
-    """Order of forward and backward; auto: the fastest, by simulation with measured costs."""
+    """Order of forward and backward passes; auto: the fastest in simulation with measured costs."""
     optimize: Literal["speed", "memory"] = "speed"
-    """Objective of the cut into stages."""
+    """Objective of the partition into stages."""
     shard: bool = False
     """Divide parameters, gradients and optimizer state over the replicas (FSDP2)."""
 

@@ -30,7 +30,7 @@ class CloudFormation(AwsCluster):
     worker_cards: int = 4
     """Network cards with EFA of a worker host: 4 of p4d.24xlarge, 32 of p5.48xlarge, 1 of p3dn.24xlarge."""
     data_instance: str = "m5.2xlarge"
-    """Type of the data host, which prepares data and shows TensorBoard."""
+    """Type of the data host, which prepares data and runs TensorBoard."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

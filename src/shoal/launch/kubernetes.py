@@ -29,9 +29,9 @@ class KubernetesJob:
     """A job: its pods, and where they run."""
 
     hosts: int
-    """Worker pods, each on a host of its own as far as its GPUs demand it."""
+    """Worker pods; their GPU requests decide how many share a host."""
     image: str
-    """Container image with shoal; its name, best with @sha256:…"""
+    """Name of the container image with shoal, preferably with its digest @sha256:…"""
     claim: str
     """PersistentVolumeClaim (ReadWriteMany) of the runs, which all pods mount at --mount."""
     mount: str = "/runs"
@@ -47,7 +47,7 @@ class KubernetesJob:
     gpus_per_host: int | None = None
     """GPUs of a worker pod."""
     gpu: str = "nvidia.com/gpu"
-    """The cluster's name for a GPU."""
+    """Resource name of a GPU in the cluster."""
     efa_per_host: int | None = None
     """EFA interfaces of a worker pod (vpc.amazonaws.com/efa); without any the pods use TCP."""
     cpus_per_host: str | None = None
@@ -57,9 +57,9 @@ class KubernetesJob:
     shared_memory: str = "8Gi"
     """Size of /dev/shm in a worker pod."""
     workers_per_host: int | None = None
-    """Workers per pod; default: one a GPU, or one."""
+    """Workers per pod; default: one per GPU, or one."""
     global_batch: int | None = None
-    """Samples a step: use the largest number of pods over whose workers it divides."""
+    """Samples per step: use the largest number of pods whose workers divide it."""
     name: str | None = None
     """Name of the job; default: the command's first words."""
     namespace: str | None = None

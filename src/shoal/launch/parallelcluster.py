@@ -14,7 +14,7 @@ class ParallelCluster(AwsCluster):
     """A Slurm cluster to be made; its hosts are started for a job and stopped after it."""
 
     head_instance: str = "m5.2xlarge"
-    """Type of the head node, which prepares data and shows TensorBoard."""
+    """Type of the head node, which prepares data and runs TensorBoard."""
 
 
 def render(cluster: ParallelCluster) -> str:

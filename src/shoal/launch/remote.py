@@ -39,7 +39,7 @@ class RemoteJob:
     """Hosts to start on, and how."""
 
     hosts: tuple[str, ...]
-    """Worker hosts, by names that all of them know; the first is where they meet."""
+    """Worker hosts, by names that all hosts can resolve; the launchers connect to the first."""
     helper_hosts: tuple[str, ...] = ()
     """Helper hosts."""
     folder: Path | None = None
@@ -47,15 +47,15 @@ class RemoteJob:
     shoal: str = "shoal"
     """Path of shoal on the hosts, such as /opt/venv/bin/shoal."""
     workers_per_host: int | None = None
-    """Workers per host; default: one a GPU, or one."""
+    """Workers per host; default: one per GPU, or one."""
     global_batch: int | None = None
-    """Samples a step: use the largest number of hosts over whose workers it divides."""
+    """Samples per step: use the largest number of hosts whose workers divide it."""
     helpers_required: bool = False
     """Fail if helpers are missing."""
     interface: str | None = None
     """Network interface for shoal, gloo and NCCL."""
     port: int = MEETING_PORT
-    """Port of the first host at which the launchers meet."""
+    """Port of the first host to which the launchers connect."""
     option: tuple[str, ...] = ()
     """More options of ssh, as in --option=-F --option=config, or of mpirun."""
 

@@ -55,15 +55,16 @@ class SageMakerJob:
     fsx: str | None = None
     """Id of the FSx for Lustre file system, which all hosts mount; default: SAGEMAKER_FSX_ID."""
     fsx_path: str | None = None
-    """Its folder to mount, which begins with the file system's mount name, like /abcdefgh/bert."""
+    """Folder of the file system to mount; it begins with the file system's mount name, like
+    /abcdefgh/bert."""
     channel: tuple[str, ...] = ()
-    """Data to copy from S3: NAME=s3://…, which the job finds in /opt/ml/input/data/NAME."""
+    """Data to copy from S3: NAME=s3://…, available in the job at /opt/ml/input/data/NAME."""
     checkpoints: str | None = None
-    """S3 prefix that /opt/ml/checkpoints is copied to and from; for one host."""
+    """S3 prefix that is synchronized with /opt/ml/checkpoints; for one host."""
     subnets: tuple[str, ...] = ()
     """Subnets; default: SAGEMAKER_SUBNET_IDS, separated by commas."""
     security_groups: tuple[str, ...] = ()
-    """Security groups; EFA needs one that lets all of its own traffic pass."""
+    """Security groups; EFA needs one that allows all traffic within the group."""
     spot: bool = False
     """Use spot instances; SageMaker starts the job again after an interruption."""
     max_hours: float = 24.0
@@ -73,9 +74,9 @@ class SageMakerJob:
     volume_gb: int = 100
     """Size of each instance's disk."""
     workers_per_host: int | None = None
-    """Workers per instance; default: one a GPU, or one."""
+    """Workers per instance; default: one per GPU, or one."""
     global_batch: int | None = None
-    """Samples a step: use the largest number of hosts over whose workers it divides."""
+    """Samples per step: use the largest number of hosts whose workers divide it."""
     transport: str | None = None
     """tcp, or ofi:efa on all instances if the image has libfabric."""
     source: Path | None = None

@@ -37,17 +37,17 @@ class SlurmJob:
     hosts: int
     """Worker hosts."""
     min_hosts: int | None = None
-    """Start with any number of hosts from this one to --hosts, as many as there are."""
+    """Start with any number of hosts from this one to --hosts, as many as are available."""
     helpers: int = 0
     """Helper hosts, in a second component of a heterogeneous job."""
     helpers_required: bool = False
-    """Do not start without them."""
+    """Do not start without all helpers."""
     workers_per_host: int | None = None
-    """Workers per host; default: one a GPU, or one."""
+    """Workers per host; default: one per GPU, or one."""
     task_per_worker: bool = False
-    """Let Slurm start each worker as a task of its own; needs --workers-per-host."""
+    """Start each worker as a separate Slurm task; needs --workers-per-host."""
     global_batch: int | None = None
-    """Samples a step: use the largest number of hosts over whose workers it divides."""
+    """Samples per step: use the largest number of hosts whose workers divide it."""
     name: str | None = None
     """Name of the job; default: the command's first words."""
     partition: str | None = None
@@ -69,11 +69,11 @@ class SlurmJob:
     save_s: int = 120
     """Seconds that saving a checkpoint may take before the time limit or a preemption."""
     array: str | None = None
-    """Numbers of an array of jobs, like 0-4, for seeds; {seed} in the command stands for each."""
+    """Numbers of a job array, like 0-4, for seeds; {seed} in the command is replaced by each."""
     interface: str | None = None
     """Network interface for shoal, gloo and NCCL."""
     prolog: tuple[str, ...] = ()
-    """Lines of shell for the script before it starts anything, like "module load cuda"."""
+    """Shell lines at the begin of the script, like "module load cuda"."""
     option: tuple[str, ...] = ()
     """More options of sbatch for the workers, as in --option=--mem=0."""
 

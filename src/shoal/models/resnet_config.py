@@ -15,20 +15,20 @@ class ResNetConfig:
     """Structure of a residual network."""
 
     network: Network = "resnet50"
-    """resnet18 to resnet152 for images from about 96 pixels on, resnet8 for small ones (32 pixels)."""
+    """resnet18 to resnet152 for images from about 96 pixels on, resnet8 for small images (32 pixels)."""
     num_classes: int | None = None
-    """Classes to tell apart; default: those of the data."""
+    """Number of classes; default: that of the data."""
     width: int | None = None
     """Channels of resnet8's first stage, the others in proportion; default: 64."""
     zero_gamma: bool = True
-    """Begin with 0 as the scale of each residual branch's last norm, so that each block is the identity
-    (not in resnet8, whose scales stay 1)."""
+    """Initialize the scale of each residual branch's last norm to 0, so that each block is the identity (not
+    in resnet8, whose scales stay 1)."""
     norm_momentum: float = 0.1
-    """Weight of a micro-batch's statistics in the norms' running ones."""
+    """Weight of a micro-batch's statistics in the running statistics of norms."""
     norm_eps: float = 1e-5
     """Added to the variance in the norms."""
     logit_scale: float = 1.0
-    """The logits are multiplied by this."""
+    """Factor of the logits."""
 
     def __post_init__(self) -> None:
         require_positive("model", self, "num_classes", "width")

@@ -26,13 +26,13 @@ class EncoderConfig:
     hidden_size: int = 768
     """Width of the layers."""
     num_hidden_layers: int = 12
-    """Layers that a token passes through; ALBERT applies one shared layer that many times."""
+    """Number of layers; ALBERT applies one shared layer this many times."""
     num_attention_heads: int = 12
     """Attention heads; must divide the hidden size."""
     intermediate_size: int = 3_072
-    """Width of the feed-forward part."""
+    """Width of the feed-forward block."""
     max_position_embeddings: int = 512
-    """Longest sequence that the model can take."""
+    """Maximum sequence length of the model."""
     hidden_dropout_prob: float = 0.1
     """Dropout on embeddings and after attention (BERT: and after feed-forward)."""
     attention_probs_dropout_prob: float = 0.1
@@ -91,9 +91,9 @@ class BertModelConfig(EncoderConfig):
     """The model: its sizes, where its weights come from, what is trained."""
 
     family: Literal["bert", "roberta", "distilbert"] = "bert"
-    """Architecture: BERT with next-sentence prediction, or RoBERTa or DistilBERT with masked LM alone."""
+    """Architecture: BERT with next-sentence prediction, or RoBERTa or DistilBERT with masked LM only."""
     pad_token_id: int = 0
-    """Token of padding in the vocabulary of the data; RoBERTa counts positions from behind it."""
+    """Padding token of the data's vocabulary; RoBERTa's positions begin after this number."""
 
     @property
     def num_parameters(self) -> int:
@@ -116,17 +116,17 @@ class T5ModelConfig:
     d_model: int = 768
     """Width of the layers."""
     d_kv: int = 64
-    """Width of an attention head; heads × this need not be d_model."""
+    """Width of an attention head; num_heads × d_kv need not equal d_model."""
     d_ff: int = 3_072
-    """Width of the feed-forward part."""
+    """Width of the feed-forward block."""
     num_layers: int = 12
-    """Layers of the encoder, and of the decoder."""
+    """Layers of the encoder, and as many of the decoder."""
     num_heads: int = 12
     """Attention heads."""
     dropout: float = 0.1
-    """Dropout everywhere."""
+    """Dropout probability in all layers."""
     z_loss: float = 1e-4
-    """Weight of log² Z beside the cross-entropy, in training: keeps the softmax's denominator near 1."""
+    """Weight of the term log² Z in the training loss, which keeps the softmax's denominator near 1."""
     checkpoint_path: Path | None = None
     """Initial weights: a shoal run, one of its checkpoints, or a transformers directory; default: random."""
 

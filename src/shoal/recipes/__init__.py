@@ -159,26 +159,26 @@ output: {"id": …, "question": …, "answer": …, "probability": …}, in 2.0 
     ),
     "fill-mask": Use(
         module="fill_mask_use",
-        help="Fill the masks of texts by a pretrained encoder.",
+        help="Fill the masks of texts with a pretrained encoder.",
         example="shoal predict fill-mask --model runs/first --text 'The [MASK] is on the table.'",
         details="""Files are .txt with a text in each line. A line of the output: {"id": 1, "text": …,
 "masks": [{"token": …, "probability": …, "top": [the likeliest tokens]}, …]}.""",
     ),
     "resnet50": Use(
         module="resnet50_use",
-        help="Classify images by a residual network.",
+        help="Classify images with a residual network.",
         example="shoal predict resnet50 photos --model runs/resnet50 --out classes.jsonl --workers 2",
-        details="""Inputs are images, or folders whose images are all taken, also those of subfolders. A line
+        details="""Inputs are images, or folders, which are searched recursively. A line
 of the output: {"image": "photos/1.jpg", "label": …, "probability": …, "top": [the likeliest classes]}.""",
     ),
     "t5": Use(
         module="t5_use",
-        help="Label texts with a finetuned T5, or let a T5 write.",
+        help="Label texts with a finetuned T5, or generate texts.",
         example="shoal predict t5 pairs.tsv --model runs/t5-mnli --out labels.jsonl --workers 2",
         details="""Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives one
-input instead. A line of the output: {"id": 1, "label": "entailment"}, null where the model spells no label.
-A model that was finetuned from text to text, or not at all, writes: {"id": 1, "text": …}. The latter reads
-the first text as it stands, or in the wording of --data.task.""",
+input instead. A line of the output: {"id": 1, "label": "entailment"}, or null if the output is no label. A
+text-to-text model, and one that was not finetuned, generates {"id": 1, "text": …}. A model that was not
+finetuned reads the first text unchanged, or in the form of --data.task.""",
     ),
 }
 

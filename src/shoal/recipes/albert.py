@@ -36,12 +36,12 @@ PRESETS = ("tiny", "base", "large", "xlarge")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(TextConfig):
-    """Selects the text and sets how examples are made from it."""
+    """Selects the text, and sets masking and the length of examples."""
 
     max_seq_length: int = 512
-    """Tokens in an example, the special ones included."""
+    """Tokens of an example, special tokens included."""
     max_predictions_per_seq: int = 20
-    """Masked tokens in an example at most."""
+    """Maximum number of masked tokens in an example."""
 
 
 @dataclass(frozen=True, kw_only=True)

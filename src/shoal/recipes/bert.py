@@ -40,10 +40,10 @@ PRESETS = ("tiny", "base", "large", "large-lans")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(TextConfig):
-    """Selects the text and sets how examples are made from it."""
+    """Selects the text, and sets masking and the length of examples."""
 
     max_ngram: int = 1
-    """Longest run of words masked together; the paper hides single tokens."""
+    """Longest run of words masked together; the paper masks single tokens."""
     whole_words: bool = False
     """Mask all tokens of a word or none (the authors' later "whole word masking" models)."""
 
@@ -53,16 +53,16 @@ class PhaseConfig(Rates):
     """One phase: its examples, its batch and its schedule."""
 
     total_steps: int = 7_038
-    """Optimizer steps of this phase; 0 leaves it out."""
+    """Optimizer steps of this phase; 0 skips it."""
     max_seq_length: int = 128
-    """Tokens in an example, the special ones included."""
+    """Tokens of an example, special tokens included."""
     max_predictions_per_seq: int = 20
-    """Masked tokens in an example at most."""
+    """Maximum number of masked tokens in an example."""
     global_batch_size: int = 65_536
     """Sequences in one optimizer step, over all workers."""
     micro_batch_size: MicroBatch | None = None
-    """Sequences per worker and forward pass; default: the largest divisor of its share up to 64; auto: up to
-    as many as fit into memory."""
+    """Sequences per worker and forward pass; default: the largest divisor of its share up to 64; auto: the
+    largest that fits into memory."""
     learning_rate: float = 6e-3
     """Learning rate at the end of the warm-up."""
     warmup_steps: int = 0
@@ -74,7 +74,7 @@ class TrainConfig(LoopConfig):
     """Settings that both phases share."""
 
     total_steps: int | None = None
-    """Optimizer steps of both phases, which share them in the preset's proportion; default: the preset's."""
+    """Optimizer steps of both phases together, divided in the preset's proportion; default: the preset's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,11 +38,11 @@ class TextColumnsConfig:
     """Columns of texts, and their length; the defaults are MNLI's."""
 
     first: str = "sentence1"
-    """Column of the text, or of the first of a pair."""
+    """Column of the text, or of the first text of a pair."""
     second: str = "sentence2"
     """Column of the second text of a pair; empty (--data.second "") for single texts."""
     max_seq_length: int = 128
-    """Tokens in a sequence at most, the special ones included; the longer text of a pair is cut first."""
+    """Maximum tokens of a sequence, special tokens included; the longer text of a pair is truncated first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class LabelledColumnsConfig(TextColumnsConfig):
     """Columns of texts and labels."""
 
     label: tuple[str, ...] = ("gold_label", "label")
-    """Column of the label: the first of these that a file has."""
+    """Column of the label: the first of these names that a file has."""
     unlabelled: str = "-"
-    """Label of examples on which people did not agree; they are left out."""
+    """Label of examples without agreement among annotators; they are skipped."""
 
     def columns(self) -> "Columns":
         """Return the names as the readers take them."""
@@ -70,7 +70,7 @@ class ClassifyDataConfig(LabelledColumnsConfig):
     path: Path | None = None
     """Training examples, .tsv (column names first), .jsonl or .parquet."""
     eval: tuple[Path, ...] = ()
-    """Files to evaluate on, each by itself, such as MNLI's matched and mismatched."""
+    """Files to evaluate on, each separately, such as MNLI's matched and mismatched."""
     labels: tuple[str, ...] = ()
     """The set of labels, in the order of the model's outputs; default: those of the training file, sorted."""
 

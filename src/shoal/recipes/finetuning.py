@@ -60,11 +60,11 @@ class SourceConfig:
     """Run directory of shoal, a checkpoint in one, a transformers directory with its tokenizer, or
     hub:NAME."""
     from_scratch: bool = False
-    """Take only its sizes and its tokenizer and begin with random weights: what is pretraining worth?"""
+    """Use only the model's sizes and tokenizer, and start from random weights."""
     dropout: float | None = None
-    """Dropout of hidden states and of attention; default: what the model's own config.json says."""
+    """Dropout of hidden states and of attention; default: as in the model's config.json."""
     activation_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass: less memory, a third more time."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -77,16 +77,16 @@ class FinetuneTrainConfig(LoopConfig):
     """The loop: how long, how large a batch, in what precision."""
 
     epochs: float = 2.0
-    """Times that the data is seen."""
+    """Passes over the training data."""
     total_steps: int | None = None
-    """Optimizer steps of the whole run; default: as train.epochs says."""
+    """Optimizer steps of the whole run; default: from train.epochs."""
     global_batch_size: int = 32
     """Sequences in one optimizer step, over all workers."""
     micro_batch_size: MicroBatch | None = None
-    """Sequences a worker computes at once; default: the largest divisor of its share up to 64; auto: up to as
-    many as fit into memory."""
+    """Sequences per worker and forward pass; default: the largest divisor of its share up to 64; auto: the
+    largest that fits into memory."""
     compile: bool | None = None
-    """torch.compile the model; default: no, since lengths vary from batch to batch and runs are short."""
+    """Compile the model with torch.compile; default: no, because lengths vary and runs are short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,23 +98,23 @@ class FinetuneOptimConfig(OptimConfig):
     learning_rate: float = 3e-5
     """Learning rate at the end of the warm-up."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0; 0: as optim.warmup_share says."""
+    """Steps of linear warm-up from 0; 0: from optim.warmup_share."""
     warmup_share: float = 0.1
-    """Part of all steps that warms up."""
+    """Fraction of all steps used for warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneRunConfig(RunOutputConfig):
-    """The run's directory, and when it writes what."""
+    """Run directory, and frequencies of evaluations and checkpoints."""
 
     validation_frequency: int | None = None
     """Steps between evaluations; default: only at the end."""
     evaluation_batch_size: int = 32
-    """Sequences a worker evaluates at once. It does not follow the number of workers, so logits do not."""
+    """Sequences per worker and evaluation batch; independent of the number of workers, as are the logits."""
     checkpoint_frequency: int = 1_000
     """Steps between checkpoints."""
     keep_checkpoints: int = 2
-    """Number of checkpoints that stay on disk."""
+    """Number of most recent checkpoints to keep."""
 
 
 @dataclass(frozen=True, kw_only=True)

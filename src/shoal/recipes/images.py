@@ -52,9 +52,10 @@ class ImageDataConfig:
     path: Annotated[str | None, Parameter(group=REQUIRED)] = None
     """Directory that `shoal prepare` wrote, or s3://BUCKET/PREFIX of one."""
     made_images: Annotated[int, Parameter(group=REQUIRED)] = 0
-    """Without a path: make so many training images in the run directory, and a fifth more to validate on."""
+    """Without a path: generate this many training images in the run directory, and a fifth more for
+    validation."""
     made_size: int = 32
-    """Side of the made images, in pixels."""
+    """Side of the generated images, in pixels."""
     verify: Literal["sizes", "checksums"] = "sizes"
     """Compare only sizes at the start, or read every byte once (by the main worker)."""
     decode_threads: int | None = None
@@ -62,9 +63,9 @@ class ImageDataConfig:
     loader_processes: int = 0
     """Processes that decode images; 0: threads of the worker, which share its memory."""
     cache: Path | None = None
-    """Folder on a fast local disk, or in memory, into which shards are copied as they are needed."""
+    """Folder on a fast local disk, or in memory, to which shards are copied on demand."""
     cache_bytes: str = "64GB"
-    """Size of that folder at most. Shards beyond that are read from their place."""
+    """Maximum size of the cache folder; further shards are read from their storage."""
 
     def __post_init__(self) -> None:
         require_positive("data", self, "decode_threads", "made_size")

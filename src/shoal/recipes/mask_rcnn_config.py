@@ -25,12 +25,12 @@ class TrainConfig(LoopConfig):
     global_batch_size: int = 16
     """Images in one optimizer step, over all workers."""
     micro_batch_size: MicroBatch = 2
-    """Images a worker computes at once; they are all wide or all tall, and norms that learn average over
-    them; auto: as many as fit into memory."""
+    """Images per worker and forward pass, all wide or all tall; trained norms average over them; auto: the
+    largest that fits into memory."""
     compile: bool | None = None
-    """torch.compile the backbone; default: no, since most batches have another size."""
+    """Compile the backbone with torch.compile; default: no, because most batches differ in size."""
     channels_last: bool = True
-    """Keep the channels of a pixel together in memory, as matrix units want them."""
+    """Use the channels-last memory format, which matrix units prefer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +42,15 @@ class OptimConfig(VisionOptimizerConfig):
     warmup_steps: int = 1_000
     """Steps of linear warm-up."""
     warmup_factor: float = 0.001
-    """First rate of the warm-up, as a part of the learning rate."""
+    """First learning rate of the warm-up, as a fraction of the learning rate."""
     decay: Literal["steps", "cosine"] = "steps"
-    """After the warm-up: down at milestones, or along half a cosine."""
+    """Decay after the warm-up: steps at milestones, or half a cosine."""
     milestones: tuple[int, ...] = (60_000, 80_000)
-    """With steps: after so many optimizer steps the rate is multiplied."""
+    """With decay steps: optimizer steps after which the rate is multiplied by milestone_factor."""
     milestone_factor: float = 0.1
-    """With steps: by this."""
+    """With decay steps: factor of the learning rate at a milestone."""
     end_factor: float = 0.0
-    """With cosine: the last rate, as a part of the learning rate."""
+    """With decay cosine: last learning rate, as a fraction of the learning rate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,8 +67,8 @@ class ValidationConfig:
     longer: int = 1_333
     """Limit of the longer side, in pixels."""
     batch_size: int = 1
-    """Images a worker evaluates at once. It does not follow the number of workers, so scores do not; more
-    than one changes scores a little, since images of a batch are padded to one size."""
+    """Images per worker and evaluation batch; independent of the number of workers, as are the scores. More
+    than one changes scores slightly, because images of a batch are padded to one size."""
 
     def __post_init__(self) -> None:
         require_positive("validation", self, "shorter", "longer", "batch_size")
@@ -84,7 +84,7 @@ class DetectionRunConfig(RunOutputConfig):
     """Place of the run, and when it writes lines, scores and checkpoints."""
 
     log_frequency: int = 20
-    """Steps between lines of the record."""
+    """Steps between log lines."""
     validation_frequency: int = 5_000
     """Steps between evaluations on held-out images; 0: only at the end."""
     checkpoint_frequency: int = 1_000

@@ -39,16 +39,16 @@ SQUAD_SCORES = ("exact_match", "f1")
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(PreparedTextConfig):
-    """The text to train on, and how examples are made of it."""
+    """Selects the text, and sets masking and the length of examples."""
 
     mask_prob: float = 0.15
-    """Part of the tokens that is predicted."""
+    """Fraction of the tokens that is predicted."""
     max_ngram: int = 3
     """Longest run of words masked together."""
     whole_words: bool = True
     """Mask all tokens of a word or none."""
     short_seq_prob: float = 0.1
-    """Part of the examples that is shorter than it could be."""
+    """Fraction of the examples that is shorter than possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class ShortFinetuneConfig:
     """Scores during pretraining: a copy of the model is finetuned on SQuAD at chosen steps."""
 
     at: tuple[int, ...] = ()
-    """Steps after which to do it, such as --finetune.at 5000 10000."""
+    """Steps after which the model is finetuned and scored, such as --finetune.at 5000 10000."""
     data: Path | None = None
     """Training questions, the official JSON of SQuAD 1.1 or 2.0."""
     eval: Path | None = None
@@ -64,17 +64,17 @@ class ShortFinetuneConfig:
     total_steps: int = 8_144
     """Optimizer steps of each finetuning."""
     global_batch_size: int = 48
-    """Windows in one of its steps, over all workers."""
+    """Windows in one finetuning step, over all workers."""
     micro_batch_size: int | None = None
     """Windows per worker and forward pass; default: the largest divisor of its share up to 64."""
     learning_rate: float = 3e-5
-    """Its learning rate, after a tenth of the steps as warm-up."""
+    """Learning rate of finetuning, after warm-up in a tenth of its steps."""
     max_seq_length: int = 384
-    """Tokens in a window of a paragraph at most, the special ones included."""
+    """Maximum tokens of a window of a paragraph, special tokens included."""
     doc_stride: int = 128
-    """Tokens from the begin of a window to that of the next."""
+    """Tokens from the begin of a window to the begin of the next."""
     max_question_length: int = 64
-    """Tokens of a question; longer ones are cut off at the end."""
+    """Maximum tokens of a question; longer questions are truncated."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,9 @@ class PreparedTextConfig:
     path: Annotated[Path | None, Parameter(group=REQUIRED)] = None
     """Directory that `shoal prepare text` wrote."""
     verify: Literal["sizes", "checksums"] = "checksums"
-    """Compare only sizes at the start, or read every byte once (1.5 GB/s, by the main worker)."""
+    """Compare only file sizes at the start, or read every byte once (1.5 GB/s, on the main worker)."""
     loader_processes: int = 0
-    """Processes that make examples; 0: a thread of the worker, enough for text."""
+    """Processes that make examples; 0: a thread of the worker, which is enough for text."""
 
 
 def read_manifest(data: PreparedTextConfig) -> "Manifest":

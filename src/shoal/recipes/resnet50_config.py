@@ -26,10 +26,11 @@ class DataConfig(ImageDataConfig):
     """Decode and augment training images in threads of the host, or on the worker's device (nvJPEG on a GPU;
     without colour jitter and padded crops)."""
     on_bad: Literal["refuse", "skip"] = "refuse"
-    """For a training image that cannot be decoded: end the run and name it, or train on another instead."""
+    """For a training image that cannot be decoded: end the run and name it, or replace it by another
+    image."""
     block_size: int = 0
-    """For slow storage: shuffle within windows of blocks of so many consecutive images; 0: shuffle all. In a
-    full cache the shards that were not needed for longest then make room."""
+    """For slow storage: shuffle within windows of blocks of this many consecutive images; 0: shuffle all. A
+    full cache then evicts the least recently used shards."""
     blocks_in_window: int = 16
     """Blocks in such a window."""
 
@@ -46,27 +47,29 @@ class TrainConfig(LoopConfig):
     """Length of the run, batch, memory format, and regularization."""
 
     total_epochs: float = 90.0
-    """Passes over the images; the optimizer steps follow from it."""
+    """Passes over the images; the number of optimizer steps follows from it."""
     total_steps: int | None = None
     """Optimizer steps of the whole run, instead of its epochs; the warm-up shrinks in proportion."""
     global_batch_size: int = 16_384
     """Images in one optimizer step, over all workers."""
     micro_batch_size: MicroBatch | None = None
-    """Images a worker computes at once, over which its norms average; default: the largest divisor of its
-    share up to 64; auto: up to as many as fit into memory."""
+    """Images per worker and forward pass, over which norms average; default: the largest divisor of its share
+    up to 64; auto: the largest that fits into memory."""
     channels_last: bool = True
-    """Keep the channels of a pixel together in memory, as matrix units want them."""
+    """Use the channels-last memory format, which matrix units prefer."""
     label_smoothing: float = 0.0
-    """Part of the target that is spread evenly over all classes."""
+    """Fraction of the target that is spread evenly over all classes."""
     mixup: float = 0.0
-    """Mix each image with its neighbour, by a share drawn from Beta(this, this) per step; 0: no mixup."""
+    """Mix each image with its neighbour, with a weight drawn from Beta(this, this) per step; 0: no mixup."""
     average_decay: float = 0.0
-    """Evaluate and export an exponential average of the weights with this decay per step; 0: the weights."""
+    """Evaluate and export an exponential average of the weights with this decay per step; 0: the weights
+    themselves."""
     norm_images: int = 0
-    """Estimate the norms' statistics from so many training images before each evaluation; 0: keep them."""
+    """Recompute the norms' statistics from this many training images before each evaluation; 0: use the
+    running statistics."""
     whiten_images: int = 0
-    """Compute resnet8's first convolution from so many training images, so that its outputs are uncorrelated
-    on them; 0: it passes the pixels on."""
+    """Compute resnet8's first convolution from this many training images, so that its outputs are
+    uncorrelated; 0: it is the identity."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,13 +88,13 @@ class OptimConfig(DecayConfig, VisionOptimizerConfig):
     power: float = 2.0
     """Power of the polynomial decay."""
     base_learning_rate: float = 0.1
-    """Learning rate for a batch of 256; the run's is in proportion to its batch (linear scaling)."""
+    """Learning rate for a batch of 256; it is scaled linearly with the batch."""
     learning_rate: float | None = None
-    """Learning rate at the end of the warm-up, whatever the batch; default: by base_learning_rate."""
+    """Learning rate at the end of the warm-up, for any batch; default: from base_learning_rate."""
     warmup_epochs: float = 10.0
     """Epochs of linear warm-up."""
     warmup_from: float = 0.001
-    """Learning rate of the first step, where there is a warm-up."""
+    """Learning rate of the first step, if there is a warm-up."""
     end_learning_rate: float = 0.0
     """Learning rate after the last step."""
 
@@ -103,13 +106,13 @@ class ValidationConfig:
     every_epochs: int = 1
     """Epochs between evaluations; 0: only at the end."""
     size: int = 224
-    """Side of the square in the middle of an image that the model sees, in pixels."""
+    """Side of the centre crop that is the model's input, in pixels."""
     resize: int = 256
-    """Length of an image's shorter side before that."""
+    """Length of the shorter side of an image before the crop, in pixels."""
     mirror: bool = False
-    """Score the mean of the logits of each image and of its mirror image."""
+    """Average the logits of each image and of its mirror image."""
     batch_size: int = 256
-    """Images a worker evaluates at once. It does not follow the number of workers, so scores do not."""
+    """Images per worker and evaluation batch; independent of the number of workers, as are the scores."""
 
     def __post_init__(self) -> None:
         require_positive("validation", self, "size", "resize", "batch_size")

@@ -54,7 +54,7 @@ class SquadDataConfig:
     eval: Path | None = None
     """Questions to evaluate on at the end."""
     misplaced: Literal["skip", "refuse"] = "skip"
-    """Training answers whose text does not stand at answer_start: count and leave out, or refuse the file."""
+    """Training answers whose text is not at answer_start: count and skip them, or refuse the file."""
 
 
 @dataclass(frozen=True, kw_only=True)

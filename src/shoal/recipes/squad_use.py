@@ -33,11 +33,11 @@ class Predict(PredictConfig):
     question: str | None = None
     """One question, instead of files."""
     context: str | None = None
-    """The paragraph that holds its answer."""
+    """The paragraph with its answer."""
     rules: Literal["auto", "1.1", "2.0"] = "auto"
-    """2.0: a question may have no answer; auto: as the file's answers, or else the run's scores say."""
+    """2.0: a question may have no answer; auto: from the file's answers, or else from the run's scores."""
     top: int = 1
-    """Answers to list for each question."""
+    """Number of answers to list for each question."""
     window: WindowConfig = field(default_factory=WindowConfig)
     answers: AnswerConfig = field(default_factory=AnswerConfig)
 
@@ -128,13 +128,13 @@ class Evaluate(ComputeConfig):
     predictions: Path | None = None
     """JSON object: question id to answer, empty for "no answer"."""
     model: Path | None = None
-    """Instead: a finetuned model that answers; run directory of shoal, one of its checkpoints, a transformers
-    directory with its tokenizer, or hub:NAME."""
+    """A finetuned model to evaluate instead of predictions: run directory of shoal, one of its checkpoints, a
+    transformers directory with its tokenizer, or hub:NAME."""
     null_odds: Path | None = None
-    """With predictions, 2.0 only. JSON object: question id to the odds that there is no answer; gives the
-    best thresholds."""
+    """With predictions, 2.0 only: JSON object, question id to the odds of no answer; gives the best
+    thresholds."""
     null_threshold: float = 1.0
-    """With null odds: above these a question counts as not answered."""
+    """With null odds: a question above this threshold counts as unanswered."""
     rules: Literal["auto", "1.1", "2.0"] = "auto"
     """Rules of 1.1 or 2.0; auto: 2.0 if questions are marked as impossible or have no answer."""
     json: Path | None = None

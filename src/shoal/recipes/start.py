@@ -22,7 +22,7 @@ class Launch:
     """Options of starting workers."""
 
     workers: int | None = None
-    """Workers on this host (default: one a GPU, or one), or on each emulated host (default: one)."""
+    """Workers on this host (default: one per GPU, or one), or on each emulated host (default: one)."""
     nnodes: int = 1
     """Hosts; start the same command on each, with --rdzv and the same secret in SHOAL_SECRET_FILE."""
     rdzv: str | None = None

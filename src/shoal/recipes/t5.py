@@ -57,12 +57,12 @@ PRESETS = ("tiny", "small", "base", "large", "3b")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(PreparedTextConfig):
-    """The text to train on, and how examples are made of it."""
+    """Selects the text, and sets the length and noise of examples."""
 
     input_length: int = 512
-    """Tokens of an input, sentinels and end token included; the target's follow from it (114)."""
+    """Tokens of an input, sentinels and end token included; the target's length follows from it (114)."""
     noise_density: float = 0.15
-    """Part of the text's tokens that is replaced and predicted."""
+    """Fraction of the text's tokens that is replaced and predicted."""
     mean_span_length: float = 3.0
     """Tokens replaced by one sentinel, on average."""
 
@@ -72,11 +72,11 @@ class T5OptimConfig(OptimizerConfig):
     """The optimizer and its schedule, in optimizer steps."""
 
     optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "adafactor"
-    """Adafactor, whose rate is relative to a weight's size, or one of the others."""
+    """Adafactor, with learning rates relative to the size of each weight, or another optimizer."""
     learning_rate: float = 1.0
-    """The rate is this / sqrt(max(step, hold_steps)), for Adafactor relative to the size of each weight."""
+    """The rate is this / sqrt(max(step, hold_steps)), for Adafactor relative to each weight's size."""
     hold_steps: int = 10_000
-    """Steps before the rate begins to fall."""
+    """Steps with a constant learning rate at the begin."""
     weight_decay: float = 0.0
     """Decay of weights, not of biases and norms."""
     max_grad_norm: float | None = None

@@ -81,11 +81,11 @@ class T5OptimConfig(FinetuneOptimConfig):
     """The optimizer and its schedule: by default T5's, a constant rate."""
 
     optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "adafactor"
-    """Adafactor, whose rate is relative to a weight's size, or one of the others."""
+    """Adafactor, with learning rates relative to the size of each weight, or another optimizer."""
     learning_rate: float = 1e-3
     """Learning rate at the end of the warm-up."""
     warmup_share: float = 0.0
-    """Part of all steps that warms up."""
+    """Fraction of all steps used for warm-up."""
     power: float = 0.0
     """Power of the polynomial decay; 0: a constant rate."""
     weight_decay: float = 0.0

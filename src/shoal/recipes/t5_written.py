@@ -1,7 +1,7 @@
-"""Lets a finetuned T5 answer: labels and texts that it writes, or how likely it finds given ones.
+"""Defines the inputs of a finetuned T5, and computes its outputs: generated labels and texts, or likelihoods.
 
-A T5 that one worker holds generates: labels greedily, texts by beam search. One in stages cannot generate; it
-computes the likelihood of targets.
+A T5 on one worker generates labels greedily and texts by beam search. A T5 in stages cannot generate; it
+computes the likelihood of given targets.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
@@ -45,19 +45,18 @@ class T5WordingConfig(TextColumnsConfig):
     """Columns of texts, the wording of inputs and their length."""
 
     task: str = "mnli"
-    """The task's name, with which inputs begin; mnli, qnli and qqp in T5's wording, others with sentence1 and
+    """Name of the task, the begin of each input; mnli, qnli and qqp have T5's form, others use sentence1 and
     sentence2, or sentence."""
     template: str | None = None
-    """Another wording, such as "topic of: {first}", with {first} and {second} in place of the texts."""
+    """Template of inputs, such as "topic of: {first}"; {first} and {second} stand for the texts."""
     source_column: str = ""
-    """Column of the texts to read in a task whose targets are texts, not labels; an input is
-    "TASK: text"."""
+    """Column of the source texts in a text-to-text task; an input is "TASK: text"."""
     target_column: str = ""
-    """Column of the texts to write."""
+    """Column of the target texts in a text-to-text task."""
     max_seq_length: int = 512
-    """Tokens of an input at most, the end token included; longer inputs are cut at the end."""
+    """Maximum tokens of an input, end token included; longer inputs are truncated."""
     max_target_length: int = 128
-    """Tokens of a text to write at most, the end token included; longer ones are cut at the end."""
+    """Maximum tokens of a target text, end token included; longer ones are truncated."""
 
     @property
     def is_text(self) -> bool:
@@ -71,16 +70,16 @@ class T5WordingConfig(TextColumnsConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """Beam search, by which texts are written."""
+    """Options of the beam search that generates texts."""
 
     num_beams: int | None = None
-    """Beams of the search; 1: greedy. Default: as the model was finetuned, at first 4."""
+    """Beams of the search; 1: greedy. Default: as in finetuning, where the default is 4."""
     length_penalty: float | None = None
     """Power of the length by which a beam's log-probability is divided; above 0 favours longer texts.
-    Default: as the model was finetuned, at first T5's 0.6."""
+    Default: as in finetuning, where the default is T5's 0.6."""
     max_new_tokens: int | None = None
-    """Tokens to write at most. Default: as many as the targets of the finetuning could have; 32 for a model
-    that was not finetuned."""
+    """Maximum number of generated tokens. Default: the maximum target length of the finetuning; 32 for a
+    model that was not finetuned."""
 
     def __post_init__(self) -> None:
         require_positive("generation", self, "num_beams", "max_new_tokens")
@@ -88,7 +87,7 @@ class SearchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(SearchConfig):
-    """Beam search, by which texts are written, and the scores of texts."""
+    """Options of the beam search that generates texts, and the scores of texts."""
 
     metrics: tuple[Metric, ...] = METRICS
     """Scores of texts; ROUGE and BLEU need the packages of shoal[scores]."""

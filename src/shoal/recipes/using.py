@@ -48,7 +48,7 @@ class ComputeConfig:
     """Settings of a model's computation; of a run, the default of each is the run's own."""
 
     batch_size: int = 32
-    """Inputs a worker computes at once. It does not follow the number of workers, so outputs do not."""
+    """Inputs per worker and batch; independent of the number of workers, as are the outputs."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Autocast type; auto: bf16 if the device supports it natively, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

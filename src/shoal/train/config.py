@@ -32,11 +32,11 @@ class LoopConfig:
     seed: int = 42
     """Seed of the initial weights, the data order, masking and dropout."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast type; auto: bf16 where the device computes in it natively, else fp32."""
+    """Autocast type; auto: bf16 if the device supports it natively, else fp32."""
     loss_scale: float | None = None
     """Static loss scale for fp16; default: dynamic."""
     compile: bool | None = None
-    """torch.compile the model; default: on GPUs, where there is a C compiler."""
+    """Compile the model with torch.compile; default: on GPUs, if there is a C compiler."""
     max_nonfinite_steps: int = 5
     """Stop after this many consecutive steps whose loss is not finite."""
 
@@ -54,8 +54,8 @@ class TrainConfig(LoopConfig):
     global_batch_size: int = 4_096
     """Sequences in one optimizer step, over all workers."""
     micro_batch_size: MicroBatch | None = None
-    """Sequences per forward pass of a worker; default: the largest divisor of its share up to 64; auto: up to
-    as many as fit into memory."""
+    """Sequences per forward pass of a worker; default: the largest divisor of its share up to 64; auto: the
+    largest that fits into memory."""
 
 
 OPTIMIZER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -203,22 +203,23 @@ class RunOutputConfig:
     dir: Path | None = None
     """Run directory; default: runs/NAME. The same directory continues the run."""
     log_frequency: int = 50
-    """Steps between lines of the record; an output that is no terminal shows one every 15 s."""
+    """Steps between log lines; if the output is not a terminal, it shows one every 15 s."""
     checkpoint_frequency: int = 5_000
     """Steps between checkpoints."""
     keep_checkpoints: int = 3
     """Number of most recent checkpoints to keep."""
     save: bool = True
-    """Write checkpoints, and the trained model at the end; otherwise the run cannot be continued."""
+    """Write checkpoints, and the trained model at the end; a run without them cannot be resumed."""
     until: str | None = None
-    """End at the first evaluation with such scores: 'box_AP>=0.377,mask_AP>=0.339'."""
+    """End the run at the first evaluation that meets all conditions, such as
+    'box_AP>=0.377,mask_AP>=0.339'."""
     validation_beside: int = 0
-    """Processes on the first worker's host that evaluate while training goes on; 0: training waits for its
+    """Processes on the first worker's host that evaluate during training; 0: training stops for
     evaluations."""
     evaluate: Path | None = None
-    """Train nothing: score this checkpoint, of a run with the same settings, into run.dir."""
+    """Do not train; evaluate this checkpoint of a run with the same settings, and write scores to run.dir."""
     mlperf_log: Path | None = None
-    """File to append log lines of MLPerf training to (:::MLLOG)."""
+    """File to which MLPerf training log lines (:::MLLOG) are appended."""
 
     def __post_init__(self) -> None:
         require_positive("run", self, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
@@ -249,51 +250,51 @@ class DistributedConfig:
     """Devices of workers and communication between them."""
 
     backend: str | None = None
-    """torch.distributed backend; default: nccl on GPUs, shoal where there are helper hosts, else gloo."""
+    """torch.distributed backend; default: nccl on GPUs, shoal if there are helper hosts, else gloo."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: one GPU per worker if there are enough, else the CPU."""
     timeout_s: float = 600.0
     """Timeout of collectives in seconds."""
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Format in which fp32 gradients are sent: bf16 halves the bytes, int8 (blocks with error feedback, CPU
-    only) takes a quarter."""
+    """Format of fp32 gradients on the network: bf16 halves the bytes; int8 (blocks with error feedback, CPU
+    only) sends a quarter."""
     shares: str = "equal"
-    """Division of the global batch among workers: equal; by-speed: in proportion to the measured speed of
+    """Division of the global batch among workers: equal; by-speed: proportional to the measured speed of
     each; or the directory of a run, whose shares are repeated."""
     update: Literal["workers", "servers"] = "workers"
-    """Place of the optimizer's step: on every worker; or on the servers of backend shoal, which then keep its
+    """Where the optimizer runs: on every worker, or on the servers of backend shoal, which then keep its
     state (on CPUs of at least two hosts)."""
     replicas: int = 1
-    """Processes that keep each piece of weights on servers: with 2, workers have a copy of what helper hosts
-    keep, and a helper that is lost changes no bit."""
+    """Copies of weights on servers; with 2, workers keep a copy of the helper hosts' weights, and the loss of
+    a helper does not change the result."""
     wait_for: int | None = None
-    """Take a step, on servers, when so many workers have their gradients; default: all."""
+    """Number of gradients with which servers take a step; later ones are late. Default: all workers."""
     late: Literal["drop", "next"] = "drop"
-    """With wait-for or quorum: drop gradients that come after their step, or take them in the next."""
+    """With wait-for or quorum: drop late gradients, or add them to the next step."""
     staleness: int | None = None
-    """Let workers go on, with servers, with weights that lack so many steps; with late next: the largest
-    staleness of a late gradient, by default 1."""
+    """Let workers continue with weights on servers that lack up to this number of steps. With late next:
+    maximum staleness of a late gradient, default 1."""
     grace_s: float = 0.0
-    """With wait-for or quorum: seconds for which a step that has enough gradients waits for the others."""
+    """With wait-for or quorum: seconds that a step with enough gradients waits for the others."""
     asynchronous: bool = False
-    """Let servers step with each worker's gradient when it comes, whatever its staleness; the optimizer must
-    have no momentum (--optim.beta1 0)."""
+    """Apply each worker's gradient on arrival, with any staleness; the optimizer must have no momentum
+    (--optim.beta1 0)."""
     compensation: float = 0.0
-    """With asynchronous: strength of the correction of gradients for weights that have changed meanwhile."""
+    """With asynchronous: strength of the correction for weights that changed since the gradient (DC-ASGD)."""
     extrapolation: float = 0.0
-    """With staleness alone: compute with weights that are further on by so many times their last step for
-    each step that they lack."""
+    """With staleness alone: compute gradients at extrapolated weights, moved on by this multiple of the last
+    step for each step that they lack."""
     local_steps: int | None = None
-    """Let each worker step by itself, and average every so many steps (DiLoCo; servers on backend shoal)."""
+    """Let each worker take this number of steps on its own between averages (DiLoCo; backend shoal)."""
     quorum: int | None = None
-    """With local-steps: average when so many workers have made their steps, and treat the others by late and
-    grace-s; default: all."""
+    """With local-steps: number of workers with which an average is made; late and grace-s apply to the
+    others. Default: all."""
     outer_rate: float = 0.7
-    """With local-steps: learning rate of the averaged moves; 1 with momentum 0: plain averages of weights."""
+    """With local-steps: learning rate of the outer optimizer; 1 with momentum 0 averages the weights."""
     outer_momentum: float = 0.9
-    """With local-steps: Nesterov's momentum of the averaged moves."""
+    """With local-steps: Nesterov momentum of the outer optimizer."""
     bucket_mb: float | None = None
-    """Size of DistributedDataParallel's buckets in MiB; default: 25, more from about 100 workers on."""
+    """Size of DistributedDataParallel's buckets in MiB; default: 25, larger from about 100 workers on."""
 
     def __post_init__(self) -> None:
         require_positive("distributed", self, "wait_for", "local_steps", "quorum")

@@ -24,7 +24,7 @@ class ParallelConfig(StagesConfig):
     memory: str | None = None
     """Memory of a device, such as 40GB, for layout auto and for predictions in a dry run."""
     device: Literal["v100", "a100", "h100"] = "a100"
-    """Device whose rates the cost model takes."""
+    """Type of device whose rates the cost model uses."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,7 +50,7 @@ class AugmentConfig:
     """Augmentation of training images. Colours are jittered as by torchvision's ``ColorJitter``."""
 
     size: int = 224
-    """Side of the square images that the model sees, in pixels."""
+    """Side of the square images that are the model's input, in pixels."""
     first_size: int | None = None
     """Progressive resolution: the side in the first epochs; it grows to size by multiples of 32."""
     growth: tuple[float, float] = (0.0, 0.0)

@@ -72,11 +72,11 @@ class ImagePrepareConfig(ReencodeConfig):
     on_bad: OnBad = "refuse"
     """Stop at a file that is not a whole image and name it, or skip and list it."""
     seed: int = 0
-    """Another seed puts the images into another order."""
+    """Seed of the order of the images."""
     processes: int = 0
     """Worker processes; 0: one per core. The result does not depend on it."""
     overwrite: bool = False
-    """Remove what an earlier preparation wrote to the directory, and start from nothing."""
+    """Remove the output of an earlier preparation, and start from the beginning."""
 
     def __post_init__(self) -> None:
         """Check each field.

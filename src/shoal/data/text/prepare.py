@@ -87,23 +87,23 @@ class PrepareOptions:
     """``unigram`` or ``wordpiece`` to train one on the corpus; else the path of a sentencepiece .model, a
     BERT vocab.txt or a tokenizer.json."""
     vocab_size: int = 8192
-    """Most tokens of a trained tokenizer, special tokens included."""
+    """Maximum vocabulary of a trained tokenizer, special tokens included."""
     lowercase: bool = True
-    """Lower-case the text and drop accents; a tokenizer.json brings its own rules."""
+    """Lower-case the text and remove accents; a tokenizer.json has its own rules."""
     validation: float = 0.05
     """Fraction of articles held out, chosen by a hash of their text; 0 for none."""
     shard_bytes: int = 64 << 20
-    """Most bytes of source text per shard."""
+    """Maximum bytes of source text per shard."""
     container: Literal["tokens", "tfrecord"] = "tokens"
     """``tfrecord`` writes each shard also as TFRecord, for TensorFlow."""
     errors: Errors = "strict"
-    """``replace`` puts U+FFFD for bytes that are not UTF-8; ``strict`` stops and names them."""
+    """``replace`` replaces bytes that are not UTF-8 by U+FFFD; ``strict`` stops and names them."""
     seed: int = 0
-    """Another seed holds out other articles."""
+    """Seed of the choice of held-out articles."""
     processes: int = 0
     """Worker processes; 0: one per core. The result does not depend on it."""
     overwrite: bool = False
-    """Remove what an earlier preparation wrote to the directory, and start from nothing."""
+    """Remove the output of an earlier preparation, and start from the beginning."""
 
     def __post_init__(self) -> None:
         """Check each field.
