@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
-Accelerate keeps a process group that exists.
+Accelerate uses an existing process group.
 """
 
 from __future__ import annotations

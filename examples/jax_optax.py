@@ -1,4 +1,4 @@
-"""JAX and optax on several processes: the gradients of a jitted step are averaged by shoal.
+"""Trains with JAX and optax in several processes; shoal averages the gradients inside a jitted step.
 
 python examples/jax_optax.py
 shoal launch --workers 4 -- python examples/jax_optax.py

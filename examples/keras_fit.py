@@ -1,4 +1,4 @@
-"""``model.fit`` of Keras 3 on several processes, on any of its backends; it continues where it was stopped.
+"""Trains with ``model.fit`` of Keras 3 in several processes, on any of its backends, with resume.
 
 KERAS_BACKEND=jax shoal launch --workers 4 -- python examples/keras_fit.py
 KERAS_BACKEND=torch shoal emulate --hosts 4 --nic 200mbit -- python examples/keras_fit.py --backup backup

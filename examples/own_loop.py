@@ -1,9 +1,9 @@
-"""LAMB, checkpoints and packed text in an own loop: each part works without the others.
+"""Trains in its own loop with LAMB, checkpoints and packed text; each part works without the others.
 
     shoal prepare text builtin --out runs/text --vocab-size 2048
     python examples/own_loop.py --text runs/text
 
-A packed batch has no padding: ``cu_seqlens`` tells any variable-length attention where sequences begin.
+A packed batch has no padding: ``cu_seqlens`` has the begin of each sequence, for variable-length attention.
 """
 
 from __future__ import annotations

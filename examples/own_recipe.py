@@ -1,10 +1,10 @@
-"""An own recipe on ``Run``: exact resume, signals, record, report, at any number of workers.
+"""Trains with ``Run``: exact resume, signal handling, record and report, on any number of workers.
 
     python examples/own_recipe.py
     torchrun --nproc-per-node 2 examples/own_recipe.py     # the same batches, the same losses
     shoal report runs/digits
 
-Stop it with SIGTERM or kill it: the same command continues with the bits of an undisturbed run (docs/run.md).
+Stop it with SIGTERM or kill it: the same command resumes with the bits of an uninterrupted run (docs/run.md).
 """
 
 from __future__ import annotations

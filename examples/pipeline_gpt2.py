@@ -1,4 +1,4 @@
-"""Splits GPT-2 over the workers by itself and trains it as a pipeline, backward first.
+"""Splits GPT-2 over the workers automatically and trains it as a pipeline, backward first.
 
     torchrun --nproc-per-node 2 examples/pipeline_gpt2.py
 

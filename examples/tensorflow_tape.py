@@ -1,4 +1,4 @@
-"""A training loop of TensorFlow that was written for Horovod: one import is another.
+"""Runs a TensorFlow training loop that was written for Horovod; only its import is changed.
 
 shoal launch --workers 4 -- python examples/tensorflow_tape.py
 shoal emulate --hosts 4 --nic 200mbit --helpers 4 -- python examples/tensorflow_tape.py

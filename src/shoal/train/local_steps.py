@@ -1,4 +1,4 @@
-"""Lets each worker step by itself, and averages what all have moved every H steps (DiLoCo).
+"""Takes optimizer steps locally on each worker, and averages the weight changes every H steps (DiLoCo).
 
     ddp = DistributedDataParallel(model, broadcast_buffers=False)
     inner = AdamW(ddp.parameters(), lr=4e-4)  # of each worker
@@ -6,17 +6,17 @@
     training = take_local_steps(ddp, inner, outer, every=50)
     for inputs in loader:
         loss_of(ddp(inputs)).backward()
-        training.step()  # replaces inner.step(); schedulers follow it as ever
+        training.step()  # replaces inner.step(); schedulers work as usual
     training.finish()
 
 1.  A backward pass sends nothing, and ``step()`` is the worker's own ``inner.step()``.
-2.  After every H steps each worker sends how far its weights have moved since the last exchange.
-3.  The servers take the mean over the workers for a gradient, step with ``outer``, and answer with the
-    weights, from which all workers go on. Inner state stays on its worker.
+2.  After every H steps each worker sends the change of its weights since the last exchange.
+3.  The servers use the mean over the workers as a gradient, step with ``outer``, and answer with the new
+    weights, from which all workers continue. The inner state stays on its worker.
 
-The bits are those of one process that makes the workers' local steps one after the other, adds the moves up
-in the order of the ranks, and steps with :class:`shoal.optim.sgd.SGD`. The log names each exchange, so that
-such a replay can compare weights as it goes.
+The result is bit-identical to that of one process which takes the workers' local steps one after the other,
+adds the changes in rank order, and steps with :class:`shoal.optim.sgd.SGD`. The log has a checksum of the
+weights after each exchange, which such a replay can compare.
 
 Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
 (arXiv 2311.08105), algorithm 1.
@@ -58,7 +58,7 @@ def take_local_steps(
     replicas: int = 1,
     log: Path | None = None,
 ) -> LocalSteps | QuorumSteps:
-    """Step each worker's weights by itself, and all of them together by the servers every few steps.
+    """Update each worker's weights locally, and average them with an outer optimizer every few steps.
 
     Call it on all ranks, before the first backward pass. The workers' copies of the weights become rank 0's.
 
@@ -69,10 +69,10 @@ def take_local_steps(
         outer: ``shoal.optim``'s SGD or AdamW, or torch's, over the same parameters. DiLoCo's is SGD with
             ``lr=0.7, momentum=0.9, nesterov=True``; SGD with ``lr=1.0`` averages the weights.
         every: local steps between exchanges, H.
-        quorum: exchange when so many workers have made their steps; the mean is over these. A worker that is
-            late goes on with the steps of the next round: ``for inputs in training.batches(loader)``.
-        late: ``"drop"`` drops the moves of late workers, ``"next"`` takes them in the next exchange.
-        grace_s: with ``quorum``, seconds for which an exchange that has enough workers waits for the others.
+        quorum: number of workers with which an exchange is made; the mean is over these. A late worker
+            continues with the steps of the next round: ``for inputs in training.batches(loader)``.
+        late: ``"drop"`` drops the changes of late workers, ``"next"`` adds them to the next exchange.
+        grace_s: with ``quorum``, seconds that an exchange with enough workers waits for the others.
         replicas: as in :func:`shoal.train.served_update.update_on_servers`.
         log: file to which rank 0 appends a line of JSON for each exchange: its number, the number of local
             steps since the last one and in all, and a checksum (CRC-32C) of the weights after it. With
@@ -82,8 +82,8 @@ def take_local_steps(
         An object whose ``step()`` replaces ``inner.step()``.
 
     Raises:
-        UsageError: the model or the outer optimizer cannot be served; the message says why.
-        CommError: the ranks give different options, or the servers lack memory.
+        UsageError: the model or the outer optimizer is not supported; the message says why.
+        CommError: the ranks pass different options, or the servers lack memory.
 
     Example (needs two hosts)::
 

@@ -4,8 +4,8 @@
     training = update_on_servers(ddp, shoal.optim.adamw.AdamW(ddp.parameters(), lr=1e-4))
     for inputs in loader:
         loss_of(ddp(inputs)).backward()
-        training.step()  # replaces optimizer.step(); schedulers follow it as ever
-    training.finish()  # brings the optimizer's state back, as before each checkpoint
+        training.step()  # replaces optimizer.step(); schedulers work as usual
+    training.finish()  # copies the optimizer's state back; call it before each checkpoint too
 
 1.  Servers are the helper hosts (``shoal serve``) and, as for sums, a part of each worker. Every tensor is
     cut into pieces of at most 32 KiB, and each piece has one server for the group's life, in the proportions
@@ -18,8 +18,8 @@
 
 LAMB, LARS, NovoGrad and clipping need norms before any weight moves. The servers then keep the sums of step 3
 (``collect``) and answer with sums of squares, 24 bytes for 2,048 numbers. ``step()`` adds these up on every
-worker, in the order of the kernels for whole tensors, has the servers take the optimizer's own norms
-(``measure``), and sends what all workers have computed from them alike (``apply``); the answer is the
+worker, in the order of the kernels for whole tensors, requests the optimizer's own norms from the servers
+(``measure``), and sends the factors that every worker has computed from them (``apply``); the answer is the
 weights.
 
 The weights are those of DDP on backend ``"shoal"`` with the optimizers of :mod:`shoal.optim`, to the last
@@ -71,22 +71,22 @@ def update_on_servers(
     Args:
         model: of float32 parameters on the CPU, without a communication hook, on at least two hosts.
         optimizer: ``shoal.optim``'s AdamW, SGD, Lamb, Lars or Novograd, or torch's AdamW or SGD, over all
-            parameters of ``model`` that are trained. Its state is loaded to the servers and dropped here.
-            torch's SGD gives the same weights; torch's AdamW gives those of shoal's, an ulp from its own here
-            and there.
+            trained parameters of ``model``. Its state is moved to the servers. torch's SGD gives the same
+            weights; torch's AdamW is replaced by shoal's, whose weights may differ by an ulp.
         max_norm: measure the norm of the whole gradient in each step and clip it to this; ``math.inf`` only
             measures. A norm that is not finite skips the step.
-        weights: format in which weights come back. ``"bf16"`` halves these bytes: forward passes use weights
-            that are rounded to nearest even, the servers' stay float32. :meth:`Served.finish` brings those.
-        replicas: with 2, workers keep a copy of what helper hosts keep, equal parts each, and step it with
-            the same sums: a helper that is lost then changes no bit.
+        weights: format in which servers return weights. ``"bf16"`` halves these bytes: forward passes use
+            weights rounded to nearest even, and the servers keep float32, which :meth:`Served.finish` copies
+            into the model.
+        replicas: with 2, each worker keeps a copy of an equal part of the helper hosts' weights and state and
+            updates it with the same sums; the loss of a helper then does not change the result.
 
     Returns:
         An object whose ``step()`` replaces the optimizer's.
 
     Raises:
-        UsageError: the optimizer, the model or the process group cannot be served; the message says why.
-        CommError: the ranks give different optimizers or options, or the servers lack memory.
+        UsageError: the optimizer, the model or the process group is not supported; the message says why.
+        CommError: the ranks pass different optimizers or options, or the servers lack memory.
 
     Example (needs two hosts; under torchrun every rank does the same)::
 
