@@ -1,4 +1,4 @@
-"""Holds the group that a process has joined for JAX, TensorFlow or Keras, and what its users call."""
+"""Holds the group that a process has joined for JAX, TensorFlow or Keras, and its public functions."""
 
 from __future__ import annotations
 

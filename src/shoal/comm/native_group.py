@@ -1,9 +1,9 @@
 """Builds, loads and creates the process group in C++ (``native/``), which calls the engine without Python.
 
-It is built when the first group is made, once per torch, Python and compiler (``native_build``). Where it
-cannot be built, a line of the log says why, once per host, and the group in Python
-(``backend.ShoalProcessGroup``) does everything. The bits are the same, and ranks with and without it work
-together. ``SHOAL_NATIVE_GROUP=0`` chooses the group in Python.
+It is built when the first group is created, once per torch, Python and compiler (``native_build``). If it
+cannot be built, one log line per host has the reason, and the group in Python (``backend.ShoalProcessGroup``)
+is used. The bits are the same, and ranks with and without it work together. ``SHOAL_NATIVE_GROUP=0`` selects
+the group in Python.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def wrap(group: Any) -> Any:
 
 
 def python_group(group: Any) -> Any:
-    """Return the ``ShoalProcessGroup`` of a process group, for what only shoal's groups have.
+    """Return the ``ShoalProcessGroup`` of a process group, for methods that only shoal's groups have.
 
     Args:
         group: of ``torch.distributed``. Of a group of several backends, that of the CPU tensors counts.

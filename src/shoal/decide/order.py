@@ -1,4 +1,4 @@
-"""The order of training samples, and who gets which: pure functions, so the state of a loader is one integer.
+"""Computes the order of training samples and each worker's part: pure functions, whose state is one integer.
 
 Samples are numbered 0, 1, 2, … over an endless stream; sample ``s`` is position ``s % n`` of epoch
 ``s // n``. Each epoch has a permutation of its own, computed at any position without storing it. A global

@@ -21,9 +21,9 @@ SETTLING = 2
 
 
 class SharesBySpeed:
-    """Shares with which all workers need the same time for their parts.
+    """Computes shares with which all workers need the same time for their parts.
 
-    Every worker observes the times of all, so that all decide alike without another message.
+    Every worker observes the times of all workers, so all compute the same shares without another message.
 
     Example:
         >>> shares = SharesBySpeed([64, 64])

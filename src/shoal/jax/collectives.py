@@ -1,11 +1,11 @@
-"""Collectives on pytrees of arrays, inside ``jax.jit`` and outside.
+"""Provides collectives on pytrees of arrays, inside ``jax.jit`` and outside.
 
 All ranks call them in the same order with trees of the same structure, shapes and dtypes. A call is one
-operation of a compiled program, whatever the number of leaves: those below 64 KiB travel together. It is
-asynchronous, so what does not depend on the result is computed meanwhile. Several calls run in the order of
-the program. Each has to be outside of what is differentiated: reduce gradients, not losses.
+operation of a compiled program, for any number of leaves; those below 64 KiB are sent together. It is
+asynchronous: computations that do not depend on the result continue. Several calls run in program order.
+They are not differentiable: reduce gradients, not losses.
 
-Sums are the bits of backend ``"shoal"`` of ``torch.distributed``: added in rank order, in float32 for 16-bit
+Sums have the bits of backend ``"shoal"`` of ``torch.distributed``: added in rank order, in float32 for 16-bit
 dtypes.
 """
 
@@ -36,8 +36,8 @@ def _kept(*leaves: jax.Array, **parameters: Any) -> list[jax.Array]:
 def all_reduce(tree: Tree, op: Reduction = "mean", *, wire: Literal["bfloat16"] | None = None) -> Tree:
     """Return the mean, or another reduction, of each leaf over all ranks.
 
-    A leaf that nothing else uses is reduced in place. That holds inside ``jit`` for values of the program,
-    such as gradients, and for donated arguments; other arrays stay as they are, which costs a copy.
+    A leaf that nothing else uses is reduced in place: inside ``jit`` values of the program, such as
+    gradients, and donated arguments. Other arrays are copied and not changed.
 
     Args:
         tree: arrays. Booleans have ``min`` and ``max`` only; unsigned and complex numbers ``sum``, complex

@@ -1,8 +1,8 @@
-"""Makes shoal what jaxlib's own collectives on CPUs run on, for programs of ``jax.distributed``.
+"""Runs jaxlib's own CPU collectives on shoal, for programs of ``jax.distributed``.
 
-jaxlib calls an MPI that MPITRAMPOLINE_LIB names as it is loaded; ``libshoal_mpi.so`` is one
-(``csrc/mpi_abi``). Each communicator is an engine. Its ranks meet through the store of ``jax.distributed``'s
-coordinator, and XLA makes communicators in the same order in all processes.
+When jaxlib is loaded, it loads the MPI library that MPITRAMPOLINE_LIB names; ``libshoal_mpi.so`` is one
+(``csrc/mpi_abi``). Each communicator is an engine. Its ranks find each other through the store of
+``jax.distributed``'s coordinator, and XLA creates communicators in the same order in all processes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _engines: list[Engine] = []
 
 @cache
 def use_collectives(*, timeout_s: float = TIMEOUT_S) -> None:
-    """Make shoal the collectives of JAX's CPU backend: call it before ``jax`` is imported.
+    """Use shoal for the collectives of JAX's CPU backend. Call it before ``jax`` is imported.
 
-    Then ``jax.distributed.initialize`` as before. Every process has one device. SHOAL_HELPERS and
-    SHOAL_SECRET_FILE count as for torch's backend.
+    Then call ``jax.distributed.initialize`` as before. Every process has one device. SHOAL_HELPERS and
+    SHOAL_SECRET_FILE work as for torch's backend.
 
     Args:
         timeout_s: limit for each rank's arrival and for each collective, in seconds.

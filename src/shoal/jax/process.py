@@ -1,4 +1,4 @@
-"""Joins this process to the others, and tells its place among them."""
+"""Joins this process to the others, and returns its rank."""
 
 from __future__ import annotations
 

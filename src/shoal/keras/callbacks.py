@@ -1,4 +1,4 @@
-"""Callbacks of ``model.fit`` that begin all ranks alike and average what they report."""
+"""Defines callbacks of ``model.fit`` that synchronize the ranks when training begins, and average metrics."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def broadcast_variables(variables: Sequence[Any], root: int = 0) -> None:
 
 
 class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Makes the metrics of an epoch, with those of validation, the ones over the samples of all ranks.
+    """Averages the metrics of an epoch, training's and validation's, over the samples of all ranks.
 
-    Put it before callbacks that read them, such as ``EarlyStopping`` and ``ModelCheckpoint``: then all ranks
-    decide alike. The states of metrics, such as sums and counts, are added up, so that ranks count by their
-    samples; other entries of the logs are averaged.
+    Put it before callbacks that read them, such as ``EarlyStopping`` and ``ModelCheckpoint``, so that all
+    ranks make the same decisions. The states of metrics, such as sums and counts, are added, so that ranks
+    are weighted by their samples; other entries of the logs are averaged.
 
     Example:
         >>> import shoal.keras as sk

@@ -1,4 +1,4 @@
-"""Joins this process to the others, by the way of Keras' backend, and tells its place among them."""
+"""Joins this process to the others, as Keras' backend requires, and returns its rank."""
 
 from __future__ import annotations
 

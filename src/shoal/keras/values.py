@@ -1,4 +1,4 @@
-"""Collectives on numbers and arrays outside of training steps, by Horovod's names."""
+"""Provides collectives on numbers and arrays outside of training steps, with Horovod's names."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     with Cluster(hosts=8, helpers=4, nic="200mbit") as cluster:
         results = cluster.run([sys.executable, "job.py"])   # one worker per host, helpers' servers started
-        cluster.link(3, up=False)                           # pull host 3's cable
+        cluster.link(3, up=False)                           # disconnect host 3
 
 Each host has its own network namespace with an interface ``eth0`` and a loopback, and its own host name.
 Processor, memory, files, shared memory and process ids are this machine's. Hosts are numbered: those of
@@ -218,7 +218,7 @@ class Cluster:
         return [self._tools["nsenter"], f"--net={network}", f"--uts={uts}", "--"]
 
     def link(self, host: int, *, up: bool, interface: int = 0) -> None:
-        """Plug in or pull a cable of a host: set its bridge port up or down."""
+        """Connect or disconnect a link of a host: set its bridge port up or down."""
         port = self.plan[host].links()[interface][1]
         command = [self._tools["ip"], "link", "set", port, "up" if up else "down"]
         subprocess.run([self._tools["nsenter"], f"--net={self._bridge}", "--", *command], check=True)

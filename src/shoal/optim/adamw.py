@@ -25,8 +25,8 @@ class AdamW(MomentsOptimizer):
     Uses one native kernel on the CPU, and ``_foreach_`` operations elsewhere. The state of each parameter is
     ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's. On the CPU the result is bit-identical for any
     number of threads, any instruction set, and for a tensor that is cut into parts. The moments have the bits
-    of ``torch.optim.AdamW``; weights differ from torch's by an ulp here and there, since torch's square root
-    is not correctly rounded on every machine. Gradients that are not finite make weights that are not finite:
+    of ``torch.optim.AdamW``; weights may differ from torch's by an ulp, because torch's square root is not
+    correctly rounded on every machine. Gradients that are not finite make weights that are not finite:
     check before the step.
 
     Args:
@@ -34,7 +34,7 @@ class AdamW(MomentsOptimizer):
         lr: learning rate.
         betas: decay rates of the first and the second moment.
         eps: added to the root of the second moment.
-        weight_decay: times the learning rate, the part of the weights that is taken off.
+        weight_decay: decoupled weight decay; each step subtracts ``lr * weight_decay`` times the weights.
         implementation: ``"native"`` for float32 on the CPU, ``"foreach"`` for any device, ``"auto"`` uses the
             native kernel where it can.
 

@@ -118,7 +118,7 @@ def pipeline(
         shard: shard parameters, gradients and optimizer state over the replicas (FSDP2).
         modules: names of the modules of each stage, for a model that cannot be exported.
         cuts: units at which the second, third, ... stage begins, instead of choosing them.
-        cost: cost of one micro-batch. Default: measured on the device, for a model on meta with made-up
+        cost: cost of one micro-batch. Default: measured on the device, for a model on meta with arbitrary
             weights.
         count: returns the number of targets of a (micro-)batch. Default: the labels that are not -100, or the
             rows without labels.

@@ -65,8 +65,8 @@ class Pipeline:
         traced: The measured timeline of the last step inside :meth:`tracing`.
         wire: Sends the gradients of replicas, if a class was given for that; its residuals are state to save.
         device: Where this worker computes.
-        loss_scale: Gradients of a step are multiplied by it, so that those of fp16 values do not vanish; 1 by
-            default. Divide them by it before the update; leave that out if one of any stage is not finite.
+        loss_scale: Factor of the gradients of a step, against underflow in fp16; 1 by default. Divide them by
+            it before the update, and skip the update if a gradient of any stage is not finite.
         step_number: Number of completed steps. Set it when resuming from a checkpoint: random streams
             (dropout) depend on it.
     """

@@ -1,9 +1,10 @@
-"""Collectives on tensors, by Horovod's names, in eager programs and inside ``tf.function``.
+"""Provides collectives on tensors, with Horovod's names, in eager programs and inside ``tf.function``.
 
-All ranks call them in the same order with tensors of the same dtypes and, but for :func:`allgather`, the same
-shapes. They are not differentiated: reduce gradients, not losses. Each argument may also be a Keras variable.
+All ranks call them in the same order with tensors of the same dtypes and, except for :func:`allgather`, the
+same shapes. They are not differentiable: reduce gradients, not losses. Each argument may also be a Keras
+variable.
 
-Sums are the bits of backend ``"shoal"`` of ``torch.distributed``: added in rank order, in float32 for 16-bit
+Sums have the bits of backend ``"shoal"`` of ``torch.distributed``: added in rank order, in float32 for 16-bit
 dtypes.
 """
 
@@ -104,7 +105,7 @@ def grouped_allreduce(
     sparse_as_dense: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Return the reductions of several tensors, in one call; those below 64 KiB travel together.
+    """Return the reductions of several tensors, in one call; those below 64 KiB are sent together.
 
     Args:
         tensors: tensors, ``tf.IndexedSlices``, or ``None``, which stays as it is.

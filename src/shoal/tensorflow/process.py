@@ -1,4 +1,4 @@
-"""Joins this process to the others, and tells its place among them."""
+"""Joins this process to the others, and returns its rank."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def init(
     The launcher (``shoal launch``, ``shoal emulate``, ``mpirun``, ``srun``) sets the rank. A process without
     one is alone: its collectives return their operands.
 
-    The operation that TensorFlow calls is compiled on first use. Without a compiler ``tf.numpy_function``
-    takes its place, and one line says so.
+    The TensorFlow operation is compiled on first use. Without a compiler ``tf.numpy_function`` is used
+    instead, with a log line.
 
     Args:
         timeout_s: limit for each rank's arrival and for each collective, in seconds.

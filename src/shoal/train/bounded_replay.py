@@ -141,7 +141,7 @@ def replay(
     compensation: float = 0.0,
     extrapolation: float = 0.0,
 ) -> int:
-    """Take the steps of :func:`shoal.train.bounded_waiting.bound_waiting` again, and return how many.
+    """Repeat the steps of :func:`shoal.train.bounded_waiting.bound_waiting`, and return their number.
 
     The weights, and the optimizer's state, are those of the workers to the last bit.
 

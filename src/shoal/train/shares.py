@@ -1,7 +1,7 @@
 """Divides global batches by the speed of the workers, for hosts that are not equally fast.
 
-A worker's part of a global batch is contiguous, and a loss is divided by counts over the whole batch. So
-parts of other sizes change neither the samples of a step nor, but for rounding, its gradient.
+A worker's part of a global batch is contiguous, and a loss is divided by counts over the whole batch.
+Therefore unequal parts change neither the samples of a step nor, except for rounding, its gradient.
 """
 
 from __future__ import annotations
