@@ -60,7 +60,7 @@ def command_for(name: str) -> Callable[..., int]:
         preset
             Settings to start from.
         config
-            TOML file with settings that go before the preset's.
+            TOML file with settings, which override the preset's.
         size
             Sizes of a model to finetune, where none is named: base, large, tiny; default: base.
         """
@@ -112,7 +112,7 @@ def bench_bert(
     preset
         Settings to start from.
     config
-        TOML file with settings that go before the preset's.
+        TOML file with settings, which override the preset's.
     phase
         1: short sequences; 2: long ones.
     """

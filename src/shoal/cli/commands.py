@@ -13,18 +13,18 @@ from shoal.errors import EXIT_OK
 def export(source: Path, *, out: Path | None = None, onnx: Path | None = None) -> None:
     """Export a run's model for other libraries.
 
-    A language model and its tokenizer for transformers; an image network as safetensors with torchvision's
-    names and a config.json; encoders and residual networks as ONNX, too.
+    Language models are exported for transformers, with their tokenizer; image networks as safetensors with
+    torchvision's names and a config.json; encoders and residual networks also as ONNX.
 
     Parameters
     ----------
     source
-        A run directory (its newest checkpoint), or one of its checkpoints; for --onnx also a directory that
-        an export or a finetuning wrote.
+        A run directory (its newest checkpoint), or one of its checkpoints; for --onnx also a directory
+        written by an export or a finetuning.
     out
         Output directory; default: transformers-STEP or model-STEP in the run directory.
     onnx
-        File for the model as ONNX; a run that has its export, such as a finetuned one, is not exported again.
+        Output file of the ONNX model. An existing export of the run, such as a finetuned model, is reused.
     """
     from shoal.train.run_dir import run_dir_of
 
@@ -49,7 +49,7 @@ def report(*runs: Path, out: Path | None = None) -> None:
     runs
         Run directories.
     out
-        The page; default: report.html in the first run's directory.
+        Output file; default: report.html in the first run's directory.
     """
     from shoal.record import record_of
 
@@ -90,7 +90,7 @@ def emulate(
     workers_per_host
         Processes per host.
     log_dir
-        Folder for the output of all ranks but rank 0; default: a temporary one, kept after a failure.
+        Folder for the output of all ranks except rank 0; default: a temporary one, kept after a failure.
     dry_run
         Print the hosts, their addresses and rates, and exit.
     """

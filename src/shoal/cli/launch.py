@@ -26,10 +26,10 @@ def launch(
     helper_port: int | None = None,
     leash: bool = False,
 ) -> int:
-    """Do this host's part in a job: `srun shoal launch -- python train.py`, once per host.
+    """Start the workers of a job on this host: `srun shoal launch -- python train.py`, once per host.
 
     The command runs once per worker with torchrun's variables, SHOAL_HELPERS and the job's secret. Exit code
-    75: a signal asked to stop, and the workers saved. 76: another host is gone; start again to continue from
+    75: a signal asked to stop, and the workers saved. 76: another host is lost; start again to continue from
     the last checkpoint.
 
     Parameters
@@ -39,7 +39,7 @@ def launch(
     role
         worker: start workers; helper: run a server that sums gradients, until SIGTERM.
     job
-        Folder on a file system that all hosts share, where they meet. In Slurm by default jobs/ID.
+        Folder on a shared file system, through which the hosts find each other. In Slurm by default jobs/ID.
     workers
         Workers per host; default: one per GPU, or one.
     nnodes
@@ -47,27 +47,27 @@ def launch(
     rdzv
         HOST:PORT of the first worker host; default: from Slurm, or from MASTER_ADDR and MASTER_PORT.
     node_rank
-        Number of this host among the workers' or the helpers', from 0; Slurm says it.
+        Number of this host among the worker or helper hosts, from 0; default in Slurm: from Slurm.
     run_id
-        Name of this start of the job, such as bert.2; Slurm says it. bert.next: the next one, where
-        nobody numbers starts and the job's secret is given.
+        Name of this start of the job, such as bert.2; default in Slurm: from Slurm. bert.next takes the next
+        number if the scheduler does not number starts; it needs the job's secret.
     helpers
-        Number of helper hosts that come to the job's folder.
+        Number of helper hosts that join through the job's folder.
     helpers_required
         Fail if helpers are missing. By default the run starts without them, after a warning.
     helpers_wait_s
         Seconds to wait for helpers.
     global_batch
-        Samples a step: use the largest number of hosts over whose workers it divides; the others stay idle.
+        Samples per step: use the largest number of hosts whose workers divide it; the others stay idle.
     interface
         Network interface, such as eth0, for shoal, gloo and NCCL.
     log_dir
-        Folder for the output of all workers but the first; default: logs, in the job's folder if it has one.
+        Folder for the output of all workers except the first; default: logs, in the job's folder if any.
     helper_port
-        Port of a helper's server that the workers' SHOAL_HELPERS names. It needs no --job, and ends with the
-        launcher of the first worker host.
+        Port of a helper's server, as in the workers' SHOAL_HELPERS. The helper then needs no --job, and ends
+        with the launcher of the first worker host.
     leash
-        Read the job's secret from stdin, and save and leave when that closes; `shoal submit ssh` gives it.
+        Read the job's secret from stdin, and save and exit when stdin closes; set by `shoal submit ssh`.
     """
     from shoal.launch import sagemaker_host
     from shoal.launch.in_job import InJob, in_job

@@ -71,7 +71,7 @@ def show_t5(
     preset
         Settings to start from.
     config
-        TOML file with settings that go before the preset's; options go before both.
+        TOML file with settings, which override the preset's; options override both.
     svg
         Draw the predicted step of the best layout.
     """

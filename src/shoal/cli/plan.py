@@ -69,7 +69,7 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     Parameters
     ----------
     recipe
-        What to train: resnet50, mask-rcnn, bert-large, albert-base, t5-3b, gpt-13b, ...
+        Name of the model: resnet50, mask-rcnn, bert-large, albert-base, t5-3b, gpt-13b, ...
     """
     if bool(recipe) == bool(request.model):
         raise UsageError("name a recipe (shoal plan bert-large ...) or your own model with --model, not both")

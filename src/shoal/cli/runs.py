@@ -1,4 +1,4 @@
-"""Defines ``shoal runs``, ``shoal logs`` and ``shoal stop``: what became of submitted jobs."""
+"""Defines ``shoal runs``, ``shoal logs`` and ``shoal stop``, which show and stop submitted jobs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal.errors import EXIT_OK, ShoalError
 def runs(folder: Path = Path("jobs")) -> int:
     """List the jobs that `shoal submit` has submitted, on all back-ends.
 
-    State of the scheduler, starts, last saved step, steps a second and time left as the run's record has them
-    (where its directory can be read here), last line of output.
+    Shows the scheduler's state, starts, last saved step, last line of output and, if the run's directory can
+    be read here, steps per second and remaining time.
 
     Parameters
     ----------

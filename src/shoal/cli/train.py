@@ -53,7 +53,7 @@ Parameters
 preset
     Settings to start from.
 config
-    TOML file with settings that go before the preset's; options go before both.
+    TOML file with settings, which override the preset's; options override both.
 """
 
 

@@ -42,9 +42,9 @@ def serve(
         report_every_s: Seconds between prints of counters; 0 for never.
         transport: tcp, or ofi: and libfabric's providers, as for the workers; default: SHOAL_TRANSPORT, or
             tcp.
-        metrics: PORT, on the loopback interface, or ADDRESS:PORT, at which to serve the counters over HTTP
-            for Prometheus; default: do not.
-        weights_mib: MiB of weights and optimizer state that it keeps at most, for groups whose servers update
+        metrics: PORT, on the loopback interface, or ADDRESS:PORT, at which counters are served over HTTP for
+            Prometheus; default: none.
+        weights_mib: Maximum MiB of weights and optimizer state, for groups whose servers update weights
             (``shoal.train.served_update``); 0: half of the host's memory.
 
     Raises:

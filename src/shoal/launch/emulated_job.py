@@ -22,7 +22,7 @@ class Hosts:
     """Options of an emulated cluster, with the arguments of :class:`shoal.launch.emulated.Cluster`."""
 
     hosts: int | None = None
-    """Emulated hosts to make. Needs Linux, root and iproute2."""
+    """Number of emulated hosts. Needs Linux, root and iproute2."""
     nic: str | None = None
     """Rate of each emulated host's link in each direction, such as 200mbit; default: not limited."""
     helpers: int = 0

@@ -40,8 +40,8 @@ class Recipe:
 
 
 _SQUAD = """The run directory gets predictions.json, nbest.json and null_odds.json in the official formats,
-scores.json, and the finetuned model as a transformers directory. Training answers that do not stand where the
-file says are counted and left out (--data.misplaced)."""
+scores.json, and the finetuned model as a transformers directory. Training answers that are not found at their
+answer_start are counted and skipped (--data.misplaced)."""
 _CLASSIFY = """For each evaluation file, the run directory gets predictions-NAME.txt (one label per line) and
 scores-NAME.json (accuracy and confusion table, which is printed too), and the finetuned model as a
 transformers directory. Columns have MNLI's names unless --data.first, --data.second and --data.label give

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 -m shoal.recipes.albert --preset base --data.path /data/text
     shoal train albert --preset tiny --data.path runs/text --workers 2
 
-One optimizer step: each worker takes its part of the global batch as packed micro-batches; losses are sums,
-divided by the counts of the whole global batch; the last backward averages the gradients over the workers;
+In an optimizer step each worker takes its part of the global batch as packed micro-batches. Losses are sums,
+divided by the counts of the global batch. The last backward averages the gradients over the workers, and
 leaving the step clips them and updates the weights.
 """
 

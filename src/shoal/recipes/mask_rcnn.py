@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 8 -m shoal.recipes.mask_rcnn --preset coco-1x --data.path /data/coco
     shoal train mask_rcnn --preset tiny --workers 2
 
-One optimizer step: each worker takes its part of the global batch as micro-batches of images of one aspect,
-which threads have decoded and augmented ahead with their boxes and masks; an image's loss is a mean over what
-was sampled of it, and the loss of the step is the mean over the images of the whole global batch; the last
-backward averages the gradients over the workers; leaving the step updates the weights. Held-out images are
-scored by COCO's rules, by all workers.
+In an optimizer step each worker takes its part of the global batch as micro-batches of images of one aspect,
+which threads have decoded and augmented ahead. The loss of an image is a mean over its sampled anchors and
+regions, and the loss of the step is the mean over the images of the global batch. The last backward averages
+the gradients over the workers, and leaving the step updates the weights. All workers score the held-out
+images by COCO's rules. The settings are in ``mask_rcnn_config.py``.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.

@@ -4,13 +4,14 @@
     torchrun --nproc-per-node 8 -m shoal.recipes.resnet50 --preset imagenet-16k --data.path /data/imagenet
     shoal train resnet50 --preset tiny --workers 2
 
-One optimizer step: each worker takes its part of the global batch as micro-batches, which threads have
-decoded and augmented ahead; losses are sums, divided by the images of the whole global batch; the last
-backward averages the gradients over the workers, and the update the norms' running statistics too; leaving
-the step updates the weights. Norms compute with the statistics of a micro-batch, so its size is part of the
-recipe, and the number of workers is not.
+In an optimizer step each worker takes its part of the global batch as micro-batches, which threads have
+decoded and augmented ahead. Losses are sums, divided by the number of images of the global batch. The last
+backward averages the gradients over the workers. Leaving the step updates the weights, and averages the
+running statistics of norms over the workers. Norms use the statistics of one micro-batch, so its size is part
+of the recipe, and the number of workers is not.
 
-The run is defined in epochs; its optimizer steps follow from the batch and are printed.
+The run is defined in epochs; its optimizer steps follow from the batch and are printed. The settings are in
+``resnet50_config.py``.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.

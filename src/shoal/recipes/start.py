@@ -26,9 +26,9 @@ class Launch:
     nnodes: int = 1
     """Hosts; start the same command on each, with --rdzv and the same secret in SHOAL_SECRET_FILE."""
     rdzv: str | None = None
-    """HOST:PORT of one host, where all meet; it listens there and has rank 0."""
+    """HOST:PORT of the rendezvous; this host listens there and has rank 0."""
     on: Literal["local", "emulated"] = "local"
-    """local: workers on this host; emulated: on hosts with a network of their own, made on this machine."""
+    """local: workers on this host; emulated: emulated hosts with separate networks, on this machine."""
     emulated: Annotated[Hosts, Parameter(name="*")] = field(default_factory=Hosts)
     dry_run: bool = False
     """Print the resolved settings, the batch arithmetic, parameters and memory, and stop."""

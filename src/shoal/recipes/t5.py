@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 8 -m shoal.recipes.t5 --preset 3b --data.path /data/t5 --parallel.pipeline 8
     shoal train t5 --preset tiny --data.path runs/text --workers 4 --parallel.pipeline 2
 
-The workers are ``parallel.pipeline`` stages × ``parallel.data`` replicas. One optimizer step: each replica
-takes its part of the global batch, all stages of a replica the same; a stage runs forward and backward over
-its micro-batches, which it receives from and sends to its neighbours, and averages the gradients over the
-replicas; leaving the step clips them over all stages and updates the weights. One worker is a pipeline of one
-stage and one replica. A run continues from its checkpoint in any layout, with the same losses.
+The workers are ``parallel.pipeline`` stages × ``parallel.data`` replicas. In an optimizer step all stages of
+a replica take the same part of the global batch. A stage runs forward and backward over its micro-batches,
+exchanges activations and their gradients with its neighbours, and averages its gradients over the replicas.
+Leaving the step clips them over all stages and updates the weights. One worker is a pipeline of one stage and
+one replica. A run continues from its checkpoint in any layout, with the same losses.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
