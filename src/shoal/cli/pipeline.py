@@ -1,4 +1,4 @@
-"""``shoal pipeline show``: what a step of a pipeline looks like, measured or only planned."""
+"""Defines ``shoal pipeline show``, which draws a measured or planned step of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shoal plan``: predicts a training run before a machine is rented."""
+"""Defines ``shoal plan``, which predicts a training run before a machine is rented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives on lists of NumPy arrays, in a :class:`~shoal.comm.world.World`.
+"""Provides collectives on lists of NumPy arrays, in a :class:`~shoal.comm.world.World`.
 
 For what crosses between processes outside of compiled programs: weights at the beginning, metrics at the end
 of an epoch, gradients of eager programs. A call returns when all of its operations have completed.

@@ -1,4 +1,4 @@
-"""Per-device state of a process group: its engines, the intra-host group and the copy pipeline.
+"""Holds the per-device state of a process group: its engines, the intra-host group and the copy pipeline.
 
 The group's first collective on the device creates it; all ranks take part. Its engines are separate from the
 group's engine, because chunks are submitted when they have left the device, and the caller submits other

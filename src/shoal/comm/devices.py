@@ -1,4 +1,4 @@
-"""Device interface of the copy pipeline: streams, events, pinned host buffers and the intra-host group.
+"""Defines the device interface of the copy pipeline: streams, events, pinned buffers, intra-host group.
 
 :class:`BounceBuffers` uses it for single copies, of tensors that are sent as messages.
 

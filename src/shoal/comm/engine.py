@@ -95,6 +95,9 @@ class Helper:
 class EngineOptions:
     """Tuning options of a group, the same on all ranks. The defaults suit hosts with 1 to 25 Gbit/s.
 
+    Raises:
+        UsageError: a value is out of its range, or a name is unknown.
+
     Example:
 
         >>> EngineOptions(chunk_bytes=64 << 10, transport="ofi:efa").chunk_bytes
@@ -110,7 +113,7 @@ class EngineOptions:
             KiB, and with more than 8 hosts a share of 256 KiB, so that they fit the queue of a server's link.
         window_bytes: maximum of the window, for all servers together; bounds a server's memory.
         target_rtt_s: round-trip time of a chunk to which the window adapts; longer ones mean full queues.
-        unexpected_bytes: bytes sent to a rank that has not begun the operation.
+        unexpected_bytes: maximum bytes sent to a rank that has not begun the operation.
         connections_per_peer: TCP connections for data per peer; clouds limit the rate of one.
         send_buffer_bytes: kernel send buffer of a connection; small ones keep flows fair, 0 is the system's.
         peer_grace_s: silence after which a host counts as lost.
@@ -124,8 +127,8 @@ class EngineOptions:
             "ofi:tcp;ofi_rxm,tcp;ofi_rxm". ``None``: SHOAL_TRANSPORT if set, else TCP.
         staging_bytes: bytes of a CUDA tensor that are copied to or from the host at a time.
         staging_buffers: pinned host buffers of that size, per group and device.
-        ordered_callbacks: whether a collective waits until callbacks of earlier ones have returned. For
-            callbacks that issue collectives while the program does too, as PowerSGD's with several buckets.
+        ordered_callbacks: whether a collective waits until callbacks of earlier ones have returned. Needed if
+            callbacks and the program issue collectives concurrently, as PowerSGD's with several buckets.
     """
 
     chunk_bytes: int = 0

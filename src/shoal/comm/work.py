@@ -1,4 +1,4 @@
-"""``Work`` objects: wait for a collective, poll it, or get its future."""
+"""Defines ``Work`` objects: wait for a collective, poll it, or get its future."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of shoal in JAX programs, on CPUs.
+"""Provides shoal's collectives in JAX programs, on CPUs.
 
 Two ways, for one process per host or per group of cores:
 

@@ -1,4 +1,4 @@
-"""The form of a residual network. No torch."""
+"""Defines the settings of a residual network. Does not import torch."""
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 

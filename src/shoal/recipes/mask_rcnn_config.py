@@ -1,4 +1,4 @@
-"""Settings of ``mask_rcnn.py``, and what they mean: batch, epochs and learning rates."""
+"""Defines the settings of ``mask_rcnn.py``, and derives batch, epochs and learning rates from them."""
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 

@@ -1,4 +1,4 @@
-"""Settings of ``resnet50.py``, and what they mean: batch, epochs, learning rates, number of classes."""
+"""Defines the settings of ``resnet50.py``, and derives batch, epochs, rates and classes from them."""
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 

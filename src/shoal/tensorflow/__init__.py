@@ -1,4 +1,4 @@
-"""Collectives of shoal in TensorFlow programs, on CPUs, by Horovod's names.
+"""Provides shoal's collectives in TensorFlow programs, on CPUs, with Horovod's names.
 
 One process per host or per group of cores: :func:`init`, then :class:`DistributedGradientTape` around the
 tape of a loop, or :func:`DistributedOptimizer` around a Keras optimizer, and :func:`broadcast_variables` at

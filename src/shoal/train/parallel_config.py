@@ -1,4 +1,4 @@
-"""Settings of a layout that is searched for. Standard library only, so that ``--help`` is quick."""
+"""Defines the settings of a layout that is searched for. Standard library only, for a quick ``--help``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One optimizer step of a :class:`shoal.train.run.Run`: its micro-batches, and a transaction."""
+"""Defines an optimizer step of :class:`shoal.train.run.Run`: its micro-batches, and a transaction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a detector. No torch."""
+"""Defines the settings of a detector. Does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
