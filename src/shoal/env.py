@@ -273,7 +273,7 @@ def _names_this_host(address: str) -> bool:
 
 
 def kubeflow_host(environ: Mapping[str, str] | None = None) -> KubeflowHost | None:
-    """Return what Kubeflow gives a pod of a PyTorchJob or TrainJob for torchrun, or ``None``.
+    """Return this pod's place in a PyTorchJob or TrainJob, from torchrun's variables, or ``None``.
 
     Raises:
         UsageError: a variable is not a number.
@@ -599,7 +599,7 @@ def job_id(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def promised_gpus(environ: Mapping[str, str] | None = None) -> int:
-    """Return how many GPUs the job has asked for on this host, and its scheduler says it has; 0: none.
+    """Return the number of GPUs that the scheduler has allocated to the job on this host; 0: none.
 
     That is SHOAL_GPUS, Slurm's number in a step, or the GPUs that Kubernetes' device plug-in names.
 
@@ -682,7 +682,7 @@ def num_cores() -> int:
 
 
 def compiler_problem(environ: Mapping[str, str] | None = None) -> str:
-    """Return what torch.compile lacks on this host to make kernels for a GPU, and how to get it; else empty.
+    """Return the missing requirement of torch.compile for GPU kernels, and its remedy; else empty.
 
     Triton compiles the launcher of each kernel as an extension module in C.
     """

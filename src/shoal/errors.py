@@ -56,7 +56,7 @@ class RetryStep(ShoalError):
 
 
 def missing_extra(error: ImportError) -> str:
-    """Return what to install for an import that failed, to follow the name of the feature that needs it.
+    """Return the remedy for a failed import, to follow the name of the feature that needs the package.
 
     Returns:
         Like ``needs torch, which is not installed: pip install 'shoal[torch]'``; empty for other modules.

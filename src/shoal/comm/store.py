@@ -191,7 +191,7 @@ class Records:
 
 
 def _violation(value: Any, rule: Rule, name: str = "it") -> str:
-    """Return how a value breaks its rule; an empty string if it does not."""
+    """Return the rule that a value breaks, in words; empty if it breaks none."""
     if isinstance(rule, dict):
         if not isinstance(value, dict):
             return f"{name} is {value!r:.200}, not an object"

@@ -410,5 +410,5 @@ device."""
 
 
 def copies_to(device: torch.device) -> Copies:
-    """Return what copies micro-batches to ``device``."""
+    """Return a function that copies micro-batches to ``device``."""
     return DeviceCopies(_Gpu(device)) if device.type == "cuda" else partial(to_device, device=device)

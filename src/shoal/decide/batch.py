@@ -233,7 +233,7 @@ class StagesConfig:
         return self.pipeline > 1 or self.shard
 
     def plan(self, sizes: BatchSizes, num_workers: int, *, section: str = "train") -> BatchPlan:
-        """Return how a global batch is computed; the ``num_workers`` of the plan are the replicas.
+        """Return the division of a global batch; the ``num_workers`` of the plan are the replicas.
 
         Args:
             sizes: of the global batch and, or ``None``, of the micro-batch.

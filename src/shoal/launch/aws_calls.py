@@ -35,7 +35,7 @@ def client(service: str, region: str | None) -> Any:
 
 
 def called(call: Callable[[], T]) -> T:
-    """Return what a call of AWS returns.
+    """Call AWS and return the response.
 
     Raises:
         ShoalError: it fails; with what AWS says and, where one is known, the remedy.

@@ -15,7 +15,7 @@ from shoal.errors import did_you_mean, import_extra
 
 
 def problems(service: str, operation: str, request: Mapping[str, Any]) -> list[str]:
-    """Return what the model of an operation has against a request; empty: nothing.
+    """Return the violations of an operation's model by a request; empty if there are none.
 
     Raises:
         ShoalError: botocore is not installed.

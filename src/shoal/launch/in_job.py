@@ -232,7 +232,7 @@ def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, mee
 
 
 def _leash(how: InJob) -> AbstractContextManager[Leash | None]:
-    """Return what helpers hold on to that were named beforehand, and so did not come to a folder."""
+    """Return a context that holds the connections of helpers that were named in advance."""
     if how.rdzv is None or how.num_helpers or not helpers():
         return nullcontext()
     return Leash(_leash_of(how.rdzv)[1])

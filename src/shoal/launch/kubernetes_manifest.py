@@ -236,7 +236,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
 
 
 def _common(job: KubernetesJob, name: str) -> dict[str, str]:
-    """Return what pods of workers and helpers have alike."""
+    """Return the common part of the pods of workers and helpers."""
     labels = f"    labels: {{shoal-job: {name}}}\n" if job.api == "job" else ""
     place = f"      kueue.x-k8s.io/podset-required-topology: {job.topology}\n"
     if job.helpers:

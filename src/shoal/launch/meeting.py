@@ -166,7 +166,7 @@ class Meeting:
         _write(self.folder / f"helper-{number:05}", server)
 
     def progress(self) -> str:
-        """Return what the first worker has written last; empty: nothing."""
+        """Return the last text of the first worker; empty if there is none."""
         try:
             return self.progress_file.read_text("utf-8").strip()[:64]
         except OSError:

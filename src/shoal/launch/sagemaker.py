@@ -216,7 +216,7 @@ def _channels(job: SageMakerJob, name: str) -> list[dict[str, Any]]:
 
 
 def source_uri(job: SageMakerJob, name: str) -> str:
-    """Return where the archive of ``--source`` is put."""
+    """Return the S3 location of the archive of ``--source``."""
     return f"{job.bucket.rstrip('/')}/{name}/{ARCHIVE}"
 
 

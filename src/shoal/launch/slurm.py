@@ -299,7 +299,7 @@ def stop(folder: Path) -> str:
 
 
 def test_only(path: Path) -> str:
-    """Return what ``sbatch --test-only`` says of a script: when and where it would start.
+    """Return the output of ``sbatch --test-only`` for a script: when and where it would start.
 
     Raises:
         ShoalError: Slurm would refuse it.
@@ -308,7 +308,7 @@ def test_only(path: Path) -> str:
 
 
 def submitted(folder: Path) -> dict[str, Any] | None:
-    """Return what is known of the job of a folder, or ``None`` if none was submitted."""
+    """Return the stored submission of a folder, or ``None`` if none was submitted."""
     path = folder / SUBMITTED
     if not path.exists():
         return None

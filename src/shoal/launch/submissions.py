@@ -59,7 +59,7 @@ def note(folder: Path, backend: str, number: str, **where: str | None) -> None:
 
 
 def read(folder: Path) -> Submission:
-    """Return what is known of the job of a folder.
+    """Return the stored submission of a folder.
 
     Raises:
         UsageError: no job was submitted from it.

@@ -145,7 +145,7 @@ class Job:
             time.sleep(POLL_S)
 
     def outcome(self) -> Outcome:
-        """Return what the ends of the workers mean for the job."""
+        """Return the outcome of the job from the ends of its workers."""
         if not self.exit_codes:  # asked to stop before the start
             return Outcome(exit_code=EXIT_STOPPED)
         if self.num_interrupts > 1:

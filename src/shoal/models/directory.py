@@ -91,7 +91,7 @@ def model_type_of(directory: Path, known: Sequence[str] = MODEL_TYPES) -> str:
 
 
 def load_weights(model_class: Any, directory: Path, **options: Any) -> Any:
-    """Return what ``from_pretrained`` makes of the safetensors files of ``directory``, in fp32.
+    """Return the model that ``from_pretrained`` loads from the safetensors files of ``directory``, in fp32.
 
     Raises:
         UsageError: the weights are not there, or pickled.

@@ -193,7 +193,7 @@ def generate(
     num_beams: int = 1,
     length_penalty: float = 1.0,
 ) -> Tensor:
-    """Return what the model writes, int64 ``[B, num_tokens]``, padded behind its end token.
+    """Return the generated tokens, int64 ``[B, num_tokens]``, padded after the end token.
 
     Args:
         num_tokens: most tokens of an output, the end token included.

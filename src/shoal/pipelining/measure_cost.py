@@ -142,7 +142,7 @@ def all_weights(model: nn.Module) -> nn.Module:
 
 
 def _made_up(device: torch.device) -> Callable[[Tensor], Tensor | None]:
-    """Return what replaces a tensor on meta: a random matrix, or ones, the same for all of its shape."""
+    """Return the substitute for a tensor on meta: a random matrix, or ones, shared by all of its shape."""
     made: dict[tuple[Any, ...], Tensor] = {}
 
     def replace(tensor: Tensor) -> Tensor | None:

@@ -207,7 +207,7 @@ class Pipeline:
         return self._ties.owned(name)
 
     def kept(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of this worker besides its optimizer, by key."""
+        """Return this worker's state for checkpoints, without its optimizer, by key."""
         return {"model": self.module} | ({} if self.wire is None else {"wire": self.wire})
 
     def explain(self) -> str:

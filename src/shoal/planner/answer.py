@@ -113,7 +113,7 @@ def _unequal_lines(divisions: Sequence[Division]) -> list[str]:
 
 
 def _advice(divisions: Sequence[Division]) -> str:
-    """Return which division to train with, and why."""
+    """Return the recommended division, and the reason."""
     shares = [each for each in divisions if each.kind == "shares"]
     best, other, chosen = shares[0], shares[-1], recommended(divisions)
     if len(shares) == 1:

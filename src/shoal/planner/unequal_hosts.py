@@ -99,7 +99,7 @@ def host_speeds(count: int, slow: Sequence[str]) -> list[float]:
 
 
 def divisions(plan: Plan, speeds: Sequence[float], *, jitter: float) -> list[Division]:
-    """Return what training takes with equal shares and, except for pipelines, in other ways.
+    """Return the time of training with equal shares and, except for pipelines, in other modes.
 
     Plain training comes first: equal shares and shares by speed, the better one first. Then, if there is
     jitter, steps that do not wait for all hosts.
@@ -186,7 +186,7 @@ def _division(
     kind: Literal["shares", "served", "loose", "compared"] = "shares",
     why: str = "",
 ) -> Division:
-    """Return what training takes with steps of so many seconds, by layout."""
+    """Return the time of training with steps of these seconds, by layout."""
     saved_s = sum(
         run.num_steps * (step.total_s - now_s)
         for step, run, now_s in zip(plan.steps, plan.runs, step_s, strict=True)
@@ -202,7 +202,7 @@ def _division(
 
 
 def _served(plan: Plan, slow: Sequence[float], possible: float) -> list[Division]:
-    """Return what plain steps take on servers, without and with a copy of what helpers keep."""
+    """Return the time of plain steps on servers, without and with a copy of the helpers' weights."""
     found = []
     for copies in (False, True)[: 1 + (plan.helpers is not None)]:
         times = []
@@ -221,7 +221,7 @@ def _exchange_s(plan: Plan, number: int, window_s: float = 0.0, *, copies: bool 
 
 
 def _loose(plan: Plan, speeds: Sequence[float], jitter: float, possible: float) -> list[Division]:
-    """Return what steps take that do not wait for all hosts, the time being that of as many samples.
+    """Return the time of steps that do not wait for all hosts, for an equal number of samples.
 
     Where hosts are slow, those modes are left out that would always drop the same hosts' samples.
     """

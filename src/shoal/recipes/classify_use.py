@@ -170,7 +170,7 @@ def evaluate(
 
 
 def told(data: "ClassifyData", scores: "ClassifyScores") -> str:
-    """Return what is printed about the predictions of a file."""
+    """Return the printed summary of the predictions of a file."""
     return (
         f"{data.path}: accuracy {scores.accuracy:.2f} % of {len(data.examples):,} examples\n{scores.table()}"
     )

@@ -108,7 +108,7 @@ def _sizes_in(run_dir: Path) -> dict[str, Any]:
 
 
 def recipe_of(run_dir: Path) -> str:
-    """Return which recipe a run is of, from its record.
+    """Return the recipe of a run, from its record.
 
     Raises:
         ShoalError: the run has no readable record.

@@ -132,7 +132,7 @@ class FinetuneConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def batch(self, num_workers: int) -> BatchPlan:
-        """Return how a global batch is computed by so many workers.
+        """Return the division of a global batch over this number of workers.
 
         Raises:
             UsageError: the sizes do not divide.
@@ -217,7 +217,7 @@ def prepare_source(path: Path, run_dir: Path) -> Path:
 
 
 def kind_of_source(path: Path) -> str:
-    """Return what ``path`` is: ``hub`` (a name there), ``directory``, ``finetuned`` (a run) or ``run``.
+    """Return the kind of ``path``: ``hub`` (a name there), ``directory``, ``finetuned`` (a run) or ``run``.
 
     Raises:
         UsageError: none of these.

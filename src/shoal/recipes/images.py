@@ -104,7 +104,7 @@ MADE = "images"
 
 
 def location_of(config: ImageTrainConfig) -> Path | str:
-    """Return where the prepared images are: a directory, or s3://BUCKET/PREFIX.
+    """Return the location of the prepared images: a directory, or s3://BUCKET/PREFIX.
 
     Raises:
         UsageError: no images are named, nor to be made.
@@ -177,7 +177,7 @@ def open_shards(
 
 
 def decode_threads(data: ImageDataConfig, world: "World") -> int:
-    """Return how many threads of this worker decode images."""
+    """Return the number of threads of this worker that decode images."""
     return data.decode_threads or default_decode_threads(world.place.num_local_workers, data.loader_processes)
 
 

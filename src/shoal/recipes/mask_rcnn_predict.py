@@ -217,7 +217,7 @@ def colour_of(label: int) -> Colour:
 
 
 def line_width(height: int, width: int) -> int:
-    """Return how many pixels wide the lines of boxes are, inwards from their edge."""
+    """Return the width of the lines of boxes in pixels, inwards from their edge."""
     return max(1, round(min(height, width) / 250))
 
 

@@ -143,7 +143,7 @@ class MaskedLMConfig:
             raise UsageError(f"finetune.at {beyond[0]} is not one of the steps 1 to {total_steps}")
 
     def plan(self, sizes: BatchSizes, num_workers: int, *, section: str) -> BatchPlan:
-        """Return how a global batch is computed by so many workers, in this layout.
+        """Return the division of a global batch over this number of workers, in this layout.
 
         Raises:
             UsageError: the sizes do not divide.

@@ -230,7 +230,7 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
 
 
 def count_classes(config: ResNetTrainConfig, found: int) -> int:
-    """Return how many classes the model tells apart, ``found`` being those of the images.
+    """Return the number of classes of the model; ``found`` is that of the images.
 
     Raises:
         UsageError: the settings name fewer, or the images have no labels.

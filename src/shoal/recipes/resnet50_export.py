@@ -60,7 +60,7 @@ def write_export(what: Exported, out: Path) -> None:
 
 
 def read_export(directory: Path) -> Exported:
-    """Return what :func:`write_export` wrote.
+    """Load an export of :func:`write_export`.
 
     Raises:
         UsageError: ``directory`` is no such directory.

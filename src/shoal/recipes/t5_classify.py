@@ -109,7 +109,7 @@ class T5ClassifyConfig(FinetuneConfig):
         self.parallel.check(self)
 
     def batch(self, num_workers: int) -> BatchPlan:
-        """Return how a global batch is computed by so many workers, in this layout.
+        """Return the division of a global batch over this number of workers, in this layout.
 
         Raises:
             UsageError: the sizes do not divide.

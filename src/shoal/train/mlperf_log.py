@@ -131,7 +131,7 @@ class MLPerfLog:
             self._interval(self._keys.RUN_STOP, time_s, status=status)
 
     def _place(self, epoch: str = "epoch_num") -> dict[str, float]:
-        """Return how far the run is: in samples, and in epochs where it is defined in them."""
+        """Return the progress of the run: in samples, and in epochs if it is defined in them."""
         epochs = {epoch: self._samples / self._epoch_samples} if self._epoch_samples else {}
         return {"samples_count": self._samples, **epochs}
 

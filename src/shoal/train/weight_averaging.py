@@ -64,7 +64,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def statistics_of(model: nn.Module) -> list[Tensor]:
-    """Return what batch norms know of a worker's own micro-batches: means, variances, and their number."""
+    """Return the statistics of a worker's micro-batches in batch norms: means, variances, their number."""
     norms = own_norms(model)
     counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
     return running_statistics(norms) + counts

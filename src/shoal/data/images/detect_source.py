@@ -67,7 +67,7 @@ def detect_source(
 
 
 def _remedy(archive: Path) -> str:
-    """Return what to do with a file that is no source of classified images."""
+    """Return the remedy for a file that is not a source of classified images."""
     if archive.name in _COCO_ZIPS:
         return (
             f"{archive.name} is COCO's, which has no classes: shoal prepare coco --images {archive} "

@@ -237,7 +237,7 @@ class ExampleReader(Reader):
 
 
 def packed(batch: Mapping[str, npt.NDArray[Any]]) -> Packed:
-    """Return what ``ExampleReader.batch`` made in the form that models take (``shoal.data.packing``).
+    """Return a batch of ``ExampleReader.batch`` as packed model inputs (``shoal.data.packing``).
 
     To the packed tokens come, for M predictions in all:
 

@@ -25,7 +25,7 @@ MAX_SEQ_LENGTH = 0xFFFF
 
 
 def prediction_budgets(num_tokens: Int64Array, *, mask_prob: float, max_predictions: int) -> Int64Array:
-    """Return how many tokens to predict in sequences of ``num_tokens`` ``[B]``, special tokens included.
+    """Return the number of tokens to predict in sequences of ``num_tokens`` ``[B]``, special tokens included.
 
     As in the original code: the rounded share, at least 1, at most ``max_predictions``.
     """
@@ -121,7 +121,7 @@ def choose_ngrams(keys: UInt64Array, sizes: Int64Array, budgets: Int64Array) -> 
 def choose_tokens(
     keys: UInt64Array, ngrams: Int64Array, maskable: BoolArray, text: BoolArray, budgets: Int64Array
 ) -> BoolArray:
-    """Return which tokens are predicted, bool ``[B, T]``: whole n-grams without special tokens.
+    """Return true for predicted tokens, bool ``[B, T]``: whole n-grams without special tokens.
 
     Args:
         keys: random keys ``[B]``.

@@ -31,7 +31,7 @@ class PaddedExamples(Reader):
         return self.examples.batch(epochs, indices)
 
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Return what :class:`shoal.models.padded_pretraining.PaddedPretraining` takes.
+        """Return the inputs of :class:`shoal.models.padded_pretraining.PaddedPretraining`.
 
         - ``input_ids``, ``token_type_ids`` int64 [B, T], ``lengths`` int64 [B];
         - ``wanted`` int64 [B, 1 + P]: [CLS], the masked positions, then others, none twice;

@@ -188,7 +188,7 @@ class Windows:
     def _boundaries(
         self, groups: _Groups, start: Int64Array, end: Int64Array, u: npt.NDArray[np.float64]
     ) -> Int64Array:
-        """Return where each text is split: at a random sentence start inside, else in its middle."""
+        """Return the split of each text: a random sentence start inside it, else its middle."""
         middle = (start + end) // 2
         for number, rows in groups:
             offsets = self._shards.shards[number].sentence_offsets

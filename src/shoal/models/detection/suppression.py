@@ -20,7 +20,7 @@ _ROUNDS_A_CHECK = 4
 
 
 def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, classes: Tensor) -> Tensor:
-    """Return which boxes to keep, bool ``[G, N]``.
+    """Return true for the boxes to keep, bool ``[G, N]``.
 
     A box is dropped if a kept box of the same group and class has a higher score (on a tie, a lower index)
     and an IoU with it above the threshold. Per group and class this keeps the boxes of torchvision's ``nms``.
