@@ -133,7 +133,7 @@ def _row_keys(keys: Tensor, shape: Sequence[int], site: int | None) -> Tensor:
 
 @_operation("keep_mask(Tensor keys, SymInt width, int num_dropped) -> Tensor")
 def _keep_mask(keys: Tensor, width: int, num_dropped: int) -> Tensor:
-    """Return true for kept elements of rows, bool ``[*keys.shape, width]``; drops ``num_dropped`` of 2**16."""
+    """Return true for kept elements, bool ``[*keys.shape, width]``; drops ``num_dropped`` of 2**16."""
     # One hash serves four elements, 16 bits each. Its last operation is a multiplication: shifts of signed
     # numbers repeat the sign, which an exclusive or would cancel in the topmost bit.
     x = keys[..., None] + _steps(torch.arange(-1, (width + 3) // 4 - 1, device=keys.device))
