@@ -148,7 +148,7 @@ class KubeflowHost:
     number: int
     num_hosts: int
     num_workers: int | None
-    """Workers to start in it; ``None``: one a GPU."""
+    """Workers to start in it; ``None``: one per GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

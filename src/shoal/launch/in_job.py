@@ -65,7 +65,7 @@ class InJob:
     job: Path | None = None
     """Folder that all hosts share, in which they meet; ``None``: jobs/ID in Slurm, else none."""
     workers: int | None = None
-    """Workers per host; ``None``: one a GPU, or one."""
+    """Workers per host; ``None``: one per GPU, or one."""
     nnodes: int | None = None
     """Worker hosts; ``None``: those of the Slurm step, or one."""
     rdzv: str | None = None
