@@ -12,11 +12,13 @@ With clipping, weights come back after the backward pass, when links have nothin
 halves what is waited for.
 
 ``--copies`` measures instead what ``replicas=2`` costs: helpers send each sum to a worker that keeps a copy.
+``--unclipped`` leaves the clipped sides out, half of the time.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from benchmarks.emulated_bert import Setup, by_turns
 from benchmarks.harness import Benchmark
@@ -30,12 +32,12 @@ COPIES = ("servers", "servers, copies", "clipped", "clipped, copies")
 COPIES_TARGET = 0.9
 
 
-def add_rows(bench: Benchmark, num_layers: int) -> None:
+def add_rows(bench: Benchmark, num_layers: int, sides: Sequence[str] = SIDES) -> None:
     setup = Setup(
         worker="benchmarks.served_worker", num_hosts=NUM_HOSTS, num_layers=num_layers, compute=COMPUTE
     )
-    turns = by_turns(bench, setup, SIDES)
-    turns.require_equal_weights(["workers", "servers", "clipped"])
+    turns = by_turns(bench, setup, sides)
+    turns.require_equal_weights([side for side in sides if side != "clipped, bf16"])
     turns.add_row(
         bench,
         f"{setup}, AdamW on {NUM_HOSTS} helpers",
@@ -44,14 +46,15 @@ def add_rows(bench: Benchmark, num_layers: int) -> None:
         peer_name="DDP + shoal.optim.AdamW, same backend",
         target=TARGET,
     )
-    turns.add_row(
-        bench,
-        f"{setup}, clipped, weights back in bf16",
-        "clipped, bf16",
-        "clipped",
-        peer_name="the same, weights back in fp32",
-        target=HALF_TARGET,
-    )
+    if "clipped" in sides:
+        turns.add_row(
+            bench,
+            f"{setup}, clipped, weights back in bf16",
+            "clipped, bf16",
+            "clipped",
+            peer_name="the same, weights back in fp32",
+            target=HALF_TARGET,
+        )
     on_workers, on_servers = turns.results["workers"], turns.results["servers"]
     state_mb, seconds = on_workers[0]["state_bytes"] / 1e6, on_workers[0]["optimizer_s"]
     bench.limit(
@@ -85,9 +88,15 @@ def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--layers", type=int, help=f"of the model; {LAYERS}, or {QUICK_LAYERS} with --quick")
     options.add_argument("--copies", action="store_true", help="what replicas=2 costs, and nothing else")
+    options.add_argument(
+        "--unclipped", action="store_true", help="nothing clipped, in half of the time"
+    )
     bench = Benchmark("served", options=options)
-    add = add_copies if bench.args.copies else add_rows
-    add(bench, bench.args.layers or (QUICK_LAYERS if bench.quick else LAYERS))
+    num_layers = bench.args.layers or (QUICK_LAYERS if bench.quick else LAYERS)
+    if bench.args.copies:
+        add_copies(bench, num_layers)
+    else:
+        add_rows(bench, num_layers, SIDES[:2] if bench.args.unclipped else SIDES)
     return bench.finish()
 
 

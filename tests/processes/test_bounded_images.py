@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import image_jobs
+import mask_rcnn_jobs
 import pretrain_jobs as jobs
 import pytest
 import torch
@@ -24,9 +25,12 @@ from shoal.data.loader import Batch
 from shoal.data.sources import ReaderSource
 from shoal.data.steps import DataShard
 from shoal.errors import EXIT_OK
+from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.optim.sgd import SGD
-from shoal.recipes import images, resnet50_export
+from shoal.recipes import images, mask_rcnn, mask_rcnn_export, resnet50_export
+from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
+from shoal.recipes.mask_rcnn_config import make_plan as plan_of_scenes
 from shoal.recipes.resnet50 import build_model
 from shoal.recipes.resnet50_config import ResNetTrainConfig, make_plan
 from shoal.recipes.resnet50_data import open_training
@@ -43,6 +47,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return image_jobs.prepare_small(tmp_path_factory.mktemp("shapes"))
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mask_rcnn_jobs.prepare_small(tmp_path_factory.mktemp("scenes"))
 
 
 def settings(
@@ -152,3 +161,39 @@ def test_local_steps_of_a_network_with_norms_and_averages_continue_exactly(
     for name in ("model.safetensors", "config.json"):
         assert (whole / "model" / name).read_bytes() == (killed / "model" / name).read_bytes()
     assert jobs.losses(whole) == jobs.losses(killed)
+
+
+def test_a_detector_whose_norms_learn_is_replayed_to_the_bit(scenes: Path, tmp_path: Path) -> None:
+    config = mask_rcnn_jobs.small_config(
+        scenes, tmp_path, distributed={"backend": "shoal", "wait_for": 2},
+        train={"global_batch_size": 6, "total_steps": 3}, run={"log_frequency": 2},
+    )  # fmt: skip
+    assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
+    model = replayed_detector(config)
+    exported = mask_rcnn_export.read_export(tmp_path / "model").model.state_dict()
+    assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
+
+
+def replayed_detector(config: MaskRCNNTrainConfig) -> nn.Module:
+    """Take the steps of a detector's log again, in this process."""
+    assert config.run.dir is not None
+    world: Any = SimpleNamespace(device=CPU, num_workers=1, is_main=True, control=None)
+    source, held_out = mask_rcnn.open_data(config, world)
+    torch.manual_seed(config.train.seed)
+    model = MaskRCNN(config.model, len(held_out.categories)).to(memory_format=torch.channels_last)
+
+    def loss_of(batch: Batch, number: int) -> torch.Tensor:
+        targets = {name: batch[name] for name in mask_rcnn.TARGETS}
+        keys = mask_rcnn.sampling_keys(config.train.seed, batch)
+        inputs = images.like_weights(batch["images"], model)
+        return mask_rcnn.mean_losses(model(inputs, targets, keys)).sum()
+
+    plan = plan_of_scenes(config, num_examples=source.reader.num_examples, num_workers=WORKERS)
+    optimizer = build_optimizer(model.named_parameters(), config.optim)
+    replay(
+        config.run.dir / bounded_steps.LOG, model, optimizer,
+        gradients_of(source, config.train.global_batch_size, loss_of),
+        max_norm=config.optim.max_grad_norm,
+        schedule=lambda number: set_learning_rate(optimizer, learning_rate(plan.schedule, number - 1)),
+    )  # fmt: skip
+    return model
