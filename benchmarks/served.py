@@ -88,9 +88,7 @@ def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--layers", type=int, help=f"of the model; {LAYERS}, or {QUICK_LAYERS} with --quick")
     options.add_argument("--copies", action="store_true", help="what replicas=2 costs, and nothing else")
-    options.add_argument(
-        "--unclipped", action="store_true", help="nothing clipped, in half of the time"
-    )
+    options.add_argument("--unclipped", action="store_true", help="nothing clipped, in half of the time")
     bench = Benchmark("served", options=options)
     num_layers = bench.args.layers or (QUICK_LAYERS if bench.quick else LAYERS)
     if bench.args.copies:

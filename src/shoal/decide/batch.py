@@ -215,8 +215,7 @@ class StagesConfig:
                 raise UsageError("parallel.micro_batches needs a pipeline: set the micro_batch_size instead")
             return
         self.check_wire(config.distributed.wire)
-        if option := config.distributed.step_option:
-            raise UsageError(f"{option} does not go with a model in stages or shards: leave it out")
+        self.check_steps(config.distributed.step_option)
         for setting, value, plain in (
             ("distributed.shares", config.distributed.shares, "equal"),
             ("optim.clip", config.optim.clip, "global"),
@@ -226,6 +225,22 @@ class StagesConfig:
                 raise UsageError(
                     f"{setting} {value} does not go with a model in stages or shards: leave it out"
                 )
+
+    def check_steps(self, option: str) -> None:
+        """Check that steps are taken on the workers if a worker holds less than the whole model.
+
+        Args:
+            option: that has them taken elsewhere, with its value; empty if none.
+
+        Raises:
+            UsageError: they are not.
+        """
+        if option and self.splits:
+            raise UsageError(
+                f"{option} does not go with a model in stages or shards: each stage would have servers of "
+                "its own, which decide by themselves whose gradients a step takes; leave it out, or leave "
+                "parallel.pipeline and parallel.shard out"
+            )
 
     @property
     def splits(self) -> bool:

@@ -102,11 +102,11 @@ class ProcessGroups:
                 raise _error_of(failed_with) from failure
         return result
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum ``tensor`` over all ranks of all replicas, in place."""
+    def sum(self, tensor: torch.Tensor, *, of_all: bool = True) -> torch.Tensor:
+        """Sum ``tensor`` over the ranks of this replica and, if ``of_all``, of all replicas, in place."""
         if self.num_ranks > 1:
             dist.all_reduce(tensor, group=self.group)
-        if self.data_group is not None:
+        if of_all and self.data_group is not None:
             dist.all_reduce(tensor, group=self.data_group)
         return tensor
 

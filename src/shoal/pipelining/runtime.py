@@ -69,6 +69,8 @@ class Pipeline:
             it before the update, and skip the update if a gradient of any stage is not finite.
         step_number: Number of completed steps. Set it when resuming from a checkpoint: random streams
             (dropout) depend on it.
+        is_alone: The gradients and the loss of a step are those of this replica's own batch: nothing is
+            summed over replicas, which need not come to a step together. Evaluations stay those of all.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Pipeline:
         self.device = groups.device
         self.loss_scale = 1.0
         self.step_number = 0
+        self.is_alone = False
         self._runners = dict(runners)
         self._groups = groups
         self._settings = settings
@@ -140,19 +143,21 @@ class Pipeline:
         parts = self._parts(batch)
         self.module.zero_grad(set_to_none=True)
         with self._failures.step():
-            weights = [weight * self.loss_scale for weight in self._weights(parts)]
+            of_all = not self.is_alone
+            weights = [weight * self.loss_scale for weight in self._weights(parts, of_all)]
             reference = None
             if self._unsplit is not None:
                 reference = run_unsplit(*self._unsplit, parts, weights, self._stream, self._groups)
                 reference = replace(reference, loss=reference.loss / self.loss_scale)
             self._set_mode(True)
-            self._left = {stage: set(parameters) for stage, parameters in self._replicated.items()}
+            replicated = self._replicated if of_all else {}
+            self._left = {stage: set(parameters) for stage, parameters in replicated.items()}
             self._tracer.start()
             losses = self._runtime(True).run(parts, weights)
             self._replicas.start(self._unreduced())
             self._replicas.finish()
             self._ties.reduce()
-            loss = (self._total(losses) / self.loss_scale).float()
+            loss = (self._total(losses, of_all) / self.loss_scale).float()
             if self._tracer.on:
                 self._keep_trace()
         if reference is not None:
@@ -239,21 +244,21 @@ class Pipeline:
         on_device = {name: tensor.to(self._groups.device) for name, tensor in batch.items()}
         return micro_batches(on_device, self.plan.schedule.num_micro_batches)
 
-    def _weights(self, parts: Sequence[Batch]) -> list[Tensor]:
-        """Return each micro-batch's share of the targets of the global batch."""
+    def _weights(self, parts: Sequence[Batch], of_all: bool = True) -> list[Tensor]:
+        """Return each micro-batch's share of the targets of the global batch, or of this replica's."""
         counts = torch.stack([torch.as_tensor(self._settings.count(part)).double() for part in parts])
         counts = counts.to(self._groups.device)
         total = counts.sum()
-        if self._groups.data_group is not None:
+        if of_all and self._groups.data_group is not None:
             dist.all_reduce(total, group=self._groups.data_group)
         return list(counts / total.clamp(min=1))
 
-    def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the sum of all micro-batches' losses, of all replicas, on every rank, in float64."""
+    def _total(self, losses: Sequence[Tensor], of_all: bool = True) -> Tensor:
+        """Return the sum of all micro-batches' losses, of all replicas or this one, in float64."""
         total = torch.zeros((), dtype=torch.float64, device=self._groups.device)
         for loss in losses:
             total += loss.detach()
-        return self._groups.sum(total)
+        return self._groups.sum(total, of_all=of_all)
 
     def _set_mode(self, training: bool) -> None:
         self._trains = training

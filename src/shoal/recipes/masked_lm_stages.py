@@ -94,7 +94,7 @@ def pretrain(
         example = as_tensors(reader.micro_batch(reader.batch(0, rows)), pin_memory=False)
         example["samples_per_target"] = torch.ones(())
         stage = open_stages(
-            PaddedPretraining(model), example, run, parallel, batch, wire=config.distributed.wire
+            PaddedPretraining(model), example, run, parallel, batch, distributed=config.distributed
         )
         stack.callback(stage.close)
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)

@@ -12,6 +12,7 @@ from shoal.decide.batch import BatchPlan, StagesConfig
 from shoal.pipelining.api import make_mesh, pipeline
 from shoal.pipelining.runtime import Pipeline
 from shoal.pipelining.stage import replace_tensors
+from shoal.train.config import DistributedConfig
 from shoal.train.pipeline_update import PipelineUpdate
 from shoal.train.run import Run
 
@@ -26,7 +27,7 @@ def open_stages(
     batch: BatchPlan,
     *,
     fill: Callable[[nn.Module], object] | None = None,
-    wire: str = "fp32",
+    distributed: DistributedConfig,
 ) -> Pipeline:
     """Return this worker's stages with their weights; the run's update is theirs. A collective call.
 
@@ -36,7 +37,7 @@ def open_stages(
         batch: its ``num_workers`` are the replicas.
         fill: loads the weights of a part of a model that is on the meta device; default: weights drawn from
             the run's seed, the same in every layout.
-        wire: ``distributed.wire`` of the settings.
+        distributed: says how replicas send gradients, and whether they wait for each other.
 
     Raises:
         UsageError: the model cannot be split so, or the weights are of another one.
@@ -57,7 +58,7 @@ def open_stages(
         device=run.world.device,
         initialise=None if fill is None else lambda module: None,
         autocast=run.precision.dtype,
-        wire=_WIRES[wire],
+        wire=_WIRES[distributed.wire],
     )
     for part in stage.stages:
         run.compile(part, dynamic=False, by_default=False)  # batches of a pipeline have one shape
@@ -66,4 +67,7 @@ def open_stages(
     # The model would keep the weights of its stages, which FSDP2 has replaced by shards.
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     run.use(PipelineUpdate(stage, mesh["pp"]))
+    if distributed.is_loose:  # the servers take a worker's own gradients; DDP names the group and the weights
+        stage.is_alone = True
+        run.data_parallel(stage.module)
     return stage

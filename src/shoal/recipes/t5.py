@@ -114,8 +114,13 @@ class T5Config:
                 f"distributed.shares {self.distributed.shares}: the stages of T5 are built for parts of one "
                 "size; leave it out"
             )
-        if option := self.distributed.step_option:
-            raise UsageError(f"{option}: the stages of T5 update their own weights; leave it out")
+        self.parallel.check_steps(self.distributed.step_option)
+        if self.distributed.update == "servers":
+            raise UsageError(
+                "distributed.update servers: T5 adds its gradients up itself, and servers take those of "
+                "DistributedDataParallel; use --distributed.wait-for with the number of workers, which has "
+                "servers step too"
+            )
         self.spans()
 
     def spans(self) -> SpanConfig:
@@ -187,7 +192,6 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
         run.num_parameters = config.model.num_parameters
         run.keep(**stage.kept(), optimizer=optimizer)
-        stage.step_number = run.step  # dropout depends on it
 
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> None:
@@ -213,6 +217,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         for step in steps:
             with step, stage.tracing() if step.number == traced else nullcontext():
                 set_learning_rate(optimizer, learning_rate(config.optim.schedule, step.number - 1))
+                stage.step_number = step.number - 1  # dropout depends on it
                 for inputs in step:  # one batch: the stage cuts it into micro-batches
                     stage.loss_scale = step.loss_scale
                     loss = stage.step(**{name: inputs[name] for name in MODEL_INPUTS})
@@ -273,7 +278,7 @@ def open_model(config: T5Config, run: "Run", train: "SpanReader", batch: BatchPl
         config.parallel,
         batch,
         fill=None if weights is None else lambda part: load_weights(part, model, weights),
-        wire=config.distributed.wire,
+        distributed=config.distributed,
     )
     return model, stage
 

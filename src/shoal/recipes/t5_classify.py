@@ -248,7 +248,7 @@ def divided(
         config.parallel,
         batch,
         fill=None if config.model.from_scratch else lambda part: load_weights(part, model, source),
-        wire=config.distributed.wire,
+        distributed=config.distributed,
     )
 
 

@@ -139,8 +139,9 @@ def check_model(model: DistributedDataParallel) -> None:
         dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
         if not (parameter.is_cpu and parameter.dtype == torch.float32 and dense and parameter.numel()):
             raise UsageError(
-                f"weights on servers: parameters are dense float32 on the CPU, and {name} is "
-                f"{parameter.dtype}{list(parameter.shape)} on {parameter.device}"
+                f"weights on servers: parameters are dense float32 on the CPU, since servers keep weights in "
+                f"the memory of hosts, and {name} is {parameter.dtype}{list(parameter.shape)} on "
+                f"{parameter.device}; step on the workers, or train on CPUs (--distributed.device cpu)"
             )
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

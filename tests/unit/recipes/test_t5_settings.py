@@ -99,7 +99,11 @@ def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, mess
             {"distributed": {"shares": "by-speed"}},
             "by-speed: the stages of T5 are built for parts of one size",
         ),
-        ({"distributed": {"update": "servers"}}, "update servers: the stages of T5 update their own weights"),
+        ({"distributed": {"update": "servers"}}, "update servers: T5 adds its gradients up itself"),
+        (
+            {"distributed": {"staleness": 1}, "parallel": {"pipeline": 2}},
+            "staleness 1 does not go with a model in stages or shards: each stage would have servers",
+        ),
         (
             {"distributed": {"wire": "bf16"}, "parallel": {"shard": True}},
             "wire bf16: with parallel.shard, replicas add their gradients in fp32",

@@ -1,4 +1,4 @@
-"""Trains recipes with batch norms whose steps do not wait for all workers: replay of the log, resume."""
+"""Trains the other recipes with steps that do not wait for all workers: replay of the log, resume."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ from shoal.data.sources import ReaderSource
 from shoal.data.steps import DataShard
 from shoal.errors import EXIT_OK
 from shoal.models.detection.mask_rcnn import MaskRCNN
+from shoal.models.t5 import MODEL_INPUTS
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.optim.sgd import SGD
-from shoal.recipes import images, mask_rcnn, mask_rcnn_export, resnet50_export
+from shoal.recipes import images, mask_rcnn, mask_rcnn_export, resnet50_export, t5
 from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
 from shoal.recipes.mask_rcnn_config import make_plan as plan_of_scenes
 from shoal.recipes.resnet50 import build_model
 from shoal.recipes.resnet50_config import ResNetTrainConfig, make_plan
 from shoal.recipes.resnet50_data import open_training
+from shoal.recipes.t5 import T5Config
 from shoal.record import Contributions, Evaluation, Step, read_record
 from shoal.train import bounded_steps
 from shoal.train.bounded_replay import replay, summary
 from shoal.train.gradients import choose_precision
 from shoal.train.optimizers import build_optimizer
+from shoal.train.run import Run
 
 WORKERS = 3
 CPU = torch.device("cpu")
@@ -52,6 +55,11 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mask_rcnn_jobs.prepare_small(tmp_path_factory.mktemp("scenes"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.prepare_small(tmp_path_factory.mktemp("text"))
 
 
 def settings(
@@ -197,3 +205,51 @@ def replayed_detector(config: MaskRCNNTrainConfig) -> nn.Module:
         schedule=lambda number: set_learning_rate(optimizer, learning_rate(plan.schedule, number - 1)),
     )  # fmt: skip
     return model
+
+
+# ---- T5, a pipeline of one stage ---------------------------------------------------------------------------
+
+
+def small_t5(text: Path, run_dir: Path, batch: int, **changes: Any) -> T5Config:
+    return jobs.small_t5_config(
+        text, run_dir, model={"dropout": 0.0}, optim={"optimizer": "lamb", "learning_rate": 0.01},
+        train={"global_batch_size": batch}, **changes,
+    )  # fmt: skip
+
+
+def _replay_t5(config: T5Config, alone: T5Config, port: int) -> None:
+    """Take the steps of a log again in one worker, whose stage has a batch of one of the others."""
+    assert config.run.dir is not None and alone.run.dir is not None
+    alone.run.dir.mkdir()
+    with Run.open(config=alone, recipe="t5", worker=jobs.joined(0, 1, port)) as run:
+        train, _ = t5.open_text(config, verify=False)
+        _, stage = t5.open_model(alone, run, train, alone.parallel.plan(alone.train, 1))
+        optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
+
+        def backward(rank: int, number: int) -> None:
+            shard = DataShard(global_batch_size=12, micro_batch_size=4, rank=rank, num_workers=WORKERS)
+            source = ReaderSource(reader=train, whole=True)
+            for batch in chain.from_iterable(source.open(shard, range(number - 1, number))):
+                stage.step(**{name: batch[name] for name in MODEL_INPUTS})
+
+        replay(
+            config.run.dir / bounded_steps.LOG,
+            stage.module,
+            optimizer,
+            backward,
+            max_norm=config.optim.max_grad_norm,
+            schedule=lambda step: set_learning_rate(
+                optimizer, learning_rate(config.optim.schedule, step - 1)
+            ),
+        )  # compares the weights where all workers met
+        stage.close()
+
+
+def test_the_log_of_t5_is_replayed_to_the_bit(text: Path, tmp_path: Path) -> None:
+    config = small_t5(
+        text, tmp_path / "run", 12, distributed={"backend": "shoal", "wait_for": 2}, run={"log_frequency": 3}
+    )
+    run_killed(config, tmp_path / "run", 3)
+    again = fork_process(_replay_t5, config, small_t5(text, tmp_path / "again", 4), free_port())
+    assert jobs.wait([again]) == [EXIT_OK]
+    assert summary(tmp_path / "run" / bounded_steps.LOG).num_steps == config.train.total_steps
