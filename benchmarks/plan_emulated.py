@@ -35,9 +35,9 @@ from benchmarks.plan_emulated_worker import BATCH, COMPUTATION, MODELS
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import parse_rate
 from shoal.planner.convergence import Convergence
+from shoal.planner.counting import workload_of_function
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
 from shoal.planner.prediction import Part, Training, predict
-from shoal.planner.recipe_workloads import workload_of_function
 from shoal.planner.step_time import MEMORY_EFFICIENCY, Layout, achieved_flops_for, step_time
 from shoal.planner.workload import Workload
 

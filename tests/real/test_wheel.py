@@ -109,6 +109,8 @@ def test_what_needs_no_torch_runs_without_it(small: Environment) -> None:
     assert "serve" in small.shoal("--help")
     assert "--port" in small.shoal("serve", "--help")
     assert "--cluster" in small.shoal("plan", "--help")
+    said = small.shoal("plan", "bert-large", "--cluster", "8xp3dn.24xlarge")
+    assert "bert-large on 8xp3dn.24xlarge" in said and "time to train" in said
     assert "--train.total-steps" in small.shoal("train", "albert", "--help")
     summed = "import numpy as np; from shoal import native; out = np.empty(3, np.float32); "
     summed += "native.sum_in_rank_order(out, [np.ones(3, np.float32)] * 2); print(out)"
@@ -127,8 +129,8 @@ def test_doctor_says_what_is_missing(small: Environment) -> None:
     "command",
     [
         ("train", "resnet50", "--preset", "tiny", "--data.made-images", "2000"),
-        ("plan", "bert-large", "--cluster", "8xp3dn.24xlarge"),
-        ("plan", "t5-3b", "--cluster", "256xp4d.24xlarge"),
+        ("plan", "t5-3b", "--cluster", "256xp4d.24xlarge", "--sequence-length", "77"),
+        ("plan", "--model", "x:y", "--global-batch", "64", "--cluster", "8xp3dn.24xlarge"),
     ],
 )
 def test_a_command_that_needs_torch_says_what_adds_it(small: Environment, command: tuple[str, ...]) -> None:

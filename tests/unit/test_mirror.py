@@ -31,7 +31,7 @@ RUN_BY_OTHERS = {
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
     "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
     "shoal.recipes.masked_lm_stages": ("processes/test_pretrain_stages.py", "**parallel"),
-    "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'workload("resnet50")'),
+    "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'count_recipe("resnet50")'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
     "shoal.train.quorum_run": ("processes/test_bounded_runs.py", '"quorum": 2'),
     "shoal.cli.use": ("processes/test_predict.py", '"predict"'),

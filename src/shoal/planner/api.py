@@ -6,19 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Union
 
 from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
 from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
 from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
-from shoal.planner.recipe_workloads import require_recipe, workload, workload_of_function, workload_of_model
+from shoal.planner.recipe_names import require_recipe
+from shoal.planner.recipe_workloads import workload
 from shoal.planner.search import Goal, search
 from shoal.planner.workload import Workload
 
-Model = str | nn.Module | Workload
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Model = Union[str, "nn.Module", Workload]
 
 _DEFAULT_SAMPLES = 1e6
 _MOST_SAMPLES = 256
@@ -133,6 +136,8 @@ def _with_measured(
 def _own_workload(model: Model, inputs: Mapping[str, Tensor] | None) -> Workload:
     if isinstance(model, Workload):
         return model
+    from shoal.planner.counting import workload_of_function, workload_of_model
+
     if isinstance(model, str):
         return workload_of_function(model)
     if not inputs:

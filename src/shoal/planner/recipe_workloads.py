@@ -1,346 +1,52 @@
-"""Counts the workloads of the known recipes, and of any model of yours, on the meta device.
+"""Returns the workload of each recipe that the planner knows.
 
-:mod:`shoal.models.profile` counts everything from the modules themselves; nothing is allocated or computed.
+The workloads were counted by :mod:`shoal.planner.counting` and lie in ``catalog/workloads.json``, so that a
+plan needs no torch. Other lengths of sequences are counted when they are asked for.
 """
 
 from __future__ import annotations
 
-import copy
-import importlib
-import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from importlib import resources
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-
-from shoal.errors import UsageError, did_you_mean, import_extra
-from shoal.models.profile import profile_step
-from shoal.planner.hardware import shipped
-from shoal.planner.workload import MOMENTUM_BYTES, Layer, Workload
-
-_SAMPLES = 2
-"""Samples in the batch that is counted: batch norm needs more than one value."""
-_IMAGES = ("resnet50", "mask-rcnn", "faster-rcnn")
-_FINETUNING = {"squad": 384, "classify": 128, "t5_classify": 512}
-"""Tokens of a sample by default, as of these recipes."""
-_TARGET_OF_LABELS = 4
-"""Tokens of a label as T5 writes it, its end included."""
-_DETECTOR_GLUE = 534
-"""Operations that match, sample and suppress boxes in a step of torchvision's Mask R-CNN. They depend on
-data and do not run on the meta device: 1,200 operations of one real image on the CPU, less the dense ones."""
-
-
-def recipe_names() -> list[str]:
-    """Return the names that :func:`workload` accepts, but those of finetuning (``squad-bert-large``)."""
-    return [*_IMAGES, *_presets("bert"), *_presets("albert"), *_presets("t5"), *shipped("models.toml")]
+from shoal.errors import UsageError
+from shoal.json_text import parse_json
+from shoal.planner.recipe_names import IMAGES, require_recipe
+from shoal.planner.workload import Layer, Workload
 
 
 @cache
-def _presets(architecture: str) -> dict[str, Any]:
-    """Return the settings of a text recipe's presets by their names here, such as ``bert-large``.
-
-    Presets of the same model under another optimizer have none of their own.
-    """
-    found: dict[str, Any] = {}
-    folder = resources.files("shoal.recipes") / "presets" / architecture
-    for file in sorted(folder.iterdir(), key=lambda each: each.name):
-        preset = file.name.removesuffix(".toml")
-        if "-" not in preset:
-            found[f"{architecture}-{preset}"] = tomllib.loads(file.read_text(encoding="utf-8"))
-    return found
-
-
-def _finetuned(name: str) -> tuple[str, str] | None:
-    """Return (task, model) of the name of a finetuning, ``None`` of another name.
-
-    Example:
-        >>> _finetuned("squad-bert-large"), _finetuned("bert-large")
-        (('squad', 'bert-large'), None)
-    """
-    task, _, model = name.partition("-")
-    architectures = ("t5",) if task == "t5_classify" else ("bert", "albert")
-    known = task in _FINETUNING and any(model in _presets(each) for each in architectures)
-    return (task, model) if known else None
-
-
-def require_recipe(name: str) -> None:
-    """Raise UsageError, listing the recipes, unless ``name`` is one of them."""
-    if name not in recipe_names() and _finetuned(name) is None:
-        raise UsageError(
-            f"recipe {name!r} is not known.{did_you_mean(name, recipe_names())} "
-            f"Choose one of {', '.join(recipe_names())}; squad- or classify- before a BERT or an ALBERT, or "
-            "t5_classify- before a T5, for its finetuning; or a model of yours with --model module:function"
-        )
-
-
-@lru_cache(maxsize=64)
 def workload(name: str, sequence_length: int | None = None) -> Workload:
-    """Count the workload of a recipe.
+    """Return the workload of a recipe.
 
     Args:
-        name: one of :func:`recipe_names`.
+        name: one of :func:`~shoal.planner.recipe_names.recipe_names`, or of a finetuning.
         sequence_length: tokens per sample; default: the recipe's own.
 
     Raises:
         UsageError: the recipe is unknown, or has no sequences.
-        ShoalError: the library that provides its model is not installed.
+        ShoalError: it has to be counted, and the library that provides its model is not installed.
     """
     require_recipe(name)
-    if finetuned := _finetuned(name):
-        return _finetuning(name, *finetuned, sequence_length)
-    if name in _presets("bert") or name in _presets("albert"):
-        return _masked_lm(name, sequence_length)
-    if name in _presets("t5"):
-        return _language_model(name, _t5(name), sequence_length)
-    if name not in _IMAGES:
-        return _language_model(name, shipped("models.toml")[name], sequence_length)
-    if sequence_length is not None:
+    if name in IMAGES and sequence_length is not None:
         raise UsageError(f"recipe {name} has images, not sequences; leave --sequence-length out")
-    return _resnet() if name == "resnet50" else _detector(name)
+    for known in _counted().get(name, ()):
+        if sequence_length in (None, known.tokens_per_sample):
+            return known
+    from shoal.planner.counting import count_recipe
+
+    return count_recipe(name, sequence_length)
 
 
-def workload_of_model(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    *,
-    num_samples: int | None = None,
-    name: str | None = None,
-) -> Workload:
-    """Count the workload of a model: FLOPs and gradient bytes per layer, kernels, activation bytes.
-
-    Args:
-        model: returns a loss, or anything with tensors in it. A model that is not on the meta device is
-            copied there.
-        inputs: one batch, name -> tensor, passed as ``model(**inputs)``; on any device.
-        num_samples: samples in the batch; default: the first dimension of the first input.
-        name: for messages; default: the class of the model.
-
-    Raises:
-        UsageError: the output has no tensor that depends on the parameters.
-    """
-    if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
-        model = copy.deepcopy(model).to("meta")
-    on_meta = {key: value.to("meta") for key, value in inputs.items()}
-    name = name or type(model).__name__
-
-    def loss() -> Tensor:
-        out = model(**on_meta)
-        found = getattr(out, "loss", None)
-        leaves = [leaf for leaf in tree_leaves(out if found is None else found) if isinstance(leaf, Tensor)]
-        trained = [leaf.sum() for leaf in leaves if leaf.requires_grad]
-        if not trained:
-            raise UsageError(f"{name}: no tensor in the model's output depends on its parameters")
-        return torch.stack(trained).sum()
-
-    count = num_samples or len(next(iter(on_meta.values())))
-    return _count(name, model, loss, unit="samples", num_samples=count)
-
-
-def workload_of_function(text: str) -> Workload:
-    """Import ``module:function``, call it, and count the workload of the model that it returns.
-
-    The function returns a model, a dict of its inputs (one batch) and the number of samples in them; see
-    :func:`workload_of_model`.
-
-    Raises:
-        UsageError: the function cannot be imported, or returns something else.
-    """
-    module_name, _, function_name = text.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"--model {text!r} cannot be imported ({error}); write it as module:function"
-        ) from error
-    with torch.device("meta"):
-        made = function()
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], dict)):
-        raise UsageError(f"--model {text}: it must return (model, inputs, number of samples)")
-    return workload_of_model(made[0], made[1], num_samples=made[2], name=text)
-
-
-def _count(
-    name: str, model: nn.Module, loss: Callable[[], Tensor], *, num_samples: int = _SAMPLES, **fields: Any
-) -> Workload:
-    profile = profile_step(model.train(), loss, num_samples=num_samples)
-    return Workload(
-        name=name,
-        layers=tuple(
-            Layer(name=layer, num_parameters=parameters, forward_flops=flops / num_samples)
-            for layer, parameters, flops in profile.layers
-            if parameters or flops
-        ),
-        num_kernels=profile.num_operations,
-        saved_bytes=profile.saved_bytes / 2 / num_samples,  # counted in fp32, kept in 16 bit
-        **fields,
-    )
-
-
-def _library(module: str, extra: str) -> Any:
-    return import_extra(module, extra, f"this recipe's model comes from {module}")
-
-
-def _resnet() -> Workload:
-    vision = _library("torchvision", "vision")
-    with torch.device("meta"):
-        model = vision.models.resnet50()
-        images = torch.empty(_SAMPLES, 3, 224, 224)
-    return _count(
-        "resnet50", model, lambda: model(images).sum(), unit="images", optimizer_bytes=MOMENTUM_BYTES
-    )
-
-
-def _detector(name: str) -> Workload:
-    """Count the dense parts of Mask R-CNN or Faster R-CNN at their training sizes.
-
-    These are images of 800 × 1,344 pixels, with 512 boxes per image, 128 of them with a mask.
-    """
-    detection = _library("torchvision.models.detection", "vision")
-    masks = name == "mask-rcnn"
-    make = detection.maskrcnn_resnet50_fpn if masks else detection.fasterrcnn_resnet50_fpn
-    with torch.device("meta"):
-        model = make(weights=None, weights_backbone=None)
-        images = torch.empty(_SAMPLES, 3, 800, 1344)
-        boxes = torch.empty(_SAMPLES * 512, 256, 7, 7)
-        mask_features = torch.empty(_SAMPLES * 128, 256, 14, 14)
-
-    def loss() -> Tensor:
-        features = list(model.backbone(images).values())
-        scores, offsets = model.rpn.head(features)
-        heads = model.roi_heads
-        classes, refined = heads.box_predictor(heads.box_head(boxes))
-        total: Tensor = sum(t.sum() for t in (*scores, *offsets, classes, refined, *features))
-        return total + heads.mask_predictor(heads.mask_head(mask_features)).sum() if masks else total
-
-    dense = _count(name, model, loss, unit="images", optimizer_bytes=MOMENTUM_BYTES)
-    return replace(dense, num_kernels=dense.num_kernels + _DETECTOR_GLUE)
-
-
-def _text_config(model: str) -> Any:
-    """Return the sizes of a preset's BERT or ALBERT, such as ``bert-large``."""
-    from shoal.models.text_config import AlbertModelConfig, BertModelConfig
-
-    architecture = model.partition("-")[0]
-    kind = BertModelConfig if architecture == "bert" else AlbertModelConfig
-    return kind(**_presets(architecture)[model]["model"])
-
-
-def _packed(length: int) -> dict[str, Any]:
-    """Return full packed sequences without values."""
-    batch: dict[str, Any] = {
-        name: _ids(_SAMPLES * length) for name in ("input_ids", "token_type_ids", "position_ids")
-    }
-    return batch | {"cu_seqlens": _ids(_SAMPLES + 1), "max_seqlen": length}
-
-
-def _ids(*shape: int) -> Tensor:
-    return torch.empty(*shape, dtype=torch.int64, device="meta")
-
-
-def _masked_lm(name: str, sequence_length: int | None) -> Workload:
-    """Count the model of a recipe's preset over full packed sequences with 15 % of the tokens masked."""
-    _library("transformers", "text")
-    from shoal.models.pretraining import new_encoder
-
-    config, preset = _text_config(name), _presets(name.partition("-")[0])[name]
-    length = sequence_length or preset.get("data", {}).get("max_seq_length", config.max_position_embeddings)
-    num_masked = int(_SAMPLES * length * 0.15)
-    with torch.device("meta"):
-        model: nn.Module = new_encoder(config)
-    batch = _packed(length) | {
-        "masked_rows": _ids(num_masked),
-        "masked_ids": _ids(num_masked),
-        "labels": _ids(_SAMPLES),
-    }
-
-    def loss() -> Tensor:
-        masked, _, sentence, _ = model(**batch)
-        total: Tensor = masked + sentence
-        return total
-
-    return _count(name, model, loss, tokens_per_sample=length)
-
-
-def _finetuning(name: str, task: str, model: str, sequence_length: int | None) -> Workload:
-    """Count a preset's model with the head of a task, over full sequences."""
-    length = sequence_length or _FINETUNING[task]
-    if task == "t5_classify":
-        return _language_model(name, _t5(model), length, num_targets=_TARGET_OF_LABELS)
-    transformers = _library("transformers", "text")
-    from shoal.models.pretraining import transformers_config
-    from shoal.models.tasks import QuestionAnswering, SequenceClassification
-
-    whole = transformers_config(_text_config(model))
-    with torch.device("meta"):
-        if task == "squad":
-            network: nn.Module = QuestionAnswering(
-                transformers.AutoModelForQuestionAnswering.from_config(whole)
-            )
-        else:
-            network = SequenceClassification(
-                transformers.AutoModelForSequenceClassification.from_config(whole)
-            )
-    batch = _packed(length)
-
-    def loss() -> Tensor:
-        found = network(**batch)
-        return torch.stack([each.sum() for each in tree_leaves(found)]).sum()
-
-    return _count(name, network, loss, tokens_per_sample=length)
-
-
-def _t5(name: str) -> dict[str, Any]:
-    """Return the entry of a preset's T5, as of ``catalog/models.toml``."""
-    preset = _presets("t5")[name]
-    sizes = {setting: value for setting, value in preset["model"].items() if setting != "dropout"}
-    return {
-        "architecture": "T5ForConditionalGeneration",
-        "length": preset["data"]["input_length"],
-        "config": {**sizes, "decoder_start_token_id": 0},
-    }
-
-
-def _language_model(
-    name: str, entry: Mapping[str, Any], sequence_length: int | None, num_targets: int | None = None
-) -> Workload:
-    """Count a model of ``catalog/models.toml`` or a T5.
-
-    Args:
-        entry: class and sizes.
-        num_targets: tokens that T5 writes; default: 114 for 512 (15 % in spans of 3).
-    """
-    architecture = getattr(_library("transformers", "text"), entry["architecture"])
-    length = sequence_length or entry["length"]
-    sizes = {entry["length_key"]: length} if "length_key" in entry else {}
-    config = architecture.config_class(**entry["config"], **sizes)
-    encodes = config.is_encoder_decoder
-    num_targets = num_targets or length * 114 // 512
-    num_samples, relayed = (_SAMPLES, length + num_targets) if encodes else (1, length)
-    with torch.device("meta"):
-        model = architecture(config)
-        batch = {"input_ids": _ids(num_samples, length)}
-        if encodes:
-            batch["decoder_input_ids"] = _ids(num_samples, num_targets)
-        else:  # without a mask transformers would read the values
-            batch["attention_mask"] = torch.empty(1, 1, length, length, dtype=torch.bool)
-    trainable = 1.0
-    if rank := entry.get("lora_rank"):
-        hidden = config.hidden_size
-        narrow = hidden * config.num_key_value_heads // config.num_attention_heads
-        adapters = config.num_hidden_layers * rank * (2 * (hidden + hidden) + 2 * (hidden + narrow))
-        trainable = adapters / sum(parameter.numel() for parameter in model.parameters())
-    return _count(
-        name,
-        model,
-        lambda: model(**batch, use_cache=False).logits.sum(),
-        num_samples=num_samples,
-        tokens_per_sample=length,
-        trainable=trainable,
-        # Decoder stages of T5 also pass on the encoder's output.
-        relay_bytes=2.0 * relayed * config.hidden_size,
-    )
+@cache
+def _counted() -> dict[str, list[Workload]]:
+    """Return the workloads of the catalog by name; the first of each has the recipe's own length."""
+    text = (resources.files("shoal.planner") / "catalog" / "workloads.json").read_text(encoding="utf-8")
+    found: dict[str, list[Workload]] = {}
+    for entry in parse_json(text, "catalog/workloads.json"):
+        layers = tuple(
+            Layer(name=name, num_parameters=parameters, forward_flops=flops)
+            for name, parameters, flops in entry.pop("layers")
+        )
+        found.setdefault(entry["name"], []).append(Workload(layers=layers, **entry))
+    return found

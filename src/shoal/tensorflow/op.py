@@ -142,11 +142,16 @@ def _by_numpy(tensors: Sequence[Any], world: World, kind: str, op: str, root: in
             for each, leaf, shape in zip(found, leaves, shapes, strict=True)
         ]
 
-    found = tf.numpy_function(moved, list(tensors), [each.dtype for each in tensors], stateful=True)
+    # TensorFlow 2.21 makes no array of an eager bfloat16 without dimensions
+    sent = [tf.reshape(each, [1]) if each.shape.rank == 0 else each for each in tensors]
+    found = tf.numpy_function(moved, sent, [each.dtype for each in tensors], stateful=True)
     results = list(found) if isinstance(found, list | tuple) else [found]
-    for result, tensor in zip(results, tensors, strict=True):
+    for result, tensor in zip(results, sent, strict=True):
         result.set_shape(_shape(tensor.shape, kind, world.size))
-    return results
+    return [
+        tf.reshape(result, []) if tensor.shape.rank == 0 else result
+        for result, tensor in zip(results, tensors, strict=True)
+    ]
 
 
 def _shape(shape: Any, kind: str, size: int) -> Any:

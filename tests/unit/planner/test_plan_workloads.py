@@ -6,11 +6,13 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.models.text_config import BertModelConfig
-from shoal.planner.recipe_workloads import recipe_names, require_recipe, workload, workload_of_function
+from shoal.planner.counting import catalog_keys, count_recipe, workload_of_function
+from shoal.planner.recipe_names import recipe_names, require_recipe
+from shoal.planner.recipe_workloads import workload
 
 
 def test_bert_large_has_its_parameters_and_flops() -> None:
-    found = workload("bert-large", 128)
+    found = count_recipe("bert-large", 128)
     config = BertModelConfig(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
     )
@@ -24,7 +26,7 @@ def test_bert_large_has_its_parameters_and_flops() -> None:
 
 
 def test_shared_layers_are_counted_once_and_their_gradients_come_last() -> None:
-    found = workload("albert-base")
+    found = count_recipe("albert-base")
     assert 11e6 < found.num_parameters < 13e6
     shared = [layer for layer in found.layers if "albert_layers" in layer.name]
     assert shared and all(layer.num_parameters for layer in shared)
@@ -34,7 +36,7 @@ def test_shared_layers_are_counted_once_and_their_gradients_come_last() -> None:
 
 def test_resnet50() -> None:
     pytest.importorskip("torchvision")
-    found = workload("resnet50")
+    found = count_recipe("resnet50")
     assert found.num_parameters == 25_557_032
     assert found.forward_flops == pytest.approx(2 * 4.09e9, rel=0.01)
     assert found.layers[0].name == "conv1" and found.layers[-1].name == "fc"
@@ -87,10 +89,32 @@ def test_what_is_finetuned_and_t5_are_the_models_of_their_presets(
 ) -> None:
     """The numbers are those that `shoal bench train` wrote."""
     pytest.importorskip("transformers")
-    found = workload(name)
+    found = count_recipe(name)
     assert (found.tokens_per_sample, found.num_parameters) == (length, parameters)
-    shorter = workload(name, length // 2)
+    shorter = count_recipe(name, length // 2)
     assert 0.25 < shorter.forward_flops / found.forward_flops < 0.55, "attention grows with the square"
+
+
+SLOW_TO_COUNT = ("t5-3b", "gpt", "llama", "bert-base", "bert-large", "resnet50", "rcnn")
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        pytest.param(*key, marks=pytest.mark.slow if any(part in key[0] for part in SLOW_TO_COUNT) else ())
+        for key in catalog_keys()
+    ],
+)
+def test_the_catalog_has_what_is_counted(name: str, length: int | None) -> None:
+    """Else: ``python -m shoal.planner.counting > src/shoal/planner/catalog/workloads.json``."""
+    pytest.importorskip("transformers")
+    kept, counted = workload(name, length), count_recipe(name, length)
+    assert kept is workload(name, counted.tokens_per_sample if length else None)
+    assert kept.layers == counted.layers
+    assert kept.num_kernels == pytest.approx(counted.num_kernels, rel=0.05), "versions of torch differ"
+    assert kept.saved_bytes == pytest.approx(counted.saved_bytes, rel=0.05)
+    same = {"layers": (), "num_kernels": 0, "saved_bytes": 0.0}
+    assert {**vars(kept), **same} == {**vars(counted), **same}
 
 
 def test_every_name_that_is_measured_is_known() -> None:
