@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
+#include "base/copy.h"
 
 namespace shoal {
 
@@ -47,11 +48,10 @@ void BlockExchange::open(std::vector<std::deque<Moving>>& queues, int peer, cons
 }
 
 bool BlockExchange::step() {
+  if (idle()) return false;
   bool moved = false;
-  for (int k = 1; k < num_ranks_ && num_open_ && !diverged_; ++k) {  // not all to the same rank first
-    moved |= fill((me_ + k) % num_ranks_);
-    moved |= empty((me_ + num_ranks_ - k) % num_ranks_);
-  }
+  for (int k = 1; k < num_ranks_ && !diverged_; ++k) moved |= empty((me_ + num_ranks_ - k) % num_ranks_);
+  for (int k = 1; k < num_ranks_ && !diverged_; ++k) moved |= fill((me_ + k) % num_ranks_);  // each rank begins with another
   return moved;
 }
 
@@ -99,7 +99,8 @@ bool BlockExchange::empty(int peer) {
     if (block.done == 0 && !fits(peer, block, shm_.pipe_head(peer, me_, emptied))) return moved;
     const std::uint64_t begin = now_ns();
     const std::size_t bytes = std::min(shm_.layout().pipe_slot_bytes, block.bytes - block.done);
-    copy_bytes(block.data + block.done, shm_.pipe_slot(peer, me_, emptied), bytes);
+    const bool large = block.bytes * static_cast<std::size_t>(num_ranks_) >= kStreamedBytes;
+    (large ? copy_streaming : copy_bytes)(block.data + block.done, shm_.pipe_slot(peer, me_, emptied), bytes);
     pipe.num_emptied.store(++emptied);
     hooks_.trace("copy out", begin, block.op->seq, static_cast<std::uint64_t>(peer));
     block.done += bytes;

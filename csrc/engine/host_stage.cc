@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "base/clock.h"
+#include "base/copy.h"
 #include "engine/combine.h"
 
 namespace shoal {
@@ -339,8 +340,10 @@ bool HostStage::leave() {
     const Entry each = entry(to_leave_);
     if (takes_result(each)) {
       const std::uint64_t begin = now_ns();
-      copy_bytes(each.op->output_at(each.index, topology_.rank()), shm_.result(to_leave_),
-                 each.op->result_bytes_of(each.index));
+      const Chunk& last = each.op->chunks.back();
+      const bool large = (last.begin + last.count) * each.op->width() >= kStreamedBytes;
+      (large ? copy_streaming : copy_bytes)(each.op->output_at(each.index, topology_.rank()), shm_.result(to_leave_),
+                                            each.op->result_bytes_of(each.index));
       hooks_.trace("copy out", begin, each.op->seq, each.index);
     }
     shm_.left(me_, to_leave_).store(to_leave_ + 1, std::memory_order_release);
