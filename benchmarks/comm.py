@@ -47,6 +47,7 @@ NUM_HOSTS = 8
 NIC = "200mbit"
 FAST_NIC = "400mbit"
 SLOW_NIC = "50mbit"
+SLOW_HELPER_NIC = "100mbit"
 BURSTS = {"32kb": 32_000, "1mb": 1_000_000}
 
 
@@ -106,6 +107,35 @@ def fast_helpers_rows(bench: Benchmark) -> None:
     bench.limit(
         f"{NUM_HOSTS} workers + 4 helpers × 2, away from formula", away, 10.0, unit="%",
         formula=f"10 % of the formula's gain over a ring, {gain:.3f}", foreign_cores=[measured.foreign],
+    )  # fmt: skip
+
+
+def slow_helper_rows(bench: Benchmark) -> None:
+    """4 helpers, one of them with half the bandwidth that it had when it was planned."""
+    big = (ALL_REDUCE, 16 * MIB)
+    with Cluster(hosts=NUM_HOSTS, helpers=4, nic=NIC, announce_rates=False) as cluster:
+        rates = wire_bytes_per_s(cluster, repeats=1)
+        cluster.start_helpers()
+        cluster.limit(NUM_HOSTS, SLOW_HELPER_NIC)
+        backends: Backends = {"shares of the start": 4, "shares that follow": {"helpers": 4, "follow": 12}}
+        measured = on_cluster(
+            cluster, spec_of(backends, [big], repeats_of(bench)), most_retaken=retakes_of(bench)
+        )
+    samples = {
+        name: [1e3 * s for s in found] for name, found in measured.samples[f"{ALL_REDUCE} {16 * MIB}"].items()
+    }
+    case = f"{NUM_HOSTS} workers + 4 helpers, one at half the rate, 16 MiB"
+    best = [
+        1e3 * two_hop_seconds(16 * MIB, [rate] * NUM_HOSTS, [rate / 2, rate, rate, rate]) for rate in rates
+    ]
+    ours = samples["shares that follow"]
+    bench.add(
+        case, ours=ours, peer=samples["shares of the start"], peer_name="shares as measured at the start",
+        unit="ms", foreign_cores=[measured.foreign],
+    )  # fmt: skip
+    bench.add(
+        f"{case}, formula", ours=ours, peer=best, peer_name="formula at a plain TCP transfer's rate",
+        unit="ms", foreign_cores=[measured.foreign],
     )  # fmt: skip
 
 
@@ -212,6 +242,7 @@ PARTS: dict[str, Callable[[Benchmark], None]] = {
     "helpers": helpers_rows,
     "short": short_rows,
     "fast-helpers": fast_helpers_rows,
+    "slow-helper": slow_helper_rows,
     "capped-flows": capped_rows,
     "interfaces": interface_rows,
     "fabric": fabric_rows,

@@ -46,6 +46,9 @@ NUM_HELPERS, OTHER_HOST, INTERFACE = "helpers", "host_id", "interface"
 """Settings of a group beside those of ``EngineOptions``: helper hosts; ranks count as hosts of their own;
 interfaces as in SHOAL_INTERFACE."""
 
+FOLLOW = "follow"
+"""Setting of a group: how often it adapts its servers' shares before it is measured, each time after two sums."""
+
 PROCESSOR = "processor seconds of "
 """Prefix of a case's samples of processor time: that of the rank that used most."""
 
@@ -62,6 +65,7 @@ def shoal_group(given: int | dict[str, Any], *, in_python: bool = False) -> dist
         os.environ[HOST_ID] = f"host of rank {dist.get_rank()}"
     if interface := str(settings.pop(INTERFACE, "")):
         os.environ[env.INTERFACE] = interface
+    num_follows = settings.pop(FOLLOW, 0)
     if in_python:
         os.environ[NATIVE_GROUP] = "0"
         native_group.load.cache_clear()
@@ -70,6 +74,11 @@ def shoal_group(given: int | dict[str, Any], *, in_python: bool = False) -> dist
     os.environ.pop(HOST_ID, None)
     os.environ.pop(env.INTERFACE, None)
     assert isinstance(group, dist.ProcessGroup)
+    gradient = torch.ones(4 << 20 if num_follows else 0)
+    for _ in range(num_follows):
+        for _ in range(2):
+            dist.all_reduce(gradient, dist.ReduceOp.MAX, group=group)
+        native_group.follow_rates(group)
     return group
 
 

@@ -501,6 +501,12 @@ std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint64_t,
   return events;
 }
 
+std::vector<std::pair<std::uint64_t, std::uint64_t>> server_times(const shoal::Engine& engine) {
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> times;
+  for (const shoal::ServerTime& each : engine.server_times()) times.emplace_back(each.chunks, each.ns);
+  return times;
+}
+
 void bind_engine(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::register_exception_translator(raise_comm_error);
@@ -522,6 +528,7 @@ void bind_engine(nb::module_& m) {
       .def("counters", &shoal::Engine::counters, Release())
       .def("take_events", &shoal::Engine::take_events, Release())
       .def("lost_helpers", &shoal::Engine::lost_helpers, Release())
+      .def("server_times", &server_times)
       .def("trace", &shoal::Engine::trace)
       .def("take_trace", &take_trace);
   nb::class_<shoal::HelperServer>(m, "HelperServer")

@@ -7,9 +7,14 @@
 
 namespace shoal {
 
+namespace {
+constexpr std::size_t kLeastTimedBytes = 4 << 10;  // smaller chunks tell of latency, not of a link's rate
+}
+
 ChunkPath::ChunkPath(Parts parts)
     : with_(std::move(parts)),
       me_(with_.members.rank),
+      answered_(static_cast<std::size_t>(with_.topology.size() + with_.topology.num_helpers())),
       flow_(with_.options, with_.topology, with_.liveness, with_.mailbox),
       server_(
           with_.pool, budget_,
@@ -291,9 +296,15 @@ void ChunkPath::finish(const OpPtr& op, std::uint64_t index, Payload payload) {
   if (part.destination && payload.data != part.destination && payload.size) {
     std::memcpy(part.destination, payload.data, payload.size);
   }
-  with_.journal.traced("pull", now_ns(), op->seq, index);
+  const std::uint64_t now = now_ns();
+  with_.journal.traced("pull", now, op->seq, index);
   part.step = Op::Step::done;
   if (part.contributed) {
+    if (part.server != me_ && op->sums() && op->bytes_of(index) >= kLeastTimedBytes) {
+      Answered& by = answered_[static_cast<std::size_t>(part.server)];
+      by.chunks.fetch_add(1, std::memory_order_relaxed);
+      by.ns.fetch_add(now - part.sent_ns, std::memory_order_relaxed);
+    }
     flow_.answered(*op, index);
     part.contribution = {};
   }
@@ -303,6 +314,12 @@ void ChunkPath::finish(const OpPtr& op, std::uint64_t index, Payload payload) {
   }
   if (with_.finish_on_host && (op->sums() || !part.contributed)) with_.finish_on_host(*op, index);
   with_.ops.release(op);
+}
+
+std::vector<ServerTime> ChunkPath::server_times() const {
+  std::vector<ServerTime> times;
+  for (const Answered& each : answered_) times.push_back({each.chunks.load(), each.ns.load()});
+  return times;
 }
 
 void ChunkPath::replay_early(std::uint64_t seq) {

@@ -8,6 +8,7 @@
 // Every step may throw GroupFailure, or ProtocolError for what a peer has sent.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -19,6 +20,11 @@
 #include "engine/mismatch_detector.h"
 
 namespace shoal {
+
+// Chunks that a server of another host has answered, and the nanoseconds from sending to result, of all of them together.
+struct ServerTime {
+  std::uint64_t chunks = 0, ns = 0;
+};
 
 class ChunkPath {
  public:
@@ -67,6 +73,8 @@ class ChunkPath {
   void forget_below(std::uint64_t seq) REQUIRES(network_thread);
   void clear() REQUIRES(network_thread);
   std::size_t held_bytes() const { return server_.held_bytes(); }  // any thread
+  // Returns, for each server, the chunks of sums that it has answered and the time that they took together. Any thread.
+  std::vector<ServerTime> server_times() const;
 
  private:
   struct EarlyFrame {
@@ -94,8 +102,13 @@ class ChunkPath {
   std::shared_ptr<std::byte> place_of(const OpPtr& op, const FrameHeader& header) REQUIRES(network_thread);
   void reroute(int server, const OpPtr& op) REQUIRES(network_thread);
 
+  struct Answered {
+    std::atomic<std::uint64_t> chunks{0}, ns{0};
+  };
+
   Parts with_;
   const int me_;
+  std::vector<Answered> answered_;  // by server
   FlowControl flow_;
   WeightBudget budget_;
   SumServer server_;

@@ -66,6 +66,7 @@ class Engine : private ChannelEvents {
   void trace(bool on) { journal_.trace(on); }
   std::vector<TraceEvent> take_trace() { return journal_.take_trace(); }
   std::vector<std::string> take_events() { return journal_.take_events(); }
+  std::vector<ServerTime> server_times() const { return protocol_ ? protocol_->path.server_times() : std::vector<ServerTime>{}; }
   std::vector<std::string> lost_helpers();  // names, in the order of the losses
 
  private:

@@ -319,6 +319,8 @@ class Engine:
         except RuntimeError as error:
             raise CommError(f"group {group!r}, rank {rank}: {error}") from error
         self._group, self._rank, self._size, self._pid = group, rank, size, os.getpid()
+        self.shares: Any = None
+        """``ServerShares`` of the group (``comm.server_shares``); ``None`` within one host."""
         _open_engines.add(self)
 
     @property
@@ -363,6 +365,10 @@ class Engine:
     def set_pattern(self, pattern: Sequence[int]) -> None:
         """Set the servers of later chunks. All ranks call it between the same two operations."""
         self._engine.set_pattern(list(pattern))
+
+    def server_times(self) -> list[tuple[int, int]]:
+        """Return, for each server, how many chunks of sums it has answered and the ns that they took."""
+        return list(self._engine.server_times())
 
     def submit(self, operation: Operation) -> int:
         handle: int = self._engine.submit(operation)

@@ -36,7 +36,9 @@ _MOST_TRANSFERS = 8
 _MOST_READINGS = 3
 _STEADY = 1.1
 _PATTERN_LENGTH = 240
-_SAME_RATE = 1.3  # a short probe does not resolve smaller ratios between helpers
+_SAME_RATE = 2.0  # a short probe of links that let bursts through resolves no smaller ratios
+_STANDS_OUT = 1.3  # a helper this far from the median is measured again
+_LIKE_HOST = 1.33  # helpers within this ratio of a worker host count as equal to it
 _RESOLUTION = 20  # multiples are rounded to 1/20: the probe is no more accurate, and patterns stay short
 
 # Reasons by helper name. An excluded helper stays excluded: one that comes and goes, or that only rank 0
@@ -223,7 +225,7 @@ def confirmed(rates: Sequence[float], measure: Callable[[int], float]) -> list[f
     found = []
     for helper, rate in enumerate(rates):
         readings = [rate]
-        while distance(readings[-1]) > math.log(_SAME_RATE) and len(readings) < _MOST_READINGS:
+        while distance(readings[-1]) > math.log(_STANDS_OUT) and len(readings) < _MOST_READINGS:
             readings.append(measure(helper))
         found.append(min(readings, key=distance))
     return found
@@ -245,6 +247,8 @@ def _multiples(weights: list[float], together: float, num_hosts: int) -> list[fl
     if together > 0.8 * num_hosts:
         together = max(float(num_hosts), together)
     scale = together / sum(weights)
+    if max(weights) == min(weights) and 1 / _LIKE_HOST <= scale <= _LIKE_HOST:
+        scale = 1.0
     return [max(round(weight * scale * _RESOLUTION), 1) / _RESOLUTION for weight in weights]
 
 

@@ -96,6 +96,26 @@ def counters(group: Any) -> dict[str, int]:
     return dict(counts)
 
 
+def follow_rates(group: Any) -> bool:
+    """Move sums away from servers that answer late. All ranks call it between the same two collectives.
+
+    :class:`~shoal.train.run.Run` calls it every few steps. The bits of the sums stay the same.
+
+    Args:
+        group: of ``torch.distributed``, or a ``ShoalProcessGroup``.
+
+    Returns:
+        Whether the shares of the servers have changed; ``False`` within one host.
+
+    Raises:
+        CommError: the group failed, or a rank did not call it within the group's timeout.
+        ValueError: servers keep weights of this group, which cannot move.
+    """
+    member = python_group(group)
+    shares = getattr(member.engine, "shares", None)
+    return shares is not None and shares.follow(member.operations.timeout.total_seconds())
+
+
 def native_backend(group: Any) -> Any:
     """Return the native backend of a process group's CPU tensors, or ``None`` if it has none."""
     module = sys.modules.get(_NAME)

@@ -23,6 +23,7 @@ from typing import Any
 from shoal import env
 from shoal.comm.engine import Engine, EngineOptions, Helper, Peer, fabric_providers
 from shoal.comm.helpers import bandwidth_of, measure_helpers, name_of, reachable_helpers, remember_bandwidths
+from shoal.comm.server_shares import ServerShares
 from shoal.comm.store import LOCATION, MAX_ERROR, RULES, Records, Store
 from shoal.decide.server_assignment import MIB, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
@@ -102,6 +103,8 @@ def connect_engine(
         remember_bandwidths([helper.name for helper in helpers], bandwidths)
         engine.set_pattern(chunk_pattern(hosts, bandwidths))
         rate_text = f", {rate * 8e-6:,.0f} Mbit/s each"
+    if num_hosts > 1:
+        engine.shares = ServerShares(engine, hosts, [h.name for h in helpers], [b or 1.0 for b in bandwidths])
     if rank == 0 and num_hosts > 1 and verbose:
         _print_network(num_hosts, size, options.transport, rate_text, bandwidths)
     return engine

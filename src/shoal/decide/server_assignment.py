@@ -193,7 +193,9 @@ def assign_chunks(num_chunks: int, shares: Sequence[float | Fraction]) -> list[i
     return pattern
 
 
-def chunk_pattern(hosts: Sequence[str], helper_bandwidths: Sequence[float] = ()) -> list[int]:
+def chunk_pattern(
+    hosts: Sequence[str], helper_bandwidths: Sequence[float] = (), host_bandwidths: Sequence[float] = ()
+) -> list[int]:
     """Return the repeating pattern of a group's chunks: entry k is the server of chunk k.
 
     Servers 0 ... size - 1 are the colocated servers of the ranks, those from size on the helpers. A host's
@@ -203,15 +205,17 @@ def chunk_pattern(hosts: Sequence[str], helper_bandwidths: Sequence[float] = ())
     Args:
         hosts: the host of each rank of the group, in rank order.
         helper_bandwidths: relative to a host's.
+        host_bandwidths: by the hosts' lowest ranks; empty where all are equal.
     """
     names = list(dict.fromkeys(hosts))
-    shares = server_shares([1.0] * len(names), helper_bandwidths)
+    links = list(host_bandwidths) or [1.0] * len(names)
+    shares = server_shares(links, helper_bandwidths)
     length = math.lcm(*(share.denominator for share in shares))
     if length <= LONGEST_PATTERN:
         counts = [int(share * length) for share in shares]
     else:
         length = LONGEST_PATTERN
-        counts = chunk_counts(length, [1.0] * len(names), helper_bandwidths)
+        counts = chunk_counts(length, links, helper_bandwidths)
     ranks = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
     ranks += [[len(hosts) + helper] for helper in range(len(helper_bandwidths))]
     # Repeat until the turns of every host's ranks close as well.

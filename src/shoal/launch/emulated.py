@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -41,7 +41,9 @@ from shoal.launch.emulated_network import (
     end_processes,
     helpers_setting,
     identity,
+    parse_rate,
     plan_cluster,
+    shaping,
 )
 from shoal.launch.supervision import (
     POLL_S,
@@ -222,6 +224,16 @@ class Cluster:
         port = self.plan[host].links()[interface][1]
         command = [self._tools["ip"], "link", "set", port, "up" if up else "down"]
         subprocess.run([self._tools["nsenter"], f"--net={self._bridge}", "--", *command], check=True)
+
+    def limit(self, host: int, nic: str) -> None:
+        """Change the rate of a shaped host's links in each direction."""
+        plan = replace(self.plan[host], rate_bps=parse_rate(nic, option="nic"))
+        network, _ = self._host_files[host]
+        for _, port, interface, _ in plan.links():
+            for namespace, device in ((self._bridge, port), (network, interface)):
+                qdisc = shaping(device, plan).split()
+                command = [self._tools["tc"], "qdisc", "change", *qdisc[2:]]
+                subprocess.run([self._tools["nsenter"], f"--net={namespace}", "--", *command], check=True)
 
     def environment(self) -> dict[str, str]:
         """Return the variables of every process on the hosts, the secret's file and the helpers included."""

@@ -86,6 +86,8 @@ from shoal.train.world import World, join_world, run_on_all
 
 _FEW_MICRO_BATCHES = 4
 """With fewer micro-batches per step, one more for a faster worker is a large change of its share."""
+_FOLLOW_STEPS = 8
+"""Steps between two adaptations of the shares of backend shoal's servers."""
 
 Batch = Any
 T = TypeVar("T")
@@ -560,6 +562,8 @@ class Run:
         if self._shares is not None and self._shares.observe(self.step + 1, sums[4:]):
             self._tell_shares(self._shares)
             return None
+        if self._loose is None and self._served is None and self.step % _FOLLOW_STEPS == 0:
+            self.world.follow_rates()
         return total if self._loose is None else num_targets * self.world.num_workers
 
     def _is_bad_for_long(self) -> bool:

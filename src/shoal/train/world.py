@@ -67,6 +67,12 @@ class World:
         """Wait until all workers have called this."""
         dist.barrier(group=self.control)
 
+    def follow_rates(self) -> None:
+        """Let backend shoal move sums away from late servers. All workers call it between steps."""
+        backend = sys.modules.get("shoal.comm.native_group")  # not loaded for another backend
+        if self.backend == "shoal" and backend is not None:
+            backend.follow_rates(dist.group.WORLD)
+
 
 def choose_device(config: DistributedConfig, local_rank: int, num_local_workers: int) -> torch.device:
     """Return the device of a worker: a GPU of its own if there are enough on this host, else the CPU.
