@@ -46,8 +46,9 @@ NUM_HELPERS, OTHER_HOST, INTERFACE = "helpers", "host_id", "interface"
 """Settings of a group beside those of ``EngineOptions``: helper hosts; ranks count as hosts of their own;
 interfaces as in SHOAL_INTERFACE."""
 
-FOLLOW = "follow"
-"""Setting of a group: how often it adapts its servers' shares before it is measured, each time after two sums."""
+HELPER_RATE, FOLLOW = "helper_rate", "follow"
+"""Settings of a group: the helpers' rate as in SHOAL_HELPERS, and how often the shares of its servers are
+adapted before it is measured, each time after two sums."""
 
 PROCESSOR = "processor seconds of "
 """Prefix of a case's samples of processor time: that of the rank that used most."""
@@ -60,7 +61,9 @@ def shoal_group(given: int | dict[str, Any], *, in_python: bool = False) -> dist
     settings = dict(given) if isinstance(given, dict) else {NUM_HELPERS: given}
     num_helpers = settings.pop(NUM_HELPERS, 0)
     helpers = os.environ.get(HELPERS, "")
-    os.environ[HELPERS] = ",".join(helpers.split(",")[:num_helpers])
+    rate = settings.pop(HELPER_RATE, None)
+    used = [each if rate is None else f"{each}*{rate}" for each in helpers.split(",")[:num_helpers]]
+    os.environ[HELPERS] = ",".join(used)
     if settings.pop(OTHER_HOST, False):
         os.environ[HOST_ID] = f"host of rank {dist.get_rank()}"
     if interface := str(settings.pop(INTERFACE, "")):
