@@ -253,3 +253,19 @@ def test_the_log_of_t5_is_replayed_to_the_bit(text: Path, tmp_path: Path) -> Non
     again = fork_process(_replay_t5, config, small_t5(text, tmp_path / "again", 4), free_port())
     assert jobs.wait([again]) == [EXIT_OK]
     assert summary(tmp_path / "run" / bounded_steps.LOG).num_steps == config.train.total_steps
+
+
+def test_local_steps_of_t5_with_adafactor_continue_exactly(text: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for run_dir in (whole, killed):
+        config = jobs.small_t5_config(
+            text, run_dir, model={"dropout": 0.0}, train={"global_batch_size": 12},
+            distributed={"backend": "shoal", "local_steps": 2},
+        )  # fmt: skip
+        if run_dir == killed:
+            run_killed(config, run_dir, 3)
+        else:
+            assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
+    weights = [(each / "transformers" / "model.safetensors").read_bytes() for each in (whole, killed)]
+    assert weights[0] == weights[1]
+    assert jobs.losses(whole) == jobs.losses(killed)

@@ -32,6 +32,7 @@ from shoal.report.page import write_report
 from shoal.train import bounded_steps, local_run
 from shoal.train import step as steps
 from shoal.train.bounded_replay import replay, require_workers, summary
+from shoal.train.checkpoint_files import StoredTensor
 from shoal.train.config import DistributedConfig, schedule_of
 from shoal.train.gradients import clip_factor, parameters_of, scale_all
 from shoal.train.local_steps import set_moves
@@ -319,8 +320,8 @@ def test_settings_that_contradict_each_other_are_named(given: dict[str, Any], me
 def test_one_state_for_all_workers_is_none_of_local_steps() -> None:
     model = nn.Linear(2, 2)
     state = local_run.InnerState(SGD(model.parameters(), lr=0.1), model, rank=0)
-    assert list(state.tensors_to_read(["0.momentum_buffer.weight", "1.momentum_buffer.weight"])) == [
-        "0.momentum_buffer.weight"
-    ]
+    stored = StoredTensor(dtype="F32", size=(2, 2), chunks=())
+    of_each = {f"{rank}.momentum_buffer.weight": stored for rank in (0, 1)}
+    assert list(state.tensors_to_read(of_each)) == ["0.momentum_buffer.weight"]
     with pytest.raises(UsageError, match=r"continue without --distributed\.local-steps"):
-        state.tensors_to_read(["state.weight.momentum_buffer"])
+        state.tensors_to_read({"state.weight.momentum_buffer": stored})

@@ -9,7 +9,7 @@ its other names.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,7 +46,7 @@ class OwnState(Protocol):
     def own_tensors(self) -> dict[str, Tensor]:
         """Return this worker's tensors, for a checkpoint."""
 
-    def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
+    def tensors_to_read(self, saved: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """Return tensors to fill, by those of all workers' ``saved`` names that this one restores."""
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:

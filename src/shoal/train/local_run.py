@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from shoal.optim.moments import norm_of
 from shoal.optim.sgd import SGD
 from shoal.train.bounded_replay import go_back
 from shoal.train.bounded_steps import check_loose
+from shoal.train.checkpoint_files import StoredTensor
 from shoal.train.config import DistributedConfig, RunOutputConfig
 from shoal.train.gradients import DataParallel, LossScale, clip_factor, parameters_of, scale_all
 from shoal.train.local_steps import LocalSteps
@@ -44,35 +45,27 @@ class InnerState:
         self._parameters = dict(model.named_parameters())
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return this worker's tensors.
-
-        Raises:
-            UsageError: the optimizer's state has a tensor of another shape than its parameter.
-        """
+        """Return this worker's tensors, for a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if value is None:
                     continue
                 tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
-                if tensor.dim() and tensor.shape != parameter.shape:
-                    raise UsageError(
-                        f"distributed.local_steps with {type(self._optimizer).__name__}: its {key} of {name} "
-                        f"has the shape {list(tensor.shape)}, which a worker's part of a checkpoint does not "
-                        "hold; use another --optim.optimizer, or --run.no-save"
-                    )
                 tensors[f"{self._rank}.{key}.{name}"] = tensor
         return tensors
 
-    def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
+    def tensors_to_read(self, saved: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """Return empty tensors for what the worker of this rank has saved.
+
+        Those of a parameter's shape have its memory layout, as the optimizer expects.
 
         Raises:
             UsageError: the checkpoint has one state for all workers.
         """
         wanted = {}
-        for full in saved:
-            rank, key, name = full.split(".", 2)
+        for full, stored in saved.items():
+            rank, _, name = full.split(".", 2)
             if not rank.isdecimal():
                 raise UsageError(
                     "distributed.local_steps: the checkpoint was written without, and holds one state of the "
@@ -80,8 +73,12 @@ class InnerState:
                     "run from its model"
                 )
             if int(rank) == self._rank and name in self._parameters:
-                is_scalar = key == "step"
-                wanted[full] = torch.empty(()) if is_scalar else torch.empty_like(self._parameters[name])
+                parameter = self._parameters[name]
+                if stored.size == tuple(parameter.shape):
+                    wanted[full] = torch.empty_like(parameter)
+                else:  # a count of steps, or the rows and columns of Adafactor
+                    dtype = parameter.dtype if stored.size else torch.float32
+                    wanted[full] = torch.empty(stored.size, dtype=dtype, device=parameter.device)
         return wanted
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
