@@ -36,7 +36,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal import env
+from shoal import env, record
 from shoal.atomic_io import write_atomically
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
@@ -403,6 +403,8 @@ def _release(pid: int, file: Path, content: bytes, ended: threading.Event) -> No
 def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) -> None:
     """Create the run directory and write the resolved settings into it.
 
+    A directory whose run was refused before its first step has no record, and takes any settings.
+
     Args:
         path: the run directory.
         config: the settings as a tree of two levels.
@@ -413,7 +415,7 @@ def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) ->
     """
     require_writable(path)
     file = path / CONFIG_FILE
-    if file.exists():
+    if file.exists() and (path / record.FILE_NAME).exists():
         _require_same(path, load_toml(file), config, fixed)
     comment = "# Resolved configuration of this run: `shoal train … --config` reads it back.\n"
     write_atomically(file, (comment + to_toml(config)).encode())

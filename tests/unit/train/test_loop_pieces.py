@@ -269,7 +269,9 @@ def test_a_config_file_nested_too_deeply_is_one_error(tmp_path: Path) -> None:
 
 def test_a_run_directory_holds_its_settings_and_refuses_others(tmp_path: Path) -> None:
     tree = as_tree(AlbertConfig())
+    open_run_dir(tmp_path / "run", {"train": {"global_batch_size": 7}}, IMMUTABLE)  # refused before it began
     open_run_dir(tmp_path / "run", tree, IMMUTABLE)
+    (tmp_path / "run" / "record.jsonl").touch()
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text()) == tree
     longer = {**tree, "train": {**tree["train"], "total_steps": 7}}
     open_run_dir(tmp_path / "run", longer, IMMUTABLE)
