@@ -262,7 +262,7 @@ class DistributedConfig:
     """Division of the global batch among workers: equal; by-speed: proportional to the measured speed of
     each; or the directory of a run, whose shares are repeated."""
     update: Literal["workers", "servers"] = "workers"
-    """Where the optimizer runs: on every worker, or on the servers of backend shoal, which then keep its
+    """Processes that run the optimizer: all workers, or the servers of backend shoal, which then keep its
     state (on CPUs of at least two hosts)."""
     replicas: int = 1
     """Copies of weights on servers; with 2, workers keep a copy of the helper hosts' weights, and the loss of

@@ -65,7 +65,7 @@ class Training:
     """Seeds torch's generators in each step, so that no generator's state need be saved."""
     models: list[DataParallel] = field(default_factory=list)
     averages_norms: bool = True
-    """Whether a step averages the statistics of batch norms; else that happens where all workers meet."""
+    """Average the statistics of batch norms in each step; if false, only where all workers synchronize."""
 
 
 class Step:
