@@ -68,12 +68,7 @@ def capped_rows(bench: Benchmark) -> None:
     if with_fabric:
         backends |= {rail: {"transport": f"ofi:{RAIL}"}, rails: {"transport": f"ofi:{RAIL},{RAIL}"}}
     with Cluster(hosts=2) as cluster:
-        for host, port in enumerate(("dport", "sport")):  # the greater address calls
-            with NamedTemporaryFile("w", suffix=".tc") as file:
-                file.write(capped_flows(port))
-                file.flush()
-                if cluster.start(host, ["tc", "-batch", file.name]).wait():
-                    raise SystemExit("tc cannot cap the rate of each flow")
+        cap_flows(cluster)
         spec = spec_of(backends, [key], repeats_of(bench))
         measured = on_cluster(cluster, spec, most_retaken=retakes_of(bench))
     case = f"2 hosts, {FLOW_RATE} for each flow, 16 MiB"
@@ -92,6 +87,16 @@ def interface_rows(bench: Benchmark) -> None:
         measured = on_cluster(cluster, spec, most_retaken=retakes_of(bench))
     case = f"2 hosts with two links of {FLOW_RATE} each, 16 MiB, 2 interfaces"
     add_row(bench, measured, case, key, two, peer=one, target=1.9)
+
+
+def cap_flows(cluster: Cluster) -> None:
+    """Give each flow between the first two hosts a rate of its own; their links are not shaped otherwise."""
+    for host, port in enumerate(("dport", "sport")):  # the greater address calls
+        with NamedTemporaryFile("w", suffix=".tc") as file:
+            file.write(capped_flows(port))
+            file.flush()
+            if cluster.start(host, ["tc", "-batch", file.name]).wait():
+                raise SystemExit("tc cannot cap the rate of each flow")
 
 
 def capped_flows(port: str) -> str:

@@ -54,7 +54,12 @@ def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
         *({"order": "size"}, {"partial_dtype": "bf16"}, {"chunk_bytes": 100}, {"chunk_bytes": 32 << 20}),
         *({"shared_chunk_bytes": size} for size in (0, 1000, 65_000, 100_000, 32 << 20)),
         *({"num_slots": slots} for slots in (0, 65, 400)),
-        *({"window_bytes": 0}, {"target_rtt_s": 0.0}, {"connections_per_peer": 0}, {"send_buffer_bytes": -1}),
+        *(
+            {"window_bytes": 0},
+            {"target_rtt_s": 0.0},
+            {"connections_per_peer": -1},
+            {"send_buffer_bytes": -1},
+        ),
         *(
             {"staging_bytes": 0},
             {"staging_buffers": 1},

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pretrain_jobs as jobs
 import pytest
+from benchmarks.comm_links import cap_flows
 
 from forked import shoal
 from shoal.errors import EXIT_OK, EXIT_STOPPED, ShoalError
@@ -216,6 +217,33 @@ def test_launchers_of_real_hosts_meet_at_the_one_that_is_named(tmp_path: Path) -
         assert [result.exit_code for result in results] == [0] * 3, results
         names = [cluster.name(host) for host in (1, 0, 2)]
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == names
+
+
+COUNTS_CONNECTIONS = """
+import torch, torch.distributed as dist
+from shoal.comm.native_group import counters
+
+dist.init_process_group("shoal")
+for group in (dist.group.WORLD, dist.new_group(backend="shoal")):
+    total = torch.full((1000,), dist.get_rank() + 1.0)
+    dist.all_reduce(total, group=group)
+    assert (total == 3).all(), total
+    print(counters(group)["connections"])
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("num_connections", [1, 4])
+def test_a_group_measures_how_many_connections_are_worth_it(num_connections: int) -> None:
+    capped = num_connections > 1
+    with Cluster(hosts=2, helpers=1, nic=None if capped else "400mbit") as cluster:
+        if capped:
+            cap_flows(cluster)
+        helper = cluster.environment()["SHOAL_HELPERS"].partition("*")[0]
+        results = cluster.run(python(COUNTS_CONNECTIONS), env={"SHOAL_HELPERS": helper})
+    to_both = 2 * (1 + num_connections)  # to the other host and the helper: for control and for data
+    assert [result.stdout.split() for result in results] == 2 * [2 * [str(to_both)]], results
 
 
 def test_a_helper_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

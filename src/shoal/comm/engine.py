@@ -30,7 +30,7 @@ _RANGES: dict[str, tuple[float, float, int]] = {
     "window_bytes": (1, _MAX_BYTES, 1),
     "target_rtt_s": (1e-6, 3600.0, 0),
     "unexpected_bytes": (0, _MAX_BYTES, 1),
-    "connections_per_peer": (1, 64, 1),
+    "connections_per_peer": (0, 64, 1),
     "send_buffer_bytes": (0, 1 << 30, 1),
     "peer_grace_s": (0.0, 86400.0, 0),
     "straggler_s": (0.0, 86400.0, 0),
@@ -114,7 +114,9 @@ class EngineOptions:
         window_bytes: maximum of the window, for all servers together; bounds a server's memory.
         target_rtt_s: round-trip time of a chunk to which the window adapts; longer ones mean full queues.
         unexpected_bytes: maximum bytes sent to a rank that has not begun the operation.
-        connections_per_peer: TCP connections for data per peer; clouds limit the rate of one.
+        connections_per_peer: TCP connections for data per peer; clouds limit the rate of one. 0: four where
+            links are measured and four are faster, else one. Links are measured where there are helpers whose
+            bandwidths are not given.
         send_buffer_bytes: kernel send buffer of a connection; small ones keep flows fair, 0 is the system's.
         peer_grace_s: silence after which a host counts as lost.
         straggler_s: wait after which an operation's missing ranks are logged.
@@ -138,7 +140,7 @@ class EngineOptions:
     window_bytes: int = 8 << 20
     target_rtt_s: float = 0.015
     unexpected_bytes: int = 1 << 20
-    connections_per_peer: int = 1
+    connections_per_peer: int = 0
     send_buffer_bytes: int = 128 << 10
     peer_grace_s: float = 2.0
     straggler_s: float = 1.0
@@ -311,6 +313,7 @@ class Engine:
     ) -> None:
         settings = {
             **asdict(options), "fabric": fabric_providers(options.transport),
+            "connections_per_peer": options.connections_per_peer or 1,
             "rank": rank, "size": size, "group": group, "secret": secret, "address": address,
             "share_connections": share_connections,
         }  # fmt: skip

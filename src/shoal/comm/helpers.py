@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from shoal import env
@@ -36,6 +36,9 @@ _MOST_TRANSFERS = 8
 _MOST_READINGS = 3
 _STEADY = 1.1
 _PATTERN_LENGTH = 240
+MANY_CONNECTIONS = 4
+"""Connections to each peer that are tried beside one: clouds limit the rate of a flow."""
+_WORTH_CONNECTIONS = 1.3
 _SAME_RATE = 2.0  # a short probe of links that let bursts through resolves no smaller ratios
 _STANDS_OUT = 1.3  # a helper this far from the median is measured again
 _LIKE_HOST = 1.33  # helpers within this ratio of a worker host count as equal to it
@@ -46,6 +49,7 @@ _RESOLUTION = 20  # multiples are rounded to 1/20: the probe is no more accurate
 _excluded: dict[str, str] = {}
 # Multiples by helper name, so that further groups of the job do not probe again.
 _measured: dict[str, float] = {}
+_connections = 0  # for data to each peer, likewise; 0: not measured
 
 
 def name_of(helper: HelperAddress) -> str:
@@ -105,6 +109,22 @@ def remember_bandwidths(names: Sequence[str], bandwidths: Sequence[float]) -> No
     _measured.update(zip(names, bandwidths, strict=True))
 
 
+def measured_connections() -> int:
+    """Return the number of connections to each peer that a group has chosen; 0 for none yet."""
+    return _connections
+
+
+def remember_connections(number: int) -> None:
+    """Store the measured number of connections for later groups of this process."""
+    global _connections
+    _connections = number
+
+
+def helps_much(rate: float, with_one: float) -> bool:
+    """Return whether a rate with several connections is worth them, beside the rate with one."""
+    return rate > _WORTH_CONNECTIONS * with_one
+
+
 def helper_bandwidths() -> tuple[float, ...]:
     """Return the bandwidth of each of SHOAL_HELPERS as a multiple of a worker host's.
 
@@ -149,52 +169,81 @@ def _reach_one(helper: HelperAddress, deadline: float) -> str:
 
 # ---- bandwidth probe ------------------------------------------------------------------------------------
 # Runs once, when a group with helper hosts starts. Rank 0's clock decides, and the store carries its
-# readings, so that all ranks use the same pattern. It takes about 1 s, and 0.1 s per helper;
+# readings, so that all ranks use the same pattern. It takes about 2 s, and 0.1 s per helper;
 # SHOAL_HELPERS=address:port*2.0 gives the bandwidth and avoids it.
 #
 # Links of clouds, and shaped ones, let some bytes through at a higher rate after a pause. So nothing is read
 # from a first transfer: transfers follow each other without a pause, and the last one counts.
 
 
-def measure_helpers(
-    engine: Engine,
-    records: Records,
-    *,
-    rank: int,
-    size: int,
-    num_hosts: int,
-    num_helpers: int,
-    timeout_s: float,
-) -> tuple[float, list[float]]:
-    """Measure a worker host's bandwidth, and each helper's as a multiple of it. All ranks call it.
+@dataclass(kw_only=True)
+class Probe:
+    """Measures the links of a connected group, with the same results on all ranks: rank 0's.
 
-    It measures the workers' links first, then each of the first 12 helpers for a moment, to compare them, and
-    last all helpers together, for their sum.
-
-    Returns:
-        The bandwidth of a worker host in bytes/s, and the multiple of each helper.
-
-    Raises:
-        CommError: the group failed, or a transfer took longer than ``timeout_s``.
+    All ranks make it and call the same methods. These raise ``CommError`` if the group failed or a transfer
+    took longer than ``timeout_s``.
     """
-    probe = _Probe(engine, records, rank, timeout_s)
-    workers, num_bytes = list(range(size)), _PROBE_MIN_BYTES
-    while probe.seconds(workers, num_bytes) < _PROBE_HOST_S and num_bytes < _PROBE_MAX_BYTES:
-        num_bytes *= 2
-    took_s = probe.steady_seconds(workers, num_bytes, least_s=2 * _PROBE_HOST_S)
-    host = 2 * (num_hosts - 1) / num_hosts * num_bytes / took_s
 
-    share = max(int(host * _PROBE_HELPER_S / num_hosts), _PROBE_MIN_BYTES)
+    engine: Engine
+    records: Records
+    rank: int
+    size: int
+    num_hosts: int
+    timeout_s: float
+    num_bytes: int = _PROBE_MIN_BYTES
+    """of a transfer among the workers; grows until it takes long enough"""
+    _num_readings: int = field(default=0, init=False)
 
-    def rate_of(helper: int) -> float:
-        return share / probe.steady_seconds([size + helper], share, least_s=_PROBE_HELPER_S)
+    def host_rate(self) -> float:
+        """Return the bandwidth of a worker host in bytes/s."""
+        workers = list(range(self.size))
+        while self._seconds(workers, self.num_bytes) < _PROBE_HOST_S and self.num_bytes < _PROBE_MAX_BYTES:
+            self.num_bytes *= 2
+        took_s = self._steady_seconds(workers, self.num_bytes, least_s=2 * _PROBE_HOST_S)
+        return 2 * (self.num_hosts - 1) / self.num_hosts * self.num_bytes / took_s
 
-    rates = [rate_of(helper) for helper in range(min(num_helpers, _MAX_PROBED_HELPERS))]
-    weights = _relative_rates(confirmed(rates, rate_of)) + [1.0] * (num_helpers - len(rates))
-    servers = [size + helper for helper in assign_chunks(_PATTERN_LENGTH, weights)]
-    num_bytes = min(int(host * _PROBE_ALL_HELPERS_S), _PROBE_MAX_BYTES)
-    took_s = probe.steady_seconds(servers, num_bytes, least_s=4 * _PROBE_ALL_HELPERS_S)
-    return host, _multiples(weights, num_hosts * num_bytes / took_s / host, num_hosts)
+    def helper_rates(self, host: float, num_helpers: int) -> list[float]:
+        """Return the bandwidth of each helper as a multiple of ``host``, that of a worker host in bytes/s.
+
+        It measures each of the first 12 helpers for a moment, to compare them, and then all helpers together,
+        for their sum.
+        """
+        share = max(int(host * _PROBE_HELPER_S / self.num_hosts), _PROBE_MIN_BYTES)
+
+        def rate_of(helper: int) -> float:
+            return share / self._steady_seconds([self.size + helper], share, least_s=_PROBE_HELPER_S)
+
+        rates = [rate_of(helper) for helper in range(min(num_helpers, _MAX_PROBED_HELPERS))]
+        weights = _relative_rates(confirmed(rates, rate_of)) + [1.0] * (num_helpers - len(rates))
+        servers = [self.size + helper for helper in assign_chunks(_PATTERN_LENGTH, weights)]
+        num_bytes = min(int(host * _PROBE_ALL_HELPERS_S), _PROBE_MAX_BYTES)
+        took_s = self._steady_seconds(servers, num_bytes, least_s=4 * _PROBE_ALL_HELPERS_S)
+        return _multiples(weights, self.num_hosts * num_bytes / took_s / host, self.num_hosts)
+
+    def _seconds(self, pattern: list[int], num_bytes: int) -> float:
+        """Return the seconds of an all_reduce over the servers of ``pattern``, begun together."""
+        self.engine.set_pattern(pattern)
+        count = num_bytes // 4
+        values = (ctypes.c_float * count)()
+        self._run(Operation(kind="barrier", timeout_s=self.timeout_s))
+        operation = Operation(
+            kind="all_reduce", input=ctypes.addressof(values), output=ctypes.addressof(values), count=count,
+            dtype="float32", shape=(count,), timeout_s=self.timeout_s,
+        )  # fmt: skip
+        begin = time.perf_counter()
+        self._run(operation)
+        key = f"probe/{self._num_readings}"
+        self._num_readings += 1
+        if self.rank == 0:
+            self.records.put(key, {"value": time.perf_counter() - begin})
+        return float(self.records.get(key, 0, {"value": float})["value"])
+
+    def _steady_seconds(self, pattern: list[int], num_bytes: int, *, least_s: float) -> float:
+        """Return the seconds of an all_reduce that follows others without a pause."""
+        return until_steady(lambda: self._seconds(pattern, num_bytes), least_s=least_s)
+
+    def _run(self, operation: Operation) -> None:
+        self.engine.wait(self.engine.submit(operation))
 
 
 def until_steady(measure: Callable[[], float], *, least_s: float) -> float:
@@ -250,36 +299,3 @@ def _multiples(weights: list[float], together: float, num_hosts: int) -> list[fl
     if max(weights) == min(weights) and 1 / _LIKE_HOST <= scale <= _LIKE_HOST:
         scale = 1.0
     return [max(round(weight * scale * _RESOLUTION), 1) / _RESOLUTION for weight in weights]
-
-
-class _Probe:
-    """Times transfers, with the same result on all ranks: rank 0's."""
-
-    def __init__(self, engine: Engine, records: Records, rank: int, timeout_s: float) -> None:
-        self._engine, self._records, self._rank, self._timeout_s = engine, records, rank, timeout_s
-        self._num_readings = 0
-
-    def seconds(self, pattern: list[int], num_bytes: int) -> float:
-        """Return the seconds of an all_reduce over the servers of ``pattern``, begun together."""
-        self._engine.set_pattern(pattern)
-        count = num_bytes // 4
-        values = (ctypes.c_float * count)()
-        self._run(Operation(kind="barrier", timeout_s=self._timeout_s))
-        operation = Operation(
-            kind="all_reduce", input=ctypes.addressof(values), output=ctypes.addressof(values), count=count,
-            dtype="float32", shape=(count,), timeout_s=self._timeout_s,
-        )  # fmt: skip
-        begin = time.perf_counter()
-        self._run(operation)
-        key = f"probe/{self._num_readings}"
-        self._num_readings += 1
-        if self._rank == 0:
-            self._records.put(key, {"value": time.perf_counter() - begin})
-        return float(self._records.get(key, 0, {"value": float})["value"])
-
-    def steady_seconds(self, pattern: list[int], num_bytes: int, *, least_s: float) -> float:
-        """Return the seconds of an all_reduce that follows others without a pause."""
-        return until_steady(lambda: self.seconds(pattern, num_bytes), least_s=least_s)
-
-    def _run(self, operation: Operation) -> None:
-        self._engine.wait(self._engine.submit(operation))

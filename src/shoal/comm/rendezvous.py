@@ -22,9 +22,19 @@ from typing import Any
 
 from shoal import env
 from shoal.comm.engine import Engine, EngineOptions, Helper, Peer, fabric_providers
-from shoal.comm.helpers import bandwidth_of, measure_helpers, name_of, reachable_helpers, remember_bandwidths
+from shoal.comm.helpers import (
+    MANY_CONNECTIONS,
+    Probe,
+    bandwidth_of,
+    helps_much,
+    measured_connections,
+    name_of,
+    reachable_helpers,
+    remember_bandwidths,
+    remember_connections,
+)
 from shoal.comm.server_shares import ServerShares
-from shoal.comm.store import LOCATION, MAX_ERROR, RULES, Records, Store
+from shoal.comm.store import LOCATION, MAX_ERROR, RULES, PrefixStore, Records, Store
 from shoal.decide.server_assignment import MIB, chunk_pattern, recommended_bucket_bytes
 from shoal.errors import ShoalError, UsageError
 
@@ -71,43 +81,107 @@ def connect_engine(
         options = options or EngineOptions()
         options = replace(options, transport=options.transport or env.transport())
         rules = _exchange_rules(records, rank, options, _place_of(store))
-        address = local_address(store)
-        engine = Engine(
-            rank=rank, size=size, group=group, address=address, options=options,
-            secret=secret if secret is not None else bytes.fromhex(rules["secret"]),
+        member = _Member(
+            store=store, rank=rank, size=size, group=group, global_rank=global_rank, timeout=timeout,
+            options=options, address=local_address(store), rules=rules,
+            job_secret=secret,
         )  # fmt: skip
+        engine = member.listen(rules["connections"] or 1)
     except ShoalError as problem:
         for key in ("rules", f"peer/{rank}") if rank == 0 else (f"peer/{rank}",):
             records.put(key, {"error": f"rank {rank}: {problem}"[:MAX_ERROR]})
         raise
-    location = Peer(
-        host=host_identity(), address=address, port=engine.port, global_rank=global_rank, pid=os.getpid()
-    )
-    peers = _exchange_locations(records, rank, size, location)
-    bandwidths = [each.pop("bandwidth") for each in rules["helpers"]]
-    helpers = [Helper(**each) for each in rules["helpers"]]
-    num_hosts = len({peer.host for peer in peers})
-    if num_hosts == 1:  # shared memory only
-        helpers, bandwidths = [], []
-    elif options.order == "rank":  # each rank counts as a host; servers add in rank order
-        peers = [replace(peer, host=f"{peer.host}/{number}") for number, peer in enumerate(peers)]
-    hosts = [peer.host for peer in peers]
-    pattern = chunk_pattern(hosts, [bandwidth or 1.0 for bandwidth in bandwidths])
-    engine.connect(peers, helpers, pattern, segment=rules["segment"], timeout_s=timeout.total_seconds())
-    rate_text = ""
+    hosts = member.connect(engine, records, rules["segment"])
+    num_hosts = len(set(hosts))
+    bandwidths = [each["bandwidth"] for each in rules["helpers"]] if num_hosts > 1 else []
+    text = ""
     if not all(bandwidths):
-        rate, bandwidths = measure_helpers(
-            engine, records, rank=rank, size=size, num_hosts=num_hosts, num_helpers=len(helpers),
-            timeout_s=timeout.total_seconds(),
-        )  # fmt: skip
-        remember_bandwidths([helper.name for helper in helpers], bandwidths)
+        engine, rate, bandwidths = _measured(member, engine, records, num_hosts, len(bandwidths))
         engine.set_pattern(chunk_pattern(hosts, bandwidths))
-        rate_text = f", {rate * 8e-6:,.0f} Mbit/s each"
+        text = f", {rate * 8e-6:,.0f} Mbit/s each"
     if num_hosts > 1:
-        engine.shares = ServerShares(engine, hosts, [h.name for h in helpers], [b or 1.0 for b in bandwidths])
+        names = [each["name"] for each in rules["helpers"]]
+        engine.shares = ServerShares(engine, hosts, names, [b or 1.0 for b in bandwidths])
     if rank == 0 and num_hosts > 1 and verbose:
-        _print_network(num_hosts, size, options.transport, rate_text, bandwidths)
+        _print_network(num_hosts, size, options.transport, text, bandwidths)
     return engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Member:
+    """This rank of a group, which makes another engine where the first one has too few connections."""
+
+    store: Store
+    rank: int
+    size: int
+    group: str
+    global_rank: int
+    timeout: timedelta
+    options: EngineOptions
+    address: str
+    rules: dict[str, Any]
+    job_secret: bytes | None
+
+    def listen(self, connections: int, *, share: bool = True) -> Engine:
+        """Return a new engine, with so many connections for data to each peer."""
+        secret = self.job_secret
+        return Engine(
+            rank=self.rank, size=self.size, group=self.group, address=self.address,
+            options=replace(self.options, connections_per_peer=connections), share_connections=share,
+            secret=secret if secret is not None else bytes.fromhex(self.rules["secret"]),
+        )  # fmt: skip
+
+    def connect(self, engine: Engine, records: Records, segment: str) -> list[str]:
+        """Connect an engine to those of the other ranks and to the helpers; return the host of each rank."""
+        location = Peer(
+            host=host_identity(), address=self.address, port=engine.port, global_rank=self.global_rank,
+            pid=os.getpid(),
+        )  # fmt: skip
+        peers = _exchange_locations(records, self.rank, self.size, location)
+        helpers = self.rules["helpers"]
+        if len({peer.host for peer in peers}) == 1:  # shared memory only
+            helpers = []
+        elif self.options.order == "rank":  # each rank counts as a host; servers add in rank order
+            peers = [replace(peer, host=f"{peer.host}/{number}") for number, peer in enumerate(peers)]
+        hosts = [peer.host for peer in peers]
+        pattern = chunk_pattern(hosts, [each["bandwidth"] or 1.0 for each in helpers])
+        places = [Helper(address=each["address"], port=each["port"], name=each["name"]) for each in helpers]
+        engine.connect(peers, places, pattern, segment=segment, timeout_s=self.timeout.total_seconds())
+        return hosts
+
+    def another(self, connections: int, purpose: str, *, share: bool) -> tuple[Engine, Records]:
+        """Return a connected engine beside the first one, and records of its own."""
+        part = f"{connections}-connections-{purpose}"
+        records = Records(PrefixStore(f"{part}/", self.store), self.group, self.job_secret, self.timeout)
+        engine = self.listen(connections, share=share)
+        self.connect(engine, records, f"{self.rules['segment']}-{part}")
+        return engine, records
+
+
+def _measured(
+    member: _Member, engine: Engine, records: Records, num_hosts: int, num_helpers: int
+) -> tuple[Engine, float, list[float]]:
+    """Measure the links; return the engine with as many connections as they need, a host's rate and the
+    helpers' multiples of it."""
+    probe = Probe(
+        engine=engine, records=records, rank=member.rank, size=member.size, num_hosts=num_hosts,
+        timeout_s=member.timeout.total_seconds(),
+    )  # fmt: skip
+    host = probe.host_rate()
+    if not member.rules["connections"] and not fabric_providers(member.options.transport):
+        trial, its_records = member.another(MANY_CONNECTIONS, "trial", share=False)
+        other = replace(probe, engine=trial, records=its_records)
+        several = helps_much(other.host_rate(), host)
+        trial.close()
+        remember_connections(MANY_CONNECTIONS if several else 1)
+        if several:
+            engine.close()
+            engine, records = member.another(MANY_CONNECTIONS, "group", share=True)
+            probe = replace(probe, engine=engine, records=records)
+            host = probe.host_rate()
+    bandwidths = probe.helper_rates(host, num_helpers)
+    remember_bandwidths([each["name"] for each in member.rules["helpers"]], bandwidths)
+    return engine, host, bandwidths
 
 
 _random_secrets: dict[str, str] = {}
@@ -134,6 +208,7 @@ def _exchange_rules(records: Records, rank: int, options: EngineOptions, place: 
                 for each in helpers
             ],
             "options": asdict(options),
+            "connections": options.connections_per_peer or measured_connections(),
             "segment": f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
             "secret": "" if env.secret() is not None else _random_secrets.get(place) or new_secret,
         }

@@ -55,12 +55,14 @@ LOCATION: Rule = {
 RULES: Rule = {
     "helpers": [{"address": _ADDRESS, "port": _PORT, "name": _NAME, "bandwidth": float}],
     "options": object,
+    "connections": range(65),
     "segment": r"shoal-[0-9a-f-]{1,64}",
     "secret": r"([0-9a-f]{64})?",
 }
 """Settings that rank 0 decides for all ranks.
 
-``bandwidth`` is a multiple of a worker host's, or 0 if it must be measured. ``segment`` names shared memory.
+``bandwidth`` is a multiple of a worker host's, or 0 if it must be measured. ``connections`` is the number for
+data to each peer, or 0 if it is not given and none is measured. ``segment`` names shared memory.
 ``secret`` is random, or empty if the job has its own.
 """
 

@@ -24,7 +24,7 @@ PEER = {
     "host": "a", "address": "10.0.0.1", "port": 4000, "global_rank": 0, "pid": 7, "node": "a", "network": "x",
 }  # fmt: skip
 HELPER = {"address": "10.0.0.2", "port": 7070, "name": "10.0.0.2:7070", "bandwidth": 0.0}
-SETTINGS = {"helpers": [HELPER], "options": {}, "segment": "shoal-7-0a", "secret": "0" * 64}
+SETTINGS = {"helpers": [HELPER], "options": {}, "connections": 0, "segment": "shoal-7-0a", "secret": "0" * 64}
 
 
 def read(value: Any, rule: Any) -> Any:
@@ -60,6 +60,7 @@ def test_wrong_fields_of_a_peer_are_named(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("connections", -1), ("connections", 65), ("connections", 1.0),
         ("segment", "/etc/passwd"), ("segment", "shoal-../x"), ("segment", "shoal-" + "0" * 65),
         ("secret", "0" * 63), ("secret", None), ("helpers", {}), ("helpers", [{**HELPER, "port": -1}]),
         ("helpers", [{**HELPER, "bandwidth": -1.0}]), ("helpers", [7]),
