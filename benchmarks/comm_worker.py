@@ -171,12 +171,24 @@ def seconds_of(call: Call, num_calls: int, groups: Groups) -> tuple[float, float
 Samples = dict[str, list[float]]
 
 
+def calls_in_a_sample(call: Call, groups: Groups) -> int:
+    """Return how many calls take about ``MIN_SAMPLE_S``.
+
+    Ranks leave a barrier at different times, so that few calls take longer each than many.
+    """
+    num_calls = 1
+    for turn in range(6):
+        (once,) = groups.largest([seconds_of(call, num_calls, groups)[0]])
+        enough = min(max(round(MIN_SAMPLE_S / once), 1), 1000)
+        if turn + 1 >= WARM_UPS and enough <= 1.25 * num_calls:
+            break
+        num_calls = enough
+    return num_calls
+
+
 def samples_of(calls: dict[str, Call], groups: Groups, repeats: int) -> tuple[Samples, Samples]:
     """Return the largest seconds and processor seconds of any rank, ``repeats`` times, by turns."""
-    num_calls = {}
-    for name, call in calls.items():
-        (once,) = groups.largest([min(seconds_of(call, 1, groups)[0] for _ in range(WARM_UPS))])
-        num_calls[name] = min(max(round(MIN_SAMPLE_S / once), 1), 1000)
+    num_calls = {name: calls_in_a_sample(call, groups) for name, call in calls.items()}
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for turn in range(repeats):
         for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
