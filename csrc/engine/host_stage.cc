@@ -14,7 +14,7 @@ namespace {
 constexpr int kNapMs = 200;
 
 constexpr int kSpins = 2000;  // pauses of a waiting caller before it yields: about 25 us
-constexpr int kYields = 16;  // before it sleeps: an idle core wakes up later than the others need for their part
+constexpr int kYields = 100;  // before it sleeps: where ranks share cores, the others need so many turns for their part
 
 void pause() {
 #if defined(__x86_64__)
