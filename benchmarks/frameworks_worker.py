@@ -34,7 +34,6 @@ def timed(call: Callable[[], None], spec: dict[str, Any], count: int) -> list[fl
 
 def paths(spec: dict[str, Any]) -> dict[str, Any]:
     """Time all-reduces of the same bytes through torch.distributed and through XLA's FFI, by turns."""
-    import jax
     import jax.numpy as jnp
     import torch
     import torch.distributed as dist
@@ -44,7 +43,7 @@ def paths(spec: dict[str, Any]) -> dict[str, Any]:
     shoal.jax.init()
     os.environ["MASTER_PORT"] = os.environ["TORCH_PORT"]
     dist.init_process_group("shoal", init_method="env://")
-    reduce = jax.jit(lambda x: shoal.jax.all_reduce(x, "sum"), donate_argnums=0)
+    reduce = shoal.jax.jit(lambda x: shoal.jax.all_reduce(x, "sum"), donate_argnums=0)
     samples: dict[str, dict[str, list[float]]] = {}
     for count in spec["counts"]:
         tensor, array = torch.zeros(count), jnp.zeros(count)

@@ -42,7 +42,7 @@ def main() -> None:
     params = shoal.jax.broadcast(params)  # rank 0's
     optimizer = shoal.jax.distributed(optax.adam(1e-2))
 
-    @jax.jit
+    @shoal.jax.jit
     def step(params, state, points, labels):
         loss, gradients = jax.value_and_grad(loss_of)(params, points, labels)
         updates, state = optimizer.update(gradients, state, params)

@@ -176,7 +176,10 @@ def collectives() -> None:
 
 
 def order() -> None:
-    """Run 50 calls of random sizes and dependencies in one program, often, on ranks of different speed."""
+    """Run 50 calls of random sizes and dependencies in one program, often, on ranks of different speed.
+
+    Programs of ``jax.jit`` and of ``shoal.jax.jit`` take turns, and single calls come between.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -189,7 +192,6 @@ def order() -> None:
         int(random.integers(0, number)) if number and random.random() < 0.4 else None for number in range(50)
     ]
 
-    @jax.jit
     def program(seed: Any) -> list[Any]:
         found: list[Any] = []
         for number, (count, before) in enumerate(zip(sizes, earlier, strict=True)):
@@ -211,13 +213,56 @@ def order() -> None:
             found.append(SIZE * base + sum(range(SIZE)))
         return found
 
+    programs = (sj.jit(program), jax.jit(program))
     for run in range(int(os.environ.get("RUNS", "40"))):
         if run % SIZE == RANK and run % 5 == 0:
             time.sleep(0.01)
-        *leaves, carry, _ = program(jnp.float32(run % 3))
+        *leaves, carry, _ = programs[run % 2](jnp.float32(run % 3))
+        last = sj.all_reduce(carry, "max")  # not waited for
         got = [float(np.asarray(leaf)[-1]) for leaf in leaves]
         assert np.allclose(got, expected(float(run % 3)), rtol=1e-6), run
         assert carry.tolist() == [4.0, 4.0, 4.0]
+    sj.barrier()
+    assert last.tolist() == [4.0, 4.0, 4.0]
+
+
+def dispatch() -> None:
+    """Run programs of ``shoal.jax.jit``: JAX has no token for them, and they take what ``jax.jit`` takes."""
+    import jax
+    import jax.numpy as jnp
+    from jax._src import dispatch
+
+    import shoal.jax as sj
+    from shoal.jax import ffi
+
+    sj.init(timeout_s=60)
+    offset = jnp.arange(3.0)
+
+    def step(tree: Any, scale: Any, mode: str) -> Any:
+        total = sj.all_reduce(tree, mode)
+        jax.debug.callback(lambda value: seen.append(float(value)), total["x"][0], ordered=True)
+        return {"x": total["x"] * scale + offset}, mode == "sum"
+
+    seen: list[float] = []
+    fast = sj.jit(step, static_argnames="mode", donate_argnums=0)
+    value = jnp.full(3, float(RANK))
+    total = float(sum(range(SIZE)))
+    for mode, scale, first in (("sum", 2.0, 2 * total), ("max", 3.0, 3.0 * (SIZE - 1))):
+        tree, is_sum = fast({"x": value + 0.0}, scale, mode=mode)
+        assert tree["x"].tolist() == [first, first + 1, first + 2] and is_sum == (mode == "sum")
+    sj.all_reduce(value, "sum").block_until_ready()
+    jax.effects_barrier()
+    assert seen == [total, float(SIZE - 1)]
+    assert ffi.ORDER not in dispatch.runtime_tokens.current_tokens
+    nested = jax.jit(
+        lambda x: fast({"x": x}, 1.0, mode="sum")[0]["x"] + fast({"x": x}, 1.0, mode="max")[0]["x"]
+    )
+    assert nested(value).tolist() == [total + SIZE - 1 + 2 * k for k in range(3)]
+    assert ffi.ORDER in dispatch.runtime_tokens.current_tokens
+    if RANK == 0:
+        time.sleep(0.1)
+    fast({"x": value + 0.0}, 1.0, mode="sum")  # not waited for
+    sj.barrier()
 
 
 def training() -> None:
@@ -245,7 +290,7 @@ def training() -> None:
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     def train(optimizer: Any, params: Any, rows: slice) -> Any:
-        @jax.jit
+        @sj.jit
         def step(params: Any, state: Any, x: Any, y: Any) -> Any:
             updates, state = optimizer.update(jax.grad(loss)(params, x, y), state, params)
             return optax.apply_updates(params, updates), state

@@ -1,8 +1,8 @@
 """Tests ``shoal.jax`` in an environment with the wheel, JAX and optax, and without torch.
 
 The programs are in ``jax_workers.py``. They run ``shoal.jax.collectives``, ``shoal.jax.optimizer``,
-``shoal.jax.process`` and ``shoal.jax.mpi``. The environment has 400 MB and is made once per wheel; the first
-program compiles the handlers for XLA, once per cache.
+``shoal.jax.process``, ``shoal.jax.program`` and ``shoal.jax.mpi``. The environment has 400 MB and is made
+once per wheel; the first program compiles the handlers for XLA, once per cache.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ def test_without_a_compiler_it_says_what_to_install(python: Path, tmp_path: Path
 )
 def test_many_calls_of_a_program_keep_their_order(python: Path, size: int, runs: int) -> None:
     run(python, "order", size, RUNS=str(runs))
+
+
+def test_compiled_programs_need_no_token_of_jax(python: Path) -> None:
+    run(python, "dispatch", 2)
 
 
 @pytest.mark.parametrize("size", [TWO, FOUR])

@@ -22,6 +22,7 @@ _MODULES = {
     "broadcast": "shoal.jax.collectives",
     "distributed": "shoal.jax.optimizer",
     "init": "shoal.jax.process",
+    "jit": "shoal.jax.program",
     "local_rank": "shoal.jax.process",
     "local_size": "shoal.jax.process",
     "rank": "shoal.jax.process",

@@ -11,3 +11,4 @@ from shoal.jax.process import local_size as local_size
 from shoal.jax.process import rank as rank
 from shoal.jax.process import shutdown as shutdown
 from shoal.jax.process import size as size
+from shoal.jax.program import jit as jit

@@ -19,16 +19,17 @@ import jax.numpy as jnp
 
 from shoal.errors import UsageError
 from shoal.jax import ffi, process
+from shoal.jax.program import jit
 
 Reduction = Literal["mean", "sum", "min", "max", "prod"]
 Tree = Any
 """A pytree of arrays."""
 _SIXTEEN_BITS = 2
 
-_run = partial(jax.jit, static_argnames=("kind", "group", "size", "timeout_s", "op", "root"), inline=True)
+_compiled = partial(jit, static_argnames=("kind", "group", "size", "timeout_s", "op", "root"), inline=True)
 
 
-@_run
+@_compiled
 def _kept(*leaves: jax.Array, **parameters: Any) -> list[jax.Array]:
     return ffi.bind(leaves, **parameters)
 

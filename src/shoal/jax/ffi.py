@@ -38,7 +38,7 @@ class _SubmissionOrder(effects.Effect):  # type: ignore[misc]
         return "shoal's order"
 
 
-_ORDER = _SubmissionOrder()
+ORDER = _SubmissionOrder()
 for _allowed in (
     effects.lowerable_effects,
     effects.control_flow_allowed_effects,
@@ -143,13 +143,13 @@ def _result(aval: Any, kind: str, size: int) -> Any:
 
 @collective_p.def_effectful_abstract_eval  # type: ignore[untyped-decorator,unused-ignore]
 def _abstract_eval(*avals: Any, kind: str, size: int, **_: Any) -> tuple[list[Any], set[Any]]:
-    return [_result(aval, kind, size).update(weak_type=False) for aval in avals], {_ORDER}
+    return [_result(aval, kind, size).update(weak_type=False) for aval in avals], {ORDER}
 
 
 def _lower(
     ctx: Any, *operands: Any, kind: str, group: int, size: int, timeout_s: float, op: str, root: int
 ) -> Any:
-    token = ctx.tokens_in.get(_ORDER)
+    token = ctx.tokens_in.get(ORDER)
     abstract = core.abstract_token
     aliases = {number: number for number in range(1 + len(operands))} if kind in _IN_PLACE else {0: 0}
     call = jax.ffi.ffi_lowering(_TARGET, has_side_effect=True, operand_output_aliases=aliases)
@@ -163,7 +163,7 @@ def _lower(
         root=np.int64(root),
         timeout_s=np.float64(timeout_s),
     )
-    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDER: token})))
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDER: token})))
     return results
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from shoal.comm.engine import EngineOptions
 from shoal.comm.membership import Membership
@@ -19,8 +20,15 @@ def _joined(world: World) -> None:
         ffi.set_group(_WORLD_GROUP, group)
 
 
-def _finish() -> None:
+def _wait() -> None:
+    """Wait for the programs that were dispatched: those with tokens, then this thread's."""
     jax.effects_barrier()
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        (jnp.zeros(()) + 1).block_until_ready()  # XLA runs it after them
+
+
+def _finish() -> None:
+    _wait()
     ffi.set_group(_WORLD_GROUP, 0)
 
 
@@ -79,5 +87,5 @@ def barrier() -> None:
         CommError: a rank was lost, or did not come in time.
         UsageError: :func:`init` was not called.
     """
-    jax.effects_barrier()
+    _wait()
     world().barrier()
