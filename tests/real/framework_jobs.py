@@ -105,7 +105,7 @@ def helper(python: Path | str, folder: Path) -> Iterator[str]:
     output = folder / "helper.txt"
     with output.open("w") as file:
         server = subprocess.Popen(
-            [python, "-m", "shoal.comm.server", "--address", "127.0.0.1", "--port", str(port := free_port())],
+            [python, "-m", "shoal", "serve", "--address", "127.0.0.1", "--port", str(port := free_port())],
             stdout=file, stderr=subprocess.STDOUT, cwd="/", env={**os.environ, "SHOAL_SECRET": SECRET},
         )  # fmt: skip
     try:

@@ -165,11 +165,14 @@ def collectives() -> None:
             raise AssertionError(f"{dtype} {op}")
     rounded = sj.all_reduce(jnp.float32(1 + 2**-12), wire="bfloat16")
     assert (rounded.dtype, float(rounded)) == (jnp.float32, 1.0)
-    values = jnp.full(1 << 20, float(RANK))
-    place = values.unsafe_buffer_pointer()
-    mean = jax.jit(sj.all_reduce, donate_argnums=0)(values)
-    assert mean.unsafe_buffer_pointer() == place, "a donated array was copied"
-    assert float(mean[-1]) == (SIZE - 1) / 2
+    for compiled in (jax.jit, sj.jit):
+        values = jnp.full(1 << 20, float(RANK))
+        kept = compiled(sj.all_reduce)(values)
+        assert float(values[-1]) == RANK and float(kept[-1]) == (SIZE - 1) / 2, "an array was overwritten"
+        place = values.unsafe_buffer_pointer()
+        mean = compiled(sj.all_reduce, donate_argnums=0)(values)
+        assert mean.unsafe_buffer_pointer() == place, "a donated array was copied"
+        assert float(mean[-1]) == (SIZE - 1) / 2
     batch = jax.vmap(lambda row: sj.all_reduce(row, "sum"))(jnp.ones((4, 2)))
     assert np.array_equal(batch, np.full((4, 2), SIZE))
     sj.barrier()
@@ -308,6 +311,8 @@ def training() -> None:
         alone = train(make(), params, slice(None))
         difference = max(float(jnp.abs(a - b).max()) for a, b in zip(ours, alone, strict=True))
         assert difference <= 1e-6, difference
+        of_ranks = np.asarray(sj.all_gather(np.frombuffer(bytes.fromhex(digest(ours)), np.uint8)))
+        assert (of_ranks == of_ranks[0]).all(), "the weights differ by rank"
         print(f"weights {digest(ours)} differ by {difference:.1e}")
 
 

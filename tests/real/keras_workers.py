@@ -233,6 +233,33 @@ def others() -> None:
     assert difference(again, model) == 0.0
 
 
+def horovod() -> None:
+    """Run the calls of Horovod's example ``tensorflow2_keras_mnist.py``, and each name of the page."""
+    hvd = sk
+    hvd.barrier()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.Adam(0.001 * hvd.size()), op=hvd.Average, compression=hvd.Compression.fp16
+    )
+    model = classifier(RANK, optimizer)
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.002, warmup_epochs=2, verbose=1),
+    ]
+    share = len(X) // SIZE
+    part = slice(RANK * share, (RANK + 1) * share)
+    model.fit(X[part], Y[part], batch_size=BATCH, epochs=3, steps_per_epoch=4, callbacks=callbacks, verbose=0)
+    alike(model)
+    assert np.isclose(float(model.optimizer.learning_rate), 0.002)
+    assert hvd.allreduce(np.float32(RANK), name="a", op=hvd.Sum) == sum(range(SIZE))
+    assert hvd.allreduce(RANK, op=hvd.Max) == SIZE - 1 and hvd.allreduce(RANK + 1, op=hvd.Min) == 1
+    assert hvd.allgather([RANK], name="b").tolist() == list(range(SIZE))
+    assert hvd.broadcast(RANK, root_rank=SIZE - 1, name="c") == SIZE - 1
+    hvd.broadcast_variables(model.variables, 0)
+    alike(model)
+    assert hvd.is_initialized()
+
+
 if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))
     sk.init(timeout_s=60)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax_workers import digest, operands
 
 import shoal.jax
 
@@ -108,6 +109,66 @@ def keras_model() -> None:
     assert differ <= 1e-6, differ
 
 
+def sums() -> None:
+    """Print the digests of ``psum``, which the test compares with those of torch's backend."""
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    jax.config.update("jax_enable_x64", True)
+    mesh = started()
+    program = jax.jit(
+        jax.shard_map(lambda x: jax.lax.psum(x[0], "batch"), mesh=mesh, in_specs=P("batch"), out_specs=P())
+    )
+    for dtype in ("float32", "bfloat16", "float64"):
+        shares = [
+            jax.make_array_from_process_local_data(NamedSharding(mesh, P("batch")), leaf[None])
+            for leaf in operands(dtype)[RANK]
+        ]
+        found = digest([program(share).addressable_data(0) for share in shares])
+        if RANK == 0:
+            print(f"{dtype} sum {found}")
+
+
+def collectives() -> None:
+    """Print the digests of JAX's collectives, on the devices of all processes or on PLACES of this one."""
+    import jax
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    if SIZE > 1:
+        jax.distributed.initialize(COORDINATOR, SIZE, RANK)
+    places, lax = int(os.environ.get("PLACES", SIZE)), jax.lax
+    every = np.random.default_rng(3).integers(-99, 99, (places, places, 50)).astype(np.float32)
+    ring = [(place, (place + 1) % places) for place in range(places)]
+    line = ((places,), ("d",))
+    cases: dict[str, Any] = {
+        "psum": (line, lambda x: lax.psum(x, "d")),
+        "pmean": (line, lambda x: lax.pmean(x, "d")),
+        "pmax": (line, lambda x: lax.pmax(x, "d")),
+        "pmin": (line, lambda x: lax.pmin(x, "d")),
+        "all_gather": (line, lambda x: lax.all_gather(x, "d", tiled=True)),
+        "psum_scatter": (line, lambda x: lax.psum_scatter(x[0], "d", tiled=True)),
+        "ppermute": (line, lambda x: lax.ppermute(x, "d", ring)),
+        "all_to_all": (line, lambda x: lax.all_to_all(x, "d", 1, 0, tiled=True)),
+    }
+    if places == 4:
+        square = ((2, 2), ("a", "b"))
+        cases["psum over rows"] = (square, lambda x: lax.psum(x, "a"))
+        cases["psum over columns"] = (square, lambda x: lax.psum(x, "b"))
+        cases["all_to_all over rows"] = (square, lambda x: lax.all_to_all(x, "a", 1, 0, tiled=True))
+    for name, ((shape, axes), function) in cases.items():
+        mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+        whole = jax.make_array_from_callback(
+            every.shape, NamedSharding(mesh, P(axes)), lambda index: every[index]
+        )
+        program = jax.shard_map(
+            lambda x, function=function, axes=axes: lax.all_gather(function(x), axes),
+            mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=False,
+        )  # fmt: skip
+        print(f"float of {name}: {digest([jax.jit(program)(whole).addressable_data(0)])}")
+
+
 def scatter() -> None:
     """Run the program of jax#40830, in which gloo's results differed: psum_scatter of 4 MiB of float64."""
     import jax
@@ -135,5 +196,6 @@ def scatter() -> None:
 
 if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))
-    shoal.jax.use_collectives(timeout_s=60)
+    if SIZE > 1:
+        shoal.jax.use_collectives(timeout_s=60)
     globals()[sys.argv[1]]()

@@ -161,6 +161,51 @@ def training() -> None:
         print(f"weights {dense} differ by {differ:.1e}")
 
 
+def horovod() -> None:
+    """Run the calls of Horovod's example ``tensorflow2_mnist.py``, and each name of the page."""
+    import keras
+
+    hvd.barrier()
+    random = np.random.default_rng(RANK)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = keras.optimizers.Adam(0.001 * hvd.size())
+
+    @tf.function
+    def training_step(images: Any, labels: Any, first_batch: bool) -> Any:
+        with tf.GradientTape() as tape:
+            loss_value = loss(labels, model(images, training=True))
+        tape = hvd.DistributedGradientTape(
+            tape, compression=hvd.Compression.fp16, gradient_predivide_factor=2.0
+        )
+        gradients = tape.gradient(loss_value, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss_value
+
+    for batch in range(4):
+        images, labels = random.standard_normal((5, 6)).astype("float32"), random.integers(0, 3, 5)
+        training_step(tf.constant(images), tf.constant(labels), batch == 0)
+        if batch == 0:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+    assert len(set(hvd.allgather_object(digest(model.get_weights()), name="digest"))) == 1
+    mine, mean = tf.constant([float(RANK), 2.0]), (SIZE - 1) / 2
+    for averaged in (
+        hvd.allreduce(mine, name="a", op=hvd.Average, compression=hvd.Compression.none),
+        hvd.grouped_allreduce([mine], op=hvd.Average, name="b")[0],
+    ):
+        assert averaged.numpy().tolist() == [mean, 2.0]
+    assert hvd.broadcast(mine, root_rank=SIZE - 1, name="c").numpy().tolist() == [SIZE - 1.0, 2.0]
+    assert hvd.broadcast_object([RANK, "x"], root_rank=0, name="d") == [0, "x"]
+    gathered = hvd.grouped_allgather([mine, mine[:1]], name="e")
+    assert [len(each) for each in gathered] == [2 * SIZE, SIZE]
+    assert len(hvd.allgather(mine, name="f")) == 2 * SIZE
+    assert len(hvd.reducescatter(tf.ones(SIZE), op=hvd.Sum, name="g")) == 1
+    assert hvd.is_initialized()
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)
+    assert isinstance(wrapped, keras.optimizers.SGD)
+
+
 def lost() -> None:
     """Lose rank 1 in a step: the others get an error that names it."""
     program = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))

@@ -48,7 +48,10 @@ def results(text: str) -> list[str]:
 def test_sums_have_the_bits_of_the_torch_backend(python: Path, size: int, hosts: str) -> None:
     of_jax = results(run(python, "sums", size, hosts))
     assert len(of_jax) == 8
-    assert of_jax == results(run(sys.executable, "torch_sums", size, hosts, SHOAL_NATIVE_GROUP="0"))
+    of_torch = results(run(sys.executable, "torch_sums", size, hosts, SHOAL_NATIVE_GROUP="0"))
+    assert of_jax == of_torch
+    of_psum = results(framework_jobs.run(python, SEAM, "sums", size, hosts))
+    assert len(of_psum) == 3 and set(of_psum) <= set(of_torch)
 
 
 @pytest.mark.parametrize("size", [TWO, FOUR])
@@ -83,7 +86,7 @@ def test_without_a_compiler_it_says_what_to_install(python: Path, tmp_path: Path
     ("size", "runs"), [pytest.param(2, 20), pytest.param(4, 200, marks=pytest.mark.slow)]
 )
 def test_many_calls_of_a_program_keep_their_order(python: Path, size: int, runs: int) -> None:
-    run(python, "order", size, RUNS=str(runs))
+    run(python, "order", size, RUNS=str(runs), PJRT_NPROC="8")  # threads of XLA
 
 
 def test_compiled_programs_need_no_token_of_jax(python: Path) -> None:
@@ -116,6 +119,14 @@ def test_both_sides_of_a_mismatch_are_named(python: Path) -> None:
 )
 def test_jaxs_own_collectives_run_unchanged(python: Path, size: int, runs: int, hosts: str) -> None:
     run(python, "mpi", size, hosts, RUNS=str(runs))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_jaxs_own_collectives_are_those_of_devices_of_one_process(python: Path, size: int) -> None:
+    ours = results(framework_jobs.run(python, SEAM, "collectives", size))
+    devices = {"PLACES": str(size), "JAX_NUM_CPU_DEVICES": str(size)}
+    assert len(ours) == (11 if size == 4 else 8)
+    assert ours == results(framework_jobs.run(python, SEAM, "collectives", 1, **devices))
 
 
 @pytest.mark.parametrize("size", [TWO, FOUR])

@@ -16,7 +16,17 @@ from framework_jobs import environment, run
 from wheels import ROOT
 
 WORKERS = Path(__file__).with_name("keras_workers.py")
-PROGRAMS = ("training", "accumulation", "scaling", "mixed_precision", "resume", "metrics", "steps", "others")
+PROGRAMS = (
+    "training",
+    "accumulation",
+    "scaling",
+    "mixed_precision",
+    "resume",
+    "metrics",
+    "steps",
+    "others",
+    "horovod",
+)
 
 
 def python_of(backend: str) -> Path | str:

@@ -1,8 +1,8 @@
 """Tests ``shoal.tensorflow`` in an environment with the wheel and TensorFlow, and without torch.
 
 The programs are in ``tensorflow_workers.py``. They run ``shoal.tensorflow.ops``, ``shoal.tensorflow.op``,
-``shoal.tensorflow.tape`` and ``shoal.tensorflow.process``. The environment has 1.3 GB and is made once per
-wheel; the first program compiles the operation, once per cache.
+``shoal.tensorflow.tape``, ``shoal.tensorflow.process`` and ``shoal.comm.horovod``. The environment has
+1.3 GB and is made once per wheel; the first program compiles the operation, once per cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_results_are_those_of_torch_numpy_and_one_process(python: Path, size: in
     of_torch = run(
         sys.executable, WORKERS.with_name("jax_workers.py"), "torch_sums", size, hosts, SHOAL_NATIVE_GROUP="0"
     )
-    said = run(python, WORKERS, "sums,collectives,order,training", size, hosts)
+    said = run(python, WORKERS, "sums,collectives,order,training,horovod", size, hosts)
     assert results(said) == results(of_torch) and len(results(said)) == 8
 
 

@@ -10,11 +10,17 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
+    "Average": "shoal.comm.horovod",
     "AverageMetrics": "shoal.keras.callbacks",
     "Broadcast": "shoal.keras.callbacks",
+    "Compression": "shoal.comm.horovod",
     "DistributedOptimizer": "shoal.keras.optimizer",
     "LearningRateWarmup": "shoal.keras.callbacks",
+    "Max": "shoal.comm.horovod",
+    "Min": "shoal.comm.horovod",
+    "Product": "shoal.comm.horovod",
     "Shards": "shoal.keras.shards",
+    "Sum": "shoal.comm.horovod",
     "allgather": "shoal.keras.values",
     "allreduce": "shoal.keras.values",
     "barrier": "shoal.keras.process",

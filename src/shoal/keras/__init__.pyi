@@ -1,3 +1,9 @@
+from shoal.comm.horovod import Average as Average
+from shoal.comm.horovod import Compression as Compression
+from shoal.comm.horovod import Max as Max
+from shoal.comm.horovod import Min as Min
+from shoal.comm.horovod import Product as Product
+from shoal.comm.horovod import Sum as Sum
 from shoal.keras import callbacks as callbacks
 from shoal.keras.callbacks import AverageMetrics as AverageMetrics
 from shoal.keras.callbacks import Broadcast as Broadcast

@@ -160,15 +160,21 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc,unused-
         initial_lr: learning rate for all ranks, reached when the epochs have passed.
         warmup_epochs: number of epochs.
         steps_per_epoch: ``None``: that of ``fit``.
+        verbose: 1: rank 0 prints when the rate is reached.
 
     Raises:
         UsageError: when training begins: the number of steps is not known, or the optimizer has a schedule.
     """
 
     def __init__(
-        self, initial_lr: float, warmup_epochs: float = 5, steps_per_epoch: int | None = None
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
     ) -> None:
         super().__init__()
+        self._says = bool(verbose)
         self.initial_lr, self.warmup_epochs, self.steps_per_epoch = initial_lr, warmup_epochs, steps_per_epoch
         self._steps, self._epoch = 0, 0
 
@@ -194,6 +200,9 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc,unused-
             self.model.optimizer.learning_rate = first + min(passed, 1.0) * (self.initial_lr - first)
         except TypeError as problem:
             raise UsageError(f"LearningRateWarmup cannot set the learning rate: {problem}") from None
+        if passed >= 1 and self._says and process.rank() == 0:
+            self._says = False
+            print(f"\nLearningRateWarmup: epoch {self._epoch + 1} begins at {self.initial_lr}")
 
 
 BroadcastGlobalVariablesCallback = Broadcast

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from shoal.comm.horovod import Wire
 from shoal.errors import UsageError
 from shoal.keras import process
 
 Reduction = Literal["mean", "sum"]
-Wire = Literal["bfloat16", "float16"]
 Gradients = Sequence[Any]
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import keras
 
+from shoal.comm.horovod import Wire
 from shoal.errors import UsageError
 from shoal.keras import gradients, process
-from shoal.keras.gradients import Reduction, Wire
+from shoal.keras.gradients import Reduction
 
 _HOOK = "_clip_gradients"
 """Method of Keras' optimizers that sees the gradients of each update once: complete, and not yet clipped."""
@@ -32,8 +33,9 @@ def DistributedOptimizer(
         optimizer: of Keras 3, for its backend tensorflow, jax or torch. Its class becomes a subclass of the
             same name, so that saved models load without shoal.
         op: ``mean``, or ``sum`` for losses that are sums over the batch.
-        compression: ``"bfloat16"`` or ``"float16"``: sends half the bytes of float32. Operands are rounded,
-            added in float32, and the sum is rounded once more.
+        compression: ``"bfloat16"`` or ``"float16"``, one of :class:`~shoal.comm.horovod.Compression`: sends
+            half the bytes of float32. Operands are rounded, added in float32, and the sum is rounded once
+            more.
         sparse_as_dense: on TensorFlow, whether gradients of embeddings are sent as dense tensors; else their
             rows are gathered.
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from shoal.comm import arrays
+from shoal.comm.horovod import Average, Reduction
 from shoal.errors import UsageError
 from shoal.keras import process
 
 
-def allreduce(value: Any, op: Literal["mean", "sum", "min", "max", "prod"] = "mean") -> Any:
+def allreduce(value: Any, op: Reduction = Average, *, name: str | None = None) -> Any:
     """Return the mean, or another reduction, of a number or array over all ranks.
 
     Args:
         value: what NumPy can convert, of the same shape and dtype on all ranks.
         op: ``mean`` of floating-point numbers, ``sum``, ``min``, ``max`` or ``prod``.
+        name: ignored: calls match by their order.
 
     Raises:
         CommError: a rank was lost, or ranks differ.
@@ -35,11 +37,12 @@ def allreduce(value: Any, op: Literal["mean", "sum", "min", "max", "prod"] = "me
     return result
 
 
-def allgather(value: Any) -> Any:
+def allgather(value: Any, *, name: str | None = None) -> Any:
     """Return the arrays of all ranks, concatenated along the first dimension in rank order.
 
     Args:
         value: an array of shape ``(n, ...)``, where ``n`` may differ by rank.
+        name: ignored: calls match by their order.
 
     Raises:
         CommError: a rank was lost, or ranks differ.
@@ -56,12 +59,13 @@ def allgather(value: Any) -> Any:
     return np.concatenate([part[:length] for part, length in zip(gathered, lengths, strict=True)])
 
 
-def broadcast(value: Any, root_rank: int = 0) -> Any:
+def broadcast(value: Any, root_rank: int = 0, *, name: str | None = None) -> Any:
     """Return the number or array of rank ``root_rank`` on all ranks.
 
     Args:
         value: what NumPy can convert, of the same shape and dtype on all ranks.
         root_rank: rank whose value is sent.
+        name: ignored: calls match by their order.
 
     Raises:
         CommError: a rank was lost, or ranks differ.

@@ -11,14 +11,14 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
-    "Average": "shoal.tensorflow.ops",
-    "Compression": "shoal.tensorflow.ops",
+    "Average": "shoal.comm.horovod",
+    "Compression": "shoal.comm.horovod",
     "DistributedGradientTape": "shoal.tensorflow.tape",
     "DistributedOptimizer": "shoal.keras.optimizer",
-    "Max": "shoal.tensorflow.ops",
-    "Min": "shoal.tensorflow.ops",
-    "Product": "shoal.tensorflow.ops",
-    "Sum": "shoal.tensorflow.ops",
+    "Max": "shoal.comm.horovod",
+    "Min": "shoal.comm.horovod",
+    "Product": "shoal.comm.horovod",
+    "Sum": "shoal.comm.horovod",
     "allgather": "shoal.tensorflow.ops",
     "allgather_object": "shoal.tensorflow.ops",
     "allreduce": "shoal.tensorflow.ops",

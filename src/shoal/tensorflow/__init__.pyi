@@ -1,10 +1,10 @@
+from shoal.comm.horovod import Average as Average
+from shoal.comm.horovod import Compression as Compression
+from shoal.comm.horovod import Max as Max
+from shoal.comm.horovod import Min as Min
+from shoal.comm.horovod import Product as Product
+from shoal.comm.horovod import Sum as Sum
 from shoal.keras.optimizer import DistributedOptimizer as DistributedOptimizer
-from shoal.tensorflow.ops import Average as Average
-from shoal.tensorflow.ops import Compression as Compression
-from shoal.tensorflow.ops import Max as Max
-from shoal.tensorflow.ops import Min as Min
-from shoal.tensorflow.ops import Product as Product
-from shoal.tensorflow.ops import Sum as Sum
 from shoal.tensorflow.ops import allgather as allgather
 from shoal.tensorflow.ops import allgather_object as allgather_object
 from shoal.tensorflow.ops import allreduce as allreduce

@@ -12,22 +12,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from shoal.comm.horovod import Average, Reduction, Wire
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 from shoal.tensorflow import op as operation
 from shoal.tensorflow import process
 
-Reduction = Literal["mean", "sum", "min", "max", "prod"]
-Wire = Literal["bfloat16", "float16"]
-Average: Reduction = "mean"
-Sum: Reduction = "sum"
-Min: Reduction = "min"
-Max: Reduction = "max"
-Product: Reduction = "prod"
 _MEANS = ("mean", "sum")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -36,20 +30,6 @@ def _as_it_is(function: _Function) -> _Function:
     """Keep AutoGraph from translating a function inside ``tf.function`` that has nothing for it."""
     kept: _Function = tf.autograph.experimental.do_not_convert(function)
     return kept
-
-
-class Compression:
-    """Formats in which float32 and float64 are sent.
-
-    Attributes:
-        none: as they are.
-        fp16: as float16.
-        bf16: as bfloat16, which has the range of float32.
-    """
-
-    none: Wire | None = None
-    fp16: Wire = "float16"
-    bf16: Wire = "bfloat16"
 
 
 @_as_it_is
@@ -67,8 +47,8 @@ def allreduce(
     Args:
         tensor: a tensor, or ``tf.IndexedSlices``, whose rows are gathered.
         op: ``Average`` of floating-point and complex numbers, ``Sum``, ``Min``, ``Max`` or ``Product``.
-        compression: one of :class:`Compression`. Operands are rounded, added in float32, and the sum is
-            rounded once more.
+        compression: one of :class:`~shoal.comm.horovod.Compression`. Operands are rounded, added in float32,
+            and the sum is rounded once more.
         prescale_factor: multiplies the tensor before it is sent.
         postscale_factor: multiplies the result.
         name: ignored: calls match by their order.
@@ -177,13 +157,14 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
         target.assign(value)
 
 
-def broadcast_object(value: Any, root_rank: int = 0) -> Any:
+def broadcast_object(value: Any, root_rank: int = 0, *, name: str | None = None) -> Any:
     """Return the value of rank ``root_rank`` on all ranks.
 
     Args:
         value: numbers, strings, lists and dicts with strings as keys: what JSON can hold. Objects of other
             types are refused, as they would have to be unpickled.
         root_rank: rank whose value is sent.
+        name: ignored: calls match by their order.
 
     Raises:
         CommError: a rank was lost.
@@ -195,11 +176,12 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
     return parse_json(process.world().broadcast_bytes(sent, root_rank), f"rank {root_rank}")
 
 
-def allgather_object(value: Any) -> list[Any]:
+def allgather_object(value: Any, *, name: str | None = None) -> list[Any]:
     """Return the values of all ranks, in rank order.
 
     Args:
         value: as of :func:`broadcast_object`.
+        name: ignored: calls match by their order.
 
     Raises:
         CommError: a rank was lost.

@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from shoal.tensorflow.ops import Average, Reduction, Wire, grouped_allreduce
+from shoal.comm.horovod import Average, Reduction, Wire
+from shoal.tensorflow.ops import grouped_allreduce
 
 
 class DistributedGradientTape:
@@ -17,7 +18,7 @@ class DistributedGradientTape:
     Args:
         gradtape: the tape, which has recorded, or will.
         op: ``Average``, or ``Sum`` for losses that are sums over the batch.
-        compression: one of :class:`~shoal.tensorflow.ops.Compression`.
+        compression: one of :class:`~shoal.comm.horovod.Compression`.
         sparse_as_dense: whether to convert ``tf.IndexedSlices`` to dense tensors instead of gathering rows.
         gradient_predivide_factor: divides gradients before they are sent, and the average is multiplied by it
             afterwards: against overflow of float16.
