@@ -124,12 +124,13 @@ def test_the_log_of_a_run_that_was_killed_is_replayed_to_the_bit(
     assert "of the gradients used" in page and "Staleness" in page
 
 
+@pytest.mark.parametrize("fragments", [{}, {"local_fragments": 3, "local_delay": 1}], ids=str)
 def test_local_steps_of_a_run_that_was_killed_end_as_those_of_one_that_was_not(
-    data: Path, tmp_path: Path
+    data: Path, tmp_path: Path, fragments: dict[str, Any]
 ) -> None:
     """Each worker's own state is in the checkpoints. Exchanges come early at lines."""
     for name in ("whole", "killed"):
-        options = {"local_steps": 3, "outer_momentum": 0.8}
+        options = {"local_steps": 3, "outer_momentum": 0.8, **fragments}
         config = settings(data, tmp_path / name, options, run={"log_frequency": 2})
         workers = start(config)
         if name == "killed":
@@ -146,6 +147,8 @@ def test_local_steps_of_a_run_that_was_killed_end_as_those_of_one_that_was_not(
         for log in (whole / local_run.LOG, killed / local_run.LOG)
     ]
     assert exchanges[0] == exchanges[1]
+    if fragments:
+        return
     assert [step for step, _ in exchanges[0]] == [2, 3, 4, 6, 8, 9, 10, 12]
     assert jobs.wait(start(settings(data, killed, {}))) == [EXIT_USAGE] * WORKERS
     assert (
@@ -310,6 +313,9 @@ def test_what_servers_cannot_do_is_named_by_all_workers(
         ({"local_steps": 2, "staleness": 1}, "each worker steps by itself"),
         ({"local_steps": 2, "update": "servers"}, "each worker steps by itself"),
         ({"local_steps": 2, "outer_momentum": 1.0}, "below 1"),
+        ({"local_fragments": 2}, "set --distributed.local-steps too"),
+        ({"local_steps": 4, "local_delay": 1, "quorum": 2}, "fragments are exchanged by all workers"),
+        ({"local_steps": 4, "local_fragments": 0}, "at least 1"),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(given: dict[str, Any], message: str) -> None:

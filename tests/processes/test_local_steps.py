@@ -77,6 +77,7 @@ def replay(num_workers: int) -> tuple[nn.Module, Optimizer, list[dict[str, Any]]
             "weights": checksum(list(whole.parameters())),
             "norms": checksum(statistics_of(locals_[0])),
         }
+        sums["bytes"] = sum(each.nbytes for each in whole.parameters())
         log.append({"exchange": len(log) + 1, "step": steps.stop, "local_steps": len(steps), **sums})
     return whole, outer, log
 
@@ -114,6 +115,115 @@ def compare(rank: int, folder: Path) -> None:
 def test_a_replay_in_one_process_has_the_same_bits(tmp_path: Path) -> None:
     """Two workers share a host, and the last exchange comes before its time."""
     run_group(compare, len(HOSTS), tmp_path / "group", tmp_path, hosts=HOSTS)
+
+
+class FragmentReplay:
+    """Makes the steps of all workers in one process, with exchanges of fragments, which it names itself."""
+
+    def __init__(self, num_workers: int, layers: list[list[int]], delay: int, mix: float) -> None:
+        self.whole, self.locals = net(), [net() for _ in range(num_workers)]
+        self.outer, self.inners = outer_of(self.whole), [inner_of(model) for model in self.locals]
+        self.layers, self.delay, self.mix = layers, delay, mix
+        self.sent, self.log = [0] * len(layers), list[dict[str, int]]()
+
+    def parameters(self, model: nn.Module, number: int) -> list[nn.Parameter]:
+        """Return the parameters of one fragment."""
+        of_layers = [list(model[layer].parameters()) for layer in self.layers[number]]  # type: ignore[index]
+        return [parameter for layer in of_layers for parameter in layer]
+
+    @torch.no_grad()
+    def send(self, numbers: list[int], step: int) -> dict[str, int]:
+        """Step with the mean of the moves of these fragments."""
+        self.outer.zero_grad()
+        parts = []
+        for number in numbers:
+            part = self.parameters(self.whole, number)
+            for own in zip(part, *(self.parameters(model, number) for model in self.locals), strict=True):
+                moves = [(own[0] - each) * (1.0 / len(self.locals)) for each in own[1:]]
+                own[0].grad = sum(moves[1:], moves[0])
+            parts += part
+        self.outer.step()
+        return {"exchange": len(self.log) + 1, "step": step, "bytes": sum(each.nbytes for each in parts)}
+
+    @torch.no_grad()
+    def merge(self, number: int, row: dict[str, int], step: int) -> None:
+        theirs = self.parameters(self.whole, number)
+        for model in self.locals:
+            for own, whole in zip(self.parameters(model, number), theirs, strict=True):
+                own.copy_(torch.lerp(own, whole, 1 - self.mix) if self.delay else whole)
+        since, self.sent[number] = row["step"] - self.sent[number], row["step"]
+        more = {"local_steps": since, "fragment": number, "merged": step, "weights": checksum(theirs)}
+        self.log.append(row | more)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        left = [number for number in range(len(self.layers)) if self.sent[number] < STEPS]
+        row = self.send(left, STEPS) if left else {"exchange": len(self.log) + 1, "step": STEPS, "bytes": 0}
+        unite_norms(self.locals)
+        row |= {"local_steps": STEPS, "weights": checksum(list(self.whole.parameters()))}
+        self.log.append(row | {"norms": checksum(statistics_of(self.locals[0]))})
+
+    def run(self, sends: dict[int, int]) -> None:
+        """Take all steps; ``sends`` has the fragments by the step after which their exchange begins."""
+        waiting: list[tuple[int, dict[str, int]]] = []
+        for step in range(1, STEPS + 1):
+            for rank, (model, inner) in enumerate(zip(self.locals, self.inners, strict=True)):
+                backward(model, rank, step - 1)
+                inner.step()
+                inner.zero_grad()
+            if waiting and step == waiting[0][1]["step"] + self.delay:
+                self.merge(*waiting.pop(), step)
+            if step in sends:
+                waiting.append((sends[step], self.send([sends[step]], step)))
+                if not self.delay:
+                    self.merge(*waiting.pop(), step)
+        if waiting:
+            self.merge(*waiting.pop(), STEPS)
+        self.finish()
+
+
+def compare_fragments(rank: int, folder: Path, options: Any, layers: Any, sends: Any) -> None:
+    model = DistributedDataParallel(net(), broadcast_buffers=False)
+    outer, inner = outer_of(model), inner_of(model)
+    training = take_local_steps(model, inner, outer, log=folder / "log.jsonl", **options)
+    for step in range(STEPS):
+        backward(model, rank, step)
+        training.step()
+        inner.zero_grad()
+    training.finish()
+    want = FragmentReplay(len(HOSTS), layers, options.get("delay", 0), options.get("mix", 0.5))
+    want.run(sends)
+    for found, wanted in zip(model.parameters(), want.whole.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+        momentum = want.outer.state[wanted]["momentum_buffer"]
+        assert torch.equal(outer.state[found]["momentum_buffer"], momentum)
+    for key, value in want.inners[rank].state[next(want.locals[rank].parameters())].items():
+        assert torch.equal(inner.state[next(model.parameters())][key], value), key
+    if rank == 0:
+        assert [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] == want.log
+    elif rank == 1 and len(layers) > 1:
+        largest = max(row["bytes"] for row in want.log if "fragment" in row)
+        assert largest == sum(each.nbytes for each in model.module[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "sends"),
+    [
+        (
+            {"every": 3, "fragments": 2, "delay": 1, "mix": 0.25},
+            [[0], [2, 3]],
+            {1: 0, 3: 1, 4: 0, 6: 1, 7: 0},
+        ),
+        ({"every": 4, "fragments": 3}, [[0], [2], [3]], {1: 0, 2: 1, 4: 2, 5: 0, 6: 1, 8: 2}),
+        ({"every": 4, "delay": 4}, [[0, 2, 3]], {4: 0, 8: 0}),
+    ],
+    ids=("overlapping", "one after the other", "all weights late"),
+)
+def test_exchanges_of_fragments_are_replayed_to_the_bit(
+    tmp_path: Path, options: dict[str, Any], layers: list[list[int]], sends: dict[int, int]
+) -> None:
+    group = tmp_path / "group"
+    run_group(compare_fragments, len(HOSTS), group, tmp_path, options, layers, sends, hosts=HOSTS)
 
 
 def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
@@ -169,6 +279,16 @@ def refuse(rank: int) -> None:
     with pytest.raises(UsageError, match=r"grace_s=1.0 and late='drop' are for exchanges with a quorum"):
         model = DistributedDataParallel(net(), broadcast_buffers=False)
         take_local_steps(model, inner_of(model), outer_of(model), every=2, grace_s=1.0)
+    model = DistributedDataParallel(net(), broadcast_buffers=False)
+    for options, match in (
+        ({"fragments": 4}, "a fragment has whole layers, and the model has 3"),
+        ({"fragments": 7}, "fragments 7 in every 6 steps"),
+        ({"fragments": 3, "delay": 3}, "one is sent 2 steps after the other; give 0 to 2"),
+        ({"delay": 1, "mix": 1.0}, "mix 1.0 is the part of its own weights"),
+        ({"fragments": 2, "quorum": 1}, "fragments are exchanged by all workers"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            take_local_steps(model, inner_of(model), outer_of(model), every=6, **options)
     refused("every=0 local steps", DistributedDataParallel(net(), broadcast_buffers=False), every=0)
     refused("Lamb needs norms", DistributedDataParallel(net(), broadcast_buffers=False), Lamb)
     refused("broadcast_buffers=False", DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7))))

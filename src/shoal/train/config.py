@@ -286,6 +286,13 @@ class DistributedConfig:
     step for each step that they lack."""
     local_steps: int | None = None
     """Let each worker take this number of steps on its own between averages (DiLoCo; backend shoal)."""
+    local_fragments: int = 1
+    """With local-steps: number of parts of the model, each averaged at its own time within the steps; the
+    largest average has about 1/N of the bytes."""
+    local_delay: int = 0
+    """With local-steps: steps that workers take while an average is under way."""
+    local_mix: float = 0.5
+    """With local-delay: part of a worker's own weights that it keeps when it merges an average."""
     quorum: int | None = None
     """With local-steps: number of workers with which an average is made; late and grace-s apply to the
     others. Default: all."""
@@ -297,7 +304,8 @@ class DistributedConfig:
     """Size of DistributedDataParallel's buckets in MiB; default: 25, larger from about 100 workers on."""
 
     def __post_init__(self) -> None:
-        require_positive("distributed", self, "wait_for", "local_steps", "quorum")
+        require_positive("distributed", self, "wait_for", "local_steps", "local_fragments", "quorum")
+        require_positive("distributed", self, "local_delay", "local_mix", least=0)
         require_positive("distributed", self, "outer_rate", least=0)
         require_positive("distributed", self, "outer_momentum", least=0, below=1)
         require_positive("distributed", self, "staleness", "grace_s", least=0)
@@ -306,6 +314,18 @@ class DistributedConfig:
                 f"distributed.replicas {self.replicas}: weights on servers are kept once or twice; give 1, "
                 "or 2 with --distributed.update servers, wait-for, staleness or local-steps"
             )
+        if (self.local_fragments, self.local_delay) != (1, 0):
+            given = f"local_fragments {self.local_fragments} and local_delay {self.local_delay}"
+            if self.local_steps is None:
+                raise UsageError(
+                    f"distributed.{given} are for workers that step by themselves; set "
+                    "--distributed.local-steps too"
+                )
+            if self.quorum is not None:
+                raise UsageError(
+                    f"distributed.quorum {self.quorum} with {given}: fragments are exchanged by all workers; "
+                    "leave one of them out"
+                )
         if self.quorum is not None and self.local_steps is None:
             raise UsageError(
                 f"distributed.quorum {self.quorum} is for workers that step by themselves; set "

@@ -19,6 +19,7 @@ from shoal.train.bounded_replay import go_back
 from shoal.train.bounded_steps import check_loose
 from shoal.train.checkpoint_files import StoredTensor
 from shoal.train.config import DistributedConfig, RunOutputConfig
+from shoal.train.fragments import Streaming
 from shoal.train.gradients import DataParallel, LossScale, clip_factor, parameters_of, scale_all
 from shoal.train.local_steps import LocalSteps
 from shoal.train.served_checks import check_model, check_outer
@@ -128,6 +129,8 @@ class LocalStepsUpdate:
         check_model(self._model)
         assert config.local_steps is not None
         self._every, self._replicas = config.local_steps, config.replicas
+        self._streaming = Streaming(config.local_fragments, config.local_delay, config.local_mix)
+        self._streaming.check(self._every)
         self._directory, self._rank, self._own = directory, world.place.rank, own
         self._inner = optimizer
         self._outer = SGD(
@@ -144,8 +147,9 @@ class LocalStepsUpdate:
     def note(self) -> str:
         """A line that says what happens, for the beginning of a run."""
         return (
-            f"each worker steps by itself, and all exchange every {self._every} steps, and at lines, "
-            f"evaluations and checkpoints; the exchanges are in {LOG}{COPIES * (self._replicas == 2)}"
+            f"each worker steps by itself, and all exchange every {self._every} steps{self._streaming.text}, "
+            "and at lines, evaluations and checkpoints; the exchanges are in "
+            f"{LOG}{COPIES * (self._replicas == 2)}"
         )
 
     def require_meetings(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
@@ -158,7 +162,7 @@ class LocalStepsUpdate:
         self.step = step
         self._steps = LocalSteps(
             self._model, self._inner, self._outer, self._every, self._directory / LOG, after=step,
-            replicas=self._replicas, own=self._own,
+            streaming=self._streaming, replicas=self._replicas, own=self._own,
         )  # fmt: skip
 
     def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,14 +170,9 @@ class LocalStepsUpdate:
         inner = InnerState(self._inner, self._model.module, self._rank)
         return {**kept, "optimizer": inner, "outer": self._outer}
 
-    @property
-    def is_settled(self) -> bool:
-        """True if all workers have the same weights."""
-        return self._steps is None or not self._steps.num_local
-
     def agrees(self, asks: bool) -> bool:
         """Return whether all workers can agree on what follows; they do after each exchange."""
-        return self.is_settled
+        return self._steps is None or self._steps.has_met
 
     def settle(self) -> None:
         """Exchange what local steps there are."""
