@@ -40,6 +40,14 @@ MODES: dict[str, tuple[tuple[str, ...], float]] = {
         ),
         0.01,
     ),
+    "the same in 4 fragments, 2 steps late": (
+        (
+            *("--distributed.local-steps", "20"),
+            *("--distributed.local-fragments", "4", "--distributed.local-delay", "2"),
+            *("--distributed.outer-rate", "1", "--distributed.outer-momentum", "0.3"),
+        ),
+        0.01,
+    ),
 }
 """By name: options of the recipe, and the largest loss above that of plain steps, relative to it."""
 DEFAULT = [name for name in MODES if name != "staleness 2"]

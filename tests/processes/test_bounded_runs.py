@@ -147,6 +147,9 @@ def test_local_steps_of_a_run_that_was_killed_end_as_those_of_one_that_was_not(
         for log in (whole / local_run.LOG, killed / local_run.LOG)
     ]
     assert exchanges[0] == exchanges[1]
+    write_report([whole], tmp_path / "report.html")
+    more = ", in 3 fragments, 1 step late" if fragments else ""
+    assert f"all, once in 3 steps{more}<" in (tmp_path / "report.html").read_text()
     if fragments:
         return
     assert [step for step, _ in exchanges[0]] == [2, 3, 4, 6, 8, 9, 10, 12]
@@ -303,6 +306,7 @@ def test_what_servers_cannot_do_is_named_by_all_workers(
         ({"wait_for": 2, "wire": "bf16"}, "gradients go to the servers in fp32"),
         ({"staleness": 1, "shares": "by-speed"}, "have equal parts"),
         ({"staleness": -1}, "at least 0"),
+        ({"staleness": 0}, "each step would wait for all workers; give at least 1"),
         ({"asynchronous": True, "staleness": 1}, "wait for nobody"),
         ({"compensation": 0.04}, "is for asynchronous steps"),
         ({"wait_for": 2, "extrapolation": 1.0}, "set --distributed.staleness, without wait-for"),

@@ -252,6 +252,7 @@ def refuse(rank: int) -> None:
     with pytest.raises(UsageError, match=r"asynchronous steps with AdamW\(betas="):
         bound_waiting(model, AdamW(model.parameters()), asynchronous=True)
     refused("wait for nobody", model, asynchronous=True, wait_for=2)
+    refused("staleness=0 waits for all", model, staleness=0)
     refused("compensation=0.1 must be", model, staleness=1, compensation=0.1)
     refused("extrapolation=1 must be", model, wait_for=1, extrapolation=1)
     refused("extrapolation=-1 must be", model, staleness=1, extrapolation=-1)

@@ -20,13 +20,18 @@ from shoal.errors import UsageError
 
 Late = Literal["drop", "next"]
 
+_GRACES_TO_REST = 2.0
+"""A worker that is later than so many graces cannot catch up: it would be late in each of many steps."""
+
 
 @dataclass(frozen=True)
 class WaitingRule:
     """For whom a step waits.
 
     With ``wait_for`` below the number of workers a step is taken as soon as so many have their gradients;
-    late ones are dropped or used in a later step. Else a step takes all gradients of its batch, and workers
+    late ones are dropped or used in a later step. A worker whose gradient is dropped more than two graces
+    after its step rests until the next one, which does not wait for it: beginning in the middle of a step, it
+    would be late again. Else a step takes all gradients of its batch, and workers
     run ahead of it. Asynchronous steps take one gradient each, in the order in which they come.
 
     Attributes:
@@ -144,9 +149,11 @@ class StepDecider:
         self._last = [after] * rule.num_workers
         """by rank: a version that the worker's next gradient has at least"""
         self._dropped: list[Contribution] = []
+        self._resting: list[Contribution] = []  # dropped, of workers that wait for the next step
+        self._taken_at = 0.0
 
-    def offer(self, gradient: Contribution) -> None:
-        """Take note of a gradient that is ready.
+    def offer(self, gradient: Contribution, now: float = 0.0) -> None:
+        """Take note of a gradient that is ready; ``now`` is the time, as in :meth:`decide`.
 
         Raises:
             ValueError: the worker cannot have it.
@@ -163,7 +170,8 @@ class StepDecider:
                 f"{gradient.version} after step {self.step}"
             )
         if rule.late == "drop" and gradient.batch <= self.step:
-            self._dropped.append(gradient)
+            rests = rule.grace_s and now - self._taken_at > _GRACES_TO_REST * rule.grace_s
+            (self._resting if rests else self._dropped).append(gradient)
             return
         self._num_ready += not queue
         queue.append(gradient)
@@ -185,7 +193,7 @@ class StepDecider:
                 if not queue
             ):
                 return None  # a gradient that this step does not take would be too old in the next one
-            if self._num_ready < rule.num_workers and rule.grace_s:
+            if rule.grace_s and self._num_ready + len(self._resting) < rule.num_workers:
                 self.due = now + rule.grace_s if self.due is None else self.due
                 if now < self.due:
                     return None
@@ -194,13 +202,16 @@ class StepDecider:
             queue.popleft()
             self._num_ready -= not queue
             self._last[each.rank] = step
-        self.step, self.due = step, None
-        return Decision(step, tuple(heads), self.take_dropped())
+        dropped = (*self.take_dropped(), *self._resting)
+        self.step, self.due, self._taken_at, self._resting = step, None, now, []
+        return Decision(step, tuple(heads), dropped)
 
     def next_batch(self, gradient: Contribution) -> int | None:
         """Return the batch that a worker begins after it has offered a gradient; ``None``: it waits."""
         if self.rule.waits_for_all:
             return gradient.batch + 1 if self.step >= gradient.batch - self.rule.staleness else None
+        if any(each.rank == gradient.rank for each in self._resting):
+            return None
         settled = self.step if self.rule.late == "drop" else self._last[gradient.rank]
         return self.step + 1 if settled >= gradient.batch else None
 
@@ -208,7 +219,8 @@ class StepDecider:
         """Drop the gradients of steps that have been taken, and return them: there is no step after these."""
         late = tuple(queue.popleft() for queue in self._ready if queue and queue[0].batch <= self.step)
         self._num_ready -= len(late)
-        return late
+        resting, self._resting = tuple(self._resting), []
+        return late + resting
 
     def synchronize(self) -> None:
         """Take note that all workers have the weights of the last step."""
@@ -249,7 +261,7 @@ def simulate(rule: WaitingRule, seconds: Sequence[Sequence[float]], num_steps: i
     while decider.step < num_steps:
         now, rank, gradient = heappop(busy)
         if gradient is not None:
-            decider.offer(gradient)
+            decider.offer(gradient, now)
             held[rank] = gradient
         going_on = [rank]
         while decider.step < num_steps and (decision := decider.decide(now)):

@@ -99,12 +99,13 @@ def _best(plan: Plan) -> list[str]:
 def _unequal_lines(divisions: Sequence[Division]) -> list[str]:
     if not divisions:
         return []
+    width = max(28, *(len(each.name) for each in divisions))
     return [
         "",
         "on hosts of unequal speed",
-        f"  {'mode':<28} {'ms per step':>12} {'of possible':>12} {'time':>12}",
+        f"  {'mode':<{width}} {'ms per step':>12} {'of possible':>12} {'time':>12}",
         *(
-            f"  {each.name:<28} {1e3 * each.step_s:>12.4g} {100 * each.of_possible:>10.1f} % "
+            f"  {each.name:<{width}} {1e3 * each.step_s:>12.4g} {100 * each.of_possible:>10.1f} % "
             f"{duration(each.total_s):>12}"
             for each in divisions
         ),

@@ -46,6 +46,8 @@ _MOST_SIMULATED = 8_000
 _GRACE = 0.1
 """Grace of steps that do not wait for all, in units of a step of a host at full speed."""
 LOCAL_STEPS = 50
+_FRAGMENTS, _DELAY = 5, 5
+_STREAMED = f", local_fragments={_FRAGMENTS}, local_delay={_DELAY}"
 _SEED = 0
 
 
@@ -235,7 +237,7 @@ def _loose(plan: Plan, speeds: Sequence[float], jitter: float, possible: float) 
     if drop:
         late = WaitingRule(num_hosts, few, late="next", staleness=4, grace_s=_GRACE)
         rules[f"wait_for={text}, late=next"] = (late, 1)
-    rules[rounds] = (WaitingRule(num_hosts, num_hosts), LOCAL_STEPS)
+    rules[rounds] = rules[f"{rounds}{_STREAMED}"] = (WaitingRule(num_hosts, num_hosts), LOCAL_STEPS)
     if drop and len(set(speeds)) == 1:
         rules[f"{rounds}, quorum={text}"] = (drop, LOCAL_STEPS)
     rules["asynchronous"] = (WaitingRule(num_hosts, 1, "next", asynchronous=True), 1)
@@ -246,8 +248,10 @@ def _loose(plan: Plan, speeds: Sequence[float], jitter: float, possible: float) 
         seconds = _factors(jitter, num_hosts, num_steps, every).mean(axis=2) / np.array(speeds)[:, None]
         waited_s, num_used = simulate(rule, seconds.tolist(), num_taken)
         scale = num_hosts / num_used
+        streams = name.endswith(_STREAMED)
         times = [
-            scale * _loose_step_s(plan, number, waited_s, rule, every) for number in range(len(plan.steps))
+            scale * _loose_step_s(plan, number, waited_s, rule, every, streams=streams)
+            for number in range(len(plan.steps))
         ]
         kind: Literal["loose", "compared"] = "compared" if rule.asynchronous else "loose"
         why = _why(rule, every)
@@ -264,13 +268,19 @@ def _why(rule: WaitingRule, every: int) -> str:
     return "a step does not wait for its last host"
 
 
-def _loose_step_s(plan: Plan, number: int, waited_s: float, rule: WaitingRule, every: int) -> float:
-    """Return the seconds of a step, of which computation takes ``waited_s`` times that of an equal host."""
+def _loose_step_s(
+    plan: Plan, number: int, waited_s: float, rule: WaitingRule, every: int, *, streams: bool
+) -> float:
+    """Return the seconds of a step, of which computation takes ``waited_s`` times that of an equal host.
+
+    If it ``streams``, exchanges of fragments overlap the next steps.
+    """
     step = plan.steps[number]
     computed_s, sent_s = waited_s * _computed_s(step), _exchange_s(plan, number)
     on_servers_s = sent_s + step.optimizer_s / plan.workers.count
     if every > 1:
-        return computed_s + step.optimizer_s + sent_s / every
+        hidden_s = _FRAGMENTS * _DELAY * (computed_s + step.optimizer_s) * streams
+        return computed_s + step.optimizer_s + max(0.0, sent_s - hidden_s) / every
     if rule.asynchronous:
         return max(computed_s + on_servers_s / rule.num_workers, on_servers_s)
     if rule.waits_for_all:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal import formatting
 from shoal.record import (
@@ -37,6 +37,7 @@ from shoal.report.runs import (
 MAX_EVENTS = 400
 """Maximum rows of the event table; of a longer one the middle is left out."""
 
+_EACH_STEP = "all, in each step"
 _MISSING = "–"
 _SETTINGS = {"recipe", "global batch", "world", "backend", "device, precision", "parameters"}
 _STATES = {"finished": "finished", "stopped": "stopped", "open": "running or killed"}
@@ -160,7 +161,7 @@ def facts(runs: Sequence[Run]) -> list[Line]:
         *([("scaling efficiency", lambda run: efficiency(runs, run))] if several_worlds else []),
         ("global batch", global_batches),
         *([("shares of the workers", shares)] if any(run.shares for run in runs) else []),
-        *([("contributions", contributions)] if any(run.contributions for run in runs) else []),
+        *([("contributions", contributions)] if any(map(_is_loose, runs)) else []),
         ("world", lambda run: world(run.start)),
         ("backend", lambda run: run.start.backend),
         ("device, precision", lambda run: f"{run.start.device}, {run.start.precision}"),
@@ -231,7 +232,7 @@ def shares(run: Run) -> str:
 def contributions(run: Run) -> str:
     """``95 % of the gradients used (worker 2: 80 %), staleness 0 to 2, mean 0.4``."""
     if not run.contributions:
-        return "all, in each step"
+        return _exchanges(run)
     workers = max(len(row.used) for row in run.contributions)
     used, dropped = [0] * workers, [0] * workers
     staleness: list[int] = []
@@ -247,6 +248,24 @@ def contributions(run: Run) -> str:
     most = max(len(staleness) - 1, 0)
     of_all = formatting.percent(sum(used) / max(sum(used) + sum(dropped), 1))
     return f"{of_all} of the gradients used{of_least}, staleness 0 to {most}, mean {mean:.2f}"
+
+
+def _is_loose(run: Run) -> bool:
+    """Return whether the steps of a run are not those of all workers together."""
+    return bool(run.contributions) or _exchanges(run) != _EACH_STEP
+
+
+def _exchanges(run: Run) -> str:
+    """``all, once in 20 steps, in 4 fragments, 2 steps late``, if there are local steps."""
+    distributed: Mapping[str, Any] = run.start.config.get("distributed") or {}
+    every = distributed.get("local_steps")
+    if every is None:
+        return _EACH_STEP
+    fragments, delay = distributed.get("local_fragments", 1), distributed.get("local_delay", 0)
+    parts = f", in {fragments} fragments" * (fragments > 1) + f", {formatting.plural(delay, 'step')} late" * (
+        delay > 0
+    )
+    return f"all, once in {every} steps{parts}"
 
 
 def world(start: Start) -> str:

@@ -166,7 +166,9 @@ class Coordinator:
                     "step's number only"
                 )
         self._num_offered[rank] += 1
-        self._decider.offer(gradient)
+        self._decider.offer(gradient, time.monotonic())
+        if self._rule.late == "drop" and self._rule.grace_s:  # one that does not rest waits for this
+            self._tell_late(self._decider.take_dropped())
 
     def _require_same_end(self) -> None:
         ends = sorted({batch for batch, _, _ in self._ended.values()})

@@ -184,6 +184,10 @@ def _waiting_rule(
         return WaitingRule(size, 1, "next", 0, grace_s, True)
     if wait_for is None and staleness is None:
         raise UsageError("bound_waiting: give wait_for or staleness; update_on_servers waits for all")
+    if staleness == 0:
+        raise UsageError(
+            "bound_waiting: staleness=0 waits for all; give at least 1, or use update_on_servers"
+        )
     if staleness is None:
         staleness = 1 if late == "next" else 0
     return WaitingRule(size, size if wait_for is None else wait_for, late, staleness, grace_s, False)
@@ -414,7 +418,7 @@ class BoundedWaiting:
     def _may_go_on(self, gradient: _Gradient) -> bool:
         if self._rule.waits_for_all:
             return self._version >= gradient.batch - self._rule.staleness
-        if self._rule.late == "drop":
+        if self._rule.late == "drop" and not self._rule.grace_s:
             return self._version >= gradient.batch  # a step that takes it has this number
         return gradient.step is not None and self._version >= gradient.step
 

@@ -341,6 +341,11 @@ class DistributedConfig:
                 f"distributed.grace_s {self.grace_s}: steps wait for all workers in any case; set "
                 "--distributed.wait-for too, or with local steps --distributed.quorum"
             )
+        if self.staleness == 0:
+            raise UsageError(
+                "distributed.staleness 0: each step would wait for all workers; give at least 1, or leave it "
+                "out (--distributed.update servers has servers take such steps)"
+            )
         if self.wait_for is not None and self.staleness is not None and self.late == "drop":
             raise UsageError(
                 f"distributed.wait_for {self.wait_for} with staleness {self.staleness}: gradients that are "

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from shoal.decide.partition import minimax
 from shoal.errors import UsageError
+from shoal.formatting import plural
 from shoal.train.served_tensors import Table
 
 
@@ -53,7 +53,7 @@ class Streaming:
         if not self.is_on:
             return ""
         mixed = f" ({self.kept:g} of the own weights kept)" if self.delay else ""
-        return f" in {self.fragments} fragments, each merged {self.delay} steps later{mixed}"
+        return f" in {self.fragments} fragments, each merged {plural(self.delay, 'step')} later{mixed}"
 
     def check(self, every: int) -> None:
         """Check the numbers against that of the steps between exchanges.
@@ -89,7 +89,7 @@ def fragments_of(model: nn.Module, tables: Sequence[Table], count: int) -> list[
     Args:
         model: the module that DDP has wrapped. The parameters of one of its modules are a layer.
         tables: of its parameters.
-        count: number of fragments. The largest one is as small as possible.
+        count: number of fragments. The sum of their squared sizes is as small as possible.
 
     Returns:
         Indices of the tensors of each fragment.
@@ -109,7 +109,22 @@ def fragments_of(model: nn.Module, tables: Sequence[Table], count: int) -> list[
             f"{len(layers)}; take at most {len(layers)} fragments"
         )
     sizes = [sum(tables[index].parameter.numel() for index in layer) for layer in layers]
-    sums = np.array([0.0, *sizes]).cumsum()
-    _, cuts = minimax([sums[None, :] - sums[:, None]] * count)
-    ranges = itertools.pairwise((0, *cuts, len(layers)))
+    ranges = itertools.pairwise(_even_cuts(sizes, count))
     return [[index for layer in layers[begin:end] for index in layer] for begin, end in ranges]
+
+
+def _even_cuts(sizes: Sequence[int], count: int) -> list[int]:
+    """Return the bounds of ``count`` ranges, of which the sum of squared sizes is the least (by dynamic
+    programming)."""
+    sums = np.array([0.0, *sizes]).cumsum()
+    squares = (sums[None, :] - sums[:, None]) ** 2
+    squares[np.tril_indices(len(sums))] = np.inf  # of ranges that are empty
+    best, choices = squares[0], []
+    for _ in range(count - 1):
+        totals = best[:, None] + squares
+        choices.append(totals.argmin(axis=0))
+        best = totals.min(axis=0)
+    cuts = [len(sizes)]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return [0, *reversed(cuts)]

@@ -80,7 +80,7 @@ def random_run(rule: WaitingRule, num_steps: int, seed: int) -> tuple[list[Decis
         else:
             pushed.append(gradient)
             waiting[rank] = gradient
-            decider.offer(gradient)
+            decider.offer(gradient, now)
         while decision := decider.decide(now):
             steps.append(decision)
         for other, each in list(waiting.items()):
@@ -138,6 +138,29 @@ def test_a_step_with_enough_gradients_waits_for_its_grace() -> None:
     assert offer(decider, (2, 1, 0), (0, 2, 1), (1, 2, 1)) == []
     (second,) = offer(decider, (2, 2, 1))
     assert used(second) == [(0, 2), (1, 2), (2, 2)], "all are there: nothing to wait for"
+
+
+@pytest.mark.parametrize(("late_at", "rests"), [(12.9, False), (13.1, True)])
+def test_a_worker_far_behind_rests_until_the_next_step_which_does_not_wait_for_it(
+    late_at: float, rests: bool
+) -> None:
+    decider = StepDecider(WaitingRule(3, wait_for=2, grace_s=1.0))
+    for rank in (0, 1):
+        decider.offer(Contribution(rank, 1, 0), 10.0)
+    assert decider.decide(10.0) is None and decider.decide(11.0) is not None
+    late = Contribution(2, 1, 0)
+    decider.offer(late, late_at)
+    assert decider.next_batch(late) == (None if rests else 2)
+    for rank in (0, 1):
+        decider.offer(Contribution(rank, 2, 1), 14.0)
+    second = decider.decide(14.0)
+    assert (second is not None) == rests, "a step waits for one that may come within the grace"
+    second = second or decider.decide(15.0)
+    assert second is not None and second.dropped == (late,)
+    assert decider.next_batch(late) == 3
+    late = Contribution(2, 3, 2) if rests else Contribution(2, 2, 1)
+    decider.offer(late, 30.0)
+    assert decider.drop_late() == (() if rests else (late,)), "at the end, it waits for no other step"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,9 @@ def test_modes_on_servers_take_what_the_formulas_say(plan: Plan) -> None:
     on_servers_s = sent_s + step.optimizer_s / hosts
     assert found["staleness=2"].step_s == pytest.approx(2 * computed_s, rel=1e-3)
     assert found["local_steps=50"].step_s == pytest.approx(2 * computed_s + step.optimizer_s + sent_s / 50)
+    of_own_s = 2 * computed_s + step.optimizer_s
+    streamed = found["local_steps=50, local_fragments=5, local_delay=5"]
+    assert streamed.step_s == pytest.approx(of_own_s + max(0, sent_s - 25 * of_own_s) / 50)
     # the slow host makes half as many gradients, so a batch takes 8 / 7.5 of an equal part's time
     assert found["asynchronous"].step_s == pytest.approx(
         max(hosts / 7.5 * computed_s + on_servers_s, hosts * on_servers_s), rel=0.01
