@@ -143,7 +143,8 @@ def replay(
 ) -> int:
     """Repeat the steps of :func:`shoal.train.bounded_waiting.bound_waiting`, and return their number.
 
-    The weights, and the optimizer's state, are those of the workers to the last bit.
+    The weights, and the optimizer's state, are those of the workers to the last bit. Averages of weights over
+    steps (:class:`~shoal.train.weight_averaging.WeightAverage`) are not repeated.
 
     Args:
         log: that rank 0 has written.
