@@ -56,15 +56,15 @@ struct Unheard : std::runtime_error {
   throw std::runtime_error(std::strerror(errno));
 }
 
-// Waits until the socket is readable or writable; returns false on timeout.
+// Waits until the socket is readable or writable. Looks once at least: a busy machine may run this after the deadline.
 void wait_for(int fd, short events, Clock::time_point deadline) {
   while (true) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    if (left <= 0) throw std::runtime_error("no answer in time");
     pollfd item{fd, events, 0};
-    const int ready = poll(&item, 1, static_cast<int>(left) + 1);
+    const int ready = poll(&item, 1, left > 0 ? static_cast<int>(left) + 1 : 0);
     if (ready > 0) return;
     if (ready < 0 && errno != EINTR) throw std::runtime_error(std::strerror(errno));
+    if (left <= 0) throw std::runtime_error("no answer in time");
   }
 }
 

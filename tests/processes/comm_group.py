@@ -327,6 +327,11 @@ class HelperProcess:
     lines: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
+        self.start()
+        self.await_listening()
+        return self
+
+    def start(self) -> None:
         place = ("--address", self.address, "--port", str(self.port))
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", "shoal.comm.server", *place, *self.arguments],
@@ -335,11 +340,12 @@ class HelperProcess:
             text=True,
             env={**os.environ, "SHOAL_SECRET": self.secret},
         )
+
+    def await_listening(self) -> None:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert "listening on" in line, line + self.process.stdout.read()
         self.port = int(line.rsplit(":", 1)[1])
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,8 @@ COUNT = 300_000
 HOSTS = ("a", "b", "c")
 BEGIN_S = 3 * REACH_S
 """A group waits ``REACH_S`` for helpers that do not answer; tests allow three times that."""
+SHORT = timedelta(seconds=2 * REACH_S)
+"""Timeout of a group that waits no longer for a server that does not listen either."""
 
 
 def contribution(rank: int) -> torch.Tensor:
@@ -137,7 +141,9 @@ def check_beginning(rank: int, folder: Path, names: list[str]) -> None:
     os.environ.update(environment(names))
     for attempt in range(2):
         begin = time.monotonic()
-        dist.init_process_group("shoal", init_method=f"file://{folder}/{attempt}", rank=rank, world_size=3)
+        dist.init_process_group(
+            "shoal", init_method=f"file://{folder}/{attempt}", rank=rank, world_size=3, timeout=SHORT
+        )
         assert time.monotonic() - begin < BEGIN_S
         check_sum(rank)
         dist.destroy_process_group()
@@ -146,6 +152,50 @@ def check_beginning(rank: int, folder: Path, names: list[str]) -> None:
         assert "Connection refused" in lines_of(folder / "stderr-0", f"do without helper {refused}:")[0]
         assert "no answer" in lines_of(folder / "stderr-0", f"do without helper {silent}:")[0]
         assert len(lines_of(folder / "stderr-0", "do without helper")) == 2
+
+
+def begin_with(rank: int, folder: Path, names: list[str]) -> None:
+    """Begin the job again with helpers, of which the last does not answer."""
+    dist.destroy_process_group()
+    keep_stderr(folder / f"stderr-{rank}")
+    os.environ.update(environment(names))
+    dist.init_process_group("shoal", init_method=f"file://{folder}/again", rank=rank, world_size=3)
+    check_sum(rank)
+    if rank == 0:
+        (line,) = lines_of(folder / "stderr-0", "do without helper")
+        assert f"{names[-1]}: it was not reached in 3 s: no answer" in line
+        assert helper_bandwidths() == (1.0, 1.0)
+
+
+def test_a_job_waits_for_helpers_that_are_slow_and_not_for_an_absent_host(tmp_path: Path) -> None:
+    """One server is stopped before it listens, and one that listens; both continue after ``REACH_S``."""
+    late = HelperProcess("h0", port=free_port())
+    late.start()
+    late.process.send_signal(signal.SIGSTOP)
+    with ExitStack() as stack:
+        stack.push(late)
+        slow = stack.enter_context(HelperProcess("h1"))
+        slow.process.send_signal(signal.SIGSTOP)
+        names = [f"{each.address}:{each.port}" for each in (late, slow)]
+        stderr = tmp_path / "stderr-0"
+
+        def go_on() -> None:
+            while not stderr.exists() or not lines_of(stderr, f"waiting for helper {names[0]}"):
+                time.sleep(0.1)
+            for helper in (late, slow):
+                helper.process.send_signal(signal.SIGCONT)
+                time.sleep(REACH_S)
+
+        waiter = threading.Thread(target=go_on, daemon=True)
+        waiter.start()
+        run_group(
+            begin_with, 3, tmp_path, tmp_path, [*names, f"127.0.0.1:{silent_port(stack)}"],
+            hosts=HOSTS, environment={"SHOAL_SECRET": SECRET},
+        )  # fmt: skip
+        waiter.join()
+        late.await_listening()
+        for helper in (late, slow):
+            assert " 0 chunks summed" not in helper.stop()
 
 
 def wait_for_loss(member: Member) -> None:
@@ -174,7 +224,7 @@ def check_no_server(rank: int, names: list[str]) -> None:
     with pytest.raises(
         CommError, match=rf"none of SHOAL_HELPERS can be used \({names[0]}: it was not reached"
     ):
-        dist.new_group(backend="shoal", pg_options=EngineOptions(workers_serve=False))
+        dist.new_group(backend="shoal", pg_options=EngineOptions(workers_serve=False), timeout=SHORT)
     assert time.monotonic() - begin < BEGIN_S
 
 

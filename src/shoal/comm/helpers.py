@@ -23,7 +23,9 @@ from shoal.decide.server_assignment import assign_chunks
 from shoal.env import HelperAddress
 
 REACH_S = 3.0
-"""Time that a new group waits for helpers that do not accept a connection."""
+"""Time that a new group waits for helpers whose host does not answer."""
+STARTING_S = 30.0
+"""Time that it waits for servers that do not listen yet on a host that answers; half its timeout if less."""
 _PAUSE_S = 0.1
 
 _PROBE_HOST_S = 0.15
@@ -56,8 +58,12 @@ def name_of(helper: HelperAddress) -> str:
     return f"{helper.address}:{helper.port}"
 
 
-def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
+def reachable_helpers(*, workers_serve: bool, timeout_s: float) -> list[HelperAddress]:
     """Return the helpers of SHOAL_HELPERS that can serve a new group; print the excluded ones to stderr.
+
+    Args:
+        workers_serve: whether the group can do without helpers.
+        timeout_s: limit for the group's start. The other ranks wait meanwhile.
 
     Raises:
         CommError: there are helpers, none is usable, and workers may not serve.
@@ -66,9 +72,9 @@ def reachable_helpers(*, workers_serve: bool) -> list[HelperAddress]:
     for name in lost_helpers():
         _exclude(name, "a group of this process lost it")
     asked = [helper for helper in given if name_of(helper) not in _excluded]
-    for helper, problem in zip(asked, _reach(asked), strict=True):
+    for helper, problem in zip(asked, _reach(asked, min(STARTING_S, timeout_s / 2)), strict=True):
         if problem:
-            _exclude(name_of(helper), f"it was not reached in {REACH_S:g} s: {problem}")
+            _exclude(name_of(helper), problem)
     usable = [helper for helper in asked if name_of(helper) not in _excluded]
     if given and not usable and not workers_serve:
         reasons = "; ".join(f"{name_of(helper)}: {_excluded[name_of(helper)]}" for helper in given)
@@ -142,29 +148,37 @@ def _exclude(name: str, why: str) -> None:
     print(f"shoal: new groups do without helper {name}: {why}", file=sys.stderr)
 
 
-def _reach(helpers: Sequence[HelperAddress]) -> list[str]:
+def _reach(helpers: Sequence[HelperAddress], starting_s: float) -> list[str]:
     """Return the reason for which each helper is unreachable; an empty string for the others."""
-    deadline = time.monotonic() + REACH_S
     with ThreadPoolExecutor(max(len(helpers), 1)) as pool:
-        return list(pool.map(lambda helper: _reach_one(helper, deadline), helpers))
+        return list(pool.map(lambda helper: _reach_one(helper, starting_s), helpers))
 
 
-def _reach_one(helper: HelperAddress, deadline: float) -> str:
-    """Connect, and retry until the deadline: the helper may be starting, or its listen queue may be full.
+def _reach_one(helper: HelperAddress, starting_s: float) -> str:
+    """Connect, and retry for :data:`REACH_S`, or for ``starting_s`` where its host refuses the connection.
 
-    The server does not count a connection that sends nothing as a stranger.
+    A host that refuses is there, and its server may be starting. A server that listens has been reached even
+    if its process is stopped: the group's connections wait for it. A connection that sends nothing is no
+    stranger to it.
     """
-    problem = "no answer"
-    while (left_s := deadline - time.monotonic()) > 0:
+    begin = time.monotonic()
+    problem, limit_s, said = "no answer", min(REACH_S, starting_s), False
+    while (left_s := begin + limit_s - time.monotonic()) > 0:
+        if name_of(helper) in lost_helpers():
+            return "a group of this process lost it"
         try:
             socket.create_connection((helper.address, helper.port), timeout=left_s).close()
             return ""
         except TimeoutError:
-            return "no answer"
+            problem = "no answer"
         except OSError as error:
             problem = error.strerror or str(error)
+            limit_s = starting_s if isinstance(error, ConnectionRefusedError) else limit_s
             time.sleep(min(_PAUSE_S, left_s))
-    return problem
+        if not said and time.monotonic() - begin > REACH_S:
+            said = True
+            print(f"shoal: waiting for helper {name_of(helper)}, which does not listen yet", file=sys.stderr)
+    return f"it was not reached in {limit_s:g} s: {problem}"
 
 
 # ---- bandwidth probe ------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def connect_engine(
         records = Records(store, group, secret, timeout)
         options = options or EngineOptions()
         options = replace(options, transport=options.transport or env.transport())
-        rules = _exchange_rules(records, rank, options, _place_of(store))
+        rules = _exchange_rules(records, rank, options, _place_of(store), timeout.total_seconds())
         member = _Member(
             store=store, rank=rank, size=size, group=group, global_rank=global_rank, timeout=timeout,
             options=options, address=local_address(store), rules=rules,
@@ -188,7 +188,9 @@ _random_secrets: dict[str, str] = {}
 """Secrets by the place of the groups' store. Later groups there use the same, and so share connections."""
 
 
-def _exchange_rules(records: Records, rank: int, options: EngineOptions, place: str) -> dict[str, Any]:
+def _exchange_rules(
+    records: Records, rank: int, options: EngineOptions, place: str, timeout_s: float
+) -> dict[str, Any]:
     """Return the settings that rank 0 decides, as in :data:`RULES`.
 
     Without ``SHOAL_SECRET`` the secret is random and in the store: any process that can read the store may
@@ -200,7 +202,7 @@ def _exchange_rules(records: Records, rank: int, options: EngineOptions, place: 
                 "SHOAL_HELPERS is set but SHOAL_SECRET is not; helper hosts admit only who knows their "
                 "secret: set SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
             )
-        helpers = reachable_helpers(workers_serve=options.workers_serve)
+        helpers = reachable_helpers(workers_serve=options.workers_serve, timeout_s=timeout_s)
         new_secret = secrets.token_hex(_SECRET_BYTES)
         rules = {
             "helpers": [
