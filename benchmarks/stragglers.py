@@ -7,15 +7,17 @@ are whole samples, which makes the best possible step a little longer than that.
 
 Pauses: a gradient takes 0.2 s, and one in a hundred, by a seeded schedule, five times as long. What is
 possible is that no worker ever waits. A step that does not wait for all counts for the gradients that it
-takes.
+takes. ``--only`` chooses among the parts: ``shares``, and ways to wait, always beside plain DDP.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +42,7 @@ NUM_PAUSED, QUICK_NUM_PAUSED = 500, 200
 WAITING: dict[str, tuple[dict[str, Any] | None, float | None]] = {
     "plain DDP": (None, None),
     "drop one": ({"wait_for": 7, "grace_s": 0.02}, 0.86),
+    "drop one, half the grace": ({"wait_for": 7, "grace_s": 0.01}, 0.86),
     "late ones in a later step": ({"wait_for": 7, "late": "next", "staleness": 4, "grace_s": 0.02}, None),
     "staleness 4": ({"staleness": 4}, 0.93),
 }
@@ -128,17 +131,18 @@ def simulated(options: dict[str, Any] | None, seconds: list[list[float]], num_st
     return used / step_s / possible_rate(seconds)
 
 
-def add_pauses(bench: Benchmark) -> None:
+def add_pauses(bench: Benchmark, chosen: Sequence[str]) -> None:
     num_steps = QUICK_NUM_PAUSED if bench.quick else NUM_PAUSED
     draw = random.Random(0)
     seconds = [
         [STEP_S * (PAUSE if draw.random() < PAUSE_SHARE else 1) for _ in range(num_steps)] for _ in SPEEDS
     ]
     found, cores = {}, []
-    for name, (options, _) in WAITING.items():
+    waiting = {name: WAITING[name] for name in WAITING if name in ("plain DDP", *chosen)}
+    for name, (options, _) in waiting.items():
         found[name], foreign, _ = watched(partial(with_pauses, options, seconds, num_steps), most_retaken=0)
         cores.append(foreign)
-    for name, (options, target) in WAITING.items():
+    for name, (options, target) in waiting.items():
         if target is not None:
             bench.limit(
                 f"pauses of 5 steps in 1 %, {name}",
@@ -162,9 +166,15 @@ def add_pauses(bench: Benchmark) -> None:
 
 
 def main() -> int:
-    bench = Benchmark("stragglers")
-    add_shares(bench)
-    add_pauses(bench)
+    options = argparse.ArgumentParser(add_help=False)
+    parts = ["shares", *(name for name in WAITING if name != "plain DDP")]
+    options.add_argument("--only", nargs="+", choices=parts, default=parts)
+    bench = Benchmark("stragglers", options=options)
+    chosen = bench.args.only
+    if "shares" in chosen:
+        add_shares(bench)
+    if chosen != ["shares"]:
+        add_pauses(bench, chosen)
     return bench.finish()
 
 
