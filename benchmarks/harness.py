@@ -15,6 +15,7 @@ import argparse
 import importlib
 import json
 import math
+import shlex
 import statistics
 import sys
 import time
@@ -256,7 +257,7 @@ def _reproducing_command(prog: str, argv: Sequence[str]) -> str:
             next(arguments, None)
         elif not argument.startswith(("--json=", "--markdown=")):
             kept.append(argument)
-    return " ".join([prog, *kept])
+    return " ".join([prog, *map(shlex.quote, kept)])
 
 
 _HEADER = f"{'case':<44} {'ours':>18} {'peer':>18} {'ratio':>7} {'target':>7}      peer"
