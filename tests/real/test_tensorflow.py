@@ -42,7 +42,7 @@ def test_results_are_those_of_torch_numpy_and_one_process(python: Path, size: in
     of_torch = run(
         sys.executable, WORKERS.with_name("jax_workers.py"), "torch_sums", size, hosts, SHOAL_NATIVE_GROUP="0"
     )
-    said = run(python, WORKERS, "sums,collectives,order,training,horovod", size, hosts)
+    said = run(python, WORKERS, "sums,collectives,order,training,horovod,memory", size, hosts)
     assert results(said) == results(of_torch) and len(results(said)) == 8
 
 

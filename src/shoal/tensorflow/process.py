@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+
 from shoal.comm.engine import EngineOptions
 from shoal.comm.membership import Membership
 from shoal.comm.store import Store
@@ -21,7 +24,21 @@ def _finish() -> None:
     op.set_group(_WORLD_GROUP, 0)
 
 
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory of tensors for the next step, unless the environment sets its limits.
+
+    It returns much of it to the kernel otherwise, and a step of training has thousands of page faults.
+    """
+    trim, top_pad, mmap = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD of malloc.h
+    libc, chosen = ctypes.CDLL(None), any(name.startswith("MALLOC_") for name in os.environ)
+    if hasattr(libc, "mallopt") and not chosen:
+        libc.mallopt(top_pad, 64 << 20)  # a thread's heaps have this size, and are returned as a whole
+        libc.mallopt(trim, 1 << 30)
+        libc.mallopt(mmap, 32 << 20)  # its maximum
+
+
 def _prepare() -> None:
+    _keep_freed_memory()
     op.compiled()
 
 
