@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.comm_buckets import bucket_samples
-from benchmarks.comm_links import capped_rows, fabric_rows, interface_rows, unshaped_rows
+from benchmarks.comm_links import capped_rows, fabric_rows, interface_rows, threads_rows, unshaped_rows
 from benchmarks.comm_one_host import four_large, four_others, four_small, native_rows, two_small
 from benchmarks.comm_rooflines import roofline_rows
 from benchmarks.comm_rounding import cancelling_inputs, engine_sum, errors_over_bound, ring_sum
@@ -240,6 +240,7 @@ PARTS: dict[str, Callable[[Benchmark], None]] = {
     "native-group-4": partial(native_rows, num_processes=4),
     "unshaped-2": partial(unshaped_rows, hosts=2),
     "unshaped-4": partial(unshaped_rows, hosts=4),
+    "threads": threads_rows,
     "helpers": helpers_rows,
     "short": short_rows,
     "fast-helpers": fast_helpers_rows,

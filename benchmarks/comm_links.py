@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import median
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -48,9 +49,44 @@ def unshaped_rows(bench: Benchmark, hosts: int) -> None:
         foreign_cores=[measured.foreign],
         num_retaken=measured.num_retaken,
     )
-    for name in ("shoal", "gloo"):
-        took, cores = median(measured.samples[key][name]), median(used[name])
-        gbit = 8 * sent_gb
+    _print_rates(case, measured, key, ("shoal", "gloo"), sent_gb)
+
+
+def threads_rows(bench: Benchmark) -> None:
+    """Two hosts whose links are not shaped: 2 and 4 network threads of each process against one."""
+    big = (ALL_REDUCE, 25 * MIB)
+    key = f"{big[0]} {big[1]}"
+    backends: dict[str, int | dict[str, Any] | None] = {
+        _threads(number): {"network_threads": number} for number in (1, 2, 4)
+    }
+    with Cluster(hosts=2) as cluster:
+        measured = on_cluster(
+            cluster, spec_of(backends, [big], 3 * repeats_of(bench)), most_retaken=retakes_of(bench)
+        )
+    case, sent_gb, one = "2 hosts, links not shaped, 25 MiB", big[1] / 1e9, _threads(1)
+    for number in (2, 4):
+        add_row(bench, measured, f"{case}, {_threads(number)}", big, _threads(number), peer=one)
+        used = measured.samples[PROCESSOR + key]
+        bench.add(
+            f"{case}, {_threads(number)}, processor time for each GB that a rank sends",
+            ours=[seconds / sent_gb for seconds in used[_threads(number)]],
+            peer=[seconds / sent_gb for seconds in used[one]],
+            peer_name=one,
+            unit="s",
+            foreign_cores=[measured.foreign],
+            num_retaken=measured.num_retaken,
+        )
+    _print_rates(case, measured, key, backends, sent_gb)
+
+
+def _threads(number: int) -> str:
+    return f"{number} network thread{'s' * (number > 1)}"
+
+
+def _print_rates(case: str, measured: Measured, key: str, names: Iterable[str], sent_gb: float) -> None:
+    gbit = 8 * sent_gb
+    for name in names:
+        took, cores = median(measured.samples[key][name]), median(measured.samples[PROCESSOR + key][name])
         print(
             f"{case}: {name} sends {gbit / took:.1f} Gbit/s a rank, {gbit / cores:.1f} for each core "
             f"in use; 25 GbE takes {25 * cores / gbit:.1f} cores"

@@ -425,6 +425,7 @@ shoal::EngineOptions options_of(const nb::dict& given) {
   read("target_rtt_s", options.target_rtt_s);
   read("unexpected_bytes", options.unexpected_bytes);
   read("connections_per_peer", options.connections_per_peer);
+  read("network_threads", options.network_threads);
   read("send_buffer_bytes", options.send_buffer_bytes);
   read("fabric", options.fabric);
   read("peer_grace_s", options.peer_grace_s);
@@ -534,13 +535,13 @@ void bind_engine(nb::module_& m) {
   nb::class_<shoal::HelperServer>(m, "HelperServer")
       .def("__init__",
            [](shoal::HelperServer* self, const std::string& address, int port, const nb::bytes& secret,
-              int send_buffer_bytes, const std::string& fabric, std::size_t max_weight_bytes) {
+              int send_buffer_bytes, const std::string& fabric, std::size_t max_weight_bytes, int network_threads) {
              constexpr std::size_t kMaxGroups = 4096;
              new (self) shoal::HelperServer(address, port, secret_of(secret), send_buffer_bytes, fabric, 0, kMaxGroups,
-                                            max_weight_bytes);
+                                            max_weight_bytes, network_threads);
            },
            nb::arg("address"), nb::arg("port"), nb::arg("secret"), nb::arg("send_buffer_bytes"), nb::arg("fabric") = "",
-           nb::arg("max_weight_bytes") = 0)
+           nb::arg("max_weight_bytes") = 0, nb::arg("network_threads") = 1)
       .def_prop_ro("port", &shoal::HelperServer::port)
       .def("start", &shoal::HelperServer::start, Release())
       .def("stop", &shoal::HelperServer::stop, Release())

@@ -1,8 +1,8 @@
-// Locks whose use clang checks (-Wthread-safety, `.ci/thread-safety`), and confinement to a thread.
+// Locks whose use clang checks (-Wthread-safety, `.ci/thread-safety`).
 //
 //   Mutex mutex_;
 //   std::map<…> ops_ GUARDED_BY(mutex_);   // an access without the lock does not compile
-//   Window window_ GUARDED_BY(network_thread);  // only in methods that require that thread or have asserted it
+//   Window window_ GUARDED_BY(network_thread);  // only with the NetworkLock of the process's connections
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@
 #define TRY_ACQUIRE(...) SHOAL_ATTRIBUTE(try_acquire_capability(__VA_ARGS__))
 #define RELEASE(...) SHOAL_ATTRIBUTE(release_capability(__VA_ARGS__))
 #define ASSERT_CAPABILITY(x) SHOAL_ATTRIBUTE(assert_capability(x))
-// For a callback that the holder of the capability runs, where clang cannot see it.
+// For a callback that the holder of the capability runs, where clang cannot see it, and for locks themselves.
 #define SHOAL_NO_ANALYSIS SHOAL_ATTRIBUTE(no_thread_safety_analysis)
 
 namespace shoal {
@@ -75,24 +75,40 @@ class Condition {
   std::condition_variable changed_;
 };
 
-// The thread of a transport, on which an engine's protocol runs. A role, not a lock: LoopThread checks it where the
-// thread enters, clang everywhere else.
+// The thread that runs the protocol of a process's connections now: a role, which the holder of their NetworkLock has.
 struct CAPABILITY("role") ThreadRole {};
 inline constexpr ThreadRole network_thread;
 
-// Confines state to one thread: the first that asserts it. Aborts the process on any other, since the state is then
-// already corrupt.
-class LoopThread {
+// Lets the threads of a transport run the protocol in turn. Clang checks that code which requires the role is called
+// with the lock; where it cannot see that, assert_here() does. It aborts the process: the state would be corrupt.
+class NetworkLock {
  public:
+  void lock() ACQUIRE(network_thread) SHOAL_NO_ANALYSIS {
+    mutex_.lock();
+    holder_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  }
+  void unlock() RELEASE(network_thread) SHOAL_NO_ANALYSIS {
+    holder_.store({}, std::memory_order_relaxed);
+    mutex_.unlock();
+  }
   void assert_here() const ASSERT_CAPABILITY(network_thread) {
-    const std::thread::id me = std::this_thread::get_id();
-    std::thread::id owner = owner_.load(std::memory_order_relaxed);
-    if (owner == me) return;
-    if (owner != std::thread::id{} || !owner_.compare_exchange_strong(owner, me)) std::abort();
+    if (holder_.load(std::memory_order_relaxed) != std::this_thread::get_id()) std::abort();
   }
 
  private:
-  mutable std::atomic<std::thread::id> owner_{};
+  std::mutex mutex_;
+  std::atomic<std::thread::id> holder_{};
+};
+
+class SCOPED_CAPABILITY NetworkHold {
+ public:
+  explicit NetworkHold(NetworkLock& lock) ACQUIRE(network_thread) : lock_(lock) { lock_.lock(); }
+  ~NetworkHold() RELEASE() { lock_.unlock(); }
+  NetworkHold(const NetworkHold&) = delete;
+  NetworkHold& operator=(const NetworkHold&) = delete;
+
+ private:
+  NetworkLock& lock_;
 };
 
 }  // namespace shoal

@@ -48,6 +48,7 @@ TransportOptions transport_options(const EngineOptions& options) {
   transport.tcp.secret = options.secret;
   transport.tcp.send_buffer_bytes = options.send_buffer_bytes;
   transport.tcp.grace_s = options.peer_grace_s;
+  transport.tcp.num_threads = options.network_threads;
   transport.fabric = options.fabric;
   transport.shuffle = options.shuffle;
   transport.payload_bytes = std::max(transport.payload_bytes, 2 * options.chunk_bytes);  // 16-bit elements may be sent as 32-bit ones
@@ -250,7 +251,7 @@ void Engine::abort(const std::string& reason) {
   if (!started_ || ops_.is_closed()) return;
   auto done = std::make_shared<std::promise<void>>();
   channel_->post([this, reason, done] {
-    loop_.assert_here();
+    channel_->assert_here();
     fail(reason);
     done->set_value();
   });
@@ -262,7 +263,7 @@ void Engine::close() {
   if (!started_) return channel_->close("it was closed before it had met the others");
   post([this]() SHOAL_NO_ANALYSIS { protocol_->path.send_withheld(); });
   channel_->post([this] {
-    loop_.assert_here();
+    channel_->assert_here();
     protocol_->mailbox.broadcast({FrameType::goodbye});
   });
   channel_->flush(kFlushS);
@@ -310,18 +311,18 @@ void Engine::guarded(const Step& step) {
 
 void Engine::post(std::function<void()> step) {
   channel_->post([this, step = std::move(step)] {
-    loop_.assert_here();
+    channel_->assert_here();
     guarded(step);
   });
 }
 
 std::shared_ptr<std::byte> Engine::place_for(int peer, const FrameHeader& header) {
-  loop_.assert_here();
+  channel_->assert_here();
   return failed_ ? nullptr : protocol_->path.place_for(peer, header);
 }
 
 void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
-  loop_.assert_here();
+  channel_->assert_here();
   guarded([&]() SHOAL_NO_ANALYSIS { dispatch(peer, header, std::move(payload)); });
 }
 
@@ -359,7 +360,7 @@ void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
 }
 
 void Engine::on_down(int peer, const std::string& why) {
-  loop_.assert_here();
+  channel_->assert_here();
   guarded([&]() SHOAL_NO_ANALYSIS {
     if (members_.is_helper(peer)) return lose_helper(peer, why, true);
     if (!protocol_->liveness.has_left(peer)) throw GroupFailure(members_.name_of(peer) + " was lost: " + why);
@@ -369,7 +370,7 @@ void Engine::on_down(int peer, const std::string& why) {
 }
 
 void Engine::on_tick() {
-  loop_.assert_here();
+  channel_->assert_here();
   guarded([&]() SHOAL_NO_ANALYSIS {
     Protocol& on = *protocol_;
     on.liveness.tick([&](const Op& op) SHOAL_NO_ANALYSIS { on.mismatch.announce(op); });
@@ -380,7 +381,7 @@ void Engine::on_tick() {
 }
 
 void Engine::on_error(const std::string& what) {
-  loop_.assert_here();
+  channel_->assert_here();
   guarded([&] { throw GroupFailure("an error of " + members_.name_of(options_.rank) + " itself: " + what); });
 }
 

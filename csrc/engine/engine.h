@@ -119,7 +119,6 @@ class Engine : private ChannelEvents {
   OpTable ops_;
   Journal journal_;
   BufferPool pool_;
-  LoopThread loop_;
   std::string identity_;  // the group's name, made unique; set by connect(), as are the next three
   Members members_;
   std::unique_ptr<Topology> topology_;

@@ -16,13 +16,14 @@ constexpr int kMaxRanks = 65535;
 
 HelperServer::HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
                            const std::string& fabric, std::uint64_t shuffle, std::size_t max_groups,
-                           std::size_t max_weight_bytes)
+                           std::size_t max_weight_bytes, int num_threads)
     : max_groups_(max_groups), budget_(max_weight_bytes) {
   TransportOptions options;
   options.tcp.address = address;
   options.tcp.port = port;
   options.tcp.secret = std::move(secret);
   options.tcp.send_buffer_bytes = send_buffer_bytes;
+  options.tcp.num_threads = num_threads;
   options.fabric = fabric;
   options.shuffle = shuffle;
   transport_ = open_transport(std::move(options), *this);

@@ -17,10 +17,11 @@ namespace shoal {
 class HelperServer : private Sink {
  public:
   // Starts listening. `max_weight_bytes` bounds the weights that it keeps for all groups; 0: half of the memory.
+  // `num_threads` read and write its connections.
   // Throws std::runtime_error if it cannot.
   HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
                const std::string& fabric = "", std::uint64_t shuffle = 0, std::size_t max_groups = 4096,
-               std::size_t max_weight_bytes = 0);
+               std::size_t max_weight_bytes = 0, int num_threads = 1);
   ~HelperServer() override;
 
   int port() const { return transport_->port(); }

@@ -24,6 +24,7 @@ struct EngineOptions {
   double target_rtt_s = 0.015;              // round-trip time to which it adapts
   std::size_t unexpected_bytes = 1 << 20;   // bytes sent to a rank that has not begun the operation
   int connections_per_peer = 1;
+  int network_threads = 1;  // that read and write TCP connections
   int send_buffer_bytes = 128 << 10;
   std::string fabric;         // libfabric's providers, one per rail, separated by commas; empty: TCP
   std::uint64_t shuffle = 0;  // for tests: seed of a random delivery order of libfabric's messages; 0: none

@@ -1,6 +1,7 @@
 #include "transport/connection.h"
 
 #include <linux/sockios.h>
+#include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -20,104 +21,171 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kFairShare = 512 << 10;  // bytes read from a connection before the others are served
-constexpr std::size_t kMaxPieces = 32;
+constexpr std::size_t kWriteBytes = 512 << 10;  // handed to the kernel at once, if there are more frames
 
 }  // namespace
 
-Connection::Connection(int fd, int peer, bool control, BufferPool& pool)
-    : fd_(fd), peer_(peer), control_(control), pool_(pool) {}
+Connection::Connection(int fd, int peer, bool control, Shared& shared, int epoll_fd)
+    : fd_(fd), peer_(peer), control_(control), shared_(shared), epoll_fd_(epoll_fd) {}
 
 Connection::~Connection() { close(fd_); }
 
+// ---- reading --------------------------------------------------------------------------------------------
+
 bool Connection::read(Sink& sink) {
-  std::size_t total = 0;
-  while (total < kFairShare) {
-    iovec pieces[2];
-    int count = 0;
-    std::size_t wanted = 0;
-    if (payload_) {
-      wanted = header_.payload_bytes - payload_filled_;
-      pieces[count++] = {payload_.get() + payload_filled_, wanted};
+  for (std::size_t total = 0; total < kFairShare;) {
+    const Received received = receive();
+    total += received.bytes;
+    if (received.waits) {
+      const NetworkHold hold(shared_.network);
+      take_staged(sink);
     }
-    pieces[count++] = {staged_.data(), staged_.size()};
-    const ssize_t got = readv(fd_, pieces, count);
-    if (got == 0) return false;
-    if (got < 0) {
-      if (errno == EAGAIN) return true;
-      if (errno == EINTR) continue;
-      throw std::system_error(errno, std::generic_category());
-    }
-    const auto size = static_cast<std::size_t>(got);
-    total += size;
-    bytes_in += size;
-    const std::size_t direct = std::min(size, wanted);
-    payload_filled_ += direct;
-    staged_begin_ = 0;
-    staged_end_ = size - direct;
-    if (payload_ && payload_filled_ == header_.payload_bytes) finish_frame(sink);
-    while (take_staged(sink)) {
-    }
-    if (size < wanted + staged_.size()) return true;  // the socket is empty
+    if (received.closed) return false;
+    if (received.drained) return true;
   }
   return true;
 }
 
-// Consumes one header or payload of the staged bytes. Returns false if none are left.
-bool Connection::take_staged(Sink& sink) {
-  const std::size_t left = staged_end_ - staged_begin_;
-  if (left == 0) return false;
-  const std::byte* from = staged_.data() + staged_begin_;
-  if (!payload_) {
-    const std::size_t size = std::min(left, sizeof header_ - header_filled_);
-    std::memcpy(reinterpret_cast<std::byte*>(&header_) + header_filled_, from, size);
-    staged_begin_ += size;
-    header_filled_ += size;
-    if (header_filled_ < sizeof header_) return true;
-    if (const std::string wrong = check_header(header_); !wrong.empty()) throw std::runtime_error(wrong);
-    payload_ = header_.payload_bytes ? sink.place_for(peer_, header_) : nullptr;
-    placed_ = payload_ != nullptr;
-    if (!placed_) payload_ = buffer_of(header_.payload_bytes);
-    payload_filled_ = 0;
-  } else {
-    const std::size_t size = std::min(left, header_.payload_bytes - payload_filled_);
-    std::memcpy(payload_.get() + payload_filled_, from, size);
-    staged_begin_ += size;
-    payload_filled_ += size;
+bool Connection::read_all(Sink& sink) {
+  while (true) {
+    const Received received = receive();
+    if (received.waits) take_staged(sink);
+    if (received.closed) return false;
+    if (received.drained) return true;
   }
-  if (payload_filled_ == header_.payload_bytes) finish_frame(sink);
+}
+
+// Reads what the socket has, or nothing while bytes that were read before wait.
+Connection::Received Connection::receive() {
+  const MutexLock lock(reading_);
+  Received received;
+  if (ended_) {
+    received.drained = true;
+    return received;
+  }
+  if (checked_ || staged_begin_ != staged_end_) {
+    received.waits = true;
+    return received;
+  }
+  iovec pieces[2];
+  int count = 0;
+  std::size_t wanted = 0;
+  if (payload_) {
+    wanted = header_.payload_bytes - payload_filled_;
+    pieces[count++] = {payload_.get() + payload_filled_, wanted};
+  }
+  pieces[count++] = {staged_.data(), staged_.size()};
+  const ssize_t got = readv(fd_, pieces, count);
+  static_cast<void>(shared_.num_writes.load(std::memory_order_acquire));
+  if (got < 0 && errno != EAGAIN && errno != EINTR) throw std::system_error(errno, std::generic_category());
+  received.closed = got == 0;
+  received.drained = got < 0 && errno == EAGAIN;
+  if (got <= 0) return received;
+  received.bytes = static_cast<std::size_t>(got);
+  bytes_in += received.bytes;
+  shared_.bytes_received += received.bytes;
+  const std::size_t direct = std::min(received.bytes, wanted);
+  payload_filled_ += direct;
+  staged_begin_ = 0;
+  staged_end_ = received.bytes - direct;
+  if (payload_ && payload_filled_ == header_.payload_bytes) check_payload();
+  received.waits = checked_ || staged_end_ > 0;
+  received.drained = received.bytes < wanted + staged_.size();
+  return received;
+}
+
+void Connection::take_staged(Sink& sink) {
+  while (take_one(sink)) {
+  }
+}
+
+// Passes on a whole frame, or consumes one header or payload of the staged bytes. Returns false if there is neither.
+bool Connection::take_one(Sink& sink) {
+  FrameHeader header;
+  Payload whole;
+  {
+    const MutexLock lock(reading_);
+    if (ended_) return false;
+    const std::size_t left = staged_end_ - staged_begin_;
+    if (!checked_ && left == 0) return false;
+    const std::byte* from = staged_.data() + staged_begin_;
+    if (!checked_ && payload_) {
+      const std::size_t size = std::min(left, header_.payload_bytes - payload_filled_);
+      std::memcpy(payload_.get() + payload_filled_, from, size);
+      staged_begin_ += size;
+      payload_filled_ += size;
+      if (payload_filled_ < header_.payload_bytes) return true;
+      check_payload();
+    } else if (!checked_) {
+      const std::size_t size = std::min(left, sizeof header_ - header_filled_);
+      std::memcpy(reinterpret_cast<std::byte*>(&header_) + header_filled_, from, size);
+      staged_begin_ += size;
+      header_filled_ += size;
+      if (header_filled_ < sizeof header_) return true;
+      if (const std::string wrong = check_header(header_); !wrong.empty()) throw std::runtime_error(wrong);
+      if (header_.payload_bytes == 0) check_payload();
+    }
+    header = header_;
+    if (checked_) {
+      whole = {payload_.get(), header.payload_bytes, payload_, header.payload_crc, true};
+      payload_.reset();
+      placed_ = checked_ = false;
+      header_filled_ = payload_filled_ = 0;
+      ++frames_in;
+      ++shared_.frames_received;
+    }
+  }
+  if (whole.has_crc) {
+    sink.on_frame(peer_, header, std::move(whole));
+    return true;
+  }
+  std::shared_ptr<std::byte> place = sink.place_for(peer_, header);
+  const MutexLock lock(reading_);
+  placed_ = place != nullptr;
+  payload_ = placed_ ? std::move(place) : buffer_of(header.payload_bytes);
   return true;
 }
 
-std::shared_ptr<std::byte> Connection::buffer_of(std::size_t size) {
-  const std::shared_ptr<std::byte[]> buffer = pool_.take(size);
-  return {buffer, buffer.get()};
-}
-
-void Connection::finish_frame(Sink& sink) {
+void Connection::check_payload() {
   const std::size_t size = header_.payload_bytes;
   if (size && crc32c(payload_.get(), size) != header_.payload_crc) {
     throw std::runtime_error("a frame's payload does not match its checksum");
   }
-  Payload payload{payload_.get(), size, payload_, header_.payload_crc, true};
-  payload_.reset();
-  placed_ = false;
-  header_filled_ = 0;
-  ++frames_in;
-  sink.on_frame(peer_, header_, std::move(payload));
+  checked_ = true;
 }
 
+std::shared_ptr<std::byte> Connection::buffer_of(std::size_t size) {
+  const std::shared_ptr<std::byte[]> buffer = shared_.pool.take(size);
+  return {buffer, buffer.get()};
+}
+
+// Receives the rest of a frame that is under way into a buffer instead of its place.
+void Connection::leave_place() {
+  if (!std::exchange(placed_, false)) return;
+  std::shared_ptr<std::byte> buffer = buffer_of(header_.payload_bytes);
+  std::memcpy(buffer.get(), payload_.get(), payload_filled_);
+  payload_ = std::move(buffer);
+}
+
+// ---- writing --------------------------------------------------------------------------------------------
+
 void Connection::enqueue(const FrameHeader& header, Payload payload) {
+  const MutexLock lock(queue_);
+  if (ended_) return;
   queued_bytes_ += sizeof header + payload.size;
   out_.push_back({header, std::move(payload)});
 }
 
 bool Connection::write() {
+  const MutexLock lock(writing_);
   trim();
-  while (!out_.empty()) {
-    iovec pieces[kMaxPieces];
+  std::array<Outgoing*, kMostFrames> frames;
+  while (const std::size_t num_frames = ended_ ? 0 : pick(frames)) {
+    iovec pieces[2 * kMostFrames];
     std::size_t count = 0;
-    for (Outgoing& frame : out_) {
-      if (count + 2 > kMaxPieces) break;
+    for (std::size_t k = 0; k < num_frames; ++k) {
+      Outgoing& frame = *frames[k];
+      if (!std::exchange(frame.checked, true)) set_checksums(frame.header, frame.payload);
       const std::size_t header_sent = std::min(frame.sent, sizeof frame.header);
       if (header_sent < sizeof frame.header) {
         pieces[count++] = {reinterpret_cast<std::byte*>(&frame.header) + header_sent, sizeof frame.header - header_sent};
@@ -130,60 +198,101 @@ bool Connection::write() {
     msghdr message{};
     message.msg_iov = pieces;
     message.msg_iovlen = count;
+    shared_.num_writes.fetch_add(1, std::memory_order_release);
     const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL);
     if (sent < 0) {
-      if (errno == EAGAIN) return false;
+      if (errno == EAGAIN) {
+        watch(true);
+        return false;
+      }
       if (errno == EINTR) continue;
       throw std::system_error(errno, std::generic_category());
     }
-    bytes_out += static_cast<std::uint64_t>(sent);
     account(static_cast<std::size_t>(sent));
   }
+  watch(false);
   return true;
 }
 
-void Connection::leave_place() {
-  if (!std::exchange(placed_, false)) return;
-  std::shared_ptr<std::byte> buffer = buffer_of(header_.payload_bytes);
-  std::memcpy(buffer.get(), payload_.get(), payload_filled_);
-  payload_ = std::move(buffer);
+// Returns the first frames of the queue, which stay where they are: only a holder of writing_ removes them.
+std::size_t Connection::pick(std::array<Outgoing*, kMostFrames>& frames) {
+  const MutexLock lock(queue_);
+  std::size_t num_frames = 0, bytes = 0;
+  for (Outgoing& frame : out_) {
+    if (num_frames == kMostFrames || bytes >= kWriteBytes) break;
+    frames[num_frames++] = &frame;
+    bytes += sizeof frame.header + frame.payload.size - frame.sent;
+  }
+  return num_frames;
 }
+
+// Lets go of the frames that are written: with writing_, so that drop_data() returns after their owners are gone.
+void Connection::account(std::size_t sent) {
+  for (bool first = true; sent > 0; first = false) {
+    Outgoing written;
+    {
+      const MutexLock lock(queue_);
+      if (first) {
+        bytes_out += sent;
+        shared_.bytes_sent += sent;
+        queued_bytes_ -= sent;
+      }
+      Outgoing& frame = out_.front();
+      const std::size_t whole = sizeof frame.header + frame.payload.size;
+      const std::size_t part = std::min(sent, whole - frame.sent);
+      frame.sent += part;
+      sent -= part;
+      if (frame.sent != whole) return;
+      written = std::move(frame);
+      out_.pop_front();
+    }
+    whole_bytes_ += written.sent;
+    if (keeps_) kept_.push_back({{written.header, copy_of(written.payload)}, whole_bytes_});
+  }
+}
+
+void Connection::watch(bool writable) {
+  if (std::exchange(watched_, writable) == writable || epoll_fd_ < 0) return;
+  epoll_event event{EPOLLIN | (writable ? static_cast<std::uint32_t>(EPOLLOUT) : 0u), {.fd = fd_}};
+  epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, fd_, &event);
+}
+
+// ---- what others take back ------------------------------------------------------------------------------
 
 void Connection::drop_data(std::uint32_t group) {
-  if (header_.group == group) leave_place();
-  std::erase_if(kept_, [&](const Kept& each) { return each.frame.header.group == group && carries_data(each.frame.header.type); });
-  std::deque<Outgoing> kept;
-  for (Outgoing& frame : out_) {
-    if (frame.header.group == group && carries_data(frame.header.type)) {
-      if (frame.sent == 0) {
-        queued_bytes_ -= sizeof frame.header + frame.payload.size;
-        continue;
-      }
-      frame.payload = copy_of(frame.payload);
-    }
-    kept.push_back(std::move(frame));
+  {
+    const MutexLock lock(reading_);
+    if (header_.group == group) leave_place();
   }
-  out_.swap(kept);
+  const MutexLock lock(writing_);
+  std::erase_if(kept_, [&](const Kept& each) { return each.frame.header.group == group && carries_data(each.frame.header.type); });
+  std::deque<Outgoing> dropped;  // their owners are called without the queue's lock
+  {
+    const MutexLock queue(queue_);
+    std::deque<Outgoing> kept;
+    for (Outgoing& frame : out_) {
+      const bool drops = frame.header.group == group && carries_data(frame.header.type);
+      if (drops && frame.sent == 0) queued_bytes_ -= sizeof frame.header + frame.payload.size;
+      else if (drops) frame.payload = copy_of(frame.payload);
+      (drops && frame.sent == 0 ? dropped : kept).push_back(std::move(frame));
+    }
+    out_.swap(kept);
+  }
 }
 
-void Connection::account(std::size_t sent) {
-  queued_bytes_ -= sent;
-  while (sent > 0) {
-    Outgoing& frame = out_.front();
-    const std::size_t whole = sizeof frame.header + frame.payload.size;
-    const std::size_t part = std::min(sent, whole - frame.sent);
-    frame.sent += part;
-    sent -= part;
-    if (frame.sent != whole) continue;
-    whole_bytes_ += whole;
-    if (keeps_) kept_.push_back({{frame.header, copy_of(frame.payload)}, whole_bytes_});
-    out_.pop_front();
-  }
+void Connection::end() {
+  std::deque<Outgoing> dropped;
+  std::shared_ptr<std::byte> place;
+  const MutexLock reads(reading_), writes(writing_), queue(queue_);
+  ended_ = true;
+  place.swap(payload_);
+  out_.swap(dropped);
+  queued_bytes_ = 0;
 }
 
 // What is in the kernel is no more than a send buffer: a copy lets go of the caller's memory as soon as it is written.
 Payload Connection::copy_of(const Payload& payload) {
-  const auto copy = pool_.take(payload.size);
+  const auto copy = shared_.pool.take(payload.size);
   if (payload.size) std::memcpy(copy.get(), payload.data, payload.size);
   return {copy.get(), payload.size, copy, payload.crc, payload.has_crc};
 }
@@ -194,6 +303,24 @@ std::size_t Connection::bytes_in_kernel() const {
   return static_cast<std::size_t>(bytes);
 }
 
+std::uint64_t Connection::mark() const {
+  const MutexLock lock(queue_);
+  return bytes_out + queued_bytes_;
+}
+
+std::size_t Connection::unacknowledged_bytes(std::uint64_t mark) {
+  const MutexLock lock(writing_);
+  const std::size_t in_kernel = bytes_in_kernel();
+  const std::uint64_t acknowledged = bytes_out - in_kernel;
+  const std::size_t all = queued_bytes() + in_kernel;
+  return acknowledged < mark ? std::min<std::size_t>(all, mark - acknowledged) : 0;  // data may have been dropped since
+}
+
+void Connection::keep_unacknowledged() {
+  const MutexLock lock(writing_);
+  keeps_ = true;
+}
+
 void Connection::trim() {
   if (kept_.empty()) return;
   const std::uint64_t acknowledged = bytes_out - bytes_in_kernel();
@@ -201,11 +328,13 @@ void Connection::trim() {
 }
 
 std::vector<Connection::Outgoing> Connection::take_unacknowledged() {
+  const MutexLock lock(writing_);
   trim();
   std::vector<Outgoing> frames;
   for (Kept& each : kept_) frames.push_back(std::move(each.frame));
-  for (Outgoing& each : out_) frames.push_back(std::move(each));
   kept_.clear();
+  const MutexLock queue(queue_);
+  for (Outgoing& each : out_) frames.push_back(std::move(each));
   out_.clear();
   queued_bytes_ = 0;
   return frames;

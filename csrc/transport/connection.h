@@ -1,26 +1,44 @@
 // A TCP connection after its handshake: reads and writes frames without blocking.
+//
+// One thread reads and writes it. It holds the NetworkLock while it asks for a place and passes on a frame, and not
+// while it copies from and to the socket and computes checksums. Holders of the NetworkLock on other threads queue
+// frames, take back what they have queued, and take away the place of a frame that is arriving: for that they wait until
+// the copy under way has ended. Locks are taken in the order NetworkLock, reading_ or writing_, queue_.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <vector>
 
+#include "base/mutex.h"
 #include "transport/transport.h"
 
 namespace shoal {
 
 class Connection {
  public:
+  // What the connections of a transport share.
+  struct Shared {
+    NetworkLock network;
+    BufferPool pool;
+    std::atomic<std::uint64_t> bytes_sent{0}, bytes_received{0}, frames_received{0};
+    // A thread may write an answer where another one has read what was sent. The peer has put the one before the other;
+    // this counter says so in terms of the language.
+    std::atomic<std::uint64_t> num_writes{0};
+  };
   struct Outgoing {
     FrameHeader header;
     Payload payload;
     std::size_t sent = 0;  // bytes of header and payload
+    bool checked = false;  // has its checksums
   };
 
-  Connection(int fd, int peer, bool control, BufferPool& pool);
+  // Watches the socket for writability by this epoll instance while frames wait; none: -1.
+  Connection(int fd, int peer, bool control, Shared& shared, int epoll_fd = -1);
   ~Connection();
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -31,60 +49,88 @@ class Connection {
 
   // Reads available bytes, up to a fair share, and passes on each complete frame. Returns false at the end of the
   // stream. Throws std::system_error for a failed socket and std::runtime_error for a malformed frame.
-  bool read(Sink& sink);
+  bool read(Sink& sink) EXCLUDES(network_thread);
+  // The same, of all that is available.
+  bool read_all(Sink& sink) REQUIRES(network_thread);
 
-  void enqueue(const FrameHeader& header, Payload payload);  // with its checksums
+  void enqueue(const FrameHeader& header, Payload payload) REQUIRES(network_thread);
   // Writes until the socket would block. Returns true when the queue is empty. Throws std::system_error.
   bool write();
 
   // Releases the memory of a group's callers: drops its whole frames with data, and copies one that is partly sent.
-  void drop_data(std::uint32_t group);
-  // Receives the rest of a frame that is under way into a buffer instead of its place.
-  void leave_place();
+  void drop_data(std::uint32_t group) REQUIRES(network_thread);
+  // Neither reads nor writes any more, and holds no memory of callers.
+  void end() REQUIRES(network_thread);
+  bool ended() const { return ended_; }
 
   // Keeps a copy of each frame until the peer's kernel has acknowledged it.
-  void keep_unacknowledged() { keeps_ = true; }
+  void keep_unacknowledged();
   // Removes and returns the frames that the peer may not have, in their order.
-  std::vector<Outgoing> take_unacknowledged();
+  std::vector<Outgoing> take_unacknowledged() REQUIRES(network_thread);
+
+  // Where the stream will end when all that is queued is written; bytes up to such a mark that the peer's kernel has
+  // not acknowledged.
+  std::uint64_t mark() const REQUIRES(network_thread);
+  std::size_t unacknowledged_bytes(std::uint64_t mark) REQUIRES(network_thread);
   std::size_t bytes_in_kernel() const;  // written, and not acknowledged
 
   std::size_t queued_bytes() const { return queued_bytes_; }
-  std::uint64_t bytes_in = 0, bytes_out = 0, frames_in = 0;
-  bool watched = false;  // for writability
+  std::atomic<std::uint64_t> bytes_in{0}, bytes_out{0}, frames_in{0};
   std::size_t path = 0;  // number of the interface
+  std::size_t loop = 0;  // number of the thread
+  std::uint64_t frames_at_tick = 0;  // frames_in at the last tick
 
  private:
-  bool take_staged(Sink& sink);
-  std::shared_ptr<std::byte> buffer_of(std::size_t size);
-  void finish_frame(Sink& sink);
-  void account(std::size_t sent);
-  Payload copy_of(const Payload& payload);
-
-  int fd_;
-  int peer_;
-  bool control_;
-  BufferPool& pool_;
-
-  std::array<std::byte, 16384> staged_;  // a read often returns the next header, or many small frames
-  std::size_t staged_begin_ = 0, staged_end_ = 0;
-  FrameHeader header_;
-  std::size_t header_filled_ = 0;
-  std::shared_ptr<std::byte> payload_;
-  bool placed_ = false;  // payload_ is its place, not a buffer of the pool
-  std::size_t payload_filled_ = 0;
-
+  struct Received {
+    bool waits = false;    // bytes to be passed on
+    bool drained = false;  // the socket is empty
+    bool closed = false;
+    std::size_t bytes = 0;
+  };
+  static constexpr std::size_t kMostFrames = 16;  // of one system call
   struct Kept {
     Outgoing frame;
     std::uint64_t end;  // of the frame in the stream
   };
 
-  void trim();
+  Received receive() EXCLUDES(reading_);
+  void take_staged(Sink& sink) REQUIRES(network_thread) EXCLUDES(reading_);
+  bool take_one(Sink& sink) REQUIRES(network_thread) EXCLUDES(reading_);
+  void check_payload() REQUIRES(reading_);
+  void leave_place() REQUIRES(reading_);
+  std::shared_ptr<std::byte> buffer_of(std::size_t size);
+  std::size_t pick(std::array<Outgoing*, kMostFrames>& frames) REQUIRES(writing_) EXCLUDES(queue_);
+  void account(std::size_t sent) REQUIRES(writing_) EXCLUDES(queue_);
+  void watch(bool writable) REQUIRES(writing_);
+  Payload copy_of(const Payload& payload);
+  void trim() REQUIRES(writing_);
 
-  std::deque<Outgoing> out_;
-  std::size_t queued_bytes_ = 0;
-  bool keeps_ = false;
-  std::deque<Kept> kept_;
-  std::uint64_t whole_bytes_ = 0;  // of frames that are written
+  const int fd_;
+  const int peer_;
+  const bool control_;
+  Shared& shared_;
+  const int epoll_fd_;
+  std::atomic<bool> ended_{false};  // set with the NetworkLock, reading_ and writing_
+
+  Mutex reading_;
+  std::array<std::byte, 16384> staged_ GUARDED_BY(reading_);  // a read often returns the next header, or many small frames
+  std::size_t staged_begin_ GUARDED_BY(reading_) = 0, staged_end_ GUARDED_BY(reading_) = 0;
+  FrameHeader header_ GUARDED_BY(reading_);
+  std::size_t header_filled_ GUARDED_BY(reading_) = 0;
+  std::shared_ptr<std::byte> payload_ GUARDED_BY(reading_);
+  bool placed_ GUARDED_BY(reading_) = false;  // payload_ is its place, not a buffer of the pool
+  std::size_t payload_filled_ GUARDED_BY(reading_) = 0;
+  bool checked_ GUARDED_BY(reading_) = false;  // the payload is whole and matches its checksum
+
+  Mutex writing_;
+  bool watched_ GUARDED_BY(writing_) = false;  // for writability
+  bool keeps_ GUARDED_BY(writing_) = false;
+  std::deque<Kept> kept_ GUARDED_BY(writing_);
+  std::uint64_t whole_bytes_ GUARDED_BY(writing_) = 0;  // of frames that are written
+
+  mutable Mutex queue_;
+  std::deque<Outgoing> out_ GUARDED_BY(queue_);  // frames are removed with writing_ too: a writer refers to them
+  std::atomic<std::size_t> queued_bytes_{0};
 };
 
 }  // namespace shoal

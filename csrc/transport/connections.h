@@ -25,7 +25,7 @@
 
 namespace shoal {
 
-// A channel's events for its group. All calls come on the network thread.
+// A channel's events for its group. All calls come with the NetworkLock, one at a time.
 class ChannelEvents {
  public:
   virtual ~ChannelEvents() = default;
@@ -65,8 +65,8 @@ class Connections final : private Sink {
   Transport& transport() { return *transport_; }
   bool over_fabric() const { return !options_.fabric.empty(); }
 
-  // For channels, on the network thread, which the first one asserts.
-  void assert_here() const ASSERT_CAPABILITY(network_thread) { loop_.assert_here(); }
+  // For channels, with the NetworkLock, which the first one asserts.
+  void assert_here() const ASSERT_CAPABILITY(network_thread) { transport_->assert_here(); }
   // Throws std::runtime_error if another group here has its number.
   void attach(Channel& channel) REQUIRES(network_thread);
   // Members that have joined before the channel was attached.
@@ -93,7 +93,7 @@ class Connections final : private Sink {
     std::string why;
   };
 
-  // Sink: calls of the network thread
+  // Sink
   int on_introduction(const Introduction& who, std::string& why_not) override;
   void on_connected(int peer) override;
   std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) override;
@@ -110,7 +110,6 @@ class Connections final : private Sink {
   const TransportOptions options_;
   std::set<std::string> reserved_;  // groups; guarded by the registry's lock
   std::atomic<bool> tainted_{false};
-  LoopThread loop_;
   std::unordered_map<std::uint32_t, Channel*> channels_ GUARDED_BY(network_thread);
   std::map<int, Process> processes_ GUARDED_BY(network_thread);
   std::unordered_map<std::string, int> peer_of_ GUARDED_BY(network_thread);
@@ -131,6 +130,8 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   Channel(std::shared_ptr<Connections> connections, std::string name);
 
   int port() const { return port_; }
+
+  void assert_here() const ASSERT_CAPABILITY(network_thread) { connections_.assert_here(); }
 
   // Joins the group: `members[self]` is this process. Throws std::runtime_error if that is not possible.
   void open(const Identity& me, int self, const std::vector<Member>& members, ChannelEvents& events);

@@ -27,6 +27,12 @@ std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
+// The rails belong to one thread, which is TCP's first.
+TcpOptions on_one_thread(TcpOptions options) {
+  options.num_threads = 1;
+  return options;
+}
+
 // Returns an empty string, or what is wrong with a message.
 std::string check_message(const FrameHeader& header, const std::byte* data, std::size_t size) {
   if (std::string wrong = check_header(header); !wrong.empty()) return wrong;
@@ -49,7 +55,7 @@ std::string try_rail(const std::string& provider, const std::string& address) {
 OfiTransport::OfiTransport(TransportOptions options, Sink& sink)
     : options_(std::move(options)),
       sink_(sink),
-      tcp_(options_.tcp, *this),
+      tcp_(on_one_thread(options_.tcp), *this),
       message_bytes_(std::min(options_.payload_bytes, kMaxPayloadBytes) + kPrefixBytes),
       random_(options_.shuffle) {
   for (const std::string& provider : split(options_.fabric)) {

@@ -38,6 +38,7 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   void call_peer(int peer, const Introduction& me, double timeout_s) override { tcp_.call_peer(peer, me, timeout_s); }
   bool flush(const std::vector<int>& peers, double timeout_s) override { return tcp_.flush(peers, timeout_s); }
 
+  void assert_here() const override ASSERT_CAPABILITY(network_thread) { tcp_.assert_here(); }
   void post(std::function<void()> task) override { tcp_.post(std::move(task)); }
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;

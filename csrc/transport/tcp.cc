@@ -26,6 +26,8 @@ namespace {
 constexpr std::size_t kSmallBytes = 8 << 10;
 constexpr int kPortTries = 16;
 
+thread_local const void* this_loop = nullptr;  // of the threads of transports
+
 int listen_at(const std::string& address, int port) {
   const SocketAddress at(address, port);
   const int fd = socket(at.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -38,6 +40,11 @@ int listen_at(const std::string& address, int port) {
     throw std::runtime_error("cannot listen at " + address + ":" + std::to_string(port) + ": " + why);
   }
   return fd;
+}
+
+void add_to(int epoll_fd, int fd) {
+  epoll_event event{EPOLLIN, {.fd = fd}};
+  epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event);
 }
 
 // Listens at one port of all addresses. A port that the kernel has chosen at the first may be taken at another one.
@@ -60,50 +67,55 @@ TcpTransport::TcpTransport(TcpOptions options, Sink& sink)
     : options_(std::move(options)), addresses_(addresses_of(options_.address)), sink_(sink) {
   listen_fds_ = listen_at_all(addresses_, options_.port);
   port_ = local_port(listen_fds_.front());
-  epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
-  wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  std::vector<int> waited = listen_fds_;
-  waited.push_back(wake_fd_);
-  for (int fd : waited) {
-    epoll_event event{EPOLLIN, {.fd = fd}};
-    epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
+  for (int k = 0; k < (addresses_.size() > 1 ? 1 : std::max(1, options_.num_threads)); ++k) {
+    loops_.push_back(std::make_unique<Loop>());
+    Loop& loop = *loops_.back();
+    loop.epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    loop.wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    add_to(loop.epoll_fd, loop.wake_fd);
   }
+  for (int fd : listen_fds_) add_to(loops_.front()->epoll_fd, fd);
 }
 
 TcpTransport::~TcpTransport() {
   stop();
+  const NetworkHold hold(shared_.network);
   for (auto& [index, peer] : peers_) stop_probes(peer);
   for (auto& [fd, newcomer] : newcomers_) close(fd);
   for (int fd : listen_fds_) close(fd);
-  for (int fd : {epoll_fd_, wake_fd_}) {
-    if (fd >= 0) close(fd);
+  for (const auto& loop : loops_) {
+    for (int fd : {loop->epoll_fd, loop->wake_fd}) {
+      if (fd >= 0) close(fd);
+    }
   }
 }
 
 void TcpTransport::add_poll_source(PollSource& source) {
   poll_source_ = &source;
-  for (int fd : source.wait_fds()) {
-    epoll_event event{EPOLLIN, {.fd = fd}};
-    epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
-  }
+  for (int fd : source.wait_fds()) add_to(loops_.front()->epoll_fd, fd);
 }
 
 void TcpTransport::start() {
-  thread_ = std::thread([this] { run(); });
+  loops_.front()->thread = std::thread([this] { run_first(); });
+  for (std::size_t k = 1; k < loops_.size(); ++k) loops_[k]->thread = std::thread([this, k] { run_other(*loops_[k]); });
 }
 
 void TcpTransport::stop() {
-  if (!thread_.joinable()) return;
+  if (!loops_.front()->thread.joinable()) return;
   stopping_ = true;
-  post([] {});
-  thread_.join();
+  for (const auto& loop : loops_) wake(*loop);
+  for (const auto& loop : loops_) loop->thread.join();
   // Peers notice at once, even if this process continues.
-  dirty_.clear();
+  const NetworkHold hold(shared_.network);
   for (auto& [index, peer] : peers_) {
     peer.connections.clear();
     peer.control.reset();
   }
-  connections_.clear();
+  for (const auto& loop : loops_) {
+    const MutexLock lock(loop->mutex);
+    loop->dirty.clear();
+    loop->connections.clear();
+  }
   num_connections_ = 0;
   for (int fd : std::exchange(listen_fds_, {})) close(fd);
 }
@@ -117,14 +129,17 @@ void TcpTransport::post(std::function<void()> task) {
     wake = tasks_.empty();
     tasks_.push_back(std::move(task));
   }
-  if (wake) {
-    const std::uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = ::write(wake_fd_, &one, sizeof one);
-  }
+  if (wake) this->wake(*loops_.front());
+}
+
+void TcpTransport::wake(Loop& loop) {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(loop.wake_fd, &one, sizeof one);
 }
 
 void TcpTransport::set_peer(int peer, const std::string& address, int port) {
   post([this, peer, address, port] {
+    assert_here();
     Peer& at = peer_at(peer);
     at.addresses = addresses_of(address);
     at.port = port;
@@ -136,12 +151,16 @@ void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s)
   const int fd = [&] {
     const auto known = std::make_shared<std::promise<std::pair<std::pair<std::string, std::string>, int>>>();
     post([this, peer, known, control = me.control] {
+      assert_here();
       known->set_value({next_path(peer_at(peer), control), peer_at(peer).port});
     });
     const auto [path, port] = known->get_future().get();
     return call(path.second, port, options_.secret, me, timeout_s, kUnreachedS, path.first);
   }();
-  post([this, fd, peer, control = me.control] { adopt(fd, peer, control); });
+  post([this, fd, peer, control = me.control] {
+    assert_here();
+    adopt(fd, peer, control);
+  });
 }
 
 bool TcpTransport::flush(const std::vector<int>& peers, double timeout_s) {
@@ -150,11 +169,17 @@ bool TcpTransport::flush(const std::vector<int>& peers, double timeout_s) {
     post([question, answer] { answer->set_value(question()); });
     return answer->get_future().get();
   };
-  const Marks marks = ask([this, &peers] { return marks_of(peers); });
+  const Marks marks = ask([this, &peers] {
+    assert_here();
+    return marks_of(peers);
+  });
   auto deadline = Clock::now() + seconds(timeout_s);
   std::size_t least = ~std::size_t{0};
   while (Clock::now() < deadline) {
-    const std::size_t bytes = ask([this, &marks] { return unsent_bytes(marks); });
+    const std::size_t bytes = ask([this, &marks] {
+      assert_here();
+      return unsent_bytes(marks);
+    });
     if (bytes == 0) return true;
     if (bytes < least) deadline = Clock::now() + seconds(timeout_s);
     least = std::min(least, bytes);
@@ -164,73 +189,86 @@ bool TcpTransport::flush(const std::vector<int>& peers, double timeout_s) {
 }
 
 TcpTransport::Marks TcpTransport::marks_of(const std::vector<int>& peers) {
-  flush_dirty();
   Marks marks;
   for (int index : peers) {
-    for (const auto& each : peer_at(index).connections) {
-      marks.connections.emplace_back(each, each->bytes_out + each->queued_bytes());
-    }
+    for (const auto& each : peer_at(index).connections) marks.connections.emplace_back(each, each->mark());
     if (poll_source_) marks.source.emplace_back(index, poll_source_->mark(index));
   }
   return marks;
 }
 
 std::size_t TcpTransport::unsent_bytes(const Marks& marks) {
-  flush_dirty();
   std::size_t bytes = 0;
   for (const auto& [connection, mark] : marks.connections) {
-    if (!connections_.count(connection->fd())) continue;  // it has ended
-    const std::size_t in_kernel = connection->bytes_in_kernel();
-    const std::size_t all = connection->queued_bytes() + in_kernel;
-    const std::uint64_t received = connection->bytes_out - in_kernel;
-    if (received < mark) bytes += std::min<std::size_t>(all, mark - received);  // data may have been dropped since
+    if (!connection->ended()) bytes += connection->unacknowledged_bytes(mark);
   }
   for (const auto& [index, mark] : marks.source) bytes += poll_source_->unsent_bytes(index, mark);
   return bytes;
 }
 
 std::map<std::string, std::uint64_t> TcpTransport::counters() const {
-  return {{"bytes_sent", bytes_sent_},
-          {"bytes_received", bytes_received_},
+  return {{"bytes_sent", shared_.bytes_sent},
+          {"bytes_received", shared_.bytes_received},
           {"frames_sent", frames_sent_},
-          {"frames_received", frames_received_},
+          {"frames_received", shared_.frames_received},
           {"strangers_dropped", strangers_},
           {"connections", num_connections_},
           {"paths_lost", paths_lost_}};
 }
 
-// ---- the loop -------------------------------------------------------------------------------------------
+// ---- the loops ------------------------------------------------------------------------------------------
 
-void TcpTransport::run() {
+void TcpTransport::run_first() {
+  Loop& loop = *loops_.front();
+  this_loop = &loop;
   auto last_tick = Clock::now();
   std::array<epoll_event, 64> events;
   while (!stopping_) {
     const double until_tick = options_.tick_s - std::chrono::duration<double>(Clock::now() - last_tick).count();
     int wait_ms = std::max(0, static_cast<int>(until_tick * 1000) + 1);
     if (const int most_ms = poll_source_ ? poll_source_->max_wait_ms() : -1; most_ms >= 0) wait_ms = std::min(wait_ms, most_ms);
-    const int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), wait_ms);
-    for (int k = 0; k < count; ++k) {
-      const int fd = events[static_cast<std::size_t>(k)].data.fd;
-      if (fd == wake_fd_) {
-        std::uint64_t ignored;
-        [[maybe_unused]] const ssize_t got = ::read(wake_fd_, &ignored, sizeof ignored);
-      } else if (std::ranges::count(listen_fds_, fd)) {
-        accept_all(fd);
-      } else if (newcomers_.count(fd)) {
-        hear_newcomer(fd);
-      } else if (auto found = connections_.find(fd); found != connections_.end()) {
-        serve(std::shared_ptr(found->second), events[static_cast<std::size_t>(k)].events);
-      }
-    }
+    const int count = epoll_wait(loop.epoll_fd, events.data(), static_cast<int>(events.size()), wait_ms);
+    for (int k = 0; k < count; ++k) handle(loop, events[static_cast<std::size_t>(k)]);
     run_tasks();
-    if (poll_source_) poll_source_->work();
     const double elapsed = std::chrono::duration<double>(Clock::now() - last_tick).count();
-    if (elapsed >= options_.tick_s) {
-      last_tick = Clock::now();
-      tick(elapsed);
+    const bool ticks = elapsed >= options_.tick_s;
+    if (ticks) last_tick = Clock::now();
+    if (ticks || poll_source_) {
+      const NetworkHold hold(shared_.network);
+      if (poll_source_) poll_source_->work();
+      if (ticks) tick(elapsed);
     }
-    flush_dirty();
+    flush_dirty(loop);
   }
+}
+
+void TcpTransport::run_other(Loop& loop) {
+  this_loop = &loop;
+  std::array<epoll_event, 64> events;
+  while (!stopping_) {
+    const int count = epoll_wait(loop.epoll_fd, events.data(), static_cast<int>(events.size()), -1);
+    for (int k = 0; k < count; ++k) handle(loop, events[static_cast<std::size_t>(k)]);
+    flush_dirty(loop);
+  }
+}
+
+void TcpTransport::handle(Loop& loop, const epoll_event& event) {
+  const int fd = event.data.fd;
+  if (fd == loop.wake_fd) {
+    std::uint64_t ignored;
+    [[maybe_unused]] const ssize_t got = ::read(fd, &ignored, sizeof ignored);
+    return;
+  }
+  std::shared_ptr<Connection> connection;
+  {
+    const MutexLock lock(loop.mutex);
+    if (const auto found = loop.connections.find(fd); found != loop.connections.end()) connection = found->second;
+  }
+  if (connection) return serve(connection, event.events);
+  if (&loop != loops_.front().get()) return;
+  const NetworkHold hold(shared_.network);
+  if (std::ranges::count(listen_fds_, fd)) accept_all(fd);
+  else if (newcomers_.count(fd)) hear_newcomer(fd);
 }
 
 void TcpTransport::run_tasks() {
@@ -240,6 +278,7 @@ void TcpTransport::run_tasks() {
     tasks.swap(tasks_);
   }
   for (auto& task : tasks) {
+    const NetworkHold hold(shared_.network);
     try {
       task();
     } catch (const std::exception& error) {
@@ -253,15 +292,27 @@ TcpTransport::Peer& TcpTransport::peer_at(int index) { return peers_[index]; }
 // ---- frames ---------------------------------------------------------------------------------------------
 
 void TcpTransport::send(int index, FrameHeader header, Payload payload) {
+  assert_here();
   const auto found = peers_.find(index);
   if (found == peers_.end() || found->second.down || found->second.connections.empty()) return;
   Peer& peer = found->second;
   const auto connection = connection_for(peer, payload.size, carries_data(header.type));
   if (peer.paths.size() > 1) header.counter = ++peer.num_sent;
-  set_checksums(header, payload);
-  connection->enqueue(header, std::move(payload));
+  enqueue(connection, header, std::move(payload));
   ++frames_sent_;
-  dirty_.push_back(connection);
+}
+
+// Queues a frame for the connection's thread, which writes at the end of its round.
+void TcpTransport::enqueue(const std::shared_ptr<Connection>& connection, const FrameHeader& header, Payload payload) {
+  connection->enqueue(header, std::move(payload));
+  Loop& loop = *loops_[connection->loop];
+  bool first;
+  {
+    const MutexLock lock(loop.mutex);
+    first = loop.dirty.empty();
+    loop.dirty.push_back(connection);
+  }
+  if (first && this_loop != &loop) wake(loop);
 }
 
 // The connection for data that has least to send, in the kernel too: a window may be less than the kernel's buffers.
@@ -281,79 +332,78 @@ std::shared_ptr<Connection> TcpTransport::connection_for(Peer& peer, std::size_t
   return best;
 }
 
-void TcpTransport::flush_dirty() {
-  while (!dirty_.empty()) {
+void TcpTransport::flush_dirty(Loop& loop) {
+  while (true) {
     std::vector<std::shared_ptr<Connection>> dirty;
-    dirty.swap(dirty_);
+    {
+      const MutexLock lock(loop.mutex);
+      dirty.swap(loop.dirty);
+    }
+    if (dirty.empty()) return;
     for (const auto& connection : dirty) write(connection);
   }
 }
 
 void TcpTransport::write_queued() {
-  for (const auto& connection : std::vector(dirty_)) {
-    if (peer_at(connection->peer()).control != connection || !connections_.count(connection->fd())) continue;
-    const std::uint64_t before = connection->bytes_out;
+  assert_here();
+  for (const auto& [index, peer] : peers_) {
+    if (!peer.control || peer.control->queued_bytes() == 0) continue;
     try {
-      watch(*connection, !connection->write());
+      peer.control->write();
     } catch (const std::system_error&) {  // the loop's write fails as well, and ends the connection
     }
-    bytes_sent_ += connection->bytes_out - before;
   }
 }
 
 void TcpTransport::write(const std::shared_ptr<Connection>& connection) {
-  if (connection->queued_bytes() == 0 || !connections_.count(connection->fd())) return;
-  const std::uint64_t before = connection->bytes_out;
+  if (connection->queued_bytes() == 0) return;
   try {
-    watch(*connection, !connection->write());
+    connection->write();
   } catch (const std::system_error& error) {
+    const NetworkHold hold(shared_.network);
     end_broken(connection, error);
   }
-  bytes_sent_ += connection->bytes_out - before;
-}
-
-void TcpTransport::watch(Connection& connection, bool writable) {
-  if (std::exchange(connection.watched, writable) == writable) return;
-  epoll_event event{EPOLLIN | (writable ? static_cast<std::uint32_t>(EPOLLOUT) : 0u), {.fd = connection.fd()}};
-  epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, connection.fd(), &event);
 }
 
 void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uint32_t events) {
   if (events & EPOLLOUT) write(connection);
   if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
-  const std::uint64_t bytes_before = connection->bytes_in, frames_before = connection->frames_in;
   try {
-    const bool open = connection->read(addresses_.size() > 1 ? static_cast<Sink&>(once_) : sink_);
-    bytes_received_ += connection->bytes_in - bytes_before;
-    frames_received_ += connection->frames_in - frames_before;
-    if (connection->frames_in > frames_before) peer_at(connection->peer()).paths[connection->path].silent_s = 0;
-    if (!open) end_connection(connection, "it closed the connection");
+    if (connection->read(addresses_.size() > 1 ? static_cast<Sink&>(once_) : sink_)) return;
+    const NetworkHold hold(shared_.network);
+    end_connection(connection, "it closed the connection");
   } catch (const std::system_error& error) {
+    const NetworkHold hold(shared_.network);
     end_broken(connection, error);
   } catch (const std::exception& error) {  // a malformed frame: later data of the connection is dropped
+    const NetworkHold hold(shared_.network);
     declare_down(connection->peer(), error.what());
   }
 }
 
-// Takes a connection out of the loop. Its socket closes with the last reference.
+// Takes a connection out of its loop. Its socket closes with the last reference.
 void TcpTransport::forget(Connection& connection) {
-  if (!connections_.erase(connection.fd())) return;
-  connection.leave_place();
+  if (connection.ended()) return;
+  connection.end();
+  Loop& loop = *loops_[connection.loop];
+  const MutexLock lock(loop.mutex);
+  loop.connections.erase(connection.fd());
   --num_connections_;
-  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection.fd(), nullptr);
+  epoll_ctl(loop.epoll_fd, EPOLL_CTL_DEL, connection.fd(), nullptr);
 }
 
 // A peer's connections end one after the other; data on the remaining ones is read first. If they do not end within
 // the grace period, frames may be missing, and the peer counts as down.
 void TcpTransport::end_connection(const std::shared_ptr<Connection>& connection, const std::string& why) {
-  if (!connections_.count(connection->fd())) return;
+  if (connection->ended()) return;
+  std::vector<Connection::Outgoing> missing = connection->take_unacknowledged();
   forget(*connection);
   Peer& peer = peer_at(connection->peer());
   std::erase(peer.connections, connection);
   if (peer.control == connection) peer.control.reset();
   if (peer.paths.size() > 1 && !peer.connections.empty()) {
     if (!peer.control) peer.control = peer.connections.front();
-    resend(peer, connection->take_unacknowledged());
+    resend(peer, std::move(missing));
   }
   if (peer.connections.empty()) return declare_down(connection->peer(), peer.ended.empty() ? why : peer.ended);
   if (peer.ended.empty()) peer.ended = why;
@@ -368,6 +418,7 @@ void TcpTransport::end_broken(const std::shared_ptr<Connection>& connection, con
 }
 
 void TcpTransport::declare_down(int index, const std::string& why) {
+  assert_here();
   Peer& peer = peer_at(index);
   if (peer.down) return;
   drop(index);
@@ -375,6 +426,7 @@ void TcpTransport::declare_down(int index, const std::string& why) {
 }
 
 void TcpTransport::drop(int index) {
+  assert_here();
   Peer& peer = peer_at(index);
   peer.down = true;
   stop_probes(peer);
@@ -384,7 +436,10 @@ void TcpTransport::drop(int index) {
 }
 
 void TcpTransport::drop_data(std::uint32_t group) {
-  for (const auto& [fd, connection] : connections_) connection->drop_data(group);
+  assert_here();
+  for (const auto& [index, peer] : peers_) {
+    for (const auto& connection : peer.connections) connection->drop_data(group);
+  }
 }
 
 }  // namespace shoal

@@ -1,5 +1,9 @@
 // Frames over TCP: a control connection to each peer and, between hosts, several for data.
 //
+// The connections are spread over threads, which copy from and to their sockets, compute checksums and write payloads to
+// their places at the same time. The protocol is run by one of them at a time, the holder of the NetworkLock: each takes
+// it for the frames that it passes on. The first thread has the control connections, accepts, runs tasks and ticks.
+//
 // Where both processes have several addresses, those at the same place of their lists are a path: connections for data
 // are spread over the paths, each from an address to the other. A path that does not answer while another one does is
 // given up: its frames that the peer's kernel has not acknowledged go over the others, and the receiver drops those
@@ -30,6 +34,8 @@
 #include "transport/handshake.h"
 #include "transport/transport.h"
 
+struct epoll_event;
+
 namespace shoal {
 
 struct TcpOptions {
@@ -39,11 +45,13 @@ struct TcpOptions {
   int send_buffer_bytes = 0;  // 0: the system's
   double grace_s = 2.0;
   double tick_s = 0.25;
+  int num_threads = 1;  // with several addresses, whose paths share state: one
 
   bool operator==(const TcpOptions&) const = default;
 };
 
-// Another event source on the network thread: libfabric's endpoints. All calls come on that thread.
+// Another event source of the first thread: libfabric's endpoints. All calls come with the NetworkLock; with one there are
+// no other threads.
 class PollSource {
  public:
   virtual ~PollSource() = default;
@@ -75,6 +83,7 @@ class TcpTransport : public Transport {
   // Returns once the peers' kernels have acknowledged it.
   bool flush(const std::vector<int>& peers, double timeout_s) override;
 
+  void assert_here() const override ASSERT_CAPABILITY(network_thread) { shared_.network.assert_here(); }
   void post(std::function<void()> task) override;
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
@@ -82,7 +91,7 @@ class TcpTransport : public Transport {
   void write_queued() override;
   std::map<std::string, std::uint64_t> counters() const override;
 
-  // For the source, on the network thread: it no longer reaches the peer, which is down unless the peer's own
+  // For the source, with the NetworkLock: it no longer reaches the peer, which is down unless the peer's own
   // connections end within the grace period; the peer has sent a malformed message.
   void suspect(int peer, const std::string& why);
   void declare_down(int peer, const std::string& why);
@@ -138,57 +147,67 @@ class TcpTransport : public Transport {
     std::vector<std::pair<int, std::uint64_t>> source;
   };
 
-  Marks marks_of(const std::vector<int>& peers);
-  std::size_t unsent_bytes(const Marks& marks);
-  void run();
-  void run_tasks();
-  void accept_all(int listen_fd);
-  void hear_newcomer(int fd);
-  void forget_newcomer(int fd, const std::string& why);
-  void adopt(int fd, int peer, bool control);
+  // A thread, and the connections that it reads and writes.
+  struct Loop {
+    int epoll_fd = -1, wake_fd = -1;
+    std::thread thread;
+    Mutex mutex;
+    std::map<int, std::shared_ptr<Connection>> connections GUARDED_BY(mutex);  // by socket
+    std::vector<std::shared_ptr<Connection>> dirty GUARDED_BY(mutex);          // have frames to write
+  };
+
+  Marks marks_of(const std::vector<int>& peers) REQUIRES(network_thread);
+  std::size_t unsent_bytes(const Marks& marks) REQUIRES(network_thread);
+  void run_first();
+  void run_other(Loop& loop);
+  void handle(Loop& loop, const epoll_event& event) EXCLUDES(network_thread);
+  void run_tasks() EXCLUDES(network_thread);
+  void wake(Loop& loop);
+  void accept_all(int listen_fd) REQUIRES(network_thread);
+  void hear_newcomer(int fd) REQUIRES(network_thread);
+  void forget_newcomer(int fd, const std::string& why) REQUIRES(network_thread);
+  void adopt(int fd, int peer, bool control) REQUIRES(network_thread);
   std::size_t path_of(int fd) const;
   std::pair<std::string, std::string> next_path(const Peer& peer, bool control) const;
   std::shared_ptr<Connection> connection_for(Peer& peer, std::size_t bytes, bool data);
-  void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events);
-  void forget(Connection& connection);
-  void end_connection(const std::shared_ptr<Connection>& connection, const std::string& why);
-  void end_broken(const std::shared_ptr<Connection>& connection, const std::system_error& error);
-  void flush_dirty();
-  void write(const std::shared_ptr<Connection>& connection);
-  void watch(Connection& connection, bool writable);
-  void tick(double elapsed_s);
-  void check_peer(int index, Peer& peer, double elapsed_s);
+  void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events) EXCLUDES(network_thread);
+  void forget(Connection& connection) REQUIRES(network_thread);
+  void end_connection(const std::shared_ptr<Connection>& connection, const std::string& why) REQUIRES(network_thread);
+  void end_broken(const std::shared_ptr<Connection>& connection, const std::system_error& error) REQUIRES(network_thread);
+  void enqueue(const std::shared_ptr<Connection>& connection, const FrameHeader& header, Payload payload)
+      REQUIRES(network_thread);
+  void flush_dirty(Loop& loop) EXCLUDES(network_thread);
+  void write(const std::shared_ptr<Connection>& connection) EXCLUDES(network_thread);
+  void tick(double elapsed_s) REQUIRES(network_thread);
+  void check_peer(int index, Peer& peer, double elapsed_s) REQUIRES(network_thread);
   bool answers(const Peer& peer, std::size_t path) const;
-  void lose_path(int index, std::size_t path, bool tell);
-  void resend(Peer& peer, std::vector<Connection::Outgoing> frames);
-  bool check_ended(int index, Peer& peer, double elapsed_s);
+  void lose_path(int index, std::size_t path, bool tell) REQUIRES(network_thread);
+  void resend(Peer& peer, std::vector<Connection::Outgoing> frames) REQUIRES(network_thread);
+  bool check_ended(int index, Peer& peer, double elapsed_s) REQUIRES(network_thread);
   bool probe_answers(const Peer& peer, std::size_t path, Path& state);
   void stop_probes(Peer& peer);
-  Peer& peer_at(int index);
+  Peer& peer_at(int index) REQUIRES(network_thread);
 
   TcpOptions options_;
   std::vector<std::string> addresses_;  // of this process
   Sink& sink_;
   Once once_{*this};
-  BufferPool pool_;
+  Connection::Shared shared_;
   LineLimit lines_;
   PollSource* poll_source_ = nullptr;
   int port_ = 0;
   std::vector<int> listen_fds_;
-  int epoll_fd_ = -1, wake_fd_ = -1;
-  std::thread thread_;
+  std::vector<std::unique_ptr<Loop>> loops_;
   std::atomic<bool> stopping_{false};
 
   Mutex tasks_mutex_;
   std::vector<std::function<void()>> tasks_ GUARDED_BY(tasks_mutex_);
 
-  std::map<int, Peer> peers_;
-  std::map<int, std::shared_ptr<Connection>> connections_;  // by socket
-  std::map<int, Newcomer> newcomers_;
-  std::vector<std::shared_ptr<Connection>> dirty_;
+  std::map<int, Peer> peers_ GUARDED_BY(network_thread);
+  std::map<int, Newcomer> newcomers_ GUARDED_BY(network_thread);
+  std::size_t num_data_ GUARDED_BY(network_thread) = 0;  // connections so far: their threads in turn
 
-  std::atomic<std::uint64_t> bytes_sent_{0}, bytes_received_{0}, frames_sent_{0}, frames_received_{0}, strangers_{0},
-      num_connections_{0}, paths_lost_{0};
+  std::atomic<std::uint64_t> frames_sent_{0}, strangers_{0}, num_connections_{0}, paths_lost_{0};
 };
 
 }  // namespace shoal

@@ -42,7 +42,7 @@ void TcpTransport::accept_all(int listen_fd) {
     }
     newcomers_[fd] = {{}, {}, {}, Clock::now() + seconds(kHandshakeS)};
     epoll_event event{EPOLLIN, {.fd = fd}};
-    epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
+    epoll_ctl(loops_.front()->epoll_fd, EPOLL_CTL_ADD, fd, &event);
   }
 }
 
@@ -75,7 +75,7 @@ void TcpTransport::hear_newcomer(int fd) {
     [[maybe_unused]] const ssize_t sent = ::send(fd, &welcome, 1, MSG_NOSIGNAL);
     if (peer < 0) throw std::runtime_error(why);
     newcomers_.erase(fd);
-    epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
+    epoll_ctl(loops_.front()->epoll_fd, EPOLL_CTL_DEL, fd, nullptr);
     adopt(fd, peer, intro.control);
   } catch (const std::runtime_error& error) {
     forget_newcomer(fd, error.what());
@@ -104,18 +104,24 @@ void TcpTransport::adopt(int fd, int index, bool control) {
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 10);
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
   if (!control && options_.send_buffer_bytes > 0) set_option(fd, SOL_SOCKET, SO_SNDBUF, options_.send_buffer_bytes);
-  auto connection = std::make_shared<Connection>(fd, index, control, pool_);
+  const std::size_t number = control ? 0 : num_data_++ % loops_.size();
+  Loop& loop = *loops_[number];
+  auto connection = std::make_shared<Connection>(fd, index, control, shared_, loop.epoll_fd);
+  connection->loop = number;
   if (addresses_.size() > 1) {
     connection->path = path_of(fd);
     peer.paths.resize(std::max(peer.paths.size(), connection->path + 1));  // its addresses may come later
     if (peer.addresses.size() != 1) connection->keep_unacknowledged();
   }
-  connections_[fd] = connection;
   ++num_connections_;
   peer.connections.push_back(connection);
   if (control) peer.control = connection;
+  {
+    const MutexLock lock(loop.mutex);
+    loop.connections[fd] = connection;
+  }
   epoll_event event{EPOLLIN, {.fd = fd}};
-  epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event);
+  epoll_ctl(loop.epoll_fd, EPOLL_CTL_ADD, fd, &event);
   sink_.on_connected(index);
 }
 
@@ -152,10 +158,7 @@ void TcpTransport::lose_path(int index, std::size_t path, bool tell) {
   }
   for (const auto& each : ended) {
     try {
-      for (std::uint64_t before = ~each->bytes_in; before != each->bytes_in && !peer.down;) {
-        before = each->bytes_in;
-        if (!each->read(once_)) break;
-      }
+      each->read_all(once_);
     } catch (const std::system_error&) {  // it has ended by itself
     } catch (const std::exception& error) {
       return declare_down(index, error.what());
@@ -176,12 +179,12 @@ void TcpTransport::lose_path(int index, std::size_t path, bool tell) {
 void TcpTransport::resend(Peer& peer, std::vector<Connection::Outgoing> frames) {
   for (Connection::Outgoing& frame : frames) {
     const auto connection = connection_for(peer, frame.payload.size, carries_data(frame.header.type));
-    connection->enqueue(frame.header, std::move(frame.payload));
-    dirty_.push_back(connection);
+    enqueue(connection, frame.header, std::move(frame.payload));
   }
 }
 
 void TcpTransport::Once::on_frame(int index, const FrameHeader& header, Payload payload) {
+  transport_.assert_here();
   if (header.counter == 0) return to().on_frame(index, header, std::move(payload));  // of a peer with one path
   Peer& peer = transport_.peer_at(index);
   if (header.counter < peer.seen_below || !peer.seen.insert(header.counter).second) return;
@@ -192,7 +195,10 @@ void TcpTransport::Once::on_frame(int index, const FrameHeader& header, Payload 
   }
   if (header.type != FrameType::path_lost) return to().on_frame(index, header, std::move(payload));
   if (header.chunk >= peer.paths.size()) throw std::runtime_error("it gives up path " + std::to_string(header.chunk) + ", which it does not have");
-  transport_.post([this, index, path = header.chunk] { transport_.lose_path(index, path, false); });  // it reads too
+  transport_.post([this, index, path = header.chunk] {
+    transport_.assert_here();
+    transport_.lose_path(index, path, false);
+  });  // it reads too
 }
 
 // ---- health ---------------------------------------------------------------------------------------------
@@ -208,6 +214,10 @@ void TcpTransport::tick(double elapsed_s) {
   for (const auto& [index, peer] : peers_) indices.push_back(index);
   for (int index : indices) {
     Peer& peer = peer_at(index);
+    for (const auto& each : peer.connections) {
+      const std::uint64_t frames = each->frames_in;
+      if (std::exchange(each->frames_at_tick, frames) != frames) peer.paths[each->path].silent_s = 0;
+    }
     if (peer.down || check_ended(index, peer, elapsed_s)) continue;
     if (peer.control && !peer.addresses.empty()) check_peer(index, peer, elapsed_s);
   }
@@ -215,6 +225,7 @@ void TcpTransport::tick(double elapsed_s) {
 }
 
 void TcpTransport::suspect(int index, const std::string& why) {
+  assert_here();
   Peer& peer = peer_at(index);
   if (peer.ended.empty()) peer.ended = why;
 }

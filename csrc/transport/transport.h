@@ -1,7 +1,8 @@
 // The interface between the process's connections and the transports that carry their frames.
 //
-// A transport has its own thread. All its calls to the Sink, and all calls that the Sink makes in turn, are on that
-// thread; only post() may be called from others. Peers are processes, numbered by the Sink.
+// A transport has threads of its own. They hold its NetworkLock in all calls to the Sink, one at a time, and so in all
+// calls that the Sink makes in turn; only post() may be called from other threads. Peers are processes, numbered by the
+// Sink.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "transport/frame.h"
 
 namespace shoal {
@@ -54,13 +56,14 @@ class Transport {
   virtual void set_peer(int peer, const std::string& address, int port) = 0;
   virtual void call_peer(int peer, const Introduction& me, double timeout_s) = 0;
   // Waits until these peers have received all that is queued for them now; returns false if there is no progress for
-  // `timeout_s`. Any thread but the network thread.
+  // `timeout_s`. Any thread without the NetworkLock.
   virtual bool flush(const std::vector<int>& peers, double timeout_s) = 0;
 
-  // Runs a task on the network thread. Any thread.
+  // Runs a task with the NetworkLock. Any thread.
   virtual void post(std::function<void()> task) = 0;
 
-  // All other methods are called on the network thread only.
+  // All other methods are called with the NetworkLock only, which the first one asserts.
+  virtual void assert_here() const ASSERT_CAPABILITY(network_thread) = 0;
   virtual void send(int peer, FrameHeader header, Payload payload) = 0;
   virtual void drop(int peer) = 0;
   // Drops a group's queued data, whose memory is about to be released. Its other frames are still sent.

@@ -39,6 +39,9 @@ INTERFACE = "SHOAL_INTERFACE"
 """Address or name of the network interface that the backend uses; several, separated by commas."""
 TRANSPORT = "SHOAL_TRANSPORT"
 """Transport of the backend: ``tcp``, or ``ofi:`` and libfabric's providers; the same on all hosts."""
+NETWORK_THREADS = "SHOAL_NETWORK_THREADS"
+"""Threads of a process that read and write the backend's TCP connections; the same on all hosts."""
+MOST_NETWORK_THREADS = 16
 HOST_ID = "SHOAL_HOST_ID"
 """Overrides the identity of this host; tests emulate several hosts on one machine with it."""
 NATIVE_GROUP = "SHOAL_NATIVE_GROUP"
@@ -553,6 +556,23 @@ def transport(environ: Mapping[str, str] | None = None) -> str | None:
     return _text(TRANSPORT, environ)
 
 
+def network_threads(environ: Mapping[str, str] | None = None) -> int:
+    """Return the number of threads in ``SHOAL_NETWORK_THREADS``, or 0.
+
+    Raises:
+        UsageError: it is no number from 1 to 16.
+    """
+    value = _text(NETWORK_THREADS, environ)
+    if value is None:
+        return 0
+    if not (value.isascii() and value.isdigit() and 1 <= int(value) <= MOST_NETWORK_THREADS):
+        raise UsageError(
+            f"{NETWORK_THREADS}={value!r} must be a number of threads from 1 to {MOST_NETWORK_THREADS}; "
+            "without it the number depends on the cores"
+        )
+    return int(value)
+
+
 def native_group(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether the process group in C++ is to be used: yes, unless ``SHOAL_NATIVE_GROUP`` is 0.
 
@@ -679,6 +699,16 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def cores_per_worker(environ: Mapping[str, str] | None = None) -> int:
+    """Return this process's share of its host's cores; 0 if no launcher says how many workers there are."""
+    environ = os.environ if environ is None else environ
+    for local in ("LOCAL_WORLD_SIZE", *(names[3] for names in _MPI_NAMES.values())):
+        size = environ.get(local, "")
+        if size.isascii() and size.isdigit() and int(size):
+            return num_cores() // int(size)
+    return 0
 
 
 def compiler_problem(environ: Mapping[str, str] | None = None) -> str:

@@ -33,6 +33,7 @@ shoal::TransportOptions transport_options() {
   shoal::TransportOptions options;
   options.tcp.secret = kSecret;
   options.tcp.tick_s = 0.05;
+  options.tcp.num_threads = carrier.threads;
   options.fabric = carrier.fabric;
   options.shuffle = carrier.shuffle;
   return options;

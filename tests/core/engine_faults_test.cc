@@ -364,6 +364,7 @@ TEST_OVER_EACH(engine_a_wrong_secret_is_refused_and_said) {
   options.size = 2;
   options.group = "g";
   options.secret = kSecret;
+  options.network_threads = carrier.threads;
   options.fabric = carrier.fabric;
   Engine first(options);
   options.rank = 1;

@@ -46,12 +46,18 @@ struct Carrier {
   std::string name;
   std::string fabric;  // EngineOptions.fabric
   std::uint64_t shuffle = 0;
+  int threads = 1;  // of a process
 };
 
-// libfabric's part has one thread: the thread sanitizer, which it costs most, only sees the tests in ofi_test.cc.
+// The thread sanitizer sees processes of several network threads here, and of one in all other tests. libfabric's part
+// has one thread: the sanitizer, which it costs most, only sees the tests in ofi_test.cc.
 inline const std::vector<Carrier>& carriers() {
   static const std::vector<Carrier> all = {
+#if defined(__SANITIZE_THREAD__)
+      {"tcp, 3 threads", "", 0, 3},
+#else
       {"tcp", ""},
+#endif
 #if defined(SHOAL_HAS_LIBFABRIC) && !defined(__SANITIZE_THREAD__)
       {"ofi, shuffled", "tcp;ofi_rxm", 7},
 #endif
@@ -136,7 +142,7 @@ class Group {
     const int n = static_cast<int>(placement.hosts.size());
     std::vector<shoal::HelperInfo> helper_infos;
     for (int k = 0; k < placement.num_helpers; ++k) {
-      helpers.push_back(std::make_unique<shoal::HelperServer>("127.0.0.1", 0, kSecret, 0, carrier.fabric, carrier.shuffle));
+      helpers.push_back(std::make_unique<shoal::HelperServer>("127.0.0.1", 0, kSecret, 0, carrier.fabric, carrier.shuffle, 4096, 0, carrier.threads));
       helpers.back()->start();
       helper_infos.push_back({"127.0.0.1", helpers.back()->port(), "helper" + std::to_string(k)});
     }
@@ -147,6 +153,7 @@ class Group {
       options.size = n;
       options.group = name;
       options.secret = kSecret;
+      options.network_threads = carrier.threads;
       options.fabric = carrier.fabric;
       options.shuffle = carrier.shuffle ? carrier.shuffle + static_cast<std::uint64_t>(rank) : 0;
       if (tweak) tweak(options);

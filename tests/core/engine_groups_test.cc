@@ -35,6 +35,7 @@ struct Engines {
       options.size = static_cast<int>(ranks.size());
       options.group = name;
       options.secret = kSecret;
+      options.network_threads = carrier.threads;
       options.fabric = carrier.fabric;
       options.share_connections = share;
       options.address = "127.0.0." + std::to_string(1 + ranks[k]);

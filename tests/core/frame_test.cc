@@ -139,14 +139,14 @@ struct Pair {
     int fds[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
     raw = fds[0];
-    connection = std::make_unique<Connection>(fds[1], 1, false, pool);
+    connection = std::make_unique<Connection>(fds[1], 1, false, shared);
   }
   ~Pair() {
     if (raw >= 0) close(raw);
   }
   void hang_up() { close(std::exchange(raw, -1)); }
 
-  BufferPool pool;
+  Connection::Shared shared;
   int raw = -1;
   std::unique_ptr<Connection> connection;
 };
@@ -260,9 +260,9 @@ TEST(connection_gives_back_what_was_not_acknowledged) {
   constexpr std::size_t kFrames = 60, kBytes = 50'000;
   std::mt19937_64 random(11);
   for (const bool reads : {false, true}) {
-    BufferPool pool;
+    Connection::Shared shared;
     const auto [from, to] = tcp_pair();
-    Connection connection(from, 1, false, pool);
+    Connection connection(from, 1, false, shared);
     connection.keep_unacknowledged();
     std::vector<std::string> sent;
     std::vector<std::uint8_t> received, chunk(300'000);

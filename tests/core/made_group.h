@@ -51,7 +51,6 @@ struct Parts {
     options.size = 3;
     options.group = "g";
     ops.open();
-    thread.assert_here();
   }
 
   // Issues an all_reduce of `x`, as Engine::submit does.
@@ -79,7 +78,8 @@ struct Parts {
     return header;
   }
 
-  shoal::LoopThread thread;
+  shoal::NetworkLock lock;
+  shoal::NetworkHold hold{lock};
   shoal::EngineOptions options;
   shoal::Members members = made::members();
   shoal::Topology topology{kMe, {"a", "b", "c"}, 1, {0, 1, 2, 3}};

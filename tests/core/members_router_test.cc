@@ -19,8 +19,8 @@ Members members_of(std::vector<std::string> hosts, std::vector<std::string> help
 }
 
 TEST(router_sends_chunks_of_a_lost_helper_to_stand_ins_that_all_ranks_agree_on) {
-  shoal::LoopThread thread;
-  thread.assert_here();
+  shoal::NetworkLock lock;
+  const shoal::NetworkHold hold(lock);
   const Topology mine(0, {"a", "b", "c"}, 2, {0, 1, 2, 3, 4}), theirs(2, {"a", "b", "c"}, 2, {0, 1, 2, 3, 4});
   const Members members = members_of({"a", "b", "c"}, {"h0", "h1"});
   Router router(members, mine, true), other(members, theirs, true);
@@ -41,8 +41,8 @@ TEST(router_sends_chunks_of_a_lost_helper_to_stand_ins_that_all_ranks_agree_on) 
 }
 
 TEST(router_fails_the_group_where_no_server_is_left) {
-  shoal::LoopThread thread;
-  thread.assert_here();
+  shoal::NetworkLock lock;
+  const shoal::NetworkHold hold(lock);
   const Topology topology(0, {"a", "b"}, 1, {2});
   const Members members = members_of({"a", "b"}, {"h0"});
   Router router(members, topology, false);

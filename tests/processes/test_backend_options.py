@@ -39,6 +39,30 @@ def test_order_of_addition(tmp_path: Path, order: str) -> None:
     run_group(check_order, 4, tmp_path, order, hosts=HOSTS)
 
 
+def check_threads(rank: int, folder: Path) -> None:
+    options = EngineOptions(chunk_bytes=16 << 10)
+    group = dist.new_group(backend="shoal", pg_options=options)
+    tensors = [contribution(rank) * (k + 1) for k in range(4)]
+    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
+        work.wait()
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    torch.save((tensors, num_threads), folder / f"{rank}.pt")
+
+
+def test_network_threads_give_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for number in ("1", "3"):
+        folder = tmp_path / number
+        folder.mkdir()
+        run_group(
+            check_threads, 4, tmp_path, folder, hosts=HOSTS, environment={"SHOAL_NETWORK_THREADS": number}
+        )
+        found.append([torch.load(folder / f"{rank}.pt") for rank in range(4)])
+    for one, three in zip(*found, strict=True):
+        assert all(map(torch.equal, one[0], three[0]))
+        assert three[1] >= one[1] + 2, "the process has no further threads"
+
+
 def check_different_options(rank: int) -> None:
     with pytest.raises(Exception, match="other pg_options than rank 0"):
         dist.new_group(backend="shoal", pg_options=EngineOptions(chunk_bytes=(1 + rank) << 14))
@@ -58,6 +82,7 @@ def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
             {"window_bytes": 0},
             {"target_rtt_s": 0.0},
             {"connections_per_peer": -1},
+            {"network_threads": 17},
             {"send_buffer_bytes": -1},
         ),
         *(

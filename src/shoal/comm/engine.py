@@ -17,7 +17,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from shoal import native
+from shoal import env, native
 from shoal.errors import ShoalError, UsageError
 
 _FABRIC = "ofi:"
@@ -31,6 +31,7 @@ _RANGES: dict[str, tuple[float, float, int]] = {
     "target_rtt_s": (1e-6, 3600.0, 0),
     "unexpected_bytes": (0, _MAX_BYTES, 1),
     "connections_per_peer": (0, 64, 1),
+    "network_threads": (0, env.MOST_NETWORK_THREADS, 1),
     "send_buffer_bytes": (0, 1 << 30, 1),
     "peer_grace_s": (0.0, 86400.0, 0),
     "straggler_s": (0.0, 86400.0, 0),
@@ -57,6 +58,17 @@ def fabric_providers(transport: str | None) -> str:
             "by commas, as in ofi:efa or ofi:tcp;ofi_rxm; `shoal doctor` lists those that can be used here"
         )
     return providers
+
+
+def threads_for(num_cores: int) -> int:
+    """Return the number of network threads of a process with so many cores: one for 8 of them, 1 to 4.
+
+    Example:
+
+        >>> [threads_for(num_cores) for num_cores in (2, 16, 64)]
+        [1, 2, 4]
+    """
+    return min(max(num_cores // 8, 1), 4)
 
 
 class CommError(ShoalError):
@@ -117,6 +129,10 @@ class EngineOptions:
         connections_per_peer: TCP connections for data per peer; clouds limit the rate of one. 0: four where
             links are measured and four are faster, else one. Links are measured where there are helpers whose
             bandwidths are not given.
+        network_threads: threads of a process that read and write its TCP connections, of which there are at
+            least as many for data per peer. One with several interfaces, or with libfabric. 0:
+            SHOAL_NETWORK_THREADS if set, else one for 8 cores of a worker, at most 4, over
+            ``connections_per_peer`` connections.
         send_buffer_bytes: kernel send buffer of a connection; small ones keep flows fair, 0 is the system's.
         peer_grace_s: silence after which a host counts as lost.
         straggler_s: wait after which an operation's missing ranks are logged.
@@ -141,6 +157,7 @@ class EngineOptions:
     target_rtt_s: float = 0.015
     unexpected_bytes: int = 1 << 20
     connections_per_peer: int = 0
+    network_threads: int = 0
     send_buffer_bytes: int = 128 << 10
     peer_grace_s: float = 2.0
     straggler_s: float = 1.0
@@ -313,7 +330,8 @@ class Engine:
     ) -> None:
         settings = {
             **asdict(options), "fabric": fabric_providers(options.transport),
-            "connections_per_peer": options.connections_per_peer or 1,
+            "network_threads": options.network_threads or threads_for(env.cores_per_worker()),
+            "connections_per_peer": max(options.connections_per_peer, options.network_threads, 1),
             "rank": rank, "size": size, "group": group, "secret": secret, "address": address,
             "share_connections": share_connections,
         }  # fmt: skip

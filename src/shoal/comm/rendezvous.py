@@ -79,7 +79,11 @@ def connect_engine(
         secret = env.secret()
         records = Records(store, group, secret, timeout)
         options = options or EngineOptions()
-        options = replace(options, transport=options.transport or env.transport())
+        options = replace(
+            options,
+            transport=options.transport or env.transport(),
+            network_threads=options.network_threads or env.network_threads(),
+        )
         rules = _exchange_rules(records, rank, options, _place_of(store), timeout.total_seconds())
         member = _Member(
             store=store, rank=rank, size=size, group=group, global_rank=global_rank, timeout=timeout,

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shoal import env, native
-from shoal.comm.engine import fabric_providers
+from shoal.comm.engine import fabric_providers, threads_for
 from shoal.errors import EXIT_OK, ShoalError, UsageError
 
 DEFAULT_PORT = 7070
@@ -63,8 +63,9 @@ def serve(
     core = native.core()
     try:
         server = core.HelperServer(
-            address, port, secret, 128 << 10, fabric, max_weight_bytes=weights_mib << 20
-        )
+            address, port, secret, 128 << 10, fabric, max_weight_bytes=weights_mib << 20,
+            network_threads=env.network_threads() or threads_for(env.num_cores()),
+        )  # fmt: skip
     except RuntimeError as error:
         raise ShoalError(f"shoal serve: {error}; choose another --port, --address or --transport") from None
     stops: list[int] = []  # no Event: a second signal within its set() would wait for the first for ever

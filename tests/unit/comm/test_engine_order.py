@@ -66,6 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small chunks": {"chunk_bytes": 8 << 10, "shared_chunk_bytes": 16 << 10},
     "large chunks": {"chunk_bytes": 1 << 20, "shared_chunk_bytes": 1 << 20},
     "three connections": {"connections_per_peer": 3},
+    "three threads": {"network_threads": 3},
     "two slots": {"num_slots": 2},
     "tight windows": {"min_window_bytes": 8 << 10, "window_bytes": 8 << 10, "unexpected_bytes": 8 << 10},
     "one server": {"pattern": [1]},
