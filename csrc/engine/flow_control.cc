@@ -80,12 +80,21 @@ std::optional<Outgoing> OrderedOutbox::next(std::size_t window, int rank) {
 
 // ---- windows -----------------------------------------------------------------------------------------------
 
+namespace {
+
+// Connections for data to each server, or rails.
+int num_paths_to_one(const EngineOptions& options) {
+  if (!options.fabric.empty()) return 1 + static_cast<int>(std::ranges::count(options.fabric, ','));
+  return options.connections_per_peer * static_cast<int>(addresses_of(options.address).size());
+}
+
+}  // namespace
+
 FlowControl::FlowControl(const EngineOptions& options, const Topology& topology, const Liveness& liveness, Mailbox& mailbox)
     : options_(options),
       liveness_(liveness),
       mailbox_(mailbox),
-      num_paths_((topology.num_hosts() + topology.num_helpers()) * options.connections_per_peer *
-                 static_cast<int>(addresses_of(options.address).size())),
+      num_paths_((topology.num_hosts() + topology.num_helpers()) * num_paths_to_one(options)),
       least_bytes_(options.min_window_bytes ? options.min_window_bytes : topology.usual_message_bytes()) {}
 
 void FlowControl::add(const OpPtr& op, std::uint64_t index) {

@@ -21,7 +21,14 @@ struct Loaded {
   std::string problem;
 };
 
+// Messages above a buffer of ofi_rxm go by a handshake, behind what is queued for the peer: half the rate of a link. So
+// a chunk of 32 KiB with its header fits. Fewer buffers, 64 for each connection, keep an endpoint's memory below 60 MB.
+constexpr const char* kRxmBufferBytes = "36864";
+constexpr const char* kRxmBuffers = "64";
+
 Loaded load() {
+  setenv("FI_OFI_RXM_BUFFER_SIZE", kRxmBufferBytes, 0);
+  setenv("FI_OFI_RXM_MSG_RX_SIZE", kRxmBuffers, 0);
   Loaded loaded;
   void* const handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);  // never closed: its threads may outlive the caller
   if (!handle) {
