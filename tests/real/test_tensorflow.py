@@ -42,8 +42,13 @@ def test_results_are_those_of_torch_numpy_and_one_process(python: Path, size: in
     of_torch = run(
         sys.executable, WORKERS.with_name("jax_workers.py"), "torch_sums", size, hosts, SHOAL_NATIVE_GROUP="0"
     )
-    said = run(python, WORKERS, "sums,collectives,order,training,horovod,memory", size, hosts)
+    said = run(python, WORKERS, "sums,collectives,order,training,horovod", size, hosts)
     assert results(said) == results(of_torch) and len(results(said)) == 8
+
+
+def test_memory_of_tensors_is_kept(python: Path) -> None:
+    one_thread = {"TF_NUM_INTRAOP_THREADS": "1", "TF_ENABLE_ONEDNN_OPTS": "0"}
+    run(python, WORKERS, "memory", 2, KERAS_BACKEND="tensorflow", **one_thread)
 
 
 @pytest.mark.slow
