@@ -27,7 +27,7 @@ def check(*files: Path) -> subprocess.CompletedProcess[str]:
         ),
         (
             "engine.cc",
-            "void Engine::on_tick() {\n  loop_.assert_here();",
+            "void Engine::on_tick() {\n  channel_->assert_here();",
             "requires holding role 'network_thread'",
         ),
     ],
