@@ -92,7 +92,9 @@ def with_jax(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     subprocess.run(["umount", CHROOT / "proc"], check=True)
 
 
-@pytest.mark.parametrize("name", ["sums", "shapes", "collectives", "order", "training", "differing", "mpi"])
+@pytest.mark.parametrize(
+    "name", ["sums", "shapes", "collectives", "order", "dispatch", "training", "differing", "mpi"]
+)
 def test_the_newest_jax(with_jax: Path, name: str) -> None:
     framework_jobs.run(with_jax, Path("/jax_workers.py"), name, 2, RUNS="20")
     version = in_chroot("/jax/bin/python", "-c", "import jax; print(jax.__version__)")
