@@ -57,7 +57,7 @@ def test_network_threads_give_the_same_bits(tmp_path: Path) -> None:
         run_group(
             check_threads, 4, tmp_path, folder, hosts=HOSTS, environment={"SHOAL_NETWORK_THREADS": number}
         )
-        found.append([torch.load(folder / f"{rank}.pt") for rank in range(4)])
+        found.append([torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)])
     for one, three in zip(*found, strict=True):
         assert all(map(torch.equal, one[0], three[0]))
         assert three[1] >= one[1] + 2, "the process has no further threads"

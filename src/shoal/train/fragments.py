@@ -25,7 +25,7 @@ from shoal.train.served_tensors import Table
 
 @dataclass(frozen=True)
 class Streaming:
-    """How an exchange is divided, and spread over local steps (Streaming DiLoCo).
+    """Divides an exchange into fragments and spreads it over local steps (Streaming DiLoCo).
 
     Attributes:
         fragments: parts of the model, each exchanged at its own time within the H steps.
@@ -39,7 +39,7 @@ class Streaming:
 
     @property
     def is_on(self) -> bool:
-        """Whether exchanges differ from those of all weights at once, for which all workers wait."""
+        """Is true unless all weights are exchanged at once while all workers wait."""
         return self.fragments > 1 or self.delay > 0
 
     @property
