@@ -206,6 +206,7 @@ OpPtr Engine::make_op(OpSpec spec) {
   op->ordered = op->spec.priority && op->spec.kind == Kind::all_reduce && !topology_->any_host_shared();
   op->chunks = is_served(op->spec.kind) ? topology_->cut_served(op->spec, max_chunk_bytes(*op))
                                         : topology_->cut(op->spec, max_chunk_bytes(*op), fused_);
+  op->num_links = topology_->num_links(op->spec.kind);
   op->parts.resize(op->chunks.size());
   return op;
 }

@@ -94,17 +94,18 @@ FlowControl::FlowControl(const EngineOptions& options, const Topology& topology,
     : options_(options),
       liveness_(liveness),
       mailbox_(mailbox),
-      num_paths_((topology.num_hosts() + topology.num_helpers()) * num_paths_to_one(options)),
+      num_paths_to_one_(num_paths_to_one(options)),
       least_bytes_(options.min_window_bytes ? options.min_window_bytes : topology.usual_message_bytes()) {}
 
 void FlowControl::add(const OpPtr& op, std::uint64_t index) {
-  min_window_ = static_cast<double>(std::max(least_bytes_, op->bytes_of(0))) * num_paths_;
+  num_paths_ = op->num_links * num_paths_to_one_;
+  message_bytes_ = static_cast<double>(std::max(least_bytes_, op->bytes_of(0)));
   if (op->ordered) ordered_.add(op, index);
   else outbox_.add(op, index);
 }
 
 std::size_t FlowControl::room(const Window& window) const {
-  return static_cast<std::size_t>(std::max(window.bytes, min_window_));
+  return static_cast<std::size_t>(std::max(window.bytes, message_bytes_) * num_paths_);
 }
 
 std::optional<Outgoing> FlowControl::next() {
@@ -144,11 +145,11 @@ void FlowControl::answered(const Op& op, std::uint64_t index) {
   retire(op, index);
   Window& window = op.ordered ? ordered_window_ : window_;
   window.answered += op.in_flight_bytes(index);
-  window.bytes = std::max(window.bytes, min_window_);
-  if (static_cast<double>(window.answered) < window.bytes) return;
+  if (window.answered < room(window)) return;
   const double took_s = static_cast<double>(now_ns() - part.sent_ns) * 1e-9;
-  window.bytes *= std::clamp(options_.target_rtt_s / std::max(took_s, 1e-6), 0.5, 2.0);
-  window.bytes = std::clamp(window.bytes, min_window_, std::max(min_window_, static_cast<double>(options_.window_bytes)));
+  const double most = std::max(message_bytes_, static_cast<double>(options_.window_bytes) / num_paths_);
+  window.bytes = std::max(window.bytes, message_bytes_) * std::clamp(options_.target_rtt_s / std::max(took_s, 1e-6), 0.5, 2.0);
+  window.bytes = std::clamp(window.bytes, message_bytes_, most);
   window.answered = 0;
 }
 

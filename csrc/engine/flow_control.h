@@ -159,7 +159,7 @@ class FlowControl {
 
  private:
   struct Window {
-    double bytes = 0;          // adapts to the round-trip time
+    double bytes = 0;          // of each path; adapts to the round-trip time
     std::size_t answered = 0;  // bytes answered since the last adaptation
   };
 
@@ -169,9 +169,10 @@ class FlowControl {
   const EngineOptions& options_;
   const Liveness& liveness_;
   Mailbox& mailbox_;
-  const int num_paths_;            // connections to all servers
+  const int num_paths_to_one_;     // connections to a server
   const std::size_t least_bytes_;  // of the window, for each of them
-  double min_window_ GUARDED_BY(network_thread) = 0;  // a chunk on each path
+  int num_paths_ GUARDED_BY(network_thread) = 1;         // connections to all servers of the last operation's pattern
+  double message_bytes_ GUARDED_BY(network_thread) = 0;  // least window of each path
   Outbox outbox_ GUARDED_BY(network_thread);
   OrderedOutbox ordered_ GUARDED_BY(network_thread);
   Window window_ GUARDED_BY(network_thread), ordered_window_ GUARDED_BY(network_thread);

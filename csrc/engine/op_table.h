@@ -46,6 +46,7 @@ struct Op {
   std::uint64_t seq = 0;
   std::uint64_t signature = 0;
   std::vector<Chunk> chunks;
+  int num_links = 1;                          // hosts and helpers that serve chunks of its kind
   std::vector<Part> parts;                    // network thread
   std::map<std::uint64_t, Payload> retained;  // results received from helpers, in case one is lost
   std::atomic<int> pending{1};                // see OpTable

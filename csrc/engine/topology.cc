@@ -67,7 +67,15 @@ void Topology::set_pattern(std::vector<int> pattern) {
                                   std::to_string(size() + num_helpers_));
     }
   }
+  std::set<int> links;
+  for (int server : pattern) links.insert(is_helper(server) ? num_hosts() + server : host_of(server));
+  num_links_ = static_cast<int>(links.size());
   pattern_ = std::move(pattern);
+}
+
+int Topology::num_links(Kind kind) const {
+  const bool fixed = kind == Kind::all_gather || kind == Kind::reduce_scatter;
+  return fixed ? num_hosts() : num_links_;
 }
 
 int Topology::owner(int host, const OpSpec& spec, std::uint64_t index, const Chunk& chunk) const {

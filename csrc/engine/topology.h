@@ -60,6 +60,9 @@ class Topology {
   int owner(int host, const OpSpec& spec, std::uint64_t index, const Chunk& chunk) const;
   int owner(int host, Kind kind, int root, std::uint64_t index, int server) const;
 
+  // Returns the number of hosts and helpers that serve an operation's chunks: those in the pattern, or every host.
+  int num_links(Kind kind) const;
+
   // Returns the largest chunk between hosts, where nothing speaks for more: all hosts send to one server at once, and
   // what they send must fit the queue on its link. With 16 hosts at 50 Mbit/s and queues of 50 ms, 32 KiB from each
   // took 1.6 times as long as 16 KiB.
@@ -91,6 +94,7 @@ class Topology {
   bool any_host_shared_ = false;
   int num_helpers_;
   std::vector<int> pattern_;
+  int num_links_ = 1;  // hosts and helpers in the pattern
 };
 
 }  // namespace shoal

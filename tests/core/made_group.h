@@ -65,6 +65,7 @@ struct Parts {
     op->signature = shoal::signature_of(op->spec);
     op->begun = std::chrono::steady_clock::now();
     op->chunks = topology.cut(op->spec, options.chunk_bytes ? options.chunk_bytes : shoal::Topology::kMessageBytes, fused);
+    op->num_links = topology.num_links(op->spec.kind);
     op->parts.resize(op->chunks.size());
     ops.add({op});
     return op;

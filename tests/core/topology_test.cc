@@ -108,6 +108,16 @@ TEST(topology_messages_of_many_hosts_fit_a_queue) {
   CHECK_EQ(usual(200), std::size_t{8} << 10);
 }
 
+TEST(topology_links_of_a_pattern) {
+  Topology topology(0, {"a", "a", "b", "c"}, 2, all_servers(4, 2));
+  CHECK_EQ(topology.num_links(Kind::all_reduce), 5);
+  topology.set_pattern({4, 5, 4});
+  CHECK_EQ(topology.num_links(Kind::all_reduce), 2);
+  topology.set_pattern({0, 1, 3, 5});  // two ranks share a link
+  CHECK_EQ(topology.num_links(Kind::broadcast), 3);
+  for (Kind kind : {Kind::all_gather, Kind::reduce_scatter}) CHECK_EQ(topology.num_links(kind), 3);
+}
+
 // A rank's own part of a reduce_scatter or all_gather is cut at its edges and served by that rank: one hop.
 TEST(topology_fixed_parts_are_served_by_their_rank) {
   for (const auto& hosts : kHosts) {
