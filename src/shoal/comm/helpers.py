@@ -29,7 +29,7 @@ STARTING_S = 30.0
 _PAUSE_S = 0.1
 
 _PROBE_HOST_S = 0.15
-_PROBE_ALL_HELPERS_S = 0.125
+_PROBE_ALL_HELPERS_S = 0.4  # a helper's first sums wait for a message of each host: 42 ms of 16 at 50 Mbit/s
 _PROBE_HELPER_S = 0.04
 _PROBE_MIN_BYTES = 128 << 10
 _PROBE_MAX_BYTES = 64 << 20
@@ -230,8 +230,9 @@ class Probe:
         rates = [rate_of(helper) for helper in range(min(num_helpers, _MAX_PROBED_HELPERS))]
         weights = _relative_rates(confirmed(rates, rate_of)) + [1.0] * (num_helpers - len(rates))
         servers = [self.size + helper for helper in assign_chunks(_PATTERN_LENGTH, weights)]
-        num_bytes = min(int(host * _PROBE_ALL_HELPERS_S), _PROBE_MAX_BYTES)
-        took_s = self._steady_seconds(servers, num_bytes, least_s=4 * _PROBE_ALL_HELPERS_S)
+        busy = min(num_helpers / self.num_hosts, 1.0)  # parts of the workers' links, by helpers of their rate
+        num_bytes = min(max(int(busy * host * _PROBE_ALL_HELPERS_S), _PROBE_MIN_BYTES), _PROBE_MAX_BYTES)
+        took_s = self._steady_seconds(servers, num_bytes, least_s=2 * _PROBE_ALL_HELPERS_S)
         return _multiples(weights, self.num_hosts * num_bytes / took_s / host, self.num_hosts)
 
     def _seconds(self, pattern: list[int], num_bytes: int) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 
-from shoal.comm.helpers import confirmed, until_steady
+from shoal.comm.helpers import Probe, confirmed, until_steady
 
 
 class Link:
@@ -64,3 +67,65 @@ def test_a_helper_that_is_slower_each_time_is_believed() -> None:
 
     assert confirmed([1.0, 1.05, 0.98, 0.5], measure) == [1.0, 1.05, 0.98, 0.52]
     assert asked == [3, 3]
+
+
+@dataclass(kw_only=True)
+class OnLinks(Probe):
+    """A probe of links of known rates, whose transfers take what the model of the decision code says.
+
+    A helper has a first message from each host before it sends any result; the hosts' links send meanwhile.
+    """
+
+    host_bytes_per_s: float
+    helpers: list[float]
+    """multiples of it"""
+    message_bytes: int = 16 << 10
+    spent_s: float = field(default=0.0, init=False)
+
+    def _seconds(self, pattern: list[int], num_bytes: int) -> float:
+        counts, hosts = Counter(pattern), self.num_hosts
+        took_s = 0.0
+        for server, count in counts.items():
+            share = num_bytes * count / len(pattern)
+            if server < hosts:
+                took_s = max(took_s, (num_bytes + (hosts - 2) * share) / self.host_bytes_per_s)
+            else:
+                rate = self.helpers[server - hosts] * self.host_bytes_per_s
+                took_s = max(took_s, hosts * (share + self.message_bytes) / rate)
+        took_s = max(took_s, num_bytes / self.host_bytes_per_s)
+        self.spent_s += took_s
+        return took_s
+
+
+def on_links(hosts: int, helpers: list[float], mbit: float) -> OnLinks:
+    unused = cast(Any, None)
+    return OnLinks(
+        engine=unused, records=unused, rank=0, size=hosts, num_hosts=hosts, timeout_s=60.0,
+        host_bytes_per_s=mbit / 8 * 1e6, helpers=helpers,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mbit", [50, 200, 1000])
+@pytest.mark.parametrize(("hosts", "num_helpers"), [(16, 16), (16, 8), (8, 8), (8, 1), (4, 2), (2, 1)])
+def test_helpers_like_the_hosts_are_seen_as_equal(hosts: int, num_helpers: int, mbit: float) -> None:
+    probe = on_links(hosts, [1.0] * num_helpers, mbit)
+    assert probe.helper_rates(probe.host_rate(), num_helpers) == [1.0] * num_helpers
+
+
+@pytest.mark.parametrize(("hosts", "num_helpers"), [(16, 8), (8, 4), (4, 2)])
+def test_helpers_of_other_rates_are_seen(hosts: int, num_helpers: int) -> None:
+    for factor in (0.4, 2.0):
+        probe = on_links(hosts, [factor] * num_helpers, 200)
+        together = sum(probe.helper_rates(probe.host_rate(), num_helpers))
+        assert together == pytest.approx(min(factor * num_helpers, hosts), rel=0.15)
+    one_slow = [1.0] * (num_helpers - 1) + [0.4]
+    *others, slow = on_links(hosts, one_slow, 200).helper_rates(25e6, num_helpers)
+    assert slow == pytest.approx(0.4, rel=0.2) and min(others) >= 0.8
+
+
+def test_one_helper_of_many_hosts_is_not_measured_for_seconds() -> None:
+    probe = on_links(16, [1.0], 200)
+    host = probe.host_rate()
+    probe.spent_s = 0.0
+    probe.helper_rates(host, 1)
+    assert probe.spent_s < 1.5
