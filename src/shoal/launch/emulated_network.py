@@ -198,20 +198,35 @@ def bridge_links(hosts: list[HostPlan], namespaces: list[str]) -> str:
     for bridge in dict.fromkeys(bridge for host in hosts for bridge, *_ in host.links()):
         lines += [f"link add {bridge} type bridge mcast_snooping 0", f"link set {bridge} up"]
     for host, namespace in zip(hosts, namespaces, strict=True):
-        for bridge, port, interface, _ in host.links():
+        for bridge, port, interface, address in host.links():
+            mac = hardware_address(address)
             lines += [
-                f"link add {port} type veth peer name {interface} netns {namespace}",
+                f"link add {port} type veth peer name {interface} address {mac} netns {namespace}",
                 f"link set {port} master {bridge}",
                 f"link set {port} up",
             ]
     return "\n".join(lines) + "\n"
 
 
-def host_links(host: HostPlan) -> str:
-    """Return the ``ip -batch`` lines for the inside of a host."""
+def hardware_address(address: str) -> str:
+    """Return the hardware address of the interface with an IPv4 address."""
+    return "02:00:" + ":".join(f"{int(part):02x}" for part in address.split("."))
+
+
+def host_links(host: HostPlan, hosts: list[HostPlan]) -> str:
+    """Return the ``ip -batch`` lines for the inside of a host.
+
+    It is told the hardware addresses of all others. The kernel keeps at most 1024 addresses that it has asked
+    for, of all namespaces together: 33 hosts that all send to each other would have too many.
+    """
     lines = "link set lo up\n"
-    for _, _, interface, address in host.links():
+    for index, (_, _, interface, address) in enumerate(host.links()):
         lines += f"address add {address}/16 brd + dev {interface}\nlink set {interface} up\n"
+        for other in hosts:
+            if other is not host and index < other.num_interfaces:
+                there = other.links()[index][3]
+                mac = hardware_address(there)
+                lines += f"neighbor add {there} lladdr {mac} nud permanent dev {interface}\n"
     return lines
 
 
@@ -277,7 +292,7 @@ class Keeper:
         self._batch(tc, "".join(shaping(port, host) for host in hosts for _, port, _, _ in host.links()))
         for host, (network, _) in zip(hosts, self.files, strict=True):
             self._enter(network)
-            self._batch(ip, host_links(host))
+            self._batch(ip, host_links(host, hosts))
             self._batch(tc, "".join(shaping(interface, host) for _, _, interface, _ in host.links()))
         self._enter(self.bridge)
 

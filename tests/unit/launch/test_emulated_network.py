@@ -17,6 +17,7 @@ from shoal.launch.emulated_network import (
     describe,
     format_rate,
     helpers_setting,
+    host_links,
     parse_rate,
     plan_cluster,
     shaping,
@@ -81,7 +82,7 @@ def test_workers_find_their_places() -> None:
 def test_commands_for_the_kernel() -> None:
     plan = plan_cluster(hosts=1, nic="200mbit", prefix="p")
     lines = bridge_links([plan[0]], ["/proc/7/fd/5"]).splitlines()
-    assert "link add host0 type veth peer name eth0 netns /proc/7/fd/5" in lines
+    assert "link add host0 type veth peer name eth0 address 02:00:0a:4d:00:01 netns /proc/7/fd/5" in lines
     assert shaping("host0", plan[0]) == (
         "qdisc add dev host0 root tbf rate 200000000bit burst 262144 latency 50ms\n"
     )
@@ -98,6 +99,11 @@ def test_each_interface_has_a_network_of_its_own() -> None:
     lines = bridge_links(plan, ["/a", "/b", "/c"]).splitlines()
     assert lines[:4:2] == [f"link add br{number} type bridge mcast_snooping 0" for number in range(2)]
     assert lines.count("link set host1-1 master br1") == 1
+    assert [line for line in host_links(plan[1], plan).splitlines() if line.startswith("neighbor")] == [
+        "neighbor add 10.77.0.1 lladdr 02:00:0a:4d:00:01 nud permanent dev eth0",
+        "neighbor add 10.77.1.1 lladdr 02:00:0a:4d:01:01 nud permanent dev eth0",
+        "neighbor add 10.78.0.1 lladdr 02:00:0a:4e:00:01 nud permanent dev eth1",
+    ]
     with pytest.raises(UsageError, match="interfaces 9 must be from 1 to 8"):
         plan_cluster(hosts=1, interfaces=9, prefix="p")
 
