@@ -21,7 +21,7 @@ struct EngineOptions {
   std::size_t num_slots = 16;
   std::size_t min_window_bytes = 0;         // flow-control window: minimum, per connection; 0: a message;
   std::size_t window_bytes = 8 << 20;       // maximum, for all servers together;
-  double target_rtt_s = 0.015;              // round-trip time to which it adapts
+  double target_rtt_s = 0.01;               // round-trip time to which it adapts
   std::size_t unexpected_bytes = 1 << 20;   // bytes sent to a rank that has not begun the operation
   int connections_per_peer = 1;
   int network_threads = 1;  // that read and write TCP connections

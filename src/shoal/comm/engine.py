@@ -125,6 +125,7 @@ class EngineOptions:
             KiB, and with more than 8 hosts a share of 256 KiB, so that they fit the queue of a server's link.
         window_bytes: maximum of the window, for all servers together; bounds a server's memory.
         target_rtt_s: round-trip time of a chunk to which the window adapts; longer ones mean full queues.
+            More than that of the links without load.
         unexpected_bytes: maximum bytes sent to a rank that has not begun the operation.
         connections_per_peer: TCP connections for data per peer; clouds limit the rate of one. 0: four where
             links are measured and four are faster, else one. Links are measured where there are helpers whose
@@ -154,7 +155,7 @@ class EngineOptions:
     num_slots: int = 16
     min_window_bytes: int = 0
     window_bytes: int = 8 << 20
-    target_rtt_s: float = 0.015
+    target_rtt_s: float = 0.01
     unexpected_bytes: int = 1 << 20
     connections_per_peer: int = 0
     network_threads: int = 0
