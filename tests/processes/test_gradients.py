@@ -183,3 +183,17 @@ def test_each_worker_clips_its_own_gradient_before_the_average(tmp_path: Path) -
             averaged[name] = averaged.get(name, 0) + p.grad * (0.5 / norm) / 2
     found = result(tmp_path, 2, 3, per_worker=True, max_norm=0.5)
     check_equal(found, averaged)
+
+
+def settle_as_on_a_gpu(rank: int, num_workers: int) -> None:
+    world = a_world(rank, num_workers)
+    module = torch.nn.Linear(3, 2)
+    precision = choose_precision("fp32", world.device)
+    ddp = wrap_model(module, world, DistributedConfig(), precision, StepTimer(world.device).lap)
+    ddp.device_ids, ddp.use_side_stream_for_tensor_copies = [0], False  # DDP moves the inputs of forward
+    ddp.settle_buckets()
+    assert module.weight.grad is None
+
+
+def test_buckets_are_settled_where_inputs_are_moved_to_a_device(tmp_path: Path) -> None:
+    assert run_workers(settle_as_on_a_gpu, 2, tmp_path / "meet", 2) == [0, 0]

@@ -84,7 +84,8 @@ class DataParallel(DistributedDataParallel):
         with nullcontext() if self.wire is None else self.wire.no_error_feedback():
             self.module = _TouchAll([p for p in model.parameters() if p.requires_grad])
             try:
-                super().forward().backward()  # type: ignore[no-untyped-call]
+                # on a GPU, DDP's forward fails without an input, which it moves to the device
+                super().forward(torch.zeros(())).backward()  # type: ignore[no-untyped-call]
             finally:
                 self.module = model
         self.zero_grad()
@@ -128,8 +129,7 @@ class _TouchAll(nn.Module):
         super().__init__()
         self.touched = parameters
 
-    def forward(self) -> Tensor:
-        total = torch.zeros(())
+    def forward(self, total: Tensor) -> Tensor:
         for parameter in self.touched:
             total = total.to(parameter.device) + _Touch.apply(parameter)
         return total
