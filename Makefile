@@ -79,13 +79,13 @@ GPU_PYTHON  ?= python3
 GPU_VERSION ?= 3.12
 GPU_FOLDER  ?= build/gpu
 GPU_WHEELS  := cyclopts attrs docstring-parser rich-rst docutils tensorboardX faster-coco-eval pycocotools \
-	  pytorch_optimizer expecttest setuptools-scm vcs-versioning
+	  pytorch_optimizer timm expecttest setuptools-scm vcs-versioning
 KIT         ?=
 STAGE       ?=
 BUDGET      ?= 1320
 
 gpu:  ## what there is to measure on a machine with a GPU, to build/gpu/results; STAGE= picks, BUDGET= seconds
-	@if [ -d build/gpu/wheels ]; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps \
+	@if [ -d build/gpu/wheels ]; then $(GPU_PYTHON) -m pip install --quiet --upgrade --no-index --no-deps \
 	  --find-links build/gpu/wheels $(GPU_WHEELS); fi
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu.kit --budget $(BUDGET) $(addprefix --stage ,$(STAGE)) $(KIT)
 
