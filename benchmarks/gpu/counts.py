@@ -93,6 +93,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view or name in _FREE or on_host or func.namespace == "prim":
             return out
         made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        if out is None:  # in place, on lists of tensors
+            places = zip(func._schema.arguments, args, strict=False)
+            made = [each for argument, value in places if argument.is_write for each in value]
         counts.num_operations += 1
         counts.num_bytes += sum(_bytes(each) for each in [*given, *made])
         counts.largest = max([counts.largest, *map(_bytes, made)])

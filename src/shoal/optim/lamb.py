@@ -13,7 +13,6 @@ out of the decay and of the ratio: :func:`parameter_groups`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -143,22 +142,12 @@ class Lamb(MomentsOptimizer):
 
     def _update(self, batch: Batch) -> Squares:
         group, weights, grads, scale = batch.group, batch.weights, batch.grads, batch.scale
-        beta1, beta2 = group["betas"]
         if isinstance(scale, Tensor) or scale != 1.0:
             here = scale.to(weights[0].device) if isinstance(scale, Tensor) else scale
             grads = list(torch._foreach_mul(grads, here))
         grad_sq = batch.squares(grads).sum()
-        exp_avgs, denominators = batch.update_moments(grads)
+        updates = batch.adam_updates(grads)
         del grads
-
-        steps = batch.steps if group["bias_correction"] else []
-        if steps:
-            torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2**step) for step in steps])
-        torch._foreach_add_(denominators, group["eps"])
-        if steps:
-            torch._foreach_mul_(denominators, [1.0 - beta1**step for step in steps])
-        updates = torch._foreach_div(exp_avgs, denominators)
-        del denominators
         if group["weight_decay"] != 0.0:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
         weight_squares = batch.squares(weights)

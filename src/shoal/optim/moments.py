@@ -26,6 +26,9 @@ _DECAYS = ("beta1", "beta2", "momentum")
 Implementation = Literal["auto", "foreach", "native"]
 _IMPLEMENTATIONS = ("auto", "foreach", "native")
 
+_UNCORRECTED = 1e9
+"""A step after which ``1 - beta ** step`` is 1."""
+
 Scale = Tensor | float
 Squares = tuple[Tensor | float, Tensor | float]
 """The sums of squares of the scaled gradients, and of the weights before the update."""
@@ -76,6 +79,25 @@ class Batch:
         torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
         return exp_avgs, list(torch._foreach_sqrt(exp_avg_sqs))
+
+    def adam_updates(self, grads: list[Tensor]) -> list[Tensor]:
+        """Blend local gradients into both moments; return new tensors m^ / (sqrt(v^) + eps).
+
+        On a GPU by torch's fused kernel, which reads and writes each tensor once; elsewhere, and for other
+        memory layouts, by ``_foreach_`` operations.
+        """
+        steps = self.steps if self.group["bias_correction"] else []
+        moments = self.entries("exp_avg"), self.entries("exp_avg_sq")
+        if self.weights[0].is_cuda and _same_layout(grads, *moments):
+            return fused_adam_updates(grads, *moments, self.group, steps)
+        beta1, beta2 = self.group["betas"]
+        exp_avgs, denominators = self.update_moments(grads)
+        if steps:
+            torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2**step) for step in steps])
+        torch._foreach_add_(denominators, self.group["eps"])
+        if steps:
+            torch._foreach_mul_(denominators, [1.0 - beta1**step for step in steps])
+        return list(torch._foreach_div(exp_avgs, denominators))
 
     def trust_ratios(self, weight_squares: Tensor, updates: Sequence[Tensor]) -> Tensor:
         """Return |w| / |u| of each whole tensor, 1 where either norm is 0: shape ``[len(params)]``.
@@ -236,6 +258,43 @@ class MomentsOptimizer(Optimizer):
         if steps:
             torch._foreach_add_(steps, 1.0)
         return states
+
+
+def fused_adam_updates(
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    group: Mapping[str, Any],
+    steps: Sequence[float],
+) -> list[Tensor]:
+    """Compute :meth:`Batch.adam_updates` with torch's fused Adam, as its step of rate -1 from 0.
+
+    Args:
+        grads: of one device and type, in the memory layout of the moments.
+        exp_avgs: first moments, updated in place.
+        exp_avg_sqs: second moments, updated in place.
+        group: its ``betas`` and ``eps`` are read.
+        steps: of each tensor, from 1; none: the bias is not corrected.
+    """
+    beta1, beta2 = group["betas"]
+    updates = [torch.empty_like(grad) for grad in grads]
+    torch._foreach_zero_(updates)
+    steps = steps or [_UNCORRECTED] * len(grads)
+    filled = {step: torch.full((), step, device=grads[0].device) for step in set(steps)}  # no copy, no wait
+    torch._fused_adam_(
+        updates, grads, exp_avgs, exp_avg_sqs, [], [filled[step] for step in steps],
+        lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=group["eps"], amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return updates
+
+
+def _same_layout(*lists: Sequence[Tensor]) -> bool:
+    """Return whether the tensors at each place have one type and are dense in one order of the elements."""
+    return all(
+        len({(tensor.dtype, tensor.stride()) for tensor in tensors}) == 1
+        and torch.empty_like(tensors[0]).stride() == tensors[0].stride()
+        for tensors in zip(*lists, strict=True)
+    )
 
 
 def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:

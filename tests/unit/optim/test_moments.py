@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from moments_formula import groups_of, make_parameters, set_gradients
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from shoal.errors import UsageError
@@ -20,7 +20,7 @@ from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
-from shoal.optim.moments import MomentsOptimizer
+from shoal.optim.moments import MomentsOptimizer, fused_adam_updates
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
 
@@ -135,3 +135,26 @@ def test_sparse_gradients_are_refused(name: str) -> None:
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(UsageError, match="takes neither sparse gradients nor complex"):
         MAKERS[name]([{"params": embedding.parameters()}], lr=0.1).step()
+
+
+@pytest.mark.parametrize("steps", [[1.0, 7.0], [3.0, 3.0], []])
+def test_torchs_fused_adam_gives_the_update_alone(steps: list[float]) -> None:
+    """It is what a GPU uses; here its kernel for CPUs."""
+    generator = torch.Generator().manual_seed(1)
+
+    def several() -> list[Tensor]:
+        return [torch.randn(shape, generator=generator) for shape in ((5, 7), (3,))]
+
+    grads, exp_avgs, exp_avg_sqs = several(), several(), [each.square() for each in several()]
+    before = [each.clone() for each in grads]
+    wanted_first = [0.9 * m + 0.1 * g for m, g in zip(exp_avgs, grads, strict=True)]
+    wanted_second = [0.99 * v + 0.01 * g.square() for v, g in zip(exp_avg_sqs, grads, strict=True)]
+    group = {"betas": (0.9, 0.99), "eps": 1e-3}
+    updates = fused_adam_updates(grads, exp_avgs, exp_avg_sqs, group, steps)
+    for k, update in enumerate(updates):
+        first, second = (1 - 0.9 ** steps[k], 1 - 0.99 ** steps[k]) if steps else (1.0, 1.0)
+        wanted = wanted_first[k] / first / ((wanted_second[k] / second).sqrt() + 1e-3)
+        torch.testing.assert_close(update, wanted, rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(exp_avgs[k], wanted_first[k])
+        torch.testing.assert_close(exp_avg_sqs[k], wanted_second[k])
+        assert torch.equal(grads[k], before[k])
