@@ -65,6 +65,10 @@ class Pretraining(nn.Module):
         """
         raise NotImplementedError
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the encoder's layers (:meth:`shoal.models.encoder.Encoder.compile`)."""
+        self.encoder.compile(*args, **options)
+
     def forward(
         self,
         *,

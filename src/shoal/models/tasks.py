@@ -50,6 +50,10 @@ class TaskModel(nn.Module):
         self.encoder = Encoder(weights.base_model, activation_checkpointing=activation_checkpointing)
         self.new_parts = new_parts
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the encoder's layers (:meth:`shoal.models.encoder.Encoder.compile`)."""
+        self.encoder.compile(*args, **options)
+
 
 class QuestionAnswering(TaskModel):
     """Scores of each token as the first and the last of the answer."""

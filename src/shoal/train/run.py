@@ -84,6 +84,8 @@ from shoal.train.stopping import (
 )
 from shoal.train.world import World, join_world, run_on_all
 
+_MOST_GRAPHS = 64
+"""Of one compiled function."""
 _FEW_MICRO_BATCHES = 4
 """With fewer micro-batches per step, one more for a faster worker is a large change of its share."""
 _FOLLOW_STEPS = 8
@@ -324,6 +326,8 @@ class Run:
         if self.world.num_workers == 1:
             # Else dynamo cuts the graph at DDP's buckets, so that sums begin early; here nothing is summed.
             torch._dynamo.config.optimize_ddp = False
+        # The layers of a text model share one function, with a graph for each kind of layer and of batch.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
         module.compile(dynamic=dynamic)
 
     def keep(self, **stateful: Any) -> None:

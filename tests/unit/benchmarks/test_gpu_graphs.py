@@ -21,6 +21,9 @@ from shoal.models.pretraining import BertPretraining
 from shoal.train.config import LoopConfig
 from shoal.train.run import Run
 
+# dynamo looks at gradients of the inputs of layers, which are compiled one by one
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 
 @contextmanager
 def compiled_graphs(model: Any, dynamic: bool | None = None) -> Iterator[list[int]]:
@@ -41,22 +44,29 @@ def compiled_graphs(model: Any, dynamic: bool | None = None) -> Iterator[list[in
     "name", [name if name == "resnet50" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
 def test_forward_is_one_graph_in_training_and_one_in_evaluation(name: str) -> None:
+    """Of a text model, whose layers are compiled, one for each kind of layer: first, others and last."""
     model, loss = MODELS[name]()
     compute = loss("cpu")
+    kinds = 3 if hasattr(model, "encoder") else 1
     with compiled_graphs(model) as graphs:
         compute()
-        assert len(graphs) == 1
+        assert 1 <= len(graphs) <= kinds
         with torch.no_grad():
             model.eval()
             compute()
-        assert len(graphs) == 2
+        assert 2 <= len(graphs) <= 2 * kinds
 
 
-def test_forward_with_recomputed_layers_is_one_graph() -> None:
-    model, loss = pretraining(BertPretraining(replace(BERT, activation_checkpointing=True)))
-    with compiled_graphs(model) as graphs:
-        loss("cpu")().backward()  # type: ignore[no-untyped-call]
-    assert len(graphs) == 1
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_more_layers_are_not_more_graphs(recomputes: bool) -> None:
+    found = []
+    for num_layers in (3, 6):
+        config = replace(BERT, activation_checkpointing=recomputes, num_hidden_layers=num_layers)
+        model, loss = pretraining(BertPretraining(config))
+        with compiled_graphs(model) as graphs:
+            loss("cpu")().backward()  # type: ignore[no-untyped-call]
+        found.append(len(graphs))
+    assert found == [2, 2]
 
 
 class Chain(nn.Module):
@@ -105,7 +115,7 @@ def test_the_backbone_of_mask_rcnn_is_one_graph() -> None:
     assert len(graphs) == 1
 
 
-def test_fifty_mixes_of_lengths_are_two_graphs_inside_ddp(tmp_path: Path) -> None:
+def test_fifty_mixes_of_lengths_are_few_graphs_inside_ddp(tmp_path: Path) -> None:
     """One worker: the graphs are not cut, though DDP has many buckets."""
     before = torch._dynamo.config.optimize_ddp
     config = replace(BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

@@ -177,6 +177,7 @@ def test_heads_divide_the_hidden_size() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @both
 def test_compiled_steps_of_changing_lengths_have_the_same_gradients(config: Config, backend: str) -> None:
@@ -195,5 +196,5 @@ def test_compiled_steps_of_changing_lengths_have_the_same_gradients(config: Conf
         errors = relative_errors(grads_of(compiled), grads_of(plain))
         # those of key biases are zero in theory
         assert max(e for name, e in errors.items() if not name.endswith("key.bias")) < 1e-3, errors
-    assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
     torch._dynamo.reset()
