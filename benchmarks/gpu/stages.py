@@ -162,6 +162,10 @@ def _text(made: Path, data: Path, tiny: bool) -> Iterator[Job]:
         "benchmarks.gpu.lamb_step", *_device(tiny), *["--tiny"] * tiny, "--quick", "--json", "{out}"
     )
     yield Job(title="LAMB's step", kind="rows", command=lamb)
+    attention = _module(
+        "benchmarks.gpu.attention_forms", *_device(tiny), *["--tiny"] * tiny, "--json", "{out}"
+    )
+    yield Job(title="attention with dropout", kind="rows", command=attention)
     sizes = ("tiny",) if tiny else ("base", "large")
     for case, size in [("albert", size) for size in sizes] + [("squad", size) for size in sizes]:
         options = ("--case", case, *_device(tiny), "--size", size, "--quick", "--json", "{out}")

@@ -7,14 +7,16 @@ number in the model (its *site*) and of its own position in the sample. A step t
 of the whole global batch however the batch is divided. The masks need no generator state, and on a CPU they
 are several times faster to make than torch's.
 
-Attention with dropout is computed explicitly, with the matrix of weights in memory: fused attention kernels
-draw masks of their own. Without attention dropout, and in evaluation, attention stays fused.
+Fused attention kernels of libraries draw masks of their own. On a GPU, attention with dropout in 16 bits is
+computed by kernels of this package (:mod:`shoal.attention_kernel`), elsewhere explicitly, with the matrix of
+weights in memory. Without attention dropout, and in evaluation, it is computed by torch's fused kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -156,11 +158,22 @@ def attention(
 ) -> Tensor:
     """Return ``scaled_dot_product_attention`` whose weights are dropped by ``keys``.
 
+    On an A100, an H100 or a later GPU like them (with 128 KiB of shared memory for a block) it is one kernel
+    forward and two backward, for 16 bits, 16, 32, 64 or 128 columns a head, and no mask but one of keys. A
+    query that may attend to no key has the context 0 there, and NaN where attention is explicit.
+
     Args:
         query: ``[B, heads, S, d]``; all arguments but ``keys`` and ``p`` are those of torch's function.
         keys: int64 ``[B, heads, S]``.
         p: probability of dropping a weight.
     """
+    num_dropped = round(p * _RANGE)
+    plain = not (is_causal or enable_gqa) and 0 < num_dropped < _RANGE and (scale is None or scale > 0)
+    if plain and _has_kernel(query, key, value, attn_mask):
+        mask = None if attn_mask is None else attn_mask[:, 0, 0].expand(query.shape[0], -1)
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        found: Tensor = torch.ops.shoal.attention(query, key, value, keys, mask, num_dropped, factor)[0]
+        return found
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], dim=-3) for t in (key, value))
     # Queries are S / d times smaller than scores; with 16 or 64 columns a head the bits are the same.
@@ -173,6 +186,81 @@ def attention(
         scores = scores + attn_mask
     weights = scores.softmax(-1).to(value.dtype)
     return dropout(weights, keys, p) @ value
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
+    """Return whether the kernels of :mod:`shoal.attention_kernel` compute attention of such tensors."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
+        and query.ndim == 4
+        and query.shape[-1] in (16, 32, 64, 128)
+        and key.shape == value.shape == (*query.shape[:2], key.shape[2], query.shape[-1])
+        and (attn_mask is None or _is_of_keys(attn_mask, query.shape[0], key.shape[2]))
+        and torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin >= 128 << 10
+    )
+
+
+def _is_of_keys(mask: Tensor, num_samples: int, num_keys: int) -> bool:
+    """Return whether a mask lets all queries of a sample attend to the same keys."""
+    return (
+        mask.dtype == torch.bool
+        and mask.ndim == 4
+        and mask.shape[0] in (1, num_samples)
+        and mask.shape[1:] == (1, 1, num_keys)
+    )
+
+
+@torch.library.custom_op(
+    "shoal::attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor? mask, int num_dropped, float scale)"
+    " -> (Tensor, Tensor)",
+)
+def _attention(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Compute :func:`shoal.attention_kernel.forward`, which is loaded here: few processes need Triton."""
+    found: tuple[Tensor, Tensor] = import_module("shoal.attention_kernel").forward(query, *others)
+    return found
+
+
+@_attention.register_fake
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "shoal::attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor keys, Tensor? mask, Tensor out,"
+    " Tensor log_sums, int num_dropped, float scale) -> (Tensor, Tensor, Tensor)",
+)
+def _attention_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute :func:`shoal.attention_kernel.backward`."""
+    found: tuple[Tensor, Tensor, Tensor] = import_module("shoal.attention_kernel").backward(*inputs)
+    return found
+
+
+@_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.num_dropped, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, grad_of_sums: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
+    query, key, value, keys, mask, out, log_sums = ctx.saved_tensors
+    saved = (query, key, value, keys, mask, out, log_sums, ctx.num_dropped, ctx.scale)
+    return *torch.ops.shoal.attention_backward(grad, *saved), None, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
 class SampleDropout(TorchFunctionMode):

@@ -39,6 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "_core": frozenset(),
     "native": NOUNS | {"_core"},
     "dropout": frozenset(),
+    "attention_kernel": LAYERS,  # loaded by name
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE | LAYERS),
     "train": DECIDERS | NATIVE | LAYERS | DOERS,
     "recipes": BELOW_RECIPES | {"launch"},
