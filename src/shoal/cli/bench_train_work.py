@@ -85,7 +85,7 @@ class Script:
 def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: int, name: str) -> Script:
     """Return the script that trains, on data that is made in ``folder`` where none is named."""
     if isinstance(config, ResNetTrainConfig):
-        return _resnet(made.prepared_images(config, folder, what, num_workers=num_workers))
+        return residual_network(made.prepared_images(config, folder, what, num_workers=num_workers))
     if isinstance(config, MaskRCNNTrainConfig):
         return _mask_rcnn(made.prepared_detection(config, folder, what, num_workers=num_workers))
     if isinstance(config, FinetuneConfig):
@@ -104,7 +104,8 @@ def make_script(config: Config, folder: Path, what: TrainBench, *, num_workers: 
     return _t5(text) if isinstance(config, T5Config) else _masked_lm(text)
 
 
-def _resnet(config: ResNetTrainConfig) -> Script:
+def residual_network(config: ResNetTrainConfig) -> Script:
+    """Return what measures the recipe for ResNets."""
     import torch
 
     from shoal.models.resnet import new_resnet
@@ -117,7 +118,7 @@ def _resnet(config: ResNetTrainConfig) -> Script:
         sequence_length=1,
         make_model=lambda: new_resnet(config.model, config.model.num_classes or made.NUM_CLASSES),
         batch=lambda: {"images": torch.empty(2, 3, size, size)},
-        loss=lambda model, inputs: model(**inputs).sum(),
+        loss=lambda model, inputs: model(inputs["images"]).sum(),  # torchvision calls them x
     )
 
 

@@ -239,3 +239,12 @@ def test_images_are_made_for_the_steps_that_are_timed(tmp_path: Path) -> None:
     assert (plan.batch.global_batch_size, plan.batch.micro_batch_size) == (96, 24)
     assert plan.schedule.total_steps == 1 + 3
     assert (config.data.made_size, config.model.num_classes) == (256, 1000)
+
+
+def test_flops_of_resnet_50_are_three_times_its_published_multiplications() -> None:
+    pytest.importorskip("torchvision")
+    from shoal.cli.bench_train_work import residual_network
+    from shoal.recipes.resnet50_config import ResNetTrainConfig
+
+    flops = count_flops(residual_network(ResNetTrainConfig()))
+    assert flops == pytest.approx(3 * 2 * 4.09e9, rel=0.005)
