@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torchvision.io import decode_jpeg
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 import image_jobs
 import pretrain_jobs as jobs
 
 from shoal.data.images.normalise import Normalisation
+from shoal.data.images.synthetic import draw_image
 from shoal.data.loader import copies_to
 from shoal.env import alone
 from shoal.errors import EXIT_OK
@@ -141,4 +146,18 @@ def test_images_decoded_by_nvjpeg_train_alike(tmp_path: Path) -> None:
         assert jobs.run(config, 1) == [EXIT_OK]
         found[decode] = jobs.losses(tmp_path / decode)
     assert found["device"].keys() == found["host"].keys()
-    assert found["device"][1] == pytest.approx(found["host"][1], rel=0.02)
+    # its colours have half the resolution, which nvJPEG does not interpolate: 4 % on an H100
+    assert found["device"][1] == pytest.approx(found["host"][1], rel=0.1)
+
+
+@pytest.mark.parametrize(("subsampling", "most"), [("4:4:4", 0.0), ("4:2:0", 6.0)])
+def test_nvjpeg_differs_only_where_colours_have_half_the_resolution(subsampling: str, most: float) -> None:
+    """Mean differences of 4.0 to 4.5 of 255 were seen on an H100."""
+    for size in (24, 96):
+        pixels = draw_image("red-cross", size, np.random.default_rng(1))
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "JPEG", quality=92, subsampling=subsampling)
+        encoded = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        here = decode_jpeg(encoded, mode="RGB")
+        (there,) = decode_jpeg([encoded], mode="RGB", device="cuda")
+        assert (there.cpu().float() - here.float()).abs().mean() <= most
