@@ -90,6 +90,7 @@ def main() -> int:
     options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     options.add_argument("--tiny", action="store_true", help="show that it runs")
     bench = Benchmark("gpu.attention_forms", options=options)
+    dropout.USES_KERNELS = True
     tiny, device = bench.args.tiny, torch.device(bench.args.device)
     peers: tuple[tuple[str, Form, float | None], ...] = (
         ("explicit, compiled", torch.compile(explicit, dynamic=False), TARGET),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.bert_step import CASES
+from shoal.env import ATTENTION_KERNEL
 
 Kind = Literal["exit", "train", "peer", "rows", "profile"]
 PYTHON = sys.executable
@@ -155,6 +156,9 @@ def _text(made: Path, data: Path, tiny: bool) -> Iterator[Job]:
             yield Job(title=title, kind="train", command=command, target=target)
             peer = "bert-512" if phase == 2 else "bert-128"
             yield _peer(peer, f"transformers' BERT in a plain loop, {title[-10:]}", title, tiny=False)
+        title = "BERT-large, 512 tokens, attention in kernels"
+        command = ("env", f"{ATTENTION_KERNEL}=1", *_bench("bert", "large", 64, "--phase", 2, *bert))
+        yield Job(title=title, kind="train", command=command, target=315.0)
         for size, target in (("large", 350.0), ("base", 932.0)):
             command = _squad(made, data, size)
             yield Job(title=f"SQuAD 384, {size}", kind="train", command=command, target=target)

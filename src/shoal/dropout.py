@@ -7,9 +7,10 @@ number in the model (its *site*) and of its own position in the sample. A step t
 of the whole global batch however the batch is divided. The masks need no generator state, and on a CPU they
 are several times faster to make than torch's.
 
-Fused attention kernels of libraries draw masks of their own. On a GPU, attention with dropout in 16 bits is
-computed by kernels of this package (:mod:`shoal.attention_kernel`), elsewhere explicitly, with the matrix of
-weights in memory. Without attention dropout, and in evaluation, it is computed by torch's fused kernels.
+Fused attention kernels of libraries draw masks of their own. So attention with dropout is computed
+explicitly, with the matrix of weights in memory. With ``SHOAL_ATTENTION_KERNEL=1``, in 16 bits on a GPU, it
+is computed by kernels of this package (:mod:`shoal.attention_kernel`), which no GPU has run yet. Without
+attention dropout, and in evaluation, it is computed by torch's fused kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shoal.env import attention_kernel
+
 
 def _signed(bits: int) -> int:
     """Return the whole number that has the lowest 64 of these bits in an int64."""
@@ -34,6 +37,9 @@ def _signed(bits: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
+
+USES_KERNELS = attention_kernel()
+"""Whether attention on a GPU uses :mod:`shoal.attention_kernel` where that has what is asked for."""
 
 _RANGE = 1 << 16
 """Values of the 16 random bits that decide about an element."""
@@ -158,9 +164,10 @@ def attention(
 ) -> Tensor:
     """Return ``scaled_dot_product_attention`` whose weights are dropped by ``keys``.
 
-    On an A100, an H100 or a later GPU like them (with 128 KiB of shared memory for a block) it is one kernel
-    forward and two backward, for 16 bits, 16, 32, 64 or 128 columns a head, and no mask but one of keys. A
-    query that may attend to no key has the context 0 there, and NaN where attention is explicit.
+    With ``SHOAL_ATTENTION_KERNEL=1`` it is one kernel forward and two backward, on an A100, an H100 or a
+    later GPU like them (128 KiB of shared memory for a block), for 16 bits, 16, 32, 64 or 128 columns a head,
+    and no mask but one of keys. A query that may attend to no key has the context 0 there, and NaN where
+    attention is explicit.
 
     Args:
         query: ``[B, heads, S, d]``; all arguments but ``keys`` and ``p`` are those of torch's function.
@@ -191,7 +198,8 @@ def attention(
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """Return whether the kernels of :mod:`shoal.attention_kernel` compute attention of such tensors."""
     return (
-        query.is_cuda
+        USES_KERNELS
+        and query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
         and query.ndim == 4

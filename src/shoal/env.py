@@ -46,6 +46,8 @@ HOST_ID = "SHOAL_HOST_ID"
 """Overrides the identity of this host; tests emulate several hosts on one machine with it."""
 NATIVE_GROUP = "SHOAL_NATIVE_GROUP"
 """1 (the default) or 0: whether the backend uses its process group in C++."""
+ATTENTION_KERNEL = "SHOAL_ATTENTION_KERNEL"
+"""1 or 0 (the default): whether attention with dropout on a GPU uses shoal's own kernels."""
 CACHE_DIR = "SHOAL_CACHE_DIR"
 """Folder for what is built once per machine; default: ``~/.cache/shoal``."""
 MEMORY = "SHOAL_MEMORY"
@@ -583,6 +585,20 @@ def native_group(environ: Mapping[str, str] | None = None) -> bool:
     if value not in ("0", "1"):
         raise UsageError(
             f"{NATIVE_GROUP}={value!r} must be 1 for the process group in C++ or 0 for that in Python"
+        )
+    return value == "1"
+
+
+def attention_kernel(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether attention with dropout on a GPU uses kernels of shoal: only if the variable is 1.
+
+    Raises:
+        UsageError: it is neither 0 nor 1.
+    """
+    value = _text(ATTENTION_KERNEL, environ) or "0"
+    if value not in ("0", "1"):
+        raise UsageError(
+            f"{ATTENTION_KERNEL}={value!r} must be 1 for the kernels of attention or 0 for torch's operations"
         )
     return value == "1"
 

@@ -19,6 +19,11 @@ pytestmark = [
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout, "USES_KERNELS", True)
+
+
 def inputs(
     samples: int, heads: int, size: int, columns: int, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[list[Tensor], Tensor]:

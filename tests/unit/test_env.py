@@ -25,12 +25,15 @@ MEETING = {"MASTER_ADDR": "host-0", "MASTER_PORT": "12345"}
 PLACE = WorkerPlace(rank=5, num_workers=8, local_rank=1, num_local_workers=4)
 
 
-def test_network_threads_and_cores_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_threads_kernels_and_cores_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.network_threads({}) == 0
     assert env.network_threads({env.NETWORK_THREADS: "3"}) == 3
     for wrong in ("0", "17", "two", "-1"):
         with pytest.raises(UsageError, match=f"SHOAL_NETWORK_THREADS='{wrong}' must be a number of threads"):
             env.network_threads({env.NETWORK_THREADS: wrong})
+    assert not env.attention_kernel({}) and env.attention_kernel({env.ATTENTION_KERNEL: "1"})
+    with pytest.raises(UsageError, match="SHOAL_ATTENTION_KERNEL='yes' must be 1"):
+        env.attention_kernel({env.ATTENTION_KERNEL: "yes"})
     monkeypatch.setattr(env, "num_cores", lambda: 64)
     assert [env.cores_per_worker(each) for each in ({}, TORCHRUN, OPEN_MPI, MPICH)] == [0, 16, 16, 16]
 

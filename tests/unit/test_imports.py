@@ -38,7 +38,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "decide": NOUNS,
     "_core": frozenset(),
     "native": NOUNS | {"_core"},
-    "dropout": frozenset(),
+    "dropout": frozenset({"env"}),
     "attention_kernel": LAYERS,  # loaded by name
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE | LAYERS),
     "train": DECIDERS | NATIVE | LAYERS | DOERS,
