@@ -323,8 +323,9 @@ class Run:
                 self._notes.append(f"not compiled: {problem}")
         if not wanted:
             return
-        if self.world.num_workers == 1:
-            # Else dynamo cuts the graph at DDP's buckets, so that sums begin early; here nothing is summed.
+        # Dynamo cuts a graph at DDP's buckets, so that sums begin early. One worker sums nothing, and of a
+        # model that compiles its layers one by one they begin early anyway.
+        if self.world.num_workers == 1 or type(module).compile is not nn.Module.compile:
             torch._dynamo.config.optimize_ddp = False
         # The layers of a text model share one function, with a graph for each kind of layer and of batch.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
