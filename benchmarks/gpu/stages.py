@@ -22,6 +22,9 @@ BERT_TEXT, ALBERT_TEXT, IMAGES, QUESTION = "bert-text", "albert-text", "images",
 """Input that the kit makes on the machine (``inputs``)."""
 INPUT = "input"
 """Title of the job that makes it."""
+GPU_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_cuda_comm.py")
+ATTENTION_TESTS = "tests/gpu/test_cuda_attention.py"
+"""Beside the figures of what they test: compiling its kernels takes a minute."""
 MODELS = ("bert", "albert", "squad", "resnet50", "mask_rcnn", "t5")
 """Models that are profiled."""
 
@@ -70,7 +73,7 @@ def stages(folder: Path, data: Path, *, rehearsal: bool) -> tuple[Stage, ...]:
     return (
         stage("build", 180, _build(made, tiny)),
         stage("comm", 180, _comm(folder / "results", tiny)),
-        stage("bert", 360, _text(made, data, tiny)),
+        stage("bert", 480, _text(made, data, tiny)),
         stage("vision", 300, _vision(made, tiny)),
         stage("t5", 120, _t5(tiny)),
         stage("profiles", 180, _profiles(tiny)),
@@ -98,12 +101,16 @@ def _build(made: Path, tiny: bool) -> Iterator[Job]:
     yield Job(title="shoal doctor", command=(*SHOAL, "doctor"), limit_s=60)
     group = "from shoal.comm import native_group; native_group.build()"
     yield Job(title="the process group in C++", command=(PYTHON, "-c", group))
-    files = "tests/unit/benchmarks/test_gpu_kit.py" if tiny else "tests/gpu"
-    yield Job(
-        title="tests" if tiny else "tests/gpu",
-        # a folder of its own: removing those of other runs, pytest may leave one open, which is an error here
-        command=_module("pytest", "-q", "-p", "no:cacheprovider", "--basetemp", made / "pytest", files),
-    )
+    files = ("tests/unit/benchmarks/test_gpu_kit.py",) if tiny else GPU_TESTS
+    yield Job(title="tests" if tiny else "tests/gpu", command=_tests(made / "pytest", *files))
+
+
+def _tests(folder: Path, *files: str) -> tuple[str, ...]:
+    """Return the command that runs tests, each set in a folder of its own.
+
+    Removing those of other runs, pytest may leave one open, which is an error here.
+    """
+    return _module("pytest", "-q", "-p", "no:cacheprovider", "--basetemp", folder, *files)
 
 
 def _comm(results: Path, tiny: bool) -> Iterator[Job]:
@@ -156,6 +163,8 @@ def _text(made: Path, data: Path, tiny: bool) -> Iterator[Job]:
             yield Job(title=title, kind="train", command=command, target=target)
             peer = "bert-512" if phase == 2 else "bert-128"
             yield _peer(peer, f"transformers' BERT in a plain loop, {title[-10:]}", title, tiny=False)
+        tests = _tests(made / "pytest-attention", ATTENTION_TESTS)
+        yield Job(title="tests of attention's kernels", command=tests, limit_s=150)
         title = "BERT-large, 512 tokens, attention in kernels"
         command = ("env", f"{ATTENTION_KERNEL}=1", *_bench("bert", "large", 64, "--phase", 2, *bert))
         yield Job(title=title, kind="train", command=command, target=315.0)
