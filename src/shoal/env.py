@@ -581,12 +581,7 @@ def native_group(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         UsageError: it is neither 0 nor 1.
     """
-    value = _text(NATIVE_GROUP, environ) or "1"
-    if value not in ("0", "1"):
-        raise UsageError(
-            f"{NATIVE_GROUP}={value!r} must be 1 for the process group in C++ or 0 for that in Python"
-        )
-    return value == "1"
+    return _is_on(NATIVE_GROUP, "1", "the process group in C++", "that in Python", environ)
 
 
 def attention_kernel(environ: Mapping[str, str] | None = None) -> bool:
@@ -595,11 +590,14 @@ def attention_kernel(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         UsageError: it is neither 0 nor 1.
     """
-    value = _text(ATTENTION_KERNEL, environ) or "0"
+    return _is_on(ATTENTION_KERNEL, "0", "the kernels of attention", "torch's operations", environ)
+
+
+def _is_on(name: str, default: str, one: str, zero: str, environ: Mapping[str, str] | None) -> bool:
+    """Return whether a variable is 1; the error says what 1 and 0 choose."""
+    value = _text(name, environ) or default
     if value not in ("0", "1"):
-        raise UsageError(
-            f"{ATTENTION_KERNEL}={value!r} must be 1 for the kernels of attention or 0 for torch's operations"
-        )
+        raise UsageError(f"{name}={value!r} must be 1 for {one} or 0 for {zero}")
     return value == "1"
 
 
