@@ -21,9 +21,6 @@ from shoal.models.pretraining import BertPretraining
 from shoal.train.config import LoopConfig
 from shoal.train.run import Run
 
-# dynamo looks at gradients of the inputs of layers, which are compiled one by one
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 
 @contextmanager
 def compiled_graphs(model: Any, dynamic: bool | None = None) -> Iterator[list[int]]:

@@ -51,7 +51,9 @@ def test_every_kernel_of_a_recipe_is_compiled_for_a_gpu(name: str, tmp_path: Pat
             return compute()
 
     passes = code_of(model, in_bf16, dynamic=name in PACKED)
-    assert sorted(code.is_backward for code in passes) == [False, True]
+    # a forward and a backward pass for each kind of layer where layers are compiled one by one
+    num_backward = sum(code.is_backward for code in passes)
+    assert 1 <= num_backward == len(passes) - num_backward
     for code in passes:
         assert code.kernels
         for kernel, source in code.kernels.items():

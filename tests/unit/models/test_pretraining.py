@@ -177,7 +177,6 @@ def test_heads_divide_the_hidden_size() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @both
 def test_compiled_steps_of_changing_lengths_have_the_same_gradients(config: Config, backend: str) -> None:
