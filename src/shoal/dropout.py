@@ -39,7 +39,7 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 USES_KERNELS = attention_kernel()
-"""Whether attention on a GPU uses :mod:`shoal.attention_kernel` where that has what is asked for."""
+"""Select the fused kernels of :mod:`shoal.attention_kernel` for the CUDA tensors that they support."""
 
 _RANGE = 1 << 16
 """Values of the 16 random bits that decide about an element."""

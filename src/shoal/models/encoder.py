@@ -117,8 +117,8 @@ class Encoder:
     def compile(self, **options: Any) -> None:
         """Compile the layers with ``torch.compile``, which takes these options.
 
-        All layers share the compiled code, so compiling takes the time of two layers, not of 24: the last one
-        computes only the rows that are wanted. Embeddings and heads stay as they are.
+        All layers share the compiled code, a graph for each kind of layer and of batch, so compiling takes
+        the same time for any number of layers. Embeddings and heads stay as they are.
         """
         self._layer = torch.compile(MethodType(Encoder._layer, self), **options)  # type: ignore[method-assign]
 
