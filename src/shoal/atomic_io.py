@@ -1,4 +1,7 @@
-"""Writes files that are either complete or absent: temporary name, fsync, rename."""
+"""Writes files that are either complete or absent: temporary name, fsync, rename.
+
+It also opens folders that only this user may write to, for what is trusted by its name.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -107,6 +111,44 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise UsageError(f"{path}: the file is empty")
     return text
+
+
+def open_private_folder(folder: Path, remedy: str) -> int:
+    """Return a descriptor of a folder that only this user may write to; make the folder if there is none.
+
+    What is in it is accessed through ``/proc/self/fd``, so that a user who may write to the folder above
+    cannot replace it. A link is refused.
+
+    Args:
+        remedy: end of the error's message.
+
+    Raises:
+        UsageError: as :func:`check_private`.
+        OSError: it cannot be made or opened.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        check_private(folder, os.fstat(descriptor), remedy)
+    except UsageError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_private(path: Path, state: os.stat_result, remedy: str) -> None:
+    """Check that no other user may write to a file or folder.
+
+    Raises:
+        UsageError: it belongs to another user, or others may write to it.
+    """
+    mode = stat.S_IMODE(state.st_mode)
+    if state.st_uid != os.geteuid() or mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UsageError(
+            f"{path} has the mode {mode:04o} and belongs to the user with the id {state.st_uid}, but only "
+            f"this one ({os.geteuid()}) may write there; {remedy}"
+        )
 
 
 def sha256_of(path: Path) -> str:

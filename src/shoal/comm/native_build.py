@@ -4,14 +4,16 @@ For code that needs the headers of an installed package (torch, jaxlib): it then
 there, and no wheel has to fit all of them. It is built once per version, machine and compiler, into
 ``$SHOAL_CACHE_DIR``, else ``~/.cache/shoal``. One process of a host builds, the others wait. What is in the
 cache needs no compiler. Imports neither torch nor NumPy.
+
+What is loaded is code, so its folder has mode 0700 and is opened once; all is done through the descriptor.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal import env, native
+from shoal.atomic_io import check_private, open_private_folder
 from shoal.errors import ShoalError, UsageError
 
 TREE_CALL = Path(__file__).parent / "native_call"
@@ -28,6 +31,9 @@ TREE_CALL = Path(__file__).parent / "native_call"
 _LIMIT_S = 900
 _MOST_LINES = 3
 """Lines of the compiler's output in an error."""
+_REMEDY = f"delete it, or set {env.CACHE_DIR} to a folder of yours"
+_OPEN: dict[Path, Path] = {}
+"""Folders that this process has opened, by their descriptors: the loader knows a library by its path."""
 
 
 class CannotBuildError(ShoalError):
@@ -70,13 +76,13 @@ class Library:
 
 
 def build(library: Library) -> Path:
-    """Return the file of a compiled library; build it if the cache does not have it.
+    """Return the file of a compiled library, in a folder that stays open; build it if the cache lacks it.
 
     Raises:
-        CannotBuildError: the compiler failed, now or before, or the cache is not this user's.
+        CannotBuildError: the compiler failed, now or before.
         NoCompilerError: there is no compiler, and the cache does not have it.
         OSError: the cache cannot be written.
-        UsageError: no folder for the cache is known.
+        UsageError: no folder for the cache is known, or other users may write to it or to the library.
     """
     package = Path(native.core().__file__ or "").parent
     shoal, header = package / "lib" / "libshoal.so", package / "include" / "shoal.h"
@@ -87,15 +93,18 @@ def build(library: Library) -> Path:
         compiler = _compiler()
     except NoCompilerError:  # as in a container's image, where it was built when the image was made
         for built in sorted(env.cache_dir().glob(f"{library.kind}-{key}-*/{file}")):
-            return _private_folder(built.parent) / file
+            return _checked(_private_folder(built.parent) / file, built)
         raise
-    folder = _private_folder(env.cache_dir() / f"{library.kind}-{key}-{_compiler_key(compiler)}")
+    name = env.cache_dir() / f"{library.kind}-{key}-{_compiler_key(compiler)}"
+    folder = _private_folder(name)
     target, failed = folder / file, folder / "failed.txt"
     with _locked(folder / "lock"):
         if failed.exists():
-            raise CannotBuildError(f"{failed.read_text()} (from {failed}; delete it to try again)")
+            raise CannotBuildError(
+                f"{failed.read_text()} (from {name / failed.name}; delete it to try again)"
+            )
         if not target.exists():
-            print(f"shoal: building {library.title} in {folder}, once", file=sys.stderr, flush=True)
+            print(f"shoal: building {library.title} in {name}, once", file=sys.stderr, flush=True)
             try:
                 _compile(library, compiler, package, target)
             except _KilledError:  # as when a job is preempted: says nothing about the next time
@@ -103,7 +112,7 @@ def build(library: Library) -> Path:
             except CannotBuildError as problem:
                 failed.write_text(str(problem))
                 raise
-    return target
+    return _checked(target, name / file)
 
 
 def _compiler() -> Path:
@@ -132,15 +141,23 @@ def _key(library: Library, header: Path) -> str:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Create a folder that only this user can write: what is in it is loaded into the process."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise CannotBuildError(
-            f"{folder} can be written by other users; delete it, or set {env.CACHE_DIR} to a folder of yours"
+    """Return the path, by its descriptor, of a folder that only this user can write; make it if missing."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mode = folder.parent.stat().st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        raise UsageError(
+            f"{folder.parent} has the mode {stat.S_IMODE(mode):04o}: other users may exchange the code that "
+            f"is built in it; chmod go-w (or +t) {folder.parent}, or set {env.CACHE_DIR} to a folder of yours"
         )
-    return folder
+    if folder not in _OPEN:
+        _OPEN[folder] = Path(f"/proc/self/fd/{open_private_folder(folder, _REMEDY)}")
+    return _OPEN[folder]
+
+
+def _checked(file: Path, name: Path) -> Path:
+    """Return the file of a library in a private folder, if no other user may write to it."""
+    check_private(name, file.lstat(), _REMEDY)
+    return file
 
 
 @contextmanager
@@ -158,7 +175,7 @@ def _compile(library: Library, compiler: Path, package: Path, target: Path) -> N
             str(compiler), "-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-pthread",
             *library.flags, *(flag for path in includes for flag in ("-isystem", str(path))),
             *(str(path) for path in _sources(library) if path.suffix == ".cc"),
-            *library.links, f"-L{package / 'lib'}", "-lshoal", "-o", str(made),
+            *library.links, f"-L{package / 'lib'}", "-lshoal", "-o", made.name,
         ]  # fmt: skip
         try:
             run = subprocess.run(
@@ -171,4 +188,5 @@ def _compile(library: Library, compiler: Path, package: Path, target: Path) -> N
         if run.returncode != 0:
             errors = [line for line in run.stderr.splitlines() if "error" in line] or run.stderr.splitlines()
             raise CannotBuildError(f"{compiler} failed: " + "; ".join(errors[:_MOST_LINES]))
+        made.chmod(0o700)
         made.replace(target)

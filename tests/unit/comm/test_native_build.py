@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from shoal import env
 from shoal.comm import native_build
-from shoal.errors import EXIT_FAILURE, EXIT_USAGE
+from shoal.errors import EXIT_FAILURE, EXIT_USAGE, UsageError
 
 SOURCE = """
 #include <outside.h>
@@ -43,7 +44,7 @@ def test_it_is_compiled_once_for_each_version(
 ) -> None:
     file = native_build.build(library)
     assert ctypes.CDLL(str(file)).sum(2) == 42
-    assert capsys.readouterr().err == f"shoal: building a sum in {file.parent}, once\n"
+    assert capsys.readouterr().err == f"shoal: building a sum in {file.parent.resolve()}, once\n"
     assert native_build.build(library) == file
     assert capsys.readouterr().err == ""
     (library.includes[0] / "outside.h").write_text("#define OUTSIDE 50\n")
@@ -70,3 +71,49 @@ def test_errors_of_the_compiler_are_kept(library: native_build.Library) -> None:
         with pytest.raises(native_build.CannotBuildError, match=r"failed: .*error too old.*" + kept) as seen:
             native_build.build(library)
         assert seen.value.exit_code == EXIT_FAILURE
+
+
+def test_no_other_user_s_code_is_loaded(
+    library: native_build.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is opened once, without links; it, the library and the folder above are this user's."""
+    file = native_build.build(library)
+    folder = file.parent.resolve()
+    assert (file.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o700, 0o700)
+
+    def refused(rule: str) -> None:
+        monkeypatch.setattr(native_build, "_OPEN", {})  # as in another process
+        for path in ("/usr/bin:/bin", ""):
+            monkeypatch.setenv("PATH", path)
+            with pytest.raises((UsageError, OSError), match=rule):
+                native_build.build(library)
+
+    for path, mode, rule in (
+        (
+            folder,
+            0o770,
+            rf"{folder} has the mode 0770 .* only this one .* may write there; delete it, or set",
+        ),
+        (folder / file.name, 0o702, rf"{folder}/libsum.so has the mode 0702 .* delete it"),
+        (folder.parent, 0o777, rf"{folder.parent} has the mode 0777: other users may exchange the code"),
+    ):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        refused(rule)
+        path.chmod(before)
+    folder.parent.chmod(0o1777)  # as /tmp
+    ours = folder.rename(folder.with_name("ours"))
+    folder.mkdir()
+    (folder / file.name).write_bytes(b"another user's")
+    assert ctypes.CDLL(str(file)).sum(2) == 42, "exchanged after the check"
+    (folder / file.name).unlink()
+    folder.rmdir()
+    folder.symlink_to(ours)
+    refused("Not a directory")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_library_of_another_user_is_refused(library: native_build.Library) -> None:
+    os.chown(native_build.build(library), 12345, -1)
+    with pytest.raises(UsageError, match=r"libsum\.so .* belongs to the user with the id 12345"):
+        native_build.build(library)

@@ -25,7 +25,6 @@ import hashlib
 import mmap
 import os
 import re
-import stat
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.atomic_io import PARTIAL, publish
+from shoal.atomic_io import PARTIAL, open_private_folder, publish
 from shoal.data.images.manifest import TAR, ImageShardInfo
 from shoal.errors import UsageError
 
@@ -95,12 +94,9 @@ class ShardCache:
         self._changed_ns = 0
         try:
             config.directory.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                self.name.mkdir(mode=0o700)
-            folder = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            folder = open_private_folder(self.name, "remove it, or name another folder as the cache")
             weakref.finalize(self, os.close, folder).atexit = False
             self._folder = Path(f"/proc/self/fd/{folder}")
-            _check_owner(self.name, os.fstat(folder))
             with _locked(self._folder / ".lock"):
                 pass
         except OSError as error:
@@ -217,20 +213,6 @@ class ShardCache:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def _check_owner(folder: Path, state: os.stat_result) -> None:
-    """Check that no other user can put a copy into the folder, since the name of a copy is trusted.
-
-    Raises:
-        UsageError: it belongs to another user, or others may write to it.
-    """
-    mode = stat.S_IMODE(state.st_mode)
-    if state.st_uid != os.geteuid() or mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UsageError(
-            f"cache {folder} has the mode {mode:04o} and belongs to the user with the id {state.st_uid}, but "
-            f"only this one ({os.geteuid()}) may write there; remove it, or name another folder as the cache"
-        )
 
 
 def _mapped(path: Path, num_bytes: int) -> memoryview | None:
