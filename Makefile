@@ -82,12 +82,13 @@ GPU_WHEELS  := cyclopts attrs docstring-parser rich-rst docutils tensorboardX fa
 	  pytorch_optimizer timm expecttest setuptools-scm vcs-versioning
 KIT         ?=
 STAGE       ?=
+PART        ?=
 BUDGET      ?= 1440
 
-gpu:  ## what there is to measure on a machine with a GPU, to build/gpu/results; STAGE= picks, BUDGET= seconds
+gpu:  ## what there is to measure on a machine with a GPU, to build/gpu/results; PART= or STAGE= picks, BUDGET= seconds
 	@if [ -d build/gpu/wheels ]; then $(GPU_PYTHON) -m pip install --quiet --upgrade --no-index --no-deps \
 	  --find-links build/gpu/wheels $(GPU_WHEELS); fi
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu.kit --budget $(BUDGET) $(addprefix --stage ,$(STAGE)) $(KIT)
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu.kit --budget $(BUDGET) $(addprefix --part ,$(PART)) $(addprefix --stage ,$(STAGE)) $(KIT)
 
 gpu-wheels: $(STAMP)  ## download the packages that such a machine lacks, for Python 3.12
 	rm -rf $(GPU_FOLDER)/wheels

@@ -290,6 +290,9 @@ def optimizer_step(name: str, config: BertModelConfig | None = None) -> Counts:
 LARGE = BertModelConfig(
     hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
 )
+TINY = BertModelConfig(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=97
+)
 CASES: dict[str, tuple[str, Callable[[], Counts]]] = {
     "bert": ("BERT-large, 16 × 512 tokens", lambda: text_step(LARGE, 16, 512)),
     "albert": ("ALBERT-base, 16 × 512 tokens", lambda: text_step(AlbertModelConfig(), 16, 512)),

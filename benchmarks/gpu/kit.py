@@ -1,13 +1,13 @@
-"""Runs what there is to measure on a machine with one GPU, within a budget of time: ``make gpu``.
+"""Runs what there is to measure on a machine with one GPU, in three parts: ``make gpu PART=1``.
 
-    python -m benchmarks.gpu.kit --budget 1440
+    python -m benchmarks.gpu.kit --part 1 --budget 540
     python -m benchmarks.gpu.kit --stage bert --stage t5
     python -m benchmarks.gpu.kit --rehearsal          # tiny sizes on a CPU
 
 Every job is a process of its own with a limit of time; one that fails is reported, and the next goes on.
-After each job the results so far are written to ``build/gpu/results``: ``kit.json`` and ``kit.md``, beside
-``kit.log`` with the output of all jobs. With ``--stage`` those of other stages stay. The exit status is 0 if
-no job failed.
+After each job the results so far are written to ``build/gpu/results``, or what ``--results`` names:
+``kit.json`` and ``kit.md``, beside ``kit.log`` with the output of all jobs. With ``--part`` or ``--stage``
+those of other stages stay. The exit status is 0 if no job failed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.gpu.stages import Job, Stage, stages
-from benchmarks.gpu.travel import DATA, FOLDER, MOST_RESULTS, RESULTS
+from benchmarks.gpu.stages import PARTS, Job, Stage, stages
+from benchmarks.gpu.travel import DATA, FOLDER, MADE, MOST_RESULTS, RESULTS
 from shoal.env import TEST_DATA, child_environment, test_data_dir
 
 BUDGET_S = 1_440.0
@@ -56,6 +56,8 @@ class Outcome:
     seconds: float = 0.0
     said: str = ""
     """The end of the output of a job that failed."""
+    beside: str = ""
+    """What else used the GPU when the job began or ended; empty: nothing."""
     figures: list[dict[str, Any]] = field(default_factory=list)
     """``what``, ``value``, ``unit``, and ``peer``, ``ratio``, ``target`` where there are some."""
 
@@ -124,7 +126,7 @@ class Kit:
             self._ended[job.title].set()
 
     def _run(self, stage: Stage, job: Job, limit_s: float) -> Outcome:
-        begin_s = time.monotonic()
+        begin_s, beside = time.monotonic(), others_on_gpu()
         with tempfile.TemporaryDirectory() as name:
             out = Path(name) / "out.json"
             command = [str(out) if word == "{out}" else word for word in job.command]
@@ -140,8 +142,9 @@ class Kit:
         said = "" if status == "done" else "\n".join(text.strip().splitlines()[-_LAST_LINES:])
         seconds = time.monotonic() - begin_s
         return Outcome(
-            stage=stage.name, title=job.title, status=status, seconds=seconds, said=said, figures=figures
-        )
+            stage=stage.name, title=job.title, status=status, seconds=seconds, said=said,
+            beside=beside or others_on_gpu(), figures=figures,
+        )  # fmt: skip
 
     def _call(self, command: list[str], limit_s: float) -> tuple[Status, str]:
         """Run a command in a session of its own, which ends with it."""
@@ -185,6 +188,17 @@ class Kit:
         stem.with_suffix(".json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
         lines = table(outcomes, title=f"{device}, torch {torch.__version__}, {date}", target_share=share)
         stem.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def others_on_gpu() -> str:
+    """Return what the GPU's driver says of other processes and their memory; empty: none run."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "" if not torch.cuda.is_available() else "nvidia-smi does not say"
+    others = [line for line in done.stdout.splitlines() if not line.startswith(f"{os.getpid()},")]
+    return "; ".join(others)
 
 
 def end_session(leader: int) -> None:
@@ -269,26 +283,18 @@ def figures_of(job: Job, tree: dict[str, Any]) -> list[dict[str, Any]]:
             }
             for row in tree["rows"]
         ]  # fmt: skip
-    figures = []
-    for model in tree["models"]:
-        queued = model["queued_s"] / model["step_s"]
-        shares = [
-            ("the host queues", queued),
-            *((one["name"][:80], one["share"]) for one in model["kernels"]),
-        ]
-        figures += [
-            {"what": f"{model['model']}: {what}", "value": share, "unit": "of the step"}
-            for what, share in shares
-        ]
-    return figures
+    raise ValueError(f"a job of kind {job.kind} has no figures")
 
 
 def table(outcomes: Sequence[Outcome], *, title: str, target_share: float) -> list[str]:
     """Return the results as lines of Markdown."""
-    lines = [f"# {title}", "", "| stage | job | figure | against | target |", "|---|---|---:|---|---:|"]
+    lines = [
+        *(f"# {title}", "", "| stage | job | figure | against | target | beside it |"),
+        "|---|---|---:|---|---:|---|",
+    ]  # fmt: skip
     for outcome in outcomes:
         if not outcome.figures:
-            lines.append(f"| {outcome.stage} | {outcome.title} | {outcome.status} | | |")
+            lines.append(f"| {outcome.stage} | {outcome.title} | {outcome.status} | | | {outcome.beside} |")
         for figure in outcome.figures:
             against = f"{figure['ratio']:.2f} × {figure['peer']}" if figure.get("ratio") else ""
             target, reached = figure.get("target_ratio"), figure.get("ratio")
@@ -297,7 +303,7 @@ def table(outcomes: Sequence[Outcome], *, title: str, target_share: float) -> li
             wanted = f"{target:.4g}: {reached / target:.0%} of it" if target and reached else ""
             lines.append(
                 f"| {outcome.stage} | {figure['what'].replace('|', '/')} | {figure['value']:.4g} "
-                f"{figure['unit']} | {against} | {wanted} |"
+                f"{figure['unit']} | {against} | {wanted} | {outcome.beside} |"
             )
     return lines
 
@@ -306,7 +312,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--part", type=int, choices=PARTS, help="only the stages of this call")
     parser.add_argument("--stage", action="append", metavar="NAME", help="only this one; may be repeated")
+    parser.add_argument(
+        "--results", type=Path, default=FOLDER / RESULTS, metavar="FOLDER", help="of the files that come back"
+    )
     parser.add_argument(
         "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="stop after so long"
     )
@@ -314,13 +324,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.rehearsal and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; --rehearsal tries the kit itself")
-    all_stages = stages(FOLDER, data_folder(), rehearsal=args.rehearsal)
+    all_stages = stages(FOLDER / MADE, data_folder(), args.results, rehearsal=args.rehearsal)
     names = [stage.name for stage in all_stages]
     if unknown := set(args.stage or ()) - set(names):
         parser.error(f"--stage {', '.join(sorted(unknown))} is none of {', '.join(names)}")
-    chosen = [stage for stage in all_stages if not args.stage or stage.name in args.stage]
-    results = FOLDER / RESULTS
-    kept = outcomes_of_others(results, args.stage) if args.stage else []
+    chosen = [
+        stage
+        for stage in all_stages
+        if (not args.stage or stage.name in args.stage)
+        and (args.part is None or stage.part in (None, args.part))
+    ]
+    results = args.results
+    kept = outcomes_of_others(results, [stage.name for stage in chosen])
     kit = Kit(results, args.budget, rehearsal=args.rehearsal, kept=kept)
     is_well = kit.run(chosen)
     check_results(results)

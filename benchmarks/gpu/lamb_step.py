@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.gpu.counts import LARGE
-from benchmarks.gpu.profile import TINY
+from benchmarks.gpu.counts import LARGE, TINY
 from benchmarks.harness import Benchmark, peer_module
 from shoal.models.pretraining import BertPretraining
 from shoal.optim.lamb import Lamb, parameter_groups

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.counts import LARGE
-from benchmarks.gpu.profile import TINY
+from benchmarks.gpu.counts import LARGE, TINY
 from shoal.models.pretraining import transformers_config
 
 WARM_UP, STEPS = 4, 10

@@ -1,4 +1,4 @@
-"""Lists the commands of the kit in order of worth, with time limits, in full and as a rehearsal.
+"""Lists the commands of the kit in three parts of nine minutes, with time limits, in full and as a rehearsal.
 
 A rehearsal runs the same programs on a CPU with tiny sizes: it shows that they start, end and write what the
 kit reads. Its figures mean nothing.
@@ -15,18 +15,15 @@ from typing import Literal
 from benchmarks.bert_step import CASES
 from shoal.env import ATTENTION_KERNEL
 
-Kind = Literal["exit", "train", "peer", "rows", "profile"]
+Kind = Literal["exit", "train", "peer", "rows"]
 PYTHON = sys.executable
 SHOAL = (PYTHON, "-m", "shoal")
 BERT_TEXT, ALBERT_TEXT, IMAGES, QUESTION = "bert-text", "albert-text", "images", "question.json"
 """Input that the kit makes on the machine (``inputs``)."""
 INPUT = "input"
 """Title of the job that makes it."""
-GPU_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_cuda_comm.py")
-ATTENTION_TESTS = "tests/gpu/test_cuda_attention.py"
-"""Beside the figures of what they test: compiling its kernels takes a minute."""
-MODELS = ("bert", "albert", "squad", "resnet50", "mask_rcnn", "t5")
-"""Models that are profiled."""
+GPU_TESTS = ("test_cuda_attention", "test_cuda_comm", "test_cuda")
+"""Files of ``tests/gpu``, each a job of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +34,7 @@ class Job:
     command: tuple[str, ...]
     """``{out}`` stands for the file that it writes; such files are read and then removed."""
     kind: Kind = "exit"
-    """Kind of its output: none, a file of ``shoal bench train`` or of a peer, rows, or a profile."""
+    """Kind of its output: none, a file of ``shoal bench train`` or of a peer, or rows."""
     beside: str | None = None
     """Of a peer: title of our job in this stage with which it is compared."""
     target: float | None = None
@@ -51,32 +48,45 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Jobs on one subject, which share a limit of time; the first prepares the others."""
+    """Jobs on one subject, which share a limit of time."""
 
     name: str
+    part: int | None
+    """Number of the call that runs it, from 1; ``None``: the first stage, which prepares the others."""
     limit_s: float
     jobs: tuple[Job, ...]
 
 
-def stages(folder: Path, data: Path, *, rehearsal: bool) -> tuple[Stage, ...]:
-    """Return the stages in order of worth.
+PARTS = (1, 2, 3)
+
+
+def stages(made: Path, data: Path, results: Path, *, rehearsal: bool) -> tuple[Stage, ...]:
+    """Return the stages, in each part in order of worth.
 
     Args:
-        folder: of what the kit makes for itself; ``results`` in it holds what it writes.
+        made: folder of the input that the kit makes.
         data: the test data that travels.
+        results: folder of traces.
     """
-    tiny, made = rehearsal, folder / "made"
+    tiny = rehearsal
 
-    def stage(name: str, limit_s: float, jobs: Iterator[Job]) -> Stage:
-        return Stage(name=name, limit_s=limit_s, jobs=tuple(_after_input(job, made) for job in jobs))
+    def stage(name: str, part: int | None, limit_s: float, jobs: Iterator[Job]) -> Stage:
+        return Stage(
+            name=name, part=part, limit_s=limit_s, jobs=tuple(_after_input(job, made) for job in jobs)
+        )
 
     return (
-        stage("build", 180, _build(made, tiny)),
-        stage("comm", 180, _comm(folder / "results", tiny)),
-        stage("bert", 480, _text(made, data, tiny)),
-        stage("vision", 300, _vision(made, tiny)),
-        stage("t5", 120, _t5(tiny)),
-        stage("profiles", 180, _profiles(tiny)),
+        stage("build", None, 180, _build(made, tiny)),
+        stage("attention", 1, 240, _attention(made, tiny)),
+        stage("bert", 1, 300, _bert(made, results, tiny)),
+        stage("comm", 1, 100, _comm(results, tiny)),
+        stage("peers", 2, 140, _peers(tiny)),
+        stage("squad", 2, 130, _squad_rows(made, data, tiny)),
+        stage("t5", 2, 170, _t5(results, tiny)),
+        stage("trainer", 2, 110, _trainer(tiny)),
+        stage("vision", 3, 300, _vision(made, results, tiny)),
+        stage("tests", 3, 200, _gpu_tests(made, tiny)),
+        stage("pair", 3, 60, _pair(tiny)),
     )
 
 
@@ -89,8 +99,9 @@ def _module(name: str, *options: object) -> tuple[str, ...]:
     return (PYTHON, "-m", name, *map(str, options))
 
 
-def _device(tiny: bool) -> tuple[str, str]:
-    return ("--device", "cpu" if tiny else "cuda")
+def _device(tiny: bool) -> tuple[str, ...]:
+    """Return the options of a benchmark: its device, and whether its sizes are tiny."""
+    return ("--device", "cpu", "--tiny") if tiny else ("--device", "cuda")
 
 
 def _build(made: Path, tiny: bool) -> Iterator[Job]:
@@ -99,25 +110,51 @@ def _build(made: Path, tiny: bool) -> Iterator[Job]:
     inputs = _module("benchmarks.gpu.inputs", made, *["--tiny"] * tiny)
     yield Job(title=INPUT, command=inputs, limit_s=60)
     yield Job(title="shoal doctor", command=(*SHOAL, "doctor"), limit_s=60)
-    group = "from shoal.comm import native_group; native_group.build()"
-    yield Job(title="the process group in C++", command=(PYTHON, "-c", group))
-    files = ("tests/unit/benchmarks/test_gpu_kit.py",) if tiny else GPU_TESTS
-    yield Job(title="tests" if tiny else "tests/gpu", command=_tests(made / "pytest", *files))
 
 
-def _tests(folder: Path, *files: str) -> tuple[str, ...]:
-    """Return the command that runs tests, each set in a folder of its own.
+def _tests(folder: Path, file: str) -> tuple[str, ...]:
+    """Return the command that runs a file of tests.
 
-    Removing those of other runs, pytest may leave one open, which is an error here.
+    Plug-ins that the machine has beside ours stay off. The folder is the file's own: removing those of other
+    runs, pytest may leave one open, which is an error here.
     """
-    return _module("pytest", "-q", "-p", "no:cacheprovider", "--basetemp", folder, *files)
+    off = ("-p", "no:benchmark", "-p", "no:xdist", "-p", "no:cacheprovider")
+    return _module("pytest", "-q", *off, "--basetemp", folder, file)
+
+
+def _attention(made: Path, tiny: bool) -> Iterator[Job]:
+    if not tiny:
+        yield _test_job(made, GPU_TESTS[0], 170)
+    command = _module("benchmarks.gpu.attention_forms", *_device(tiny), "--json", "{out}")
+    yield Job(title="attention with dropout", kind="rows", command=command, limit_s=90)
+
+
+def _test_job(made: Path, name: str, limit_s: float) -> Job:
+    return Job(
+        title=f"tests/gpu/{name}.py", limit_s=limit_s,
+        command=_tests(made / f"pytest-{name}", f"tests/gpu/{name}.py"),
+    )  # fmt: skip
+
+
+def _gpu_tests(made: Path, tiny: bool) -> Iterator[Job]:
+    if tiny:
+        yield Job(title="tests", command=_tests(made / "pytest", "tests/unit/benchmarks/test_gpu_kit.py"))
+        return
+    group = "from shoal.comm import native_group; native_group.build()"
+    yield Job(title="the process group in C++", command=(PYTHON, "-c", group), limit_s=60)
+    for name in GPU_TESTS[1:]:
+        yield _test_job(made, name, 110)
 
 
 def _comm(results: Path, tiny: bool) -> Iterator[Job]:
     device = "memory" if tiny else "cuda"
     options = ("--device", device, "--quick", "--trace", results / "comm-trace.json.gz", "--json", "{out}")
     yield Job(title="backend shoal", kind="rows", command=_module("benchmarks.cuda_comm", *options))
-    pair = _module("benchmarks.gpu.pipeline_pair", *_device(tiny), "--quick", "--json", "{out}")
+
+
+def _pair(tiny: bool) -> Iterator[Job]:
+    device = "cpu" if tiny else "cuda"
+    pair = _module("benchmarks.gpu.pipeline_pair", "--device", device, "--quick", "--json", "{out}")
     yield Job(title="pipeline of two on one device", kind="rows", command=pair)
 
 
@@ -127,10 +164,38 @@ def _bench(recipe: str, preset: str, batch: int, *options: object, tiny: bool = 
     return _module("shoal", "bench", "train", recipe, *words)
 
 
-def _peer(name: str, title: str, beside: str, *, tiny: bool) -> Job:
-    words = (name, *_device(tiny), "--json", "{out}", *["--tiny"] * tiny)
-    command = _module("benchmarks.gpu.peers", *words)
+def _peer(name: str, title: str, beside: str | None = None, *, tiny: bool) -> Job:
+    command = _module("benchmarks.gpu.peers", name, *_device(tiny), "--json", "{out}")
     return Job(title=title, kind="peer", command=command, beside=beside, limit_s=90)
+
+
+def _bert(made: Path, results: Path, tiny: bool) -> Iterator[Job]:
+    """Time BERT-large on packed real text, with attention in kernels and explicit, and LAMB's step alone."""
+    text, trace = ("--data.path", made / BERT_TEXT), ("--trace", results / "bert-trace.json.gz")
+    lamb = _module("benchmarks.gpu.lamb_step", *_device(tiny), "--quick", "--json", "{out}")
+    if tiny:
+        words = (*text, "--model.vocab-size", 30_522, *trace)
+        yield Job(title="bert tiny", kind="train", command=_bench("bert", "tiny", 2, *words, tiny=True))
+        words = ("--data.path", made / ALBERT_TEXT, "--model.vocab-size", 30_000)
+        yield Job(title="albert tiny", kind="train", command=_bench("albert", "tiny", 2, *words, tiny=True))
+        yield Job(title="LAMB's step", kind="rows", command=lamb)
+        return
+    with_kernels = ("env", f"{ATTENTION_KERNEL}=1")
+    long = _bench("bert", "large", 64, "--phase", 2, *text, *trace)
+    short = _bench("bert", "large", 256, "--phase", 1, *text)
+    for title, command, target in (
+        ("BERT-large, 512 tokens, attention in kernels", (*with_kernels, *long), 315.0),
+        ("BERT-large, 512 tokens", long[: -2 - len(trace)] + long[-2:], 315.0),
+        ("BERT-large, 128 tokens, attention in kernels", (*with_kernels, *short), 930.0),
+    ):
+        yield Job(title=title, kind="train", command=command, target=target, limit_s=110)
+    yield Job(title="LAMB's step", kind="rows", command=lamb, limit_s=60)
+
+
+def _peers(tiny: bool) -> Iterator[Job]:
+    """Time transformers' BERT on the same numbers of tokens."""
+    for name in ("bert-512",) if tiny else ("bert-512", "bert-128"):
+        yield _peer(name, f"transformers' BERT in a plain loop, {name[5:]} tokens", tiny=tiny)
 
 
 def _squad(made: Path, data: Path, size: str, *, tiny: bool = False) -> tuple[str, ...]:
@@ -144,49 +209,29 @@ def _squad(made: Path, data: Path, size: str, *, tiny: bool = False) -> tuple[st
     return _bench("squad", "bert", 32, *files, *model, *window)
 
 
-def _text(made: Path, data: Path, tiny: bool) -> Iterator[Job]:
-    """Time packed real text, and our steps by turns with those of peers on the same sequences."""
-    bert, albert = ("--data.path", made / BERT_TEXT), ("--data.path", made / ALBERT_TEXT)
+def _squad_rows(made: Path, data: Path, tiny: bool) -> Iterator[Job]:
+    """Time finetuning with torch.compile, and the smaller model without, which the host limits."""
     if tiny:
-        words = (*bert, "--model.vocab-size", 30_522)
-        yield Job(title="bert tiny", kind="train", command=_bench("bert", "tiny", 2, *words, tiny=True))
-        yield _peer("bert-512", "transformers' BERT in a plain loop", "bert tiny", tiny=True)
         yield Job(title="squad tiny", kind="train", command=_squad(made, data, "tiny", tiny=True))
-        words = (*albert, "--model.vocab-size", 30_000)
-        yield Job(title="albert tiny", kind="train", command=_bench("albert", "tiny", 2, *words, tiny=True))
-    else:
-        for title, phase, batch, target in (
-            ("BERT-large, 512 tokens", 2, 64, 315.0),
-            ("BERT-large, 128 tokens", 1, 256, 930.0),
-        ):
-            command = _bench("bert", "large", batch, "--phase", phase, *bert)
-            yield Job(title=title, kind="train", command=command, target=target)
-            peer = "bert-512" if phase == 2 else "bert-128"
-            yield _peer(peer, f"transformers' BERT in a plain loop, {title[-10:]}", title, tiny=False)
-        tests = _tests(made / "pytest-attention", ATTENTION_TESTS)
-        yield Job(title="tests of attention's kernels", command=tests, limit_s=150)
-        title = "BERT-large, 512 tokens, attention in kernels"
-        command = ("env", f"{ATTENTION_KERNEL}=1", *_bench("bert", "large", 64, "--phase", 2, *bert))
-        yield Job(title=title, kind="train", command=command, target=315.0)
-        for size, target in (("large", 350.0), ("base", 932.0)):
-            command = _squad(made, data, size)
-            yield Job(title=f"SQuAD 384, {size}", kind="train", command=command, target=target)
-    lamb = _module(
-        "benchmarks.gpu.lamb_step", *_device(tiny), *["--tiny"] * tiny, "--quick", "--json", "{out}"
-    )
-    yield Job(title="LAMB's step", kind="rows", command=lamb)
-    attention = _module(
-        "benchmarks.gpu.attention_forms", *_device(tiny), *["--tiny"] * tiny, "--json", "{out}"
-    )
-    yield Job(title="attention with dropout", kind="rows", command=attention)
-    sizes = ("tiny",) if tiny else ("base", "large")
-    for case, size in [("albert", size) for size in sizes] + [("squad", size) for size in sizes]:
-        options = ("--case", case, *_device(tiny), "--size", size, "--quick", "--json", "{out}")
+        return
+    for size, target in (("large", 350.0), ("base", 932.0)):
+        command = ("env", f"{ATTENTION_KERNEL}=1", *_squad(made, data, size), "--train.compile")
+        title = f"SQuAD 384, {size}, compiled, attention in kernels"
+        yield Job(title=title, kind="train", command=command, target=target, limit_s=70)
+    command = _squad(made, data, "base")
+    yield Job(title="SQuAD 384, base", kind="train", command=command, target=932.0, limit_s=40)
+
+
+def _trainer(tiny: bool) -> Iterator[Job]:
+    """Time ALBERT and SQuAD by turns with transformers' Trainer."""
+    cases = (("albert", "tiny"), ("squad", "tiny")) if tiny else (("albert", "base"), ("albert", "large"))
+    for case, size in cases:
+        options = ("--case", case, *_device(tiny)[:2], "--size", size, "--quick", "--json", "{out}")
         command = _module("benchmarks.bert_step", *options)
-        yield Job(title=f"{case} {size} beside Trainer", kind="rows", command=command)
+        yield Job(title=f"{case} {size} beside Trainer", kind="rows", command=command, limit_s=100)
 
 
-def _vision(made: Path, tiny: bool) -> Iterator[Job]:
+def _vision(made: Path, results: Path, tiny: bool) -> Iterator[Job]:
     """Time ResNet on made and on real JPEGs, and Mask R-CNN on made scenes."""
     real = ("--data.path", made / IMAGES)
     if tiny:
@@ -196,32 +241,26 @@ def _vision(made: Path, tiny: bool) -> Iterator[Job]:
             title="mask_rcnn tiny", kind="train", command=_bench("mask_rcnn", "tiny", 1, *small, tiny=True)
         )
         return
-    title = "ResNet-50, made JPEGs"
-    command = _bench("resnet50", "imagenet-16k", 256)
-    yield Job(title=title, kind="train", command=command, target=3_079.0)
-    yield _peer("resnet50", "torchvision's ResNet-50 in a plain loop", title, tiny=False)
-    command = _bench("resnet50", "imagenet-16k", 256, *real)
-    yield Job(title="ResNet-50, JPEGs of COCO over and over", kind="train", command=command)
     title = "Mask R-CNN, batch 12, made scenes"
-    command = _bench("mask_rcnn", "coco-1x", 12, "--train.precision", "bf16")
-    yield Job(title=title, kind="train", command=command, target=42.0)
+    trace = ("--trace", results / "mask-rcnn-trace.json.gz")
+    command = _bench("mask_rcnn", "coco-1x", 12, "--train.precision", "bf16", *trace)
+    yield Job(title=title, kind="train", command=command, target=42.0, limit_s=80)
     yield _peer("mask_rcnn", "torchvision's Mask R-CNN in a plain loop", title, tiny=False)
+    title = "ResNet-50, made JPEGs"
+    bf16 = ("--train.precision", "bf16")
+    command = _bench("resnet50", "imagenet-16k", 256, *bf16)
+    yield Job(title=title, kind="train", command=command, target=3_079.0, limit_s=80)
+    yield _peer("resnet50", "torchvision's ResNet-50 in a plain loop", title, tiny=False)
+    command = _bench("resnet50", "imagenet-16k", 256, *bf16, *real)
+    yield Job(title="ResNet-50, JPEGs of COCO over and over", kind="train", command=command, limit_s=80)
 
 
-def _t5(tiny: bool) -> Iterator[Job]:
+def _t5(results: Path, tiny: bool) -> Iterator[Job]:
     """Time T5 1.0, whose products are as large as those of T5 1.1 (d_ff 3,072, or 2,048 gated)."""
-    title = "T5 tiny" if tiny else "T5 1.0 base, 512/114 tokens"
-    command = _bench("t5", "tiny", 2, tiny=True) if tiny else _bench("t5", "base", 64)
-    yield Job(title=title, kind="train", command=command, target=None if tiny else 366.0, limit_s=90)
-    if not tiny:
-        yield _peer("t5", "transformers' T5 in a plain loop", title, tiny=False)
-
-
-def _profiles(tiny: bool) -> Iterator[Job]:
-    """Profile each model, in a process of its own where one may fill the device's memory."""
-    for models in (MODELS,) if tiny else tuple((model,) for model in MODELS):
-        command = _module(
-            "benchmarks.gpu.profile", *models, *_device(tiny), "--json", "{out}", *["--tiny"] * tiny
-        )
-        title = "all models" if tiny else models[0]
-        yield Job(title=f"{title}, time by kernel", kind="profile", command=command)
+    if tiny:
+        yield Job(title="T5 tiny", kind="train", command=_bench("t5", "tiny", 2, tiny=True))
+        return
+    title, trace = "T5 1.0 base, 512/114 tokens", ("--trace", results / "t5-trace.json.gz")
+    command = _bench("t5", "base", 64, "--train.compile", *trace)
+    yield Job(title=title, kind="train", command=command, target=366.0, limit_s=110)
+    yield _peer("t5", "transformers' T5 in a plain loop", title, tiny=False)

@@ -17,8 +17,8 @@ from benchmarks.bert_step import CASES, VOCABULARY
 from shoal.env import TEST_DATA, test_data_dir
 
 FOLDER = Path("build/gpu")
-WHEELS, DATA, RESULTS = "wheels", "data", "results"
-"""Folders in it: what travels there, and what comes back."""
+WHEELS, DATA, MADE, RESULTS = "wheels", "data", "made", "results"
+"""Folders in it: what travels there, input that is made there unless it travels, and what comes back."""
 MOST_BYTES = 60 << 20
 """Of the tree, the wheels and the data together."""
 MOST_DATA_BYTES = 20 << 20

@@ -33,6 +33,8 @@ class TrainBench:
     """Find the largest micro-batch that leaves a tenth of the memory free, and time that one."""
     memory: str | None = None
     """With --fill-memory: memory of a worker, such as 8GB; default: its GPU's."""
+    trace: Path | None = None
+    """File for a trace of two more steps, for Perfetto (.json or .json.gz); prints their time by kernel."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("warm_up", 0)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 _MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
 _MATMUL_S = 0.3
+TRACED_STEPS = 3
+"""The first settles the profiler."""
+MOST_KERNELS = 40
 
 
 def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -> int:
@@ -47,9 +51,11 @@ def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -
         name: of recipe and model, such as ``bert-large`` or ``squad-bert-large``.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        script = make_script(config, Path(folder), what, num_workers=worker.place.num_workers, name=name)
+        more = replace(what, steps=what.steps + (TRACED_STEPS if what.trace else 0))
+        script = make_script(config, Path(folder), more, num_workers=worker.place.num_workers, name=name)
         script = replace(script, config=with_few_lines(script.config, what))
-        script.main(script.config, worker)
+        with traced(what, is_main=worker.place.is_main):
+            script.main(script.config, worker)
         if worker.place.is_main:
             result = read_result(script, what, name)
             print("\n".join(result.lines()))
@@ -57,6 +63,51 @@ def measure(config: Config, worker: WorkerEnv, what: TrainBench, *, name: str) -
                 result.write(what.json)
                 print(f"\n{what.json}")
     return EXIT_OK
+
+
+@contextmanager
+def traced(what: TrainBench, *, is_main: bool) -> Iterator[None]:
+    """Write a trace of the main worker's last steps, after the timed ones, and print their time by kernel.
+
+    Steps are counted by those of the first optimizer.
+    """
+    if what.trace is None or not is_main:
+        yield
+        return
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    file, before = what.trace, what.warm_up + what.steps
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=before - 1, warmup=1, active=TRACED_STEPS - 1, repeat=1),
+        on_trace_ready=lambda done: _write_trace(done, file),
+    )
+    first: list[Any] = []
+
+    def count(optimizer: Any, *_: object) -> None:
+        first.append(optimizer)
+        del first[1:]
+        if optimizer is first[0]:
+            profiler.step()
+
+    handle = register_optimizer_step_post_hook(count)
+    try:
+        with profiler:
+            yield
+    finally:
+        handle.remove()
+
+
+def _write_trace(profiler: Any, file: Path) -> None:
+    profiler.export_chrome_trace(str(file))
+    events = profiler.key_averages()
+    device = sum(event.self_device_time_total for event in events)
+    name = "self_device_time_total" if device else "self_cpu_time_total"
+    print(events.table(sort_by=name, row_limit=MOST_KERNELS, max_name_column_width=90), flush=True)
 
 
 def with_few_lines(config: Any, what: TrainBench) -> Any:
@@ -288,7 +339,7 @@ def read_result(script: Script, what: TrainBench, name: str) -> TrainResult:
 
     rows = read_record(script.config.run.dir)
     start = next(row for row in rows if isinstance(row, Start))
-    timed = [row for row in rows if isinstance(row, Step) and row.step > what.warm_up]
+    timed = [row for row in rows if isinstance(row, Step) and 0 < row.step - what.warm_up <= what.steps]
     device = torch.device("cpu" if start.device.startswith("CPU") else "cuda")
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     parallel = getattr(script.config, "parallel", None)
