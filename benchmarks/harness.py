@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from benchmarks.machine import ForeignCores, current_commit, describe_machine
+from shoal.errors import install_command
 
 MAX_FOREIGN_CORES = 0.3
 MIN_REPETITION_S = 0.3
@@ -230,7 +231,7 @@ def peer_module(name: str) -> ModuleType:
     except ImportError as error:
         raise SystemExit(
             f"this benchmark compares with {name}, which cannot be imported ({error}); "
-            "pip install 'shoal[bench]'"
+            f"{install_command('bench')}"
         ) from None
 
 

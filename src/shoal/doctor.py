@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import shoal
 from shoal import env, native
-from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError
+from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError, install_command
 from shoal.formatting import size
 
 OLDEST_PYTHON = (3, 11)
@@ -125,7 +125,7 @@ def examine() -> Mapping[str, list[Check]]:
     except Exception as error:  # a broken installation raises any exception
         found = f"cannot be imported ({type(error).__name__}: {error})"
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-        remedy = "pip install 'shoal[torch]'" if is_absent else "pip install --force-reinstall torch"
+        remedy = install_command("torch") if is_absent else "pip install --force-reinstall torch"
         torch_check = Check("torch", found, "missing", remedy)
     else:
         cuda = torch.version.cuda
@@ -212,8 +212,8 @@ def package_checks(requirements: Sequence[str], installed: Callable[[str], str |
 def _group_check(extra: str, packages: Sequence[tuple[str, bool]]) -> Check:
     found, is_well = ", ".join(text for text, _ in packages), all(is_well for _, is_well in packages)
     if not extra:
-        return _judged("packages", found, is_well, "pip install 'shoal'", "missing")
-    remedy = f"{EXTRAS[extra]}: pip install 'shoal[{extra}]'"
+        return _judged("packages", found, is_well, install_command(), "missing")
+    remedy = f"{EXTRAS[extra]}: {install_command(extra)}"
     return _judged(f"[{extra}]", found, is_well, remedy, "missing" if extra in NEEDED_EXTRAS else "note")
 
 
@@ -226,7 +226,7 @@ def _native_core() -> Check:
     try:
         levels, features = native.simd_levels(), native.cpu_features()
     except Exception as error:  # a module built for another Python or machine raises any exception
-        remedy = "install a C++20 compiler and run: pip install --force-reinstall shoal"
+        remedy = "install a C++20 compiler, then shoal again, from its source folder or wheel"
         return Check("native core", str(error), "missing", remedy)
     has = ", ".join(name for name, there in features.items() if there) or "no known vector units"
     return Check("native core", f"{levels[-1]} kernels; processor has {has}")

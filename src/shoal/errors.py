@@ -8,6 +8,7 @@ traceback.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -59,7 +60,7 @@ def missing_extra(error: ImportError) -> str:
     """Return the remedy for a failed import, to follow the name of the feature that needs the package.
 
     Returns:
-        Like ``needs torch, which is not installed: pip install 'shoal[torch]'``; empty for other modules.
+        Like ``needs keras, which is not installed: pip install 'keras>=3.10'``; empty for other modules.
     """
     absent = error if error.name else error.__cause__  # cyclopts wraps the error of a command's import
     if not isinstance(absent, ModuleNotFoundError) or not absent.name:
@@ -67,8 +68,31 @@ def missing_extra(error: ImportError) -> str:
     module = absent.name.partition(".")[0]
     for extra, modules in MODULES_OF_EXTRAS.items():
         if module in modules:
-            return f"needs {module}, which is not installed: pip install 'shoal[{extra}]'"
+            return f"needs {module}, which is not installed: {install_command(extra)}"
     return ""
+
+
+def install_command(extra: str = "") -> str:
+    """Return the command that installs the packages of an extra, or those that shoal always needs.
+
+    It has their own names: the name shoal is not registered in any index, so a stranger could take it.
+
+    Example:
+        >>> install_command("keras")
+        "pip install 'keras>=3.10'"
+    """
+    from importlib import metadata  # slow, and only needed for errors
+
+    try:
+        requirements = metadata.requires("shoal") or []
+    except metadata.PackageNotFoundError:  # a source folder on the path, never installed
+        return f"pip install '.[{extra}]' in the source folder"
+    packages = [
+        f"'{requirement.partition(';')[0].strip()}'"
+        for requirement in requirements
+        if extra == (found[1] if (found := re.search(r"""extra\s*==\s*['"]([\w.-]+)""", requirement)) else "")
+    ]
+    return f"pip install {' '.join(packages)}"
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:
@@ -81,7 +105,7 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        text = f"{purpose}, which cannot be imported ({error}); pip install 'shoal[{extra}]'"
+        text = f"{purpose}, which cannot be imported ({error}); {install_command(extra)}"
         raise (UsageError if missing_extra(error) else ShoalError)(text) from None
 
 

@@ -227,7 +227,7 @@ def test_memory_does_not_grow_with_the_source(articles: list[str], tmp_path: Pat
 
 
 def test_a_data_set_is_prepared_as_its_rows_are(articles: list[str], whole: Path, tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason="no datasets found: pip install 'shoal[bench]' to run this")
+    pytest.importorskip("datasets", reason="no datasets found: pip install '.[bench]' to run this")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_bytes(as_rows(articles, "body"))
     sources = [f"hf:{tmp_path / 'set'}:::body", f"{tmp_path / 'set' / 'train.jsonl'}:body"]

@@ -27,7 +27,7 @@ FOUR = pytest.param(4, marks=pytest.mark.slow)
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """Return the interpreter of an environment with ``pip install shoal[jax]``."""
+    """Return the interpreter of an environment with the wheel's extra ``jax``."""
     return environment("jax", "jax,keras", "flax", "hypothesis")
 
 

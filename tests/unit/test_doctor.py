@@ -60,7 +60,7 @@ def test_this_machine_can_train() -> None:
 @pytest.mark.parametrize(
     ("prelude", "said", "remedy"),
     [
-        ("sys.modules['torch'] = None", "torch         cannot be imported", "'shoal[torch]'"),
+        ("sys.modules['torch'] = None", "torch         cannot be imported", "pip install 'torch>="),
         ("sys.modules['shoal._core'] = None", "native core cannot be loaded", "install a C++20 compiler"),
     ],
 )
@@ -144,15 +144,17 @@ def test_complete_packages() -> None:
     ("package", "version", "name", "state", "found", "remedy"),
     [
         ("torch", "2.10.1+cpu", "[torch]", "missing", "torch 2.10.1+cpu (too old, needs 2.11)",
-         "for the backend, the optimizers, pipelines and training: pip install 'shoal[torch]'"),
+         "for the backend, the optimizers, pipelines and training: "
+         "pip install 'torch>=2.11' 'safetensors>=0.5' 'tensorboardX>=2.6.4'"),
         ("numpy", None, "packages", "missing", "numpy not installed, cyclopts 5.1",
-         "pip install 'shoal'"),
+         "pip install 'numpy>=1.26' 'cyclopts>=5.0'"),
         ("transformers", "4.57.3", "[text]", "missing", "transformers 4.57.3 (too old, needs 5.0)",
-         "to train ALBERT and to prepare text: pip install 'shoal[text]'"),
+         "to train ALBERT and to prepare text: "
+         "pip install 'transformers>=5.0' 'tokenizers>=0.22' 'sentencepiece>=0.2.1' 'protobuf>=5'"),
         ("matplotlib", None, "[report]", "note", "matplotlib not installed",
-         "to write reports: pip install 'shoal[report]'"),
+         "to write reports: pip install 'matplotlib>=3.9' 'jinja2>=3.1'"),
         ("boto3", "1.4.2", "[aws]", "note", "boto3 1.4.2 (too old, needs 1.40)",
-         "to start runs on AWS: pip install 'shoal[aws]'"),
+         "to start runs on AWS: pip install 'boto3>=1.40'"),
     ],
 )  # fmt: skip
 def test_package_missing_or_too_old(

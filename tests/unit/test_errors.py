@@ -77,6 +77,8 @@ def test_did_you_mean(word: str, text: str) -> None:
 # ---- packages that are not installed -----------------------------------------------------------------------
 
 
+TORCH = "pip install 'torch>=2.11' 'safetensors>=0.5' 'tensorboardX>=2.6.4'"
+TEXT = "pip install 'transformers>=5.0' 'tokenizers>=0.22' 'sentencepiece>=0.2.1' 'protobuf>=5'"
 NAMESAKES = {"googleapis-common-protos"}
 """Distributions that only share the name of a module with one that an extra requires."""
 
@@ -95,9 +97,18 @@ def test_modules_of_extras_are_those_that_the_package_requires() -> None:
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("torch", "needs torch, which is not installed: pip install 'shoal[torch]'"),
-        ("torch.distributed", "needs torch, which is not installed: pip install 'shoal[torch]'"),
-        ("google.protobuf", "needs google, which is not installed: pip install 'shoal[text]'"),
+        (
+            "torch",
+            f"needs torch, which is not installed: {TORCH}",
+        ),
+        (
+            "torch.distributed",
+            f"needs torch, which is not installed: {TORCH}",
+        ),
+        (
+            "google.protobuf",
+            f"needs google, which is not installed: {TEXT}",
+        ),
         ("torchlike", ""),
         ("", ""),
     ],
@@ -124,10 +135,23 @@ def test_a_package_that_is_not_installed_is_a_usage_error(
     with pytest.raises(UsageError) as raised:
         import_extra("needs_torch", "vision", "images need needs_torch")
     assert str(raised.value) == (
-        "images need needs_torch, which cannot be imported (no torch); pip install 'shoal[vision]'"
+        "images need needs_torch, which cannot be imported (no torch); "
+        "pip install 'torchvision' 'pillow>=11' 'faster-coco-eval>=1.7'"
     )
     with pytest.raises(
-        ShoalError, match=r"cannot import name 'dance' from 'json'.*shoal\[vision\]"
+        ShoalError, match=r"cannot import name 'dance' from 'json'.*pip install 'torchvision'"
     ) as raised:
         import_extra("old", "vision", "images need old")
     assert raised.value.exit_code == EXIT_FAILURE
+
+
+def test_no_page_or_message_installs_shoal_by_its_name() -> None:
+    """The name is not registered: an index may have a stranger's package under it."""
+    root = Path(__file__).parents[2]
+    files = [root / "README.md", *(root / "docker").iterdir()]
+    files += [path for folder in ("docs", "src", "benchmarks") for path in (root / folder).rglob("*.*")]
+    by_name = re.compile(r"pip\S* (?:install|wheel)\b[^\n#]* ['\"]?shoal(?![\w.…/-])")
+    texts = {path: path.read_text() for path in files if path.suffix in {"", ".md", ".py", ".sh", ".txt"}}
+    assert len(texts) > 300
+    assert [f"{path}: {found[0]}" for path, text in texts.items() for found in by_name.finditer(text)] == []
+    assert by_name.search("pip install --pre 'shoal[torch]==0.*'") and by_name.search("pip install shoal\n")

@@ -19,7 +19,7 @@ GOOD = {
 
 
 def check_site() -> ModuleType:
-    pytest.importorskip("mkdocs", reason="no mkdocs found: pip install 'shoal[docs]' to run this")
+    pytest.importorskip("mkdocs", reason="no mkdocs found: pip install '.[docs]' to run this")
     spec = importlib.util.spec_from_file_location("check_site", FOLDER / "check_site.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from shoal.errors import UsageError, did_you_mean
+from shoal.errors import UsageError, did_you_mean, install_command
 from shoal.launch.emulated_job import Hosts
 from shoal.launch.emulated_network import parse_rate
 
@@ -96,7 +96,7 @@ class CommBench:
             if not path.parent.is_dir():
                 raise UsageError(f"{path}: the folder {path.parent} is not there; make it first")
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise UsageError("--plot needs matplotlib: pip install 'shoal[report]'")
+            raise UsageError(f"--plot needs matplotlib: {install_command('report')}")
 
 
 def parse_sizes(texts: str) -> list[int]:

@@ -90,7 +90,7 @@ class GenerationConfig(SearchConfig):
     """Options of the beam search that generates texts, and the scores of texts."""
 
     metrics: tuple[Metric, ...] = METRICS
-    """Scores of texts; ROUGE and BLEU need the packages of shoal[scores]."""
+    """Scores of texts; ROUGE and BLEU need the extra ``scores``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,5 +164,5 @@ def test_a_ratio_to_zero_is_null_in_json(tmp_path: Path) -> None:
 
 
 def test_a_missing_peer_says_what_to_install() -> None:
-    with pytest.raises(SystemExit, match=r"no_such_peer.*pip install 'shoal\[bench\]'"):
+    with pytest.raises(SystemExit, match=r"no_such_peer.*pip install 'pycocotools>=2.0.10' "):
         peer_module("no_such_peer")

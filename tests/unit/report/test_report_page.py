@@ -209,7 +209,7 @@ def test_missing_package_names_the_extra(package: str) -> None:
     )
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert child.stdout.startswith(f"a report needs {package}, which cannot be imported (")
-    assert child.stdout.endswith("pip install 'shoal[report]'\n")
+    assert child.stdout.endswith("pip install 'matplotlib>=3.9' 'jinja2>=3.1'\n")
 
 
 def test_values_that_are_not_finite_anywhere_do_not_break_the_page(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_manifest_with_another_count(prepared):
 
 def test_no_boto3_is_said(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
-    with pytest.raises(ShoalError, match=r"pip install 'shoal\[aws\]'"):
+    with pytest.raises(ShoalError, match=r"pip install 'boto3>=1.40'"):
         ImageShards("s3://bucket/prefix", "train")
 
 

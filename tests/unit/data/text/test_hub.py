@@ -12,7 +12,7 @@ from shoal.data.text.corpus import find_files
 from shoal.data.text.hub import HubSource, json_lines, parse_hub
 from shoal.errors import UsageError
 
-pytest.importorskip("datasets", reason="no datasets found: pip install 'shoal[bench]' to run this")
+pytest.importorskip("datasets", reason="no datasets found: pip install '.[bench]' to run this")
 
 
 @pytest.fixture

@@ -40,5 +40,7 @@ def test_right_texts_have_all_points() -> None:
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
     require_packages(["rouge", "f1"])
-    with pytest.raises(UsageError, match=r"BLEU needs sacrebleu.*pip install 'shoal\[scores\]'"):
+    with pytest.raises(
+        UsageError, match=r"BLEU needs sacrebleu.*pip install 'rouge-score>=0.1.2' 'sacrebleu>=2.5'"
+    ):
         require_packages(["bleu"])
