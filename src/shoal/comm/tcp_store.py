@@ -4,6 +4,9 @@ The others connect by TCP. With a secret of the job, both ends of a connection p
 by HMAC-SHA256 over random numbers of both; it is not sent. What is stored is signed apart from that
 (:class:`~shoal.comm.store.Records`). Messages have at most 1 MiB, and the store at most 256 MiB.
 
+Before its proof a connection may send 256 bytes, in 10 s altogether. 256 connections may be in this state at
+once: with one more the oldest is closed, whose process tries again if it is one of the job.
+
 A message is its length and its fields, each with its length, as unsigned 32-bit numbers in network order. The
 first field of a request is the name of a method of :class:`~shoal.comm.store.Store`, that of an answer is
 ``ok``, ``late`` or ``bad``.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import secrets
 import socket
 import struct
@@ -29,10 +33,15 @@ _NONCE_BYTES = 32
 _MAX_MESSAGE = 1 << 20
 _MAX_STORED = 256 << 20
 _MAX_KEYS = 1 << 16
-_HANDSHAKE_S = 10.0
+_GREETING_S = 10.0
+_MAX_GREETING = 256
+_MAX_UNPROVED = 256
+_MAX_CONNECTIONS = 1 << 14
 _RETRY_S = 0.05
 _LENGTH = struct.Struct("!I")
 _MAX_WAIT_S = 7 * 86400.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+"""A peer whose host is gone is noticed after about a minute."""
 
 
 class TcpStoreServer:
@@ -48,6 +57,10 @@ class TcpStoreServer:
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._unproved: dict[socket.socket, None] = {}
+        """Connections before their proof, the oldest first."""
+        self._num_connections = 0
         self._is_closed = False
         self._socket = listener
         self.port = int(self._socket.getsockname()[1])
@@ -71,23 +84,41 @@ class TcpStoreServer:
                     return
                 time.sleep(_RETRY_S)  # too many open files
                 continue
+            with self._lock:
+                if self._num_connections >= _MAX_CONNECTIONS:
+                    connection.close()
+                    continue
+                if len(self._unproved) >= _MAX_UNPROVED:
+                    oldest = next(iter(self._unproved))
+                    del self._unproved[oldest]
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
+                self._unproved[connection] = None
+                self._num_connections += 1
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, CommError):
-            connection.settimeout(_HANDSHAKE_S)
-            if not self._greet(connection):
-                return
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while not self._is_closed:
-                _send(connection, self._answer(_receive(connection)))
+        try:
+            with connection, contextlib.suppress(OSError, CommError):
+                if not self._greet(connection):
+                    return
+                with self._lock:
+                    self._unproved.pop(connection, None)
+                _prepare(connection)
+                while not self._is_closed:
+                    _send(connection, self._answer(_receive(connection)))
+        finally:
+            with self._lock:
+                self._unproved.pop(connection, None)
+                self._num_connections -= 1
 
     def _greet(self, connection: socket.socket) -> bool:
         """Return whether the process at the other end knows the secret."""
+        until = time.monotonic() + _GREETING_S
+        connection.settimeout(_GREETING_S)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         _send(connection, [_GREETING, nonce, b"secret" if self._secret else b"open"])
-        answer = _receive(connection)
+        answer = _receive(connection, _MAX_GREETING, until)
         if len(answer) != 2 or len(answer[0]) != _NONCE_BYTES:
             return False
         if self._secret is not None and not hmac.compare_digest(
@@ -139,7 +170,9 @@ class TcpStoreServer:
 
     def _wait(self, keys: list[bytes], limit: bytes) -> list[bytes]:
         """Return the answer of a wait that failed, or an empty list."""
-        end = time.monotonic() + min(max(float(limit), 0.0), _MAX_WAIT_S)
+        if not math.isfinite(limit_s := float(limit)):
+            raise ValueError(limit)
+        end = time.monotonic() + min(max(limit_s, 0.0), _MAX_WAIT_S)
         with self._changed:
             while not self._has(keys):
                 left_s = end - time.monotonic()
@@ -204,10 +237,10 @@ class TcpStore:
 
     def _connect(self, secret: bytes | None) -> socket.socket:
         end = time.monotonic() + self.timeout.total_seconds()
+        greeted_until: float | None = None
         while True:
             try:
-                connection = socket.create_connection((self.host, self.port), timeout=_HANDSHAKE_S)
-                break
+                connection = socket.create_connection((self.host, self.port), timeout=_GREETING_S)
             except OSError as problem:
                 if time.monotonic() > end:
                     raise CommError(
@@ -216,25 +249,27 @@ class TcpStore:
                         "and whether MASTER_ADDR and MASTER_PORT are the same on all hosts and open to them"
                     ) from problem
                 time.sleep(_RETRY_S)
-        try:
-            self._greet(connection, secret)
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        except OSError as problem:
-            connection.close()
-            raise CommError(
-                f"what listens at {self.host}:{self.port} is not shoal's store: {problem}; set MASTER_PORT "
-                "to a port that nothing else uses"
-            ) from problem
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+                continue
+            greeted_until = greeted_until or min(end, time.monotonic() + _GREETING_S)
+            try:
+                self._greet(connection, secret, max(greeted_until, time.monotonic() + 1.0))
+                _prepare(connection)
+                return connection
+            except OSError as problem:
+                connection.close()
+                if time.monotonic() > greeted_until or not isinstance(problem, ConnectionError):
+                    raise CommError(
+                        f"what listens at {self.host}:{self.port} is not shoal's store: {problem}; set "
+                        "MASTER_PORT to a port that nothing else uses"
+                    ) from problem
+                time.sleep(_RETRY_S)  # strangers had all places
+            except BaseException:
+                connection.close()
+                raise
 
-    def _greet(self, connection: socket.socket, secret: bytes | None) -> None:
+    def _greet(self, connection: socket.socket, secret: bytes | None, until: float) -> None:
         where = f"the store at {self.host}:{self.port}"
-        greeting = _receive(connection)
+        greeting = _receive(connection, _MAX_GREETING, until)
         if len(greeting) != 3 or greeting[0] != _GREETING:
             raise CommError(f"{where} is that of another program or version; set MASTER_PORT to a free port")
         if (greeting[2] == b"secret") != (secret is not None):
@@ -242,7 +277,7 @@ class TcpStore:
             raise UsageError(f"{where}, of rank 0, {has}; set the same on all hosts")
         nonce = secrets.token_bytes(_NONCE_BYTES)
         _send(connection, [nonce, _proof(secret, b"client", greeting[1], nonce) if secret else b""])
-        answer = _receive(connection)
+        answer = _receive(connection, _MAX_GREETING, until)
         expected = _proof(secret, b"server", greeting[1], nonce) if secret else b""
         if len(answer) != 2 or answer[0] != b"ok" or not hmac.compare_digest(answer[1], expected):
             raise CommError(f"{where} has another SHOAL_SECRET than this rank; set the same on all hosts")
@@ -277,6 +312,16 @@ def _proof(secret: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.digest(secret, _GREETING + side + first + second, "sha256")
 
 
+def _prepare(connection: socket.socket) -> None:
+    """Let a connection wait for ever, but not for a host that is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def _send(connection: socket.socket, fields: Sequence[bytes]) -> None:
     text = b"".join(_LENGTH.pack(len(field)) + field for field in fields)
     if len(text) > _MAX_MESSAGE:
@@ -284,16 +329,17 @@ def _send(connection: socket.socket, fields: Sequence[bytes]) -> None:
     connection.sendall(_LENGTH.pack(len(text)) + text)
 
 
-def _receive(connection: socket.socket) -> list[bytes]:
-    """Return the fields of a message.
+def _receive(connection: socket.socket, most: int = _MAX_MESSAGE, until: float | None = None) -> list[bytes]:
+    """Return the fields of a message of at most ``most`` bytes, which has arrived ``until`` a time.
 
     Raises:
-        OSError: the connection was closed, or the message is malformed.
+        ConnectionError: the connection was closed.
+        OSError: the message is malformed, too long or too late.
     """
-    (num_bytes,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    if num_bytes > _MAX_MESSAGE:
+    (num_bytes,) = _LENGTH.unpack(_read(connection, _LENGTH.size, until))
+    if num_bytes > most:
         raise OSError(f"a message of {num_bytes:,} bytes")
-    text, at = _read(connection, num_bytes), 0
+    text, at = _read(connection, num_bytes, until), 0
     fields: list[bytes] = []
     while at < num_bytes and len(fields) < _MAX_KEYS:
         if num_bytes - at < _LENGTH.size:
@@ -307,11 +353,13 @@ def _receive(connection: socket.socket) -> list[bytes]:
     return fields
 
 
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
+def _read(connection: socket.socket, num_bytes: int, until: float | None) -> bytes:
     text = bytearray()
     while len(text) < num_bytes:
+        if until is not None:
+            connection.settimeout(max(until - time.monotonic(), 0.001))
         part = connection.recv(num_bytes - len(text))
         if not part:
-            raise OSError("the connection was closed")
+            raise ConnectionError("the connection was closed")
         text += part
     return bytes(text)

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -122,9 +123,61 @@ def test_what_strangers_send_ends_their_connection_alone(sent: bytes) -> None:
     assert client(server, SECRET).add("n", 1) == 1
 
 
+def test_silent_and_dripping_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places before the proof are bounded, and one deadline ends a greeting that comes byte by byte."""
+    monkeypatch.setattr(tcp_store, "_MAX_UNPROVED", 8)
+    server = serve(SECRET)
+    before = threading.active_count()
+    with contextlib.ExitStack() as opened:
+        strangers = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(40)
+        ]
+        assert client(server, SECRET).add("n", 1) == 1
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before + 8 + 1:
+            assert time.monotonic() < deadline, "each stranger has its thread still"
+            time.sleep(0.01)
+        for stranger in strangers[:32]:
+            stranger.settimeout(10)
+            assert len(tcp_store._read(stranger, 4, None)) == 4
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(100):  # until it is closed
+                    pass
+    monkeypatch.setattr(tcp_store, "_GREETING_S", 0.5)
+    with socket.create_connection(("127.0.0.1", server.port)) as dripping:
+        begun = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() < begun + 5:
+                dripping.sendall(b"\0")
+                time.sleep(0.1)
+        assert time.monotonic() - begun < 4
+    assert client(server, SECRET).add("n", 1) == 2
+
+
+def test_a_message_before_the_proof_is_short_and_connections_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = serve(SECRET)
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.settimeout(10)
+        tcp_store._receive(stranger)
+        stranger.sendall(struct.pack("!I", 257))
+        assert stranger.recv(1) == b""
+    monkeypatch.setattr(tcp_store, "_MAX_CONNECTIONS", 1)
+    one = client(server, SECRET)
+    with socket.create_connection(("127.0.0.1", server.port)) as another:
+        another.settimeout(10)
+        assert another.recv(1) == b""
+    one.close()
+    assert client(server, SECRET).add("n", 1) == 1
+
+
 def test_malformed_requests_and_too_much_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     store = client(serve(None), None)
-    for request in ([b"unknown"], [b"set", b"k"], [b"add", b"k", b"one"], [b"get", b"\xff", b"1"]):
+    for request in (
+        [b"unknown"], [b"set", b"k"], [b"add", b"k", b"one"], [b"get", b"\xff", b"1"],
+        *([b"wait", limit, b"never"] for limit in (b"nan", b"inf", b"-inf")),
+    ):  # fmt: skip
         with pytest.raises(CommError, match="a malformed request"):
             store._call(*request)
     with pytest.raises(CommError, match="at most 1,048,576 are sent"):
