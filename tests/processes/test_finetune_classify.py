@@ -9,7 +9,7 @@ import finetune_jobs as jobs
 import pretrain_jobs  # noqa: F401  # the processes that are forked have its imports
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import finetune_made as made
 from shoal import record
@@ -65,14 +65,13 @@ def predicted_by_transformers(directory: Path, file: Path) -> list[str]:
     """Return the labels that transformers predicts for a file with a run's saved model."""
     model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
     assert model.config.id2label == {0: "other", 1: "same"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), pad_token="[PAD]")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     data = read_classify(file, Columns(), labels=("other", "same"))
     batch = tokenizer(
         [example.first for example in data.examples],
         [example.second for example in data.examples],
         padding=True,
         return_tensors="pt",
-        return_token_type_ids=True,
     )
     with torch.no_grad():
         return [data.labels[label] for label in model(**batch).logits.argmax(-1).tolist()]

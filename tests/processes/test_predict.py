@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ from shoal.data.images.files import FileReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import CentreTransform
 from shoal.data.squad.questions import read_questions
-from shoal.data.text.classify import Columns, make_pairs, read_texts
+from shoal.data.text.classify import Columns, read_texts
 from shoal.errors import EXIT_OK, UsageError
 from shoal.models.t5 import read_t5
 from shoal.models.tasks import QuestionAnswering
 from shoal.recipes import t5_written, using
-from shoal.recipes.finetuning import read_source_tokenizer
 from shoal.record import Evaluation, read_record
 from shoal.train.checkpoint_files import list_checkpoints
 
@@ -155,24 +155,30 @@ def test_questions_without_answers_and_one_question(
     assert row["answer"] in lines[0]["context"] and row["answer"] and row["id"] == "1"
 
 
-def logits_of(run_dir: Path, file: Path) -> np.ndarray:
-    """Return transformers' probabilities of a file's pairs."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
+def chances_by_transformers(run_dir: Path, file: Path) -> np.ndarray:
+    """Return the probabilities of a file's pairs as a user of transformers gets them."""
+    from transformers import pipeline
 
-    directory = run_dir / "transformers"
-    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
-    data = read_texts(file, Columns(), labels=("other", "same"))
-    pairs = make_pairs(data, read_source_tokenizer(directory), max_seq_length=32)
-    found = []
-    with torch.no_grad():
-        for number in range(len(pairs)):
-            part = slice(pairs.bounds[number], pairs.bounds[number + 1])
-            ids, types = (
-                torch.from_numpy(x[part].astype(np.int64))[None] for x in (pairs.tokens, pairs.types)
-            )
-            found.append(model(input_ids=ids, token_type_ids=types).logits.softmax(1)[0].numpy())
-    return np.array(found)
+    classifier = pipeline("text-classification", model=str(run_dir / "transformers"), top_k=None)
+    examples = read_texts(file, Columns(), labels=()).examples
+    found = classifier([{"text": each.first, "text_pair": each.second} for each in examples])
+    return np.array([[row["score"] for row in sorted(rows, key=itemgetter("label"))] for rows in found])
+
+
+def chances_by_onnx(run_dir: Path, file: Path) -> np.ndarray:
+    """Return the probabilities of a file's pairs as a user of ONNX Runtime gets them."""
+    import onnxruntime
+    from transformers import AutoTokenizer
+
+    onnx_file = file.with_suffix(".onnx")
+    assert shoal("export", str(run_dir), "--onnx", str(onnx_file)).returncode == EXIT_OK
+    session = onnxruntime.InferenceSession(str(onnx_file), providers=["CPUExecutionProvider"])
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "transformers")
+    examples = read_texts(file, Columns(), labels=()).examples
+    texts, pairs = [each.first for each in examples], [each.second for each in examples]
+    inputs = dict(tokenizer(texts, pairs, padding=True, return_tensors="np"))
+    assert set(inputs) == {put.name for put in session.get_inputs()}
+    return using.probabilities(session.run(None, inputs)[0])
 
 
 @pytest.mark.parametrize("workers", ONE_TO_THREE)
@@ -184,8 +190,18 @@ def test_labels_are_the_bits_of_the_run_on_any_number_of_workers(
     assert [row["id"] for row in rows] == list(range(1, 61))
     assert [row["label"] for row in rows] == (classify_run / "predictions-train.txt").read_text().split()
     assert rows == predicted("classify", file, "--model", list_checkpoints(classify_run)[-1])
-    chances = np.array([[row["probabilities"][name] for name in ("other", "same")] for row in rows])
-    np.testing.assert_allclose(chances, logits_of(classify_run, file), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "computed", [chances_by_transformers, pytest.param(chances_by_onnx, marks=pytest.mark.slow)]
+)
+def test_the_export_gives_others_the_probabilities_of_the_run(
+    classify_run: Path, predicted: Predicted, computed: Callable[[Path, Path], np.ndarray]
+) -> None:
+    file = classify_run.parent / "train.tsv"
+    rows = predicted("classify", file, "--model", classify_run)
+    chances = [[row["probabilities"][name] for name in ("other", "same")] for row in rows]
+    np.testing.assert_allclose(computed(classify_run, file), chances, rtol=0, atol=1e-6)
 
 
 def test_texts_need_no_labels_and_one_pair_needs_no_file(

@@ -306,6 +306,11 @@ def test_export_of_any_checkpoint(whole_run: Path, tmp_path: Path) -> None:
     other = AlbertForPreTraining.from_pretrained(older).state_dict()
     assert any(not torch.equal(other[name], tensor) for name, tensor in final.items())
     tokenizer = AutoTokenizer.from_pretrained(older)
+    assert tokenizer("the moon", "the sun").token_type_ids == [0, 0, 0, 0, 1, 1, 1]
+    assert (
+        tokenizer.model_max_length
+        == AlbertForPreTraining.from_pretrained(older).config.max_position_embeddings
+    )
     ids = tokenizer("the moon [MASK]", add_special_tokens=False)["input_ids"]
     assert tokenizer.mask_token_id == ids[-1] and tokenizer.unk_token_id not in ids
     with pytest.raises(UsageError, match=r"it has no config\.toml"):

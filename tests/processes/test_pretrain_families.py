@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedModel,
 )
 
@@ -48,6 +49,9 @@ def test_the_exported_model_scores_what_the_run_says_and_is_finetuned(
 
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "transformers").eval()
     assert model.config.model_type == family
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "transformers")
+    assert set(tokenizer("the sun")) == {"input_ids", "attention_mask"}
+    assert tokenizer.model_max_length == config.model.max_position_embeddings
     _, reader = open_text(config, config.phase2, pairs="none", verify=False)
     loss = masked_lm_loss(model, reader, "input_ids", "attention_mask")
     assert loss == pytest.approx(last.metrics["mlm_loss"], rel=1e-5)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel
 from transformers.utils import logging as their_logging
 
 from shoal.errors import ShoalError, UsageError
@@ -25,17 +22,15 @@ from shoal.json_text import parse_json
 from shoal.models.layers import MODEL_TYPES
 from shoal.models.text_config import HUB
 
-_TOKENIZER_FILES = (
+_HUB_FILES = (
+    "config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
     "vocab.txt",
-    "vocab.json",
-    "merges.txt",
     "spiece.model",
 )
-_HUB_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", *_TOKENIZER_FILES)
 
 
 class HasWeights(Protocol):
@@ -148,8 +143,7 @@ def save(
     model: HasWeights,
     directory: Path,
     *,
-    tokenizer: PreTrainedTokenizerFast | None = None,
-    tokenizer_from: Path | None = None,
+    tokenizer: Mapping[str, bytes],
     read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a directory that transformers' Auto classes load.
@@ -159,10 +153,9 @@ def save(
     Args:
         model: the model with its weights.
         directory: to write.
+        tokenizer: the names and contents of its files, which are written beside the weights.
         read: returns a weight by its name in transformers, for a model on the meta device: only one of them
             is in memory at a time.
-        tokenizer: written beside the weights.
-        tokenizer_from: a directory whose tokenizer files are copied beside the weights.
     """
     temporary = directory.with_name(f"{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -171,12 +164,8 @@ def save(
             model.weights.save_pretrained(temporary)
         else:
             _save_one_by_one(model.weights, temporary, read)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(temporary)
-    if tokenizer_from is not None:
-        for name in _TOKENIZER_FILES:
-            if (tokenizer_from / name).is_file():
-                shutil.copyfile(tokenizer_from / name, temporary / name)
+    for name, content in tokenizer.items():
+        (temporary / name).write_bytes(content)
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)
 

@@ -5,9 +5,10 @@ Standard library only, so that ``--help`` does not wait for torch.
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shoal.errors import UsageError, require_positive
 
@@ -15,6 +16,27 @@ HUB = "hub:"
 """Prefix of models that are downloaded from the model hub."""
 NUM_BUCKETS = 32
 """Rows of each T5 stack's table of relative positions, as in all published T5."""
+
+
+def input_names(sizes: Mapping[str, Any]) -> list[str]:
+    """Return the inputs that a model of transformers takes from its tokenizer: segments if it has them.
+
+    Args:
+        sizes: its config.json.
+    """
+    segments = ["token_type_ids"] if sizes.get("type_vocab_size", 1) > 1 else []
+    return ["input_ids", "attention_mask", *segments]
+
+
+def num_positions(sizes: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a sequence by a model's config.json; none of a model without a limit (T5)."""
+    positions: int | None = sizes.get("max_position_embeddings")
+    if (
+        positions is not None and sizes.get("model_type") == "roberta"
+    ):  # its first ones lie behind the padding's
+        padding = sizes.get("pad_token_id")
+        positions -= (1 if padding is None else padding) + 1
+    return positions
 
 
 @dataclass(frozen=True, kw_only=True)

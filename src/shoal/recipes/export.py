@@ -14,6 +14,7 @@ from shoal.errors import UsageError
 from shoal.models.pretraining import Pretraining, new_encoder
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes import masked_lm, t5
+from shoal.recipes.prepared_text import tokenizer_files
 from shoal.recipes.t5_stages import write_stored
 from shoal.record import Start, read_record
 from shoal.train.checkpoint import load_model, stored_model
@@ -95,9 +96,10 @@ def _export_t5(source: Path, run_dir: Path, out: Path | None) -> Path:
     """Write a T5 one tensor at a time: it may be too large for this machine's memory."""
     data, (step, _) = description_in(run_dir), stored_model(source)
     out = out or run_dir / f"transformers-{step}"
+    length = load_toml(run_dir / CONFIG_FILE)["data"]["input_length"]
     with torch.device("meta"):
         model = t5.make_model(T5ModelConfig(**_sizes_in(run_dir)), Manifest.load(data))
-    write_stored(source, model, out, tokenizer=text_to_text_tokenizer(data))
+    write_stored(source, model, out, tokenizer_files(text_to_text_tokenizer(data), model, length))
     return out
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from shoal.decide.batch import BatchPlan, MicroBatch, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.json_text import parse_json
-from shoal.models.text_config import HUB
+from shoal.models.text_config import HUB, num_positions
+from shoal.recipes.prepared_text import tokenizer_files
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -303,11 +304,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def longest_sequence(directory: Path) -> int:
     """Return the positions of a model; of one without a limit (T5), more than any text has tokens."""
-    config = read_model_config(directory)
-    positions = int(config.get("max_position_embeddings", 1 << 31))
-    if config.get("model_type") == "roberta":  # its first positions are behind the padding's
-        positions -= int(config.get("pad_token_id") or 1) + 1
-    return positions
+    return num_positions(read_model_config(directory)) or 1 << 31
 
 
 def check_length(directory: Path, setting: str, max_seq_length: int) -> None:
@@ -403,14 +400,19 @@ def outputs_of(
 # ------------------------------------------------------------------------------------------------- the end
 
 
-def finish(run: "Run", model: "TaskModel | T5", source: Path) -> int:
-    """End the run with the finetuned model in its directory; return the exit code."""
+def finish(run: "Run", model: "TaskModel | T5", source: Path, max_length: int | None = None) -> int:
+    """End the run with the finetuned model and its tokenizer in its directory; return the exit code.
+
+    Args:
+        max_length: as for :func:`tokenizer_files`.
+    """
     from shoal.models.directory import save
 
-    return run.finish(
-        lambda directory: save(model, directory / EXPORT, tokenizer_from=source),
-        lambda _: f"the finetuned model is in {required(run.directory) / EXPORT}",
-    )
+    def export(directory: Path) -> None:
+        tokenizer = tokenizer_files(read_source_tokenizer(source), model, max_length)
+        save(model, directory / EXPORT, tokenizer=tokenizer)
+
+    return run.finish(export, lambda _: f"the finetuned model is in {required(run.directory) / EXPORT}")
 
 
 # ------------------------------------------------------------------------------------------------- dry run

@@ -12,7 +12,7 @@ from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
 from shoal.recipes import load
-from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest
+from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest, tokenizer_files
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -238,22 +238,13 @@ def write_export(
     Args:
         read: returns a weight by its name in transformers; default: as the model has it.
     """
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer
 
     from shoal.data.manifest import Manifest
     from shoal.models.directory import save
 
-    manifest = Manifest.load(data)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(data / manifest.tokenizer.file))
-    ids = {
-        "cls_token": manifest.cls_id,
-        "sep_token": manifest.sep_id,
-        "mask_token": manifest.mask_id,
-        "pad_token": manifest.pad_id,
-        "unk_token": manifest.unk_id,
-    }
-    tokenizer.add_special_tokens({name: tokenizer.convert_ids_to_tokens(i) for name, i in ids.items()})
-    save(model, out, tokenizer=tokenizer, read=read)
+    tokenizer = Tokenizer.from_file(str(data / Manifest.load(data).tokenizer.file))
+    save(model, out, tokenizer=tokenizer_files(tokenizer, model), read=read)
 
 
 # ------------------------------------------------------------------------------------------------- dry run

@@ -20,6 +20,7 @@ from transformers import (
 from shoal.atomic_io import PARTIAL, publish
 from shoal.errors import UsageError, import_extra
 from shoal.models.directory import load_weights, model_type_of
+from shoal.models.text_config import input_names
 from shoal.recipes import images, resnet50_export
 from shoal.recipes.export import export_any
 from shoal.recipes.finetuning import EXPORT, read_model_config
@@ -37,9 +38,10 @@ _TRACED_BATCH, _TRACED_LENGTH = 2, 8
 def export_onnx(source: Path, file: Path, out: Path | None = None) -> None:
     """Write the model of ``source`` as ONNX, in float32, whole or not at all.
 
-    An encoder takes int64 ``input_ids``, ``attention_mask`` and, unless it is DistilBERT, ``token_type_ids``,
-    ``[batch, sequence]``, and returns the logits of its heads under transformers' names; a residual network
-    takes normalised ``images`` ``[batch, 3, side, side]`` and returns ``logits`` ``[batch, classes]``.
+    An encoder takes what its tokenizer returns, int64 ``input_ids``, ``attention_mask`` and, if it has
+    segments, ``token_type_ids``, ``[batch, sequence]``, and returns the logits of its heads under
+    transformers' names; a residual network takes normalised ``images`` ``[batch, 3, side, side]`` and returns
+    ``logits`` ``[batch, classes]``.
 
     Args:
         source: a directory that `shoal export` or a finetuning wrote, or a run or one of its checkpoints,
@@ -76,7 +78,7 @@ def _export_network(found: resnet50_export.Exported, file: Path) -> None:
 
 
 def _export_encoder(directory: Path, file: Path) -> None:
-    model_type = model_type_of(directory)
+    model_type_of(directory)
     architecture = next(iter(read_model_config(directory).get("architectures") or ()), "")
     head = next((kind for end, kind in _HEADS.items() if architecture.endswith(end)), None)
     if head is None:
@@ -84,8 +86,8 @@ def _export_encoder(directory: Path, file: Path) -> None:
             f"{directory}: {architecture or 'no architecture'} is not written as ONNX, only models "
             f"{', '.join(_HEADS)}"
         )
-    model = _Logits(load_weights(head, directory).eval())
-    names = ["input_ids", "attention_mask", *(["token_type_ids"] if model_type != "distilbert" else [])]
+    whole = load_weights(head, directory).eval()
+    model, names = _Logits(whole), input_names(whole.config.to_dict())
     shape = (_TRACED_BATCH, _TRACED_LENGTH)
     inputs = {name: torch.full(shape, int(name == "attention_mask")) for name in names}
     inputs["attention_mask"][1, -1] = 0

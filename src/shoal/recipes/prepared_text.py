@@ -1,4 +1,4 @@
-"""Opens prepared text, initial weights and the tokenizer for the recipes that pretrain."""
+"""Opens prepared text and initial weights for the recipes that pretrain; keeps and exports tokenizers."""
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from shoal.errors import UsageError
-from shoal.models.text_config import EncoderConfig
+from shoal.models.text_config import EncoderConfig, input_names, num_positions
 from shoal.train.config import REQUIRED, required
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import nn
 
     from shoal.data.manifest import Manifest
     from shoal.data.text.shards import TextShards
+    from shoal.models.directory import HasWeights
     from shoal.train.run import Run
 
 
@@ -85,3 +87,24 @@ def load_weights(model: "nn.Module", config: EncoderConfig) -> None:
         copy_weights(model, source)
     else:
         load_model(source, model)
+
+
+def tokenizer_files(
+    tokenizer: "Tokenizer", model: "HasWeights", max_length: int | None = None
+) -> dict[str, bytes]:
+    """Return the files by which transformers tokenises as the model was trained, by their names.
+
+    Args:
+        tokenizer: with which it was trained.
+        max_length: most tokens of a text, of a model without positions (T5).
+    """
+    from shoal.data.text.text_to_text import with_end
+    from shoal.data.text.tokenizer import SPECIAL_TOKENS, transformers_files
+
+    sizes = model.weights.config.to_dict()
+    roles = {role: role for role in SPECIAL_TOKENS}
+    if sizes["model_type"] == "t5":
+        roles = {"eos": "sep", "pad": "pad", "unk": "unk"}
+        tokenizer = with_end(tokenizer, sizes["eos_token_id"])
+    length = required(num_positions(sizes) or max_length)
+    return transformers_files(tokenizer, roles, input_names=input_names(sizes), max_length=length)

@@ -29,6 +29,7 @@ from shoal.recipes.prepared_text import (
     keep_tokenizer,
     open_shards,
     read_manifest,
+    tokenizer_files,
 )
 from shoal.train.config import (
     DistributedConfig,
@@ -234,7 +235,8 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- export
         def export(directory: Path) -> None:
             tokenizer = text_to_text_tokenizer(required(config.data.path))
-            write_stored(directory, model, directory / "transformers", tokenizer=tokenizer)
+            files = tokenizer_files(tokenizer, model, spans.input_length)
+            write_stored(directory, model, directory / "transformers", files)
 
         return run.finish(export, lambda last: verdict(last["validation"], references[LOSS]))
 

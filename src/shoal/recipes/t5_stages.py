@@ -6,8 +6,8 @@ at a time. The trained model is written from the run's checkpoint in the same wa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from torch import nn
@@ -69,16 +69,16 @@ def _stored_weights(directory: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def write_stored(source: Path, model: T5, out: Path, **tokenizer: Any) -> None:
+def write_stored(source: Path, model: T5, out: Path, tokenizer: Mapping[str, bytes]) -> None:
     """Write the model of a checkpoint as a transformers directory, one tensor at a time.
 
     Args:
         source: a run of shoal, or one of its checkpoints.
         model: its sizes; may be on the meta device.
-        tokenizer: arguments of :func:`shoal.models.directory.save`.
+        tokenizer: its files, by their names.
 
     Raises:
         ShoalError: there is no checkpoint, or it is damaged.
     """
     _, stored = stored_model(source)
-    save(model, out, read=lambda name: stored[_WEIGHTS + name](), **tokenizer)
+    save(model, out, tokenizer=tokenizer, read=lambda name: stored[_WEIGHTS + name]())

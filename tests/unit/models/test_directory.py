@@ -141,10 +141,9 @@ def test_half_precision_weights_become_fp32(tmp_path: Path) -> None:
 def test_transformers_reads_what_is_saved(model_type: str, tmp_path: Path) -> None:
     batch = padded_batch()
     write(AutoModel, model_type, tmp_path / "base")
-    (tmp_path / "base" / "tokenizer.json").write_text("{}")
     classifier = load_task_model(SequenceClassification, tmp_path / "base", labels=LABELS).eval()
-    save(classifier, tmp_path / "out", tokenizer_from=tmp_path / "base")
-    save(classifier, tmp_path / "out", tokenizer_from=tmp_path / "base")  # replaces the older
+    save(classifier, tmp_path / "out", tokenizer={"tokenizer.json": b"{}"})
+    save(classifier, tmp_path / "out", tokenizer={"tokenizer.json": b"{}"})  # replaces the older
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -159,7 +158,7 @@ def test_transformers_reads_what_is_saved(model_type: str, tmp_path: Path) -> No
     torch.testing.assert_close(classifier(**packed(batch)), expected, rtol=1e-4, atol=1e-5)
 
     answers = load_task_model(QuestionAnswering, tmp_path / "base").eval()
-    save(answers, tmp_path / "answers")
+    save(answers, tmp_path / "answers", tokenizer={})
     theirs = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "answers").eval()
     expected = theirs(**inputs_of(model_type, batch)).end_logits[batch["attention_mask"].bool()]
     torch.testing.assert_close(answers(**packed(batch))[1], expected, rtol=1e-4, atol=1e-5)
@@ -237,7 +236,7 @@ def test_weights_of_other_sizes(bert: Path) -> None:
 def test_labels_that_do_not_fit_the_head(bert: Path) -> None:
     with pytest.raises(UsageError, match=r"classifier\.bias has shape \(3,\) there and \(2,\) in the model"):
         load_task_model(SequenceClassification, bert, labels=("yes", "no"))
-    save(load_task_model(SequenceClassification, bert, labels=LABELS), bert)
+    save(load_task_model(SequenceClassification, bert, labels=LABELS), bert, tokenizer={})
     load_task_model(SequenceClassification, bert, labels=LABELS)
     load_task_model(SequenceClassification, bert)
     with pytest.raises(

@@ -99,7 +99,7 @@ def test_generation_is_greedy_and_stops_at_the_end_token() -> None:
 
 def test_a_directory_and_back(tmp_path: Path) -> None:
     model, batch = tiny(), made_batch()
-    save(model, tmp_path / "t5")
+    save(model, tmp_path / "t5", tokenizer={})
     back = read_t5(tmp_path / "t5", dropout=0.25)
     assert back.weights.config.dropout_rate == 0.25
     torch.testing.assert_close(back.eval()(**batch).loss, model.eval()(**batch).loss)
@@ -114,7 +114,7 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(UsageError, match="model_type 'bert' must be one of t5"):
         read_t5(tmp_path)
-    save(tiny(), tmp_path / "cut")
+    save(tiny(), tmp_path / "cut", tokenizer={})
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"no")
     with pytest.raises(ShoalError, match="the weights cannot be read"):
         read_t5(tmp_path / "cut")

@@ -11,17 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 from cyclopts import CycloptsError
-from transformers import AutoModelForQuestionAnswering
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    pipeline,
+)
 
 import finetune_made as made
 from shoal.cli.app import app
 from shoal.data.loader import as_tensors
 from shoal.data.squad.dataset import read_squad
 from shoal.data.squad.features import make_features
+from shoal.data.text.classify import Columns, make_pairs, read_classify
+from shoal.data.text.tokenizer import tokenizer_json
 from shoal.errors import UsageError
 from shoal.models.directory import save
 from shoal.models.encoder import packed_inputs
-from shoal.models.tasks import QuestionAnswering, load_task_model, span_loss
+from shoal.models.pretraining import transformers_config
+from shoal.models.t5 import read_t5
+from shoal.models.tasks import QuestionAnswering, SequenceClassification, load_task_model, span_loss
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 from shoal.recipes.finetuning import (
     FinetuneConfig,
     FinetuneOptimConfig,
@@ -29,6 +39,7 @@ from shoal.recipes.finetuning import (
     make_plan,
     read_source_tokenizer,
 )
+from shoal.recipes.prepared_text import tokenizer_files
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +226,7 @@ def test_the_loss_is_that_of_transformers(model: Path, questions: Path, tmp_path
     config = made.squad_config(model, questions, tmp_path)
     torch.manual_seed(5)
     ours = load_task_model(QuestionAnswering, model, from_scratch=True)
-    save(ours, tmp_path / "saved", tokenizer_from=model)
+    save(ours, tmp_path / "saved", tokenizer={})
     theirs = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "saved").double()
     ours.double()
     features = make_features(
@@ -241,3 +252,74 @@ def test_the_loss_is_that_of_transformers(model: Path, questions: Path, tmp_path
     for (name, own), reference in zip(ours.weights.named_parameters(), theirs.parameters(), strict=True):
         assert own.grad is not None and reference.grad is not None, name
         torch.testing.assert_close(own.grad, reference.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+SIZES = {
+    "vocab_size": made.VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 24,
+    "initializer_range": 0.2,
+}
+FAMILIES = {
+    "bert": BertModelConfig(**SIZES),
+    "roberta": BertModelConfig(**SIZES, family="roberta"),
+    "distilbert": BertModelConfig(**SIZES, family="distilbert"),
+    "albert": AlbertModelConfig(**SIZES, embedding_size=16),
+    "albert, pre-norm": AlbertModelConfig(**SIZES, embedding_size=16, pre_layer_norm=True),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_computes_pairs_as_the_model_was_trained(
+    family: str, model: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """A source without tokenizer_config.json; a user's call, which says nothing of segments or lengths."""
+    transformers_config(FAMILIES[family]).save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    tokenizer, out = read_source_tokenizer(tmp_path / "source"), tmp_path / "out"
+    torch.manual_seed(5)
+    ours = load_task_model(
+        SequenceClassification, tmp_path / "source", labels=("same", "other"), from_scratch=True
+    )
+    save(ours.eval(), out, tokenizer=tokenizer_files(tokenizer, ours))
+
+    data = read_classify(pairs, Columns(), labels=("same", "other"))
+    batch = as_tensors(make_pairs(data, tokenizer, max_seq_length=24).batch(torch.arange(20).numpy()), False)
+    with torch.no_grad():
+        wanted = ours(**packed_inputs(batch)).softmax(1)
+    theirs = pipeline("text-classification", model=str(out), top_k=None)
+    assert (read_source_tokenizer(out).to_str(), theirs.tokenizer.model_max_length) == (
+        tokenizer.to_str(),
+        24,
+    )
+    rows = theirs([{"text": each.first, "text_pair": each.second} for each in data.examples])
+    chances = [
+        [{row["label"]: row["score"] for row in found}[name] for name in data.labels] for found in rows
+    ]
+    torch.testing.assert_close(torch.tensor(chances), wanted, rtol=0, atol=1e-6)
+
+    auto = AutoTokenizer.from_pretrained(out)
+    ids = auto("sun road", "hill")
+    assert ("token_type_ids" in ids) == (family in ("bert", "albert", "albert, pre-norm"))
+    long = auto("sun " * 30, "moon " * 30, truncation=True, return_tensors="pt")
+    assert long.input_ids.shape == (1, 24)
+    AutoModelForSequenceClassification.from_pretrained(out)(**long)  # it has positions for all of them
+
+
+def test_transformers_ends_texts_of_a_finetuned_t5_as_it_was_trained(tmp_path: Path) -> None:
+    source, out = made.write_t5(tmp_path / "t5"), tmp_path / "out"
+    ours, tokenizer = read_t5(source, from_scratch=True), read_source_tokenizer(source)
+    save(ours, out, tokenizer=tokenizer_files(tokenizer, ours, 32))
+    auto, plain = (
+        AutoTokenizer.from_pretrained(out),
+        tokenizer.encode("sun moon", add_special_tokens=False).ids,
+    )
+    end = ours.weights.config.eos_token_id
+    assert auto("sun moon") == {"input_ids": [*plain, end], "attention_mask": [1] * (len(plain) + 1)}
+    assert auto.eos_token_id == end and auto.pad_token_id == ours.weights.config.pad_token_id
+    long = auto("sun " * 60, truncation=True).input_ids
+    assert len(long) == 32 and long[-1] == end
+    assert (out / "tokenizer.json").read_bytes() != tokenizer_json(tokenizer)  # that one begins with [CLS]

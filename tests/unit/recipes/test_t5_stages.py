@@ -82,7 +82,7 @@ def test_weights_of_other_sizes_are_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_is_written_as_transformers_writes_the_model(tmp_path: Path) -> None:
     model = t5()
     Checkpointer(tmp_path).save(3, {"model": model}, wait=True)
-    write_stored(tmp_path, on_meta(), tmp_path / "ours")
+    write_stored(tmp_path, on_meta(), tmp_path / "ours", {})
     model.weights.save_pretrained(tmp_path / "theirs")
     names = [{path.name for path in (tmp_path / side).iterdir()} for side in ("ours", "theirs")]
     assert names[0] == names[1]

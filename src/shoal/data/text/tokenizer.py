@@ -9,9 +9,10 @@ also how ``tokenizers`` trains one.
 from __future__ import annotations
 
 import io
+import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,6 +161,29 @@ def model_kind(tokenizer: Tokenizer) -> str:
 def tokenizer_json(tokenizer: Tokenizer) -> bytes:
     """Return the content of ``tokenizer.json``."""
     return tokenizer.to_str(pretty=True).encode() + b"\n"
+
+
+def transformers_files(
+    tokenizer: Tokenizer, roles: Mapping[str, str], *, input_names: Sequence[str], max_length: int
+) -> dict[str, bytes]:
+    """Return the names and contents of the files from which ``AutoTokenizer`` makes the same tokenizer.
+
+    Args:
+        roles: transformers' names of the special tokens, such as ``sep`` or ``eos``, and ours.
+        input_names: what the tokenizer returns.
+        max_length: most tokens of a sequence, to which it truncates where that is asked for.
+    """
+    ids = special_ids(tokenizer, "the tokenizer", tuple(roles.values()))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": list(input_names),
+        "model_max_length": max_length,
+        **{f"{name}_token": tokenizer.id_to_token(ids[role]) for name, role in roles.items()},
+    }
+    return {
+        "tokenizer.json": tokenizer_json(tokenizer),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n",
+    }
 
 
 def _sentencepiece_normalizer(lowercase: bool, charsmap: bytes = b"") -> normalizers.Normalizer:
