@@ -40,10 +40,10 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, default=Path("runs/digits"))
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/digits"))
     args = parser.parse_args()
     settings = RunOutputConfig(log_frequency=20, checkpoint_frequency=100)
-    with Run.open(args.run, settings=settings, loop=LoopConfig(seed=1), recipe="digits") as run:
+    with Run.open(args.run_dir, settings=settings, loop=LoopConfig(seed=1), recipe="digits") as run:
         torch.manual_seed(run.seed)
         model = nn.Sequential(nn.Linear(7, 64), nn.GELU(), nn.Linear(64, 10))
         ddp = run.data_parallel(model)

@@ -442,6 +442,7 @@ def test_a_pipeline_crosses_emulated_hosts(tmp_path: Path) -> None:
     [
         (("--on", "emulated"), "--on emulated needs --hosts N"),
         (("--nic", "1gbit"), "--nic set up emulated hosts: add --on emulated"),
+        (("--workers", "0"), "--workers 0 must be at least 1"),
         (("--on", "emulated", "--hosts", "2", "--nnodes", "2"), "--nnodes and --rdzv name real hosts"),
     ],
 )

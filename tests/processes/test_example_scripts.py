@@ -27,6 +27,9 @@ SCRIPTS = {
     "pipeline_gpt2": (2, [], "step 30: loss "),
     "own_loop": (1, ["--text", "text"], "step 30: loss "),
     "own_recipe": (2, [], "finished 200 steps"),
+    "gan": (2, [], "finished 200 steps"),
+    "muon_adamw": (1, [], "finished 150 steps"),
+    "lstm_language_model": (1, [], "finished 60 steps"),
 }
 OF_FRAMEWORKS = {"jax_optax", "keras_fit", "tensorflow_tape"}
 """Scripts that ``real/test_framework_launch.py`` runs, in their own environments."""

@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.optim import AdamW, Muon, Optimizer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from forked import fork_process, free_port, wait_for
+from shoal.data.sources import IterableSource
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, RetryStep, UsageError
 from shoal.launch.worker import run_worker
@@ -68,14 +70,19 @@ def script(
     nan_at: tuple[int, ...] = (),
     too_large: int = 0,
     updates: bool = True,
+    several: bool = False,
 ) -> int:
     settings = RunConfig(name="test", log_frequency=1, checkpoint_frequency=3)
     loop = LoopConfig(seed=5, precision=precision, max_nonfinite_steps=2)  # type: ignore[arg-type]
     with Run.open(directory, settings=settings, loop=loop, worker=worker) as run:
         module = net(norm)
         model = run.data_parallel(module)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        run.keep(model=module, optimizer=optimizer)
+        made: dict[str, Optimizer] = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)}
+        if several:
+            matrices = [p for p in module.parameters() if p.ndim == 2]
+            others = [p for p in module.parameters() if p.ndim != 2]
+            made = {"muon": Muon(matrices, lr=0.02), "adamw": AdamW(others, lr=0.01)}
+        run.keep(model=module, **made)
         failures = list(fail_at)
         for step in run.steps(data(worker), sizes, until=TOTAL):
             with step:
@@ -88,7 +95,7 @@ def script(
                     failures.remove(step.number)
                     raise error(f"step {step.number} fails")
                 if updates:
-                    step.update(optimizer, max_norm=1.0)
+                    step.update(*made.values(), max_norm=1.0)
             if step.is_done and step.number == signal_at:
                 os.kill(os.getpid(), signal.SIGTERM)
             if run.due(4):
@@ -155,7 +162,10 @@ def test_any_division_of_the_batch_trains_the_same(
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"norm": True}, {"precision": "fp16"}], ids=str)
+SEVERAL = {"several": True, "precision": "fp16"}
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": True}, {"precision": "fp16"}, SEVERAL], ids=str)
 def test_a_step_that_is_repeated_leaves_no_trace(tmp_path: Path, options: dict[str, Any]) -> None:
     """Weights, momentum, running statistics, loss scale and counters are those of the uninterrupted run."""
     assert train(tmp_path / "whole", **options) == [EXIT_OK, EXIT_OK]
@@ -180,17 +190,25 @@ def test_a_signal_saves_and_the_same_command_continues(whole: Path, tmp_path: Pa
     assert same(tmp_path / "run", whole)
 
 
+def test_a_run_with_several_optimizers_continues_to_the_bit(tmp_path: Path) -> None:
+    assert train(tmp_path / "whole", **SEVERAL) == [EXIT_OK, EXIT_OK]
+    assert train(tmp_path / "run", signal_at=5, **SEVERAL) == [EXIT_STOPPED, EXIT_STOPPED]
+    assert train(tmp_path / "run", **SEVERAL) == [EXIT_OK, EXIT_OK]
+    assert same(tmp_path / "run", tmp_path / "whole")
+
+
 def test_only_steps_in_a_row_count_as_not_finite(tmp_path: Path) -> None:
     assert train(tmp_path / "spread", nan_at=(2, 4, 6)) == [EXIT_OK, EXIT_OK]
     assert train(tmp_path / "row", nan_at=(2, 4, 5)) == [EXIT_FAILURE, EXIT_FAILURE]
     message = (tmp_path / "row" / "worker-0.log").read_text()
     assert "not finite for 2 steps in a row, up to step 5; samples of that step: 0:" in message
+    assert "Lower the learning rate or lengthen its warmup; the same command continues" in message
 
 
 def test_a_real_lack_of_memory_becomes_advice(tmp_path: Path) -> None:
     assert train(tmp_path / "run", too_large=1 << 53) == [EXIT_FAILURE, EXIT_FAILURE]
     message = (tmp_path / "run" / "worker-0.log").read_text()
-    assert "out of memory with a micro-batch of 6 samples: use --train.micro-batch-size 3 or" in message
+    assert "out of memory with a micro-batch of 6 samples: use micro_batch_size 3 or" in message
 
 
 def test_a_step_without_an_update_is_refused(tmp_path: Path) -> None:
@@ -214,6 +232,46 @@ def test_a_dataloader_goes_on_at_its_place(tmp_path: Path) -> None:
     assert train(tmp_path / "run", **options) == [EXIT_OK, EXIT_OK]
     assert same(tmp_path / "run", tmp_path / "whole")
     assert len(set(losses(tmp_path / "run").values())) == TOTAL
+
+
+def same_rows(worker: WorkerEnv) -> DataLoader[Any]:
+    return DataLoader(Points(), batch_size=3)
+
+
+def unchecked_rows(worker: WorkerEnv) -> IterableSource:
+    return IterableSource(batches=same_rows(worker), checked=False)
+
+
+def constant_rows(worker: WorkerEnv) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(12, 2), torch.ones(12).long()), batch_size=3)
+
+
+def own_first_batch(worker: WorkerEnv) -> DataLoader[Any]:
+    points = [Points(3)[k % 3] for k in range(12)]
+    return DataLoader(points, batch_size=3 if worker.place.rank == 0 else 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            same_rows,
+            "all 2 workers were given the same rows by the DataLoader of run.steps: give each its own",
+        ),
+        (
+            own_first_batch,
+            "the first micro-batch of the data has 2 rows, and the run's micro_batch_size is 3",
+        ),
+        (unchecked_rows, ""),
+        (constant_rows, ""),
+    ],
+    ids=["same", "one worker's size", "unchecked", "constant"],
+)
+def test_workers_have_their_own_rows(tmp_path: Path, data: Callable[[WorkerEnv], Any], message: str) -> None:
+    wanted = EXIT_USAGE if message else EXIT_OK
+    assert train(tmp_path / "run", data=data, sizes=Sizes(12, 3)) == [wanted, wanted]
+    for rank in range(2):
+        assert message in (tmp_path / "run" / f"worker-{rank}.log").read_text()
 
 
 def test_without_a_launcher_a_script_is_its_only_worker(

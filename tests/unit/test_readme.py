@@ -40,7 +40,7 @@ def test_commands_of_the_pages_exist() -> None:
 
 
 def test_counted_things_are_as_many() -> None:
-    assert "has twelve scripts" in README and len(list((ROOT / "examples").glob("*.py"))) == 12
+    assert "has fifteen scripts" in README and len(list((ROOT / "examples").glob("*.py"))) == 15
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert "the 18 names of `import shoal`" in contributing and len(shoal.__all__) == 18 + 1  # its version
 

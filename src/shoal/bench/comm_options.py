@@ -85,8 +85,9 @@ class CommBench:
                 f"--collectives reduce: {frameworks[0]} has none, its programs call all_reduce; leave out "
                 f"reduce or {frameworks[0]}"
             )
-        if self.repeats < 1:
-            raise UsageError(f"--repeats {self.repeats} must be at least 1")
+        for name, number in (("repeats", self.repeats), ("workers", self.workers)):
+            if number is not None and number < 1:
+                raise UsageError(f"--{name} {number} must be at least 1")
         if not (math.isfinite(self.timeout) and self.timeout > 0):
             raise UsageError(f"--timeout {self.timeout} must be a positive number of seconds")
         if self.emulated.hosts is None and (given := self.emulated.given()):

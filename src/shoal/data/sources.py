@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from shoal.data.loader import LoaderConfig, Stream, in_thread, streamed_steps, training_steps
@@ -92,11 +95,13 @@ class DatasetSource:
 class IterableSource:
     """Micro-batches of a DataLoader or another iterable, which each worker has for itself.
 
-    Its order is the sampler's: each epoch calls ``set_epoch`` of the sampler, or of the iterable, where there
+    The order is the sampler's: each epoch calls ``set_epoch`` of the sampler, or of the iterable, where there
     is one, and a run that continues skips to its place. So the place is exact at the same number of workers.
     """
 
     batches: Iterable[Any]
+    checked: bool = True
+    """Refuse a first micro-batch of another size than the run's, and the same rows on all workers."""
 
     def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
         per_step = shard.num_micro_batches
@@ -122,6 +127,60 @@ class IterableSource:
             if not count:
                 raise UsageError(f"the data to train on gave no batch in epoch {epoch}")
             epoch += 1
+
+
+def digest_of_rows(batches: Iterable[Any], size: int | None) -> int:
+    """Return a checksum of micro-batches; 0 for what says nothing, such as tensors of one value.
+
+    Args:
+        batches: micro-batches of any form.
+        size: samples that the first should have; ``None``: any number.
+
+    Raises:
+        UsageError: the first has another number.
+    """
+    digest = 0
+    for number, batch in enumerate(batches):
+        values = list(_values(batch))
+        if number == 0 and size is not None:
+            _require_size(values, size)
+        for value in values:
+            if isinstance(value, Tensor) and value.layout == torch.strided and value.numel():
+                flat = value.detach().cpu().flatten()
+                if (flat != flat[0]).any():
+                    digest = zlib.crc32(flat.view(torch.uint8).numpy().data, digest)
+            elif isinstance(value, str):
+                digest = zlib.crc32(value.encode(errors="surrogatepass"), digest)
+    return digest
+
+
+def _values(batch: Any) -> Iterator[Any]:
+    """Yield what a micro-batch consists of: tensors, texts, numbers, lists and other objects."""
+    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
+        yield torch.from_numpy(np.ascontiguousarray(batch))
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _values(value)
+    else:
+        yield batch
+        if isinstance(batch, list | tuple):
+            for value in batch:
+                yield from _values(value)
+
+
+def _require_size(values: list[Any], size: int) -> None:
+    """Check that a micro-batch of these values may have ``size`` samples: tensors' rows, lists' members."""
+    rows = {value.size(0) for value in values if isinstance(value, Tensor) and value.ndim}
+    members = {len(value) for value in values if isinstance(value, list | tuple)}
+    plain = all(isinstance(value, Tensor | list | tuple | str | int | float | None) for value in values)
+    if size in rows | members or not plain:
+        return
+    found = f"{' or '.join(map(str, sorted(rows)))} rows" if rows else "no rows"
+    raise UsageError(
+        f"the first micro-batch of the data has {found}, and the run's micro_batch_size is {size}: give "
+        f"batches of it, as DataLoader(..., batch_size={size}) does, or set Sizes(micro_batch_size=...); "
+        "batches that have no such rows: IterableSource(batches=..., checked=False) of shoal.data.sources"
+    )
 
 
 def as_source(data: Any, *, seed: int) -> StepSource:

@@ -34,6 +34,9 @@ class Launch:
     """Print the resolved settings, the batch arithmetic, parameters and memory, and stop."""
 
     def __post_init__(self) -> None:
+        for name, number in (("workers", self.workers), ("nnodes", self.nnodes)):
+            if number is not None and number < 1:
+                raise UsageError(f"--{name} {number} must be at least 1")
         if self.on == "local" and (given := self.emulated.given()):
             raise UsageError(f"{', '.join(given)} set up emulated hosts: add --on emulated")
         if self.on == "emulated" and self.emulated.hosts is None:

@@ -18,7 +18,7 @@ from shoal.optim.moments import norm_of
 from shoal.train.bounded_replay import Counts, go_back, require_workers
 from shoal.train.bounded_waiting import BoundedWaiting
 from shoal.train.config import DistributedConfig, RunOutputConfig
-from shoal.train.gradients import DataParallel, LossScale, parameters_of, scale_all
+from shoal.train.gradients import DataParallel, LossScale, parameters_of, require_same, scale_all
 from shoal.train.served_checks import check_model, check_no_momentum, check_optimizer
 from shoal.train.served_tensors import COPIES
 from shoal.train.world import World
@@ -149,15 +149,11 @@ class BoundedUpdate:
             self.is_settled = True
 
     def finish_gradients(
-        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
     ) -> Tensor:
         """Hand the gradients over; return the norm of those of the newest step that this worker knows."""
-        if optimizer is not self._training.optimizer:
-            raise UsageError(
-                "step.update() was given another optimizer than run.keep(), whose state the servers have: "
-                "give both the same"
-            )
-        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        require_same(self._training.optimizer, optimizers)
+        gradients = [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
         scale_all(gradients, 1.0 / loss_scale)
         own = norm_of(gradients) if self.step == self._first else math.nan
         self.is_settled = False
@@ -165,14 +161,14 @@ class BoundedUpdate:
         norm = self._training.grad_norm
         return torch.tensor(own if math.isnan(norm) and self.step == self._first else norm)
 
-    def apply(self, optimizer: Optimizer) -> None:
+    def apply(self, *optimizers: Optimizer) -> None:
         """Take the newest weights."""
         self._training.take_newest()
         self.step = self.step + 1 if self._rule.asynchronous else self._training.next_step - 1
 
-    def weight_norm(self, optimizer: Optimizer) -> float:
+    def weight_norm(self, *optimizers: Optimizer) -> float:
         """Return the norm of all weights."""
-        return norm_of(parameter.detach() for parameter in parameters_of(optimizer))
+        return norm_of(parameter.detach() for parameter in parameters_of(*optimizers))
 
     def renew(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer of the same kind, from its state."""

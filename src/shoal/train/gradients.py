@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -48,6 +49,8 @@ class DataParallel(DistributedDataParallel):
     Attributes:
         wire: communication hook of 8-bit gradients, which has residuals; ``None`` for other formats.
         average: whether backward averages; otherwise the update does, after clipping per worker.
+        has_averaged: whether a backward pass has averaged gradients since :class:`~shoal.train.step.Step` set
+            it to false.
         served: sends gradients to servers that update the weights (:mod:`shoal.train.served_steps`), if any.
         precision: autocast type of the forward pass.
         norms: batch norms with running statistics, of which each worker has its own (:func:`own_norms`).
@@ -55,6 +58,7 @@ class DataParallel(DistributedDataParallel):
 
     wire: Any = None
     average = True
+    has_averaged = False
     served: Any = None
     precision: Precision | None = None
     norms: Sequence[_BatchNorm] = ()
@@ -152,8 +156,10 @@ def wrap_model(
         lap: called with ``"backward"`` when the last gradient is ready; the rest of backward is waiting.
 
     Raises:
-        UsageError: 8-bit gradients on a GPU.
+        UsageError: 8-bit gradients on a GPU, or a model that is sharded, wrapped already or has nothing to
+            train.
     """
+    _require_replica(model)
     recommended = recommended_bucket_bytes(
         world.num_hosts,
         ranks_per_host=world.place.num_local_workers,
@@ -180,6 +186,7 @@ def wrap_model(
 
     def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         if bucket.is_last():
+            ddp.has_averaged = True
             lap("backward")
         return hook(group, bucket) if ddp.served is None else ddp.served.begin_updates(bucket)
 
@@ -187,11 +194,32 @@ def wrap_model(
     return ddp
 
 
+def _require_replica(model: nn.Module) -> None:
+    """Check that each worker has the whole model, with weights to train."""
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            "run.data_parallel was given a model that DistributedDataParallel has wrapped already"
+        )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UsageError(
+            "run.data_parallel was given a model whose parameters are sharded (DTensor): FSDP2 and tensor "
+            "parallelism average gradients themselves, so use the model as it is, without run.data_parallel"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            f"run.data_parallel was given a {type(model).__name__} without parameters that require "
+            "gradients: only models that are trained need it"
+        )
+
+
 class Update(Protocol):
-    """Clips gradients and updates weights; set by :meth:`shoal.train.run.Run.use`."""
+    """Clips gradients and updates weights; set by :meth:`shoal.train.run.Run.use`.
+
+    All methods are given the optimizers of one :meth:`shoal.train.step.Step.update`.
+    """
 
     def finish_gradients(
-        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
     ) -> float | Tensor:
         """Divide by the loss scale, average if ``per_worker``, and clip to ``max_norm``.
 
@@ -201,10 +229,10 @@ class Update(Protocol):
             and must skip the update itself.
         """
 
-    def apply(self, optimizer: Optimizer) -> None:
+    def apply(self, *optimizers: Optimizer) -> None:
         """Update the weights. It must not fail midway, since weights are not rolled back."""
 
-    def weight_norm(self, optimizer: Optimizer) -> float:
+    def weight_norm(self, *optimizers: Optimizer) -> float:
         """Return the norm of all weights. All workers call it."""
 
 
@@ -221,11 +249,11 @@ class LocalUpdate:
         self._is_skipped: Tensor | None = None
 
     def finish_gradients(
-        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
     ) -> float | Tensor:
-        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
         self._is_skipped = None
-        if self.on_device and gradients and skips_on_device(optimizer):
+        if self.on_device and gradients and all(map(skips_on_device, optimizers)):
             found = device_norm(gradients) / loss_scale
             scale_all(gradients, clip_factor(found, max_norm) / loss_scale)
             if per_worker:
@@ -241,23 +269,39 @@ class LocalUpdate:
         average_over_workers(gradients)
         return norm_of(gradients)
 
-    def apply(self, optimizer: Optimizer) -> None:
-        if self._is_skipped is None:
-            optimizer.step()
-            return
-        optimizer.found_inf = self._is_skipped  # type: ignore[attr-defined]  # as torch's GradScaler sets it
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.found_inf  # type: ignore[attr-defined]
+    def apply(self, *optimizers: Optimizer) -> None:
+        for optimizer in optimizers:
+            if self._is_skipped is None:
+                optimizer.step()
+                continue
+            optimizer.found_inf = self._is_skipped  # type: ignore[attr-defined]  # as torch's GradScaler
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
 
-    def weight_norm(self, optimizer: Optimizer) -> float:
-        return norm_of(p.detach() for p in parameters_of(optimizer))
+    def weight_norm(self, *optimizers: Optimizer) -> float:
+        return norm_of(p.detach() for p in parameters_of(*optimizers))
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def require_same(kept: Optimizer, given: Sequence[Optimizer]) -> None:
+    """Check that a step is by the one optimizer whose steps are taken elsewhere.
+
+    Raises:
+        UsageError: it is by another one, or by several.
+    """
+    if len(given) != 1 or given[0] is not kept:
+        found = "another optimizer" if len(given) == 1 else f"{len(given)} optimizers"
+        raise UsageError(
+            f"step.update() was given {found}, but servers or exchanges have the state of the one of "
+            "run.keep(optimizer=...): give both the same"
+        )
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

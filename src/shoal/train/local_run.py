@@ -20,7 +20,14 @@ from shoal.train.bounded_steps import check_loose
 from shoal.train.checkpoint_files import StoredTensor
 from shoal.train.config import DistributedConfig, RunOutputConfig
 from shoal.train.fragments import Streaming
-from shoal.train.gradients import DataParallel, LossScale, clip_factor, parameters_of, scale_all
+from shoal.train.gradients import (
+    DataParallel,
+    LossScale,
+    clip_factor,
+    parameters_of,
+    require_same,
+    scale_all,
+)
 from shoal.train.local_steps import LocalSteps
 from shoal.train.served_checks import check_model, check_outer
 from shoal.train.served_tensors import COPIES
@@ -180,26 +187,27 @@ class LocalStepsUpdate:
             self._steps.exchange()
 
     def finish_gradients(
-        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
     ) -> Tensor:
         """Clip this worker's gradients; return their norm."""
-        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        require_same(self._inner, optimizers)
+        gradients = [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
         self._norm = norm_of(gradients) / loss_scale
         if math.isfinite(self._norm):
             scale_all(gradients, clip_factor(self._norm, max_norm) / loss_scale)
         return torch.tensor(self._norm)
 
-    def apply(self, optimizer: Optimizer) -> None:
+    def apply(self, *optimizers: Optimizer) -> None:
         """Take this worker's step, unless its norm is not finite, and exchange if it is time."""
         assert self._steps is not None
         if math.isfinite(self._norm):
-            optimizer.step()
+            self._inner.step()
         self.step += 1
         self._steps.end_step()
 
-    def weight_norm(self, optimizer: Optimizer) -> float:
+    def weight_norm(self, *optimizers: Optimizer) -> float:
         """Return the norm of all weights."""
-        return norm_of(parameter.detach() for parameter in parameters_of(optimizer))
+        return norm_of(parameter.detach() for parameter in parameters_of(*optimizers))
 
     def renew(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer on each worker; the outer one goes on."""

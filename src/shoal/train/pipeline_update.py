@@ -31,7 +31,7 @@ class PipelineUpdate:
         self._device = stage.device
 
     def finish_gradients(
-        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
     ) -> float:
         assert not per_worker, "replicas of a pipeline are averaged in the backward pass"
         counted = [p for p in self._counted if p.grad is not None]
@@ -41,10 +41,11 @@ class PipelineUpdate:
             scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
         return norm
 
-    def apply(self, optimizer: Optimizer) -> None:
-        optimizer.step()
+    def apply(self, *optimizers: Optimizer) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
 
-    def weight_norm(self, optimizer: Optimizer) -> float:
+    def weight_norm(self, *optimizers: Optimizer) -> float:
         return self._norm(self._counted, [p.detach() for p in self._counted])
 
     def _norm(self, parameters: list[nn.Parameter], tensors: Sequence[Tensor | None]) -> float:

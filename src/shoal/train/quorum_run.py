@@ -111,10 +111,10 @@ class QuorumUpdate(LocalStepsUpdate):
         self._take_begin()
         self._is_settled = True
 
-    def apply(self, optimizer: Optimizer) -> None:
+    def apply(self, *optimizers: Optimizer) -> None:
         """Take this worker's step, unless its norm is not finite, and exchange at the end of a round."""
         if math.isfinite(self._norm):
-            optimizer.step()
+            self._inner.step()
         self.step, self._is_settled = self.step + 1, False
         if self.step % self._every:
             return

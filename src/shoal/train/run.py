@@ -50,13 +50,14 @@ from torch.optim import Optimizer
 from shoal import record
 from shoal.atomic_io import write_atomically
 from shoal.data.loader import copies_to
-from shoal.data.sources import StepSource, as_source
+from shoal.data.sources import IterableSource, StepSource, as_source, digest_of_rows
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, Shares, plan_batch
 from shoal.decide.rng import Stream, random_keys
 from shoal.env import WorkerEnv, alone, compiler_problem, progress_file, worker_env
-from shoal.errors import EXIT_OK, EXIT_STOPPED
+from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.train.checkpoint import Checkpointer, Restored
+from shoal.train.checkpoint_state import flatten
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree, required
 from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
 from shoal.train.reporting import (
@@ -140,7 +141,7 @@ class Run:
         to_device: returns a micro-batch, or a part of it, with its tensors on the device, for loops with
             ``on_host``; copies from pinned memory run concurrently with the queued kernels of a GPU.
         lines: steps that have a line in the record besides those of the settings, such as ends of epochs.
-        num_parameters: for the record; :meth:`keep` counts those of ``model``.
+        num_parameters: for the record; :meth:`keep` counts those of ``model``, or else of all models.
         epoch_samples: samples of an epoch, for a run that is defined in epochs.
     """
 
@@ -179,6 +180,7 @@ class Run:
         self._speed = Speed()
         self._mlperf_log: RowWriter | None = None
         self.to_device = copies_to(world.device)
+        self._kept: dict[str, Any] = {}
         self._training = Training(
             world=world,
             timer=self.timer,
@@ -186,13 +188,14 @@ class Run:
             scale=self._fresh_scale(),
             update=LocalUpdate(world),
             seed_key=int(random_keys(loop.seed, Stream.DROPOUT, world.place.rank).item()),
+            kept=None if self._checkpointer is None else self._kept,
         )
-        self._kept: dict[str, Any] = {}
         self._notes: list[str] = []
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
         self._batch: BatchPlan | None = None
         self._shares: Shares | None = None
+        self._checked: StepSource | None = None  # its first micro-batches were looked at
         self._served: Any = None  # shoal.train.served_steps.ServedUpdate, if servers update the weights
         self._loose: Any = None  # the same, or LocalStepsUpdate, if steps do not wait for all workers
         self._section = "train"
@@ -272,7 +275,8 @@ class Run:
                 if run._batch is None or not is_out_of_memory(error):
                     raise
                 remedy = getattr(config, "memory_remedy", "a smaller model")
-                raise out_of_memory(error, run._batch, remedy, section=run._section) from error
+                section = run._section if run._has(run._section, "micro_batch_size") else None
+                raise out_of_memory(error, run._batch, remedy, section=section) from error
             finally:  # what has threads of its own ends before the process groups do
                 if run._beside is not None:
                     run._beside.close()
@@ -342,15 +346,23 @@ class Run:
 
         Raises:
             ShoalError: there are checkpoints and all are damaged.
-            UsageError: the model or the optimizer is not the one that was saved.
+            UsageError: the model or the optimizer is not the one that was saved; a later call has a new name;
+                or steps are taken elsewhere (served, bounded, local) and there is not one optimizer.
         """
         first = not self._kept
+        if not first and (late := sorted(stateful.keys() - self._kept.keys())):
+            raise UsageError(
+                f"run.keep() was called before without {', '.join(late)}, and restores what its first call "
+                "is given: give all to one call"
+            )
+        self._require_one_optimizer(stateful)
         self._kept.update(stateful)
         optimizer = stateful.get("optimizer")
         if first and self.directory is not None and isinstance(optimizer, Optimizer):
             self._loosen(optimizer)
-        if isinstance(model := stateful.get("model"), nn.Module):
-            self.num_parameters = self.num_parameters or sum(p.numel() for p in model.parameters())
+        named = {"model": stateful["model"]} if "model" in stateful else stateful
+        models = [each for each in named.values() if isinstance(each, nn.Module)]
+        self.num_parameters = self.num_parameters or sum(p.numel() for m in models for p in m.parameters())
         if self._settings.evaluate is not None:
             load_weights = import_module("shoal.train.beside").load_weights  # rarely wanted
             self.step, self._samples = load_weights(self._settings.evaluate, self._kept, self.world)
@@ -364,6 +376,16 @@ class Run:
             self._training.scale.load_state_dict(self._restored.values["loss_scale"])
         if self._distributed.step_option and isinstance(optimizer, Optimizer):
             self._serve(optimizer)
+
+    def _require_one_optimizer(self, stateful: Mapping[str, Any]) -> None:
+        """Check that steps that are not taken by each worker itself are those of one optimizer."""
+        names = [name for name, each in stateful.items() if isinstance(each, Optimizer)]
+        option = self._distributed.step_option
+        if option and not self._kept and self._settings.evaluate is None and names != ["optimizer"]:
+            raise UsageError(
+                f"{option} is for one optimizer, run.keep(optimizer=...), and the run keeps "
+                f"{', '.join(names) or 'none'}: leave it out"
+            )
 
     def _loosen(self, optimizer: Optimizer) -> None:
         """Prepare for steps that do not wait for all workers, if the settings ask for them."""
@@ -448,9 +470,15 @@ class Run:
             notes: lines to print at the beginning.
 
         Raises:
-            UsageError: the batch does not divide.
+            UsageError: the batch does not divide; nothing is kept; the first micro-batch of an iterable has
+                another size, or is the same on all workers.
             ShoalError: the loss was not finite too often in a row; damaged data; a lost worker.
         """
+        if self._checkpointer is not None and not flatten(self._kept).tensors:
+            raise UsageError(
+                "checkpoints would be empty: call run.keep(model=model, optimizer=optimizer) before "
+                "run.steps, or train without, Run.open(settings=RunOutputConfig(save=False))"
+            )
         index, num_replicas = replica or (self.world.place.rank, self.world.num_workers)
         if not isinstance(batch, BatchPlan):
             batch = plan_batch(batch, num_replicas, section=section, unit=self.unit)
@@ -520,6 +548,7 @@ class Run:
                 if self._loose is not None and not self._loose.agrees(self._wants_to_end()):
                     num_targets *= self.world.num_workers  # a gradient is the mean over the worker's own part
                 else:
+                    self._require_own_rows(source, micro_batches, shard, index)
                     found = self._agree(num_targets, source, shard, index)
                     if found is None:
                         return
@@ -541,6 +570,22 @@ class Run:
                 self._report_checkpoints()
                 self.timer.begin_step()
 
+    def _require_own_rows(self, source: StepSource, batches: Any, shard: DataShard, index: int) -> None:
+        """Check the first micro-batches of an iterable; all workers call it."""
+        if not isinstance(source, IterableSource) or not source.checked or source is self._checked:
+            return
+        self._checked = source
+        size = shard.micro_batch_size if index == 0 else None  # later one may be the last of an epoch
+        found = run_on_all(self.world.control, lambda: digest_of_rows(batches, size))
+        if 1 < self.world.num_workers == shard.num_workers and found[0] and len(set(found)) == 1:
+            raise UsageError(
+                f"all {len(found)} workers were given the same rows by the {type(source.batches).__name__} "
+                "of run.steps: give each its own part, as DataLoader(..., sampler=DistributedSampler(...)) "
+                "or datasets.distributed.split_dataset_by_node do, or an indexable dataset, which run.steps "
+                "divides; data that has to be the same: IterableSource(batches=..., checked=False) of "
+                "shoal.data.sources"
+            )
+
     def _agree(self, num_targets: int, source: StepSource, shard: DataShard, index: int) -> int | None:
         """Agree with all workers before a step; return the targets of its global batch.
 
@@ -554,7 +599,8 @@ class Run:
         most = self._loop.max_nonfinite_steps
         self._nonfinite_steps = (self._nonfinite_steps + 1 if self._loose is None else most) if num_bad else 0
         if self._nonfinite_steps >= most:
-            section = "optim" if self._section == "train" else self._section
+            rates = "optim" if self._section == "train" else self._section
+            section = rates if self._has(rates, "learning_rate") else None
             behind = 1 + len(self._unread)  # the step whose loss it is
             names = source.names(shard, index - behind)
             raise not_finite(self._nonfinite_steps, self.step + 1 - behind, names, section=section)
@@ -570,6 +616,10 @@ class Run:
         if self._loose is None and self._served is None and self.step % _FOLLOW_STEPS == 0:
             self.world.follow_rates()
         return total if self._loose is None else num_targets * self.world.num_workers
+
+    def _has(self, section: str, field: str) -> bool:
+        """Return whether the settings have it, and so the command an option; a script has its own."""
+        return hasattr(getattr(self._config, section, None), field)
 
     def _is_bad_for_long(self) -> bool:
         return self._own_bad_steps >= self._loop.max_nonfinite_steps
@@ -609,19 +659,22 @@ class Run:
             return self.step in every
         return self.step == self._until or bool(every and self.step % every == 0)
 
-    def evaluation(self, split: str, metrics: Mapping[str, float], *, num_samples: int) -> None:
+    def evaluation(self, split: str, metrics: Mapping[str, float | Tensor], *, num_samples: int) -> None:
         """Write scores of the step just done to the record and the terminal.
 
         Their time counts from the end of the step, or from the last evaluation.
 
         Args:
             split: what was evaluated, such as ``validation``.
-            metrics: by name; only those of the first worker are used.
+            metrics: numbers or tensors of one element by name; only those of the first worker are used.
             num_samples: number of samples that were evaluated.
+
+        Raises:
+            UsageError: a score is no number.
         """
         now = time.monotonic()
         row = record.Evaluation(
-            step=self.step, split=split, num_samples=num_samples, metrics=dict(metrics),
+            step=self.step, split=split, num_samples=num_samples, metrics=_numbers(metrics),
             seconds=now - self._last_end, samples=self._samples,
         )  # fmt: skip
         if self.log:
@@ -693,9 +746,10 @@ class Run:
                     reached = format_metrics(self._goal.found(self._scores))
                     ended = f"has reached its target {self._goal.target} ({reached})"
                     longer = "raise --run.until or leave it out"
+                other = "--run.dir" if self._has("run", "dir") else "directory"
                 print(
                     f"{self.directory} {ended}: {self.step:,} of {self._total:,} steps. To train longer, "
-                    f"{longer}; to begin again, name another --run.dir or remove {self.directory}"
+                    f"{longer}; to begin again, name another {other} or remove {self.directory}"
                 )
             return EXIT_OK
         if self._beside is not None:
@@ -917,7 +971,9 @@ class Run:
     def _write_line(self, step: Step) -> None:
         self._count_steps()
         loss, figures = self._metrics.means()
-        weight_norm = self._training.update.weight_norm(step.optimizer)
+        weight_norm = self._training.update.weight_norm(*step.optimizers)
+        if len(step.optimizers) > 1:
+            figures |= self._learning_rates(step.optimizers)
         step_s, parts_s, num_steps = self.timer.step_s(), self.timer.parts_s(), self.timer.num_steps
         self._speed.seconds += num_steps * step_s
         self._speed.waited_s += num_steps * parts_s["gradient_wait"]
@@ -945,11 +1001,35 @@ class Run:
         self._metrics.reset()
         self.timer.reset()
 
+    def _learning_rates(self, optimizers: Sequence[Optimizer]) -> dict[str, float]:
+        """Return the learning rates of several optimizers, by the names under which they are kept."""
+        names = {id(kept): name for name, kept in self._kept.items()}
+        return {
+            f"learning_rate_{names.get(id(each), number)}": float(each.param_groups[0]["lr"])
+            for number, each in enumerate(optimizers, start=1)
+        }
+
 
 def _section(config: object, name: str, kind: type[T]) -> T:
     """Return a section of the settings, or the defaults where there is none of this kind."""
     found = getattr(config, name, None)
     return found if isinstance(found, kind) else kind()
+
+
+def _numbers(metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Return scores as numbers."""
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = value.item() if hasattr(value, "item") else value  # a tensor, a number of NumPy
+            float(numbers[name])
+        except (TypeError, ValueError, RuntimeError):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+            raise UsageError(
+                f"run.evaluation: the score {name!r} is a {type(value).__name__}{shape}; give a number, or a "
+                "tensor of one element"
+            ) from None
+    return numbers
 
 
 def _tree(config: object | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from shoal.errors import UsageError
 from shoal.optim.moments import norm_of
 from shoal.train.config import DistributedConfig
-from shoal.train.gradients import DataParallel, clip_factor, parameters_of
+from shoal.train.gradients import DataParallel, clip_factor, parameters_of, require_same
 from shoal.train.served_tensors import COPIES
 from shoal.train.served_update import Served
 
@@ -64,21 +64,21 @@ class ServedUpdate:
         )
 
     def finish_gradients(
-        self, optimizer: Optimizer, *, max_norm: float | None, per_worker: bool, loss_scale: float
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
     ) -> float:
         """Wait until the servers have the gradients, and return their norm."""
-        self._require(optimizer)
+        require_same(self._served.optimizer, optimizers)
         norm = self._served.measure() / loss_scale
         self._factor = clip_factor(norm, max_norm) / loss_scale
         return norm
 
-    def apply(self, optimizer: Optimizer) -> None:
+    def apply(self, *optimizers: Optimizer) -> None:
         """Have the servers step, and wait for the weights."""
         self._served.apply(self._factor)
 
-    def weight_norm(self, optimizer: Optimizer) -> float:
+    def weight_norm(self, *optimizers: Optimizer) -> float:
         """Return the norm of all weights."""
-        return norm_of(parameter.detach() for parameter in parameters_of(optimizer))
+        return norm_of(parameter.detach() for parameter in parameters_of(*optimizers))
 
     def renew(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, from its state."""
@@ -87,10 +87,3 @@ class ServedUpdate:
     def bring_state(self) -> None:
         """Bring the optimizer's state back for a checkpoint; all workers call it."""
         self._served.finish()
-
-    def _require(self, optimizer: Optimizer) -> None:
-        if optimizer is not self._served.optimizer:
-            raise UsageError(
-                "step.update() was given another optimizer than run.keep(), whose state the servers have: "
-                "give both the same"
-            )

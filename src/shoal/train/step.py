@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shoal.data.loader import Copies
 from shoal.data.steps import DataShard
 from shoal.errors import RetryStep, UsageError
-from shoal.train.gradients import DataParallel, LossScale, Update
+from shoal.train.gradients import DataParallel, LossScale, Update, parameters_of
 from shoal.train.reporting import StepTimer
 from shoal.train.world import World
 
@@ -64,6 +64,8 @@ class Training:
     seed_key: int
     """Seeds torch's generators in each step, so that no generator's state need be saved."""
     models: list[DataParallel] = field(default_factory=list)
+    kept: Mapping[str, Any] | None = None
+    """What checkpoints hold; ``None``: there are no checkpoints."""
     averages_norms: bool = True
     """Average the statistics of batch norms in each step; if false, only where all workers synchronize."""
 
@@ -78,7 +80,8 @@ class Step:
         is_done: whether the step was committed.
         sums: this worker's parts of the figures of :meth:`add`.
         counts: of the items that each of them is a mean over.
-        learning_rate: of the optimizer's first group.
+        learning_rate: of the first group of the first optimizer.
+        optimizers: those that :meth:`update` was given.
     """
 
     def __init__(
@@ -103,8 +106,8 @@ class Step:
         self.learning_rate = math.nan
         self._figures: Readback | list[float] = [math.nan, math.nan]
         self._loss = torch.zeros((), dtype=torch.float64, device=training.world.device)
-        self._optimizer: Optimizer | None = None
-        self._averages = False
+        self.optimizers: Sequence[Optimizer] = ()
+        self._averages = self._has_loss = False
         self._before: list[dict[str, Tensor]] = []
 
     @property
@@ -127,20 +130,12 @@ class Step:
             self._figures = self._figures.read()
         return self._figures
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer that :meth:`update` was given."""
-        if self._optimizer is None:
-            raise UsageError(
-                f"step {self.number} has no update: call step.update(optimizer) once at the end of "
-                "`with step`, after the last micro-batch"
-            )
-        return self._optimizer
-
     def __enter__(self) -> Step:
         training = self._training
         torch.manual_seed((training.seed_key + self.number * _ODD) & _MASK)
         self._before = [ddp.volatile_state() for ddp in training.models]
+        for ddp in training.models:
+            ddp.has_averaged = False
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -164,6 +159,7 @@ class Step:
         """
         training = self._training
         training.timer.lap("forward")
+        self._has_loss = True
         self._loss += loss.detach()
         weight = training.world.num_workers * training.scale.value  # DDP averages over workers
         (loss * weight).backward()  # type: ignore[no-untyped-call]
@@ -181,6 +177,7 @@ class Step:
             part: the part of the step that the time since the last lap belongs to.
         """
         self._training.timer.lap(part)
+        self._has_loss = True
         self._loss += loss / self._training.world.num_workers
 
     def add(self, count: int, **sums: Tensor | float) -> None:
@@ -196,31 +193,80 @@ class Step:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
             self.counts[name] = count
 
-    def update(self, optimizer: Optimizer, *, max_norm: float | None = None) -> None:
-        """Measure and clip the gradients; leaving the step then applies ``optimizer``.
+    def update(self, *optimizers: Optimizer, max_norm: float | None = None) -> None:
+        """Measure and clip the gradients; leaving the step then applies all ``optimizers``.
 
         The running statistics of batch norms become their means over all workers.
 
-        A gradient norm that is not finite, the same on all workers, skips the update.
+        A gradient norm that is not finite, the same on all workers, skips the updates of all optimizers.
 
         Args:
-            max_norm: clip the norm over the whole model to it.
+            optimizers: one, or several with different parameters, such as Muon and AdamW.
+            max_norm: clip the norm over the parameters of all optimizers to it.
+
+        Raises:
+            UsageError: it is the second call in this step, the step has no gradients or they were not
+                averaged, or an optimizer is not kept in checkpoints.
         """
         training = self._training
-        self._optimizer = optimizer
-        self.learning_rate = optimizer.param_groups[0]["lr"]
+        self._require_new(optimizers)
+        self._require_gradients(optimizers)
+        self.optimizers = optimizers
+        self.learning_rate = optimizers[0].param_groups[0]["lr"]
         per_worker = any(not ddp.average for ddp in training.models)
         if training.averages_norms:
             for ddp in filter(lambda each: each.norms, training.models):
                 ddp.average_norms()
                 training.timer.lap("gradient_wait")
         norm = training.update.finish_gradients(
-            optimizer, max_norm=max_norm, per_worker=per_worker, loss_scale=training.scale.value
+            *optimizers, max_norm=max_norm, per_worker=per_worker, loss_scale=training.scale.value
         )
         if isinstance(norm, Tensor):
             self._figures = Readback(norm, self._loss)
         else:  # a GPU was waited for, and not yet given the optimizer's work
             self._figures = [norm, float(self._loss)]
+
+    def _require_new(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check what :meth:`update` is given."""
+        if self.optimizers:
+            raise UsageError(
+                f"step {self.number} has a second step.update(): give all optimizers to one call, "
+                "step.update(a, b), which measures and clips their gradients together"
+            )
+        if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
+            given = ", ".join(type(each).__name__ for each in optimizers) or "nothing"
+            raise UsageError(
+                f"step.update() was given {given}: give it optimizers, one by one: step.update(a, b)"
+            )
+        parameters = parameters_of(*optimizers)
+        if len(set(parameters)) < len(parameters):
+            raise UsageError(
+                f"step {self.number}: step.update() was given optimizers with the same parameters, which "
+                "both would update: give each parameter to one optimizer, and each optimizer once"
+            )
+        kept = self._training.kept
+        if kept is not None and not {*map(id, optimizers)} <= {*map(id, kept.values())}:
+            raise UsageError(
+                f"step {self.number}: step.update() was given an optimizer whose state is not in "
+                "checkpoints: give it to run.keep too, as in run.keep(model=model, optimizer=optimizer)"
+            )
+
+    def _require_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that the gradients are those of :meth:`backward`, averaged over the workers."""
+        if not self._has_loss:
+            found = any(p.grad is not None for p in parameters_of(*optimizers))
+            reason = "its gradients are those of loss.backward()" if found else "it has no backward pass"
+            raise UsageError(
+                f"step {self.number}: {reason}: call step.backward(loss) for each micro-batch of the step"
+            )
+        for ddp in self._training.models:
+            is_due = ddp.average and ddp.require_backward_grad_sync and not ddp.has_averaged
+            if is_due and any(p.grad is not None for p in ddp.module.parameters()):
+                raise UsageError(
+                    f"step {self.number}: gradients were not averaged over the workers: compute the loss "
+                    "from what run.data_parallel returned, as in ddp(inputs) instead of model(inputs), and "
+                    "go through all micro-batches of the step"
+                )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         training = self._training
@@ -229,14 +275,21 @@ class Step:
                 ddp.zero_grad()
                 ddp.restore_volatile(before)
             return isinstance(error, RetryStep)
-        optimizer = self.optimizer
+        if not (optimizers := self.optimizers):
+            raise UsageError(
+                f"step {self.number} has no update: call step.update(optimizer) once at the end of "
+                "`with step`, after the last micro-batch"
+            )
         if self.is_unread and not training.scale.dynamic:  # else the next backward pass needs the scale
-            training.update.apply(optimizer)  # which skips it on the device, if need be
+            training.update.apply(*optimizers)  # which skips it on the device, if need be
         else:
             if finite := math.isfinite(self.grad_norm):
-                training.update.apply(optimizer)
+                training.update.apply(*optimizers)
             training.scale.update(finite=finite)
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for ddp in training.models:
+            ddp.zero_grad()  # of weights that this step has not updated
         training.timer.lap("optimizer")
         self.is_done = True
         self._commit(self)

@@ -43,33 +43,36 @@ def _ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def not_finite(count: int, step: int, sample_ids: Sequence[str], *, section: str) -> ShoalError:
+def not_finite(count: int, step: int, sample_ids: Sequence[str], *, section: str | None) -> ShoalError:
     """Return the error for ``count`` consecutive steps with a non-finite loss, up to ``step``.
 
     Args:
         sample_ids: samples of the last step.
-        section: the section of the settings that has the schedule.
+        section: the section of the settings that has the schedule; ``None``: a script has it.
     """
+    remedy = "the learning rate or lengthen its warmup"
+    if section is not None:
+        remedy = f"--{section}.learning-rate or lengthen --{section}.warmup-steps"
     shown = ", ".join(sample_ids[:8]) + (" …" if len(sample_ids) > 8 else "")
     return ShoalError(
         f"the loss was not finite for {count} steps in a row, up to step {step:,}; samples of that step: "
-        f"{shown}. Lower --{section}.learning-rate or lengthen --{section}.warmup-steps; the same command "
-        "continues from the last checkpoint"
+        f"{shown}. Lower {remedy}; the same command continues from the last checkpoint"
     )
 
 
 def out_of_memory(
-    error: BaseException, batch: BatchPlan, remedy: str, *, section: str = "train"
+    error: BaseException, batch: BatchPlan, remedy: str, *, section: str | None = "train"
 ) -> ShoalError:
     """Return the error for lack of memory, which names the settings to change.
 
     Args:
         batch: sizes of the batch.
         remedy: a further option that reduces memory.
-        section: the section of the settings that has the batch size.
+        section: the section of the settings that has the batch size; ``None``: a script has it.
     """
     size = batch.micro_batch_size
-    smaller = f"--{section}.micro-batch-size {size // 2} or " if size > 1 else ""
+    option = "micro_batch_size" if section is None else f"--{section}.micro-batch-size"
+    smaller = f"{option} {size // 2} or " if size > 1 else ""
     return ShoalError(
         f"out of memory with a micro-batch of {size} {batch.unit}: use {smaller}"
         f"{remedy}; the global batch stays the same ({error})"

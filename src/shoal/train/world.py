@@ -116,7 +116,7 @@ def choose_backend(config: DistributedConfig, device: torch.device) -> str:
     """Return the torch.distributed backend; by default nccl on GPUs, shoal with helper hosts, else gloo.
 
     Raises:
-        UsageError: torch has no backend of that name.
+        UsageError: torch has no backend of that name, or not for this device.
     """
     if config.backend is None:
         return "nccl" if device.type == "cuda" else "shoal" if helpers() else "gloo"
@@ -126,7 +126,18 @@ def choose_backend(config: DistributedConfig, device: torch.device) -> str:
             f"distributed.backend {config.backend!r} is not a backend of torch.distributed; "
             f"it has {', '.join(known)}.{did_you_mean(config.backend, known)}"
         )
-    return config.backend.lower()
+    backend = config.backend.lower()
+    if not dist.is_backend_available(backend):
+        built = [name for name in known if dist.is_backend_available(name)]
+        raise UsageError(
+            f"distributed.backend {backend!r}: torch {torch.__version__} is built without it; it has "
+            f"{', '.join(built)}"
+        )
+    if backend == "nccl" and device.type != "cuda":
+        raise UsageError(
+            "distributed.backend 'nccl' is for GPUs, and this worker uses the CPU: use gloo or shoal"
+        )
+    return backend
 
 
 def choose_kernels() -> None:

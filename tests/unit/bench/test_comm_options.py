@@ -35,6 +35,7 @@ def test_sizes_that_are_none(text: str) -> None:
             "--collectives reduce: shoal-jax has none, .* leave out reduce or shoal-jax",
         ),
         ({"repeats": 0}, "--repeats 0 must be at least 1"),
+        ({"workers": 0}, "--workers 0 must be at least 1"),
         ({"timeout": float("nan")}, "--timeout nan must be a positive number"),
         ({"emulated": Hosts(nic="1gbit")}, "--nic set up emulated hosts: add --hosts N"),
         ({"emulated": Hosts(helpers=2)}, "--helpers set up emulated hosts: add --hosts N"),
