@@ -48,6 +48,8 @@ NATIVE_GROUP = "SHOAL_NATIVE_GROUP"
 """1 (the default) or 0: whether the backend uses its process group in C++."""
 ATTENTION_KERNEL = "SHOAL_ATTENTION_KERNEL"
 """1 or 0 (the default): whether attention with dropout on a GPU uses shoal's own kernels."""
+DEBUG = "SHOAL_DEBUG"
+"""1: errors that end a command or a worker show their tracebacks; set by ``shoal --debug`` for the job."""
 CACHE_DIR = "SHOAL_CACHE_DIR"
 """Folder for what is built once per machine; default: ``~/.cache/shoal``."""
 MEMORY = "SHOAL_MEMORY"
@@ -457,6 +459,16 @@ def launch_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the folder shared with shoal's launcher, or ``None`` under another one."""
     value = _text(LAUNCH_DIR, environ)
     return Path(value) if value else None
+
+
+def debug(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether errors show their tracebacks; any value but 0 says yes, since it is read in an error."""
+    return (_text(DEBUG, environ) or "0") != "0"
+
+
+def set_debug() -> None:
+    """Let the errors of this process and of those that it starts show their tracebacks."""
+    os.environ[DEBUG] = "1"
 
 
 def secret(environ: Mapping[str, str] | None = None) -> bytes | None:

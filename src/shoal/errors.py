@@ -1,17 +1,25 @@
 """Defines the errors that users see, and the exit codes of every command. Standard library only.
 
 An error message states the file, field or peer, the value, the rule and the remedy, in that order where it
-reads well. The command line prints it without a traceback; any other exception is a bug and keeps its
-traceback.
+reads well. Whatever else ends a command or a worker becomes such a line by :func:`ending`. The traceback of
+an exception that nobody expected, a likely bug, goes to a file that the line names.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import math
+import os
 import re
+import sys
+import tempfile
+import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 EXIT_OK = 0
@@ -21,6 +29,29 @@ EXIT_STOPPED = 75
 """A signal ended the run after it saved: start the same command again (sysexits.h, EX_TEMPFAIL)."""
 EXIT_LOST = 76
 """Another host is gone, or a worker on it: the run continues from its last checkpoint when started again."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C: 128 and the number of SIGINT."""
+
+_PACKAGE = Path(__file__).parent
+_NETS = ("cli/app.py", "launch/worker.py")
+_MAX_CHARACTERS = 400
+"""Of another library's message: some quote whole files."""
+_SPACE = "free some space or choose another folder, then run the command again"
+_REMEDIES = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EFBIG: "the file system or `ulimit -f` allows no larger files; choose another folder",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "change its permissions, or choose a path that this user may read and write",
+    errno.EPERM: "change its permissions, or choose a path that this user may read and write",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a part of the path is a file; check it",
+    errno.EISDIR: "name a file; this is a folder",
+    errno.EMFILE: "allow more open files: ulimit -n 65536",
+    errno.ENFILE: "this machine has too many open files; end other programs",
+    errno.EIO: "the device failed; dmesg may say why",
+    errno.EPIPE: "the program that read the output has ended",
+}
 
 MODULES_OF_EXTRAS = {
     "torch": ("torch", "safetensors", "tensorboardX"),
@@ -38,6 +69,19 @@ MODULES_OF_EXTRAS = {
     "onnx": ("onnx", "onnxscript"),
 }
 """Modules that each optional dependency of users adds to numpy and cyclopts."""
+_LOST_PEER_SIGNS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "read error",
+    "timed out waiting",
+    "timeout waiting for key",  # torch's FileStore, to whose time-outs it gives no type of their own
+    "wait timeout",
+    "remote process exited",
+    "another worker was lost",
+)
+_LOST_PEER_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
 
 
 class ShoalError(RuntimeError):
@@ -107,6 +151,160 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
     except ImportError as error:
         text = f"{purpose}, which cannot be imported ({error}); {install_command(extra)}"
         raise (UsageError if missing_extra(error) else ShoalError)(text) from None
+
+
+# ---- the end of a command or a worker ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What an error says to people when it ends a process, and the exit code."""
+
+    text: str
+    """One line; with ``debug`` the traceback before it."""
+    exit_code: int
+    is_bug: bool = False
+    """Whether nobody expected the error."""
+
+
+def ending(
+    error: BaseException, *, who: str = "", run: Path | None = None, rank: int = 0, debug: bool = False
+) -> Ending:
+    """Return how ``error`` ends this process, and keep the traceback of a likely bug.
+
+    Args:
+        error: any exception.
+        who: begin of the line.
+        run: the run directory, whose ``logs`` get the traceback; ``None``: a file in the temporary folder.
+        rank: of this worker.
+        debug: put the traceback before the line instead.
+    """
+    line, exit_code = _explain(error)
+    is_bug = not line
+    if is_bug:
+        message = " ".join(str(error).split())[:_MAX_CHARACTERS]
+        line = f"{_name(error)}{message and ': '}{message}{_place(error)}, which shoal did not expect"
+    trace = "".join(traceback.format_exception(error)) if debug or is_bug else ""
+    if is_bug and not debug:
+        kept = _keep(trace, run and run / "logs" / f"worker-{rank:05}.traceback")
+        of_run = f" --run {run}" if run is not None and (run / "record.jsonl").is_file() else ""
+        line += (
+            f"; {kept}. Unless a file or setting explains it, report it with that text and: shoal doctor "
+            f"--bundle bug.tar.gz{of_run}"
+        )
+    return Ending(text=f"{trace if debug else ''}{who}{line}", exit_code=exit_code, is_bug=is_bug)
+
+
+def flush_output() -> None:
+    """Write out what was printed.
+
+    What nobody reads, or the disk has no room for, is dropped: the interpreter would fail by it at its end.
+    """
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` was raised because the device or the host is out of memory."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for this
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or "can't allocate memory" in str(error)
+    )
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether the error, or one of its causes, reports the loss of another worker."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if type(cause).__name__ in _LOST_PEER_TYPES:
+            return True
+        if isinstance(cause, RuntimeError) and any(sign in str(cause).lower() for sign in _LOST_PEER_SIGNS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """Return the line of an error that can be expected, and the exit code; an empty line for any other."""
+    if isinstance(error, ShoalError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", EXIT_INTERRUPTED
+    if isinstance(error, ImportError) and (needs := missing_extra(error)):
+        return f"this command {needs}", EXIT_USAGE
+    if is_out_of_memory(error):
+        what = " ".join(str(error).split())[:_MAX_CHARACTERS]
+        remedy = "use smaller batches, fewer workers on this host or a smaller model, or see `ulimit -v`"
+        return f"out of memory{what and f' ({what})'}{_place(error)}; {remedy}", EXIT_FAILURE
+    if is_lost_peer(error):
+        what = " ".join(str(error).split())[:_MAX_CHARACTERS]
+        return f"another worker was lost ({what}); its own output says why", EXIT_FAILURE
+    if isinstance(error, OSError):
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        file = " and ".join(names) or _open_file(error)
+        what = error.strerror or " ".join(str(error).split()) or type(error).__name__
+        remedy = _REMEDIES.get(error.errno or 0, "--debug shows where")
+        return f"{file}{file and ': '}{what}{'' if file else _place(error)}; {remedy}", EXIT_FAILURE
+    if isinstance(error, UnicodeDecodeError):
+        where = f"{_open_file(error) or 'a text'}: byte {error.start + 1} ({error.object[error.start]:#04x})"
+        return f"{where} is not {error.encoding}; convert the file to UTF-8{_place(error)}", EXIT_FAILURE
+    if isinstance(error, UnicodeEncodeError):
+        what = f"the character {error.object[error.start]!a} cannot be written in {error.encoding}"
+        return f"{what}{_place(error)}; set PYTHONUTF8=1, or LANG=C.UTF-8", EXIT_FAILURE
+    return "", EXIT_FAILURE
+
+
+def _name(error: BaseException) -> str:
+    kind = type(error)
+    library = kind.__module__.partition(".")[0]
+    return kind.__name__ if library == "builtins" else f"{library}.{kind.__name__}"
+
+
+def _place(error: BaseException) -> str:
+    """Return the line of this package that was running, such as `` (shoal/record.py, line 7)``."""
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(_PACKAGE) and (place := str(file.relative_to(_PACKAGE))) not in _NETS:
+            return f" (shoal/{place}, line {number})"
+    return ""
+
+
+def _open_file(error: BaseException) -> str:
+    """Return the file that the innermost of the error's functions had open; empty if there is none.
+
+    An error of reading or writing an open file, unlike one of opening it, does not name it.
+    """
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        own = frame.f_locals.get("self")
+        if isinstance(own, Path):  # of its method read_text or write_bytes
+            return str(own)
+        for value in frame.f_locals.values():
+            name = getattr(value, "name", None) if isinstance(value, io.IOBase) else None
+            if isinstance(name, str) and value not in (sys.stdin, sys.stdout, sys.stderr):
+                return name
+    return ""
+
+
+def _keep(trace: str, path: Path | None) -> str:
+    """Write a traceback to ``path``, and say where it is; print it if it cannot be written."""
+    try:
+        if path is None:
+            with tempfile.NamedTemporaryFile("w", prefix="shoal-", suffix=".traceback", delete=False) as file:
+                file.write(trace)
+            return f"its traceback is in {file.name}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(trace, encoding="utf-8", errors="backslashreplace")
+    except OSError:
+        print(trace, file=sys.stderr, flush=True)
+        return "its traceback is above"
+    return f"its traceback is in {path}"
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

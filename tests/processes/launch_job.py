@@ -110,4 +110,4 @@ if __name__ == "__main__":
     parser.add_argument("--orders", default="")
     parser.add_argument("--backend", default="")
     options = parser.parse_args()
-    run_worker(lambda: work(options.dir, options.orders, options.backend))
+    run_worker(lambda: work(options.dir, options.orders, options.backend), run=options.dir)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import select
 import signal
 import sys
 import threading
-from contextlib import suppress
 from importlib import import_module
 from typing import Literal, NoReturn
 
@@ -21,7 +21,8 @@ from cyclopts import App, Parameter
 from shoal.cli.commands import emulate, export, report
 from shoal.cli.help_text import HelpText, explained
 from shoal.cli.plan import plan
-from shoal.errors import EXIT_OK, EXIT_USAGE, ShoalError, missing_extra
+from shoal.env import debug, set_debug
+from shoal.errors import EXIT_OK, EXIT_USAGE, ending, flush_output
 
 app = App(
     name="shoal",
@@ -35,6 +36,8 @@ A first run, from text to a report:
     shoal train albert --preset tiny --data.path runs/text --run.dir runs/first
 
     shoal report runs/first
+
+An error is one line; --debug shows where it was raised.
     """,
     help_format="plaintext",
     help_formatter=HelpText(),
@@ -80,6 +83,8 @@ With --bundle it also writes an archive for a bug report, without secrets:
     shoal doctor --bundle bug.tar.gz --run runs/first
     """,
 }
+_EXIT_UNREAD = 128 + signal.SIGPIPE
+"""Exit code of a command whose output nobody reads to its end, as the shell has it for other commands."""
 for place, text in _LAZY.items():
     app.command(f"shoal.{place}", name=place.partition(":")[2], help=text)
 for command in (plan, emulate, export, report):
@@ -105,24 +110,43 @@ def version() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line; the only place that turns an error into an exit code."""
+    """Run the command line; the only place that turns an error into an exit code.
+
+    Whatever ends a command is one line on stderr. ``--debug`` before ``--`` shows the traceback too.
+    """
     # A parent may have ignored it, which is inherited: the children's exit codes would be lost, and read as 0
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    words = sys.argv[1:]
+    own = words[: words.index("--")] if "--" in words else words
+    if "--debug" in own:
+        words.remove("--debug")
+        set_debug()
     try:
-        result = app(sys.argv[1:], result_action="return_value", exit_on_error=False, print_error=True)
+        result = app(words, result_action="return_value", exit_on_error=False, print_error=True)
+        sys.stdout.flush()
+        code = result if isinstance(result, int) else EXIT_OK
     except cyclopts.CycloptsError:
-        sys.exit(EXIT_USAGE)
-    except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except ImportError as error:
-        if not (needs := missing_extra(error)):
+        code = EXIT_USAGE
+    except BaseException as error:  # the last net
+        by_rich = isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+        if by_rich or (isinstance(error, BrokenPipeError) and _nobody_reads()):
+            code = EXIT_OK if {"--help", "-h"} & set(own) else _EXIT_UNREAD
+        elif isinstance(error, SystemExit):
             raise
-        print(f"shoal: this command {needs}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(result if isinstance(result, int) else EXIT_OK)
+        else:
+            end = ending(error, who="shoal: ", debug=debug())
+            print(end.text, file=sys.stderr)
+            code = end.exit_code
+    finally:
+        flush_output()
+    sys.exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Return whether stdout is a pipe whose reader, such as ``head``, has gone."""
+    state = select.poll()
+    state.register(1, 0)
+    return any(event & select.POLLERR for _, event in state.poll(0))
 
 
 def program() -> NoReturn:
@@ -140,7 +164,5 @@ def program() -> NoReturn:
             raise
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        with suppress(OSError):  # nobody reads it any more
-            sys.stdout.flush()
-            sys.stderr.flush()
+        flush_output()
         os._exit(ended.code)

@@ -18,11 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
-from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED
+from shoal.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_LOST, EXIT_OK, EXIT_STOPPED
 from shoal.launch.worker import WorkerError, read_errors
 
-EXIT_INTERRUPTED = 130
-"""Exit code of a launcher after a second Ctrl-C."""
 POLL_S = 0.05
 AFTER_FAILURE_S = 5.0
 """Time that the other workers may go on after one has failed."""
@@ -253,10 +251,8 @@ def decide_outcome(
     own = [error for error in errors.values() if not error.lost_peer]
     if own:
         first = min(own, key=lambda error: error.time_s)
-        text = first.message
-        if first.traceback:
-            text = f"worker {first.rank} failed:\n{first.traceback.rstrip()}{_where(first.rank, logs)}"
-        return Outcome(exit_code=first.exit_code, text=text)
+        who = f"worker {first.rank}: " if first.is_bug else ""
+        return Outcome(exit_code=first.exit_code, text=f"{who}{first.message}")
     silent = {
         rank: code
         for rank, code in sorted(exit_codes.items())

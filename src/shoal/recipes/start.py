@@ -85,7 +85,7 @@ def start(
     if place is not None:
         from shoal.launch.worker import run_worker
 
-        return run_worker(lambda: work(place))
+        return run_worker(lambda: work(place), run=run_dir)
     num_hosts, num_local, hosts = how.nnodes, how.workers, []
     if how.on == "emulated":
         num_hosts, num_local = required(how.emulated.hosts), 1 if num_local is None else num_local

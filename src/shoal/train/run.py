@@ -55,7 +55,7 @@ from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, Shares, plan_batch
 from shoal.decide.rng import Stream, random_keys
 from shoal.env import WorkerEnv, alone, compiler_problem, progress_file, worker_env
-from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
+from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.checkpoint_state import flatten
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree, required
@@ -78,7 +78,6 @@ from shoal.train.stopping import (
     Goal,
     StopRequest,
     Target,
-    is_out_of_memory,
     not_finite,
     out_of_memory,
     read_target,

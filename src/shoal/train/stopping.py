@@ -79,13 +79,6 @@ def out_of_memory(
     )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` was raised because the device or the host is out of memory."""
-    import torch  # not above: who only handles signals starts seconds sooner without it
-
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
 # ---- a target -------------------------------------------------------------------------------------------
 
 Scores = Mapping[str, Mapping[str, float]]

@@ -17,13 +17,13 @@ KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
 
 
 def error(
-    rank: int, time_s: float = 0.0, *, text: str = "Traceback: boom", lost: bool = False, code: int = 1
+    rank: int, time_s: float = 0.0, *, is_bug: bool = True, lost: bool = False, code: int = 1
 ) -> WorkerError:
     return WorkerError(
         rank=rank,
         time_s=time_s,
         message=f"message of {rank}",
-        traceback=text,
+        is_bug=is_bug,
         exit_code=code,
         lost_peer=lost,
     )
@@ -39,7 +39,7 @@ def test_all_well_and_all_stopped() -> None:
 def test_the_earliest_error_of_a_workers_own_is_the_cause() -> None:
     errors = {0: error(0, 1.0, lost=True), 1: error(1, 1.2), 2: error(2, 1.1)}
     outcome = decide_outcome({0: 1, 1: 1, 2: 1, 3: KILL}, errors, killed={3})
-    assert outcome.text.startswith("worker 2 failed:\nTraceback: boom")
+    assert outcome.text.startswith("worker 2: message of 2")
 
 
 def test_a_death_by_signal_explains_lost_peers_and_exit_codes() -> None:
@@ -57,8 +57,8 @@ def test_a_death_by_a_signal_that_was_passed_on_is_a_stop() -> None:
 
 
 def test_an_error_beats_a_stop() -> None:
-    assert decide_outcome({0: 75, 1: 2}, {1: error(1, code=2, text="")}).exit_code == 2
-    assert decide_outcome({0: 75, 1: 2}, {1: error(1, code=2, text="")}).text == "message of 1"
+    assert decide_outcome({0: 75, 1: 2}, {1: error(1, code=2, is_bug=False)}).exit_code == 2
+    assert decide_outcome({0: 75, 1: 2}, {1: error(1, code=2, is_bug=False)}).text == "message of 1"
 
 
 def test_only_lost_peers_point_to_another_host() -> None:
@@ -97,10 +97,13 @@ def test_a_lost_peer_is_told_from_an_own_error(exception: BaseException, lost: b
 
 def test_what_a_worker_reports_arrives(tmp_path: Path) -> None:
     usage = describe_error(raised(UsageError("3 does not divide 8")), rank=1)
-    assert (usage.message, usage.traceback, usage.exit_code) == ("3 does not divide 8", "", 2)
-    defect = describe_error(raised(KeyError("x")), rank=0)
-    assert "in raised" in defect.traceback
-    assert defect.message == "KeyError: 'x'"
+    assert (usage.message, usage.is_bug, usage.exit_code) == ("3 does not divide 8", False, 2)
+    defect = describe_error(raised(KeyError("x")), rank=0, run=tmp_path)
+    kept = tmp_path / "logs" / "worker-00000.traceback"
+    assert "in raised" in kept.read_text()
+    assert defect.message.startswith(
+        f"KeyError: 'x', which shoal did not expect; its traceback is in {kept}. "
+    )
     write_error(tmp_path, usage)
     write_error(tmp_path, defect)
     assert read_errors(tmp_path) == {0: defect, 1: usage}
