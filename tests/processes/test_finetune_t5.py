@@ -10,6 +10,7 @@ import finetune_jobs as jobs
 import pretrain_jobs
 import pytest
 import torch
+import use_jobs
 from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
 
 import finetune_made as made
@@ -44,7 +45,7 @@ def test_what_a_finished_run_leaves(short_run: Path, train: Path) -> None:
     rows = [row for row in read_record(short_run) if isinstance(row, record.Evaluation)]
     assert [(row.split, row.num_samples) for row in rows] == [("train", 48), ("other", 20)]
     scores = json.loads((short_run / "scores-train.json").read_text())
-    assert scores["labels"] == ["other", "same", "(no label)"]
+    assert scores["labels"] == ["other", "same"]
     assert scores["accuracy"] == pytest.approx(100 * rows[0].metrics["accuracy"])
     data = read_classify(train, Columns(), labels=None)
     predicted = (short_run / "predictions-train.txt").read_text().splitlines()
@@ -53,7 +54,11 @@ def test_what_a_finished_run_leaves(short_run: Path, train: Path) -> None:
     assert "worded as: mnli hypothesis: {second} premise: {first}" in (short_run / "worker-0.log").read_text()
 
 
-def test_the_saved_model_writes_in_transformers_what_the_files_say(short_run: Path) -> None:
+def test_the_saved_model_finds_in_transformers_the_labels_of_the_files(short_run: Path) -> None:
+    assert_likeliest(short_run, short_run.parent / "other.tsv")
+
+
+def test_what_the_saved_model_generates_is_what_transformers_does(short_run: Path, tmp_path: Path) -> None:
     directory = short_run / "transformers"
     model = T5ForConditionalGeneration.from_pretrained(directory).eval()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), pad_token="[PAD]")
@@ -64,8 +69,34 @@ def test_the_saved_model_writes_in_transformers_what_the_files_say(short_run: Pa
         ids = [*tokenizer(text, add_special_tokens=False).input_ids, model.config.eos_token_id]
         written = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0]
         found.append(tokenizer.decode(written, skip_special_tokens=True).replace("[SEP]", "").strip())
-    wanted = (short_run / "predictions-other.txt").read_text().splitlines()
-    assert [word if word in data.labels else "(no label)" for word in found] == wanted
+    arguments = ("t5", short_run.parent / "other.tsv", "--model", short_run, "--data.labels-by", "generation")
+    rows = use_jobs.lines(tmp_path, "predict", *arguments)
+    written = [word if word in data.labels else None for word in found]
+    assert [row["generated_label"] for row in rows] == written
+    right = sum(word == data.labels[each.label] for word, each in zip(written, data.examples, strict=True))
+    assert f"generated accuracy {100 * right / 20:.2f} % of 20" in use_jobs.said(
+        tmp_path, "evaluate", *arguments
+    )
+
+
+@pytest.mark.slow
+def test_a_run_scores_generated_labels_where_that_is_asked_for(
+    short_run: Path, train: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {
+        "model": {"from_scratch": False},
+        "data": {"labels_by": "generation"},
+        "train": {"total_steps": 1},
+    }
+    config = made.t5_config(short_run, train, (train,), tmp_path / "run", **changes)
+    assert jobs.run(config) == [EXIT_OK], (tmp_path / "run" / "worker-0.log").read_text()
+    (row,) = [row for row in read_record(tmp_path / "run") if isinstance(row, record.Evaluation)]
+    tree = json.loads((tmp_path / "run" / "scores-train.json").read_text())
+    assert tree["labels"] == ["other", "same", "(no label)"]
+    assert row.metrics == {"generated_accuracy": pytest.approx(tree["generated_accuracy"] / 100)}
+    rows = use_jobs.lines(tmp_path, "predict", "t5", train, "--model", tmp_path / "run")  # as the run does
+    predicted = (tmp_path / "run" / "predictions-train.txt").read_text().splitlines()
+    assert [row["generated_label"] or "(no label)" for row in rows] == predicted
 
 
 def test_a_pretraining_of_shoal_is_finetuned(train: Path, tmp_path: Path) -> None:
@@ -138,11 +169,13 @@ def test_every_layout_trains_what_one_worker_trains(
     for name, value in wanted.items():
         assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
     assert_likeliest(tmp_path / "run", train)
+    for name in ("predictions-train.txt", "scores-train.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (whole_run / name).read_bytes()
 
 
 @torch.no_grad()
 def assert_likeliest(run_dir: Path, data_file: Path) -> None:
-    """The predictions of a divided model are the labels to which transformers gives the least loss."""
+    """The predictions of a run are the labels to which transformers gives the least loss."""
     model = T5ForConditionalGeneration.from_pretrained(run_dir / "transformers").eval()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(run_dir / "transformers" / "tokenizer.json"))
     data, end = read_classify(data_file, Columns(), labels=None), model.config.eos_token_id
@@ -155,7 +188,7 @@ def assert_likeliest(run_dir: Path, data_file: Path) -> None:
             words = torch.tensor([[*tokenizer(label, add_special_tokens=False).input_ids, end]])
             losses.append(float(model(input_ids=ids, labels=words).loss) * words.numel())
         likeliest.append(data.labels[losses.index(min(losses))])
-    assert (run_dir / "predictions-train.txt").read_text().splitlines() == likeliest
+    assert (run_dir / f"predictions-{data_file.stem}.txt").read_text().splitlines() == likeliest
 
 
 @pytest.mark.slow

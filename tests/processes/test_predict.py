@@ -218,14 +218,15 @@ def test_texts_need_no_labels_and_one_pair_needs_no_file(
 
 
 @pytest.mark.parametrize("workers", [2])
-def test_what_t5_writes_is_the_bits_of_the_run(
+def test_labels_of_t5_are_those_of_the_run(
     t5_run: Path, predicted: Predicted, tmp_path: Path, workers: int
 ) -> None:
     file, wanted = t5_run.parent / "train.tsv", (t5_run / "predictions-train.txt").read_text().splitlines()
     export = shutil.copytree(t5_run / "transformers", tmp_path / "moved")  # its wording is in config.json
     for model in (t5_run, list_checkpoints(t5_run)[-1], export):
         rows = predicted("t5", file, "--model", model, workers=workers)
-        assert [row["label"] or "(no label)" for row in rows] == wanted
+        assert [row["label"] for row in rows] == wanted
+        assert all(row["probabilities"][row["label"]] >= 0.5 for row in rows)
     assert len(set(wanted)) > 1
 
 

@@ -38,10 +38,12 @@ Parameters
 inputs
     Files of texts and labels, .tsv (column names first), .jsonl or .parquet.
 """
-_TEXTS = """Score what a finetuned T5 writes, each file by itself: labels by accuracy, texts by four scores.
+_TEXTS = """Score a finetuned T5, each file by itself: labels by accuracy, texts by four scores.
 
-Texts (--data.source-column, --data.target-column) are scored by exact match, token F1, ROUGE and BLEU.
-Predictions and scores are bitwise those of its own finetuning, on any number of workers.
+A label is the one whose tokens are likeliest, or, with --data.labels-by generation, the one that the model
+writes; the score is then called generated accuracy. Texts (--data.source-column, --data.target-column) are
+scored by exact match, token F1, ROUGE and BLEU. Predictions and scores are those of its own finetuning, on
+any number of workers: bitwise, unless that had the model in stages, whose likelihoods are rounded otherwise.
 
 Parameters
 ----------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +182,28 @@ def read_t5(
     if activation_checkpointing:
         model.recompute_activations()
     return model
+
+
+@torch.no_grad()
+def label_losses(model: T5, input_ids: Tensor, attention_mask: Tensor, labels: Sequence[Tensor]) -> Tensor:
+    """Return -log of the probability of each label behind each input, ``[B, labels]``.
+
+    Args:
+        labels: int64 ``[T]`` each, the tokens of a label, the end token included.
+    """
+    config, rows = model.weights.config, len(input_ids)
+    encoded = model.weights.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)
+    columns = []
+    for label in labels:
+        targets = label.to(input_ids.device).expand(rows, -1)
+        logits = model.weights(
+            encoder_outputs=encoded,
+            attention_mask=attention_mask,
+            decoder_input_ids=shifted(targets, config.decoder_start_token_id, config.pad_token_id),
+            use_cache=False,
+        ).logits
+        columns.append(token_losses(logits, targets, z_loss=0.0).sum(1))
+    return torch.stack(columns, dim=1)
 
 
 @torch.no_grad()

@@ -176,7 +176,8 @@ of the output: {"image": "photos/1.jpg", "label": …, "probability": …, "top"
         help="Label texts with a finetuned T5, or generate texts.",
         example="shoal predict t5 pairs.tsv --model runs/t5-mnli --out labels.jsonl --workers 2",
         details="""Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives one
-input instead. A line of the output: {"id": 1, "label": "entailment"}, or null if the output is no label. A
+input instead. A line of the output: {"id": 1, "label": the likeliest, "probabilities": {…}}; with
+--data.labels-by generation {"id": 1, "generated_label": "entailment"}, or null if the output is no label. A
 text-to-text model, and one that was not finetuned, generates {"id": 1, "text": …}. A model that was not
 finetuned reads the first text unchanged, or in the form of --data.task.""",
     ),

@@ -75,11 +75,6 @@ class ClassifyDataConfig(LabelledColumnsConfig):
     """The set of labels, in the order of the model's outputs; default: those of the training file, sorted."""
 
 
-def scores_of(data: ClassifyDataConfig) -> dict[str, tuple[str, ...]]:
-    """Return the names of the scores in the record, by evaluation file."""
-    return {path.stem: ("accuracy",) for path in data.eval}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig(FinetuneConfig):
     """All settings of finetuning on labels; presets are TOML files in ``presets/classify``."""
@@ -89,7 +84,7 @@ class ClassifyConfig(FinetuneConfig):
     @property
     def scores(self) -> dict[str, tuple[str, ...]]:
         """The names of the scores in the record, by split."""
-        return scores_of(self.data)
+        return {path.stem: ("accuracy",) for path in self.data.eval}
 
 
 IMMUTABLE = (
@@ -224,25 +219,37 @@ def label_logits(
 
 
 def record_scores(
-    run: "Run", data: "ClassifyData", labels: tuple[str, ...], predicted: list[int] | None
+    run: "Run",
+    data: "ClassifyData",
+    labels: tuple[str, ...],
+    predicted: list[int] | None,
+    name: str = "accuracy",
 ) -> None:
-    """Write predictions and scores into the run directory; only the first worker has predictions."""
+    """Write predictions and scores into the run directory; only the first worker has predictions.
+
+    Args:
+        name: of the score.
+    """
     accuracy = 0.0
     if predicted is not None:
-        scores = write_scores(required(run.directory), data, labels, predicted)
+        scores = write_scores(required(run.directory), data, labels, predicted, name)
         if run.log:
             run.log.progress.say(f"{data.path.name}\n{scores.table()}")
         accuracy = scores.accuracy / 100
-    run.evaluation(data.path.stem, {"accuracy": accuracy}, num_samples=len(data.examples))
+    run.evaluation(data.path.stem, {name: accuracy}, num_samples=len(data.examples))
 
 
 def write_scores(
-    out: Path | None, data: "ClassifyData", labels: tuple[str, ...], predicted: list[int]
+    out: Path | None,
+    data: "ClassifyData",
+    labels: tuple[str, ...],
+    predicted: list[int],
+    name: str = "accuracy",
 ) -> "ClassifyScores":
     """Return the scores of a file's predictions, and write both, if there is a folder for them.
 
     Files: ``predictions-NAME.txt`` with one label per line, in the order of the labelled examples, and
-    ``scores-NAME.json`` with accuracy and confusion table.
+    ``scores-NAME.json`` with accuracy, under its ``name``, and confusion table.
     """
     from shoal.atomic_io import write_atomically, write_json
     from shoal.data.text.classify import score_classify
@@ -251,7 +258,7 @@ def write_scores(
     if out is not None:
         lines = "".join(f"{labels[label]}\n" for label in predicted)
         write_atomically(out / f"predictions-{data.path.stem}.txt", lines.encode())
-        tree = {"accuracy": scores.accuracy, "labels": list(labels), "counts": [*map(list, scores.counts)]}
+        tree = {name: scores.accuracy, "labels": list(labels), "counts": [*map(list, scores.counts)]}
         write_json(out / f"scores-{data.path.stem}.json", tree)
     return scores
 

@@ -69,7 +69,7 @@ def predict(what: Predict, inputs: tuple[Path, ...], world: "World", precision: 
         pairs = make_pairs(data, tokenizer, max_seq_length=length)
         logits = classify.label_logits(model, pairs, world, precision, batch_size=what.batch_size)
         if logits is not None:
-            yield from _rows(labels, logits)
+            yield from rows_of(labels, logits)
 
 
 def _read_model(
@@ -100,7 +100,8 @@ def read_texts(
     return [data.read_texts(path, names, labels=labels) for path in inputs]
 
 
-def _rows(labels: tuple[str, ...], logits: "Float32Array") -> Iterator[Row]:
+def rows_of(labels: tuple[str, ...], logits: "Float32Array") -> Iterator[Row]:
+    """Yield the label of each row of logits, and the probabilities of all."""
     chances_of = using.probabilities(logits)
     for number, (row, chances) in enumerate(zip(logits, chances_of, strict=True), start=1):
         yield {
@@ -169,8 +170,7 @@ def evaluate(
             yield told(data, classify.write_scores(what.out, data, labels, predicted))
 
 
-def told(data: "ClassifyData", scores: "ClassifyScores") -> str:
+def told(data: "ClassifyData", scores: "ClassifyScores", name: str = "accuracy") -> str:
     """Return the printed summary of the predictions of a file."""
-    return (
-        f"{data.path}: accuracy {scores.accuracy:.2f} % of {len(data.examples):,} examples\n{scores.table()}"
-    )
+    score = f"{name.replace('_', ' ')} {scores.accuracy:.2f} %"
+    return f"{data.path}: {score} of {len(data.examples):,} examples\n{scores.table()}"

@@ -5,15 +5,15 @@
     torchrun --nproc-per-node 8 -m shoal.recipes.t5_classify --model runs/t5 ...
     shoal finetune t5 --preset tiny --model runs/t5 --workers 2 ...
 
-The model reads "mnli hypothesis: … premise: …" and generates the label's word, or reads "summarize: …" and
-writes a text. The loss is the cross-entropy (with z-loss) of the target's tokens, summed and divided by those
-of the whole global batch. An evaluation decodes labels greedily, where an output that spells none counts as
-wrong, and texts by beam search.
+The model reads "mnli hypothesis: … premise: …" and is trained to write the label's word, or reads
+"summarize: …" and writes a text. The loss is the cross-entropy (with z-loss) of the target's tokens, summed
+and divided by those of the whole global batch. An evaluation takes the label whose tokens are likeliest
+(``--data.labels-by generation``: the one that the model generates), and generates texts by beam search.
 
 A model that is too large for one worker is divided over several (``--parallel.pipeline``,
-``--parallel.shard``). Its inputs are all padded to one length, and its targets too. An evaluation takes the
-label whose tokens are likeliest; of texts it computes the loss. Gradients and dropout are those of one
-worker, and a run may continue in any layout.
+``--parallel.shard``). Its inputs are all padded to one length, and its targets too. It cannot generate: of
+texts an evaluation computes the loss. Gradients, dropout and labels are those of one worker, and a run may
+continue in any layout.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
     from shoal.train.run import Run
-
-NO_LABEL = "(no label)"
-"""Stands for outputs that spell none of the labels, in tables and predictions."""
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -108,6 +105,11 @@ class T5ClassifyConfig(FinetuneConfig):
         super().__post_init__()
         self.data.check_columns()
         self.parallel.check(self)
+        if self.data.labels_by == "generation" and self.parallel.splits:
+            raise UsageError(
+                "data.labels_by generation needs the whole model on each worker: leave out parallel.pipeline "
+                "and parallel.shard, or choose labels by likelihood"
+            )
 
     def batch(self, num_workers: int) -> BatchPlan:
         """Return the division of a global batch over this number of workers, in this layout.
@@ -124,7 +126,7 @@ class T5ClassifyConfig(FinetuneConfig):
     def scores(self) -> dict[str, tuple[str, ...]]:
         """The names of the scores in the record, by split."""
         if not self.data.is_text:
-            return classify.scores_of(self.data)
+            return {path.stem: (self.data.accuracy,) for path in self.data.eval}
         names = (LOSS,) if self.parallel.splits else score_names(self.generation.metrics)
         return {path.stem: names for path in self.data.eval}
 
@@ -275,11 +277,13 @@ def score_file(
         texts = t5_written.written_texts(model, file, tokenizer, search, *how, batch_size=size)
         t5_written.record_texts(run, file.data, texts, config.generation.metrics)
     else:
+        by, names = config.data.labels_by, config.data.names(file.data.labels)
         if stage is not None:
-            predicted = t5_written.likeliest_labels(stage, file, run, config.parallel.pipeline)
+            losses = t5_written.label_losses_of_stages(stage, file, run, config.parallel.pipeline)
+            predicted = t5_written.likeliest(losses)
         else:
-            predicted = t5_written.written_labels(model, file, *how, batch_size=size)
-        classify.record_scores(run, file.data, (*file.data.labels, NO_LABEL), predicted)
+            predicted = t5_written.predicted_labels(model, file, by, *how, batch_size=size)
+        classify.record_scores(run, file.data, names, predicted, name=config.data.accuracy)
 
 
 # ------------------------------------------------------------------------------------------------- data

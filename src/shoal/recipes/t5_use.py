@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shoal.data.text.text_scores import require_packages
 from shoal.errors import UsageError
-from shoal.recipes import classify, classify_use, t5_classify, t5_written, using
+from shoal.recipes import classify, classify_use, t5_written, using
 from shoal.recipes.classify import LabelledColumnsConfig
 from shoal.recipes.classify_use import EvaluateLabelsConfig, TextsConfig
 from shoal.recipes.t5_written import Form, GenerationConfig, SearchConfig, T5WordingConfig
@@ -64,10 +64,14 @@ def predict(what: Predict, inputs: tuple[Path, ...], world: "World", precision: 
     columns = _columns(what.data) if form.labels else replace(_columns(what.data), second="")
     for data in classify_use.read_texts(what, columns, inputs, form.labels):
         file = _examples(what.data, data, model, tokenizer, form)
+        if form.labels and what.data.labels_by == "likelihood":
+            losses = t5_written.label_losses(model, file, *how, batch_size=size)
+            yield from () if losses is None else classify_use.rows_of(form.labels, -losses)
+            continue
         if form.labels:
-            found = t5_written.written_labels(model, file, *how, batch_size=size)
+            found = t5_written.predicted_labels(model, file, "generation", *how, batch_size=size)
             names = (*form.labels, None)
-            rows = [{"label": names[label]} for label in found or ()]
+            rows = [{"generated_label": names[label]} for label in found or ()]
         else:
             search = form.searched(what.generation)
             texts = t5_written.written_texts(model, file, tokenizer, search, *how, batch_size=size)
@@ -151,10 +155,13 @@ def _score_labels(
     labels = t5_written.require_labels(what.model, model)
     data = read_classify(path, what.data.columns(), labels=labels)
     file = _examples(what.data, data, model, tokenizer, t5_written.form_of(model))
-    predicted = t5_written.written_labels(model, file, world, precision, batch_size=what.batch_size)
+    how = what.data
+    predicted = t5_written.predicted_labels(
+        model, file, how.labels_by, world, precision, batch_size=what.batch_size
+    )
     if predicted is not None:
-        names = (*labels, t5_classify.NO_LABEL)
-        yield classify_use.told(data, classify.write_scores(what.out, data, names, predicted))
+        scores = classify.write_scores(what.out, data, how.names(labels), predicted, how.accuracy)
+        yield classify_use.told(data, scores, how.accuracy)
 
 
 def _score_texts(

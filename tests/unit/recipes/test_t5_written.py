@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import finetune_made as made
+from shoal.decide.batch import StagesConfig
 from shoal.errors import UsageError
 from shoal.models.t5 import read_t5
 from shoal.recipes.t5_classify import T5ClassifyConfig, T5DataConfig
@@ -34,6 +35,13 @@ from shoal.recipes.t5_written import (
 def test_settings_that_do_not_go_together(settings: dict[str, str], error: str) -> None:
     with pytest.raises(UsageError, match=error):
         T5ClassifyConfig(data=T5DataConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_generated_labels_need_the_whole_model() -> None:
+    data = T5DataConfig(labels_by="generation", eval=(Path("dev.tsv"),))
+    assert T5ClassifyConfig(data=data).scores == {"dev": ("generated_accuracy",)}
+    with pytest.raises(UsageError, match=r"labels_by generation needs the whole model.*by likelihood"):
+        T5ClassifyConfig(data=data, parallel=StagesConfig(pipeline=2))
 
 
 def test_a_search_has_beams_and_tokens() -> None:
