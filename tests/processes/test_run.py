@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from forked import fork_process, free_port, wait_for
+from forked import fork_process, free_port, torchrun, wait_for
 from shoal.data.sources import IterableSource
 from shoal.env import WorkerEnv, WorkerPlace
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, RetryStep, UsageError
@@ -292,6 +293,73 @@ def test_without_a_launcher_a_script_is_its_only_worker(
     )
     assert done.returncode == EXIT_OK, done.stderr
     assert "world: 1 worker on 1 host" in done.stderr
+
+
+SCRIPT = """
+import torch
+from shoal import Run
+from shoal.train.config import RunOutputConfig
+from shoal.train.run import Sizes
+
+settings = RunOutputConfig(log_frequency={frequency})
+with Run.open({folder!r}, settings=settings) as run:
+    model = torch.nn.Linear(2, 1)
+    ddp = run.data_parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.keep(model=model, optimizer=optimizer)
+    for step in run.steps([torch.ones(2)] * 8, Sizes(global_batch_size=4), until=2):
+        with step:
+            for rows in step:
+                {backward}
+            step.update(optimizer)
+"""
+
+
+def _run_script(path: Path) -> None:
+    """Do what Python does with a script, from a process that has torch loaded."""
+    os.chdir(path.parent)
+    os.dup2(os.open("said", os.O_CREAT | os.O_WRONLY), 2)
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.exit(EXIT_FAILURE)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "backward", "code", "last"),
+    [
+        (1, "ddp(rows).sum().backward()", EXIT_USAGE, "shoal: step 1: its gradients are those of loss.backw"),
+        (0, "pass", EXIT_USAGE, "shoal: run.log_frequency 0 must be at least 1"),
+        (1, "step.backward(ddp(rows).summ())", EXIT_FAILURE, "[rank0]: AttributeError: 'Tensor' object has"),
+    ],
+)
+def test_a_script_ends_in_one_line(
+    tmp_path: Path, frequency: int, backward: str, code: int, last: str
+) -> None:
+    (path := tmp_path / "script.py").write_text(
+        SCRIPT.format(folder=str(tmp_path / "run"), frequency=frequency, backward=backward)
+    )
+    assert wait_for([fork_process(_run_script, path)]) == [code]
+    said = (tmp_path / "said").read_text()
+    assert said.splitlines()[-1].startswith(last)
+    assert ("Traceback" in said) == (code == EXIT_FAILURE)
+
+
+@pytest.mark.slow
+def test_under_torchrun_each_worker_ends_in_one_line(tmp_path: Path) -> None:
+    (path := tmp_path / "script.py").write_text(
+        SCRIPT.format(folder=str(tmp_path / "run"), frequency=1, backward="ddp(rows).sum().backward()")
+    )
+    code, said = torchrun(str(path), output=tmp_path / "said")
+    lines = [
+        line for line in said.splitlines() if line.startswith("shoal: step 1: its gradients are those of")
+    ]
+    assert code == EXIT_FAILURE and len(lines) == 2  # torchrun's code, and a line of each worker
+    assert said.count("Traceback") == said.count(
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+    )
+    assert "exitcode  : 2" in said
 
 
 def test_what_is_no_data_is_refused(tmp_path: Path) -> None:

@@ -78,11 +78,14 @@ from shoal.train.stopping import (
     Goal,
     StopRequest,
     Target,
+    end_in_one_line,
     not_finite,
     out_of_memory,
     read_target,
 )
 from shoal.train.world import World, join_world, run_on_all
+
+end_in_one_line()  # settings, which a script makes before it opens a run, are checked too
 
 _MOST_GRAPHS = 64
 """Of one compiled function."""
@@ -257,6 +260,7 @@ class Run:
         with ExitStack() as stack:
             worker = worker or worker_env() or alone(Path(stack.enter_context(TemporaryDirectory())))
             world = stack.enter_context(join_world(worker, distributed))
+            end_in_one_line()
             stack.enter_context(owned(directory, world))
             run_on_all(
                 world.control, lambda: open_run_dir(directory, tree, immutable) if world.is_main else None

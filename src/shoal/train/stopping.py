@@ -8,13 +8,17 @@ from __future__ import annotations
 import atexit
 import re
 import signal
+import sys
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
+from types import FrameType, TracebackType
 
 from shoal import record
 from shoal.decide.batch import BatchPlan
+from shoal.env import debug
 from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -41,6 +45,35 @@ class StopRequest:
 def _ignore() -> None:
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_in_one_line() -> None:
+    """Have a script that a :class:`ShoalError` ends print one line and exit with its code, as commands do.
+
+    Every other exception keeps its traceback; ``SHOAL_DEBUG=1`` shows that of a ShoalError too. Joining a
+    process group puts a hook of torch before this one, so it is called again after that.
+    """
+    others = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ShoalError) or hasattr(sys, "ps1"):  # which a prompt has
+            return others(kind, error, trace)
+        if debug():
+            traceback.print_exception(error)
+        else:
+            print(f"shoal: {error}{_in_a_script(str(error))}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+    sys.excepthook = end
+
+
+def _in_a_script(text: str) -> str:
+    """Return what the options of commands that ``text`` names are in a script."""
+    kinds = {"run": RunOutputConfig, "train": LoopConfig, "distributed": DistributedConfig}
+    named = re.findall(r"--(run|train|distributed)\.([\w-]+)", text)
+    fields = dict.fromkeys((kinds[section], option.replace("-", "_")) for section, option in named)
+    settings = [f"{kind.__name__}({name}=...)" for kind, name in fields if hasattr(kind, name)]
+    return f" (in a script: {', '.join(settings)})" if settings else ""
 
 
 def not_finite(count: int, step: int, sample_ids: Sequence[str], *, section: str | None) -> ShoalError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,3 +39,42 @@ def test_signals_leave_a_note_and_the_exit_code_stays(first: str, second: str) -
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (75, "sent", "")
+
+
+ENDS = """
+import sys
+from shoal.errors import ShoalError, UsageError
+from shoal.train.config import DistributedConfig
+from shoal.train.stopping import end_in_one_line
+end_in_one_line()
+{fails}
+"""
+WIRE = "DistributedConfig(backend='shoal', wire='int8', staleness=1)"
+
+
+@pytest.mark.parametrize(
+    ("fails", "variables", "code", "said"),
+    [
+        (WIRE, {}, 2, "shoal: .*use --distributed.wire fp32 (in a script: DistributedConfig(wire=...))"),
+        ("raise ShoalError('the disk is full')", {}, 1, "shoal: the disk is full"),
+        (
+            "raise UsageError('no')",
+            {"SHOAL_DEBUG": "1"},
+            2,
+            "Traceback .*UsageError: no",
+        ),
+        ("1 / 0", {}, 1, "Traceback .*ZeroDivisionError: division by zero"),
+        ("sys.ps1 = ''; raise UsageError('no')", {}, 1, "Traceback .*UsageError: no"),
+    ],
+)
+def test_a_script_ends_in_one_line_by_a_known_error_only(
+    fails: str, variables: dict[str, str], code: int, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS.format(fails=fails)], capture_output=True, text=True, timeout=60,
+        check=False, env={**os.environ, **variables},
+    )  # fmt: skip
+    assert done.returncode == code
+    pattern = re.escape(said).replace(r"\.\*", "(.|\n)*")
+    assert re.fullmatch(pattern, done.stderr.strip()), done.stderr
+    assert "Traceback" in said or done.stderr.count("\n") == 1
