@@ -190,7 +190,8 @@ class Run:
             scale=self._fresh_scale(),
             update=LocalUpdate(world),
             seed_key=int(random_keys(loop.seed, Stream.DROPOUT, world.place.rank).item()),
-            kept=None if self._checkpointer is None else self._kept,
+            kept=self._kept,
+            saves=self._checkpointer is not None,
         )
         self._notes: list[str] = []
         self._restored: Restored | None = None

@@ -64,8 +64,10 @@ class Training:
     seed_key: int
     """Seeds torch's generators in each step, so that no generator's state need be saved."""
     models: list[DataParallel] = field(default_factory=list)
-    kept: Mapping[str, Any] | None = None
-    """What checkpoints hold; ``None``: there are no checkpoints."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """What checkpoints hold."""
+    saves: bool = False
+    """Whether there are checkpoints."""
     averages_norms: bool = True
     """Average the statistics of batch norms in each step; if false, only where all workers synchronize."""
 
@@ -244,8 +246,8 @@ class Step:
                 f"step {self.number}: step.update() was given optimizers with the same parameters, which "
                 "both would update: give each parameter to one optimizer, and each optimizer once"
             )
-        kept = self._training.kept
-        if kept is not None and not {*map(id, optimizers)} <= {*map(id, kept.values())}:
+        kept = map(id, self._training.kept.values())
+        if self._training.saves and not {*map(id, optimizers)} <= {*kept}:
             raise UsageError(
                 f"step {self.number}: step.update() was given an optimizer whose state is not in "
                 "checkpoints: give it to run.keep too, as in run.keep(model=model, optimizer=optimizer)"
@@ -271,6 +273,8 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         training = self._training
         if error is not None:
+            for optimizer in (each for each in training.kept.values() if isinstance(each, Optimizer)):
+                optimizer.zero_grad()  # of models without a wrapper, such as FSDP2's
             for ddp, before in zip(training.models, self._before, strict=True):
                 ddp.zero_grad()
                 ddp.restore_volatile(before)

@@ -57,7 +57,8 @@ def end_in_one_line() -> None:
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, ShoalError) or hasattr(sys, "ps1"):  # which a prompt has
-            return others(kind, error, trace)
+            others(kind, error, trace)
+            return
         if debug():
             traceback.print_exception(error)
         else:

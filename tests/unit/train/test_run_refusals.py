@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shoal import record
 from shoal.data.sources import digest_of_rows
 from shoal.env import alone
-from shoal.errors import UsageError
+from shoal.errors import RetryStep, UsageError
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig
 from shoal.train.run import Run, Sizes
 from shoal.train.step import Step
@@ -45,25 +45,23 @@ class Script:
         self.adamw = AdamW(self.net[1].parameters(), lr=0.01)
         self.both = {"model": self.net, "sgd": self.sgd, "adamw": self.adamw}
         self.data: Any = DATASET
+        self.wrap: Callable[[Run], nn.Module] = lambda run: run.data_parallel(self.net)
         self.keep: Callable[[Run], object] = lambda run: run.keep(**self.both)
         self.forward: Callable[[nn.Module, Tensor], Tensor] = lambda ddp, rows: ddp(rows)
         self.backward: Callable[[Step, Tensor], object] = lambda step, loss: step.backward(loss)
         self.update: Callable[[Step], object] = lambda step: step.update(self.sgd, self.adamw)
         self.loop = LoopConfig(precision="fp32", max_nonfinite_steps=2)
         self.distributed = DistributedConfig(device="cpu")
-        self.config: object | None = None
 
     def run(self, until: int = 2) -> list[record.Row]:
         """Run it on one worker and return its record."""
         settings = RunOutputConfig(log_frequency=1, checkpoint_frequency=1)
-        (meeting := self.folder / "meeting").mkdir(exist_ok=True)
-        for old in meeting.iterdir():
-            old.unlink()
+        (meeting := self.folder / "meeting").mkdir()
         with Run.open(
             self.folder / "run", settings=settings, loop=self.loop, distributed=self.distributed,
-            config=self.config, worker=alone(meeting),
+            worker=alone(meeting),
         ) as run:  # fmt: skip
-            ddp = run.data_parallel(self.net)
+            ddp = self.wrap(run)
             self.keep(run)
             for step in run.steps(self.data, Sizes(global_batch_size=8, micro_batch_size=4), until=until):
                 with step:
@@ -117,6 +115,30 @@ def test_an_optimizer_that_is_left_out_leaves_no_gradients(script: Script) -> No
     script.update = lambda step: step.update(script.sgd)
     script.run()
     assert all(p.grad is None for p in script.net.parameters())
+
+
+def test_a_step_of_shards_that_is_repeated_leaves_no_gradients(tmp_path: Path) -> None:
+    """FSDP2 has no wrapper of Run; its weights are those of a run without the failure."""
+    weights = []
+    for name, failures in (("whole", []), ("repeated", [1, 2])):
+        (folder := tmp_path / name).mkdir()
+        script = Script(folder)
+
+        def shard(run: Run, script: Script = script) -> nn.Module:
+            net = fully_shard(script.net, mesh=init_device_mesh("cpu", (1,)))
+            script.sgd = SGD(net.parameters(), lr=0.1)
+            script.both = {"model": net, "optimizer": script.sgd}
+            return net
+
+        def update(step: Step, script: Script = script, failures: list[int] = failures) -> None:
+            if step.number in failures:
+                failures.remove(step.number)
+                raise RetryStep("again")
+            step.update(script.sgd)
+
+        script.wrap, script.update = shard, update
+        weights.append([row.weight_norm for row in script.run() if isinstance(row, record.Step)])
+    assert len(weights[0]) == 2 and weights[0] == weights[1]
 
 
 def test_scores_may_be_tensors_and_numbers_of_numpy(script: Script) -> None:
