@@ -132,6 +132,7 @@ def examine() -> Mapping[str, list[Check]]:
         torch_check = Check("torch", f"imports, built for {f'CUDA {cuda}' if cuda else 'CPU only'}")
         startup = _startup(torch)
         gpus += [_gpus(torch), *_kernels(torch)]
+        gpus.append(_instructions(torch))
         training += [_precision(torch), _backends(torch)]
     shoal_check = Check("shoal", version_text().removeprefix("shoal "))
     training.append(_transports())
@@ -273,10 +274,15 @@ def memory_bytes(meminfo: Path, cgroup_limit: Path) -> int:
 
 def _gpus(torch: Any) -> Check:
     if torch.cuda.is_available():
-        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        from shoal.train.world import not_built_for
+
+        numbers = range(torch.cuda.device_count())
+        gpus = map(torch.cuda.get_device_properties, numbers)
         found = "; ".join(
             f"{gpu.name} ({size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor})" for gpu in gpus
         )
+        if missing := next(filter(None, map(not_built_for, numbers)), ""):
+            return Check("GPUs", found, "missing", missing)
     elif torch.version.cuda:
         found = f"none: no NVIDIA driver for this torch's CUDA {torch.version.cuda}; training runs on the CPU"
     else:
@@ -293,6 +299,16 @@ def _kernels(torch: Any) -> list[Check]:
     return [_judged("kernels", what or "torch.compile can make them", not problem, remedy)]
 
 
+def _instructions(torch: Any) -> Check:
+    """Return the instruction sets that torch's kernels may use, with those that are absent."""
+    probes = {"AVX2": "avx2", "AVX-512": "avx512", "AVX-512 BF16": "avx512_bf16", "AMX": "amx_tile"}
+    has = {name: getattr(torch.cpu, f"_is_{probe}_supported", bool)() for name, probe in probes.items()}
+    found = ", ".join(name if there else f"no {name}" for name, there in has.items())
+    return Check(
+        "instructions", f"{found}; torch's own kernels use {torch.backends.cpu.get_cpu_capability()}"
+    )
+
+
 # ---- training ----------------------------------------------------------------------------------------------
 
 
@@ -300,7 +316,7 @@ def _precision(torch: Any) -> Check:
     from shoal.train.gradients import choose_precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = {"cuda": "this GPU", "cpu": "this processor"}[device.type]
+    where = {"cuda": "this GPU", "cpu": "processors"}[device.type]
     return Check("precision", f"auto is {choose_precision('auto', device).name} on {where}")
 
 

@@ -204,6 +204,24 @@ def test_the_export_gives_others_the_probabilities_of_the_run(
     np.testing.assert_allclose(computed(classify_run, file), chances, rtol=0, atol=1e-6)
 
 
+def test_a_cpu_computes_in_fp32_unless_told(classify_run: Path, tmp_path: Path, predicted: Predicted) -> None:
+    """Also the model of a run in bf16, such as a GPU's, so that a moved export gives the same outputs."""
+    run = shutil.copytree(classify_run, tmp_path / "run")
+    settings = (run / "config.toml").read_text()
+    assert 'precision = "fp32"' in settings
+    (run / "config.toml").write_text(settings.replace('precision = "fp32"', 'precision = "bf16"'))
+    file, moved = run.parent / "pairs.tsv", shutil.copytree(run / "transformers", tmp_path / "moved")
+    shutil.copy(classify_run.parent / "train.tsv", file)
+    wanted = predicted("classify", file, "--model", classify_run)
+    assert {row["precision"] for row in wanted} == {"fp32"}
+    form = ("--data.max-seq-length", 32, "--batch-size", 8)
+    assert predicted("classify", file, "--model", run) == wanted
+    assert predicted("classify", file, "--model", moved, *form) == wanted
+    told = predicted("classify", file, "--model", run, "--precision", "bf16")
+    assert {row["precision"] for row in told} == {"bf16"}
+    assert [row["probabilities"] for row in told] != [row["probabilities"] for row in wanted]
+
+
 def test_texts_need_no_labels_and_one_pair_needs_no_file(
     classify_run: Path, tmp_path: Path, predicted: Predicted
 ) -> None:
@@ -244,7 +262,8 @@ def test_a_t5_without_labels_writes_text(tmp_path: Path, predicted: Predicted) -
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
     ids = [*tokenizer("sun moon river", add_special_tokens=False).input_ids, model.config.eos_token_id]
     written = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0, 1:]
-    assert row == {"id": 1, "text": tokenizer.decode(written.tolist(), skip_special_tokens=True)}
+    text = tokenizer.decode(written.tolist(), skip_special_tokens=True)
+    assert row == {"id": 1, "text": text, "precision": "fp32"}
     with pytest.raises(UsageError, match="was not finetuned on labels"):
         t5_written.require_labels(tmp_path, read_t5(directory))
 
@@ -269,12 +288,13 @@ def test_classes_of_images_are_those_of_the_evaluation(
 @pytest.mark.parametrize("workers", ONE_TO_THREE)
 def test_scores_of_images_are_the_bits_of_the_run(resnet_run: Path, tmp_path: Path, workers: int) -> None:
     out = tmp_path / "scores.json"
-    options = ("--batch-size", 5, "--precision", "fp32", "--json", out)
+    options = ("--batch-size", 5, "--json", out)
     data = ("--data", resnet_run.parent / "images")
-    use_jobs.said(tmp_path, "evaluate", "imagenet", resnet_run, *data, *options, workers=workers)
+    said = use_jobs.said(tmp_path, "evaluate", "imagenet", resnet_run, *data, *options, workers=workers)
     (last,) = [row for row in read_record(resnet_run) if isinstance(row, Evaluation) and row.step == 9]
     found = json.loads(out.read_text())
     assert {name: found[name] for name in last.metrics} == last.metrics
+    assert found["precision"] == "fp32" and said.endswith(", in fp32\n")
 
 
 def test_bad_images_are_named(resnet_run: Path, tmp_path: Path) -> None:
@@ -297,13 +317,15 @@ def test_scores_are_the_bytes_of_the_run_on_any_number_of_workers(
     asked = ("--data", squad_run.parent / "made.json", "--out", out, "--json", out / "again.json")
     text = said("squad", "--model", squad_run, *asked)
     scores = (squad_run / "scores.json").read_bytes()
-    assert json.loads(text) == json.loads(scores) and (out / "again.json").read_bytes() == scores
+    figures = json.loads(scores) | {"precision": "fp32"}
+    assert json.loads(text) == json.loads((out / "again.json").read_text()) == figures
     for name in ("predictions.json", "nbest.json", "null_odds.json", "scores.json"):
         assert (out / name).read_bytes() == (squad_run / name).read_bytes()
     for task, run in (("classify", classify_run), ("t5", t5_run)):
         text = said(task, run.parent / "train.tsv", "--model", run, "--out", out)
         tree = json.loads((run / "scores-train.json").read_text())
-        assert f"accuracy {tree['accuracy']:.2f} %" in text and "recall %" in text
+        assert f"accuracy {tree['accuracy']:.2f} %" in text and "examples, in fp32\n" in text
+        assert "recall %" in text
         for name in ("predictions-train.txt", "scores-train.json"):
             assert (out / name).read_bytes() == (run / name).read_bytes()
 
@@ -315,7 +337,8 @@ def test_scores_of_detectors_are_the_bytes_of_the_run(
     scenes = detector_run.parent / "scenes"
     options = ("--model", detector_run, "--data", scenes, "--out", "out")
     said = use_jobs.said(tmp_path, "evaluate", "mask_rcnn", *options, workers=workers)
-    assert said.startswith("box\n") and "\nmask\n" in said and "Average Precision" in said
+    assert said.startswith("box, in fp32\n") and "\nmask, in fp32\n" in said
+    assert "Average Precision" in said
     for name in ("results.json", "scores.json"):
         assert (tmp_path / "out" / name).read_bytes() == (detector_run / name).read_bytes()
 

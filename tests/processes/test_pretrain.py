@@ -302,6 +302,10 @@ def test_export_of_any_checkpoint(whole_run: Path, tmp_path: Path) -> None:
     final = AlbertForPreTraining.from_pretrained(whole_run / "transformers").state_dict()
     for name, tensor in AlbertForPreTraining.from_pretrained(newest).state_dict().items():
         assert torch.equal(tensor, final[name]), name
+    half = AlbertForPreTraining.from_pretrained(
+        export_run(whole_run, tmp_path / "half", precision="bf16"), dtype="auto"
+    ).state_dict()
+    assert all(torch.equal(tensor, final[name].bfloat16()) for name, tensor in half.items())
     older = export_run(whole_run / "checkpoints" / "step-00000006", tmp_path / "six")
     other = AlbertForPreTraining.from_pretrained(older).state_dict()
     assert any(not torch.equal(other[name], tensor) for name, tensor in final.items())

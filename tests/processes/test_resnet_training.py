@@ -170,6 +170,11 @@ def test_a_checkpoint_is_exported_with_the_average_of_its_weights(whole_run: Pat
     last = read_export(whole_run / "model").model.state_dict()
     assert not torch.equal(last["fc.weight"], exported["fc.weight"])
     tree = json.loads((out / "config.json").read_text())
+    assert tree["dtype"] == "float32"
+    half = export_any(whole_run, tmp_path / "half", precision="bf16")
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+    weight = read_export(half).model.state_dict()["fc.weight"]
+    assert torch.equal(weight, last["fc.weight"].bfloat16().float())
     (out / "config.json").write_text(json.dumps({**tree, "format": "another"}))
     with pytest.raises(UsageError, match="not that of a network"):
         read_export(out)

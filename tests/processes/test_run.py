@@ -66,7 +66,7 @@ def script(
     norm: bool = False,
     fail_at: tuple[int, ...] = (),
     signal_at: int = 0,
-    precision: str = "fp32",
+    precision: str | tuple[str, ...] = "fp32",
     error: type[Exception] = RetryStep,
     nan_at: tuple[int, ...] = (),
     too_large: int = 0,
@@ -74,6 +74,7 @@ def script(
     several: bool = False,
 ) -> int:
     settings = RunConfig(name="test", log_frequency=1, checkpoint_frequency=3)
+    precision = precision if isinstance(precision, str) else precision[worker.place.rank]
     loop = LoopConfig(seed=5, precision=precision, max_nonfinite_steps=2)  # type: ignore[arg-type]
     with Run.open(directory, settings=settings, loop=loop, worker=worker) as run:
         module = net(norm)
@@ -88,7 +89,7 @@ def script(
         for step in run.steps(data(worker), sizes, until=TOTAL):
             with step:
                 for points, inside in step:
-                    loss = F.cross_entropy(model(points).float(), inside, reduction="sum")
+                    loss = F.cross_entropy(model(points), inside, reduction="sum")
                     torch.empty(too_large)
                     step.backward(loss * (math.nan if step.number in nan_at else 1.0) / step.num_samples)
                     step.add(step.num_samples, error=loss)
@@ -161,6 +162,16 @@ def test_any_division_of_the_batch_trains_the_same(
 ) -> None:
     assert train(tmp_path / "run", num_workers, sizes=sizes) == [EXIT_OK] * num_workers
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_workers_that_choose_other_precisions_end_with_the_names_of_their_hosts(tmp_path: Path) -> None:
+    assert train(tmp_path, precision=("bf16", "auto")) == [EXIT_USAGE, EXIT_USAGE]
+    host = os.uname().nodename
+    for rank in (0, 1):
+        said = (tmp_path / f"worker-{rank}.log").read_text()
+        assert f"train.precision differs between the workers: bf16 on {host}; fp32 on {host};" in said
+        assert "Traceback" not in said
+    assert not (tmp_path / "record.jsonl").exists()
 
 
 SEVERAL = {"several": True, "precision": "fp16"}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.errors import EXIT_OK
+from shoal.errors import EXIT_OK, UsageError
 
 
-def export(source: Path, *, out: Path | None = None, onnx: Path | None = None) -> None:
+def export(
+    source: Path,
+    *,
+    out: Path | None = None,
+    onnx: Path | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+) -> None:
     """Export a run's model for other libraries.
 
     Language models are exported for transformers, with their tokenizer; image networks as safetensors with
@@ -25,7 +31,11 @@ def export(source: Path, *, out: Path | None = None, onnx: Path | None = None) -
         Output directory; default: transformers-STEP or model-STEP in the run directory.
     onnx
         Output file of the ONNX model. An existing export of the run, such as a finetuned model, is reused.
+    precision
+        Type of the weights in the output directory, written into its config.json; ONNX is fp32.
     """
+    if onnx is not None and precision != "fp32":
+        raise UsageError(f"--onnx is written in fp32: leave out --precision {precision}, or leave out --onnx")
     from shoal.train.run_dir import run_dir_of
 
     if onnx is None or not (source / "config.json").is_file():
@@ -33,7 +43,7 @@ def export(source: Path, *, out: Path | None = None, onnx: Path | None = None) -
     if onnx is None:
         from shoal.recipes.export import export_any
 
-        print(export_any(source, out))
+        print(export_any(source, out, precision=precision))
         return
     from shoal.recipes.onnx_export import export_onnx
 

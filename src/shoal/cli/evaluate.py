@@ -23,15 +23,17 @@ evaluate.config = (settings_of_the_run,)
 _SQUAD = """Score answers to SQuAD 1.1 or 2.0, or a model that answers: as the official scripts print scores.
 
 Of a file of predictions, a question without one counts as wrong. A model answers the questions on all
-workers; its scores are bitwise those of its own finetuning, on any number of workers.
+workers; its scores are bitwise those of its own finetuning in the same precision, on any number of workers.
 """
 _DETECTOR = """Find objects in labelled images with a trained detector and compute COCO's metrics.
 
-Objects and scores are bitwise those of its own training's end, on any number of workers.
+Objects and scores are bitwise those of its own training's end in the same precision, on any number of
+workers.
 """
 _LABELS = """Compute the accuracy of a finetuned model on labelled texts, each file by itself.
 
-Predictions and scores are bitwise those of its own finetuning, on any number of workers.
+Predictions and scores are bitwise those of its own finetuning in the same precision, on any number of
+workers.
 
 Parameters
 ----------
@@ -42,8 +44,9 @@ _TEXTS = """Score a finetuned T5, each file by itself: labels by accuracy, texts
 
 A label is the one whose tokens are likeliest, or, with --data.labels-by generation, the one that the model
 writes; the score is then called generated accuracy. Texts (--data.source-column, --data.target-column) are
-scored by exact match, token F1, ROUGE and BLEU. Predictions and scores are those of its own finetuning, on
-any number of workers: bitwise, unless that had the model in stages, whose likelihoods are rounded otherwise.
+scored by exact match, token F1, ROUGE and BLEU. Predictions and scores are those of its own finetuning
+in the same precision, on any number of workers: bitwise, unless that had the model in stages, whose
+likelihoods are rounded otherwise.
 
 Parameters
 ----------
@@ -156,7 +159,12 @@ def evaluate_coco(
 
 @evaluate.command(name="checkpoint")
 def evaluate_checkpoint(
-    checkpoint: Path, *, run: Path | None = None, out: Path | None = None, workers: int | None = None
+    checkpoint: Path,
+    *,
+    run: Path | None = None,
+    out: Path | None = None,
+    precision: using.PrecisionName | None = None,
+    workers: int | None = None,
 ) -> None:
     """Score a checkpoint on the held-out data of its run, with the recipe that trained it.
 
@@ -168,6 +176,8 @@ def evaluate_checkpoint(
         The run with the settings; default: that of the checkpoint.
     out
         Folder for the record with the scores and the recipe's output; default: scores-STEP in the run.
+    precision
+        Autocast type; default: that of the run, as for the scores of its own evaluation. It is in the record.
     workers
         Workers on this host (default: one per GPU, or one).
     """
@@ -187,6 +197,7 @@ def evaluate_checkpoint(
     out = out or run / checkpoint.name.replace("step", "scores")
     words = [RECIPES[name].group, RECIPES[name].command or name, "--config", run / CONFIG_FILE]
     words += ["--run.dir", out, "--run.evaluate", checkpoint]
+    words += [] if precision is None else ["--train.precision", precision]
     words += [] if workers is None else ["--workers", workers]
     os.execv(sys.executable, [sys.executable, "-m", "shoal", *map(str, words)])
 

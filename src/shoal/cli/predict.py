@@ -44,7 +44,7 @@ def command_for(name: str) -> Callable[..., int]:
         def work(world: Any, precision: Any) -> None:
             rows = list(module.predict(what, inputs, world, precision))
             if world.is_main:
-                using.write_rows(rows, what.out)
+                using.write_rows(({**row, "precision": precision.name} for row in rows), what.out)
 
         return using.run(
             what,
@@ -70,6 +70,7 @@ def predict_mask_rcnn(
     out: Path = Path("predictions"),
     min_score: float = 0.5,
     classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+    precision: using.PrecisionName = "auto",
     launch: LAUNCH = Launch(),  # noqa: B008
 ) -> int:
     """Detect objects in images; draw their boxes, masks, names and scores, and list them in JSON.
@@ -89,6 +90,8 @@ def predict_mask_rcnn(
         Minimum score of an object.
     classes
         Categories to detect; default: all.
+    precision
+        Autocast type; auto: fp32 on CPUs; on GPUs bf16, or fp16 where there is none. It is in the output.
     """
     from shoal.data.images.files import image_files
     from shoal.recipes.images import find_export
@@ -101,10 +104,12 @@ def predict_mask_rcnn(
             raise UsageError("no image is named: give image files, or folders of them")
         return [f"images       {len(image_files(images)):,}"]
 
-    def work(world: Any, precision: Any) -> None:
+    def work(world: Any, chosen: Any) -> None:
         from shoal.recipes.mask_rcnn_predict import Prediction, run
 
         files = tuple(image_files(images))
-        run(Prediction(images=files, model=model, out=out, min_score=min_score, classes=classes), world)
+        what = Prediction(images=files, model=model, out=out, min_score=min_score, classes=classes)
+        run(what, world, chosen)
 
-    return using.run(using.ComputeConfig(), launch, command=this_command(), check=check, work=work)
+    how = using.ComputeConfig(precision=precision)
+    return using.run(how, launch, command=this_command(), check=check, work=work)

@@ -31,6 +31,8 @@ _HUB_FILES = (
     "vocab.txt",
     "spiece.model",
 )
+_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""The types of weights in the header of a safetensors file."""
 
 
 class HasWeights(Protocol):
@@ -171,9 +173,10 @@ def save(
 
 
 def _save_one_by_one(model: PreTrainedModel, directory: Path, read: Callable[[str], Tensor]) -> None:
-    """Write what ``save_pretrained`` does, with weights from ``read``, in fp32."""
+    """Write what ``save_pretrained`` does, with weights from ``read``, in the model's type."""
     directory.mkdir(parents=True)
-    model.config.architectures, model.config.dtype = [type(model).__name__], torch.float32
+    dtype = model.dtype
+    model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
@@ -181,14 +184,14 @@ def _save_one_by_one(model: PreTrainedModel, directory: Path, read: Callable[[st
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + torch.float32.itemsize * shape.numel()
-        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + dtype.itemsize * shape.numel()
+        table[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps(table).encode()
     header = header.ljust(-(-len(header) // 8) * 8)  # aligns the data
     with (directory / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name in shapes:
-            file.write(read(name).float().contiguous().numpy().data)
+            file.write(read(name).to(dtype).contiguous().view(torch.uint8).numpy().data)
 
 
 @contextmanager

@@ -170,7 +170,7 @@ def check(config: AlbertConfig, num_workers: int, dry_run: bool) -> list[str]:
     """
     data, train = config.data, config.train
     phase = ("train", train, train.total_steps, data.max_seq_length, data.max_predictions_per_seq)
-    return masked_lm.describe(config, num_workers, config.model.num_parameters, [phase])
+    return masked_lm.describe(config, num_workers, config.model.num_parameters, [phase], dry_run=dry_run)
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def check(config: BertConfig, num_workers: int, dry_run: bool) -> list[str]:
         (section, phase, phase.total_steps, phase.max_seq_length, phase.max_predictions_per_seq)
         for section, phase in config.phases
     ]
-    return masked_lm.describe(config, num_workers, config.model.num_parameters, phases)
+    return masked_lm.describe(config, num_workers, config.model.num_parameters, phases, dry_run=dry_run)
 
 
 if __name__ == "__main__":

@@ -167,10 +167,13 @@ def evaluate(
         logits = classify.label_logits(model, pairs, world, precision, batch_size=what.batch_size)
         if logits is not None:
             predicted = [int(label) for label in logits.argmax(axis=1)]
-            yield told(data, classify.write_scores(what.out, data, labels, predicted))
+            yield told(data, classify.write_scores(what.out, data, labels, predicted), precision)
 
 
-def told(data: "ClassifyData", scores: "ClassifyScores", name: str = "accuracy") -> str:
+def told(
+    data: "ClassifyData", scores: "ClassifyScores", precision: "Precision", name: str = "accuracy"
+) -> str:
     """Return the printed summary of the predictions of a file."""
     score = f"{name.replace('_', ' ')} {scores.accuracy:.2f} %"
-    return f"{data.path}: {score} of {len(data.examples):,} examples\n{scores.table()}"
+    summary = f"{data.path}: {score} of {len(data.examples):,} examples, in {precision.name}"
+    return f"{summary}\n{scores.table()}"

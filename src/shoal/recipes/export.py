@@ -23,16 +23,19 @@ from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
 
 _ENCODERS: dict[str, Any] = {"albert": AlbertModelConfig, "bert": BertModelConfig}
 """The settings of the models."""
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types of the weights of an export."""
 _IMAGES = {"mask_rcnn": "shoal.recipes.mask_rcnn_export", "resnet50": "shoal.recipes.resnet50_export"}
 """Recipes for images: modules with ``read_checkpoint`` and ``write_export``."""
 
 
-def export_any(source: Path, out: Path | None = None) -> Path:
+def export_any(source: Path, out: Path | None = None, *, precision: str = "fp32") -> Path:
     """Write the model of ``source`` and return the directory.
 
     Args:
         source: a run directory, whose newest checkpoint is taken, or one of its checkpoints.
         out: what to write; default: a folder of the run directory named after the step.
+        precision: type of the weights, one of :data:`TYPES`; it is in the directory's config.json.
 
     Raises:
         UsageError: ``source`` belongs to no run whose model can be exported.
@@ -40,20 +43,22 @@ def export_any(source: Path, out: Path | None = None) -> Path:
     """
     recipe = recipe_of(run_dir_of(source))
     if recipe not in _IMAGES:
-        return export_run(source, out)
+        return export_run(source, out, precision=precision)
     module = import_module(_IMAGES[recipe])
     found, step = module.read_checkpoint(source)
+    found.model.to(TYPES[precision])
     out = out or run_dir_of(source) / f"model-{step}"
     module.write_export(found, out)
     return out
 
 
-def export_run(source: Path, out: Path | None = None) -> Path:
+def export_run(source: Path, out: Path | None = None, *, precision: str = "fp32") -> Path:
     """Write the weights and the tokenizer of ``source`` and return the directory.
 
     Args:
         source: a run directory, whose newest checkpoint is taken, or one of its checkpoints.
         out: what to write; default: ``transformers-STEP`` in the run directory.
+        precision: as for :func:`export_any`.
 
     Raises:
         UsageError: ``source`` belongs to no pretraining run.
@@ -61,8 +66,9 @@ def export_run(source: Path, out: Path | None = None) -> Path:
     """
     run_dir = run_dir_of(source)
     if recipe_of(run_dir) == "t5":
-        return _export_t5(source, run_dir, out)
+        return _export_t5(source, run_dir, out, precision)
     model, step = _read_encoder(source, run_dir)
+    model.to(TYPES[precision])
     out = out or run_dir / f"transformers-{step}"
     masked_lm.write_export(model, description_in(run_dir), out)
     return out
@@ -92,13 +98,14 @@ def _read_encoder(source: Path, run_dir: Path) -> tuple[Any, int]:
     return model, load_model(source, model)
 
 
-def _export_t5(source: Path, run_dir: Path, out: Path | None) -> Path:
+def _export_t5(source: Path, run_dir: Path, out: Path | None, precision: str) -> Path:
     """Write a T5 one tensor at a time: it may be too large for this machine's memory."""
     data, (step, _) = description_in(run_dir), stored_model(source)
     out = out or run_dir / f"transformers-{step}"
     length = load_toml(run_dir / CONFIG_FILE)["data"]["input_length"]
     with torch.device("meta"):
         model = t5.make_model(T5ModelConfig(**_sizes_in(run_dir)), Manifest.load(data))
+    model.to(TYPES[precision])
     write_stored(source, model, out, tokenizer_files(text_to_text_tokenizer(data), model, length))
     return out
 

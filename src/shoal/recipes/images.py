@@ -20,6 +20,7 @@ from shoal.data.manifest import MANIFEST
 from shoal.decide.batch import MemoryEstimate
 from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
+from shoal.recipes.start import activation_bytes
 from shoal.train import run_dir
 from shoal.train.config import (
     REQUIRED,
@@ -227,12 +228,11 @@ def memory_of(profile: "StepProfile", config: ImageTrainConfig) -> MemoryEstimat
     """Return a worker's memory: ``profile`` counts the activations of a micro-batch."""
     weights_bytes = 4 * profile.num_trainable
     moments = {"sgd": 1, "lars": 1, "novograd": 1}.get(config.optim.optimizer, 2)
-    halves = config.train.precision in ("bf16", "fp16")
     return MemoryEstimate(
         weights_bytes=weights_bytes,
         gradients_bytes=weights_bytes,
         optimizer_bytes=moments * weights_bytes,
-        activations_bytes=profile.saved_bytes // (2 if halves else 1),
+        activations_bytes=profile.saved_bytes * activation_bytes(config) // 4,
     )
 
 
@@ -254,7 +254,8 @@ def write_directory(out: Path, model: "nn.Module", tree: Mapping[str, Any]) -> N
     temporary.mkdir(parents=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-    write_json(temporary / CONFIG, tree)
+    dtype = next(model.parameters()).dtype
+    write_json(temporary / CONFIG, {**tree, "dtype": str(dtype).removeprefix("torch.")})
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)
 

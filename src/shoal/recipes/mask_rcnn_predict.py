@@ -30,6 +30,7 @@ from shoal.recipes.images import find_export
 from shoal.recipes.mask_rcnn_export import Exported, read_checkpoint, read_export
 from shoal.recipes.mask_rcnn_score import Found, add_found, results_of
 from shoal.train.config import DistributedConfig
+from shoal.train.gradients import Precision, choose_precision
 from shoal.train.run_dir import require_writable
 from shoal.train.world import World, all_gather_json, choose_device, infer
 
@@ -74,11 +75,12 @@ class Prediction:
                 )
 
 
-def run(what: Prediction, world: World | None = None) -> None:
+def run(what: Prediction, world: World | None = None, precision: Precision | None = None) -> None:
     """Find objects in each picture, write ``NAME.objects.json`` and ``NAME.objects.png``, say what was found.
 
     Args:
         world: of the workers that share the pictures, of which the first says it; default: there is one.
+        precision: of the computation; default: that of the device.
 
     Raises:
         UsageError: there is no model, it does not know a class, or a file is no image.
@@ -88,18 +90,20 @@ def run(what: Prediction, world: World | None = None) -> None:
     wanted = _known_classes(what, list(detector.categories.values()))
     require_writable(what.out)
     device = world.device if world else choose_device(DistributedConfig(), 0, 1)
+    precision = precision or choose_precision("auto", device)
     rank, num_workers = (world.place.rank, world.num_workers) if world else (0, 1)
     detector.model.to(device).eval()
     lines: list[str] = []
 
     def found_in(path: Path) -> tuple[Path, Pixels, list[dict[str, Any]]]:
         pixels = _pixels_of(path)
-        return path, pixels, objects_in(detector, pixels, device)
+        return path, pixels, objects_in(detector, pixels, device, precision)
 
     for path, pixels, found in infer(found_in, list(dict.fromkeys(what.images))[rank::num_workers], device):
         objects = [one for one in found if one["score"] >= what.min_score and one["category"] in wanted]
         height, width, _ = pixels.shape
         tree = {"image": str(path), "height": height, "width": width, "objects": objects}
+        tree["precision"] = precision.name
         target = what.out / f"{path.stem}{_ENDING}"
         text = json.dumps(tree, indent=1, ensure_ascii=False)
         write_atomically(target.with_name(f"{target.name}.json"), f"{text}\n".encode())
@@ -122,7 +126,9 @@ def read_detector(source: Path) -> Exported:
     return read_export(found) if found else read_checkpoint(source)[0]
 
 
-def objects_in(detector: Exported, pixels: Pixels, device: torch.device) -> list[dict[str, Any]]:
+def objects_in(
+    detector: Exported, pixels: Pixels, device: torch.device, precision: Precision
+) -> list[dict[str, Any]]:
     """Return the objects of a picture uint8 ``[H, W, 3]``, the surest first, as in COCO's results.
 
     Each has ``category_id``, ``category`` (its name), ``score``, ``bbox`` (x, y, width, height in pixels) and
@@ -141,7 +147,7 @@ def objects_in(detector: Exported, pixels: Pixels, device: torch.device) -> list
         "original_size": torch.tensor([[height, width]]),
         "image_id": torch.tensor([0]),
     }
-    with torch.inference_mode():
+    with torch.inference_mode(), precision.autocast():
         detections = detector.model.detect(torch.from_numpy(image).to(device), batch["sizes"].to(device))
     found: Found = {kind: {} for kind in KINDS}
     add_found(found, detections, batch, list(detector.categories))

@@ -98,4 +98,4 @@ def evaluate(
         write_results(what.out / RESULTS, results)
         write_json(what.out / SCORES, coco.as_tree(scored.truth, scored.scores))
     for score in scored.scores:
-        yield f"{mask_rcnn_score.NAMES[score.kind]}\n{score.table()}"
+        yield f"{mask_rcnn_score.NAMES[score.kind]}, in {precision.name}\n{score.table()}"

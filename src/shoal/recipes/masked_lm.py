@@ -13,6 +13,7 @@ from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
 from shoal.recipes import load
 from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest, tokenizer_files
+from shoal.recipes.start import activation_bytes
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -255,11 +256,14 @@ def describe(
     num_workers: int,
     num_parameters: int,
     phases: "Sequence[tuple[str, BatchSizes, int, int, int]]",
+    *,
+    dry_run: bool,
 ) -> list[str]:
     """Check the settings; return the lines of a dry run: settings, arithmetic, parameters, memory.
 
     Args:
         phases: (section, batch, steps, sequence length, predictions per sequence) of each.
+        dry_run: the lines are wanted, for whose memory a GPU may have to be asked.
 
     Raises:
         UsageError: sizes that do not divide, or no data that fits.
@@ -289,7 +293,7 @@ def describe(
                 intermediate_size=config.model.intermediate_size,
                 num_layers=config.model.num_hidden_layers,
                 num_logits=plan.micro_batch_size * predictions * config.model.vocab_size,
-                activation_bytes=2 if config.train.precision in ("bf16", "fp16") else 4,
+                activation_bytes=activation_bytes(config) if dry_run else 4,
                 activation_checkpointing=config.model.activation_checkpointing,
             )
         )

@@ -136,6 +136,7 @@ def _write(
             verbose=False,
         )
     assert program is not None
+    program.model.metadata_props["precision"] = "fp32"
     partial = file.with_name(file.name + PARTIAL)
     program.save(str(partial), external_data=False)
     publish(partial, file)

@@ -132,7 +132,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 weight = mixup_weight(config.train.mixup, run.seed, step.number)
                 for batch in step:
                     labels = run.to_device(batch["labels"])
-                    logits = ddp(mix(images.like_weights(images_of(batch), model), weight)).float()
+                    logits = ddp(mix(images.like_weights(images_of(batch), model), weight))
                     targets = mix(F.one_hot(labels, num_classes).float(), weight)
                     smoothing = config.train.label_smoothing
                     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)

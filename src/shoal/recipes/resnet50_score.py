@@ -121,7 +121,7 @@ class Scoring:
     mirror: bool | None = None
     """Average the logits of each image and its mirror image; default: as in training."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast type; auto: bf16 if the device supports it natively, else fp32."""
+    """Autocast type; auto: fp32 on CPUs; on GPUs bf16, or fp16 where there is none. It is in the output."""
     json: Path | None = None
     """File for the figures."""
 
@@ -168,7 +168,7 @@ def score(source: Path, what: Scoring, joined: WorkerEnv) -> int:
     from shoal.data.images.transform import CentreTransform
     from shoal.recipes.resnet50_export import read_network
     from shoal.train.config import DistributedConfig
-    from shoal.train.gradients import choose_precision
+    from shoal.train.gradients import agree_on_precision
     from shoal.train.world import join_world
 
     with join_world(joined, DistributedConfig()) as world:
@@ -177,11 +177,12 @@ def score(source: Path, what: Scoring, joined: WorkerEnv) -> int:
         check_classes(source, network.classes, what.data, shards.manifest.classes)
         centre = CentreTransform(network.size, network.resize, mean=network.mean, std=network.std)
         threads = default_decode_threads(world.place.num_local_workers)
+        precision = agree_on_precision(what.precision, world)
         metrics, num_images = evaluate(
             network.model.to(world.device).to(memory_format=torch.channels_last),
             ImageReader(shards, centre, seed=0, threads=threads, channels_last=True),
             world,
-            choose_precision(what.precision, world.device),
+            precision,
             batch_size=what.batch_size,
             mirror=network.mirror if what.mirror is None else what.mirror,
         )
@@ -189,11 +190,12 @@ def score(source: Path, what: Scoring, joined: WorkerEnv) -> int:
             right = [round(metrics[name] * num_images) for name in (TOP1, TOP5)]
             print(
                 f"top-1 {100 * metrics[TOP1]:.3f} % ({right[0]:,} of {num_images:,} images), "
-                f"top-5 {100 * metrics[TOP5]:.3f} % ({right[1]:,}), loss {metrics[LOSS]:.4f}"
+                f"top-5 {100 * metrics[TOP5]:.3f} % ({right[1]:,}), loss {metrics[LOSS]:.4f}, in "
+                f"{precision.name}"
             )
             if what.json is not None:
                 tree = {"num_images": num_images, "top1": right[0], "top5": right[1], **metrics}
-                write_json(what.json, tree)
+                write_json(what.json, {**tree, "precision": precision.name})
         return EXIT_OK
 
 

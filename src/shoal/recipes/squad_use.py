@@ -207,9 +207,10 @@ def evaluate(
     answers, scores = squad.answer(features, logits, what.answers)
     if what.out is not None:
         squad.write_answers(what.out, answers, scores)
+    figures = {**scores.official, "precision": precision.name}
     if what.json is not None:
-        write_json(what.json, scores.official)
-    yield json.dumps(scores.official, indent=2)
+        write_json(what.json, figures)
+    yield json.dumps(figures, indent=2)
 
 
 def _labelled(what: Evaluate) -> "SquadData":

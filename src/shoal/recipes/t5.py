@@ -31,6 +31,7 @@ from shoal.recipes.prepared_text import (
     read_manifest,
     tokenizer_files,
 )
+from shoal.recipes.start import activation_bytes
 from shoal.train.config import (
     DistributedConfig,
     OptimizerConfig,
@@ -96,6 +97,8 @@ class T5Config:
     unit: ClassVar[str] = "sequences"
     memory_remedy: ClassVar[str] = "a longer --parallel.pipeline"
     longer: ClassVar[str] = "--train.total-steps"
+    refuses_fp16: ClassVar[str] = "T5"
+    """Activations of the published weights overflow."""
     scores: ClassVar[dict[str, tuple[str, ...]]] = {"validation": ("span_loss", "span_accuracy")}
 
     model: T5ModelConfig = field(default_factory=T5ModelConfig)
@@ -395,7 +398,7 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
         f"{sequences * spans.num_tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} tokens of "
         f"{config.data.path}",
         f"parameters   {config.model.num_parameters:,}",
-        f"memory       {_estimate_memory(config, batch)}",
+        *([f"memory       {_estimate_memory(config, batch)}"] if dry_run else []),
         *predicted,
     ]
 
@@ -413,7 +416,7 @@ def _estimate_memory(config: T5Config, batch: BatchPlan) -> "MemoryEstimate":
         intermediate_size=model.d_ff,
         num_layers=-(-model.num_layers // stages),
         num_logits=batch.micro_batch_size * spans.target_length * model.vocab_size,
-        activation_bytes=2 if config.train.precision == "bf16" else 4,
+        activation_bytes=activation_bytes(config),
         activation_checkpointing=False,
     )
     return replace(whole, optimizer_bytes=0) if config.optim.optimizer == "adafactor" else whole

@@ -20,7 +20,7 @@ continue in any layout.
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.data.text.text_scores import require_packages, score_names
 from shoal.decide.batch import BatchPlan, StagesConfig
@@ -95,6 +95,8 @@ class T5OptimConfig(FinetuneOptimConfig):
 @dataclass(frozen=True, kw_only=True)
 class T5ClassifyConfig(FinetuneConfig):
     """All settings of finetuning T5 on labels; presets are TOML files in ``presets/t5_classify``."""
+
+    refuses_fp16: ClassVar[str] = "T5"
 
     data: T5DataConfig = field(default_factory=T5DataConfig)
     optim: T5OptimConfig = field(default_factory=T5OptimConfig)

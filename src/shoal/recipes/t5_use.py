@@ -5,7 +5,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shoal.data.text.text_scores import require_packages
 from shoal.errors import UsageError
@@ -36,6 +36,8 @@ class T5TextsConfig(T5WordingConfig):
 @dataclass(frozen=True, kw_only=True)
 class Predict(TextsConfig):
     """Texts, and the form in which they are read."""
+
+    refuses_fp16: ClassVar[str] = "T5"
 
     data: T5TextsConfig = field(default_factory=T5TextsConfig)
     generation: SearchConfig = field(default_factory=SearchConfig)
@@ -112,6 +114,8 @@ class T5LabelledConfig(T5TextsConfig, LabelledColumnsConfig):
 class Evaluate(EvaluateLabelsConfig):
     """The form in which texts and labels are read."""
 
+    refuses_fp16: ClassVar[str] = "T5"
+
     data: T5LabelledConfig = field(default_factory=T5LabelledConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
@@ -161,7 +165,7 @@ def _score_labels(
     )
     if predicted is not None:
         scores = classify.write_scores(what.out, data, how.names(labels), predicted, how.accuracy)
-        yield classify_use.told(data, scores, how.accuracy)
+        yield classify_use.told(data, scores, precision, how.accuracy)
 
 
 def _score_texts(
@@ -177,4 +181,4 @@ def _score_texts(
     if texts is not None:
         scores = t5_written.write_text_scores(what.out, data, texts, what.generation.metrics)
         listed = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
-        yield f"{data.path}: {listed} of {len(texts):,} examples"
+        yield f"{data.path}: {listed} of {len(texts):,} examples, in {precision.name}"

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from cyclopts import Parameter
 
@@ -43,14 +43,23 @@ Row = Mapping[str, Any]
 """A line of the output: a JSON object."""
 
 
+PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """Settings of a model's computation; of a run, the default of each is the run's own."""
+    """Settings of a model's computation; of a run, the default of most is the run's own."""
 
     batch_size: int = 32
     """Inputs per worker and batch; independent of the number of workers, as are the outputs."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast type; auto: bf16 if the device supports it natively, else fp32."""
+    refuses_fp16: ClassVar[str] = ""
+    """What cannot take fp16: the recipe, if it is one that cannot."""
+
+    precision: PrecisionName = "auto"
+    """Autocast type; auto: fp32 on CPUs; on GPUs that of the model's run, else bf16, or fp16 where there is
+    none. It is in the output."""
+    trained_precision: Annotated[str, Parameter(show=False)] = "auto"
+    """That of the model's run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: one GPU per worker if there are enough, else the CPU."""
 
@@ -80,7 +89,7 @@ SETTINGS = {
     "validation.batch_size": "batch_size",
     "validation.mirror": "mirror",
     "train.channels_last": "channels_last",
-    "train.precision": "precision",
+    "train.precision": "trained_precision",
 }
 """Settings of a run, and the options here that mean the same; all others have the same name."""
 
@@ -190,11 +199,14 @@ def run(
     """
 
     def join(place: WorkerEnv) -> int:
-        from shoal.train.gradients import choose_precision
+        from shoal.train.gradients import agree_on_precision
         from shoal.train.world import join_world
 
         with join_world(place, DistributedConfig(device=what.device)) as world:
-            work(world, choose_precision(what.precision, world.device))
+            # on a CPU in fp32 unless told, on a GPU as the model was trained
+            use_trained = what.precision == "auto" and world.device.type == "cuda"
+            name = what.trained_precision if use_trained else what.precision
+            work(world, agree_on_precision(name, world, no_fp16=what.refuses_fp16))
         return EXIT_OK
 
     def describe(num_workers: int) -> list[str]:

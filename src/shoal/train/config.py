@@ -32,7 +32,8 @@ class LoopConfig:
     seed: int = 42
     """Seed of the initial weights, the data order, masking and dropout."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast type; auto: bf16 if the device supports it natively, else fp32."""
+    """Autocast type; auto: bf16 on GPUs that have it, fp16 on others (where it cannot be used, fp32), fp32 on
+    CPUs."""
     loss_scale: float | None = None
     """Static loss scale for fp16; default: dynamic."""
     compile: bool | None = None
@@ -399,6 +400,21 @@ class DistributedConfig:
             if (value := getattr(self, name)) not in (None, False, "workers"):
                 return f"distributed.{name} {value}"
         return ""
+
+
+def refuses_fp16(config: object, loop: LoopConfig, distributed: DistributedConfig) -> str:
+    """Return what cannot take fp16 with its loss scale, if something: a recipe, or an option.
+
+    Args:
+        config: all settings; a recipe that cannot has the name in an attribute ``refuses_fp16``.
+        loop: a fixed loss scale is one that steps without agreement can take.
+        distributed: how workers communicate.
+    """
+    if distributed.wire == "int8":
+        return "distributed.wire int8"
+    if distributed.is_loose and loop.loss_scale is None:
+        return distributed.step_option
+    return getattr(config, "refuses_fp16", "")
 
 
 def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, Protocol, overload
@@ -28,7 +30,7 @@ from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
 from shoal.optim.moments import device_norm, norm_of
 from shoal.train.config import DistributedConfig
-from shoal.train.world import World
+from shoal.train.world import World, run_on_all
 
 # renamed in torch 2.15, which warns about the old name
 _SYNC_BUFFERS = (
@@ -52,7 +54,7 @@ class DataParallel(DistributedDataParallel):
         has_averaged: whether a backward pass has averaged gradients since :class:`~shoal.train.step.Step` set
             it to false.
         served: sends gradients to servers that update the weights (:mod:`shoal.train.served_steps`), if any.
-        precision: autocast type of the forward pass.
+        precision: autocast type of the forward pass, whose 16-bit outputs become fp32 (:func:`in_fp32`).
         norms: batch norms with running statistics, of which each worker has its own (:func:`own_norms`).
     """
 
@@ -64,10 +66,9 @@ class DataParallel(DistributedDataParallel):
     norms: Sequence[_BatchNorm] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.precision is None:
-            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        with self.precision.autocast():
-            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with nullcontext() if self.precision is None else self.precision.autocast():
+            outputs = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return in_fp32(outputs)
 
     def average_norms(self) -> None:
         """Replace running means and variances of batch norms by their means over all workers.
@@ -374,6 +375,8 @@ class Precision:
     name: str
     device_type: str
     dtype: torch.dtype | None
+    note: str = ""
+    """Why it is not the type that the device is for, in a line; mostly empty."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of the forward pass."""
@@ -382,26 +385,81 @@ class Precision:
         return torch.autocast(self.device_type, dtype=self.dtype)
 
 
-def has_native_bf16(device: torch.device) -> bool:
-    """Return whether ``device`` has matrix units for bf16."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    # AMX has bf16 tiles. CPUs with only the dot products of AVX-512 BF16 use fp32, since the gain was not
-    # measured; --train.precision bf16 uses them.
-    return bool(torch.cpu._is_amx_tile_supported())
+def choose_precision(name: str, device: torch.device, *, no_fp16: str = "") -> Precision:
+    """Return the precision of this name.
 
+    ``auto`` is bf16 on GPUs that have it (compute capability 8.0), fp16 on other GPUs, and fp32 on CPUs,
+    whatever units for bf16 a processor has: the numbers of a run do not depend on it.
 
-def choose_precision(name: str, device: torch.device) -> Precision:
-    """Return the precision of this name; ``auto`` is bf16 if :func:`has_native_bf16`, else fp32.
+    Args:
+        no_fp16: what cannot take fp16 with a dynamic loss scale, if something: ``auto`` is then fp32 on GPUs
+            without bf16.
 
     Raises:
         UsageError: ``name`` is not one of auto, fp32, bf16, fp16.
     """
+    note = ""
     if name == "auto":
-        name = "bf16" if has_native_bf16(device) else "fp32"
+        name = "fp32" if device.type != "cuda" else "bf16" if has_bf16(device) else "fp16"
+        if name == "fp16" and no_fp16:
+            name, note = "fp32", f"precision fp32: this GPU has no bf16, and {no_fp16} cannot take fp16"
     if name not in _DTYPES:
         raise UsageError(f"train.precision {name!r} must be one of auto, {', '.join(_DTYPES)}")
-    return Precision(name=name, device_type=device.type, dtype=_DTYPES[name])
+    return Precision(name=name, device_type=device.type, dtype=_DTYPES[name], note=note)
+
+
+def has_bf16(gpu: torch.device) -> bool:
+    """Return whether ``gpu`` has matrix units for bf16."""
+    return torch.cuda.get_device_capability(gpu) >= (8, 0)
+
+
+def agree_on_precision(name: str, world: World, *, no_fp16: str = "") -> Precision:
+    """Return the precision of this name, the same on all workers, who all call this.
+
+    Args:
+        no_fp16: see :func:`choose_precision`.
+
+    Raises:
+        UsageError: workers have different ones, or ``name`` is none.
+    """
+
+    def choose() -> Precision:
+        return choose_precision(name, world.device, no_fp16=no_fp16)
+
+    hosts: dict[str, dict[str, None]] = {}
+    for each, host in run_on_all(world.control, lambda: [choose().name, os.uname().nodename]):
+        hosts.setdefault(each, {})[host] = None
+    if len(hosts) > 1:
+        found = "; ".join(f"{each} on {', '.join(names)}" for each, names in hosts.items())
+        raise UsageError(
+            f"train.precision differs between the workers: {found}; give all the same one, such as "
+            "--train.precision fp32 (auto is bf16, fp16 or fp32 by the kind of the device)"
+        )
+    return choose()
+
+
+def in_fp32(value: Any) -> Any:
+    """Return ``value`` with its 16-bit floating tensors in fp32.
+
+    They may be in tuples, lists, mappings and dataclasses, such as those of transformers, which are copied
+    and keep their types. The gradient goes back in the type that the tensor had.
+    """
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if isinstance(value, list | tuple):
+        make = getattr(value, "_make", type(value))  # of named tuples
+        return make([in_fp32(each) for each in value])
+    if isinstance(value, MutableMapping):
+        copied = copy(value)
+        for key, each in value.items():
+            copied[key] = in_fp32(each)
+        return copied
+    if is_dataclass(value) and not isinstance(value, type):
+        made = copy(value)
+        for field in fields(value):
+            object.__setattr__(made, field.name, in_fp32(getattr(value, field.name)))  # frozen or not
+        return made
+    return value
 
 
 class LossScale:
@@ -439,9 +497,9 @@ class LossScale:
 
     def state_dict(self) -> dict[str, float]:
         """Return the scale and the number of finite steps since it changed."""
-        return {"value": self.value, "num_finite": self.num_finite}
+        return {"value": self.value, "num_finite": self.num_finite, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a dynamic scale; a static one is that of the settings."""
-        if self.dynamic:
+        """Restore a dynamic scale, if the state is of one; a static one is that of the settings."""
+        if self.dynamic and state.get("dynamic", True):
             self.value, self.num_finite = float(state["value"]), int(state["num_finite"])

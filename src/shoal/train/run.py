@@ -58,8 +58,23 @@ from shoal.env import WorkerEnv, alone, compiler_problem, progress_file, worker_
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.checkpoint_state import flatten
-from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, as_tree, required
-from shoal.train.gradients import DataParallel, LocalUpdate, LossScale, Update, choose_precision, wrap_model
+from shoal.train.config import (
+    DistributedConfig,
+    LoopConfig,
+    RunOutputConfig,
+    as_tree,
+    refuses_fp16,
+    required,
+)
+from shoal.train.gradients import (
+    DataParallel,
+    LocalUpdate,
+    LossScale,
+    Precision,
+    Update,
+    agree_on_precision,
+    wrap_model,
+)
 from shoal.train.reporting import (
     Progress,
     RowWriter,
@@ -132,7 +147,6 @@ class Run:
         directory: the run directory; ``None`` for an inner run, which writes nothing.
         seed: of weights, data order and dropout.
         step: optimizer steps done, counted over the whole run.
-        precision: the autocast type; models of :meth:`data_parallel` apply it themselves.
         log: writes the record; ``None`` on all workers but the first.
         timer: times the parts of a step.
         stop_request: the signal that asked to stop, if any.
@@ -156,13 +170,14 @@ class Run:
         settings: RunOutputConfig,
         loop: LoopConfig,
         distributed: DistributedConfig,
+        precision: Precision,
         recipe: str,
         stop: StopRequest,
         target: Target | None = None,
     ) -> None:
         self.world, self.directory, self.seed = world, directory, loop.seed
         self.recipe, self.unit = recipe, getattr(config, "unit", "samples")
-        self.precision = choose_precision(loop.precision, world.device)
+        self._precision, self._is_autocast = precision, False
         self.timer = StepTimer(world.device)
         self.log: RunLog | None = None
         self.step = 0
@@ -171,7 +186,7 @@ class Run:
         self._goal = Goal(target) if target is not None else None
         self._scores: dict[str, Mapping[str, float]] = {}  # of the step just done, by split
         self._config, self._settings, self._loop, self._distributed = config, settings, loop, distributed
-        self.stop_request, self._tree = stop, _tree(config)
+        self.stop_request, self._tree = stop, _tree(config, precision)
         self._beside: Any = None  # shoal.train.beside.Beside, which is rarely wanted
         self._checkpointer: Checkpointer | None = None
         if directory is not None and settings.save:
@@ -193,7 +208,7 @@ class Run:
             kept=self._kept,
             saves=self._checkpointer is not None,
         )
-        self._notes: list[str] = []
+        self._notes = [precision.note] if precision.note else []
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
         self._batch: BatchPlan | None = None
@@ -244,8 +259,8 @@ class Run:
             worker: rank and hosts of this process; default: from the launcher's environment variables.
 
         Raises:
-            UsageError: the directory cannot be written, another job uses it, an immutable setting differs, or
-                ``until`` names a score that the run will not have.
+            UsageError: the directory cannot be written, another job uses it, an immutable setting differs,
+                ``until`` names a score that the run will not have, or workers differ in their precision.
             ShoalError: a worker was lost, or memory ran out.
         """
         settings = settings or _section(config, "run", RunOutputConfig)
@@ -256,19 +271,22 @@ class Run:
         scores = getattr(config, "scores", {}) if scores is None else scores
         target = read_target(settings.until, scores)
         directory = Path(directory or required(settings.dir))
-        tree = _tree(config)
         stop = StopRequest()
         with ExitStack() as stack:
             worker = worker or worker_env() or alone(Path(stack.enter_context(TemporaryDirectory())))
             world = stack.enter_context(join_world(worker, distributed))
             end_in_one_line()
+            precision = agree_on_precision(
+                loop.precision, world, no_fp16=refuses_fp16(config, loop, distributed)
+            )
             stack.enter_context(owned(directory, world))
+            tree = _tree(config, precision)
             run_on_all(
                 world.control, lambda: open_run_dir(directory, tree, immutable) if world.is_main else None
             )
             run = cls(
                 world, directory, config=config, settings=settings, loop=loop, distributed=distributed,
-                recipe=recipe, stop=stop, target=target,
+                precision=precision, recipe=recipe, stop=stop, target=target,
             )  # fmt: skip
             stack.enter_context(run._stack)
             if (path := settings.mlperf_log) is not None:
@@ -294,6 +312,16 @@ class Run:
         """The arithmetic of the batch, once :meth:`steps` has begun."""
         assert self._batch is not None, "run.steps() has not begun"
         return self._batch
+
+    @property
+    def precision(self) -> Precision:
+        """The autocast type, the same on all workers; models of :meth:`data_parallel` apply it themselves.
+
+        A run that has no such model, and has not asked for this before its first step, computes as the script
+        says; so does its record.
+        """
+        self._is_autocast = True
+        return self._precision
 
     # ---- what is trained --------------------------------------------------------------------------------
 
@@ -785,7 +813,7 @@ class Run:
     # ---- inside -----------------------------------------------------------------------------------------
 
     def _fresh_scale(self) -> LossScale:
-        return LossScale(enabled=self.precision.name == "fp16", static=self._loop.loss_scale)
+        return LossScale(enabled=self._precision.name == "fp16", static=self._loop.loss_scale)
 
     def _log_for_mlperf(self, path: Path) -> None:
         """Begin the log lines of MLPerf on the first worker."""
@@ -848,6 +876,8 @@ class Run:
             return
         if self.log is None:  # the first phase
             assert self.directory is not None
+            precision = self._precision.name if self._is_autocast else "the script's own types"
+            notes = [*self._changes_precision(precision), *notes]
             progress = Progress(self._total, self.step, unit=self.unit)
             self.log = self._stack.enter_context(RunLog(self.directory, progress, self._mlperf_log))
             self.log.write(
@@ -860,7 +890,7 @@ class Run:
                     num_hosts=self.world.num_hosts,
                     backend=self.world.backend,
                     device=device_name(self.world.device),
-                    precision=self.precision.name,
+                    precision=precision,
                     versions=versions(),
                     num_parameters=self.num_parameters,
                     total_steps=self._total,
@@ -883,6 +913,20 @@ class Run:
                     samples=self._samples,
                 )
             )
+
+    def _changes_precision(self, precision: str) -> list[str]:
+        """Return a line if a run that continues has computed in another precision until now."""
+        directory = required(self.directory)
+        if self._restored is None or not (directory / record.FILE_NAME).is_file():
+            return []
+        rows = record.read_record(directory)
+        before = next((row.precision for row in reversed(rows) if isinstance(row, record.Start)), precision)
+        if before == precision:
+            return []
+        return [
+            f"precision: {before} up to step {self.step:,}, {precision} from here on, so the results are not "
+            f"those of one run in {before} (--train.precision)"
+        ]
 
     def _open_shares(self, source: StepSource, batch: BatchPlan) -> Shares | None:
         """Return how the global batch is divided, unless equally; all workers call it."""
@@ -1036,13 +1080,17 @@ def _numbers(metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
     return numbers
 
 
-def _tree(config: object | None) -> dict[str, Any]:
-    return {} if config is None else as_tree(config)
+def _tree(config: object | None, precision: Precision) -> dict[str, Any]:
+    """Return the settings with the precision that ``auto`` has become."""
+    tree = {} if config is None else as_tree(config)
+    if "precision" in tree.get("train", {}):
+        tree["train"]["precision"] = precision.name
+    return tree
 
 
 def inner_run(run: Run, config: Any) -> Run:
     """Return a run on the workers of another that writes nothing, for a short training inside that one."""
     return Run(
         run.world, None, config=config, settings=run._settings, loop=config.train,
-        distributed=config.distributed, recipe=run.recipe, stop=run.stop_request,
+        distributed=config.distributed, precision=run.precision, recipe=run.recipe, stop=run.stop_request,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -81,12 +82,14 @@ def choose_device(config: DistributedConfig, local_rank: int, num_local_workers:
 
     Raises:
         UsageError: there are fewer GPUs than workers on this host, and ``device`` is ``cuda`` or the job has
-            asked its scheduler for GPUs.
+            asked its scheduler for GPUs; or torch was not built for the worker's GPU.
     """
     if config.device == "cpu":
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus >= num_local_workers:
+        if missing := not_built_for(local_rank):
+            raise UsageError(f"{missing}, or use --distributed.device cpu")
         return torch.device("cuda", local_rank)
     problem = f"{num_local_workers} workers on this host but {num_gpus} GPUs{_why_no_gpus(num_gpus)}"
     promised = promised_gpus()
@@ -102,6 +105,33 @@ def choose_device(config: DistributedConfig, local_rank: int, num_local_workers:
             file=sys.stderr, flush=True,
         )  # fmt: skip
     return torch.device("cpu")
+
+
+def not_built_for(gpu: int) -> str:
+    """Return why this torch has no kernels for a GPU, and the remedy; empty if it has."""
+    capability, built = torch.cuda.get_device_capability(gpu), torch.cuda.get_arch_list()
+    if runs_on(capability, built):
+        return ""
+    needed = "sm_{}{}".format(*capability)
+    return (
+        f"{torch.cuda.get_device_name(gpu)} is {needed}, and torch {torch.__version__} is built for "
+        f"{', '.join(built)}: install one that is built for {needed} (for V100: torch 2.11 to 2.14 for CUDA "
+        "12.6)"
+    )
+
+
+def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Return whether a torch that is built for the architectures ``built`` runs on a GPU of ``capability``.
+
+    Binaries (``sm_75``) run on devices of the same major and at least that minor version, intermediate code
+    (``compute_75``) on all from there on. Of other names, such as AMD's, nothing is known: True.
+    """
+    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", each) for each in built]
+    for kind, major, minor in (each.groups() for each in found if each):
+        version = int(major), int(minor)
+        if version <= capability and (kind == "compute" or version[0] == capability[0]):
+            return True
+    return not any(found)
 
 
 def _why_no_gpus(num_gpus: int) -> str:

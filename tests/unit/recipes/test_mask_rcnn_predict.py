@@ -35,8 +35,10 @@ from shoal.recipes.mask_rcnn_predict import (
     objects_in,
     run,
 )
+from shoal.train.gradients import choose_precision
 
 CPU = torch.device("cpu")
+FP32 = choose_precision("fp32", CPU)
 SHORTER, LONGER = 60, 96
 NETWORK = MaskRCNNConfig(
     backbone="resnet18",
@@ -106,7 +108,7 @@ def test_objects_are_those_of_the_network_on_the_readers_batch(
         boxes = theirs.scaled(batch["sizes"], batch["original_size"])
         height, width = batch["original_size"][0].tolist()
         masks = theirs.bitmaps(boxes, [(height, width)])[0]
-        ours = objects_in(detector, decode(picture.read_bytes()), CPU)
+        ours = objects_in(detector, decode(picture.read_bytes()), CPU, FP32)
         assert len(ours) == NETWORK.detections
         assert [one["score"] for one in ours] == theirs.scores.tolist()
         assert [one["category"] for one in ours] == [names[label - 1] for label in theirs.labels.tolist()]
@@ -130,9 +132,9 @@ def test_what_was_found_is_written_and_drawn(
     )
     for picture, line in zip(pictures, capsys.readouterr().out.splitlines(), strict=True):
         pixels = decode(picture.read_bytes())
-        objects = objects_in(detector, pixels, CPU)
+        objects = objects_in(detector, pixels, CPU, FP32)
         tree = found_in(out, picture)
-        assert (tree["image"], tree["objects"]) == (str(picture), objects)
+        assert (tree["image"], tree["objects"], tree["precision"]) == (str(picture), objects, "fp32")
         assert line.startswith(f"{picture}: ") and objects[0]["category"] in line
         painted = np.array(Image.open(out / f"{picture.stem}.objects.png"))
         masks = bitmaps([one["segmentation"] for one in objects], *pixels.shape[:2]).astype(bool)
@@ -149,10 +151,22 @@ def test_what_was_found_is_written_and_drawn(
         assert np.array_equal(painted, drawn(pixels, shown[::-1]))  # the surest on top
 
 
+def test_objects_in_the_precision_that_was_asked_for(
+    detector: Exported, exported: Path, pictures: list[Path], tmp_path: Path
+) -> None:
+    bf16 = choose_precision("bf16", CPU)
+    run(asked(pictures[:1], exported, tmp_path), precision=bf16)
+    pixels = decode(pictures[0].read_bytes())
+    objects = objects_in(detector, pixels, CPU, bf16)
+    tree = found_in(tmp_path, pictures[0])
+    assert (tree["objects"], tree["precision"]) == (objects, "bf16")
+    assert objects != objects_in(detector, pixels, CPU, FP32)
+
+
 def test_scores_and_classes_choose(
     detector: Exported, exported: Path, pictures: list[Path], tmp_path: Path
 ) -> None:
-    every = objects_in(detector, decode(pictures[0].read_bytes()), CPU)
+    every = objects_in(detector, decode(pictures[0].read_bytes()), CPU, FP32)
     score, name = every[1]["score"], every[0]["category"]
     run(asked(pictures[:1], exported, tmp_path / "sure", min_score=score))
     assert found_in(tmp_path / "sure", pictures[0])["objects"] == every[:2]

@@ -85,6 +85,8 @@ def test_an_encoder_computes_the_same(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     export_onnx(tmp_path / "model", file)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.onnx"]
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    assert session.get_modelmeta().custom_metadata_map["precision"] == "fp32"
     for batch, length in ((3, 13), (1, 5)):
         lengths = torch.tensor([length, 4, 9])[:batch, None]
         inputs = {"input_ids": torch.randint(5, 99, (batch, length))}

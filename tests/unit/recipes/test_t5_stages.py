@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -79,15 +80,18 @@ def test_weights_of_other_sizes_are_refused(tmp_path: Path) -> None:
         load_weights(part_of(whole), whole, tmp_path)
 
 
-def test_a_checkpoint_is_written_as_transformers_writes_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_checkpoint_is_written_as_transformers_writes_the_model(dtype: torch.dtype, tmp_path: Path) -> None:
     model = t5()
     Checkpointer(tmp_path).save(3, {"model": model}, wait=True)
-    write_stored(tmp_path, on_meta(), tmp_path / "ours", {})
-    model.weights.save_pretrained(tmp_path / "theirs")
+    write_stored(tmp_path, on_meta().to(dtype), tmp_path / "ours", {})
+    model.to(dtype).weights.save_pretrained(tmp_path / "theirs")
     names = [{path.name for path in (tmp_path / side).iterdir()} for side in ("ours", "theirs")]
     assert names[0] == names[1]
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+    stored = load_file(tmp_path / "ours" / "model.safetensors")
+    assert {value.dtype for value in stored.values()} == {dtype}
     back = T5ForConditionalGeneration.from_pretrained(tmp_path / "ours").state_dict()
     wanted = model.weights.state_dict()
     assert back.keys() == wanted.keys()
