@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    from shoal.planner.hardware import Accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,7 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
         raise UsageError(f"--model {request.model!r} is not of the form module:function")
     counts = _sweep_counts(request.sweep) if request.sweep else []
     from shoal.planner import answer, api, unequal_hosts
+    from shoal.planner.hardware import require_accelerators
     from shoal.planner.search import search
 
     algorithms = [request.algorithm] if request.algorithm else None
@@ -112,6 +117,8 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
         speeds = unequal_hosts.host_speeds(workers.count, request.slow_hosts)
         unequal = unequal_hosts.divisions(plans[0], speeds, jitter=request.jitter)
     print(answer.text_of(plans, curve, compare=request.compare, unequal=unequal))
+    if note := _build_note(require_accelerators(workers)):
+        print(f"\n{note}")
     if request.json:
         _write(request.json, json.dumps(answer.json_of(plans, curve, unequal), indent=1) + "\n")
     if request.page:
@@ -119,6 +126,21 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     if request.trace:
         _write(request.trace, json.dumps(answer.trace_of(plans[0])) + "\n")
     return 0
+
+
+def _build_note(device: Accelerator) -> str:
+    """Return that the torch here has no kernels for a device that current builds lack, if there is one."""
+    if not device.capability or find_spec("torch") is None:
+        return ""
+    import torch
+
+    from shoal.train.world import runs_on
+
+    built = getattr(torch._C, "_cuda_getArchFlags", str)().split()  # without a GPU too
+    major, minor = device.capability.split(".")
+    if runs_on((int(major), int(minor)), built):
+        return ""
+    return f"the torch here, {torch.__version__}, has no kernels for {device.name}: {', '.join(built)}"
 
 
 def _sweep_counts(text: str) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.formatting import duration
-from shoal.planner.hardware import require_accelerators
+from shoal.planner.hardware import Accelerator, require_accelerators
 from shoal.planner.prediction import Plan
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.step_time import Layout
@@ -67,7 +67,8 @@ def _best(plan: Plan) -> list[str]:
     training, step, layout = plan.training, plan.steps[0], plan.layouts[0]
     part = training.parts[0]
     hosts = f"{plan.workers}" + (f" + {plan.helpers}" if plan.helpers else "")
-    room = require_accelerators(plan.workers).memory_bytes
+    device = require_accelerators(plan.workers)
+    room = device.memory_bytes
     share = layout.global_batch * layout.per_replica / plan.workers.num_accelerators
     prices = plan.workers.instance.price_source
     cost = f"unknown: {prices}" if plan.dollars is None else f"{plan.dollars:,.0f} dollars (prices: {prices})"
@@ -84,6 +85,7 @@ def _best(plan: Plan) -> list[str]:
         f"{share:g} samples, {step.micro_batches} × {share / step.micro_batches:g})",
         f"  gradients          {'fp32' if layout.wire_bytes == 4 else 'bf16'}, buckets of "
         f"{layout.bucket_bytes / 2**20:.0f} MiB",
+        f"  precision          {_precision(device, training.recipe)}",
         f"  memory per device  {plan.memory_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
         f"  basis              {part.basis}",
         *([f"  network            {network}"] if network.startswith("measured") else []),
@@ -94,6 +96,17 @@ def _best(plan: Plan) -> list[str]:
         if (share := seconds / plan.total_s) >= 0.0005:
             lines.append(f"  {name:<12} {100 * share:>5.1f} %  {'█' * round(_BAR * share)}")
     return lines
+
+
+def _precision(device: Accelerator, recipe: str) -> str:
+    """Return what `--train.precision auto` is on the device, and which torch it needs."""
+    found = device.precision
+    if found == "fp16" and recipe.startswith("t5"):
+        found = "fp16, in which T5 overflows: shoal trains it in fp32 there, which takes longer"
+    if not device.capability:
+        return found
+    needed = f"sm_{device.capability.replace('.', '')}"
+    return f"{found}; needs a torch built for {needed}, such as 2.11 to 2.14 for CUDA 12.6"
 
 
 def _unequal_lines(divisions: Sequence[Division]) -> list[str]:

@@ -36,6 +36,13 @@ class Accelerator:
     flops: Mapping[str, float]
     """Peak dense FLOP/s by precision."""
     source: str
+    capability: str = ""
+    """Compute capability of a device for which current builds of torch have no kernels, such as 7.0."""
+
+    @property
+    def precision(self) -> str:
+        """What ``--train.precision auto`` is on the device."""
+        return "bf16" if "bf16" in self.flops else "fp16"
 
     def peak(self, precision: str) -> float:
         """Return FLOP/s in ``precision``; in one that the device lacks, those of the next wider."""
@@ -235,7 +242,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _accelerator(entry: _Entry) -> Accelerator:
-    entry.check_keys({"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"})
+    entry.check_keys({"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"}, {"capability"})
     tflops = _Entry("", f"{entry.where}, tflops", entry.values["tflops"])
     tflops.check_keys({"fp32"}, {"tf32", "fp16", "bf16", "fp8"})
     return Accelerator(
@@ -245,6 +252,7 @@ def _accelerator(entry: _Entry) -> Accelerator:
         clock_hz=entry.number("clock_ghz", 1e9),
         flops={key: tflops.number(key, 1e12) for key in tflops.values},
         source=entry.values["source"],
+        capability=entry.values.get("capability", ""),
     )
 
 

@@ -89,6 +89,7 @@ def test_the_answer_and_its_files(
         "the best layouts",
         "4 c5n.18xlarge helpers",
         "by-speed",
+        "precision          fp16; needs a torch built for sm_70, such as 2.11 to 2.14 for CUDA 12.6",
     ):
         assert words in said
     plan = json.loads(files["json"].read_text())
@@ -99,6 +100,26 @@ def test_the_answer_and_its_files(
     assert "<svg" in files["page"].read_text() and "polyline" in files["page"].read_text()
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {"forward", "backward", "optimizer"} <= {event["name"] for event in events}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "built", "said"),
+    [
+        ("8xp3dn.24xlarge", "sm_75 sm_90", "has no kernels for V100-32GB: sm_75, sm_90\n"),
+        ("8xp3dn.24xlarge", "sm_70 sm_75 sm_90", ""),
+        ("8xp4d.24xlarge", "sm_90", ""),
+    ],
+)
+def test_the_torch_here_is_compared_with_the_gpus(
+    hosts: str, built: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: built, raising=False)
+    assert typed(monkeypatch, "t5-3b", "--cluster", hosts) == EXIT_OK
+    text = capsys.readouterr().out
+    assert text.endswith(said) and ("the torch here" in text) == bool(said)
+    assert ("in which T5 overflows: shoal trains it in fp32" in text) == ("p3dn" in hosts)
 
 
 def test_time_to_target_where_one_is_published(
