@@ -64,6 +64,7 @@ test-real: wheels  ## the tests with what the real world brings: a wheel in fres
 
 test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the quick ones on the oldest torch
 	$(BIN)/pytest $(TWO)
+	.ci/instruction-sets $(BIN)
 	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
 
 bench: $(STAMP)  ## the figures of docs/results.md, to benchmarks/results (an hour on a quiet machine; root)
