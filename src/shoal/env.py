@@ -25,6 +25,9 @@ LAUNCH_DIR = "SHOAL_LAUNCH_DIR"
 STORE_FILE = "SHOAL_STORE_FILE"
 """File of torch's ``FileStore``, by which the workers of one host rendezvous without a port."""
 
+STORE_PORT = "SHOAL_STORE_PORT"
+"""Port at MASTER_ADDR for the store of programs without torch; shoal's launchers of several hosts set it."""
+
 TEST_DATA = "SHOAL_TEST_DATA"
 
 SECRET_FILE = "SHOAL_SECRET_FILE"
@@ -97,7 +100,7 @@ _REPORTED = re.compile(
 _OF_THE_JOB = re.compile(
     r"(?:GLOBAL_|LOCAL_|GROUP_|ROLE_)?RANK|(?:LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|NODE_RANK|MASTER_(?:ADDR|PORT)"
     r"|(?:TORCHELASTIC|PET|OMPI|PMI|PMIX|MPI|SLURM_STEP)_\w+|SLURM_(?:PROCID|LOCALID|NODEID)"
-    rf"|{LAUNCH_DIR}|{STORE_FILE}|{SECRET}|{SECRET_FILE}|{HELPERS}|{PROGRESS_FILE}"
+    rf"|{LAUNCH_DIR}|{STORE_FILE}|{STORE_PORT}|{SECRET}|{SECRET_FILE}|{HELPERS}|{PROGRESS_FILE}"
 )
 """Environment variables that a launcher gives to the workers of a job."""
 _SECRET_NAME = re.compile(
@@ -411,9 +414,17 @@ def rendezvous(environ: Mapping[str, str] | None = None) -> str | None:
     return None
 
 
-def torchrun_holds_port(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether torchrun's agent listens at MASTER_PORT, for a store that only torch reads."""
-    return _text("TORCHELASTIC_USE_AGENT_STORE", environ) == "True"
+def store_port(worker: WorkerEnv, environ: Mapping[str, str] | None = None) -> int:
+    """Return the port of rank 0's store for programs without torch.
+
+    It is the one after MASTER_PORT if torchrun's agent listens there, for a store that only torch reads.
+
+    Raises:
+        UsageError: SHOAL_STORE_PORT is not a number.
+    """
+    environ = os.environ if environ is None else environ
+    holds_port = _text("TORCHELASTIC_USE_AGENT_STORE", environ) == "True"
+    return _number(environ, STORE_PORT, default=worker.master_port + holds_port)
 
 
 def progress_file(environ: Mapping[str, str] | None = None) -> Path | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forked import fork_process, wait_for
+from forked import fork_process, free_port, wait_for
 from shoal.cli.app import main
 
 WORKER = """
@@ -32,6 +32,16 @@ total = torch.tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(total)
 pathlib.Path("sum-" + os.environ["RANK"]).write_text(str(total.item()))
 dist.destroy_process_group()
+"""
+
+
+MEET = """
+import os, pathlib, shoal.comm.world
+joined = shoal.comm.world.join(timeout_s=60.0)
+told = joined.broadcast_bytes(b"from rank 0")
+pathlib.Path("told-" + os.environ["RANK"]).write_text(f"{joined.size} {told.decode()}")
+joined.barrier()
+joined.close()
 """
 
 
@@ -105,7 +115,8 @@ def test_two_nodes_meet_a_helper_and_get_torchruns_variables(tmp_path: Path) -> 
     ((code, said),) = end(helper)
     assert code == 0 and "stopped" in said
     server = said.partition("listening on ")[2].split()[0]
-    port = 20_000 + job % 10_000
+    port = (tmp_path / "env-0").read_text().split()[6]  # of torch's store: any free one
+    assert port.isdecimal() and int(port) != 20_000 + job % 10_000
     for rank in range(4):
         host, local = divmod(rank, 2)
         expected = f"{rank} 4 {local} 2 {host} localhost {port} {job}.0 {server}"
@@ -135,6 +146,26 @@ def test_what_is_no_command(tmp_path: Path, word: str, said: str) -> None:
     assert (code, output.startswith(f"shoal: {said}"), output.count("\n")) == (2, True, 1), output
 
 
+def test_workers_without_torch_start_with_a_helper_named_in_advance(tmp_path: Path) -> None:
+    """Launchers, helper and workers meet at HOST:PORT and the next port, which nothing else takes."""
+    secret = tmp_path / "secret"
+    secret.write_text(uuid.uuid4().hex)
+    secret.chmod(0o600)
+    rdzv, server = (f"localhost:{free_port()}", f"127.0.0.1:{(port := free_port())}")
+    given = {"SHOAL_SECRET_FILE": str(secret)}
+    options = ("--rdzv", rdzv)
+    helper = Started(tmp_path, given, *options, "--role", "helper", "--helper-port", str(port))
+    command = ("--nnodes", "2", "--workers", "2", "--", sys.executable, "-c", MEET)
+    hosts = [
+        Started(tmp_path, given | {"SHOAL_HELPERS": server}, *options, "--node-rank", str(node), *command)
+        for node in (1, 0)
+    ]
+    ends = end(*hosts, helper)
+    assert [code for code, _ in ends] == [0, 0, 0], ends
+    assert "stopped" in ends[2][1]
+    assert [(tmp_path / f"told-{rank}").read_text() for rank in range(4)] == ["4 from rank 0"] * 4
+
+
 def test_one_task_per_worker_is_the_same_job(tmp_path: Path) -> None:
     job = free_job()
     tasks = [(task, *divmod(task, 2)) for task in range(4)]
@@ -160,9 +191,10 @@ def test_pods_of_kubeflow_are_hosts(tmp_path: Path) -> None:
     started = [Started(tmp_path, pod, "--", sys.executable, "-c", WORKER) for pod in pods]
     assert [code for code, _ in end(*started)] == [0, 0]
     found = [(tmp_path / f"env-{rank}").read_text().split()[:7] for rank in range(4)]
-    assert [" ".join(words) for words in found] == [
-        f"{rank} 4 {rank % 2} 2 {rank // 2} localhost {port}" for rank in range(4)
+    assert [" ".join(words[:6]) for words in found] == [
+        f"{rank} 4 {rank % 2} 2 {rank // 2} localhost" for rank in range(4)
     ]
+    assert len({words[6] for words in found}) == 1
 
 
 def test_hosts_that_the_batch_does_not_need_stay_idle(tmp_path: Path) -> None:

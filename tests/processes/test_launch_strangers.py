@@ -9,16 +9,19 @@ import json
 import os
 import pickle
 import signal
+import socket
 import stat
+import struct
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from launched import END_DEADLINE_S, SECRET, START_DEADLINE_S, Launched, Launchers
+from launched import SECRET, START_DEADLINE_S, Launched, Launchers
 
 from forked import fork_process, free_port, wait_for
+from shoal.comm.tcp_store import TcpStoreServer, listening_socket
 from shoal.errors import EXIT_STOPPED, UsageError
 from shoal.launch.local import launch
 
@@ -133,6 +136,9 @@ def test_several_hosts_without_a_secret_are_told_how_to_make_one(tmp_path: Path)
 # ---- several hosts: a stranger at the port of the store --------------------------------------------------
 
 
+REFUSED = struct.pack("!II", 15, 7) + b"refused" + bytes(4)
+
+
 class Payload:
     """Makes the folder ``taken`` when it is unpickled."""
 
@@ -143,7 +149,7 @@ class Payload:
         return os.mkdir, (f"{self.folder}/taken",)
 
 
-def intrude(port: int, folder: Path, num_keys: int, guesses: list[str]) -> None:
+def intrude(port: int, folder: Path, num_keys: int) -> None:
     """Read all that lies in the store, and write a pickle in its place; go on for a second."""
     from torch.distributed import TCPStore
 
@@ -156,15 +162,15 @@ def intrude(port: int, folder: Path, num_keys: int, guesses: list[str]) -> None:
     with contextlib.suppress(RuntimeError):  # the launcher has noticed, and is gone
         while time.monotonic() < end:
             seen.update({key: store.get(key).hex() for key in keys if key not in seen})
-            for key in sorted({*keys, *guesses}):  # the launcher may end at the first of them
+            for key in keys:
                 store.set(key, pickled)
             keys = store.list_keys()
     (folder / "seen.json").write_text(json.dumps(seen))
 
 
-def run_stranger(port: int, folder: Path, num_keys: int, guesses: tuple[str, ...] = ()) -> dict[str, bytes]:
+def run_stranger(port: int, folder: Path, num_keys: int) -> dict[str, bytes]:
     """Return what a process that has no secret, only the number of a port, has read."""
-    assert wait_for([fork_process(intrude, port, folder, num_keys, list(guesses))]) == [0]
+    assert wait_for([fork_process(intrude, port, folder, num_keys)]) == [0]
     seen = json.loads((folder / "seen.json").read_text())
     return {key: bytes.fromhex(value) for key, value in seen.items()}
 
@@ -176,41 +182,49 @@ def assert_nothing_was_won(job: Launched, seen: dict[str, bytes]) -> None:
     assert SECRET not in job.text
 
 
-def test_a_stranger_at_the_rendezvous_runs_no_code_and_is_named(start: Launchers, tmp_path: Path) -> None:
+def test_a_stranger_at_the_rendezvous_runs_no_code_and_changes_nothing(
+    start: Launchers, tmp_path: Path
+) -> None:
     port = free_port()
-    job = start(num_workers=1, nnodes=2, rdzv=f"127.0.0.1:{port}")
-    job.await_listening(port)
-    seen = run_stranger(port, tmp_path, 1, ("shoal/launch/host/1",))
-    assert job.wait(END_DEADLINE_S) == 1
-    assert_nothing_was_won(job, seen)
-    assert "error: the value 'host/1' in the store" in job.text
-    assert "was not written by a launcher of this job" in job.text and "Traceback" not in job.text
+    settings = {"num_workers": 1, "nnodes": 2, "rdzv": f"127.0.0.1:{port}"}
+    first = start(name="first", **settings)
+    first.await_listening(port)
+    pickled = pickle.dumps(Payload(str(tmp_path)))
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(20)
+        seen = stranger.recv(200)
+        fields = (b"set", b"shoal/launch/host/1", pickled)  # without a proof
+        text = b"".join(struct.pack("!I", len(field)) + field for field in fields)
+        stranger.sendall(struct.pack("!I", len(text)) + text)
+        assert stranger.recv(100) in (b"", REFUSED)
+    second = start(name="second", **settings)
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert_nothing_was_won(first, {"greeting": seen})
 
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shoal"])
 def test_a_stranger_at_a_running_job_runs_no_code(start: Launchers, tmp_path: Path, backend: str) -> None:
-    port = free_port()
-    settings = {"num_workers": 1, "nnodes": 2, "rdzv": f"127.0.0.1:{port}", "backend": backend}
+    """The store of torch, in which the workers meet, is open to whom reaches its port."""
+    settings = {"num_workers": 1, "nnodes": 2, "rdzv": f"127.0.0.1:{free_port()}", "backend": backend}
     hosts = [start("endless", name=f"host-{index}", **settings) for index in range(2)]
     hosts[0].await_file("step-0", "step-1")
-    seen = run_stranger(port, tmp_path, 6)
+    seen = run_stranger(int(variables_of(hosts[0].pid_of(0))["MASTER_PORT"]), tmp_path, 2)
     hosts[0].signal(signal.SIGTERM)
     assert [host.wait() for host in hosts] == [EXIT_STOPPED] * 2
     for host in hosts:
         assert_nothing_was_won(host, seen)
-    assert {"shoal/launch/leader", "shoal/launch/ranks"} <= {key.removeprefix("/") for key in seen}
+    assert not any("launch" in key for key in seen)
 
 
 def test_a_stranger_who_took_the_port_first_leads_nobody(start: Launchers, tmp_path: Path) -> None:
-    from torch.distributed import TCPStore
-
-    port = free_port()
-    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
-    store.set("shoal/launch/leader", pickle.dumps(Payload(str(tmp_path))))
-    job = start(num_workers=1, nnodes=2, rdzv=f"127.0.0.1:{port}")
-    assert job.wait() == 1
-    assert "error: the value 'leader' in the store" in job.text
-    assert_nothing_was_won(job, {key: store.get(key) for key in store.list_keys()})
+    with contextlib.closing(
+        TcpStoreServer(listening_socket("127.0.0.1", 0), b"a secret of the stranger's own")
+    ) as server:
+        server._set("shoal/launch/leader", pickle.dumps(Payload(str(tmp_path))))
+        job = start(num_workers=1, nnodes=2, rdzv=f"127.0.0.1:{server.port}")
+        assert job.wait() == 1
+        assert "has another SHOAL_SECRET than this rank" in job.text
+        assert_nothing_was_won(job, server._values)
 
 
 def test_several_hosts_listen_on_the_address_that_is_given(start: Launchers) -> None:

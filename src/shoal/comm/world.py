@@ -145,7 +145,7 @@ def join(
             _write_port(_port_file(worker.store_file), server.port)
         host, port = LOOPBACK, _read_port(_port_file(worker.store_file), timeout_s)
     else:
-        host, port = worker.master_addr, worker.master_port + env.torchrun_holds_port()
+        host, port = worker.master_addr, env.store_port(worker)
         if rank == 0:
             server = TcpStoreServer(listening_socket("", port), secret)
     own = TcpStore(host, port, secret, limit)

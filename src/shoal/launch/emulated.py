@@ -27,7 +27,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from shoal.env import HELPERS, HOST_ID, LAUNCH_DIR, SECRET, SECRET_FILE, STORE_FILE, child_environment
+from shoal.env import (
+    HELPERS,
+    HOST_ID,
+    LAUNCH_DIR,
+    SECRET,
+    SECRET_FILE,
+    STORE_FILE,
+    STORE_PORT,
+    child_environment,
+)
 from shoal.env import INTERFACE as INTERFACE_VARIABLE
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
@@ -62,6 +71,7 @@ _DEADLINE_S = 60.0
 _NOT_INHERITED = (
     LAUNCH_DIR,
     STORE_FILE,
+    STORE_PORT,
     SECRET,
     SECRET_FILE,
     HELPERS,

@@ -2,10 +2,11 @@
 
 torch's own rendezvous (``c10d``) unpickles values from a store that anybody who reaches its port can write
 to. Here all is JSON, and each value carries an HMAC-SHA256 of key and value under the job's secret. A
-stranger at the port can keep a job from starting, but cannot take part and learns no secret.
+stranger at the port cannot take part and learns no secret.
 
-The store is torch's, in which torch's workers meet afterwards. Where torch is not installed it is shoal's own
-(:mod:`shoal.comm.tcp_store`), for launchers alone: the workers make another one.
+The store is shoal's own (:mod:`shoal.comm.tcp_store`): who connects to it proves first to know the secret.
+Helpers that were named in advance wait in it for the end of the workers. Torch's workers meet in a store of
+torch's, which the leader serves at any free port.
 """
 
 from __future__ import annotations
@@ -42,22 +43,28 @@ _KEY_POLL_S = 0.02
 _NAME_DEADLINE_S = 60.0
 """Time for a host's name to appear: a pod's comes after the pod."""
 _MAX_TEXT = 4_000
+_BACKLOG = 1024
+_RELEASE_S = 5.0
+"""Time for helpers to hear how the workers have ended."""
+_LONG = timedelta(days=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
     """This host's place among the hosts of a job.
 
-    The launcher of rank 0 serves the store in which the workers meet, so it has to outlive them:
-    call :meth:`leave` when the workers of this host have ended.
+    The launcher of rank 0 serves the stores, so it has to outlive the workers: call :meth:`leave` when those
+    of this host have ended.
     """
 
     rank: int
     num_hosts: int
+    master_port: int
+    """Port of the leader's host at which torch's workers meet; that of this store where it has no torch."""
     store: Store
     signed: _SignedStore
     resources: ExitStack
-    """The connection and the server of shoal's own store."""
+    """The connection, and on the leader's host the servers."""
 
     def cause(self, exit_code: int, text: str) -> tuple[int, str]:
         """Tell the other hosts how this one has ended, and return the exit code and text of the cause.
@@ -84,10 +91,10 @@ class Membership:
                 time.sleep(_POLL_S)
         return exit_code, text
 
-    def leave(self, *, wait: bool, has_failed: bool = False) -> None:
+    def leave(self, *, wait: bool, has_failed: bool = False, exit_code: int = EXIT_OK) -> None:
         """Announce the end of this host; with ``wait``, rank 0 waits for the other hosts.
 
-        It waits up to 300 s, and 12 s after a failure.
+        It waits up to 300 s, and 12 s after a failure. Then it tells ``exit_code`` to the helpers that wait.
         """
         with suppress(Exception):  # the store has gone with its host
             self.store.add("num_left", 1)
@@ -96,6 +103,13 @@ class Membership:
                 if time.monotonic() > until:
                     break
                 time.sleep(_POLL_S)
+            if self.rank == 0:
+                self.signed.put(_workers_end(self.signed.challenge), {"code": exit_code})
+                until = time.monotonic() + _RELEASE_S
+                while self.store.add("num_released", 0) < self.store.add("num_helpers", 0):
+                    if time.monotonic() > until:
+                        break
+                    time.sleep(_KEY_POLL_S)
         self.resources.close()
 
     def _end_key(self, rank: int) -> str:
@@ -134,54 +148,101 @@ def join_hosts(
             time, or it was stopped.
     """
     until = time.monotonic() + deadline_s
-    listener = listen(host, port, backlog=2 * num_hosts * (1 + num_workers), until=until)
+    listener = listen(host, port, backlog=_BACKLOG, until=until)
     if listener is None:
         _await_listener(host, port, until=until, stopped=stopped)
     with ExitStack() as resources:
         try:
             limit = timedelta(seconds=max(1.0, until - time.monotonic()))
-            store = PrefixStore("shoal/launch/", _store(host, port, listener, secret, limit, resources))
+            if listener is not None:
+                resources.enter_context(closing(TcpStoreServer(listener, secret)))
+            store = _launchers_store(host, port, secret, limit, resources)
             address = f"{host}:{port}"
             signed = _SignedStore(store, address=address, secret=secret, until=until, stopped=stopped)
-            meet = _follow if listener is None else _lead
-            rank = meet(signed, num_hosts=num_hosts, num_workers=num_workers)
+            if listener is not None:
+                master_port = _serve_workers(host, listener, limit, resources) or port
+                rank = _lead(signed, num_hosts=num_hosts, num_workers=num_workers, master_port=master_port)
+            else:
+                rank, master_port = _follow(signed, num_hosts=num_hosts, num_workers=num_workers)
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, ShoalError) and not isinstance(error, CommError):
                 raise
             raise ShoalError(  # from the store
                 f"the launchers of {num_hosts} hosts did not come together at {host}:{port} ({error}); start "
-                "the same command with the same --nnodes and --rdzv on each, with torch on all or on none, "
-                f"see that the port can be reached, and that no other program on {host} listens there "
-                "(ss -ltnp)"
+                "the same command with the same --nnodes and --rdzv on each, see that the port can be "
+                f"reached, and that no other program on {host} listens there (ss -ltnp)"
             ) from error
         kept = resources.pop_all()
-    return Membership(rank=rank, num_hosts=num_hosts, store=store, signed=signed, resources=kept)
+    return Membership(
+        rank=rank,
+        num_hosts=num_hosts,
+        master_port=master_port,
+        store=store,
+        signed=signed,
+        resources=kept,
+    )
 
 
-def _store(
-    host: str,
-    port: int,
-    listener: socket.socket | None,
-    secret: bytes,
-    limit: timedelta,
-    resources: ExitStack,
-) -> Store:
-    """Return torch's store, or shoal's own. The leader has the ``listener``."""
+def await_workers_end(
+    host: str, port: int, secret: bytes, *, deadline_s: float, reached: Callable[[], None] = lambda: None
+) -> int | None:
+    """Wait, on a helper's host, for the end of the workers; return their exit code if the leader said one.
+
+    Without one, the leader or its host has ended.
+
+    Args:
+        reached: called when the leader's store has been reached.
+
+    Raises:
+        ShoalError: it was not reached before the deadline, or has another secret.
+    """
+    with ExitStack() as resources:
+        try:
+            store = _launchers_store(host, port, secret, timedelta(seconds=deadline_s), resources)
+        except CommError as problem:
+            raise ShoalError(
+                f"the launcher of the first worker host did not answer at {host}:{port} ({problem})"
+            ) from None
+        with suppress(CommError):
+            until = time.monotonic() + deadline_s
+            signed = _SignedStore(
+                store, address=f"{host}:{port}", secret=secret, until=until, stopped=lambda: False
+            )
+            store.add("num_helpers", 1)
+            reached()
+            end = _workers_end(signed.get("leader")["challenge"])
+            while not store.check([end]):
+                with suppress(TimeoutError):
+                    store.wait([end], _LONG)
+            code = signed.get(end)["code"]
+            store.add("num_released", 1)
+            return code if type(code) is int else None
+    return None
+
+
+def _workers_end(challenge: str) -> str:
+    return f"workers/{challenge}"
+
+
+def _launchers_store(
+    host: str, port: int, secret: bytes, limit: timedelta, resources: ExitStack
+) -> PrefixStore:
+    return PrefixStore("shoal/launch/", resources.enter_context(closing(TcpStore(host, port, secret, limit))))
+
+
+def _serve_workers(host: str, beside: socket.socket, limit: timedelta, resources: ExitStack) -> int | None:
+    """Serve torch's store for the workers at the address of a socket; return its port, or ``None``."""
     try:
         from torch._C._distributed_c10d import TCPStore
     except ModuleNotFoundError:
-        if listener is not None:
-            resources.enter_context(closing(TcpStoreServer(listener, secret)))
-        return resources.enter_context(closing(TcpStore(host, port, secret, limit)))
-    of_torch: Store = TCPStore(
-        host,
-        port,
-        is_master=listener is not None,
-        timeout=limit,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
+        return None
+    listener = socket.create_server((beside.getsockname()[0], 0), family=beside.family, backlog=_BACKLOG)
+    port = int(listener.getsockname()[1])
+    served = TCPStore(
+        host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    return of_torch
+    resources.callback(lambda store: None, served)  # keeps it
+    return port
 
 
 def _await_listener(host: str, port: int, *, until: float, stopped: Callable[[], bool]) -> None:
@@ -244,10 +305,10 @@ class _SignedStore:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
 
-def _lead(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
+def _lead(store: _SignedStore, *, num_hosts: int, num_workers: int, master_port: int) -> int:
     challenge = store.challenge = secrets.token_hex(_NONCE_BYTES)
     settings = {"hosts": num_hosts, "workers": num_workers, "version": __version__}
-    store.put("leader", {"challenge": challenge, **settings})
+    store.put("leader", {"challenge": challenge, "master_port": master_port, **settings})
     answers = []
     for number in range(1, num_hosts):
         answer = store.get(key := f"host/{number}")
@@ -258,7 +319,8 @@ def _lead(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
     return 0
 
 
-def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
+def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> tuple[int, int]:
+    """Return the rank of this host, and the port at which torch's workers meet."""
     leader = store.get("leader")
     store.challenge = leader["challenge"]
     for name, key, mine in (
@@ -283,7 +345,7 @@ def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> int:
     nonces = store.get("ranks")["nonces"]
     if nonce not in nonces:
         raise store.forged("ranks")
-    return 1 + int(nonces.index(nonce))
+    return 1 + int(nonces.index(nonce)), int(leader["master_port"])
 
 
 def listen(host: str, port: int, *, backlog: int, until: float = 0.0) -> socket.socket | None:

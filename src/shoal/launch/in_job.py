@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -43,8 +42,9 @@ from shoal.env import (
 )
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.emulated import HELPER_COMMAND
-from shoal.launch.leash import PORT_OFFSET, Leash, await_release, take_secret
-from shoal.launch.local import launch
+from shoal.launch.host_rendezvous import await_workers_end
+from shoal.launch.leash import take_secret
+from shoal.launch.local import launch, parse_rendezvous
 from shoal.launch.meeting import NEXT, Meeting, usable_hosts
 from shoal.launch.supervision import worker_variables
 
@@ -214,36 +214,20 @@ def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, mee
     is_first = number == 0
     set_variables(_meet(meeting, how, is_first=is_first))
     log_dir = how.log_dir or (meeting.job / "logs" if meeting else Path("logs"))
-    with _leash(how) if is_first else nullcontext() as leash:
-        code = launch(
-            command,
-            num_workers=num_workers,
-            nnodes=num_hosts,
-            rdzv=rdzv if num_hosts > 1 else None,
-            log_dir=log_dir,
-            run_id=meeting.run_id if meeting else how.run_id or "shoal",
-            failure_file=how.failure_file,
-        )
-        if leash is not None:
-            leash.exit_code = code
+    helpers_wait = how.rdzv is not None and not how.num_helpers and bool(helpers())
+    code = launch(
+        command,
+        num_workers=num_workers,
+        nnodes=num_hosts,
+        rdzv=rdzv if num_hosts > 1 or helpers_wait else None,
+        log_dir=log_dir,
+        run_id=meeting.run_id if meeting else how.run_id or "shoal",
+        failure_file=how.failure_file,
+        helpers_wait=helpers_wait,
+    )
     if code in (EXIT_OK, EXIT_STOPPED) and meeting is not None and is_first:
         meeting.saved()
     return code
-
-
-def _leash(how: InJob) -> AbstractContextManager[Leash | None]:
-    """Return a context that holds the connections of helpers that were named in advance."""
-    if how.rdzv is None or how.num_helpers or not helpers():
-        return nullcontext()
-    return Leash(_leash_of(how.rdzv)[1])
-
-
-def _leash_of(rdzv: str) -> tuple[str, int]:
-    """Return host and port of the leash, beside those of the launchers' rendezvous."""
-    host, _, port = rdzv.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UsageError(f"--rdzv {rdzv!r} must be HOST:PORT, such as node1:29400")
-    return without_brackets(host), int(port) + PORT_OFFSET
 
 
 def _become_worker(command: Sequence[str], how: InJob, step: SlurmStep, meeting: Meeting) -> NoReturn:
@@ -370,8 +354,8 @@ def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
     signal.signal(signal.SIGINT, lambda *_: server.terminate())
     ends: list[int] = []
     if meeting is None:
-        leash = _leash_of(rdzv)
-        threading.Thread(target=_end_with_workers, args=(server, leash, held, ends), daemon=True).start()
+        place = parse_rendezvous(rdzv)
+        threading.Thread(target=_end_with_workers, args=(server, place, held, ends), daemon=True).start()
     assert server.stdout is not None
     for line in server.stdout:
         print(line, end="", flush=True)
@@ -382,14 +366,14 @@ def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
 
 
 def _end_with_workers(
-    server: subprocess.Popen[str], leash: tuple[str, int], held: threading.Event, ends: list[int]
+    server: subprocess.Popen[str], place: tuple[str, int], held: threading.Event, ends: list[int]
 ) -> None:
     """Stop the server when the first worker host's launcher has ended, or does not come.
 
     ``ends`` gets this helper's exit code: 76 if the workers are to start again, and it with them.
     """
     try:
-        code = await_release(*leash, deadline_s=_WORKERS_DEADLINE_S, held=held)
+        code = await_workers_end(*place, secret() or b"", deadline_s=_WORKERS_DEADLINE_S, reached=held.set)
         ends.append(EXIT_LOST if code in (None, EXIT_STOPPED, EXIT_LOST) else EXIT_OK)
     except ShoalError as problem:
         print(f"shoal launch: {problem}; this helper stops", file=sys.stderr, flush=True)

@@ -34,6 +34,7 @@ from shoal.env import (
     SECRET,
     SECRET_FILE,
     STORE_FILE,
+    STORE_PORT,
     child_environment,
     num_cores,
     rendezvous,
@@ -68,6 +69,7 @@ def launch(
     rendezvous_deadline_s: float = 900.0,
     run_id: str = "shoal",
     failure_file: Path | None = None,
+    helpers_wait: bool = False,
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
@@ -92,6 +94,7 @@ def launch(
         rendezvous_deadline_s: seconds to wait for the other hosts.
         run_id: name of this start of the job, which workers find in TORCHELASTIC_RUN_ID.
         failure_file: gets the text of a failure, which is shown too.
+        helpers_wait: helpers meet the launchers at ``rdzv`` too, on one host as well, and end with them.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -108,8 +111,8 @@ def launch(
         with Job(log_dir, error_dir=folder) as job, without(SECRET):
             job_secret = given or secrets.token_hex(32).encode()
             membership = None
-            if nnodes > 1:
-                from shoal.launch.host_rendezvous import join_hosts  # imports torch: not for one host
+            if nnodes > 1 or helpers_wait:
+                from shoal.launch.host_rendezvous import join_hosts  # not for one host
 
                 join = partial(
                     join_hosts,
@@ -127,20 +130,24 @@ def launch(
             shared = {
                 SECRET_FILE: str(write_secret(folder, job_secret)),
                 **_worker_env(folder, num_workers),
-                **(_one_host_env(folder) if membership is None else _several_hosts_env(host)),
+                **(_one_host_env(folder) if nnodes == 1 else _several_hosts_env(host, port)),
                 **_RESTARTS,
                 "TORCHELASTIC_RUN_ID": run_id,
-                "TORCHELASTIC_USE_AGENT_STORE": str(membership is not None),
+                "TORCHELASTIC_USE_AGENT_STORE": str(nnodes > 1),
             }
             first = membership.rank * num_workers if membership else 0
-            master = (host, port) if nnodes > 1 else (_LOOPBACK, _free_port())
+            master = _LOOPBACK, _free_port()
+            if membership is not None and nnodes > 1:
+                master = host, membership.master_port
             ranks = range(first, first + num_workers)
             job.wait(_start_workers(job, command, shared, ranks, num_hosts=nnodes, master=master))
             outcome = job.outcome()
             if membership is not None:
                 code, text = membership.cause(outcome.exit_code, outcome.text)
                 outcome = Outcome(exit_code=code, text=text)
-                membership.leave(wait=job.num_interrupts < 2, has_failed=job.has_failed)
+                membership.leave(
+                    wait=job.num_interrupts < 2, has_failed=job.has_failed, exit_code=outcome.exit_code
+                )
         if failure_file is not None and outcome.text:
             failure_file.parent.mkdir(parents=True, exist_ok=True)
             failure_file.write_text(outcome.text, encoding="utf-8")
@@ -156,7 +163,7 @@ def _meeting_place(num_workers: int, nnodes: int, rdzv: str | None, *, has_secre
     rdzv = rdzv or (rendezvous() if nnodes > 1 else None)
     if nnodes > 1 and rdzv is None:
         raise UsageError(f"--nnodes {nnodes} needs --rdzv HOST:PORT, the same on every host")
-    place = ("", 0) if rdzv is None else _parse_rendezvous(rdzv)
+    place = ("", 0) if rdzv is None else parse_rendezvous(rdzv)
     if nnodes > 1 and not has_secret:
         raise UsageError(
             f"--nnodes {nnodes} needs the job's secret, so that strangers cannot take part. Make one with "
@@ -211,7 +218,12 @@ def _unless_stopped(job: Job, join: Callable[[], Membership]) -> Membership | No
     return found.result()
 
 
-def _parse_rendezvous(rdzv: str) -> tuple[str, int]:
+def parse_rendezvous(rdzv: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``.
+
+    Raises:
+        UsageError: it is of another form.
+    """
     host, _, port = rdzv.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(
@@ -246,17 +258,18 @@ def _one_host_env(folder: Path) -> dict[str, str]:
     }
 
 
-def _several_hosts_env(master: str) -> dict[str, str]:
-    """Return the interface for gloo and shoal where they would choose the loopback interface themselves.
+def _several_hosts_env(master: str, port: int) -> dict[str, str]:
+    """Return the port for workers without torch, and the interface for gloo and shoal.
 
-    gloo listens at the address of this host's own name, which Debian's /etc/hosts has as 127.0.1.1, and shoal
-    on the way to ``master``, which on that host itself may be the same.
+    The port is the one after ``port``. The interface is given where they would choose the loopback interface
+    themselves: gloo listens at the address of this host's own name, which Debian's /etc/hosts has as
+    127.0.1.1, and shoal on the way to ``master``, which on that host itself may be the same.
     """
     inherited = child_environment()
     suspects = {"GLOO_SOCKET_IFNAME": socket.gethostname(), INTERFACE: master}
     loopback = [name for name, host in suspects.items() if not inherited.get(name) and _is_loopback(host)]
     found = outgoing_interface(master) if loopback else None
-    return dict.fromkeys(loopback, found) if found else {}
+    return {STORE_PORT: str(port + 1), **(dict.fromkeys(loopback, found) if found else {})}
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""The rendezvous of several hosts' launchers, each in a thread, over torch's store and over shoal's own."""
+"""The rendezvous of several hosts' launchers, each in a thread, and of helpers that wait for their end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.comm.store import PrefixStore
 from shoal.comm.tcp_store import TcpStore, TcpStoreServer, listening_socket
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import host_rendezvous
-from shoal.launch.host_rendezvous import Membership, join_hosts, listen
+from shoal.launch.host_rendezvous import Membership, await_workers_end, join_hosts, listen
 
 SECRET = b"the secret of these hosts"
 
@@ -30,12 +30,9 @@ SECRET = b"the secret of these hosts"
 Host = Callable[[], Membership]
 
 
-@pytest.fixture(autouse=True, params=["torch", "shoal"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield whose store it is: without torch it is shoal's."""
-    if request.param == "shoal":
-        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", None)
-    yield request.param
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
     _opened.close()
 
 
@@ -66,15 +63,10 @@ def meet(*hosts: Host) -> list[Membership]:
         return sorted(pool.map(lambda host: host(), hosts), key=lambda met: met.rank)
 
 
-def store_at(port: int, kind: str) -> PrefixStore:
-    """Return the launchers' store as somebody finds it who knows its secret, if it has one."""
-    limit = timedelta(seconds=20)
-    if kind == "shoal":
-        there = ("127.0.0.1", port, SECRET, limit)
-        return PrefixStore("shoal/launch/", _opened.enter_context(closing(TcpStore(*there))))
-    return PrefixStore(
-        "shoal/launch/", TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
-    )
+def store_at(port: int) -> PrefixStore:
+    """Return the launchers' store as somebody finds it who knows its secret."""
+    there = ("127.0.0.1", port, SECRET, timedelta(seconds=20))
+    return PrefixStore("shoal/launch/", _opened.enter_context(closing(TcpStore(*there))))
 
 
 def serve(port: int) -> TcpStoreServer:
@@ -83,11 +75,9 @@ def serve(port: int) -> TcpStoreServer:
 
 def put(store: PrefixStore, key: str, value: bytes) -> None:
     """Set any bytes."""
-    name, below = f"shoal/launch/{key}", store.underlying_store
-    if isinstance(below, TcpStore):
-        below._call(b"set", name.encode(), value)
-    else:
-        below.set(name, value)  # type: ignore[arg-type]
+    below = store.underlying_store
+    assert isinstance(below, TcpStore)
+    below._call(b"set", f"shoal/launch/{key}".encode(), value)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 5])
@@ -98,6 +88,67 @@ def test_each_host_gets_a_rank_and_the_way_to_the_store(num_hosts: int) -> None:
     assert [member.rank for member in met] == list(range(num_hosts))
     met[0].store.set("x", "1")
     assert [member.store.get("x") for member in met] == [b"1"] * num_hosts
+    (workers,) = {member.master_port for member in met}
+    assert workers != port
+    assert TCPStore("127.0.0.1", workers, None, False, timedelta(seconds=20)).add("n", 1) == 1
+
+
+def test_without_torch_the_workers_have_no_store_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", None)
+    port = free_port()
+    assert [member.master_port for member in meet(*(host(port, 2) for _ in range(2)))] == [port] * 2
+
+
+# ---- helpers that wait for the end of the workers ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [0, 76, None])
+def test_helpers_are_released_when_the_leader_ends(code: int | None) -> None:
+    port, reached, released = free_port(), threading.Barrier(3), threading.Event()
+
+    def hold() -> int | None:
+        found = await_workers_end("127.0.0.1", port, SECRET, deadline_s=30.0, reached=reached.wait)
+        released.set()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        helpers = [pool.submit(hold) for _ in range(2)]  # before anybody listens
+        member = host(port, 1)()
+        reached.wait(20)
+        assert not released.wait(0.2)
+        if code is None:  # its process is gone
+            member.resources.close()
+        else:
+            member.leave(wait=True, exit_code=code)
+        assert [helper.result(20) for helper in helpers] == [code] * 2
+
+
+def test_strangers_release_no_helper() -> None:
+    port, reached, released = free_port(), threading.Event(), threading.Event()
+    member = host(port, 1)()
+
+    def hold() -> None:
+        await_workers_end("127.0.0.1", port, SECRET, deadline_s=30.0, reached=reached.set)
+        released.set()
+
+    threading.Thread(target=hold, daemon=True).start()
+    assert reached.wait(20)
+    with ExitStack() as strangers:
+        for _ in range(300):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(b"0\n")
+        with pytest.raises(ShoalError, match=r"did not answer at 127.*another SHOAL_SECRET"):
+            await_workers_end("127.0.0.1", port, b"another secret than that", deadline_s=5.0)
+        assert not released.wait(0.2)
+    member.leave(wait=True)
+    assert released.wait(20)
+
+
+def test_a_leader_that_never_comes() -> None:
+    with pytest.raises(ShoalError, match=r"worker host did not answer at 127\.0\.0\.1:\d+ .*within 0 s"):
+        await_workers_end("127.0.0.1", free_port(), SECRET, deadline_s=0.0)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
 
 
 def test_the_host_with_the_store_leaves_last() -> None:
@@ -137,11 +188,11 @@ def test_a_host_that_only_others_lost_is_gone(monkeypatch: pytest.MonkeyPatch) -
     assert second.cause(0, "") == (0, "")
 
 
-def test_another_version_of_shoal_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_shoal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        store_at(port, kind).wait(["leader"], timedelta(seconds=20))
+        store_at(port).wait(["leader"], timedelta(seconds=20))
         with monkeypatch.context() as patch:
             patch.setattr(host_rendezvous, "__version__", "0.0.1")
             with pytest.raises(UsageError, match=r"shoal's version is 0\.0\.1 here and .* on 127"):
@@ -157,27 +208,23 @@ def test_another_version_of_shoal_is_named(kind: str, monkeypatch: pytest.Monkey
         ({"num_hosts": 2}, "--nnodes is 2 here and 3"),
     ],
 )
-def test_hosts_that_do_not_agree(kind: str, setting: dict[str, int], said: str) -> None:
+def test_hosts_that_do_not_agree(setting: dict[str, int], said: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port))
-        store_at(port, kind).wait(["leader"], timedelta(seconds=20))
+        store_at(port).wait(["leader"], timedelta(seconds=20))
         with pytest.raises(UsageError, match=said):
             host(port, **setting)()
         others = meet(host(port), host(port))  # it took nobody's place
         assert [leading.result().rank, *(met.rank for met in others)] == [0, 1, 2]
 
 
-def test_a_host_with_another_secret_is_told_and_takes_no_place(kind: str) -> None:
+def test_a_host_with_another_secret_is_told_and_takes_no_place() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        store_at(port, kind).wait(["leader"], timedelta(seconds=20))
-        said = {
-            "torch": r"'leader' .* secret differs .* sha256sum of SHOAL_SECRET_FILE",
-            "shoal": r"another SHOAL_SECRET than this rank",
-        }
-        with pytest.raises(ShoalError, match=said[kind]):
+        store_at(port).wait(["leader"], timedelta(seconds=20))
+        with pytest.raises(ShoalError, match=r"another SHOAL_SECRET than this rank"):
             host(port, 2, secret=b"another secret than that")()
         assert host(port, 2)().rank == 1
         assert leading.result().rank == 0
@@ -191,33 +238,28 @@ def test_one_host_too_many_is_told() -> None:
         host(port, 2)()
 
 
-def earlier_job(kind: str) -> dict[str, bytes]:
+def earlier_job() -> dict[str, bytes]:
     """Return what a stranger can have read of a job of two hosts."""
     port = free_port()
     met = meet(*(host(port, 2) for _ in range(2)))
     assert [member.rank for member in met] == [0, 1]
-    store = store_at(port, kind)
+    store = store_at(port)
     return {key: store.get(key) for key in ("leader", "host/1", "ranks")}
 
 
-def test_an_answer_from_an_earlier_job_with_the_same_secret(kind: str) -> None:
-    recorded, port = earlier_job(kind), free_port()
+def test_an_answer_from_an_earlier_job_with_the_same_secret() -> None:
+    recorded, port = earlier_job(), free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        put(store_at(port, kind), "host/1", recorded["host/1"])
+        put(store_at(port), "host/1", recorded["host/1"])
         with pytest.raises(ShoalError, match=r"'host/1' .* was not written by a launcher of this job"):
             leading.result()
 
 
-def test_a_leader_from_an_earlier_job_with_the_same_secret(kind: str) -> None:
-    recorded, port = earlier_job(kind), free_port()
-    servers: list[object] = []
-    if kind == "torch":
-        limit = timedelta(seconds=20)
-        servers.append(TCPStore("127.0.0.1", port, None, True, limit, wait_for_workers=False))
-    else:
-        servers.append(_opened.enter_context(closing(serve(port))))
-    store = store_at(port, kind)
+def test_a_leader_from_an_earlier_job_with_the_same_secret() -> None:
+    recorded, port = earlier_job(), free_port()
+    _opened.enter_context(closing(serve(port)))
+    store = store_at(port)
     for key in ("leader", "ranks"):
         put(store, key, recorded[key])
     with pytest.raises(ShoalError, match=r"'ranks' .* was not written by a launcher of this job"):
@@ -229,20 +271,20 @@ def test_a_leader_from_an_earlier_job_with_the_same_secret(kind: str) -> None:
     [b"", b"\x80\x04N.", b"{}", b"0" * 64 + b"{}", b"0" * 64, b"[" * 1_000, b"x" * 1_000_000],
     ids=["empty", "pickle", "unsigned", "wrong", "only a MAC", "nested", "long"],
 )
-def test_values_that_no_launcher_has_written(kind: str, value: bytes) -> None:
+def test_values_that_no_launcher_has_written(value: bytes) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        put(store_at(port, kind), "host/1", value)
+        put(store_at(port), "host/1", value)
         with pytest.raises(ShoalError, match="'host/1' in the store"):
             leading.result()
 
 
-def test_a_value_signed_for_another_place(kind: str) -> None:
+def test_a_value_signed_for_another_place() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
-        store = store_at(port, kind)
+        store = store_at(port)
         put(store, "host/1", store.get("leader"))
         with pytest.raises(ShoalError, match="'host/1' in the store"):
             leading.result()
