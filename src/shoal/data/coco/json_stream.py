@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from shoal.atomic_io import MAX_WHOLE_BYTES
 from shoal.errors import UsageError
 
 _BLOCK_CHARS = 1 << 22
@@ -52,7 +53,6 @@ class _Window:
         self._at = 0
         self._num_dropped = 0
         self._lines_dropped = 0
-        self._block_chars = _BLOCK_CHARS
         self._at_end = False
         self._decode = json.JSONDecoder().raw_decode
 
@@ -119,7 +119,6 @@ class _Window:
             # a number may continue after the end of the window: 12|3, 12.|3
             if self._text[end : end + 1] not in _NUMBER_GOES_ON or not self._read():
                 self._at = end
-                self._block_chars = _BLOCK_CHARS
                 return value
 
     def _expect(self, wanted: str) -> None:
@@ -137,12 +136,17 @@ class _Window:
         return found[0]
 
     def _read(self) -> bool:
-        """Drop the parsed text and read more, twice as much each time that a value is incomplete."""
+        """Drop the parsed text and read more, as much as is left of a value that is incomplete."""
         if self._at_end:
             return False
-        more = self._file.read(self._block_chars)
+        num_left = len(self._text) - self._at
+        if num_left > MAX_WHOLE_BYTES:
+            raise UsageError(
+                f"{self._path}: has a value of more than {MAX_WHOLE_BYTES:,} characters, or no end of one; "
+                "is it a file of COCO?"
+            )
+        more = self._file.read(max(num_left, _BLOCK_CHARS))
         self._at_end = not more
-        self._block_chars *= 2
         if more:
             self._num_dropped += self._at
             self._lines_dropped += self._text.count("\n", 0, self._at)

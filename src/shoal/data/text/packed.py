@@ -1,4 +1,7 @@
-"""Decompresses ``.gz``, ``.bz2`` and ``.zst`` in blocks, whatever the size of the file.
+"""Decompresses ``.gz``, ``.bz2`` and ``.zst`` in small pieces, whatever the size of file and content.
+
+A few compressed bytes may stand for gigabytes. No piece has more than 8 MiB, and a file whose content is out
+of all proportion to its size is refused.
 
 Files of several members, one after the other (``pigz``, ``lbzip2``, ``pzstd``, ``cat a.gz b.gz``), are read
 to their end.
@@ -15,14 +18,21 @@ from typing import Any
 from shoal.errors import UsageError, import_extra
 
 _BLOCK_BYTES = 64 << 10
-"""Compressed bytes that are decompressed together: with them grows what is in memory."""
+"""Compressed bytes that are read together."""
+_PIECE_BYTES = 1 << 20
+_ZSTD_INPUT_BYTES = 256
+"""Compressed bytes that zstd gets at a time: it has no limit of its output, 128 KiB for 4 bytes at most."""
+_ZSTD_WINDOW_BYTES = 128 << 20
+"""As in the command zstd; a file's header asks for it."""
 _GZIP = 31
 """``wbits`` of zlib for a window of 32 KiB in gzip's format."""
+_SUSPECT_BYTES, _MOST_RATIO = 256 << 20, 5_000
+"""From this size on, content may not be larger than this many times the compressed bytes."""
 
 
 def _zstd() -> Any:
     library = import_extra("zstandard", "corpora", "files in .zst need zstandard")
-    return library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+    return library.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
 
 
 _DECODERS: dict[str, Callable[[], Any]] = {
@@ -48,7 +58,7 @@ def split_packing(name: str) -> tuple[str, str]:
 def unpacked_blocks(
     path: Path, packing: str, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> Iterator[bytes]:
-    """Yield the content of a compressed file, some blocks of it at a time.
+    """Yield the content of a compressed file in pieces.
 
     Args:
         path: the compressed file.
@@ -56,28 +66,49 @@ def unpacked_blocks(
         advance: called with the number of compressed bytes of each block.
 
     Raises:
-        UsageError: the file is not in this format, is damaged or cut short; a package is missing.
+        UsageError: the file is not in this format, is damaged or cut short, or its content is more than
+            5,000 times as large; a package is missing.
         OSError: it cannot be read.
     """
     decoder = _DECODERS[packing]()
+    num_read = num_found = 0
     with path.open("rb") as file:
-        while data := file.read(_BLOCK_BYTES):
+        while data := file.read(_ZSTD_INPUT_BYTES if packing == ".zst" else _BLOCK_BYTES):
             advance(len(data))
+            num_read += len(data)
             while data:
                 if decoder.eof:
                     decoder = _DECODERS[packing]()
-                try:
-                    content = decoder.decompress(data)
-                except Exception as error:  # OSError, zlib.error, ZstdError: each library has its own
-                    raise UsageError(
-                        f"{path}: is damaged, or not compressed as {packing} ({error}); get it again, or "
-                        "rename it"
-                    ) from None
-                if content:
-                    yield content
+                for piece in _pieces(path, packing, decoder, data):
+                    num_found += len(piece)
+                    if num_found > max(_SUSPECT_BYTES, _MOST_RATIO * num_read):
+                        raise UsageError(
+                            f"{path}: {num_read:,} compressed bytes have a content of more than "
+                            f"{_MOST_RATIO:,} times as many, which no text has; unpack it if it is right"
+                        )
+                    yield piece
                 data = decoder.unused_data if decoder.eof else b""
     if not decoder.eof and path.stat().st_size:
         raise UsageError(f"{path}: was cut short, its compressed data has no end; get it again")
+
+
+def _pieces(path: Path, packing: str, decoder: Any, data: bytes) -> Iterator[bytes]:
+    """Yield the content of compressed bytes, up to the end of their member."""
+    limit = () if packing == ".zst" else (_PIECE_BYTES,)
+    while True:
+        try:
+            piece = decoder.decompress(data, *limit)
+        except Exception as error:  # OSError, zlib.error, ZstdError: each library has its own
+            window = " with a window of at most 128 MiB" if packing == ".zst" else ""
+            raise UsageError(
+                f"{path}: is damaged, or not compressed as {packing}{window} ({error}); get it again, rename "
+                "or unpack it"
+            ) from None
+        if piece:
+            yield piece
+        if decoder.eof or not limit or len(piece) < _PIECE_BYTES:
+            return
+        data = getattr(decoder, "unconsumed_tail", b"")  # of zlib; bz2 keeps its own
 
 
 def peek(path: Path, packing: str, num_bytes: int) -> bytes:

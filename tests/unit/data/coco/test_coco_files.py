@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,3 +272,29 @@ def test_command_tells_what_it_skipped(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(UsageError, match="no result that can be scored"):
         write(path, [])
         app(command, result_action="return_value", exit_on_error=False)
+
+
+def test_a_value_without_an_end_is_not_kept_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a zip a few bytes may stand for gigabytes."""
+    monkeypatch.setattr(json_stream, "MAX_WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(json_stream, "_BLOCK_CHARS", 1 << 16)
+    packed = tmp_path / "a.zip"
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("a.json", b'{"images": ["' + b"x" * (32 << 20))
+        made.writestr("b.json", b'{"images": [' + b" " * (32 << 20) + b"1]}")
+    for name in ("a.json", "b.json"):
+        tracemalloc.start()
+        try:
+            entries = top_level_entries(zipfile.Path(packed, name))
+            if name == "a.json":
+                with pytest.raises(
+                    UsageError, match=r"a\.json: has a value of more than 1,048,576 characters"
+                ):
+                    list(entries)
+            else:
+                assert list(entries) == [("images", 0, 1)]
+            assert tracemalloc.get_traced_memory()[1] < 10 << 20, name
+        finally:
+            tracemalloc.stop()

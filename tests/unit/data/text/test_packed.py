@@ -5,6 +5,9 @@ from __future__ import annotations
 import bz2
 import gzip
 import random
+import struct
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +72,47 @@ def test_damage_is_one_error_that_names_the_file(tmp_path: Path, packing: str) -
         assert str(path) in str(caught.value)
     path.write_bytes(b"")
     assert list(unpacked_blocks(path, packing)) == []
+
+
+def bombs() -> dict[str, bytes]:
+    """Return 48 MiB of zeros in a few bytes."""
+    zeros = bytes(1 << 20)
+    gz, bz = zlib.compressobj(9, zlib.DEFLATED, 31), bz2.BZ2Compressor()
+    gzipped = b"".join(gz.compress(zeros) for _ in range(48)) + gz.flush()
+    block = struct.pack("<I", (128 << 10 << 3) | 2)[:3] + b"\0"  # of zstd: one byte, 128 KiB times
+    last = struct.pack("<I", (128 << 10 << 3) | 3)[:3] + b"\0"
+    return {
+        ".gz": gzipped,
+        ".bz2": b"".join(bz.compress(zeros) for _ in range(48)) + bz.flush(),
+        ".zst": b"\x28\xb5\x2f\xfd\x00\x38" + block * 383 + last,  # a window of 128 KiB
+    }
+
+
+def test_a_few_bytes_that_stand_for_many_megabytes_take_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "_SUSPECT_BYTES", 32 << 20)
+    for packing, bomb in bombs().items():
+        path = tmp_path / f"a{packing}"
+        path.write_bytes(bomb)
+        tracemalloc.start()
+        try:
+            assert peek(path, packing, 4096) == bytes(4096)
+            if packing != ".gz":
+                with pytest.raises(UsageError, match=rf"^{path}: [\d,]+ compressed .* more than 5,000 times"):
+                    sum(map(len, unpacked_blocks(path, packing)))
+            else:
+                assert sum(map(len, unpacked_blocks(path, packing))) == 48 << 20
+            assert tracemalloc.get_traced_memory()[1] < 20 << 20, packing
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_window_that_takes_gigabytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd\x00" + bytes([(31 - 10) << 3]) + b"\x01\0\0")
+    with pytest.raises(UsageError, match=rf"^{path}: .*window of at most 128 MiB .*unpack it"):
+        peek(path, ".zst", 10)
 
 
 def test_blocks_stay_small(tmp_path: Path) -> None:
