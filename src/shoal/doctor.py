@@ -122,7 +122,7 @@ def examine() -> Mapping[str, list[Check]]:
     startup: list[Check] = []
     try:
         import torch
-    except Exception as error:  # a broken installation raises any exception
+    except Exception as error:  # noqa: BLE001  # a broken installation raises any exception
         found = f"cannot be imported ({type(error).__name__}: {error})"
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         remedy = install_command("torch") if is_absent else "pip install --force-reinstall torch"
@@ -226,7 +226,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _native_core() -> Check:
     try:
         levels, features = native.simd_levels(), native.cpu_features()
-    except Exception as error:  # a module built for another Python or machine raises any exception
+    except (ImportError, OSError, RuntimeError, SystemError, AttributeError) as error:  # built for another
         remedy = "install a C++20 compiler, then shoal again, from its source folder or wheel"
         return Check("native core", str(error), "missing", remedy)
     has = ", ".join(name for name, there in features.items() if there) or "no known vector units"

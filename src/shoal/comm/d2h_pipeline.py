@@ -190,7 +190,7 @@ class CopyPipeline:
         while (transfer := self._submitted.get()) is not None:
             try:
                 self._send(transfer)
-            except Exception as problem:
+            except Exception as problem:  # noqa: BLE001  # raised where the work is waited for
                 self._fail(transfer, problem)
             self._in_flight.put(transfer)
             del transfer  # or its tensors would live until the next operation
@@ -267,7 +267,7 @@ class CopyPipeline:
                     self._receive(item)
                 elif transfer.error is None:
                     self._deliver(transfer)
-            except Exception as problem:
+            except Exception as problem:  # noqa: BLE001  # raised where the work is waited for
                 self._fail(transfer, problem)
             if isinstance(item, _Chunk):
                 self._free.put(item.buffer)

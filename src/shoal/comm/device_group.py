@@ -132,7 +132,7 @@ class DeviceGroup:
         problem = ""
         try:
             self._intra_host = [self._connect_host(layout, direction) for direction in range(2)]
-        except Exception as refusal:
+        except (RuntimeError, OSError) as refusal:
             problem = f"rank {self._group.rank}: {refusal}"
         problems = [each for each in self._exchange("beside", problem) if each]
         if problems:

@@ -319,6 +319,6 @@ def _guarded(step: Callable[[_Exchange], None], exchange: _Exchange) -> None:
     """Run a stage of an exchange; DDP raises its error."""
     try:
         step(exchange)
-    except Exception as problem:
+    except Exception as problem:  # noqa: BLE001  # raised by DDP
         exchange.error = problem
         exchange.begun.set_result(None)

@@ -136,7 +136,7 @@ class Records:
         All ranks that find the same reason to exit call it.
         """
         self._store.set(f"read/{rank}", "")
-        with contextlib.suppress(Exception):  # a late rank raises that the store was lost
+        with contextlib.suppress(RuntimeError, OSError):  # a late rank raises that the store was lost
             self._store.wait([f"read/{other}" for other in range(size)], _READERS_LIMIT)
 
     def get(self, key: str, rank: int, rule: Rule) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Records:
         begun = time.monotonic()
         try:
             self._store.wait([key], self._timeout)
-        except Exception as problem:  # the store's error classes differ between versions
+        except (RuntimeError, OSError) as problem:  # of torch's store, of JAX's and of shoal's
             if time.monotonic() - begun < limit_s / 2:
                 raise CommError(
                     f"the job's store was lost while this rank waited for rank {rank} of the group: the "
@@ -268,7 +268,7 @@ def monitored_barrier(
     )
     try:
         store.wait([f"{base}/verdict"], limit + timedelta(seconds=_ANSWER_MARGIN_S))
-    except Exception as problem:  # the store's error classes differ between versions
+    except (RuntimeError, OSError) as problem:
         raise CommError(
             f"{passed} from rank 0: it did not answer within {limit.total_seconds():g} s; see its log"
         ) from problem

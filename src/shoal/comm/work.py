@@ -165,7 +165,7 @@ class InFlight:
             try:
                 if error is None and self._operation.finish is not None:
                     self._operation.finish()
-            except Exception as problem:
+            except Exception as problem:  # noqa: BLE001  # raised where the work is waited for
                 error = problem
             self.error = error
             self._operation = None

@@ -89,7 +89,7 @@ def _connector(timeout_s: float) -> Any:
                     if len(members) > 1:
                         group[0] = _engine(store, number, color, key, members, rank[0])
                 rank[0], size[0] = key if len(members) > 1 else 0, len(members)
-        except Exception as problem:  # C cannot take it; the communicator says it when it is used
+        except Exception as problem:  # noqa: BLE001  # C cannot take it; the communicator says it when it is used
             text = str(problem).encode()[: message_bytes - 1] + b"\0"
             ctypes.memmove(message, text, len(text))
             return 1
@@ -150,7 +150,7 @@ class CoordinatorStore:
         try:
             for key in keys:
                 self._client.key_value_try_get_bytes(key)
-        except Exception as problem:  # jaxlib has one class for all of its errors
+        except RuntimeError as problem:  # jaxlib has one class for all of its errors
             if "NOT_FOUND" in str(problem):
                 return False
             raise

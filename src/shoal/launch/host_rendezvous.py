@@ -72,7 +72,7 @@ class Membership:
         These are the given ones, unless this host merely lost another (:data:`~shoal.errors.EXIT_LOST`) and
         that one says within 12 s how it has failed.
         """
-        with suppress(Exception):  # the store has gone with its host
+        with suppress(RuntimeError, OSError):  # the store has gone with its host
             end: dict[str, Any] = {
                 "code": exit_code,
                 "text": text[:_MAX_TEXT],
@@ -96,7 +96,7 @@ class Membership:
 
         It waits up to 300 s, and 12 s after a failure. Then it tells ``exit_code`` to the helpers that wait.
         """
-        with suppress(Exception):  # the store has gone with its host
+        with suppress(RuntimeError, OSError):  # the store has gone with its host
             self.store.add("num_left", 1)
             until = time.monotonic() + (_OTHERS_END_S if has_failed else _END_DEADLINE_S)
             while wait and self.rank == 0 and self.store.add("num_left", 0) < self.num_hosts:

@@ -204,7 +204,7 @@ def _unless_stopped(job: Job, join: Callable[[], Membership]) -> Membership | No
     def run() -> None:
         try:
             found.set_result(join())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # raised where the result is taken
             found.set_exception(error)
 
     # in a thread: the store's calls do not return for a signal's handler

@@ -63,7 +63,7 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
     except SystemExit:
         _leave_groups()
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  # the last net
         env = worker_env()
         report = describe_error(error, rank=env.place.rank if env else 0, run=run)
         if folder is not None:

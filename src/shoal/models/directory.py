@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as their_logging
@@ -59,7 +60,7 @@ def resolve(source: str | Path) -> Path:
 
     try:
         return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=list(_HUB_FILES)))
-    except Exception as error:  # which of its HTTP client's depends on its version
+    except Exception as error:  # noqa: BLE001  # which of its HTTP client's depends on its version
         raise ShoalError(
             f"{name}: cannot be fetched ({one_line(error)}); name a directory on disk instead"
         ) from None
@@ -99,7 +100,7 @@ def load_weights(model_class: Any, directory: Path, **options: Any) -> Any:
     try:
         with quiet_transformers():
             return model_class.from_pretrained(directory, **options)
-    except Exception as error:  # that of safetensors derives from Exception alone
+    except (SafetensorError, OSError, RuntimeError, ValueError, LookupError) as error:
         raise ShoalError(f"{directory}: the weights cannot be read: {one_line(error)}") from None
 
 
@@ -158,18 +159,28 @@ def save(
         tokenizer: the names and contents of its files, which are written beside the weights.
         read: returns a weight by its name in transformers, for a model on the meta device: only one of them
             is in memory at a time.
+
+    Raises:
+        ShoalError: it cannot be written; what was there stays.
     """
     temporary = directory.with_name(f"{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    with quiet_transformers():
-        if read is None:
-            model.weights.save_pretrained(temporary)
-        else:
-            _save_one_by_one(model.weights, temporary, read)
-    for name, content in tokenizer.items():
-        (temporary / name).write_bytes(content)
-    shutil.rmtree(directory, ignore_errors=True)
-    temporary.rename(directory)
+    try:
+        with quiet_transformers():
+            if read is None:
+                model.weights.save_pretrained(temporary)
+            else:
+                _save_one_by_one(model.weights, temporary, read)
+        for name, content in tokenizer.items():
+            (temporary / name).write_bytes(content)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+    except (SafetensorError, OSError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise ShoalError(
+            f"{directory}: the model cannot be written: {one_line(error)}; free some space or choose another "
+            "folder, then run the command again"
+        ) from None
 
 
 def _save_one_by_one(model: PreTrainedModel, directory: Path, read: Callable[[str], Tensor]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from shoal.errors import ShoalError, UsageError
@@ -64,7 +64,7 @@ def _stored_weights(directory: Path) -> dict[str, StoredTensor]:
                     size = tuple(piece.get_shape())
                     chunk = Chunk(offsets=(0,) * len(size), sizes=size, file=path.name, key=key)
                     found[_WEIGHTS + key] = StoredTensor(dtype=piece.get_dtype(), size=size, chunks=(chunk,))
-        except Exception as error:  # that of safetensors derives from Exception alone
+        except (SafetensorError, OSError) as error:
             raise ShoalError(f"{path}: the weights cannot be read: {error}") from None
     return found
 

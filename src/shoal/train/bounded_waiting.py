@@ -458,7 +458,7 @@ class BoundedWaiting:
         def guarded() -> None:
             try:
                 run()
-            except Exception as problem:
+            except Exception as problem:  # noqa: BLE001  # raised at the next step
                 with self._changed:
                     self._problem = self._problem or problem
                     self._changed.notify_all()

@@ -252,14 +252,14 @@ class Checkpointer:
                 )
                 sizes = run_on_all(self._group, lambda: self._complete(pending.step, temporary, written))
             except Exception:
-                with contextlib.suppress(Exception):  # frees the space on a full disk
+                with contextlib.suppress(RuntimeError, OSError):  # frees the space on a full disk
                     run_on_all(
                         self._group, lambda: files.remove_folder(temporary) if self._rank == 0 else None
                     )
                 raise
             pending.num_bytes = sizes[0]
             pending.written_s = time.monotonic() - pending.requested
-        except Exception as error:  # raised in the training thread, at the next call
+        except Exception as error:  # noqa: BLE001  # raised in the training thread, at the next call
             pending.error = error
 
     def _temporary_name(self, path: Path) -> str:

@@ -245,7 +245,7 @@ def run_on_all(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list
     cause: Exception | None = None
     try:
         report = json.dumps({"result": action()})
-    except Exception as error:  # otherwise the other workers would wait until the group's timeout
+    except Exception as error:  # noqa: BLE001  # raised below; otherwise the other workers would wait until the group's timeout
         cause = error
         text = f"{type(error).__name__}: {error}" if _is_defect(error) else str(error)
         report = json.dumps({"error": text, "usage": isinstance(error, UsageError)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import subprocess
 import sys
@@ -175,6 +176,25 @@ def bert(tmp_path: Path) -> Path:
 
 def one_line(error: pytest.ExceptionInfo[ShoalError]) -> bool:
     return "\n" not in str(error.value)
+
+
+def test_a_model_without_room_is_one_error_and_leaves_what_was_there(bert: Path, tmp_path: Path) -> None:
+    """The error of safetensors is neither an OSError nor a RuntimeError."""
+    model = load_task_model(SequenceClassification, bert, labels=LABELS)
+    save(model, tmp_path / "saved", tokenizer={})
+    before = (tmp_path / "saved" / "model.safetensors").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(
+            ShoalError, match=r"saved: the model cannot be written: .*File too large"
+        ) as raised:
+            save(model, tmp_path / "saved", tokenizer={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert one_line(raised) and "free some space" in str(raised.value)
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == before
+    assert not (tmp_path / "saved.tmp").exists()
 
 
 def test_not_a_transformers_directory(tmp_path: Path, bert: Path) -> None:

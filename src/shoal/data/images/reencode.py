@@ -75,7 +75,7 @@ def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
             return _reencoded(data, config)
     except (BadImage, MemoryError):
         raise
-    except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error, …: each format has its own
+    except Exception as error:  # noqa: BLE001  # OSError, SyntaxError, struct.error, zlib.error, …: each format has its own
         raise BadImage(f"is damaged or cut short ({error or type(error).__name__})") from None
 
 
@@ -119,7 +119,7 @@ def _orientation(image: PillowImage.Image) -> int:
     """Return EXIF's orientation; upright if it is missing or cannot be read (decoders ignore it)."""
     try:
         value = image.getexif().get(_ORIENTATION, _UPRIGHT)
-    except Exception:
+    except Exception:  # noqa: BLE001  # as of a damaged image, above
         return _UPRIGHT
     return value if value in _TURNS else _UPRIGHT
 

@@ -71,7 +71,7 @@ def json_lines(source: str) -> Iterator[bytes]:
         rows = datasets.load_dataset(wanted.name, wanted.config or None, split=wanted.split)
     except ConnectionError as error:
         raise ShoalError(f"{source}: cannot be downloaded: {error}") from None
-    except Exception as error:  # of the library, or of what it uses to read this data set
+    except Exception as error:  # noqa: BLE001  # of the library, or of what it uses to read this data set
         reason = error.__cause__ or error
         raise UsageError(f"{source}: datasets cannot load it as {FORM}: {reason}") from None
     texts = [name for name, kind in rows.features.items() if getattr(kind, "dtype", "").endswith("string")]

@@ -98,7 +98,7 @@ def _pieces(path: Path, packing: str, decoder: Any, data: bytes) -> Iterator[byt
     while True:
         try:
             piece = decoder.decompress(data, *limit)
-        except Exception as error:  # OSError, zlib.error, ZstdError: each library has its own
+        except Exception as error:  # noqa: BLE001  # OSError, zlib.error, ZstdError, …
             window = " with a window of at most 128 MiB" if packing == ".zst" else ""
             raise UsageError(
                 f"{path}: is damaged, or not compressed as {packing}{window} ({error}); get it again, rename "

@@ -90,7 +90,7 @@ def read_tokenizer(path: Path, *, lowercase: bool, needs: Sequence[str] = tuple(
     elif path.suffix == ".json":
         try:
             tokenizer = Tokenizer.from_buffer(data)
-        except Exception as error:  # tokenizers raises plain Exception
+        except Exception as error:  # noqa: BLE001  # tokenizers raises plain Exception
             raise UsageError(f"tokenizer {path}: is not a tokenizer.json of `tokenizers`: {error}") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
