@@ -98,6 +98,26 @@ def accumulation() -> None:
     assert sent == 20, sent  # for 40 micro-batches, with all leaves in one block
 
 
+def without_input() -> None:
+    """Begin with a model whose weights are made by its first batch, as Horovod's own example has it."""
+    keras.utils.set_random_seed(RANK)
+    model = keras.Sequential([keras.layers.Dense(32, "tanh"), keras.layers.Dense(CLASSES)])
+    optimizer = sk.DistributedOptimizer(
+        keras.optimizers.Adam(1e-2), backward_passes_per_step=1, average_aggregated_gradients=True
+    )
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = sk.Shards(X, Y, batch_size=BATCH, shuffle=False)
+    model.fit(data, verbose=0, callbacks=[sk.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert len(model.trainable_variables) == 4 and len(optimizer.variables) == 10
+    alike(model)
+    try:
+        sk.DistributedOptimizer(keras.optimizers.Adam(1e-2), backward_passes_per_step=4)
+    except ValueError as refusal:
+        assert "gradient_accumulation_steps=4" in str(refusal)
+    else:
+        raise AssertionError("4 passes were taken")
+
+
 def scaling() -> None:
     """Give one rank a gradient that is not finite: all skip that step."""
     data = X.copy()

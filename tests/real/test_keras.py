@@ -22,6 +22,7 @@ PROGRAMS = (
     "scaling",
     "mixed_precision",
     "resume",
+    "without_input",
     "metrics",
     "steps",
     "others",

@@ -21,7 +21,8 @@ class Broadcast(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
 
     Weights, the optimizer's variables and the epoch at which training begins are those of rank ``root``. Put
     it behind a callback that restores them there, such as ``keras.callbacks.BackupAndRestore``. States of
-    random generators, as of dropout, stay as they are.
+    random generators, as of dropout, stay as they are. A model that has no weights yet, as on TensorFlow a
+    ``Sequential`` without an ``Input``, gets them by its first batch, after which they are sent.
 
     It also checks that all ranks have the same number of steps per epoch, makes a ``LossScaleOptimizer`` from
     ``compile`` agree on all ranks, and switches XLA off on TensorFlow, which has no shoal in it.
@@ -40,6 +41,7 @@ class Broadcast(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
     def __init__(self, root: int = 0) -> None:
         super().__init__()
         self.root = root
+        self._is_due = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Send the state of rank ``root``."""
@@ -57,13 +59,26 @@ class Broadcast(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
         if process.backend() == "tensorflow" and model.jit_compile:
             model.jit_compile = False
             model.make_train_function(force=True)
+        is_built = np.array([bool(model.built)], np.uint8)  # a backup builds it on the rank that restores
+        self._is_due = not arrays.all_gather(process.world(), [is_built])[0].all()
+        if not self._is_due:
+            self._send()
+        epoch = np.array([model._initial_epoch or 0], np.int64)
+        arrays.broadcast(process.world(), [epoch], self.root)
+        model._initial_epoch = int(epoch[0])
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Send the state of rank ``root`` after the first batch if the model had none before."""
+        if self._is_due:
+            self._is_due = False
+            self._send()
+
+    def _send(self) -> None:
+        model = self.model
         if model.optimizer and not model.optimizer.built:  # a backup builds it on the rank that restores
             model.optimizer.build(model.trainable_variables)
         variables = [*model.weights, *(model.optimizer.variables if model.optimizer else ())]
         broadcast_variables(variables, self.root)
-        epoch = np.array([model._initial_epoch or 0], np.int64)
-        arrays.broadcast(process.world(), [epoch], self.root)
-        model._initial_epoch = int(epoch[0])
 
 
 def broadcast_variables(variables: Sequence[Any], root: int = 0) -> None:

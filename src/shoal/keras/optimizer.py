@@ -22,6 +22,8 @@ def DistributedOptimizer(
     op: Reduction = "mean",
     compression: Wire | None = None,
     sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
 ) -> Any:
     """Make an optimizer average the gradients over all ranks before it clips and applies them.
 
@@ -38,12 +40,15 @@ def DistributedOptimizer(
             more.
         sparse_as_dense: on TensorFlow, whether gradients of embeddings are sent as dense tensors; else their
             rows are gathered.
+        backward_passes_per_step: Horovod's name; only 1. More is ``gradient_accumulation_steps`` of Keras.
+        average_aggregated_gradients: Horovod's name, of what one pass does not have.
 
     Returns:
         The optimizer.
 
     Raises:
-        UsageError: it averages already, a name is unknown, or this Keras calls its gradients another way.
+        UsageError: it averages already, a name is unknown, more passes than one are asked for, or this Keras
+            calls its gradients another way.
 
     Example:
         >>> import keras, shoal.keras as sk
@@ -53,6 +58,11 @@ def DistributedOptimizer(
         'Adam'
         >>> sk.shutdown()
     """
+    if backward_passes_per_step != 1:
+        raise UsageError(
+            f"backward_passes_per_step {backward_passes_per_step} must be 1: Keras accumulates gradients "
+            f"itself, by optimizer(..., gradient_accumulation_steps={backward_passes_per_step})"
+        )
     if is_distributed(optimizer):
         raise UsageError("this optimizer averages gradients already; call DistributedOptimizer once")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
