@@ -56,6 +56,9 @@ _ROWS_OF: Mapping[str, Format] = {
     ".parquet": "parquet",
 }
 
+_TABLES = (".csv", ".tsv")
+"""Suffixes of files whose lines would be columns with their names and quotes, not text."""
+
 MAX_ARTICLE_BYTES = 64 << 20
 """Limit of an article: bounds memory, and a file without line ends is most likely a mistake."""
 
@@ -113,7 +116,8 @@ def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[S
     ``lines``, and those of a directory or glob as ``files``.
 
     Raises:
-        UsageError: a source does not exist, cannot be read, or all of them hold nothing.
+        UsageError: a source does not exist, cannot be read, is a table in .csv or .tsv, or all of them hold
+            nothing.
     """
     if not sources:
         raise UsageError("no source is given; name files, directories, globs, or `builtin`")
@@ -173,6 +177,12 @@ def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool
     guess: Format = "wikitext" if _TITLE.search(head) else "lines" if alone else "files"
     if is_dump(head):
         guess = "mediawiki"
+    if form == "auto" and (suffix := Path(plain).suffix.lower()) in _TABLES:
+        raise UsageError(
+            f"{path}: of a table in {suffix} the column names, quotes and other columns would become text; "
+            "convert it to .jsonl or .parquet and name the column as FILE:COLUMN, or take its lines as they "
+            "are by --format lines"
+        )
     file = SourceFile(
         path=path,
         format=_ROWS_OF.get(Path(plain).suffix, guess) if form == "auto" else form,

@@ -40,6 +40,15 @@ def test_lines_are_articles_and_empty_ones_are_none(tmp_path: Path) -> None:
     assert articles_of(cut_chunks(files, 1 << 20)) == ["One two.", "Three. Four.", "last without end"]
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.TSV", "rows.csv.gz"])
+def test_a_table_is_not_taken_for_lines(tmp_path: Path, name: str) -> None:
+    text = b'id,text\n1,"One, two."\n'
+    path = write(tmp_path / name, gzip.compress(text) if name.endswith(".gz") else text)
+    with pytest.raises(UsageError, match=r"rows\.\S+: of a table in \.[ct]sv .* by --format lines$"):
+        find_files([str(path)], "auto")
+    assert [file.format for file in find_files([str(path)], "lines")] == ["lines"]
+
+
 def test_directory_is_sorted_and_each_file_an_article(tmp_path: Path) -> None:
     write(tmp_path / "b" / "2.txt", "Second.\n\nIts  other\nparagraph.\n")
     write(tmp_path / "a" / "9.txt", "First.")
