@@ -21,6 +21,9 @@ def test_a_script_is_written_and_a_wrong_setting_of_the_recipe_is_found_first(tm
     assert "train.global_batch_size 9 does not divide over 2 workers" in wrong.stderr
     assert "--no-check submits it anyway" in wrong.stderr
     assert not (tmp_path / "job").exists()
+    for program in (("/opt/venv/bin/shoal",), ("python3", "-m", "shoal")):
+        by_path = shoal(*where, "--", *program, *TRAIN[1:], "--data.pth", "x", cwd=tmp_path)
+        assert by_path.returncode == 2 and "data.pth" in by_path.stderr
     done = shoal(*where, "--", *TRAIN, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     script = tmp_path / "job" / "job.sbatch"
@@ -91,6 +94,9 @@ def test_dry_runs_have_the_planners_summary(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["RoleArn"].endswith("/shoal")
     assert "bert-large on 2xp4d.24xlarge" in done.stderr and "c5n.18xlarge" in done.stderr
+    written = shoal("submit", "sagemaker", *options[:4], *training, "--to", "job", *bert, cwd=tmp_path)
+    assert "head -c 32 /dev/urandom | base64 > secret); aws secretsmanager create-secret" in written.stdout
+    assert "--secret-string file://secret; rm secret\n" in written.stdout  # not an argument, which ps shows
 
 
 def test_commands_for_other_hosts_are_shown(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def slurm(
     _require_command(command)
     folder = (to or Path("jobs") / queue.job_name(job, command)).absolute()
     script = queue.render(job, command, folder)
-    checked = check and command[0] == "shoal" and command[1:2] and command[1] in _CHECKED
-    said = _check_settings(command, job) if checked else []
+    own = _own_words(command)
+    said = _check_settings(own, job) if check and own[:1] and own[0] in _CHECKED else []
     if dry_run:
         print("\n".join([script, *said]))
         _summarise(script, command, job, machine, helper_machine)
@@ -188,9 +188,11 @@ def sagemaker(
             archive = folder / ARCHIVE
             archive.write_bytes(pack(filled.source))
             print(f"its program: aws s3 cp {archive} {training.source_uri(filled, name)}")
-        value = '"$(head -c 32 /dev/urandom | base64)"'
-        secret = f"--name {training.secret_name(base)} --secret-string {value}"
-        print(f"its secret: aws secretsmanager create-secret {secret}")
+        secret = (
+            f"--name {training.secret_name(base)} --secret-string file://secret"  # not in a list of processes
+        )
+        make = "(umask 077; head -c 32 /dev/urandom | base64 > secret)"
+        print(f"its secret: {make}; aws secretsmanager create-secret {secret}; rm secret")
         print(f"submit it with: aws sagemaker create-training-job --cli-input-json file://{path}")
         return EXIT_OK
     training.submit(filled, request)
@@ -299,15 +301,27 @@ def _check_instance(job: SageMakerJob) -> None:
         )
 
 
+def _own_words(command: Sequence[str]) -> list[str]:
+    """Return the words after ``shoal``, by whatever path it is named; empty for another program."""
+    if Path(command[0]).name == "shoal":
+        return list(command[1:])
+    is_python = Path(command[0]).name.startswith("python")
+    return list(command[3:]) if is_python and list(command[1:3]) == ["-m", "shoal"] else []
+
+
 def _check_settings(command: Sequence[str], job: SlurmJob) -> list[str]:
     """Run the recipe's own check of its settings for all workers, and return what it says of the run.
+
+    Args:
+        command: its words after ``shoal``.
+        job: has the number of workers.
 
     Raises:
         UsageError: they cannot work together or with the data.
     """
     if "--workers" in command:
         raise UsageError("leave --workers out of the command: --workers-per-host N goes before the --")
-    words = [word.replace(queue.SEED, "0") for word in command[1:]]
+    words = [word.replace(queue.SEED, "0") for word in command]
     count = job.hosts * (job.workers_per_host or job.gpus_per_host or 1)
     if job.min_hosts is not None and job.global_batch is not None:
         count = count // job.hosts
@@ -338,7 +352,8 @@ def _prediction(
     command: Sequence[str], hosts: int, machine: str | None, helpers: int, helper_machine: str | None
 ) -> str:
     """Return the planner's time and cost of a recipe on the given machines; empty: it does not know them."""
-    recipe = _PLANNED.get(command[2]) if list(command[:2]) == ["shoal", "train"] and command[2:] else None
+    own = _own_words(command)
+    recipe = _PLANNED.get(own[1]) if own[:1] == ["train"] and own[1:] else None
     if machine is None or recipe is None:
         return ""
     from shoal.planner import answer, api

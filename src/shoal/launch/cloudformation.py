@@ -155,7 +155,7 @@ Resources:
       BatchImportMetaDataOnCreate: true
       S3:
         AutoImportPolicy: {Events: [NEW, CHANGED, DELETED]}
-        AutoExportPolicy: {Events: [NEW, CHANGED, DELETED]}
+        AutoExportPolicy: {Events: [NEW, CHANGED]}  # rm on /fsx/data leaves the bucket as it is
   Ssh:
     Type: AWS::EC2::SecurityGroup
     Properties:

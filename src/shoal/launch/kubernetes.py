@@ -49,7 +49,7 @@ class KubernetesJob:
     gpu: str = "nvidia.com/gpu"
     """Resource name of a GPU in the cluster."""
     efa_per_host: int | None = None
-    """EFA interfaces of a worker pod (vpc.amazonaws.com/efa); without any the pods use TCP."""
+    """EFA interfaces of a worker pod (vpc.amazonaws.com/efa), for NCCL's plug-in; backend shoal uses TCP."""
     cpus_per_host: str | None = None
     """CPUs of a worker pod; needed without GPUs."""
     memory_per_host: str | None = None

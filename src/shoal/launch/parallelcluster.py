@@ -61,7 +61,6 @@ Scheduling:
   Scheduler: slurm
   SlurmSettings:
     ScaledownIdletime: 10
-    CustomSlurmSettings: [{{PreemptType: preempt/partition_prio}}, {{PreemptMode: REQUEUE}}]
   SlurmQueues:
 {workers}{helpers}SharedStorage:
 - Name: fsx
@@ -79,7 +78,7 @@ Scheduling:
       DataRepositoryPath: s3://{bucket}
       BatchImportMetaDataOnCreate: true
       AutoImportPolicy: [NEW, CHANGED, DELETED]
-      AutoExportPolicy: [NEW, CHANGED, DELETED]
+      AutoExportPolicy: [NEW, CHANGED]  # rm on /fsx/data leaves the bucket as it is
 """
 
 _QUEUE = """\

@@ -13,13 +13,12 @@ from shoal.errors import ShoalError, UsageError
 
 ARCHIVE = "source.tar.gz"
 MAX_BYTES = 100 << 20
-_LEFT_OUT = frozenset((".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"))
 
 
 def pack(folder: Path) -> bytes:
     """Return the files of a folder as ``.tar.gz``; the same files give the same bytes.
 
-    Version control, caches, links and special files are left out.
+    Hidden files and folders, such as ``.env`` and ``.git``, caches, links and special files are left out.
 
     Raises:
         UsageError: it is no folder, has no files, or more than 100 MiB.
@@ -50,8 +49,8 @@ def pack(folder: Path) -> bytes:
 def _files(folder: Path) -> list[Path]:
     found = []
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(set(folders) - _LEFT_OUT)
-        paths = [Path(root, name) for name in files]
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+        paths = [Path(root, name) for name in files if not name.startswith(".")]
         found += [path for path in paths if path.is_file() and not path.is_symlink()]
     return sorted(path for path in found if path.suffix != ".pyc")
 

@@ -26,7 +26,6 @@ Scheduling:
   Scheduler: slurm
   SlurmSettings:
     ScaledownIdletime: 10
-    CustomSlurmSettings: [{PreemptType: preempt/partition_prio}, {PreemptMode: REQUEUE}]
   SlurmQueues:
   - Name: workers
     CapacityType: ONDEMAND
@@ -52,6 +51,8 @@ def test_a_cluster_reads_like_this() -> None:
     assert helpers["ComputeResources"][0]["Efa"] == {"Enabled": True}
     (storage,) = found["SharedStorage"]
     assert (storage["MountDir"], storage["FsxLustreSettings"]["DeletionPolicy"]) == ("/fsx", "Retain")
+    association = storage["FsxLustreSettings"]["DataRepositoryAssociations"][0]
+    assert association["AutoExportPolicy"] == ["NEW", "CHANGED"]  # nothing is deleted in the bucket
     alone = yaml.safe_load(render(ParallelCluster(**COMMON, helpers=0, spot=True)))["Scheduling"][
         "SlurmQueues"
     ]

@@ -20,7 +20,7 @@ def program(folder: Path) -> Path:
     (folder / "train.py").write_text("print('é')\n")
     (folder / "parts" / "run.sh").write_text("#!/bin/sh\n")
     (folder / "parts" / "run.sh").chmod(0o755)
-    for left_out in (".git/config", "parts/__pycache__/x.py", "old.pyc"):
+    for left_out in (".env", "parts/.netrc", ".git/config", "parts/__pycache__/x.py", "old.pyc"):
         (folder / left_out).write_text("no")
     (folder / "link").symlink_to("/etc/passwd")
     return folder
