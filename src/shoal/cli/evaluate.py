@@ -22,8 +22,9 @@ evaluate.config = (settings_of_the_run,)
 
 _SQUAD = """Score answers to SQuAD 1.1 or 2.0, or a model that answers: as the official scripts print scores.
 
-Of a file of predictions, a question without one counts as wrong. A model answers the questions on all
-workers; its scores are bitwise those of its own finetuning in the same precision, on any number of workers.
+Of a file of predictions, a question without one counts as wrong by the rules of 1.1 and is left out by those
+of 2.0; the output says how many there are. A model answers all questions, on all workers; its scores are
+bitwise those of its own finetuning in the same precision, on any number of workers.
 """
 _DETECTOR = """Find objects in labelled images with a trained detector and compute COCO's metrics.
 

@@ -2,8 +2,9 @@
 
 The rules are those of the organisers' evaluate-v1.1.py and evaluate-v2.0.py (Rajpurkar et al., arXiv
 1606.05250 and 1806.03822). They differ: 2.0 ignores gold answers that are empty once normalised and takes
-"" as the only gold if none is left; its F1 of two empty texts is 1 (in 1.1 it is 0). A question without a
-prediction counts as wrong, as in 1.1; the script of 2.0 ends with an error there.
+"" as the only gold if none is left; its F1 of two empty texts is 1 (in 1.1 it is 0). Of a file of
+predictions, a question without one counts as wrong in 1.1; 2.0 leaves it out (its script then ends with an
+error where it counts questions with and without answers). In the scores of a run it counts as wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shoal.atomic_io import write_json
 from shoal.data.squad.dataset import (
@@ -31,6 +32,8 @@ from shoal.data.squad.dataset import (
 )
 from shoal.errors import UsageError
 
+Missing = Literal["wrong", "left out"]
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -42,7 +45,7 @@ class Scores:
     official: dict[str, Any]
     """The object that the official script prints, with its keys."""
     missing: tuple[str, ...]
-    """Questions without a prediction; they count as wrong."""
+    """Questions without a prediction."""
     unknown: tuple[str, ...]
     """Predictions for questions that the data does not have; they do not count."""
 
@@ -54,6 +57,7 @@ def score_squad(
     null_odds: Mapping[str, float] | None = None,
     null_threshold: float = 1.0,
     version: Version | None = None,
+    missing_are: Missing = "wrong",
 ) -> Scores:
     """Score predictions.
 
@@ -61,6 +65,7 @@ def score_squad(
         null_odds: for each question, the odds that it has no answer; gives the best thresholds.
         null_threshold: questions with higher odds count as unanswered, as in the official script; 2.0 only.
         version: the rules; default: those of the data.
+        missing_are: how questions without a prediction count.
 
     Raises:
         UsageError: the predictions are for other data, null odds are missing or come with the rules of 1.1,
@@ -75,9 +80,9 @@ def score_squad(
             "predictions; their ids must be those of the data"
         )
     unknown = tuple(name for name in predictions if name not in known)
+    questions = [q for q in data.questions if missing_are == "wrong" or q.id in predictions]
     raw = {
-        question.id: _compare(data, question, predictions.get(question.id), version)
-        for question in data.questions
+        question.id: _compare(data, question, predictions.get(question.id), version) for question in questions
     }
     if version == "1.1":
         if null_odds is not None:
@@ -91,16 +96,16 @@ def score_squad(
             raise UsageError(
                 f"the null odds lack questions that have a prediction: {shorten(sorted(absent))}"
             )
-        for question in data.questions:
+        for question in questions:
             if question.id in predictions and null_odds[question.id] > null_threshold:
                 final[question.id] = (float(not question.answers),) * 2
         for which, name in enumerate(("best_exact", "best_f1")):
             best[name], best[f"{name}_thresh"] = _best_threshold(
-                data.questions, predictions, null_odds, raw, which
+                questions, predictions, null_odds, raw, which
             )
     official = _part(final, list(final))
     for prefix, has_answer in (("HasAns_", True), ("NoAns_", False)):
-        if names := [question.id for question in data.questions if bool(question.answers) == has_answer]:
+        if names := [question.id for question in questions if bool(question.answers) == has_answer]:
             official |= {prefix + key: value for key, value in _part(final, names).items()}
     return Scores(official=official | best, missing=missing, unknown=unknown)
 
@@ -190,21 +195,27 @@ def evaluate(
         ShoalError: ``out`` cannot be written.
     """
     squad = read_squad(data, misplaced="keep")
+    rules = version or squad.version
+    missing_are: Missing = "wrong" if rules == "1.1" else "left out"
     scores = score_squad(
         squad,
         read_predictions(predictions),
         null_odds=read_null_odds(null_odds) if null_odds is not None else None,
         null_threshold=null_threshold,
-        version=version,
+        version=rules,
+        missing_are=missing_are,
     )
+    official = scores.official
+    if scores.missing:
+        official = {**official, f"missing_{missing_are.replace(' ', '_')}": len(scores.missing)}
     if line := describe_misplaced(squad):
         print(f"shoal: {line}", file=sys.stderr)
     for names, what in (
-        (scores.missing, "questions have no prediction and count as wrong"),
+        (scores.missing, f"questions have no prediction and are {missing_are}, by the rules of {rules}"),
         (scores.unknown, "predictions are for questions that the data does not have and do not count"),
     ):
         if names:
             print(f"shoal: {predictions}: {len(names)} {what} ({shorten(names)})", file=sys.stderr)
     if out is not None:
-        write_json(out, scores.official)
-    return json.dumps(scores.official, indent=2)
+        write_json(out, official)
+    return json.dumps(official, indent=2)

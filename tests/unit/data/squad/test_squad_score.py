@@ -126,6 +126,16 @@ def test_missing_predictions_are_wrong_and_unknown_ones_do_not_count() -> None:
     assert old.official == {"exact_match": 50.0, "f1": 50.0}
 
 
+def test_predictions_left_out_are_as_if_nobody_had_asked() -> None:
+    golds = {"a": ["x y"], "b": ["y"], "c": [], "d": ["z"], "e": [], "f": ["w"]}
+    predictions, odds = {"a": "x", "c": "no", "d": "z", "e": ""}, {"a": 0.5, "c": 0.7, "d": -2.0, "e": 1.0}
+    asked = make_data({name: texts for name, texts in golds.items() if name in predictions}, "2.0")
+    found = score_squad(make_data(golds), predictions, null_odds=odds, missing_are="left out")
+    wanted = score_squad(asked, predictions, null_odds=odds)
+    assert found.official == wanted.official and found.official["total"] == 4
+    assert found.missing == ("b", "f")
+
+
 def test_thresholds() -> None:
     """By hand: in the order of odds d(-2, right 1), a(0.5, f1 2/3), c(0.7, answered: -1), b(3, right)."""
     data = make_data({"a": ["x y"], "b": ["y"], "c": [], "d": ["z"], "e": []})
@@ -178,14 +188,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     tree = json.loads(result.stdout)
     assert tree == json.loads((tmp_path / "out.json").read_text())
-    assert (tree["exact"], tree["HasAns_exact"], tree["NoAns_exact"], tree["best_f1_thresh"]) == (
-        50,
-        100,
-        0,
-        -1,
-    )
+    assert (tree["exact"], tree["HasAns_exact"], tree["best_f1_thresh"]) == (100, 100, -1)
+    assert (tree["total"], tree["missing_left_out"]) == (1, 1) and "NoAns_exact" not in tree
     assert "1 answers do not stand at answer_start" in result.stderr
-    assert "1 questions have no prediction and count as wrong (b)" in result.stderr
+    assert "1 questions have no prediction and are left out, by the rules of 2.0 (b)" in result.stderr
     assert "1 predictions are for questions that the data does not have and do not count (z)" in result.stderr
     (tmp_path / "p.json").write_text('{"a": "x", "a": "y"}')
     wrong = score("--predictions", "p.json")
