@@ -17,6 +17,7 @@ import numpy as np
 import pretrain_jobs
 import pytest
 import use_jobs
+from PIL import Image
 from transformers import BertConfig, BertForMaskedLM
 
 import finetune_made as made
@@ -295,6 +296,36 @@ def test_scores_of_images_are_the_bits_of_the_run(resnet_run: Path, tmp_path: Pa
     found = json.loads(out.read_text())
     assert {name: found[name] for name in last.metrics} == last.metrics
     assert found["precision"] == "fp32" and said.endswith(", in fp32\n")
+
+
+@pytest.mark.slow
+def test_predictions_of_png_files_are_those_of_their_shards(
+    resnet_run: Path, predicted: Predicted, tmp_path: Path
+) -> None:
+    """Noise, which a JPEG changes most; the probabilities give the accuracy and the loss of the shards."""
+    classes = ImageShards(resnet_run.parent / "images", "validation").manifest.classes
+    rng = np.random.default_rng(1)
+    for name in (
+        f"{split}/{label}/{number}.png"
+        for split in ("train", "val")
+        for label in classes
+        for number in range(5)
+    ):
+        file = tmp_path / "in" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (26, 26, 3), dtype=np.uint8)).save(file)
+    assert (
+        shoal("prepare", "images", str(tmp_path / "in"), "--out", str(tmp_path / "out")).returncode == EXIT_OK
+    )
+    options = ("--data", tmp_path / "out", "--precision", "fp32", "--json", tmp_path / "scores.json")
+    use_jobs.said(tmp_path, "evaluate", "imagenet", resnet_run, *options)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    rows = predicted("resnet50", tmp_path / "in" / "val", "--model", resnet_run, "--top", 4)
+    labels = [Path(row["image"]).parent.name for row in rows]
+    assert sum(row["label"] == label for row, label in zip(rows, labels, strict=True)) == scores["top1"]
+    chances = [{one["label"]: one["probability"] for one in row["top"]} for row in rows]
+    losses = [-np.log(chance[label]) for chance, label in zip(chances, labels, strict=True)]
+    assert np.mean(losses) == pytest.approx(scores["loss"], rel=1e-6)
 
 
 def test_bad_images_are_named(resnet_run: Path, tmp_path: Path) -> None:

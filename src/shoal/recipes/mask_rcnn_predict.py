@@ -22,6 +22,7 @@ from shoal.data.coco.masks import bitmaps
 from shoal.data.coco.results import KINDS
 from shoal.data.coco.transform import unflipped_pixels
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
+from shoal.data.images.files import read_image
 from shoal.data.images.pixels import Pixels, finish
 from shoal.data.images.reencode import check_pillow
 from shoal.data.images.transform import decode, normalisation
@@ -155,10 +156,9 @@ def objects_in(
 
 
 def _pixels_of(path: Path) -> Pixels:
+    image = read_image(path)
     try:
-        return decode(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        return decode(image)
     except ShoalError as error:
         raise UsageError(f"{path}: {error}") from None
 

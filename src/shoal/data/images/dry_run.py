@@ -39,12 +39,12 @@ def dry_run(source: ImageSource, config: ImagePrepareConfig) -> list[str]:
     for image in images:
         try:
             data = read_image(image)
-            jpeg = reencode(data, config).jpeg
+            encoded = reencode(data, config).data
         except BadImage:
             bad.append(image.name)
             continue
-        after += len(jpeg) + 2 * _MEMBER_BYTES
-        changed += jpeg is not data
+        after += len(encoded) + 2 * _MEMBER_BYTES
+        changed += encoded is not data
     scale = sum(found.num_bytes for found in totals.values()) / max(sum(image.size for image in images), 1)
     processes = config.processes or num_cores()
     seconds = max((time.process_time() - begin_s) * scale / processes, 1)

@@ -1,4 +1,7 @@
-"""Reads images from files as a model takes them, without labels: for predictions."""
+"""Reads images from files as a model takes them, without labels: for predictions.
+
+Each is first brought into the form that a shard would store, so that it is predicted as it is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.images.folder import SUFFIXES
+from shoal.data.images.headers import BadImage
 from shoal.data.images.reader import DecodeThreads, Transform
+from shoal.data.images.reencode import ReencodeConfig, reencode
 from shoal.data.steps import SizedReader, example_names
 from shoal.errors import ShoalError, UsageError
 
@@ -35,6 +40,20 @@ def image_files(inputs: Sequence[Path]) -> list[Path]:
             raise UsageError(f"{path}: no file in this folder has the suffix of an image")
         found += inside
     return found
+
+
+def read_image(path: Path) -> bytes:
+    """Return an image file as ``shoal prepare images`` stores it: upright, RGB or greyscale of 8 bits.
+
+    Raises:
+        UsageError: it cannot be read, or is no image.
+    """
+    try:
+        return reencode(path.read_bytes(), ReencodeConfig()).data
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except BadImage as error:
+        raise UsageError(f"{path}: not an image that can be decoded: it {error}") from None
 
 
 class FileReader(SizedReader):
@@ -73,10 +92,9 @@ class FileReader(SizedReader):
 
         def make(row: int) -> None:
             path = self.files[indices_[row]]
+            image = read_image(path)
             try:
-                self.transform(path.read_bytes(), images[row], (0, 0, 0))
-            except OSError as error:
-                raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+                self.transform(image, images[row], (0, 0, 0))
             except ShoalError as error:
                 raise UsageError(f"{path}: {error}") from None
 

@@ -250,8 +250,7 @@ def write_shard(task: ShardTask) -> ShardResult:
                 check_allowed(skipped, _config.on_bad)
             else:
                 extra = None if image.annotations is None else image.annotations.encode()
-                jpeg, width, height = encoded
-                writer.add(image.key, jpeg, width=width, height=height, label=image.label, annotations=extra)
+                writer.add(image.key, **encoded._asdict(), label=image.label, annotations=extra)
             advance(image.size)
         shard = writer.finish() if writer.num_images else None
     record = {"shard": shard and dataclasses.asdict(shard), "skipped": skipped}

@@ -1,8 +1,9 @@
-"""Converts an image of a source to the JPEG that a shard stores; keeps its bytes if nothing has to change.
+"""Converts an image to the form that a shard stores; keeps the bytes of a JPEG, PNG or WebP if it can.
 
-Other formats and CMYK become RGB JPEG, EXIF rotation is applied, and an image whose shorter side is above the
-limit is downscaled. Greyscale stays greyscale. Every image is decoded once, at an eighth of its size, which
-reads all of its data: a truncated file is found now and not in training.
+EXIF rotation is applied, an image whose shorter side is above the limit is downscaled, and other formats,
+numbers of bits and channels become RGB or greyscale of 8 bits. What has to be encoded again becomes a JPEG if
+it was one, else a PNG, whose pixels are the same. Every image is decoded once, a JPEG at an eighth of its
+size, which reads all of its data: a truncated file is found now and not in training.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _ORIENTATION = 0x0112  # tag of EXIF (TIFF 6.0, section 8)
 _UPRIGHT = 1
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """Pillow's ``Transpose`` that undoes each orientation, as in its ``exif_transpose``."""
-_JPEG_SIDE = 65_500  # libjpeg's limit
 _JPEGS = ("JPEG", "MPO")  # MPO: a JPEG with more pictures behind the first, as phones write it
+_SUFFIXES = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+"""Formats that are stored, and the suffixes of their members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class ReencodeConfig:
     resize: int = 0
     """Downscale images whose shorter side has more pixels than this, to this; 0 keeps all sizes."""
     quality: int = 90
-    """JPEG quality of images that are encoded again, 1 to 95."""
+    """JPEG quality of JPEGs that are encoded again, 1 to 95; other formats lose nothing."""
 
     def __post_init__(self) -> None:
         """Check each field.
@@ -53,15 +55,16 @@ class ReencodeConfig:
 
 
 class Encoded(NamedTuple):
-    """A JPEG and its size in pixels."""
+    """A JPEG, PNG or WebP, its size in pixels and its suffix."""
 
-    jpeg: bytes
+    data: bytes
     width: int
     height: int
+    suffix: str
 
 
 def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
-    """Return the JPEG of an image: ``data`` itself if nothing needs to change.
+    """Return an image as a shard stores it: ``data`` itself if nothing needs to change.
 
     Raises:
         BadImage: it cannot be decoded, or not completely.
@@ -86,11 +89,13 @@ def _reencoded(data: bytes, config: ReencodeConfig) -> Encoded:
         width, height = image.size
         orientation = _orientation(image)
         small_enough = config.resize == 0 or min(width, height) <= config.resize
-        as_it_is = image.format in _JPEGS and image.mode in ("L", "RGB") and orientation == _UPRIGHT
-        if as_it_is and small_enough:
-            image.draft(image.mode, (1, 1))
+        is_jpeg = image.format in _JPEGS
+        is_one = is_jpeg or not getattr(image, "is_animated", False)
+        as_it_is = image.format in _SUFFIXES and image.mode in ("L", "RGB") and orientation == _UPRIGHT
+        if as_it_is and is_one and small_enough:
+            image.draft(image.mode, (1, 1))  # of a JPEG; nothing is lost in others
             image.load()
-            return Encoded(data, width, height)
+            return Encoded(data, width, height, _SUFFIXES[str(image.format)])
         image.load()
         pixels = _eight_bits(image)
         if orientation in _TURNS:
@@ -99,11 +104,10 @@ def _reencoded(data: bytes, config: ReencodeConfig) -> Encoded:
             factor = config.resize / min(pixels.size)
             width, height = (max(config.resize, round(side * factor)) for side in pixels.size)
             pixels = pixels.resize((width, height), Resampling.LANCZOS)
-        if max(pixels.size) > _JPEG_SIDE:
-            raise BadImage(f"is too large for a JPEG: {pixels.width} x {pixels.height} pixels")
-        out = io.BytesIO()
-        pixels.save(out, "JPEG", quality=config.quality)
-        return Encoded(out.getvalue(), *pixels.size)
+        form, out = "JPEG" if is_jpeg else "PNG", io.BytesIO()
+        pixels.info.clear()  # profiles, transparency and a rotation that is done
+        pixels.save(out, form, quality=config.quality)
+        return Encoded(out.getvalue(), *pixels.size, _SUFFIXES[form])
 
 
 def check_pillow() -> None:

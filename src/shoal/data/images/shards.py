@@ -1,6 +1,7 @@
 """Writes image shards, and reads any image of a split by its number.
 
-A shard ``NAME`` is two files. ``NAME.tar`` has WebDataset's layout: an image is two members, ``KEY.jpg`` and
+A shard ``NAME`` is two files. ``NAME.tar`` has WebDataset's layout: an image is two members, ``KEY.jpg`` (or
+``.png``, ``.webp``) and
 ``KEY.cls`` (its label in ASCII), or ``KEY.json`` for its annotations. Members have no owner, time or mode, so
 the same images give the same bytes. ``NAME.index`` is nothing but records of ``RECORD``, one per image, in
 the order of the tar. The reader maps or fetches the bytes ``[offset, offset + size)`` and never parses the
@@ -41,7 +42,7 @@ RECORD = np.dtype(
         ("reserved", "<i4"),
     ]
 )
-"""``offset`` and ``size``: the bytes of the JPEG in the tar; ``width`` and ``height`` in pixels.
+"""``offset`` and ``size``: the bytes of the image in the tar; ``width`` and ``height`` in pixels.
 
 ``label`` is -1 if there is none. ``extra_*`` is the image's last other member: its annotations (``.json``) if
 it has some, else its label (``.cls``)."""
@@ -75,10 +76,11 @@ class ImageShardWriter:
     def add(
         self,
         key: str,
-        jpeg: bytes,
+        data: bytes,
         *,
         width: int,
         height: int,
+        suffix: str = "jpg",
         label: int = -1,
         annotations: bytes | None = None,
     ) -> None:
@@ -86,22 +88,23 @@ class ImageShardWriter:
 
         Args:
             key: its name in the tar; without a dot after its last slash, where WebDataset's suffix begins.
-            jpeg: the bytes of the file.
+            data: the bytes of the file.
             width, height: in pixels.
+            suffix: of its format.
             label: its class, or -1.
             annotations: JSON to store as ``KEY.json``, or ``None``.
 
         Raises:
             ShoalError: the disk is full.
         """
-        place = self._member(f"{key}.jpg", jpeg)
+        place = self._member(f"{key}.{suffix}", data)
         extra = (0, 0)
         if label >= 0:
             text = str(label).encode()
             extra = self._member(f"{key}.cls", text), len(text)
         if annotations is not None:
             extra = self._member(f"{key}.json", annotations), len(annotations)
-        record = (place, len(jpeg), label, width, height, *extra, 0)
+        record = (place, len(data), label, width, height, *extra, 0)
         self._records += np.array([record], dtype=RECORD).tobytes()
         self.num_images += 1
 

@@ -36,7 +36,7 @@ class DrawnImage(NamedTuple):
     """A drawn image, encoded, with its label or its annotations."""
 
     key: str
-    jpeg: bytes
+    data: bytes
     width: int
     height: int
     label: int = -1
@@ -156,7 +156,7 @@ def write_drawn(
         splits = {}
         for number, split in enumerate(SPLITS):
             images = draw(number)
-            count = num_shards(len(images), sum(len(image.jpeg) for image in images), _SHARD_BYTES)
+            count = num_shards(len(images), sum(len(image.data) for image in images), _SHARD_BYTES)
             tasks = [ShardTask(split, shard, count) for shard in range(count)]
             splits[split] = tuple(_write_shard(out, task, images) for task in tasks)
         manifest = ImageManifest(classes=classes, source=description, splits=splits)

@@ -13,10 +13,10 @@ from shoal.data.images.shards import RECORD, ImageShardWriter
 from shoal.errors import ShoalError, UsageError
 
 IMAGES = [
-    {"key": "cat/1", "jpeg": b"one", "label": 3, "width": 5, "height": 4},
-    {"key": "lang/" + "ä" * 120, "jpeg": b"x" * 1536, "label": 0, "width": 7, "height": 6},
-    {"key": "000042", "jpeg": b"y" * 513, "width": 70_000, "height": 1, "annotations": b'{"boxes": []}'},
-    {"key": "both", "jpeg": b"", "label": 12, "width": 1, "height": 1, "annotations": b"[1]"},
+    {"key": "cat/1", "data": b"one", "label": 3, "width": 5, "height": 4},
+    {"key": "lang/" + "ä" * 120, "data": b"x" * 1536, "label": 0, "width": 7, "height": 6},
+    {"key": "000042", "data": b"y" * 513, "width": 70_000, "height": 1, "annotations": b'{"boxes": []}'},
+    {"key": "both", "data": b"", "label": 12, "width": 1, "height": 1, "annotations": b"[1]"},
 ]
 
 
@@ -45,14 +45,14 @@ def test_the_index_finds_what_the_tar_holds(tmp_path):
     expected = []
     for image, record in zip(IMAGES, records, strict=True):
         label = image.get("label", -1)
-        assert data[record["offset"] :][: record["size"]] == image["jpeg"]
+        assert data[record["offset"] :][: record["size"]] == image["data"]
         assert data[record["extra_offset"] :][: record["extra_size"]] == image.get(
             "annotations", str(label).encode()
         )
         assert [record[name] for name in ("label", "width", "height", "reserved")] == [
             label, image["width"], image["height"], 0,
         ]  # fmt: skip
-        expected.append((f"{image['key']}.jpg", image["jpeg"]))
+        expected.append((f"{image['key']}.jpg", image["data"]))
         if label >= 0:
             expected.append((f"{image['key']}.cls", str(label).encode()))
         if "annotations" in image:
