@@ -139,6 +139,7 @@ def divided(model: Path, train: Path, run_dir: Path, **parallel: Any) -> T5Class
         run_dir,
         model={"dropout": 0.1},
         train={"total_steps": 6, "global_batch_size": 16, "micro_batch_size": 2},
+        optim={"learning_rate": 1e-3},  # too low to learn to write a label: it would generate none
         run={"checkpoint_frequency": 3},
         parallel=parallel,
     )
