@@ -158,10 +158,14 @@ class Checkpointer:
             self.finish()
 
     def poll(self) -> list[record.Checkpoint]:
-        """Return the checkpoints completed since the last call. Never blocks and never raises."""
+        """Return the checkpoints completed since the last call. Never blocks.
+
+        Raises:
+            ShoalError: the save in progress has failed.
+        """
         pending = self._pending
-        if pending and pending.thread and not pending.thread.is_alive() and not pending.error:
-            self._settle()
+        if pending and pending.thread and not pending.thread.is_alive():
+            self.finish()
         completed, self._completed = self._completed, []
         return completed
 
@@ -259,7 +263,7 @@ class Checkpointer:
                 raise
             pending.num_bytes = sizes[0]
             pending.written_s = time.monotonic() - pending.requested
-        except Exception as error:  # noqa: BLE001  # raised in the training thread, at the next call
+        except Exception as error:  # noqa: BLE001  # raised in the training thread, at the next step
             pending.error = error
 
     def _temporary_name(self, path: Path) -> str:

@@ -748,7 +748,8 @@ class Run:
             wait: return when the checkpoint is complete on disk.
 
         Raises:
-            ShoalError: this save or the previous one failed.
+            ShoalError: this save failed, or the previous one. Without ``wait`` that of this one comes with a
+                later step.
         """
         if self._checkpointer is None:
             return

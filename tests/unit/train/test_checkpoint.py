@@ -419,6 +419,27 @@ def test_a_whole_checkpoint_without_its_name_is_adopted(tmp_path: Path, damage: 
     assert (folder / "step-00000003").stat().st_ino == expected
 
 
+def test_a_failed_save_is_raised_by_the_next_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of a run polls: a full disk is said at the next one, not at the next save."""
+
+    def full(*args: Any) -> checkpoint_files.WrittenFile:
+        raise ShoalError("cannot write: No space left on device")
+
+    model = Tied()
+    checkpointer = Checkpointer(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.train.checkpoint_plan.write_file", full)
+        checkpointer.save(1, {"model": model})
+        pending = checkpointer._pending
+        assert pending is not None and pending.thread is not None
+        pending.thread.join()
+    with pytest.raises(ShoalError, match="No space left on device"):
+        checkpointer.poll()
+    assert checkpointer.poll() == []
+    checkpointer.save(2, {"model": model}, wait=True)
+    assert [row.step for row in checkpointer.poll()] == [2]
+
+
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     saved_run(tmp_path, (1,))
     checkpointer = Checkpointer(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shoal import record
 from shoal.data.sources import digest_of_rows
 from shoal.env import alone
-from shoal.errors import RetryStep, UsageError
+from shoal.errors import RetryStep, ShoalError, UsageError
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig
 from shoal.train.run import Run, Sizes
 from shoal.train.step import Step
@@ -52,10 +53,11 @@ class Script:
         self.update: Callable[[Step], object] = lambda step: step.update(self.sgd, self.adamw)
         self.loop = LoopConfig(precision="fp32", max_nonfinite_steps=2)
         self.distributed = DistributedConfig(device="cpu")
+        self.checkpoint_frequency = 1
 
     def run(self, until: int = 2) -> list[record.Row]:
         """Run it on one worker and return its record."""
-        settings = RunOutputConfig(log_frequency=1, checkpoint_frequency=1)
+        settings = RunOutputConfig(log_frequency=1, checkpoint_frequency=self.checkpoint_frequency)
         (meeting := self.folder / "meeting").mkdir()
         with Run.open(
             self.folder / "run", settings=settings, loop=self.loop, distributed=self.distributed,
@@ -328,3 +330,26 @@ def test_a_digest_is_of_all_rows_that_differ() -> None:
     assert len(set(digests)) == 5 and 0 not in digests
     assert digest_of_rows([[rows, torch.ones(3)]], 3) == digests[0]
     assert digest_of_rows([torch.ones(3, 2), torch.zeros(3).bool(), torch.zeros(3, 0)], 3) == 0
+
+
+def test_a_save_that_fails_ends_the_run_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the next save, which may be hours later."""
+    script, steps = Script(tmp_path), []
+
+    def full(*args: object) -> None:
+        raise ShoalError("cannot write: No space left on device")
+
+    def forward(ddp: nn.Module, rows: Tensor) -> Tensor:
+        steps.append(len(steps))
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
+        return ddp(rows)
+
+    monkeypatch.setattr("shoal.train.checkpoint_plan.write_file", full)
+    script.forward, script.checkpoint_frequency = forward, 4
+    with pytest.raises(ShoalError, match="No space left on device"):
+        script.run(until=12)
+    assert len(steps) == 2 * 5, "the fifth step is the one after the save"
