@@ -486,7 +486,8 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes | None:
     """Return the job's secret from ``SHOAL_SECRET`` or the file ``SHOAL_SECRET_FILE``, or ``None``.
 
     Raises:
-        UsageError: the file cannot be read, or others can read it; or the secret is too short.
+        UsageError: the file cannot be read, is another user's, or others can read it; or the secret is too
+            short.
     """
     environ = os.environ if environ is None else environ
     if SECRET in environ:
@@ -517,6 +518,11 @@ def _read_secret(path: str) -> bytes:
         raise UsageError(
             f"{SECRET_FILE}={path} has the mode {mode:04o}, so that other users can read or change it; "
             f"chmod 600 {path} (a secret that Kubernetes mounts: defaultMode: 0440)"
+        )
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UsageError(
+            f"{SECRET_FILE}={path} belongs to the user with the id {status.st_uid}, who knows what is in it; "
+            f"a secret is a file of this user ({os.geteuid()}) or of root: copy it"
         )
     return value
 

@@ -293,6 +293,18 @@ def test_secret_files_of_a_group_of_others(tmp_path: Path, mode: int) -> None:
     assert secret_in(secret_file(tmp_path, 0o600, group=other)) == SECRET.encode()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_secret_files_are_this_users_or_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = secret_file(tmp_path, 0o640, group=os.getegid())
+    os.chown(path, 12345, -1)
+    with pytest.raises(UsageError, match=r"belongs to the user with the id 12345, .* or of root: copy it"):
+        secret_in(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert secret_in(path) == SECRET.encode()
+    os.chown(path, 0, -1)
+    assert secret_in(path) == SECRET.encode()
+
+
 def test_a_link_to_a_secret_counts_as_the_file(tmp_path: Path) -> None:
     """Kubernetes mounts a secret as a link, of mode 0777, through another one."""
     (tmp_path / "..2026").mkdir()

@@ -38,6 +38,7 @@ NEXT = ".next"
 _SAY_AFTER_S = 10.0
 _PAUSES_S = (0.1, 2.0)
 _SERVER = re.compile(r"[0-9a-zA-Z.:_-]{1,256}:[1-9][0-9]{0,4}")
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,8 @@ class Meeting:
                 + ("" if len(missing) < count else ": the workers' hosts do all the sums"),
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-        servers = ",".join(_server(self.folder / name) for name in names if name not in missing)
+        there = [self.folder / name for name in names if name not in missing]
+        servers = ",".join(_server(path, _read(path).strip()) for path in there)
         _write(self.folder / "helpers", servers)
         return servers
 
@@ -159,7 +161,8 @@ class Meeting:
         """Return the value of SHOAL_HELPERS that the first worker host has published."""
         path = self.folder / "helpers"
         _await(lambda: path.exists() or None, path, deadline_s + SHARED_DEADLINE_S)
-        return ",".join(filter(None, map(str.strip, path.read_text("utf-8").split(","))))
+        servers = [entry.strip() for entry in _read(path).split(",")]
+        return ",".join(_server(path, server) for server in servers if server)
 
     def publish_helper(self, number: int, server: str) -> None:
         """Write the address of a helper's server."""
@@ -168,7 +171,7 @@ class Meeting:
     def progress(self) -> str:
         """Return the last text of the first worker; empty if there is none."""
         try:
-            return self.progress_file.read_text("utf-8").strip()[:64]
+            return _read(self.progress_file).strip()[:64]
         except OSError:
             return ""
 
@@ -179,9 +182,15 @@ class Meeting:
             return []
         rows = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
         try:
-            return [Start(**row) for row in rows]
+            starts = [Start(**row) for row in rows]
         except TypeError:
-            raise ShoalError(f"{path} is not what shoal launch writes; remove it") from None
+            starts = None
+        types = {"run_id": str, "progress": str, "saved": bool}
+        if starts is None or any(
+            not isinstance(getattr(start, name), kind) for start in starts for name, kind in types.items()
+        ):
+            raise ShoalError(f"{path} is not what shoal launch writes; remove it")
+        return starts
 
     def _write_starts(self, starts: list[Start]) -> None:
         _write(self.job / "starts.json", json.dumps([asdict(start) for start in starts], indent=1))
@@ -224,8 +233,13 @@ def usable_hosts(num_hosts: int, workers_per_host: int, global_batch: int | None
     )
 
 
-def _server(path: Path) -> str:
-    text = path.read_text("utf-8").strip()
+def _read(path: Path) -> str:
+    """Return the text of a file, which may be anybody's: of bounded length, and whatever bytes it has."""
+    with path.open("rb") as file:
+        return file.read(_MAX_BYTES).decode("utf-8", "replace")
+
+
+def _server(path: Path, text: str) -> str:
     if not _SERVER.fullmatch(text):
         raise ShoalError(f"{path} has {text!r:.100}, which is no ADDRESS:PORT; start the job again")
     return text
@@ -250,9 +264,13 @@ def _await(find: Callable[[], T | None], path: Path, deadline_s: float) -> T:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, complete from the moment it has its name."""
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    with os.fdopen(os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+    """Write a file that only its owner can read, complete from the moment it has its name.
+
+    Who may write to the folder cannot guess the name before, and a link there is not followed.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY
+    with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())

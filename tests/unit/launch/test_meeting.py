@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal import env
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import meeting
 from shoal.launch.meeting import Meeting, Start, may_start, usable_hosts
@@ -112,6 +113,66 @@ def test_an_address_that_is_none(tmp_path: Path, text: str) -> None:
     first.publish_helper(0, text)
     with pytest.raises(ShoalError, match=r"helper-00000 has .* which is no ADDRESS:PORT"):
         first.gather_helpers(1, deadline_s=1, required=False)
+
+
+@pytest.mark.parametrize("text", ["10.0.0.9:4001,10.0.0.9", "a:1;b:2", "$(id):1", "\udcff:1"])
+def test_published_helpers_are_checked_too(tmp_path: Path, text: str) -> None:
+    first = Meeting(tmp_path, "7.0")
+    first.begin()
+    (first.folder / "helpers").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ShoalError, match=r"helpers has .* which is no ADDRESS:PORT"):
+        first.await_helpers(deadline_s=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["7", "{}", '["a"]', '[{"run_id": 7, "progress": ""}]', '[{"run_id": "7.0", "progress": null}]',
+     '[{"run_id": "7.0", "progress": "", "saved": 1}]', '[{"run_id": "7.0"}]', '[{"a": 1}]'],
+)  # fmt: skip
+def test_starts_of_other_types(tmp_path: Path, text: str) -> None:
+    (tmp_path / "starts.json").write_text(text)
+    if text == "{}":  # nothing in it
+        assert Meeting(tmp_path, "7.0").starts() == []
+        return
+    with pytest.raises(ShoalError, match=r"starts\.json is not what shoal launch writes; remove it"):
+        Meeting(tmp_path, "7.0").begin()
+
+
+def test_progress_of_any_bytes_is_bounded(tmp_path: Path) -> None:
+    job = Meeting(tmp_path, "7.0")
+    job.progress_file.write_bytes(b"\xff" * 1_000)
+    assert job.progress() == "\ufffd" * 64
+
+
+def test_a_file_is_written_under_a_name_that_nobody_can_take(tmp_path: Path) -> None:
+    """Another user who may write to the folder would have laid links there to a file of this one."""
+    job = Meeting(tmp_path, "7.0")
+    job.begin()
+    own = tmp_path / "own"
+    own.write_text("precious")
+    for name in ("helper-00000", "helpers", "starts.json"):
+        for folder in (job.folder, tmp_path):
+            (folder / f".{name}.{os.uname().nodename}.{os.getpid()}").symlink_to(own)
+    job.publish_helper(0, "10.0.0.9:4001")
+    job.gather_helpers(1, deadline_s=1, required=True)
+    job.saved()
+    assert own.read_text() == "precious" and own.is_file()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_secret_that_another_user_laid_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Meeting(tmp_path, "7.0")
+    job.folder.mkdir(parents=True)
+    job.secret_file.touch(mode=0o600)
+    job.secret_file.write_text("known to its owner")
+    os.chown(job.secret_file, 12345, -1)
+    monkeypatch.setenv(env.SECRET_FILE, str(job.begin()))
+    with pytest.raises(
+        UsageError, match=r"secret belongs to the user with the id 12345, who knows what is in it"
+    ):
+        env.secret()
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
