@@ -120,6 +120,20 @@ def test_silent_clients_are_closed_and_keep_nobody_out_for_longer() -> None:
         assert "shoal_server_info" in scrape(pages.url)
 
 
+def test_many_connections_of_one_address_keep_no_other_out() -> None:
+    with MetricsServer("0", dict, deadline_s=30.0) as pages, ExitStack() as stack:
+        place = urlsplit(pages.url)
+        there = (str(place.hostname), int(place.port or 0))
+        silent = [
+            stack.enter_context(socket.create_connection(there, source_address=("127.0.0.2", 0)))
+            for _ in range(3 * MAX_CLIENTS)
+        ]
+        assert "shoal_server_info" in scrape(pages.url)
+        for client in silent[:-1]:
+            client.settimeout(10)
+            assert client.recv(1) == b""
+
+
 def test_an_endless_request_is_cut_off() -> None:
     with MetricsServer("0", dict, deadline_s=DEADLINE_S) as pages:
         place = urlsplit(pages.url)

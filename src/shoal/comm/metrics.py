@@ -113,7 +113,9 @@ class _Server(ThreadingMixIn, HTTPServer):
 
     def __init__(self, place: tuple[str, int], page: Callable[[], str], deadline_s: float) -> None:
         self.page, self._deadline_s = page, deadline_s
-        self._free = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._places: dict[str, socket.socket] = {}
+        """The connection of each address that has one."""
+        self._lock = threading.Lock()
         super().__init__(place, _Handler)
 
     def server_bind(self) -> None:
@@ -121,14 +123,22 @@ class _Server(ThreadingMixIn, HTTPServer):
         super(HTTPServer, self).server_bind()
 
     def process_request(self, request: object, client_address: object) -> None:
-        assert isinstance(request, socket.socket)
-        if self._free.acquire(blocking=False):
+        """Give a connection the place of its address, whose earlier one is closed, or refuse it."""
+        assert isinstance(request, socket.socket) and isinstance(client_address, tuple)
+        with self._lock:
+            earlier = self._places.get(client_address[0])
+            is_free = earlier is not None or len(self._places) < MAX_CLIENTS
+            if is_free:
+                self._places[client_address[0]] = request
+        if earlier is not None:
+            _shut(earlier)
+        if is_free:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: object, client_address: object) -> None:
-        assert isinstance(request, socket.socket)
+        assert isinstance(request, socket.socket) and isinstance(client_address, tuple)
         timer = threading.Timer(self._deadline_s, _shut, [request])
         timer.daemon = True
         timer.start()
@@ -136,7 +146,9 @@ class _Server(ThreadingMixIn, HTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             timer.cancel()
-            self._free.release()
+            with self._lock:
+                if self._places.get(client_address[0]) is request:
+                    del self._places[client_address[0]]
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore a client that has gone: there is nobody to tell."""
