@@ -198,9 +198,10 @@ def _end(file: Path) -> str:
 # ---- what does not -----------------------------------------------------------------------------------------
 
 _WORDS = (
-    r"(?:token(?!iz|s\b)|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credential"
-    r"|authorization|signature|cookie)"
+    r"(?:token(?!iz|s\b)|secret|passw(?:or)?d|passphrase|\bpwd|api[_-]?key|access[_-]?key|account[_-]?key"
+    r"|private[_-]?key|credential|authorization|signature|cookie)"
 )
+_AWS_ID = r"\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b"
 _VALUE = r"(?:[\"'][^\"'\n]*[\"']?|[^\s\"']+)"
 _PATTERNS = (
     re.compile(  # a private key, also one whose begin or end was cut off
@@ -214,8 +215,17 @@ _PATTERNS = (
         rf"(?i)(?<![\w-])(--(?=\w)[\w.-]{{0,64}}{_WORDS}[\w.-]{{0,32}}(?:=|\s+|[\"']\s*,\s*)){_VALUE}"
     ),  # an option
     re.compile(rf"(?i)({_WORDS}[\w-]{{0,32}}\\?[\"']?\s{{0,4}}[=:]\s{{0,4}}\\?){_VALUE}"),  # an assignment
-    re.compile(r"\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b"),  # AWS
+    re.compile(
+        r"(?i)(\b(?:password|passwd|passphrase)\s{1,4}(?:is\s{1,4}|of\s{1,4})?)(?![=:])\S+"
+    ),  # in words
+    re.compile(r"(?i)((?:[?&;\s\"']|\A)sig=)[^&\s\"']+"),  # of Azure
+    re.compile(rf"({_AWS_ID}[\"'\s,:;()]{{1,8}})[A-Za-z0-9/+]{{40}}(?![A-Za-z0-9/+])"),  # AWS, id and secret
+    re.compile(_AWS_ID),
     re.compile(r"\b(?:hf_|gh[opsur]_|github_pat_|glpat-|npm_|pypi-|sk-|xox[abprs]-)[\w-]{16,}"),
+    re.compile(r"\bAIza[\w-]{30,}|\bdapi[0-9a-f]{32}(?:-\d)?"),  # Google, Databricks
+    re.compile(r"(hooks\.slack\.com/\w{1,32}/)[\w/-]+"),
+    re.compile(r"(?i)(\b(?:api_?key|key|login)\b[\s:=\"',]{1,4})[0-9a-f]{40}\b"),  # Weights & Biases
+    re.compile(r"(\b(?:mysql\w*|mariadb\w*|sshpass)\b[^\n|;]{0,200}?\s-p)[^\s\"']+"),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"),  # a JSON web token
 )
 """Pattern of a secret; its groups are kept."""

@@ -40,6 +40,17 @@ IN_TEXTS = {  # secrets that this process does not know, as they stand in logs a
     "escaped json": ('"{{\\"access_key\\": \\"{}\\"}}"', "planted-escaped"),
     "key of AWS": ("key {} was used", "AKIA" + "0123456789ABCDEF"),
     "token of GitHub": ("git clone with {}", "ghp_" + "planted0123456789abcdefghij"),
+    "Azure's link": ("https://a.blob.core.windows.net/c/b?sv=2022&sig={}&se=2026", "planted%2Bazure%3D"),
+    "Azure's account": ("DefaultEndpointsProtocol=https;AccountKey={};Suffix=x", "plantedAccount=="),
+    "pwd": ("Server=a;Uid=b;pwd={};", "plantedpwd"),
+    "in words": ("the password {} was refused", "plantedword"),
+    "key of Google": ("key {} was used", "AIza" + "SyPlanted0123456789abcdefghijklmnop"),
+    "webhook": ("POST https://hooks.slack.com/services/{}", "T00000000/B00000000/planted0123456789"),
+    "hex key": ("wandb login {}", "0123456789abcdef0123456789abcdef01234567"),
+    "hex key of netrc": ("machine api.wandb.ai key: '{}'", "abcdef0123456789abcdef0123456789abcdef01"),
+    "option without a blank": ("mysql --host=db -uroot -p{} -e 'select 1'", "plantedshort"),
+    "AWS in a tuple": ("('AKIA0123456789ABCDEF', '{}')", "planted/Aws+Secret0123456789abcdefghijkl"),
+    "Databricks": ("token is {}", "dapi" + "0123456789abcdef0123456789abcdef"),
     "web token": ("cookie-less {}", "eyJhbGciOiJI" + ".eyJzdWIiOiIx.c2lnbmF0dXJl"),
     "private key": ("-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----", "MIIplantedkey"),
 }
@@ -113,6 +124,8 @@ def test_long_logs_are_cut_at_lines_and_many_are_left_out(run_dir: Path, tmp_pat
 
 def test_settings_stay_readable() -> None:
     text = 'tokenizer = "unigram"\nnum_tokens = 8, mask_prob=0.15 https://host:80/path a@b.c --run.dir x'
+    assert redact(text) == (text, 0)
+    text = f"design=8 gcc -pthread -print0; commit {'0a' * 20} docker -p8080:80 ssh -p22; sig = 3"
     assert redact(text) == (text, 0)
     assert redact(json.dumps({"total_tokens": 5, "url": "s3://bucket/prefix"}))[1] == 0
 
