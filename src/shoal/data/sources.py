@@ -145,13 +145,17 @@ def digest_of_rows(batches: Iterable[Any], size: int | None) -> int:
         if number == 0 and size is not None:
             _require_size(values, size)
         for value in values:
-            if isinstance(value, Tensor) and value.layout == torch.strided and value.numel():
+            if isinstance(value, Tensor) and _is_plain(value) and value.numel():
                 flat = value.detach().cpu().flatten()
                 if (flat != flat[0]).any():
                     digest = zlib.crc32(flat.view(torch.uint8).numpy().data, digest)
             elif isinstance(value, str):
                 digest = zlib.crc32(value.encode(errors="surrogatepass"), digest)
     return digest
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _values(batch: Any) -> Iterator[Any]:

@@ -237,6 +237,14 @@ def serve_two(script: Script) -> None:
     script.distributed = DistributedConfig(device="cpu", update="servers", backend="shoal")
 
 
+def go_ahead_with_two(script: Script) -> None:
+    script.distributed = DistributedConfig(device="cpu", staleness=1, backend="shoal")
+
+
+def step_locally_with_two(script: Script) -> None:
+    script.distributed = DistributedConfig(device="cpu", local_steps=2, backend="shoal")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -259,6 +267,8 @@ def serve_two(script: Script) -> None:
         (wrap_shards, r"parameters are sharded \(DTensor\): FSDP2"),
         (use_mpi, r"distributed\.backend 'mpi': torch .* is built without it; it has .*gloo"),
         (serve_two, r"distributed\.update servers is for one optimizer, .* keeps sgd, adamw: leave it out"),
+        (go_ahead_with_two, r"distributed\.staleness 1 is for one optimizer"),
+        (step_locally_with_two, r"distributed\.local_steps 2 is for one optimizer"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_refused(
@@ -290,6 +300,8 @@ def batch_of_images(size: int) -> Any:
         np.zeros((8, 2)),
         {"graph": object(), "count": 3},
         (torch.zeros(8, 3), torch.tensor(0.5)),
+        torch.eye(8).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)] * 4, layout=torch.jagged),
     ],
     ids=lambda batch: type(batch).__name__,
 )

@@ -55,10 +55,10 @@ class Steps:
         self.behind: list[int] = []
 
     def train(
-        self, optimizer: Callable[[nn.Module], Optimizer], name: str, *, on_device: bool, bad: int = 0,
+        self, optimizer: Callable[[nn.Module], list[Optimizer]], name: str, *, on_device: bool, bad: int = 0,
         average: bool = True, dynamic: bool = False, num_steps: int = 6,
-    ) -> tuple[dict[str, Tensor], list[record.Step], dict[str, Any]]:  # fmt: skip
-        """Return weights, rows and the optimizer's state; the gradient of step ``bad`` is not finite."""
+    ) -> tuple[dict[str, Tensor], list[record.Step], dict[Any, Any]]:  # fmt: skip
+        """Return weights, rows and the optimizers' state; the gradient of step ``bad`` is not finite."""
         self._watch_reads()
         torch.manual_seed(0)
         net = nn.Linear(4, 1)
@@ -71,19 +71,22 @@ class Steps:
             run._training.update.on_device = on_device  # type: ignore[attr-defined]
             model = run.data_parallel(net, average=average)
             made = optimizer(net)
-            run.keep(model=net, optimizer=made)
+            run.keep(model=net, **{f"optimizer_{k}": each for k, each in enumerate(made)})
             for step in run.steps(Points(), Sizes(global_batch_size=8, micro_batch_size=4), until=num_steps):
                 self.number = step.number
                 with counting() as counts, step:
                     for points in step:
                         loss = model(points + 0.1 * step.number).square().sum() / step.num_samples
                         step.backward(loss * (math.inf if step.number == bad else 1.0))
-                    step.update(made, max_norm=MAX_NORM)
+                    step.update(*made, max_norm=MAX_NORM)
                 self.waits.append(dict(counts.waits))
                 if not step.is_unread:
                     self.norms.append(step.grad_norm)
         rows = [row for row in record.read_record(self.folder / name) if isinstance(row, record.Step)]
-        return dict(net.named_parameters()), rows, made.state_dict()
+        states = {
+            (k, p): state for k, each in enumerate(made) for p, state in each.state_dict()["state"].items()
+        }
+        return dict(net.named_parameters()), rows, states
 
     def _watch_reads(self) -> None:
         made: dict[int, int] = {}
@@ -102,16 +105,21 @@ class Steps:
         self.patch.setattr(Readback, "read", watched_read)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.05, fused=True),
-    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.002, momentum=0.9, nesterov=True, fused=True),
-    "plain sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.002, fused=True),
-    "lamb": lambda net: Lamb(net.parameters(), lr=0.1),
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "adamw": lambda net: [torch.optim.AdamW(net.parameters(), lr=0.05, fused=True)],
+    "sgd": lambda net: [torch.optim.SGD(net.parameters(), lr=0.002, momentum=0.9, nesterov=True, fused=True)],
+    "plain sgd": lambda net: [torch.optim.SGD(net.parameters(), lr=0.002, fused=True)],
+    "lamb": lambda net: [Lamb(net.parameters(), lr=0.1)],
+    "both": lambda net: [
+        torch.optim.AdamW([net.get_parameter("weight")], lr=0.05, fused=True),
+        torch.optim.SGD([net.get_parameter("bias")], lr=0.002, fused=True),
+    ],
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "later"), [("adamw", 0, 0), ("sgd", 2, 0), ("plain sgd", 0, 0), ("lamb", 2 + 2, 2 + 2)]
+    ("name", "first", "later"),
+    [("adamw", 0, 0), ("sgd", 2, 0), ("plain sgd", 0, 0), ("both", 0, 0), ("lamb", 2 + 2, 2 + 2)],
 )
 def test_waits_of_a_step_around_forward_and_backward(
     name: str, first: int, later: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,7 +138,7 @@ def test_waits_of_a_step_around_forward_and_backward(
 
 
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("name", ["adamw", "sgd", "plain sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "plain sgd", "both"])
 @pytest.mark.parametrize("bad", [0, 1, 4])
 def test_a_decision_on_the_device_has_the_bits_of_one_on_the_host(
     name: str, bad: int, average: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,8 +150,10 @@ def test_a_decision_on_the_device_has_the_bits_of_one_on_the_host(
     )
     assert all(torch.equal(host[0][key], device[0][key]) for key in host[0])
     assert all(torch.isfinite(weights).all() for weights in device[0].values())
-    for key, state in host[2]["state"].items():
-        assert all(torch.equal(value, device[2]["state"][key][part]) for part, value in state.items())
+    for key, state in host[2].items():
+        assert all(
+            torch.equal(value, device[2][key][part]) for part, value in state.items() if value is not None
+        )
     for ours, theirs in zip(device[1], host[1], strict=True):
         same = ("step", "grad_norm", "weight_norm", "num_skipped")
         assert [getattr(ours, each) for each in same] == [getattr(theirs, each) for each in same]
