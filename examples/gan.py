@@ -54,7 +54,7 @@ def main() -> int:
             with step:
                 for (real,) in step:
                     fake = generate(torch.randn(len(real), 8, device=real.device))
-                    logits = criticize(torch.cat([real, fake.detach()])).float()
+                    logits = criticize(torch.cat([real, fake.detach()]))
                     loss = told(logits[: len(real)], True) + told(logits[len(real) :], False)
                     step.backward(loss / step.num_samples)
                     critic.requires_grad_(False)  # this loss is the generator's alone

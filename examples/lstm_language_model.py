@@ -67,7 +67,7 @@ def main() -> int:
             with step:
                 for batch in step:
                     inputs, following = batch[:, :-1], batch[:, 1:]
-                    logits = ddp(inputs).float()
+                    logits = ddp(inputs)
                     loss = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
                     step.backward(loss / step.num_targets)
                     step.add(step.num_targets, bits_per_character=loss / math.log(2))

@@ -60,7 +60,7 @@ def main() -> int:
                 left = 1 - (step.number - 1) / STEPS  # both rates fall to 0
                 muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"] = 0.02 * left, 5e-3 * left
                 for inputs, sums in step:
-                    logits = ddp(inputs).float()
+                    logits = ddp(inputs)
                     loss = F.cross_entropy(logits, sums, reduction="sum")
                     step.backward(loss / step.num_samples)
                     step.add(step.num_samples, accuracy=(logits.argmax(1) == sums).sum())
