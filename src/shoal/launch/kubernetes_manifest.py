@@ -104,9 +104,11 @@ parallelism: {count}
 {pod}  spec:
 {subdomain}    restartPolicy: OnFailure
 {grace}    securityContext: {security}
+    automountServiceAccountToken: false
     containers:
     - name: shoal
       image: {image}
+      securityContext: {container_security}
       command: [{command}]
       env:
       - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
@@ -124,9 +126,11 @@ parallelism: {count}
 {subdomain}    restartPolicy: Never
     terminationGracePeriodSeconds: {grace}
     securityContext: {security}
+    automountServiceAccountToken: false
 {selector}    containers:
     - name: {container}
       image: {image}
+      securityContext: {container_security}
       command:
         [shoal, launch, --nnodes={count}, --node-rank=$(JOB_COMPLETION_INDEX),
          --rdzv={first}:{port}, {place}{options}]
@@ -236,7 +240,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
 
 
 def _common(job: KubernetesJob, name: str) -> dict[str, str]:
-    """Return the common part of the pods of workers and helpers."""
+    """Return the common part of the pods of workers and helpers: a namespace may be "restricted"."""
     labels = f"    labels: {{shoal-job: {name}}}\n" if job.api == "job" else ""
     place = f"      kueue.x-k8s.io/podset-required-topology: {job.topology}\n"
     if job.helpers:
@@ -244,7 +248,8 @@ def _common(job: KubernetesJob, name: str) -> dict[str, str]:
     annotations = f"    annotations:\n{place}" if job.topology else ""
     ids = ", ".join(f"{key}: {job.user}" for key in ("runAsUser", "runAsGroup", "fsGroup"))
     return {
-        "security": f"{{runAsNonRoot: true, {ids}}}",
+        "security": f"{{runAsNonRoot: true, {ids}, seccompProfile: {{type: RuntimeDefault}}}}",
+        "container_security": "{allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}",
         "pod": f"  metadata:\n{labels}{annotations}" if labels or annotations else "",
         "subdomain": f"    subdomain: {name}\n" if job.api == "job" else "",
     }

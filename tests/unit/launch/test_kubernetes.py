@@ -120,6 +120,34 @@ def rules_of_a_job(name: str, job: dict[str, Any]) -> list[str]:
         found.append("a mount without its volume")
     if len(f"{name}-{job['completions'] - 1}") > 63:
         found.append("the pods' names are too long")
+    return found + rules_of_restricted_pods(pod)
+
+
+def rules_of_restricted_pods(pod: dict[str, Any]) -> list[str]:
+    """Check what a namespace with the Pod Security Standard "restricted" checks (Kubernetes 1.25 to 1.34)."""
+    found, outer = [], pod.get("securityContext", {})
+    volumes = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+    volumes |= {"projected", "secret", "name"}
+    if any(pod.get(name) for name in ("hostNetwork", "hostPID", "hostIPC")):
+        found.append("the host's namespaces")
+    if any(volume.keys() - volumes for volume in pod["volumes"]):
+        found.append("restricted volume types")
+    for container in (*pod["containers"], *pod.get("initContainers", [])):
+        own = container.get("securityContext", {})
+        if own.get("allowPrivilegeEscalation") is not False:
+            found.append("allowPrivilegeEscalation != false")
+        if "ALL" not in own.get("capabilities", {}).get("drop", []):
+            found.append("unrestricted capabilities")
+        if not own.get("runAsNonRoot", outer.get("runAsNonRoot")):
+            found.append("runAsNonRoot != true")
+        if own.get("runAsUser", outer.get("runAsUser")) == 0:
+            found.append("runAsUser=0")
+        if {**outer, **own}.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
+            found.append("seccompProfile")
+        if any("hostPort" in port for port in container.get("ports", [])):
+            found.append("hostPort")
+    if pod.get("automountServiceAccountToken") is not False:  # no part of it, but nothing here needs a token
+        found.append("the token of the service account")
     return found
 
 
@@ -196,6 +224,9 @@ JOBSET_MISTAKES: list[tuple[Change, str]] = [
     (lambda m: pod_of(m).update(restartPolicy="OnFailure"), "needs restartPolicy Never"),
     (lambda m: m["spec"]["failurePolicy"]["rules"][0].update(name="not-allowed"), "the name of a rule"),
     (lambda m: pod_of(m).update(terminationGracePeriodSeconds="180s"), "is not of type 'integer'"),
+    (lambda m: pod_of(m)["securityContext"].pop("seccompProfile"), "seccompProfile"),
+    (lambda m: pod_of(m)["containers"][0].pop("securityContext"), "unrestricted capabilities"),
+    (lambda m: pod_of(m).update(hostNetwork=True), "the host's namespaces"),
 ]
 
 
