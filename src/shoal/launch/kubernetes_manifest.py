@@ -131,8 +131,7 @@ parallelism: {count}
     - name: {container}
       image: {image}
       securityContext: {container_security}
-      command:
-        [shoal, launch, --nnodes={count}, --node-rank=$(JOB_COMPLETION_INDEX),
+      command: [shoal, launch, --nnodes={count}, --node-rank=$(JOB_COMPLETION_INDEX),
          --rdzv={first}:{port}, {place}{options}]
       args:
         [{command}]
