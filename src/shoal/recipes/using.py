@@ -66,6 +66,11 @@ class ComputeConfig:
     def __post_init__(self) -> None:
         require_positive("", self, "batch_size")
 
+    def precision_on(self, device_type: str) -> str:
+        """Return the name of the precision: on GPUs that of the model's run, unless told."""
+        use_trained = self.precision == "auto" and device_type == "cuda"
+        return self.trained_precision if use_trained else self.precision
+
 
 @dataclass(frozen=True, kw_only=True)
 class UseConfig(ComputeConfig):
@@ -203,9 +208,7 @@ def run(
         from shoal.train.world import join_world
 
         with join_world(place, DistributedConfig(device=what.device)) as world:
-            # on a CPU in fp32 unless told, on a GPU as the model was trained
-            use_trained = what.precision == "auto" and world.device.type == "cuda"
-            name = what.trained_precision if use_trained else what.precision
+            name = what.precision_on(world.device.type)
             work(world, agree_on_precision(name, world, no_fp16=what.refuses_fp16))
         return EXIT_OK
 

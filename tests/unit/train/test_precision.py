@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
 from shoal import doctor
+from shoal.cli.evaluate import evaluate_checkpoint
+from shoal.cli.predict import predict
 from shoal.env import alone
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.albert import AlbertConfig
@@ -151,6 +154,29 @@ def test_a_torch_runs_on_the_gpus_that_it_is_built_for(
     assert (check.state, check.name) == ("missing", "GPUs") and f"install one that is built for {needed}" in (
         check.remedy
     )
+
+
+def test_a_model_is_used_in_the_precision_of_its_run_on_gpus_only(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[train]\nprecision = "bf16"\n')
+    words = ["classify", "texts.tsv", "--model", str(tmp_path)]
+    for told, on_gpu, on_cpu in ([], "bf16", "auto"), (["--precision", "fp16"], "fp16", "fp16"):
+        _, bound, _ = predict.parse_args([*words, *told])
+        what = bound.arguments["what"]
+        assert (what.precision_on("cuda"), what.precision_on("cpu")) == (on_gpu, on_cpu)
+
+
+def test_a_checkpoint_is_scored_in_the_precision_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise in that of the run, which is in its settings."""
+    train(tmp_path, "bf16", until=1)
+    commands: list[list[str]] = []
+    monkeypatch.setattr("shoal.cli.evaluate.RECIPES", {"script": SimpleNamespace(group="train", command="x")})
+    monkeypatch.setattr(os, "execv", lambda program, words: commands.append(words))
+    evaluate_checkpoint(tmp_path / "run")
+    evaluate_checkpoint(tmp_path / "run", precision="fp32")
+    assert ["--train.precision" in words for words in commands] == [False, True]
+    assert commands[1][-2:] == ["--train.precision", "fp32"]
 
 
 def test_autocast_computes_in_the_type_that_was_asked_for() -> None:
