@@ -308,6 +308,16 @@ def test_a_run_stores_what_auto_has_become_and_says_a_change(
     assert last.loss_scale == 65_536
 
 
+def test_a_run_says_why_it_is_in_fp32_on_a_gpu_without_bf16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if its device were such a GPU, with an option that cannot take fp16."""
+    chosen = replace(choose_precision("fp32", CPU), note="precision fp32: this GPU has no bf16, and why")
+    monkeypatch.setattr("shoal.train.run.agree_on_precision", lambda *given, no_fp16: chosen)
+    train(tmp_path, "auto", until=1)
+    assert capsys.readouterr().err.count("precision fp32: this GPU has no bf16, and why\n") == 1
+
+
 def test_a_model_that_nothing_autocasts_is_recorded_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
