@@ -135,6 +135,7 @@ def test_answers_of_a_checkpoint_and_of_an_export_elsewhere(
     window = ("--window.max-seq-length", 48, "--window.doc-stride", 16, "--window.max-question-length", 8)
     found = predicted("squad", questions, "--model", export, *window, "--batch-size", 8)
     assert {row["id"]: row["answer"] for row in found} == json.loads(wanted)
+    assert len(predicted("squad", questions, "--model", export)) == len(found)  # windows of its 64 positions
 
 
 def test_questions_without_answers_and_one_question(

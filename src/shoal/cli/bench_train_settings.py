@@ -204,7 +204,7 @@ def prepared_finetuning(
     else:
         num_words = 1_000
     squad = isinstance(config, SquadConfig)
-    length = settings.window.max_seq_length if squad else data.max_seq_length
+    length = settings.window.length if squad else data.max_seq_length
     files = [folder / f"{name}.{'json' if squad else 'tsv'}" for name in ("training", "evaluation")]
     for file, count in zip(files, (_NUM_EXAMPLES, 1), strict=True):
         (write_questions if squad else write_pairs)(file, count, length, num_words)

@@ -263,7 +263,7 @@ def _squad(config: SquadConfig) -> Script:
     return Script(
         main=squad.main,
         config=config,
-        sequence_length=config.window.max_seq_length,
+        sequence_length=config.window.length,
         make_model=lambda: load_task_model(QuestionAnswering, _source(config), **_new(config)),
         batch=batch,
         loss=loss,

@@ -307,13 +307,34 @@ def longest_sequence(directory: Path) -> int:
     return num_positions(read_model_config(directory)) or 1 << 31
 
 
-def check_length(directory: Path, setting: str, max_seq_length: int) -> None:
+def positions_of(path: Path) -> int | None:
+    """Return the positions of the model that ``path`` stands for, which has not to be exported.
+
+    Returns:
+        None of a model without a limit, and of the hub's, which may not be here yet.
+
+    Raises:
+        UsageError: as of :func:`kind_of_source`.
+    """
+    from shoal.train.run_dir import CONFIG_FILE, run_dir_of
+
+    kind = kind_of_source(path)
+    if kind == "hub":
+        return None
+    if kind == "run":
+        sizes: dict[str, Any] = load_toml(run_dir_of(path) / CONFIG_FILE).get("model", {})
+        return sizes.get("max_position_embeddings")
+    return num_positions(read_model_config(path / EXPORT if kind == "finetuned" else path))
+
+
+def check_length(path: Path, setting: str, max_seq_length: int) -> None:
     """Raise a :class:`UsageError` where sequences are longer than the model has positions for."""
-    positions = longest_sequence(directory)
-    if max_seq_length > positions:
+    positions = positions_of(path)
+    if positions is not None and max_seq_length > positions:
+        option = setting.replace("_", "-")
         raise UsageError(
-            f"{setting} {max_seq_length} is more than the {positions} positions of the model in {directory}; "
-            "shorten it"
+            f"{setting} {max_seq_length} is more than the {positions} positions of the model in {path}; "
+            f"shorten it, such as --{option} {positions}"
         )
 
 
@@ -434,6 +455,7 @@ def check_model(
     """
     make_plan(config, num_sequences=config.train.global_batch_size, num_workers=num_workers)
     path = required(config.model.path)
+    check_length(path, setting, max_seq_length)
     if kind_of_source(path) == "run" and not exports:
         return None
     with tempfile.TemporaryDirectory() as folder:

@@ -84,10 +84,21 @@ def main(config: SquadConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
 
     finetuning.require_paths(config, config.data, "questions")
+    config = fitted(config)
     with Run.open(config=config, recipe="squad", immutable=IMMUTABLE, worker=worker) as run:
         source = finetuning.open_source(config.model, run)
         model, _ = train(config, source, run)
         return finetuning.finish(run, model, source)
+
+
+def fitted(config: SquadConfig) -> SquadConfig:
+    """Return the settings with a length of windows that the model has positions for, unless one is given.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    positions = finetuning.positions_of(required(config.model.path))
+    return replace(config, window=config.window.fitted(positions))
 
 
 def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswering, dict[str, float]]":
@@ -102,7 +113,7 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     from shoal.train.optimizers import build_optimizer
 
     # --------------------------------------------------------------------------------------------- data
-    finetuning.check_length(source, "window.max_seq_length", config.window.max_seq_length)
+    finetuning.check_length(source, "window.max_seq_length", config.window.length)
     tokenizer = finetuning.read_source_tokenizer(source)
     training, held_out = (make_features(data, tokenizer, config.window) for data in read_files(config.data))
     plan = finetuning.make_plan(config, num_sequences=len(training), num_workers=run.world.num_workers)
@@ -352,8 +363,8 @@ def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
     from shoal.data.squad.features import make_features
 
     finetuning.require_paths(config, config.data, "questions")
-    files = read_files(config.data)
-    setting, length = "window.max_seq_length", config.window.max_seq_length
+    config, files = fitted(config), read_files(config.data)
+    setting, length = "window.max_seq_length", config.window.length
     tokenizer = finetuning.check_model(
         config, num_workers, setting=setting, max_seq_length=length, exports=dry_run
     )

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from shoal.data.squad.config import AnswerConfig, WindowConfig
 from shoal.errors import UsageError
-from shoal.recipes import squad, using
+from shoal.recipes import finetuning, squad, using
 from shoal.recipes.using import ComputeConfig, PredictConfig, Row
 from shoal.train.config import REQUIRED, required
 from shoal.train.run_dir import require_writable
@@ -69,9 +69,9 @@ def predict(what: Predict, inputs: tuple[Path, ...], world: "World", precision: 
     from shoal.data.squad.answers import choose_answers
     from shoal.data.squad.features import make_features
 
-    model, tokenizer = _read_model(what.model, what.window, world)
+    model, tokenizer, window = _read_model(what.model, what.window, world)
     for data in _read(what, inputs):
-        features = make_features(data, tokenizer, what.window)
+        features = make_features(data, tokenizer, window)
         logits = squad.span_logits(model, features, world, precision, batch_size=what.batch_size)
         if logits is not None:
             yield from _rows(
@@ -79,12 +79,15 @@ def predict(what: Predict, inputs: tuple[Path, ...], world: "World", precision: 
             )
 
 
-def _read_model(source: Path, window: WindowConfig, world: "World") -> "tuple[QuestionAnswering, Tokenizer]":
+def _read_model(
+    source: Path, window: WindowConfig, world: "World"
+) -> "tuple[QuestionAnswering, Tokenizer, WindowConfig]":
     from shoal.models.tasks import QuestionAnswering
 
     model, directory = using.read_task_model(QuestionAnswering, source)
-    tokenizer = using.read_tokenizer(directory, "window.max_seq_length", window.max_seq_length)
-    return model.to(world.device), tokenizer
+    window = window.fitted(finetuning.positions_of(directory))
+    tokenizer = using.read_tokenizer(directory, "window.max_seq_length", window.length)
+    return model.to(world.device), tokenizer, window
 
 
 def _read(what: Predict, inputs: tuple[Path, ...]) -> "list[SquadData]":
@@ -199,8 +202,8 @@ def evaluate(
     from shoal.data.squad.features import make_features
 
     using.make_folder(what.out, world)
-    model, tokenizer = _read_model(required(what.model), what.window, world)
-    features = make_features(_labelled(what), tokenizer, what.window)
+    model, tokenizer, window = _read_model(required(what.model), what.window, world)
+    features = make_features(_labelled(what), tokenizer, window)
     logits = squad.span_logits(model, features, world, precision, batch_size=what.batch_size)
     if logits is None:
         return

@@ -40,6 +40,7 @@ from shoal.recipes.finetuning import (
     read_source_tokenizer,
 )
 from shoal.recipes.prepared_text import tokenizer_files
+from shoal.recipes.squad import fitted
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +195,22 @@ def test_settings_that_cannot_be_are_refused(
     with pytest.raises((UsageError, CycloptsError)) as refused:
         squad(model, questions, *options, "--dry-run")
     assert message in str(refused.value)
+
+
+def test_windows_fit_the_model_unless_a_length_is_given(
+    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert squad(made.write_model(tmp_path / "bert"), questions, "--dry-run") == 0
+    assert "max_seq_length = 64\n" in capsys.readouterr().out
+    pretrained = tmp_path / "run"  # refused by its settings: no checkpoint is exported, no folder made
+    pretrained.mkdir()
+    (pretrained / "config.toml").write_text("[model]\nmax_position_embeddings = 128\n")
+    with pytest.raises(UsageError, match=r"129 is more than the 128 .*--window\.max-seq-length 128"):
+        squad(pretrained, questions, "--window.max-seq-length", 129, "--run.dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    for path, length in ((pretrained, 128), (Path("hub:some/name"), 384)):
+        config = made.squad_config(path, questions, tmp_path / "out", window={"max_seq_length": None})
+        assert fitted(config).window.max_seq_length == length
 
 
 def test_what_must_be_named_is_asked_for(model: Path, questions: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.errors import UsageError, require_positive
+
+_LENGTH = 384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +18,9 @@ class WindowConfig:
         UsageError: no room is left for the paragraph, or windows would not advance.
     """
 
-    max_seq_length: int = 384
-    """Most tokens of a window, special ones included."""
+    max_seq_length: int | None = None
+    """Most tokens of a window, special ones included; default: 384, or the positions of the model if they are
+    fewer."""
     doc_stride: int = 128
     """Tokens from the start of a window to that of the next, as in Google's BERT."""
     overlap: int | None = None
@@ -29,6 +32,16 @@ class WindowConfig:
     def __post_init__(self) -> None:
         require_positive("", self, "max_seq_length", "doc_stride", "max_question_length")
         require_positive("", self, "overlap", least=0)
+
+    @property
+    def length(self) -> int:
+        """Most tokens of a window."""
+        return _LENGTH if self.max_seq_length is None else self.max_seq_length
+
+    def fitted(self, positions: int | None) -> WindowConfig:
+        """Return windows of a length, by default for a model of so many positions, if that is known."""
+        length = self.max_seq_length or min(_LENGTH, positions or _LENGTH)
+        return replace(self, max_seq_length=length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,12 +78,12 @@ def make_features(data: SquadData, tokenizer: Tokenizer, config: WindowConfig) -
     offsets = characters.without_blanks(offsets, context_bounds)
     # windows of each question: how much of the paragraph fits, and how far the next one is
     question_lengths = np.minimum(np.diff(question_bounds), config.max_question_length)
-    room = config.max_seq_length - template.num_special - question_lengths
+    room = config.length - template.num_special - question_lengths
     step = np.minimum(room, config.doc_stride) if config.overlap is None else room - config.overlap
     if step.min() < 1:
         shared = "" if config.overlap is None else f", {config.overlap} tokens of overlap"
         raise UsageError(
-            f"max_seq_length {config.max_seq_length} has no room for the paragraph beside "
+            f"max_seq_length {config.length} has no room for the paragraph beside "
             f"{template.num_special} special tokens, a question of {question_lengths.max()}{shared} and one "
             "new token; raise it or lower the others"
         )
