@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 WORLD_SIZE = 4
-_DEADLINE_S = 120
+_DEADLINE_S = 60
+"""For each test; one that hangs has failed then."""
 
 
 class _Outcomes(unittest.TestResult):

@@ -261,6 +261,125 @@ def test_coalesced_collectives_are_fused(tmp_path: Path) -> None:
     run_group(check_fusion, SIZE, tmp_path, hosts=HOSTS)
 
 
+# ---- views whose memory is negated or conjugated --------------------------------------------------------
+
+LAZY: dict[str, Callable[[Tensor], Tensor]] = {
+    "negated": lambda values: torch._neg_view(-values),
+    "conjugated": lambda values: torch.complex(values, values).conj(),
+    "imaginary part of a conjugated one": lambda values: torch.complex(values, -values).conj().imag,
+    "real part": lambda values: torch.complex(values, -values).real,
+    "imaginary part": lambda values: torch.complex(-values, values).imag,
+}
+"""Tensors of given real numbers; the conjugated one has (1 - i) times these."""
+
+
+def four(number: int) -> Tensor:
+    return torch.arange(1.0, 5) * (number + 1)
+
+
+def collectives_of(rank: int, lazy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """By name: what runs a collective on lazy tensors and returns what has come, and what should."""
+    world: Any = dist.group.WORLD
+    total, empty = 6 * four(0), torch.zeros(4)
+    whole = torch.cat([four(0), four(1), four(2)])
+    parts = [four(rank) + 10 * to for to in range(SIZE)]
+    mine = total + 30 * rank
+
+    def into(count: int, run: Callable[[list[Tensor]], Any], numel: int = 4) -> Callable[[], list[Tensor]]:
+        def begin() -> list[Tensor]:
+            outputs = [lazy(torch.zeros(numel)) for _ in range(count)]
+            run(outputs)
+            return outputs
+
+        return begin
+
+    def given(run: Callable[[Tensor], Any]) -> Callable[[], list[Tensor]]:
+        def begin() -> list[Tensor]:
+            tensor = lazy(four(rank))
+            run(tensor)
+            return [tensor]
+
+        return begin
+
+    def inputs() -> list[Tensor]:
+        return [lazy(part) for part in parts]
+
+    def message(tensor: Tensor, source: int | None) -> None:
+        if rank == 0:
+            dist.send(tensor, 1)
+        elif rank == 1:
+            dist.recv(tensor, source)
+
+    def coalesced() -> list[Tensor]:
+        tensors = [lazy(four(rank)), lazy(four(rank) + 1)]
+        world.allreduce_coalesced(tensors).wait()
+        return tensors
+
+    own, to_one = lazy(four(rank)), 1 if rank == 1 else None
+    received = [four(0 if rank == 1 else rank)]
+    return {
+        "all_reduce": (given(dist.all_reduce), [total]),
+        "the group's all_reduce": (given(lambda t: world.allreduce([t]).wait()), [total]),
+        "reduce": (given(lambda t: dist.reduce(t, 1)), [total if rank == 1 else four(rank)]),
+        "broadcast": (given(lambda t: dist.broadcast(t, 1)), [four(1)]),
+        "the group's broadcast": (given(lambda t: world.broadcast(t, 1).wait()), [four(1)]),
+        "all_gather": (into(SIZE, lambda o: dist.all_gather(o, own)), [four(r) for r in range(SIZE)]),
+        "all_gather_into_tensor": (into(1, lambda o: dist.all_gather_into_tensor(o[0], own), 12), [whole]),
+        "the group's all_gather of rows": (
+            into(1, lambda o: world._allgather_base(o[0], own).wait(), 12), [whole]
+        ),
+        "gather": (
+            into(SIZE, lambda o: dist.gather(own, o if to_one else None, 1)),
+            [four(r) if to_one else empty for r in range(SIZE)],
+        ),
+        "scatter": (
+            into(1, lambda o: dist.scatter(o[0], inputs() if to_one else None, 1)), [four(1) + 10 * rank]
+        ),
+        "reduce_scatter": (into(1, lambda o: dist.reduce_scatter(o[0], inputs())), [mine]),
+        "reduce_scatter_tensor": (
+            into(1, lambda o: dist.reduce_scatter_tensor(o[0], lazy(torch.cat(parts)))), [mine]
+        ),
+        "reduce_scatter_tensor_coalesced": (
+            into(1, lambda o: world.reduce_scatter_tensor_coalesced(o, [lazy(torch.cat(parts))]).wait()),
+            [mine],
+        ),
+        "all_gather_into_tensor_coalesced": (
+            into(1, lambda o: world.allgather_into_tensor_coalesced(o, [own]).wait(), 12), [whole]
+        ),
+        "all_reduce_coalesced": (coalesced, [total, total + SIZE]),
+        "all_to_all": (
+            into(SIZE, lambda o: dist.all_to_all(o, inputs())), [four(r) + 10 * rank for r in range(SIZE)]
+        ),
+        "all_to_all_single": (
+            into(1, lambda o: dist.all_to_all_single(o[0], lazy(torch.cat(parts))), 12),
+            [torch.cat([four(r) + 10 * rank for r in range(SIZE)])],
+        ),
+        "send and recv": (given(lambda t: message(t, 0)), received),
+        "recv from any": (given(lambda t: message(t, None)), received),
+    }  # fmt: skip
+
+
+def check_lazy_views(rank: int) -> None:
+    for kind, lazy in LAZY.items():
+        for name, (run, wanted) in collectives_of(rank, lazy).items():
+            try:
+                found = run()
+            except RuntimeError as refused:  # by torch, before the group has it
+                assert kind == "conjugated" and "view_as_real doesn't work on" in str(refused), (name, kind)
+                continue
+            for have, want in zip(found, wanted, strict=True):
+                numbers = torch.complex(want, -want) if kind == "conjugated" else want
+                assert torch.equal(have.resolve_conj().resolve_neg(), numbers), (name, kind, have, numbers)
+    largest = LAZY["negated"](four(rank))
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    assert torch.equal(largest.resolve_neg(), four(SIZE - 1))
+
+
+@in_both_groups("hosts", ["aab", "abc"], python=["aab"], native=["aab"])
+def test_views_that_are_negated_or_conjugated_take_results(tmp_path: Path, hosts: str) -> None:
+    run_group(check_lazy_views, SIZE, tmp_path, hosts=hosts)
+
+
 def check_alone(rank: int) -> None:
     import socket
 

@@ -1,4 +1,4 @@
-"""Runs a part of PyTorch's own distributed tests; the benchmark of the same name runs all of them."""
+"""Runs all of PyTorch's own distributed tests of its wheel; ``tests/real`` runs those of collectives."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 
 
 @pytest.mark.slow
-def test_part_of_pytorchs_own_suite(tmp_path: Path) -> None:
+@pytest.mark.timeout(2400)
+def test_pytorchs_own_suite_passes_where_gloo_does(tmp_path: Path) -> None:
     out = tmp_path / "suite.json"
-    command = [sys.executable, "-m", "benchmarks.backend_suite", "--quick", "--json", str(out)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, "-m", "benchmarks.backend_suite", "--json", str(out)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=2300, check=False)
     assert child.returncode == 0, child.stdout + child.stderr
     rows = {row["case"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["tests that pass with gloo"]["ours"] >= 15
+    assert rows["tests that pass with gloo"]["ours"] >= 94
     assert "FAILS" not in child.stdout

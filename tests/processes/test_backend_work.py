@@ -110,6 +110,92 @@ def test_a_wait_may_end_before_its_operation(tmp_path: Path) -> None:
     run_group(check_wait_timeout, 2, tmp_path)
 
 
+def check_operation_timeouts(rank: int) -> None:
+    """Rank 0 begins each operation, in a group of its own, and rank 1 never does."""
+    kinds, tensor, rows = torch._C._distributed_c10d, torch.ones(4), list(torch.ones(2, 4))
+    begins: dict[str, tuple[str, Any]] = {
+        "all_reduce": ("AllreduceOptions", lambda group, o: group.allreduce([tensor], o)),
+        "all_reduce_coalesced": (
+            "AllreduceCoalescedOptions", lambda group, o: group.allreduce_coalesced([tensor, tensor], o)
+        ),
+        "reduce": ("ReduceOptions", lambda group, o: group.reduce([tensor], o)),
+        "broadcast": ("BroadcastOptions", lambda group, o: group.broadcast([tensor], o)),
+        "all_gather": ("AllgatherOptions", lambda group, o: group.allgather([rows], [tensor], o)),
+        "all_gather of rows": (
+            "AllgatherOptions", lambda group, o: group._allgather_base(torch.ones(8), tensor, o)
+        ),
+        "gather": ("GatherOptions", lambda group, o: group.gather([rows], [tensor], o)),
+        "scatter": ("ScatterOptions", lambda group, o: group.scatter([tensor], [], o)),
+        "reduce_scatter": (
+            "ReduceScatterOptions", lambda group, o: group._reduce_scatter_base(tensor, torch.ones(8), o)
+        ),
+        "all_to_all": (
+            "AllToAllOptions",
+            lambda group, o: group.alltoall_base(torch.ones(8), torch.ones(8), [], [], o),
+        ),
+        "barrier": ("BarrierOptions", lambda group, o: group.barrier(o)),
+    }  # fmt: skip
+    for kind, (options_kind, begin) in begins.items():
+        for milliseconds in (0, -5000) if kind in ("all_reduce", "barrier") else (0,):
+            group: Any = dist.new_group()
+            if rank == 0:
+                options = getattr(kinds, options_kind)()
+                options.timeout = timedelta(milliseconds=milliseconds)
+                if kind in ("broadcast", "scatter"):
+                    options.rootRank = 1
+                with raises(CommError, "the timeout of 0.0 s passed", "rank 1"):
+                    begin(group, options).wait(timedelta(seconds=20))
+    for limit_s, message in (
+        (0.2, "timeout of 0.2 s"),
+        (0.0, "timeout of 0.0 s"),
+        (-0.001, "timeout of 0.0 s"),
+    ):
+        group = dist.new_group()
+        group.set_timeout(timedelta(seconds=limit_s))
+        if rank == 0:  # without a timeout of its own
+            with raises(CommError, message):
+                group.allreduce([tensor], kinds.AllreduceOptions()).wait(timedelta(seconds=20))
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "both_groups", [pytest.param("python", marks=pytest.mark.slow), "native"], indirect=True
+)
+def test_a_timeout_of_zero_or_less_has_passed(tmp_path: Path) -> None:
+    """As in gloo. -1 ms is torch's for operations that have none of their own."""
+    run_group(check_operation_timeouts, 2, tmp_path, hosts=("a", "b"))
+
+
+def check_other_waits(rank: int) -> None:
+    tensor = torch.ones(2)
+    if rank == 1:
+        time.sleep(0.3)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    if rank == 0:
+        for passed in (timedelta(milliseconds=-1), timedelta(seconds=-5)):
+            with raises(CommError, "still pending"):
+                work.wait(passed)
+        assert not work.is_completed()
+    work.wait(timedelta(days=365 * 200))
+    assert tensor.tolist() == [2, 2]
+    world: Any = dist.group.WORLD
+    options = torch._C._distributed_c10d.AllreduceOptions()
+    options.timeout = timedelta(days=365 * 200)
+    world.allreduce([tensor], options).wait(timedelta(0))
+    assert tensor.tolist() == [4, 4]
+    if _is_at_least_2_15():
+        world.monitored_barrier(timedelta(days=365 * 200))
+        if rank == 0:
+            for passed in (timedelta(0), timedelta(seconds=-5)):
+                with raises(CommError, "Rank 0 timed out in monitoredBarrier"):
+                    world.monitored_barrier(passed)
+
+
+def test_waits_without_end_or_beginning(tmp_path: Path) -> None:
+    run_group(check_other_waits, 2, tmp_path)
+
+
 # ---- groups -------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,16 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d
 
 from shoal.comm import BACKEND_NAME, native_group
-from shoal.comm.collectives import DEVICES, CollectiveBuilder, check_tensors, options_of, single_tensor
+from shoal.comm.collectives import (
+    DEVICES,
+    UNSET_TIMEOUT,
+    CollectiveBuilder,
+    check_tensors,
+    limit_s,
+    options_of,
+    seconds_of,
+    single_tensor,
+)
 from shoal.comm.device_group import DeviceGroup
 from shoal.comm.devices import BounceBuffers, Device
 from shoal.comm.engine import CollectiveEngine, CommError, EngineOptions, Operation, SingleProcessEngine
@@ -46,7 +55,7 @@ from shoal.comm.operations import Membership, Operations
 from shoal.comm.rendezvous import connect_engine
 from shoal.comm.sparse import SparseParts
 from shoal.comm.store import monitored_barrier
-from shoal.comm.work import NO_TIMEOUT, BaseWork, JoinedWork, MessageWork, opaque_to_dynamo
+from shoal.comm.work import BaseWork, JoinedWork, MessageWork, opaque_to_dynamo
 from shoal.errors import UsageError
 
 _CPU = torch.device("cpu")
@@ -152,7 +161,7 @@ class ShoalProcessGroup(ProcessGroup):
 
     def _submit_one(self, operation: Operation) -> BaseWork:
         if operation.timeout_s <= 0:
-            operation.timeout_s = self.operations.timeout.total_seconds()
+            operation.timeout_s = seconds_of(self.operations.timeout)
         device_group = None if operation.source is None else self._device_group(operation.source.device)
         if device_group is not None:
             return self._coalesced(
@@ -196,7 +205,7 @@ class ShoalProcessGroup(ProcessGroup):
 
     # ---- collectives of the engine ------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         (tensor,), opts = single_tensor(tensors, "all_reduce"), options_of(opts, AllreduceOptions, timeout)
         if tensor.layout == torch.sparse_coo and tensor.device.type == "cpu":
             return self._sparse_all_reduce(tensor, opts)
@@ -211,7 +220,7 @@ class ShoalProcessGroup(ProcessGroup):
             self._build.all_gather_list(parts.rows(), parts.packed, opts, parts.add_up, [tensor])
         )
 
-    def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
+    def reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         (tensor,), opts = single_tensor(tensors, "reduce"), options_of(opts, ReduceOptions, timeout)
         check_tensors([tensor], "reduce")
         return self._submit(self._build.reduce([tensor], opts, root=opts.rootRank))
@@ -237,12 +246,14 @@ class ShoalProcessGroup(ProcessGroup):
         check_tensors(tensors, "all_reduce_coalesced")
         return self._submit(self._build.reduce(list(tensors), opts), tensors)
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         (tensor,), opts = single_tensor(tensors, "broadcast"), options_of(opts, BroadcastOptions, timeout)
         check_tensors([tensor], "broadcast")
         return self._submit(self._build.broadcast(tensor, opts))
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
         if outputs and isinstance(outputs[0], Tensor):  # all_gather(list, tensor)
             outputs = [outputs]
         (tensor,), opts = single_tensor(inputs, "all_gather"), options_of(opts, AllgatherOptions, timeout)
@@ -250,7 +261,7 @@ class ShoalProcessGroup(ProcessGroup):
         return self._submit(self._build.all_gather_list(list(outputs[0]), tensor, opts))
 
     def all_gather_single(
-        self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta = NO_TIMEOUT
+        self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         opts = options_of(opts, AllgatherOptions, timeout)
         check_tensors([output, input], "all_gather_into_tensor")
@@ -273,7 +284,7 @@ class ShoalProcessGroup(ProcessGroup):
         )
 
     def reduce_scatter(
-        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
+        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         if input_lists and isinstance(input_lists[0], Tensor):  # reduce_scatter(tensor, list)
             input_lists = [input_lists]
@@ -283,7 +294,7 @@ class ShoalProcessGroup(ProcessGroup):
         return self._submit(self._build.reduce_scatter_list(output, list(input_lists[0]), opts))
 
     def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta = NO_TIMEOUT
+        self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         opts = options_of(opts, ReduceScatterOptions, timeout)
         check_tensors([output, input], "reduce_scatter_tensor")
@@ -296,9 +307,9 @@ class ShoalProcessGroup(ProcessGroup):
         check_tensors([*outputs, *inputs], "reduce_scatter_tensor_coalesced")
         return self._submit(self._build.reduce_scatter(list(outputs), list(inputs), opts), outputs)
 
-    def barrier(self, opts: Any = None, timeout: timedelta = NO_TIMEOUT) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         opts = options_of(opts, BarrierOptions, timeout)
-        return self._submit([Operation(kind="barrier", timeout_s=opts.timeout.total_seconds(), result=[])])
+        return self._submit([Operation(kind="barrier", timeout_s=limit_s(opts.timeout), result=[])])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; rank 0 names the ranks that did not come.
@@ -307,7 +318,7 @@ class ShoalProcessGroup(ProcessGroup):
             CommError: on rank 0, ranks are missing; on other ranks, rank 0 did not answer.
         """
         self.operations.sequence += 1
-        member, limit = self.member, self.operations.timeout if timeout is None else timeout
+        member, limit = self.member, self.operations.timeout if timeout in (None, UNSET_TIMEOUT) else timeout
         monitored_barrier(
             member.store, self.operations.sequence, member.rank, member.size, limit, wait_all_ranks
         )
@@ -320,7 +331,7 @@ class ShoalProcessGroup(ProcessGroup):
         return MessageBuilder(self.member.rank, self.member.size, self._bounce_buffers)
 
     def gather(
-        self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
+        self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         opts = options_of(opts, GatherOptions, timeout)
         check_tensors([*inputs, *itertools.chain(*output_lists)], "gather")
@@ -332,7 +343,7 @@ class ShoalProcessGroup(ProcessGroup):
         return self._submit_one(self._message.gather_rows(output, input, opts))
 
     def scatter(
-        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta = NO_TIMEOUT
+        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         opts = options_of(opts, ScatterOptions, timeout)
         check_tensors([*outputs, *itertools.chain(*input_lists)], "scatter")

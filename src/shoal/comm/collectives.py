@@ -49,16 +49,29 @@ _COMPLEX_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float6
 
 Finish = Callable[[], None]
 """Completes a result after the engine has written it."""
+UNSET_TIMEOUT = timedelta(milliseconds=-1)
+"""torch's timeout of operations that have that of their process group."""
+_PASSED_S = 1e-9
+
+
+def seconds_of(timeout: timedelta) -> float:
+    """Return a timeout in seconds; as in gloo, one of zero or less has passed as the operation begins."""
+    return max(timeout.total_seconds(), _PASSED_S)
+
+
+def limit_s(timeout: timedelta) -> float:
+    """Return a timeout as :class:`Operation` takes it: 0 is the process group's."""
+    return 0.0 if timeout == UNSET_TIMEOUT else seconds_of(timeout)
 
 
 def collective(
-    kind: str, source: Tensor, target: Tensor, *, timeout: timedelta = timedelta(0), **fields: Any
+    kind: str, source: Tensor, target: Tensor, *, timeout: timedelta = UNSET_TIMEOUT, **fields: Any
 ) -> Operation:
     """Return a collective on two contiguous tensors, with these fields of :class:`Operation`."""
     return Operation(
         kind=kind, input=source.data_ptr(), output=target.data_ptr(), dtype=ENGINE_DTYPES[source.dtype],
         count=(target if kind == "reduce_scatter" else source).numel(),
-        source=source, target=target, timeout_s=timeout.total_seconds(), **fields,
+        source=source, target=target, timeout_s=limit_s(timeout), **fields,
     )  # fmt: skip
 
 
@@ -459,7 +472,7 @@ def single_tensor(tensors: Any, name: str) -> list[Tensor]:
     return found
 
 
-def options_of(opts: Any, kind: type, timeout: timedelta = timedelta(0)) -> Any:
+def options_of(opts: Any, kind: type, timeout: timedelta | None = None) -> Any:
     """Return an options object: the given one, or one made from the short forms (an operation, a rank)."""
     if isinstance(opts, kind):
         return opts
@@ -468,5 +481,5 @@ def options_of(opts: Any, kind: type, timeout: timedelta = timedelta(0)) -> Any:
         made.rootRank = opts
     elif opts is not None and hasattr(made, "reduceOp"):
         made.reduceOp = opts
-    made.timeout = timeout
+    made.timeout = UNSET_TIMEOUT if timeout is None else timeout
     return made

@@ -22,7 +22,9 @@ from shoal.comm.collectives import (
     as_contiguous,
     as_movable,
     check_rows,
+    limit_s,
     output_buffer,
+    seconds_of,
     single_tensor,
 )
 from shoal.comm.devices import BounceBuffers
@@ -106,7 +108,7 @@ class MessageBuilder:
         (tensor,) = single_tensor(tensors, "send")
         (source,) = self._inputs([tensor])
         return Operation(
-            kind="send", root=to, tag=tag, shape=tensor.shape, timeout_s=timeout.total_seconds(),
+            kind="send", root=to, tag=tag, shape=tensor.shape, timeout_s=seconds_of(timeout),
             memory=[source], result=[], **_memory(source),
         )  # fmt: skip
 
@@ -118,7 +120,7 @@ class MessageBuilder:
         (target,), finish = self._outputs([tensor])
         return Operation(
             kind="recv", root=-1 if source is None else source, tag=tag, shape=tensor.shape,
-            timeout_s=timeout.total_seconds(), output=target.data_ptr(), count=target.numel(),
+            timeout_s=seconds_of(timeout), output=target.data_ptr(), count=target.numel(),
             dtype=ENGINE_DTYPES[target.dtype], source_rank=rank.data_ptr(), memory=[rank, target],
             result=[tensor], finish=finish,
         )  # fmt: skip
@@ -148,7 +150,7 @@ class MessageBuilder:
                 f"{kind} of tensors of {', '.join(map(str, dtypes))}; all dtypes must be the same"
             )
         return Operation(
-            kind=kind, dtype=ENGINE_DTYPES[dtypes.pop()], timeout_s=opts.timeout.total_seconds(),
+            kind=kind, dtype=ENGINE_DTYPES[dtypes.pop()], timeout_s=limit_s(opts.timeout),
             memory=[*given, *taken], **fields,
         )  # fmt: skip
 

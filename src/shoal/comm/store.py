@@ -25,6 +25,8 @@ _MAC_DIGITS = 64
 MAX_ERROR = 4096
 """Largest number of characters in a record ``{"error": reason}``, which raises the reason in its readers."""
 _READERS_LIMIT = timedelta(seconds=10)
+_LONGEST = timedelta(days=24)
+"""Longest wait on a store: torch's gives milliseconds to ``poll``, as 32 bits."""
 _POLL_S = 0.01
 _ANSWER_MARGIN_S = 1.0
 _ERROR = {"error": rf"[^\x00]{{1,{MAX_ERROR}}}"}
@@ -123,7 +125,8 @@ class Records:
     """
 
     def __init__(self, store: Store, group: str, secret: bytes | None, timeout: timedelta) -> None:
-        self._store, self._group, self._secret, self._timeout = store, group, secret, timeout
+        self._store, self._group, self._secret = store, group, secret
+        self._timeout = min(timeout, _LONGEST)
 
     def put(self, key: str, value: dict[str, Any]) -> None:
         """Write a record."""
@@ -243,7 +246,7 @@ def monitored_barrier(
     Raises:
         CommError: ranks did not come within ``limit``; rank 0 names the first, or all (``wait_all_ranks``).
     """
-    base = f"monitored/{number}"
+    base, limit = f"monitored/{number}", min(limit, _LONGEST)
     if limit <= timedelta(0):
         raise CommError(
             f"Rank {rank} timed out in monitoredBarrier: its timeout was {limit.total_seconds():g} s"

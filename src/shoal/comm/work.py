@@ -20,6 +20,7 @@ from torch.futures import Future
 from shoal.comm.engine import CommError, Operation
 
 NO_TIMEOUT = timedelta(0)
+"""Of a wait, as torch has it."""
 _POLL_S = 0.03
 
 # Applies to the method and to the functions it calls. torch.compiler.disable does the same, but imports
@@ -94,11 +95,11 @@ class BaseWork(Work):
         """Block until the result is available, in short waits, so that Python handles signals.
 
         Raises:
-            CommError: the group has failed, or ``timeout`` has passed (the operation itself continues until
-                the deadline with which it was submitted).
+            CommError: the group has failed, or ``timeout`` has passed (less than zero: at once; the operation
+                itself continues until the deadline with which it was submitted).
         """
-        limit = timeout if timeout > NO_TIMEOUT else self._timeout
-        end = time.monotonic() + limit.total_seconds() if limit > NO_TIMEOUT else math.inf
+        limit = timeout if timeout != NO_TIMEOUT else self._timeout
+        end = time.monotonic() + limit.total_seconds() if limit != NO_TIMEOUT else math.inf
         while not self._advance(max(0.0, end - time.monotonic())):
             if time.monotonic() >= end:
                 raise CommError(

@@ -5,6 +5,8 @@
 // Built on first use by shoal/comm/native_group.py. Uses the engine through the C interface only (shoal.h).
 #include <shoal.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/library.h>
 
 #include <map>
 #include <memory>
@@ -237,7 +239,7 @@ class ShoalBackend final : public c10d::Backend {
 
   WorkPtr submit(const char* name, c10d::OpType type, shoal_operation operation, Milliseconds timeout,
                  const at::Tensor& input, const at::Tensor& output, std::vector<at::Tensor> others = {}) {
-    operation.timeout_s = seconds(state_->limit(timeout));
+    operation.timeout_s = state_->limit_s(timeout);
     const shoal_handle handle = state_->submit(name, operation, input, output, std::move(others));
     std::vector<at::Tensor> outputs;
     if (output.defined()) outputs.push_back(output);
@@ -250,7 +252,7 @@ class ShoalBackend final : public c10d::Backend {
     shoal_operation operation = operation_of(SHOAL_GATHER, input, input);
     operation.root = static_cast<std::int32_t>(opts.rootRank);
     operation.outputs = blocks ? blocks->data() : nullptr;
-    operation.timeout_s = seconds(state_->limit(opts.timeout));
+    operation.timeout_s = state_->limit_s(opts.timeout);
     const shoal_handle handle = state_->submit("gather", operation, input, at::Tensor(), outputs);
     return coalesced(c10::make_intrusive<EngineWork>(state_, handle, c10d::OpType::GATHER, "gather", std::move(outputs)));
   }
@@ -263,7 +265,7 @@ class ShoalBackend final : public c10d::Backend {
     for (const shoal_block& each : from) operation.count += each.count;
     operation.inputs = from.data();
     operation.outputs = to.data();
-    operation.timeout_s = seconds(state_->limit(opts.timeout));
+    operation.timeout_s = state_->limit_s(opts.timeout);
     const shoal_handle handle = state_->submit("all_to_all", operation, at::Tensor(), at::Tensor(), std::move(all));
     return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, "all_to_all", std::move(outputs)));
   }
@@ -274,7 +276,7 @@ class ShoalBackend final : public c10d::Backend {
     operation.root = peer;
     operation.tag = tag;
     operation.source = source.data_ptr<int>();
-    operation.timeout_s = seconds(state_->timeout());
+    operation.timeout_s = state_->limit_s(c10d::kUnsetTimeout);
     const shoal_handle handle = state_->submit_message(name, operation, tensor, source);
     return coalesced(c10::make_intrusive<MessageWork>(state_, handle, type, name, std::vector<at::Tensor>{tensor}, source));
   }
@@ -358,6 +360,54 @@ ShoalBackend& native(const c10::intrusive_ptr<c10d::Backend>& backend) {
   if (!found) throw py::type_error("the backend is not shoal's native one");
   return *found;
 }
+
+// ---- negated and conjugated views -----------------------------------------------------------------------
+// torch gives an operator copies of tensors whose memory is negated or conjugated, unless it is known to write to them,
+// which c10d's operators do without saying so: their results would be lost with the copies. The groups of this file
+// take such tensors themselves; other backends get copies as before.
+
+// Returns whether the operator's process group is one of this file's, for the device of its first tensor.
+bool is_own_group(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  std::optional<c10::Device> device;
+  for (std::size_t k = 0; k < arguments.size(); ++k) {
+    const c10::IValue& each = arguments[k];
+    if (!device && each.isTensor() && each.toTensor().defined()) device = each.toTensor().device();
+    if (!device && each.isTensorList() && !each.toTensorVector().empty()) device = each.toTensorVector()[0].device();
+    if (!device || op.schema().arguments()[k].name() != "process_group") continue;
+    const auto group = each.toCustomClass<c10d::ProcessGroup>();
+    return dynamic_cast<ShoalBackend*>(group->getBackend(device->type()).get()) != nullptr;
+  }
+  return false;
+}
+
+at::Tensor resolved(const at::Tensor& tensor) { return tensor.resolve_conj().resolve_neg(); }
+
+// Returns a tensor, or a list of tensors, as tensors whose memory holds their elements, as torch does.
+c10::IValue resolved(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() ? resolved(value.toTensor()) : value;
+  if (!value.isTensorList()) return value;
+  c10::List<at::Tensor> list;
+  for (const at::Tensor& each : value.toTensorVector()) list.push_back(resolved(each));
+  return list;
+}
+
+void take_lazy_views(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  if (!is_own_group(op, arguments)) {
+    for (auto at = stack->end() - static_cast<std::ptrdiff_t>(arguments.size()); at != stack->end(); ++at) *at = resolved(*at);
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Conjugate), stack);
+}
+
+void for_all_collectives(torch::Library& library) {
+  for (const c10::OperatorName& each : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (each.getNamespace() != "c10d") continue;
+    library.impl(each.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&take_lazy_views>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(c10d, Negative, library) { for_all_collectives(library); }
+TORCH_LIBRARY_IMPL(c10d, Conjugate, library) { for_all_collectives(library); }
 
 }  // namespace
 

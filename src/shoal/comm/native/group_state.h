@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <shoal.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <unistd.h>
 
 #include <algorithm>
@@ -138,8 +139,10 @@ class GroupState {
 
   Milliseconds timeout() const { return timeout_; }
   void set_timeout(Milliseconds timeout) { timeout_ = timeout; }
-  // An operation's timeout: the given one, or the group's if that is zero or unset.
-  Milliseconds limit(Milliseconds given) const { return given.count() > 0 ? given : timeout(); }
+  // An operation's timeout: the given one, or the group's if that is unset.
+  Milliseconds limit(Milliseconds given) const { return given == c10d::kUnsetTimeout ? timeout() : given; }
+  // The same in seconds, for the engine, which takes 0 for none: as in gloo, one of zero or less has passed.
+  double limit_s(Milliseconds given) const { return std::max(seconds(limit(given)), kPassedS); }
 
   std::uint64_t num_submitted() const { return num_submitted_; }
 
@@ -219,7 +222,7 @@ class GroupState {
   }
 
  private:
-  static constexpr double kJoinS = 10, kEndS = 1;
+  static constexpr double kJoinS = 10, kEndS = 1, kPassedS = 1e-9;
 
   const int pid_ = static_cast<int>(getpid());
   py::object python_, idle_;

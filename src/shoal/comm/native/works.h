@@ -45,7 +45,8 @@ class EngineWork : public c10d::Work {
     }
   }
 
-  // Raises CommError if the operation failed, or if `timeout` has passed: the operation itself continues then.
+  // Raises CommError if the operation failed, or if `timeout` has passed (less than zero: at once; zero: none): the
+  // operation itself continues then.
   bool wait(Milliseconds timeout = kNoTimeout) override {
     if (!settled_) wait_until_settled(timeout);
     if (status_ != SHOAL_SUCCESS) raise_status(status_, message_);
@@ -115,11 +116,11 @@ class EngineWork : public c10d::Work {
     const auto begin = std::chrono::steady_clock::now();
     while (!settled_) {
       const double waited_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-      const double left_s = timeout > kNoTimeout ? std::max(limit_s - waited_s, 0.0) : kSliceS;
+      const double left_s = timeout != kNoTimeout ? std::max(limit_s - waited_s, 0.0) : kSliceS;
       const shoal_status status = shoal_wait(group_->group(), handle_, std::min(left_s, kSliceS));
       if (status == SHOAL_SUCCESS) return settle(status, "");
       if (status != SHOAL_TIMED_OUT) return settle(status, shoal_last_error());
-      if (left_s <= kSliceS && timeout > kNoTimeout) {
+      if (left_s <= kSliceS && timeout != kNoTimeout) {
         char text[32];
         std::snprintf(text, sizeof text, "%g", limit_s);
         raise_comm_error(std::string(name_) + ": waited " + text +
