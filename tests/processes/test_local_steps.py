@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def compare(rank: int, folder: Path) -> None:
         training.step()
         inner.zero_grad()
     training.finish()
-    want, reference, log = replay(len(HOSTS))
+    want, reference, log = replay(dist.get_world_size())
     for found, wanted in zip(model.parameters(), want.parameters(), strict=True):
         assert torch.equal(found, wanted)
         assert torch.equal(outer.state[found]["momentum_buffer"], reference.state[wanted]["momentum_buffer"])
@@ -112,9 +113,13 @@ def compare(rank: int, folder: Path) -> None:
         assert [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] == log
 
 
-def test_a_replay_in_one_process_has_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "hosts",
+    [HOSTS, *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in ("ab", "abc", "abcde", "aabcde"))],
+)
+def test_a_replay_in_one_process_has_the_same_bits(tmp_path: Path, hosts: Sequence[str]) -> None:
     """Two workers share a host, and the last exchange comes before its time."""
-    run_group(compare, len(HOSTS), tmp_path / "group", tmp_path, hosts=HOSTS)
+    run_group(compare, len(hosts), tmp_path / "group", tmp_path, hosts=hosts)
 
 
 class FragmentReplay:
@@ -191,7 +196,7 @@ def compare_fragments(rank: int, folder: Path, options: Any, layers: Any, sends:
         training.step()
         inner.zero_grad()
     training.finish()
-    want = FragmentReplay(len(HOSTS), layers, options.get("delay", 0), options.get("mix", 0.5))
+    want = FragmentReplay(dist.get_world_size(), layers, options.get("delay", 0), options.get("mix", 0.5))
     want.run(sends)
     for found, wanted in zip(model.parameters(), want.whole.parameters(), strict=True):
         assert torch.equal(found, wanted)
@@ -248,7 +253,7 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
 
     want = net()
     reference = outer_of(want)
-    inners = [inner_of(want) for _ in HOSTS]
+    inners = [inner_of(want) for _ in range(dist.get_world_size())]
 
     def round_of(rank: int, number: int) -> None:
         begin = [parameter.detach().clone() for parameter in want.parameters()]
@@ -269,6 +274,19 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{"quorum": 2}, {"quorum": 2, "late": "next", "grace_s": 0.005}], ids=str)
 def test_exchanges_with_a_quorum_are_replayed_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     run_group(take_rounds, len(HOSTS), tmp_path / "group", tmp_path, options, hosts=HOSTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["ab", "abcde", "aabcde"])
+def test_exchanges_of_other_numbers_of_workers_are_replayed_to_the_bit(tmp_path: Path, hosts: str) -> None:
+    fragments, layers = {"every": 3, "fragments": 2, "delay": 1, "mix": 0.25}, [[0], [2, 3]]
+    for name, function, arguments in (
+        ("fragments", compare_fragments, (fragments, layers, {1: 0, 3: 1, 4: 0, 6: 1, 7: 0})),
+        ("quorum", take_rounds, ({"quorum": len(hosts) - 1},)),
+    ):
+        (tmp_path / name).mkdir()
+        group = tmp_path / name / "group"
+        run_group(function, len(hosts), group, tmp_path / name, *arguments, hosts=hosts)
 
 
 def refuse(rank: int) -> None:

@@ -55,6 +55,14 @@ def test_a_served_run_that_was_killed_ends_as_one_whose_workers_step(data: Path,
     assert (served / model).read_bytes() == (whole / model).read_bytes()
 
 
+@pytest.mark.slow
+def test_three_workers_and_servers_take_the_same_steps(data: Path, tmp_path: Path) -> None:
+    """A third is rounded: dividing by 3 and multiplying by 1 / 3 have other bits."""
+    for update in ("workers", "servers"):
+        assert jobs.wait(start(settings(data, tmp_path / update, update=update), 3)) == [EXIT_OK] * 3
+    assert steps(tmp_path / "servers") == steps(tmp_path / "workers")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread, Timer
 from typing import Any
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from engine_group import SECRET
 from shoal import native
 from shoal.comm.engine import CommError, lost_helpers
+from shoal.env import WorkerPlace
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
@@ -35,8 +36,19 @@ from shoal.optim.lars import Lars
 from shoal.optim.moments import norm_of
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
-from shoal.train.gradients import clip_factor, parameters_of, scale_all
+from shoal.train.config import DistributedConfig
+from shoal.train.gradients import (
+    LocalUpdate,
+    Precision,
+    Update,
+    clip_factor,
+    parameters_of,
+    scale_all,
+    wrap_model,
+)
+from shoal.train.served_steps import ServedUpdate
 from shoal.train.served_update import Served, update_on_servers
+from shoal.train.world import World
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 STEPS = 6
@@ -113,7 +125,10 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def train(
-    model: DistributedDataParallel, stepper: Optimizer | Served | Clipping | Rounding, rank: int, steps: range
+    model: DistributedDataParallel,
+    stepper: Optimizer | Served | Clipping | Rounding | OfRecipe,
+    rank: int,
+    steps: range,
 ) -> None:
     """Take steps of two micro-batches with a rate of its own each."""
     optimizer = stepper if isinstance(stepper, Optimizer) else stepper.optimizer
@@ -202,6 +217,8 @@ def compare(rank: int, name: str, max_norm: float | None) -> None:
         ("lars", 0.3, ("a", "b"), 1),
         ("larc", None, ("a", "b", "c"), 0),
         ("novograd", 0.3, ("a", "a", "b"), 1),
+        pytest.param("adamw", None, tuple("abcde"), 2, marks=pytest.mark.slow),
+        pytest.param("lamb", 0.3, tuple("aabcde"), 0, marks=pytest.mark.slow),
     ],
 )
 def test_the_bits_are_those_of_workers_that_step(
@@ -209,6 +226,58 @@ def test_the_bits_are_those_of_workers_that_step(
 ) -> None:
     with helpers(num_helpers) as (environment, _):
         run_group(compare, len(hosts), tmp_path, name, max_norm, hosts=hosts, environment=environment)
+
+
+@dataclass
+class OfRecipe:
+    """Takes steps by the update of a recipe, as :meth:`shoal.train.step.Step.update` does."""
+
+    update: Update
+    optimizer: Optimizer
+    norms: list[Any] = field(default_factory=list)
+
+    def step(self) -> None:
+        self.norms.append(
+            self.update.finish_gradients(self.optimizer, max_norm=0.3, per_worker=False, loss_scale=1.0)
+        )
+        self.update.apply(self.optimizer)
+
+
+def compare_in_recipe(rank: int, name: str) -> None:
+    place = WorkerPlace(rank=rank, num_workers=dist.get_world_size(), local_rank=0, num_local_workers=1)
+    control = dist.group.WORLD
+    assert control is not None
+    world = World(place=place, device=torch.device("cpu"), backend="shoal", control=control)
+    precision = Precision(name="fp32", device_type="cpu", dtype=None)
+    config = DistributedConfig(backend="shoal", update="servers", bucket_mb=0.05)
+    steppers = []
+    for served in (False, True):
+        torch.manual_seed(3)
+        model = wrap_model(Net(), world, config, precision, lambda _: None)
+        optimizer = OPTIMIZERS[name][1](groups_of(model))
+        update = ServedUpdate([model], optimizer, config) if served else LocalUpdate(world)
+        steppers.append((model, OfRecipe(update, optimizer)))
+        train(*steppers[-1], rank, range(STEPS))
+        if isinstance(update, ServedUpdate):
+            update.bring_state()
+    (want, reference), (have, stepper) = steppers
+    assert stepper.norms == reference.norms
+    require_same(have, stepper.optimizer, want, reference.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [
+        pytest.param("lamb", "ab", marks=pytest.mark.slow),
+        ("adamw", "abc"),
+        pytest.param("lamb", "abcde", marks=pytest.mark.slow),
+        pytest.param("sgd", "abcdef", marks=pytest.mark.slow),
+    ],
+)
+def test_a_recipe_has_the_same_bits_with_and_without_served_updates(
+    tmp_path: Path, name: str, hosts: str
+) -> None:
+    run_group(compare_in_recipe, len(hosts), tmp_path, name, hosts=hosts)
 
 
 def compare_rounded(rank: int, name: str, max_norm: float | None) -> None:

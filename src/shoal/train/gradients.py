@@ -20,8 +20,9 @@ from typing import Any, Protocol, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -174,7 +175,7 @@ def wrap_model(
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
     ddp.precision, ddp.norms = precision, own_norms(model)
-    hook: Callable[..., Any] = default_hooks.allreduce_hook
+    hook: Callable[..., Any] = mean_of_workers
     if config.wire == "bf16":
         hook = import_module(_WIRES).bf16_wire
     elif config.wire == "int8":
@@ -211,6 +212,19 @@ def _require_replica(model: nn.Module) -> None:
             f"run.data_parallel was given a {type(model).__name__} without parameters that require "
             "gradients: only models that are trained need it"
         )
+
+
+def mean_of_workers(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket with the bits of plain DDP and of servers that update weights.
+
+    Each worker multiplies by 1 / workers before the sum. torch's ``allreduce_hook`` divides, which gives
+    other bits unless the number of workers is a power of 2.
+    """
+    share = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
+    work = dist.all_reduce(share, group=group, async_op=True)
+    assert work is not None
+    total: Future[list[Tensor]] = work.get_future()
+    return total.then(lambda done: done.value()[0])
 
 
 class Update(Protocol):

@@ -10,7 +10,7 @@
 1.  Servers are the helper hosts (``shoal serve``) and, as for sums, a part of each worker. Every tensor is
     cut into pieces of at most 32 KiB, and each piece has one server for the group's life, in the proportions
     that sums use. Rank 0 loads the weights, and the optimizer's state if it has any.
-2.  The backward pass sends each bucket's gradients, divided by the number of workers, as plain DDP does. The
+2.  The backward pass sends each bucket's gradients, multiplied by 1 / workers, as plain DDP does. The
     learning rates and other options of the step go first.
 3.  A server that has all contributions to a piece adds them in the order of the hosts, takes the optimizer's
     step with the kernel that workers use, and answers with the new weights instead of the sum.
