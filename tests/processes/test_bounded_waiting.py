@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +100,7 @@ def train(
     assert counts.num_steps == STEPS
     if "wait_for" not in options:
         assert max(counts.staleness) <= options["staleness"]
-        assert counts.used == [STEPS] * len(HOSTS)
+        assert counts.used == [STEPS] * dist.get_world_size()
     else:
         assert max(counts.staleness) <= (1 if options.get("late") == "next" else 0)
         assert min(len(row["used"]) for row in rows if row["used"]) >= options["wait_for"]
@@ -122,39 +125,106 @@ def test_a_replay_in_one_process_has_the_same_bits(
     run_group(train, len(HOSTS), tmp_path / "group", tmp_path, name, max_norm, norms, options, hosts=HOSTS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["ab", "abc", "abcde", "aabcde"])
+@pytest.mark.parametrize("rule", ["wait_for", "late", "staleness"])
+def test_replays_of_other_numbers_of_workers_have_the_same_bits(
+    tmp_path: Path, hosts: str, rule: str
+) -> None:
+    """Shares of a third, a fifth and a sixth, which are rounded, too."""
+    options: dict[str, Any] = {"wait_for": len(hosts) - 1, **({"late": "next"} if rule == "late" else {})}
+    if rule == "staleness":
+        options = {"staleness": 2}
+    group = tmp_path / "group"
+    run_group(train, len(hosts), group, tmp_path, "adamw", 0.3, True, options, hosts=hosts)
+
+
 def take_asynchronous_steps(rank: int, folder: Path, compensation: float) -> None:
     model = DistributedDataParallel(net())
     optimizer, log = SGD(model.parameters(), lr=0.1), folder / "log.jsonl"
     options = {"asynchronous": True, "compensation": compensation}
     training = bound_waiting(model, optimizer, log=log, max_norm=1.0, **options)
-    pauses, batches = random.Random(rank), []
-    for _ in training.batches(range(STEPS)):
-        batches.append(training.next_step)
-        set_rate(optimizer, rank)  # each gradient has the rate of its worker
-        backward(model, rank, training.next_step)
+    pauses, num_workers = random.Random(rank), dist.get_world_size()
+    for batch in training.batches(range(1, 1 + STEPS)):
+        set_rate(optimizer, training.next_step)
+        backward(model, rank, batch)
         time.sleep(PAUSE_S * (pauses.random() < 0.2))
         training.step()
     training.finish()
     dist.barrier()  # rank 0 has written its last line
     rows, counts = read(log)[1:], summary(log)
-    assert counts.used == [STEPS] * len(HOSTS) and sum(counts.dropped) == 0
+    assert counts.used == [STEPS] * num_workers and sum(counts.dropped) == 0
     used = [row["used"] for row in rows if row["used"]]
-    assert [batch for ((who, batch, _),) in used if who == rank] == batches
+    assert [batch for ((who, batch, _),) in used if who == rank] == list(range(1, 1 + STEPS))
     assert max(counts.staleness) > 0, "no gradient was late"
     want = net()
     reference = SGD(want.parameters(), lr=0.1)
     taken = replay(
         log, want, reference, lambda rank, batch: backward(want, rank, batch), max_norm=1.0,
-        schedule=lambda step: set_rate(reference, used[step - 1][0][0]), compensation=compensation,
+        schedule=lambda step: set_rate(reference, step), compensation=compensation,
     )  # fmt: skip
-    assert taken == STEPS * len(HOSTS)
+    assert taken == STEPS * num_workers
     for have, wanted in zip(model.parameters(), want.parameters(), strict=True):
         assert torch.equal(have, wanted)
 
 
-@pytest.mark.parametrize("compensation", [0.0, 0.04])
-def test_asynchronous_steps_are_replayed_to_the_bit(tmp_path: Path, compensation: float) -> None:
-    run_group(take_asynchronous_steps, len(HOSTS), tmp_path / "group", tmp_path, compensation, hosts=HOSTS)
+@pytest.mark.parametrize(
+    ("compensation", "hosts"),
+    [
+        (0.0, HOSTS),
+        (0.04, HOSTS),
+        *(pytest.param(0.04, hosts, marks=pytest.mark.slow) for hosts in ("ab", "abc", "abcde", "aabcde")),
+    ],
+)
+def test_asynchronous_steps_are_replayed_to_the_bit(
+    tmp_path: Path, compensation: float, hosts: Sequence[str]
+) -> None:
+    run_group(take_asynchronous_steps, len(hosts), tmp_path / "group", tmp_path, compensation, hosts=hosts)
+
+
+# ---- the example of the documentation ----------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "bounded-waiting.md"
+
+
+def run_the_pages_examples(rank: int, folder: Path, options: str) -> None:
+    """Run the two programs of the page as they are written, but for the options of the mode."""
+    os.chdir(folder)
+    blocks = re.findall(r"(?:^    .*\n|^\n)+", PAGE.read_text(), re.MULTILINE)
+    training, again = [block for block in blocks if block.strip()][:2]
+    for program in (training, again):
+        if "asynchronous" in options:  # which refuses momentum
+            program = program.replace("lr=1e-4", "lr=1e-4, betas=(0.0, 0.999)")
+        assert "staleness=2" in training and "rate_of(" in program
+        batches_of = [
+            [
+                torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * each + number))
+                for number in range(9)
+            ]
+            for each in range(dist.get_world_size())
+        ]
+        torch.manual_seed(5)
+        names = {
+            "DistributedDataParallel": DistributedDataParallel, "Path": Path, "model": nn.Linear(5, 3),
+            "batches_of": batches_of, "loader": batches_of[rank],
+            "loss_of": lambda outputs: outputs.square().mean(), "rate_of": lambda step: 0.1 / step,
+        }  # fmt: skip
+        exec(textwrap.dedent(program.replace("staleness=2", options)), names)
+        dist.barrier()  # rank 0 has written its last line, with the weights' checksum
+    (*_, last) = read(folder / "steps.jsonl")
+    assert "weights" in last, "the replay has compared them"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "asynchronous=True",
+        pytest.param("staleness=2", marks=pytest.mark.slow),
+        pytest.param("wait_for=2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_documented_replay_runs_as_it_is_written(tmp_path: Path, options: str) -> None:
+    run_group(run_the_pages_examples, 3, tmp_path / "group", tmp_path, options, hosts="abc")
 
 
 # ---- an emulated slow worker -------------------------------------------------------------------------------

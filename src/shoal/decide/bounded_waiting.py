@@ -1,8 +1,8 @@
 """Decides which gradients a step takes when it does not wait for all workers, from what has come so far.
 
-A *batch* has the number of the step for which it is meant; a *version* of the weights is the number of steps
-they have seen. The *staleness* of a gradient is the number of steps that its weights lack: a gradient of
-version v in step t has staleness t - 1 - v.
+A *batch* has the number of the step for which it is meant (of asynchronous steps, that among its worker's
+batches); a *version* of the weights is the number of steps they have seen. The *staleness* of a gradient is
+the number of steps that its weights lack: a gradient of version v in step t has staleness t - 1 - v.
 
 The planner simulates with the same code.
 """
@@ -163,7 +163,7 @@ class StepDecider:
             next_batch = (queue[-1].batch if queue else self.step) + 1
             fits = gradient.batch == next_batch and gradient.staleness_in(next_batch) <= rule.staleness
         else:
-            fits = not queue and gradient.batch == gradient.version + 1
+            fits = not queue and (rule.asynchronous or gradient.batch == gradient.version + 1)
         if not fits or not 0 <= gradient.version <= self.step:
             raise ValueError(
                 f"worker {gradient.rank} has a gradient of batch {gradient.batch} and version "

@@ -3,7 +3,9 @@
 Messages are JSON of one length. From a worker:
 
     {"kind": "ready", "batch": 3, "version": 2, "options": {...}, "asks": false}    a gradient, and the step's
-                                         options; whether all are to synchronize soon
+                                         options; whether all are to synchronize soon. The batch is the
+                                         step for which it is meant; of asynchronous steps, this worker's
+                                         number of batches
     {"kind": "synchronize", "batch": 8, "then": "dump", "ends": false}    no more gradients after this batch
 
 From rank 0, to all in the same order:
@@ -22,7 +24,6 @@ import json
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -111,7 +112,7 @@ class Coordinator:
         self._timer = threading.Timer(0.0, self._on_time)
         self._options: dict[int, tuple[int, Any]] = {}  # by batch: of which rank, and the options
         self._ended: dict[int, tuple[int, Then, bool]] = {}  # by rank: batch, then what, whether for good
-        self._num_offered: Counter[int] = Counter()  # gradients, by rank
+        self._last_batch = 0  # of all gradients
         self._asked = False
         self._until: int | None = None  # whether a worker asks to synchronize, and after which step
 
@@ -165,7 +166,7 @@ class Coordinator:
                     f"{other} and {str(message['options'])[:200]} on rank {rank}; schedules depend on the "
                     "step's number only"
                 )
-        self._num_offered[rank] += 1
+        self._last_batch = max(self._last_batch, gradient.batch)
         self._decider.offer(gradient, time.monotonic())
         if self._rule.late == "drop" and self._rule.grace_s:  # one that does not rest waits for this
             self._tell_late(self._decider.take_dropped())
@@ -190,7 +191,7 @@ class Coordinator:
         if self._asked and self._until is None:  # no worker that has not heard of it has begun a later batch
             self._until = decision.step + (self._rule.staleness if self._rule.waits_for_all else 0)
             if self._rule.asynchronous:  # the batch of a worker that is under way is the next one at most
-                self._until = max(self._num_offered.values()) + 1
+                self._until = self._last_batch + 1
         self._tell(
             {
                 "kind": "step", "step": decision.step, "used": as_lists(decision.used),

@@ -152,8 +152,9 @@ def replay(
             the statistics of the workers, too.
         optimizer: of :mod:`shoal.optim`, over the model's parameters.
         backward: computes the gradient of a rank's batch, as its worker has; gets the rank and the number of
-            the batch, from 1.
-        schedule: sets the optimizer's options for a step, given its number.
+            the batch among those of its loader, from 1.
+        schedule: sets the optimizer's options for a step, given its number; of asynchronous steps, what
+            ``next_step`` was when the worker set them.
         max_norm: as it was there.
         dropped: also compute the gradients that no step has taken, in the order of each worker's batches:
             for local steps with a quorum, where ``backward`` makes the local steps of a round. A model with
@@ -185,17 +186,18 @@ def replay(
     }
     versions = {0: [each.detach().clone() for each in parameters]}
     moves: dict[int, list[Tensor]] = {}
-    newest = 0
+    newest, asynchronous = 0, False
     for index, row in enumerate(rows):
         if "hosts" in row:  # workers begin, and know no step yet
             workers.begin(row["hosts"])
+            asynchronous = row.get("asynchronous", False)
             moves = {newest: [torch.zeros_like(each) for each in versions[newest]]}
         for rank, batch, version in row.get("dropped", ()) if dropped else ():
             workers.compute(versions[version], rank, batch)
         if row.get("used"):
             newest = row["step"]
             if schedule is not None:
-                schedule(newest)
+                schedule(row["used"][0][2] + 1 if asynchronous else newest)
             begins = dict(versions)
             for version in {version for _, _, version in row["used"]} if extrapolation else ():
                 begins[version] = [each.clone() for each in versions[version]]

@@ -137,8 +137,7 @@ class BoundedUpdate:
             asks: whether this worker wants them to, soon; later calls return true then.
         """
         self._asks = asks
-        begin = self._first if self._rule.asynchronous else 0  # it counts this worker's batches
-        if self._training.until == self.step - begin:
+        if self._training.until == self.step:
             self.settle()
         return self.is_settled
 

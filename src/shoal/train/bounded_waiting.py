@@ -197,7 +197,8 @@ def _waiting_rule(
 class _Gradient:
     """A gradient that this worker has handed over; ``step`` is the one that has taken or dropped it.
 
-    ``weights`` are those that it is the gradient of, where it is to be compensated.
+    ``batch`` is the number of the step for which it is meant; of asynchronous steps, this worker's number of
+    batches. ``weights`` are those that it is the gradient of, where it is to be compensated.
     """
 
     batch: int
@@ -246,7 +247,8 @@ class BoundedWaiting:
                 as those, where all workers meet.
         """
         self._statistics, self._own, self._model_group = statistics_of(model), own, model.process_group
-        self._compensation, self._num_handed = compensation, 0
+        self._compensation = compensation
+        self._num_handed = after // rule.num_workers  # of asynchronous steps, all have had as many
         self._extrapolation = extrapolation
         self.optimizer = optimizer
         self.num_dropped = self.num_skipped = 0
@@ -409,8 +411,9 @@ class BoundedWaiting:
         for parameter in self._parameters:
             parameter.grad = None
         weights = [each.detach().clone() for each in self._parameters] if self._compensation else []
-        gradient = _Gradient(self._batch, tensors, weights)  # type: ignore[arg-type]
         self._num_handed += 1
+        batch = self._num_handed if self._rule.asynchronous else self._batch
+        gradient = _Gradient(batch, tensors, weights)  # type: ignore[arg-type]
         with self._changed:
             self._handed.append(gradient)
         return gradient
@@ -448,7 +451,12 @@ class BoundedWaiting:
         coordinator = Coordinator(mail, self._rule, after=self._version) if is_first else None
         hosts = hosts_of(self._group)
         if coordinator is not None:
-            self._write({"workers": self._rule.num_workers, "hosts": hosts, "after": self._version})
+            self._write(
+                {
+                    "workers": self._rule.num_workers, "hosts": hosts, "after": self._version,
+                    "asynchronous": self._rule.asynchronous,
+                }
+            )  # fmt: skip
             self._begin(coordinator.listen, "shoal-coordinator")
         line = Line(mail, coordinator)
         self._begin(lambda: self._follow(line), "shoal-steps")
