@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shoal import env, native
 from shoal.comm.engine import fabric_providers, threads_for
-from shoal.errors import EXIT_OK, ShoalError, UsageError
+from shoal.errors import EXIT_OK, ShoalError, UsageError, ending
 
 DEFAULT_PORT = 7070
 _WAIT_S = 0.1
@@ -120,9 +120,10 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         return serve(**vars(given))
-    except ShoalError as error:
-        print(f"shoal serve: error: {error}", file=sys.stderr)
-        return error.exit_code
+    except Exception as error:  # noqa: BLE001  # the last net, where the command line's is not
+        end = ending(error, who="shoal serve: error: ", debug=env.debug())
+        print(end.text, file=sys.stderr)
+        return end.exit_code
 
 
 if __name__ == "__main__":

@@ -315,12 +315,17 @@ def log_lines(name: str, region: str | None, *, since: int) -> Iterator[tuple[st
     """Yield lines of a job's output in CloudWatch, each after its host's name, and their times in ms.
 
     Raises:
-        ShoalError: AWS refuses, or the job has written nothing yet.
+        ShoalError: AWS refuses.
     """
     service = client("logs", region)
     asked: dict[str, Any] = {"logGroupName": _LOGS, "logStreamNamePrefix": f"{name}/", "startTime": since}
     while True:
-        found = called(lambda: service.filter_log_events(**asked))
+        try:
+            found = called(lambda: service.filter_log_events(**asked))
+        except ShoalError as problem:
+            if "ResourceNotFound" in str(problem):  # nothing was written yet
+                return
+            raise
         for event in found["events"]:
             host = event["logStreamName"].partition("/")[2].rpartition("-")[0]
             yield f"{host}: {event['message'].rstrip()}", event["timestamp"]

@@ -171,6 +171,8 @@ def _cloud_logs(job: Submission, *, follow: bool) -> int:
             print(line)
             since = max(since, when + 1)
         sys.stdout.flush()
+        if not is_running and not since:
+            raise UsageError(f"{job.id} has no output yet: the job is {state_of(job) or _ENDED}")
         if not is_running:
             return 0
         time.sleep(_POLL_S)

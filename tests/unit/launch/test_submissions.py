@@ -146,5 +146,9 @@ def test_logs(
         stubbed.add_response("filter_log_events", answer, asked | ({"nextToken": token} if token else {}))
     with stubbed:
         assert logs(tmp_path / "c", follow=False) == 0
+    stubbed.add_client_error("filter_log_events", "ResourceNotFoundException")
+    monkeypatch.setattr(sagemaker, "state_of", lambda name, region: "InProgress: Starting")
+    with stubbed, pytest.raises(UsageError, match=f"{NAME} has no output yet: the job is InProgress: Sta"):
+        logs(tmp_path / "c", follow=False)
     assert capfd.readouterr().out == "step 1\nstep 5\nalgo-1: step 7\nalgo-1: step 8\n"
     assert "kubectl logs job/b-workers --tail=100 --follow" in (programs / "said").read_text()

@@ -135,6 +135,12 @@ class CocoSource:
             self.remarks += tuple(truth.bad.lines())
             if num_empty:
                 self.remarks += (f"{num_empty:,} images without objects are left out (--keep-empty)",)
+            of_split = [one for objects in truth.objects.values() for one in objects if not one.is_crowd]
+            if num_boxes := sum(one.segmentation is None for one in of_split):
+                self.remarks += (
+                    f"{num_boxes:,} of the {len(of_split):,} objects of {split.annotations} have no "
+                    "segmentation, only a box: Mask R-CNN refuses them",
+                )
         self.splits = tuple(splits)
         parts = [f"{split.images} with {split.annotations}" for split in splits.values()]
         self.description = f"COCO: {' and '.join(parts)}, {len(self.categories)} categories"

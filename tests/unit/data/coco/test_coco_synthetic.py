@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from shoal.data.coco.masks import areas, as_compressed
 from shoal.data.coco.results import KINDS, Detection
 from shoal.data.coco.score import overlaps_of, summarise
-from shoal.data.coco.source import prepared_truth, read_categories
+from shoal.data.coco.source import CocoSource, CocoSplit, prepared_truth, read_categories
 from shoal.data.coco.synthetic import draw_scene, make_coco
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.synthetic import SHAPES
@@ -51,6 +52,24 @@ def test_the_truth_comes_back_from_the_shards(tmp_path: Path) -> None:
                 found[image.id].append(Detection(one.category_id, 1.0, shape, one.area))
         figures[kind] = summarise(truth, [overlaps_of(truth, found, kind)], kind).figures["AP"]
     assert figures == {"bbox": 1.0, "segm": 1.0}
+
+
+def test_objects_with_a_box_alone_are_said(tmp_path: Path) -> None:
+    """What LabelImg and others export has no masks, which training would refuse one by one."""
+    box = {"image_id": 1, "category_id": 1, "bbox": [1, 1, 4, 4], "area": 16, "iscrowd": 0}
+    polygon = {"segmentation": [[1, 1, 5, 1, 5, 5, 1, 5]]}
+    tree = {
+        "images": [{"id": 1, "file_name": "a.png", "width": 8, "height": 8}],
+        "categories": [{"id": 1, "name": "square"}],
+        "annotations": [{"id": 1, **box}, {"id": 2, **box, **polygon}, {"id": 3, **box, "segmentation": []}],
+    }
+    (tmp_path / "boxes.json").write_text(json.dumps(tree))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (remark,) = CocoSource(CocoSplit(tmp_path, tmp_path / "boxes.json")).remarks
+    assert remark == (
+        f"2 of the 3 objects of {tmp_path / 'boxes.json'} have no segmentation, only a box: Mask R-CNN "
+        "refuses them"
+    )
 
 
 @pytest.mark.parametrize("version", [0, 2, None])
