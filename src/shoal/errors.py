@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -205,6 +206,30 @@ def flush_output() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+def hook_errors(*, has_ended: bool = False) -> None:
+    """Print expected errors of threads, and of what runs at the interpreter's end, as one line too.
+
+    Args:
+        has_ended: an error has been told; expected ones that follow, as of the same full disk, are not.
+    """
+
+    def is_said(error: BaseException | None) -> bool:
+        line = "" if error is None else _explain(error)[0]
+        if line and not has_ended:
+            print(line, file=sys.stderr, flush=True)
+        return bool(line)
+
+    def of_thread(args: threading.ExceptHookArgs) -> None:
+        if not is_said(args.exc_value):
+            threading.__excepthook__(args)
+
+    def unraisable(args: sys.UnraisableHookArgs) -> None:
+        if not is_said(args.exc_value):
+            sys.__unraisablehook__(args)
+
+    threading.excepthook, sys.unraisablehook = of_thread, unraisable
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -52,6 +52,22 @@ def too_large(path: Path) -> None:
     path.write_bytes(bytes(5000))
 
 
+def record_too_large(path: Path) -> None:
+    """The same of a run's record, and of TensorBoard's file, which a thread and an exit function write."""
+    from shoal.record import Stop
+    from shoal.train.reporting import Progress, RunLog
+
+    path.mkdir()
+    with RunLog(path, Progress(10, 0)) as log:
+        for number in range(99):
+            log._events.add_scalar("loss", 1.0, number)
+        log._events.flush()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+        log._events.add_scalar("loss", 1.0, 99)
+        for number in range(99):
+            log._record.write(Stop(step=number, reason="none", exit_code=0))
+
+
 def too_many_files(path: Path) -> None:
     path.touch()
     resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
@@ -126,6 +142,7 @@ CAUSES: dict[Callable[[Path], None], str] = {
     full: "{path}: No space left on device; free some space or choose another folder",
     full_while_open: "{path}: No space left on device; free some space or choose another folder",
     too_large: "{path}: File too large; the file system or `ulimit -f` allows no larger files",
+    record_too_large: "{path}/record.jsonl ",
     too_many_files: "{path}: Too many open files; allow more open files: ulimit -n",
     not_utf8: "{path}: byte 4 (0xe9) is not utf-8; convert the file to UTF-8",
     not_printable: "the character '\\u20ac' cannot be written in ascii; set PYTHONUTF8=1",

@@ -22,7 +22,7 @@ from shoal.cli.commands import emulate, export, report
 from shoal.cli.help_text import HelpText, explained
 from shoal.cli.plan import plan
 from shoal.env import debug, set_debug
-from shoal.errors import EXIT_OK, EXIT_USAGE, ending, flush_output
+from shoal.errors import EXIT_OK, EXIT_USAGE, ending, flush_output, hook_errors
 
 app = App(
     name="shoal",
@@ -121,6 +121,8 @@ def main() -> NoReturn:
     if "--debug" in own:
         words.remove("--debug")
         set_debug()
+    if not debug():
+        hook_errors()
     try:
         result = app(words, result_action="return_value", exit_on_error=False, print_error=True)
         sys.stdout.flush()
@@ -136,6 +138,8 @@ def main() -> NoReturn:
         else:
             end = ending(error, who="shoal: ", debug=debug())
             print(end.text, file=sys.stderr)
+            if not debug():
+                hook_errors(has_ended=True)
             code = end.exit_code
     finally:
         flush_output()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shoal.env import debug, launch_dir, worker_env
-from shoal.errors import ending, flush_output, is_lost_peer
+from shoal.errors import ending, flush_output, hook_errors, is_lost_peer
 from shoal.json_text import parse_json
 
 EXIT_DEADLINE_S = 5.0
@@ -55,6 +55,8 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
     """
     folder = launch_dir()
     faulthandler.enable()
+    if not debug():
+        hook_errors()
     if folder is not None:
         _stop_without_launcher()
     try:
@@ -71,6 +73,8 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
         if folder is None or report.rank != 0:  # the others' stderr is a file under our launcher
             who = f"worker {report.rank}: " if env and env.place.num_workers > 1 else ""
             print(f"{who}{report.message}", file=sys.stderr, flush=True)
+        if not debug():
+            hook_errors(has_ended=True)
         _exit_soon(report.exit_code)
         exit_code = report.exit_code
     flush_output()

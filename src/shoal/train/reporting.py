@@ -29,6 +29,7 @@ from tensorboardX.summary import hparams
 from torch import Tensor
 
 import shoal
+from shoal.atomic_io import write_error
 from shoal.errors import ShoalError
 from shoal.record import (
     FILE_NAME,
@@ -273,15 +274,20 @@ class RunLog(AbstractContextManager["RunLog"]):
     def __init__(self, run_dir: Path, progress: Progress, mlperf: RowWriter | None = None) -> None:
         self._owner = own(run_dir)
         self._record = RecordWriter(run_dir)
-        self._events = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
+        self._events_dir = run_dir / "tensorboard"
+        self._events = SummaryWriter(str(self._events_dir), flush_secs=10)
         self._settings: dict[str, Any] = {}
         self._mlperf = mlperf
         self.progress = progress
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.progress.close()
-        self._events.close()
         self._record.close()
+        try:
+            self._events.close()
+        except OSError as problem:
+            if error is None:
+                raise write_error(self._events_dir, problem) from None
 
     def write(self, row: Row) -> None:
         """Write a row, its figures and what it tells.
