@@ -7,6 +7,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
+from shoal.data.text import mediawiki
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.data.text.mediawiki import hidden_namespaces, is_dump, page_text, plain_text
 from shoal.errors import UsageError
@@ -97,6 +98,41 @@ def test_only_articles_of_the_main_namespace_without_redirects(tmp_path: Path) -
     for chunk_bytes in (1 << 20, *range(1, 2 * path.stat().st_size, 37)):
         chunks = cut_chunks(files, chunk_bytes)
         assert [text for chunk in chunks for text in read_articles(chunk, "strict")] == expected
+
+
+@pytest.mark.timeout(60)
+def test_a_page_that_would_take_hours_loses_its_markup_by_rules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parser goes back at each opening that nothing closes; the dump goes on."""
+    costly = ["<ref", "[http://a", "<b>", "{|\n|-\n|a||<b>", "{{a|", '<b a="', "<!--", "[[a|", "  \n= ="]
+    good = "See [[x|the x]]{{t}}.<ref name=a/>" * 300 + "\n== Part ==\n* item"
+    pages = [page(f"Bad {n}", f"Begin [[y]]. {text * 10_000}") for n, text in enumerate(costly)]
+    path = tmp_path / "a.xml"
+    path.write_text(dump(page("Good", good), *pages, page("Last", "End.")))
+    chunk = cut_chunks(find_files([str(path)], "auto"), 1 << 30)[0]
+    first, *others, last = read_articles(chunk, "strict")
+    assert first == "Good\n" + "See the x." * 300 + "\nPart\nitem"
+    assert last == "Last\nEnd."
+    assert all(text.startswith(f"Bad {n}\nBegin y.") for n, text in enumerate(others))
+    assert len(others) == len(costly)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(costly) - 1, "headings are no trouble"
+    assert f"{path}: the page 'Bad 0' has so much markup without an end" in said[0]
+    assert said[-1].endswith("(page 8 of this process)")
+
+
+@pytest.mark.parametrize(
+    ("wikitext", "text"),
+    [
+        ("'''Bold''' a [[b|c]] [[File:a.jpg|x [[y]]]][[d]]", "Bold a c d"),
+        ("a{{b|{{c}}}} d<!-- e -->f<ref name=g>h</ref>i", "a df" + "i"),
+        ("== Part ==\n* item &amp; [http://x.y label]<br>z", "\n\n Part \n\n\n\n\n item & label\nz"),
+        ('{| class="w"\n! head\n|-\n| cell\n|}\nAfter', "\n\n\n\n\nAfter"),
+    ],
+)
+def test_rules_remove_markup_too(wikitext: str, text: str) -> None:
+    assert mediawiki._text_by_rules(wikitext, HIDDEN) == text
 
 
 def test_a_dump_is_known_by_its_beginning() -> None:
