@@ -31,7 +31,7 @@ training job took 97 s with two threads beside another test, and 16 s with one).
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")  # an example may take any time on a busy machine
 
-MAY_BE_MISSING = [r"CUDA", r"GPU"]
+MAY_BE_MISSING = [r"CUDA", r"GPU", r"fused multiply-add"]
 """Causes of skips that ``.ci/run`` cannot remove; the real test data only if it is not there."""
 
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from shoal.optim.lamb import parameter_groups
 
 SHAPES = [(7, 13), (5,), (3, 4, 5), (1,), (130, 129), (33,)]
+
+torchs_bits = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="torch's bits are others where its kernels have no fused multiply-add",
+)
+"""Marks tests that compare bits with torch's: its kernels for AVX2 and newer fuse, as shoal's do on any."""
 
 Change = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 """Weights, gradient, first and second moment, and the number of the step to what is taken off the weights."""

@@ -15,6 +15,7 @@ from moments_formula import (
     large_parameters,
     make_parameters,
     set_gradients,
+    torchs_bits,
 )
 from torch import Tensor
 
@@ -89,6 +90,7 @@ def test_each_operation_is_rounded_as_written() -> None:
         assert float((tensor.detach().flatten() == wanted).double().mean()) > 0.95
 
 
+@torchs_bits
 def test_moments_have_torchs_bits_and_weights_are_a_few_ulps_off() -> None:
     params, theirs = large_parameters(), large_parameters()
     params = [torch.nn.Parameter(p.detach().contiguous()) for p in params]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from moments_formula import assert_close, large_parameters, make_parameters, set_gradients
+from moments_formula import assert_close, large_parameters, make_parameters, set_gradients, torchs_bits
 from torch import Tensor, nn
 
 from shoal import native
@@ -22,10 +22,9 @@ CASES = [
 ]
 
 
+@torchs_bits
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_the_kernel_has_torchs_bits(options: dict[str, Any]) -> None:
-    if not native.cpu_features().get("fma"):
-        pytest.skip("torch's bits are others on a processor without fused multiply-add")
     params, theirs = ([nn.Parameter(p.detach().contiguous()) for p in large_parameters()] for _ in range(2))
     ours, peer = SGD(params, **options, implementation="native"), torch.optim.SGD(theirs, **options)
     for step in range(5):
