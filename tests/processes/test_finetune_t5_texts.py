@@ -83,7 +83,10 @@ def test_scores_in_the_record_and_beside_the_outputs(run_dir: Path) -> None:
 def test_the_finished_model_is_used_and_scored_by_command(run_dir: Path, texts: Path, tmp_path: Path) -> None:
     found = rows(run_dir / "predictions-texts.jsonl")
     predicted = partial(use_jobs.lines, tmp_path, "predict", "t5", texts)
-    wanted = [{"id": number, "text": row["prediction"]} for number, row in enumerate(found, start=1)]
+    wanted = [
+        {"id": number, "text": row["prediction"], "precision": "fp32"}
+        for number, row in enumerate(found, start=1)
+    ]
     assert predicted("--model", run_dir, workers=2) == wanted
     export = shutil.copytree(run_dir / "transformers", tmp_path / "moved")  # the search is in config.json
     columns = ("--data.source-column", "text", "--data.target-column", "longer")
