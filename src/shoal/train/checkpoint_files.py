@@ -71,6 +71,9 @@ class WrittenFile:
     num_bytes: int
     crc32: str
 
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
@@ -82,8 +85,7 @@ class Chunk:
     key: str
 
     def __post_init__(self) -> None:
-        if not self.file or Path(self.file).name != self.file:
-            raise ValueError(f"{self.file!r} is not the name of a file in the checkpoint's folder")
+        _check_name(self.file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,11 @@ class StoredTensor:
     dtype: str
     size: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+
+def _check_name(name: str) -> None:
+    if not name or name == ".." or Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a file in the checkpoint's folder")
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:

@@ -451,7 +451,22 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     assert (list_checkpoints(tmp_path)[0] / COMPLETE).stat().st_ino == before
 
 
-@pytest.mark.parametrize("name", ["../step-00000002/worker-00000.safetensors", "/etc/passwd", "a/b", "", 7])
+OUTSIDE = ["../step-00000002/worker-00000.safetensors", "/etc/passwd", "a/b", "..", "", 7]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_mark_that_leads_out_of_its_folder_is_malformed(tmp_path: Path, name: object) -> None:
+    saved_run(tmp_path)
+    path = list_checkpoints(tmp_path)[0]
+    record = json.loads((path / COMPLETE).read_text())
+    record["files"][0]["name"] = name
+    del record["crc32"]
+    mark = record | {"crc32": checkpoint_files._crc32_of(record)}
+    (path / COMPLETE).write_text(json.dumps(mark))
+    assert checkpoint_files.find_damage(path) == "complete.json is malformed"
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_a_table_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: object) -> None:
     saved_run(tmp_path)
     path = list_checkpoints(tmp_path)[0]
