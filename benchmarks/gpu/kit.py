@@ -202,25 +202,34 @@ def others_on_gpu() -> str:
 
 
 def end_session(leader: int) -> None:
-    """Kill all processes of a session, those in other process groups too, such as the compilers of ninja."""
-    while members := members_of_session(leader):
+    """Kill all processes of a session, and their descendants, which may have begun sessions of their own.
+
+    Workers and Inductor's compilers have; alive, they would keep the output open.
+    """
+    sessions = {leader}
+    while members := members_of(sessions):
         for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def members_of_session(leader: int) -> list[int]:
-    """Return the processes of a session that run, by Linux's ``/proc``."""
-    found = []
+def members_of(sessions: set[int]) -> list[int]:
+    """Return the processes of sessions that run, by Linux's ``/proc``; add the sessions of their children."""
+    running: dict[int, tuple[int, int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = stat.read_text(encoding="utf-8", errors="replace")
         except OSError:  # ended in the meantime
             continue
-        state, _, _, session = text[text.rindex(")") + 2 :].split()[:4]
-        if int(session) == leader and state not in "ZX":
-            found.append(int(stat.parent.name))
+        state, parent, _, session = text[text.rindex(")") + 2 :].split()[:4]
+        if state not in "ZX":
+            running[int(stat.parent.name)] = int(parent), int(session)
+    count = 0
+    while count != len(sessions):
+        count = len(sessions)
+        found = [pid for pid, (_, session) in running.items() if session in sessions]
+        sessions |= {session for parent, session in running.values() if parent in found}
     return found
 
 

@@ -93,24 +93,10 @@ def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
     num_dropped = round(p * _RANGE)
     if not num_dropped:
         return x
-    dropped: Tensor = _Dropout.apply(x, keys, num_dropped)
-    return dropped
-
-
-class _Dropout(torch.autograd.Function):
-    """Keeps a byte per element for the backward pass, where torch's dropout on a CPU keeps four."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keys: Tensor, num_dropped: int) -> Tensor:
-        keep: Tensor = torch.ops.shoal.keep_mask(keys, x.shape[-1], num_dropped)
-        ctx.save_for_backward(keep)
-        ctx.scale = _RANGE / (_RANGE - num_dropped) if num_dropped < _RANGE else 0.0
-        return (x * keep).mul_(ctx.scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (keep,) = ctx.saved_tensors
-        return (grad * keep).mul_(ctx.scale), None, None
+    keep: Tensor = torch.ops.shoal.keep_mask(keys, x.shape[-1], num_dropped)
+    # Autograd keeps the mask, a byte per element, where torch's dropout on a CPU keeps four. A Function that
+    # returned this result, changed in place, would have no gradient in code that torch 2.11 compiles.
+    return (x * keep).mul_(_RANGE / (_RANGE - num_dropped) if num_dropped < _RANGE else 0.0)
 
 
 # As operations of torch, each is one node of an exported graph, where its steps would be three quarters of a

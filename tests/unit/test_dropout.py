@@ -175,3 +175,22 @@ def test_an_exported_graph_has_a_node_for_keys_and_mask_which_compilers_replace(
         for graph in (exported.graph, make_fx(Dropping())(x, keys).graph)
     )
     assert (made, traced) == (["shoal.row_keys.default", "shoal.keep_mask.default"], [])
+
+
+def test_compiled_dropout_has_its_gradient() -> None:
+    """Compiled by torch 2.11, a Function that returns what it changed in place has none, without a word."""
+    from shoal.models.encoder import _Collect, _spread
+
+    keys, index = torch.arange(5), torch.tensor([0, 2, 3, 5, 7])
+
+    def drop_spread_collect(x: Tensor) -> Tensor:
+        collected: Tensor = _Collect.apply(_spread(dropout(x * 3, keys, 0.5), index, 9), index[:4])
+        return collected.sin()
+
+    torch._dynamo.reset()
+    grads = []
+    for form in (drop_spread_collect, torch.compile(drop_spread_collect, backend="eager")):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        form(x).sum().backward()
+        grads.append(x.grad)
+    assert grads[0].count_nonzero() > 0 and torch.equal(*grads)

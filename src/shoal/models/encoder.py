@@ -185,7 +185,7 @@ def _attend(
     asking_index = unpad_index if wanted is None else unpad_index.index_select(0, wanted)
 
     def heads(rows: Tensor, index: Tensor, *, is_padded: bool) -> Tensor:
-        padded = rows if is_padded else _Spread.apply(rows, index, layout.num_sequences * layout.max_seqlen)
+        padded = rows if is_padded else _spread(rows, index, layout.num_sequences * layout.max_seqlen)
         heads_last = padded.view(layout.num_sequences, layout.max_seqlen, layer.num_heads, -1)
         return heads_last.transpose(1, 2)
 
@@ -224,26 +224,13 @@ class _Layout:
             self.mask = (torch.arange(max_seqlen, device=device) < lengths[:, None])[:, None, None, :]
 
 
-class _Spread(torch.autograd.Function):
-    """Writes rows to distinct rows of a zero tensor: the transpose of ``_Collect``.
-
-    torch's backward of ``index_select`` must expect repeated indices and adds atomically (on a CPU, one row
-    after the other). For 2,818 rows of 768 on 2 cores it took twice the time of a 768 × 768 linear layer.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(index)
-        return rows.new_zeros(num_rows, rows.shape[1]).index_copy_(0, index, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        return grad.index_select(0, index), None, None
+def _spread(rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    """Write rows to distinct rows of a zero tensor: the transpose of ``_Collect``."""
+    return rows.new_zeros(num_rows, rows.shape[1]).index_copy_(0, index, rows)
 
 
 class _Collect(torch.autograd.Function):
-    """Reads distinct rows: the transpose of ``_Spread``."""
+    """Reads distinct rows: the transpose of :func:`_spread`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:

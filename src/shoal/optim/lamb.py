@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from torch.utils._triton import has_triton
 
 from shoal import native
 from shoal.errors import UsageError
@@ -30,6 +31,8 @@ from shoal.optim.moments import (
     Squares,
     native_grads,
     root_of_sum,
+    same_layout,
+    sum_shards,
     whole_squares,
 )
 
@@ -63,7 +66,8 @@ def parameter_groups(
 class Lamb(MomentsOptimizer):
     """Implements LAMB: Adam's update of each tensor, scaled to the norm of its weights.
 
-    Uses one native kernel on the CPU, and ``_foreach_`` operations elsewhere. The state of each parameter is
+    Uses one native kernel on the CPU, two passes of Triton kernels for float32 on a GPU, and ``_foreach_``
+    operations elsewhere. The state of each parameter is
     ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that ``torch.distributed.checkpoint``
     saves and reshards it. Parameters sharded by FSDP2 get the norms of the whole tensors. On the CPU the
     result is bit-identical for any number of threads. Gradients that are not finite make weights that are not
@@ -141,6 +145,24 @@ class Lamb(MomentsOptimizer):
         return root_of_sum(squares) if len(squares) > 1 else native_norm
 
     def _update(self, batch: Batch) -> Squares:
+        return self._update_in_passes(batch) if _has_kernel(batch) else self._update_foreach(batch)
+
+    def _update_in_passes(self, batch: Batch) -> Squares:
+        from shoal.optim.lamb_kernel import LambKernel  # Triton is loaded where it is needed
+
+        grad_squares: list[Tensor] = []
+        weight_squares: list[Tensor] = []
+        for part in batch.by_step():
+            lists = part.grads, part.entries("exp_avg"), part.entries("exp_avg_sq"), part.weights
+            kernel = LambKernel(*lists, batch.group, part.steps[0])
+            sums = kernel.blend(batch.scale)
+            sum_shards(part.params, list(sums.unbind()))
+            kernel.apply(sums, batch.lr)
+            grad_squares.append(sums[:, 0].sum())
+            weight_squares.append(sums[:, 1].sum())
+        return sum(grad_squares), sum(weight_squares)
+
+    def _update_foreach(self, batch: Batch) -> Squares:
         group, weights, grads, scale = batch.group, batch.weights, batch.grads, batch.scale
         if isinstance(scale, Tensor) or scale != 1.0:
             here = scale.to(weights[0].device) if isinstance(scale, Tensor) else scale
@@ -161,3 +183,10 @@ class Lamb(MomentsOptimizer):
         options = ("betas", "eps", "weight_decay", "bias_correction", "trust_ratio")
         moments = {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
         return native.lamb_step(steps=batch.steps, **batch.native_arguments(*options, **moments))
+
+
+def _has_kernel(batch: Batch) -> bool:
+    """Return whether two passes of :mod:`shoal.optim.lamb_kernel` update such tensors."""
+    lists = batch.grads, batch.entries("exp_avg"), batch.entries("exp_avg_sq"), batch.weights
+    is_fp32 = all(tensor.dtype == torch.float32 for tensors in lists for tensor in tensors)
+    return batch.weights[0].is_cuda and has_triton() and is_fp32 and same_layout(*lists)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -63,6 +63,18 @@ class Batch:
     def lr(self) -> float:
         return float(self.group["lr"])
 
+    def by_step(self) -> list[Batch]:
+        """Return the parameters whose number of steps is the same, together; mostly all of them."""
+        found: dict[float, list[int]] = {}
+        for index, step in enumerate(self.steps):
+            found.setdefault(step, []).append(index)
+        if len(found) == 1:
+            return [self]
+        return [
+            replace(self, params=[self.params[k] for k in chosen], states=[self.states[k] for k in chosen])
+            for chosen in found.values()
+        ]
+
     def entries(self, name: str) -> list[Tensor]:
         """Return this worker's part of an entry of each state."""
         return [local_part(state[name]) for state in self.states]
@@ -88,7 +100,7 @@ class Batch:
         """
         steps = self.steps if self.group["bias_correction"] else []
         moments = self.entries("exp_avg"), self.entries("exp_avg_sq")
-        if self.weights[0].is_cuda and _same_layout(grads, *moments):
+        if self.weights[0].is_cuda and same_layout(grads, *moments):
             return fused_adam_updates(grads, *moments, self.group, steps)
         beta1, beta2 = self.group["betas"]
         exp_avgs, denominators = self.update_moments(grads)
@@ -288,7 +300,7 @@ def fused_adam_updates(
     return updates
 
 
-def _same_layout(*lists: Sequence[Tensor]) -> bool:
+def same_layout(*lists: Sequence[Tensor]) -> bool:
     """Return whether the tensors at each place have one type and are dense in one order of the elements."""
     return all(
         len({(tensor.dtype, tensor.stride()) for tensor in tensors}) == 1

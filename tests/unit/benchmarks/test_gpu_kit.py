@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.gpu import core, travel
-from benchmarks.gpu.kit import Kit, check_results, main, members_of_session, outcomes_of_others, table
+from benchmarks.gpu.kit import Kit, check_results, main, members_of, outcomes_of_others, table
 from benchmarks.gpu.stages import PARTS, Job, Kind, Stage, stages
 
 from shoal.bench.step_timing import TrainResult
@@ -38,9 +38,10 @@ def trained(folder: Path) -> str:
 def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path) -> None:
     rows = (RESULTS / "overhead_epyc-2core_2026-11-21.json").read_text()
     row = json.loads(rows)["rows"][0]
-    hang = (  # its child is the leader of a process group, as ninja's are, and keeps its output open
+    hang = (  # its child has a session of its own, as workers have, and keeps its output open
         "import os, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], process_group=0)\n"
+        "program = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "child = subprocess.Popen(program, start_new_session=True)\n"
         f"open({str(tmp_path / 'session')!r}, 'w').write(str(os.getsid(child.pid)))\n"
         "child.wait()"
     )
@@ -64,7 +65,7 @@ def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path
     begin_s = time.monotonic()
     assert not kit.run([first])
     assert time.monotonic() - begin_s < 30
-    assert members_of_session(int((tmp_path / "session").read_text())) == []
+    assert members_of({int((tmp_path / "session").read_text())}) == []
     assert [outcome.status for outcome in kit.outcomes] == [
         "failed", "out of time", "done", "done", "done", "failed",
     ]  # fmt: skip
