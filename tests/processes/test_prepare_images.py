@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import prepare_jobs
 import pytest
+from PIL import Image
 
 from forked import shoal
 from image_files import announcing, encoded, photo, pixels, tar_of, turned, write_folder
@@ -245,6 +247,7 @@ def test_imagenet_from_its_tars(tmp_path: Path) -> None:
         w: {f"{w}_{i}.JPEG": encoded(photo(seed=9 * n + i)) for i in range(6)} for n, w in enumerate(wnids)
     }
     train["n02100735"]["n02100735_2.JPEG"] = encoded(photo(seed=1), "PNG")  # as one of ImageNet's is
+    train["n02100735"]["n02100735_3.JPEG"] = encoded(photo(seed=1, mode="CMYK"))  # and 22
     validation = {f"ILSVRC2012_val_{i:08d}.JPEG": encoded(photo(seed=50 + i)) for i in range(1, 5)}
     write_folder(
         tmp_path / "in",
@@ -262,13 +265,13 @@ def test_imagenet_from_its_tars(tmp_path: Path) -> None:
     done = shoal(*command, "--processes", "1")
     assert done.returncode == 0, done.stderr
     found = stored(tmp_path / "out", "train")
-    png = found.pop("n02100735_2")
-    assert png[1] == 1 and png[0].startswith(b"\xff\xd8")
+    cmyk = found.pop("n02100735_3")
+    assert cmyk[1] == 1 and Image.open(io.BytesIO(cmyk[0])).mode == "RGB"
     expected = {name: data for files in train.values() for name, data in files.items()}
     assert found == {
         name.removesuffix(".JPEG"): (data, wnids.index(name.split("_")[0]))
         for name, data in expected.items()
-        if name != "n02100735_2.JPEG"
+        if name != "n02100735_3.JPEG"
     }
     names = [name.removesuffix(".JPEG") for name in validation]
     assert stored(tmp_path / "out", "validation") == {
