@@ -42,11 +42,11 @@ void ChunkPath::begin(const OpPtr& op) {
         (spec.kind == Kind::reduce_scatter && source)) {
       destination = op->output_at(index, me_);
     }
-    Payload data{op->input_at(index, me_), op->bytes_of(index), nullptr, 0, false};
+    Payload data(op->input_at(index, me_), op->bytes_of(index));
     if (wide) {
-      const auto buffer = with_.pool.take(chunk.count * sizeof(float));
-      widen(reinterpret_cast<float*>(buffer.get()), data.data, chunk.count, spec.element);
-      data = {buffer.get(), chunk.count * sizeof(float), buffer, 0, false};
+      Payload widened = with_.pool.payload(chunk.count * sizeof(float));
+      widen(reinterpret_cast<float*>(widened.writable()), data.data(), chunk.count, spec.element);
+      data = std::move(widened);
     }
     push(op, index, std::move(data), wide ? Element::float32 : spec.element, destination);
   }
@@ -63,7 +63,7 @@ void ChunkPath::push(const OpPtr& op, std::uint64_t index, Payload data, Element
   part.destination = destination;
   part.server = route(*op, index, op->chunks[index].server);
   if (forwards(op->spec.kind)) {
-    data.owner = with_.ops.held(op);
+    data = data.owned_by(with_.ops.held(op));
     const auto early = early_.find(op->seq);  // a root expects no result: an early one belongs to another operation
     if (index == 0 && early != early_.end() && early->second.front().header.signature != op->signature) {
       return with_.mismatch.on_unexpected_result(early->second.front().peer, early->second.front().header);
@@ -100,7 +100,7 @@ void ChunkPath::send_contribution(const OpPtr& op, std::uint64_t index) {
   Op::Part& part = op->parts[index];
   const FrameHeader header = header_of(*op, index, FrameType::push);
   Payload payload = forwards(op->spec.kind) ? std::move(part.contribution) : part.contribution;
-  if (forwards(op->spec.kind)) part.contribution = {nullptr, payload.size, nullptr, 0, false};
+  if (forwards(op->spec.kind)) part.contribution = {nullptr, payload.size()};
   part.sent_ns = now_ns();
   with_.journal.traced("push", part.sent_ns, op->seq, index);
   if (part.server != me_) return with_.mailbox.send(part.server, header, std::move(payload));
@@ -188,10 +188,10 @@ void ChunkPath::forward(int peer, const FrameHeader& header, const Payload& payl
   if (peer == me_) {
     send_result(peer, header, {});
   } else {
-    const auto confirm = [this, peer, header, owner = payload.owner](const void*) {
+    const auto confirm = [this, peer, header, owner = payload.owner()](const void*) {
       with_.post([this, peer, header]() SHOAL_NO_ANALYSIS { send_result(peer, header, {}); });
     };
-    forwarded.owner = {payload.data, confirm};
+    forwarded = payload.owned_by({static_cast<const void*>(payload.data()), confirm});
   }
   for (int host = 0; host < with_.topology.num_hosts(); ++host) {
     if (host == with_.topology.host_of(peer)) continue;
@@ -204,12 +204,12 @@ void ChunkPath::send_result(int peer, FrameHeader header, const Payload& payload
   header.type = FrameType::result;
   if (peer == me_) return deliver(peer, header, payload);
   Withheld& withheld = withheld_[static_cast<std::size_t>(peer)];
-  if (forwards(static_cast<Kind>(header.kind)) && payload.size > 0 && with_.liveness.num_begun(peer) <= header.seq) {
-    if (withheld.sent_bytes + payload.size > with_.options.unexpected_bytes) {
+  if (forwards(static_cast<Kind>(header.kind)) && payload.size() > 0 && with_.liveness.num_begun(peer) <= header.seq) {
+    if (withheld.sent_bytes + payload.size() > with_.options.unexpected_bytes) {
       withheld.results.emplace_back(header, payload);
       return;
     }
-    withheld.sent_bytes += payload.size;
+    withheld.sent_bytes += payload.size();
   }
   with_.mailbox.send(peer, header, payload);
 }
@@ -246,7 +246,7 @@ void ChunkPath::deliver(int peer, const FrameHeader& header, Payload payload) {
     case Op::Step::idle: early_[header.seq].push_back({peer, header, std::move(payload)}); return;
     case Op::Step::waiting: break;
   }
-  check_result(peer, header, *op, payload.size);
+  check_result(peer, header, *op, payload.size());
   finish(op, header.chunk, std::move(payload));
   pump();
 }
@@ -293,8 +293,8 @@ void ChunkPath::check_result(int peer, const FrameHeader& header, const Op& op, 
 
 void ChunkPath::finish(const OpPtr& op, std::uint64_t index, Payload payload) {
   Op::Part& part = op->parts[index];
-  if (part.destination && payload.data != part.destination && payload.size) {
-    std::memcpy(part.destination, payload.data, payload.size);
+  if (part.destination && payload.data() != part.destination && payload.size()) {
+    std::memcpy(part.destination, payload.data(), payload.size());
   }
   const std::uint64_t now = now_ns();
   with_.journal.traced("pull", now, op->seq, index);

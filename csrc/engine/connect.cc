@@ -93,7 +93,7 @@ void Engine::open_stage(const std::string& segment, double timeout_s) {
   hooks.push = [this](const OpPtr& op, std::uint64_t index, const std::byte* data, Element input, std::byte* to) {
     ops_.hold(*op);
     const std::size_t bytes = op->bytes_of(index) / op->width() * size_of(input);
-    post([=, this]() SHOAL_NO_ANALYSIS { protocol_->path.push(op, index, {data, bytes, nullptr, 0, false}, input, to); });
+    post([=, this]() SHOAL_NO_ANALYSIS { protocol_->path.push(op, index, {data, bytes}, input, to); });
   };
   hooks.expect = [this](const OpPtr& op, std::uint64_t index, std::byte* to) {
     ops_.hold(*op);

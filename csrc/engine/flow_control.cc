@@ -52,7 +52,7 @@ std::optional<OrderedOutbox::Run> OrderedOutbox::choose(std::uint64_t num_begun,
   }
   if (!best) return {};
   for (std::size_t chosen = 0; chosen < bytes && best->num_chosen < best->num_added; ++best->num_chosen) {
-    const std::size_t size = best->op->parts[best->num_chosen].contribution.size;
+    const std::size_t size = best->op->parts[best->num_chosen].contribution.size();
     chosen += size;
     ahead_ += size;
   }
@@ -69,7 +69,7 @@ std::optional<Outgoing> OrderedOutbox::next(std::size_t window, int rank) {
   const std::size_t bytes = InFlight::counted(*line.op, line.num_sent, rank);
   if (!in_flight_.fits(bytes, window)) return {};
   in_flight_.sent(line.op->seq, bytes);
-  ahead_ -= std::min(ahead_, line.op->parts[line.num_sent].contribution.size);
+  ahead_ -= std::min(ahead_, line.op->parts[line.num_sent].contribution.size());
   if (++line.num_sent >= run->second.end) {
     runs_.erase(run);
     ++next_run_;

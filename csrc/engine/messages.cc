@@ -155,7 +155,7 @@ void Messages::send(const OpPtr& op, int peer, const std::byte* data, std::uint6
   header.root = op->spec.root;
   if (bytes <= frame_bytes_ && to.unasked_bytes + bytes <= with_.options.unexpected_bytes) {
     to.unasked_bytes += bytes;
-    return with_.mailbox.send(peer, header, Payload{data, bytes, with_.ops.held(op), 0, false});
+    return with_.mailbox.send(peer, header, Payload{data, bytes, with_.ops.held(op)});
   }
   with_.ops.hold(*op);
   to.going[header.chunk] = {op, data, bytes, num_parts(peer, bytes)};
@@ -182,11 +182,11 @@ void Messages::on_offer(int peer, const FrameHeader& header, Payload payload) {
   const auto kind = static_cast<Kind>(header.kind);
   if (!by_messages(kind) || kind == Kind::recv) throw ProtocolError(peer, "an offer of a " + std::string(name_of(kind)));
   Offer offer{peer, header, std::move(payload), 0};
-  offer.bytes = offer.payload.size;
+  offer.bytes = offer.payload.size();
   Peer& from = at(peer);
   if (!offer.whole()) {
-    if (offer.payload.size != sizeof offer.bytes) throw ProtocolError(peer, "an offer without the size of the message");
-    std::memcpy(&offer.bytes, offer.payload.data, sizeof offer.bytes);
+    if (offer.payload.size() != sizeof offer.bytes) throw ProtocolError(peer, "an offer without the size of the message");
+    std::memcpy(&offer.bytes, offer.payload.data(), sizeof offer.bytes);
   } else if ((from.held_bytes += offer.bytes) > with_.options.unexpected_bytes) {
     throw ProtocolError(peer, "more than " + std::to_string(with_.options.unexpected_bytes) + " bytes of messages unasked");
   }
@@ -245,7 +245,7 @@ void Messages::take(const Offer& offer, Receive receive) {
     accept.chunk = offer.header.chunk;
     return with_.mailbox.send(offer.peer, accept, {});
   }
-  if (offer.bytes) std::memcpy(receive.data, offer.payload.data, offer.bytes);
+  if (offer.bytes) std::memcpy(receive.data, offer.payload.data(), offer.bytes);
   from.held_bytes -= offer.bytes;
   from.taken_bytes += offer.bytes;
   if (from.taken_bytes && from.taken_bytes >= with_.options.unexpected_bytes / 4) {
@@ -307,7 +307,7 @@ void Messages::send_runs(int peer, std::uint64_t number) {
     const std::shared_ptr<const void> run(static_cast<const void*>(message.data), next);
     for (std::size_t k = 0; k < kRunParts && message.next_part < message.num_parts; ++k) {
       const std::size_t part = message.next_part++, begin = part * size;
-      const Payload payload{message.data + begin, std::min(size, message.bytes - begin), run, 0, false};
+      const Payload payload{message.data + begin, std::min(size, message.bytes - begin), run};
       with_.mailbox.send(peer, part_of(number, part), payload);
     }
   }
@@ -356,12 +356,12 @@ void Messages::on_part(int peer, const FrameHeader& header, const Payload& paylo
   const bool known = part < message.has.size() && !message.has[part];
   const std::size_t bytes = known ? std::min(part_bytes(peer), message.receive.bytes - begin) : 0;
   const bool in_slot = by_slots(peer);
-  if (!known || (in_slot ? header.needed < 1 || header.needed > kNumSlots || payload.size : payload.size != bytes)) {
+  if (!known || (in_slot ? header.needed < 1 || header.needed > kNumSlots || payload.size() : payload.size() != bytes)) {
     throw ProtocolError(peer, "part " + std::to_string(part) + " of message " + std::to_string(header.chunk) + " with " +
-                                  std::to_string(payload.size) + " bytes, of " + std::to_string(message.has.size()) +
+                                  std::to_string(payload.size()) + " bytes, of " + std::to_string(message.has.size()) +
                                   " parts of " + std::to_string(part_bytes(peer)) + " bytes; give all ranks the same options");
   }
-  const std::byte* data = payload.data;
+  const std::byte* data = payload.data();
   if (in_slot) {
     const std::vector<int>& locals = with_.topology.my_locals();
     const auto local = std::find(locals.begin(), locals.end(), peer) - locals.begin();

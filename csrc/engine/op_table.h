@@ -83,7 +83,7 @@ struct Op {
   }
   // Bytes of a chunk that windows bound: those of an apply are on their way back.
   std::size_t in_flight_bytes(std::uint64_t index) const {
-    return spec.kind == Kind::apply ? result_bytes_of(index) : parts[index].contribution.size;
+    return spec.kind == Kind::apply ? result_bytes_of(index) : parts[index].contribution.size();
   }
   bool sums() const { return adds_up(spec.kind); }
 };

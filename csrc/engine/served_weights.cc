@@ -91,22 +91,22 @@ bool ServedWeights::is_early(const FrameHeader& header) const {
   return header.rule == (rule == rules_.end() ? 0 : rule->second.number) + 1;
 }
 
-std::string ServedWeights::take(const FrameHeader& header, std::byte* sum, std::size_t bytes, Payload& reply) {
+std::string ServedWeights::take(const FrameHeader& header, Payload& sum) {
   const auto kind = static_cast<Kind>(header.kind);
   const auto given = static_cast<Element>(header.input), answer = static_cast<Element>(header.element);
   const bool answers = returns_weights(kind) ? answer == Element::float32 || answer == Element::bfloat16 : answer == given;
-  if (given != element_of(kind) || !answers || bytes == 0) {
-    return "a " + std::string(name_of(kind)) + " of " + std::to_string(bytes) + " bytes of " +
+  if (given != element_of(kind) || !answers || sum.size() == 0) {
+    return "a " + std::string(name_of(kind)) + " of " + std::to_string(sum.size()) + " bytes of " +
            std::string(name_of(given)) + " for " + std::string(name_of(answer));
   }
   switch (kind) {
-    case Kind::configure: return configure(header.table, sum, bytes);
-    case Kind::load: return load(header, sum, bytes);
-    case Kind::dump: return dump(header, sum, bytes);
-    case Kind::collect: return collect(header, sum, bytes, reply);
-    case Kind::measure: return measure(header, sum, bytes, reply);
-    case Kind::apply: return apply(header, sum, bytes, reply);
-    default: return update(header, sum, bytes, reply);
+    case Kind::configure: return configure(header.table, sum.data(), sum.size());
+    case Kind::load: return load(header, sum.data(), sum.size());
+    case Kind::dump: return dump(header, sum);
+    case Kind::collect: return collect(header, sum);
+    case Kind::measure: return measure(header, sum);
+    case Kind::apply: return apply(header, sum);
+    default: return update(header, sum);
   }
 }
 
@@ -161,14 +161,15 @@ void ServedWeights::make_state(Piece& piece, const Rule& rule, const std::array<
 Payload ServedWeights::weights_of(const Piece& piece, const FrameHeader& header) {
   const auto answer = static_cast<Element>(header.element);
   const std::vector<float>& weights = piece.slots[0];
-  Payload reply = new_reply(weights.size() * size_of(answer));
-  combine_in_order(const_cast<std::byte*>(reply.data), {weights.data()}, weights.size(), {Combine::sum, answer, Element::float32, 1});
+  Payload reply = pool_.payload(weights.size() * size_of(answer));
+  combine_in_order(reply.writable(), {weights.data()}, weights.size(), {Combine::sum, answer, Element::float32, 1});
   return reply;
 }
 
-Payload ServedWeights::new_reply(std::size_t bytes) {
-  const auto buffer = pool_.take(bytes);
-  return {buffer.get(), bytes, buffer, 0, false};
+Payload ServedWeights::reply_of(const void* sums, std::size_t bytes) {
+  Payload reply = pool_.payload(bytes);
+  std::memcpy(reply.writable(), sums, bytes);
+  return reply;
 }
 
 std::string ServedWeights::load(const FrameHeader& header, const std::byte* data, std::size_t bytes) {
@@ -193,18 +194,18 @@ std::string ServedWeights::load(const FrameHeader& header, const std::byte* data
   return "";
 }
 
-std::string ServedWeights::dump(const FrameHeader& header, std::byte* data, std::size_t bytes) {
+std::string ServedWeights::dump(const FrameHeader& header, Payload& sum) {
   const auto found = pieces_.find({header.table, header.chunk});
   if (header.root < 0 || header.root >= kSlots || found == pieces_.end()) {
     return "slot " + std::to_string(header.root) + " of " + name_of_piece(header) + ", which is not kept here";
   }
   const std::vector<float>& slot = found->second.slots[static_cast<std::size_t>(header.root)];
-  if (slot.size() * sizeof(float) != bytes || found->second.step != header.step) {
-    return std::to_string(bytes) + " bytes of " + name_of_piece(header) + " after " + std::to_string(header.step) +
+  if (slot.size() * sizeof(float) != sum.size() || found->second.step != header.step) {
+    return std::to_string(sum.size()) + " bytes of " + name_of_piece(header) + " after " + std::to_string(header.step) +
            " updates, where " + std::to_string(slot.size() * sizeof(float)) + " bytes after " +
            std::to_string(found->second.step) + " are kept";
   }
-  std::memcpy(data, slot.data(), bytes);
+  std::memcpy(sum.writable(), slot.data(), sum.size());
   return "";
 }
 
@@ -228,47 +229,46 @@ ServedWeights::Target ServedWeights::target_of(const FrameHeader& header) {
   return {&piece, &rule, &rule.groups[static_cast<std::size_t>(header.root)], ""};
 }
 
-std::string ServedWeights::update(const FrameHeader& header, std::byte* data, std::size_t bytes, Payload& reply) {
+std::string ServedWeights::update(const FrameHeader& header, Payload& sum) {
   Target at = target_of(header);
   if (!at.wrong.empty()) return at.wrong;
   Piece& piece = *at.piece;
-  if (piece.slots[0].size() * sizeof(float) != bytes || needs_norms(at.rule->optimizer)) {
-    return "a gradient of " + std::to_string(bytes) + " bytes for optimizer " +
+  if (piece.slots[0].size() * sizeof(float) != sum.size() || needs_norms(at.rule->optimizer)) {
+    return "a gradient of " + std::to_string(sum.size()) + " bytes for optimizer " +
            std::to_string(static_cast<int>(at.rule->optimizer)) + " and " + name_of_piece(header) + ", of which " +
            std::to_string(piece.slots[0].size() * sizeof(float)) + " bytes are kept";
   }
   make_state(piece, *at.rule, *at.options);
   piece.step = header.step;
   piece.phase = Phase::idle;
-  step_elementwise(piece.slots, at.rule->optimizer, *at.options, reinterpret_cast<const float*>(data), piece.step);
-  if (static_cast<Element>(header.element) == Element::float32) std::memcpy(data, piece.slots[0].data(), bytes);
-  else reply = weights_of(piece, header);
+  step_elementwise(piece.slots, at.rule->optimizer, *at.options, reinterpret_cast<const float*>(sum.data()), piece.step);
+  if (static_cast<Element>(header.element) == Element::float32) std::memcpy(sum.writable(), piece.slots[0].data(), sum.size());
+  else sum = weights_of(piece, header);
   return "";
 }
 
-std::string ServedWeights::collect(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply) {
+std::string ServedWeights::collect(const FrameHeader& header, Payload& sum) {
   Target at = target_of(header);
   if (!at.wrong.empty()) return at.wrong;
   Piece& piece = *at.piece;
-  if (piece.slots[0].size() * sizeof(float) != bytes || piece.phase == Phase::measured) {
-    return "a gradient of " + std::to_string(bytes) + " bytes for " + name_of_piece(header) + ", of which " +
+  if (piece.slots[0].size() * sizeof(float) != sum.size() || piece.phase == Phase::measured) {
+    return "a gradient of " + std::to_string(sum.size()) + " bytes for " + name_of_piece(header) + ", of which " +
            std::to_string(piece.slots[0].size() * sizeof(float)) + " bytes are kept, " +
            (piece.phase == Phase::measured ? "in the middle of an update" : "before an update");
   }
   make_room(piece.grad, piece.slots[0].size());
-  std::memcpy(piece.grad.data(), data, bytes);
+  std::memcpy(piece.grad.data(), sum.data(), sum.size());
   piece.phase = Phase::collected;
   std::vector<UnitSums> sums(num_units(piece.grad.size()));
   squares_of_units(piece.grad.data(), piece.grad.size(), sums.data());
-  reply = new_reply(sums.size() * sizeof(UnitSums));
-  std::memcpy(const_cast<std::byte*>(reply.data), sums.data(), reply.size);
+  sum = reply_of(sums.data(), sums.size() * sizeof(UnitSums));
   return "";
 }
 
-std::string ServedWeights::measure(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply) {
+std::string ServedWeights::measure(const FrameHeader& header, Payload& sum) {
   Target at = target_of(header);
   Coefficients given{};
-  if (at.wrong.empty()) at.wrong = read_coefficients(given, header, data, bytes);
+  if (at.wrong.empty()) at.wrong = read_coefficients(given, header, sum.data(), sum.size());
   if (!at.wrong.empty()) return at.wrong;
   Piece& piece = *at.piece;
   if (piece.phase != Phase::collected || !needs_norms(at.rule->optimizer)) {
@@ -286,15 +286,14 @@ std::string ServedWeights::measure(const FrameHeader& header, const std::byte* d
   } else {
     squares_of_units(piece.grad.data(), piece.grad.size(), sums.data());
   }
-  reply = new_reply(sums.size() * sizeof(UnitSums));
-  std::memcpy(const_cast<std::byte*>(reply.data), sums.data(), reply.size);
+  sum = reply_of(sums.data(), sums.size() * sizeof(UnitSums));
   return "";
 }
 
-std::string ServedWeights::apply(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply) {
+std::string ServedWeights::apply(const FrameHeader& header, Payload& sum) {
   Target at = target_of(header);
   Coefficients given{};
-  if (at.wrong.empty()) at.wrong = read_coefficients(given, header, data, bytes);
+  if (at.wrong.empty()) at.wrong = read_coefficients(given, header, sum.data(), sum.size());
   if (!at.wrong.empty()) return at.wrong;
   Piece& piece = *at.piece;
   const Optimizer optimizer = at.rule->optimizer;
@@ -313,7 +312,7 @@ std::string ServedWeights::apply(const FrameHeader& header, const std::byte* dat
     scale_gradient(piece.grad, given[0]);
     step_elementwise(piece.slots, optimizer, *at.options, piece.grad.data(), piece.step);
   }
-  reply = weights_of(piece, header);
+  sum = weights_of(piece, header);
   return "";
 }
 

@@ -64,9 +64,9 @@ class ServedWeights {
 
   // Returns whether a phase of an update has come before its options.
   bool is_early(const FrameHeader& header) const;
-  // Takes the sum of a chunk and replaces it by what the ranks receive, or sets `reply` where that has another size.
-  // Returns an empty string, or what is wrong. Throws GroupFailure if there is no memory for it.
-  std::string take(const FrameHeader& header, std::byte* sum, std::size_t bytes, Payload& reply);
+  // Takes the sum of a chunk, which nobody else has, and replaces it by what the ranks receive. Returns an empty string, or
+  // what is wrong. Throws GroupFailure if there is no memory for it.
+  std::string take(const FrameHeader& header, Payload& sum);
 
   void clear();
 
@@ -99,16 +99,16 @@ class ServedWeights {
 
   std::string configure(std::uint32_t model, const std::byte* data, std::size_t bytes);
   std::string load(const FrameHeader& header, const std::byte* data, std::size_t bytes);
-  std::string dump(const FrameHeader& header, std::byte* data, std::size_t bytes);
-  std::string update(const FrameHeader& header, std::byte* data, std::size_t bytes, Payload& reply);
-  std::string collect(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply);
-  std::string measure(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply);
-  std::string apply(const FrameHeader& header, const std::byte* data, std::size_t bytes, Payload& reply);
+  std::string dump(const FrameHeader& header, Payload& sum);
+  std::string update(const FrameHeader& header, Payload& sum);
+  std::string collect(const FrameHeader& header, Payload& sum);
+  std::string measure(const FrameHeader& header, Payload& sum);
+  std::string apply(const FrameHeader& header, Payload& sum);
   Target target_of(const FrameHeader& header);
   void make_state(Piece& piece, const Rule& rule, const std::array<double, 6>& options);
   void make_room(std::vector<float>& slot, std::size_t count);
   Payload weights_of(const Piece& piece, const FrameHeader& header);
-  Payload new_reply(std::size_t bytes);
+  Payload reply_of(const void* sums, std::size_t bytes);
 
   BufferPool& pool_;
   WeightBudget& budget_;

@@ -86,8 +86,8 @@ SumServer::State* SumServer::open(int peer, const FrameHeader& header, std::size
 
 std::string SumServer::contribute(int peer, const FrameHeader& header, Payload payload) {
   const auto input = static_cast<Element>(header.input);
-  if (const std::string wrong = check(peer, header, input, payload.size); !wrong.empty()) return wrong;
-  State* found = open(peer, header, payload.size / size_of(input));
+  if (const std::string wrong = check(peer, header, input, payload.size()); !wrong.empty()) return wrong;
+  State* found = open(peer, header, payload.size() / size_of(input));
   if (!found) return "";
   State& state = *found;
   state.kept = state.kept || header.redo == 1;
@@ -98,7 +98,7 @@ std::string SumServer::contribute(int peer, const FrameHeader& header, Payload p
   }
   Contribution& mine = state.contributions[header.host];
   if (mine.present) return "";
-  held_bytes_ += payload.size;
+  held_bytes_ += payload.size();
   mine = {peer, std::move(payload), true};
   const bool is_complete = ++state.num_present == state.contributions.size() && state.copy_from < 0;
   return is_complete ? complete(header, state) : "";
@@ -107,13 +107,13 @@ std::string SumServer::contribute(int peer, const FrameHeader& header, Payload p
 std::string SumServer::take_copy(int peer, const FrameHeader& header, Payload sum) {
   const auto kind = static_cast<Kind>(header.kind);
   const std::size_t width = size_of(static_cast<Element>(header.input));
-  if (!changes_weights(kind) || header.needed != members_.num_hosts || header.needed < 2 || sum.size % width != 0) {
-    return "a copy of a " + std::string(name_of(kind)) + " of " + std::to_string(sum.size) + " bytes from " +
+  if (!changes_weights(kind) || header.needed != members_.num_hosts || header.needed < 2 || sum.size() % width != 0) {
+    return "a copy of a " + std::string(name_of(kind)) + " of " + std::to_string(sum.size()) + " bytes from " +
            std::to_string(header.needed) + " hosts";
   }
-  State& state = state_of(peer, header, sum.size / width);
+  State& state = state_of(peer, header, sum.size() / width);
   if (state.summed || state.num_present == state.contributions.size()) return "";  // the helper is lost, as others know
-  if (state.copy_from >= 0 || !fits(state.first, state.count, header, sum.size / width)) {
+  if (state.copy_from >= 0 || !fits(state.first, state.count, header, sum.size() / width)) {
     return "a second copy of chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq) + ", or of another operation";
   }
   state.kept = true;
@@ -162,36 +162,29 @@ Payload SumServer::sum_up(const FrameHeader& header, State& state) {
   const auto input = static_cast<Element>(header.input);
   const std::size_t bytes = state.count * size_of(result);
   std::shared_ptr<std::byte> to = place_for_ && !state.kept ? place_for_(header, bytes) : nullptr;
-  if (!to) {
-    const auto buffer = pool_.take(bytes);
-    to = {buffer, buffer.get()};
-  }
+  if (!to) to = pool_.take(bytes);
   std::vector<const void*> inputs;
-  for (const Contribution& each : state.contributions) inputs.push_back(each.payload.data);
+  for (const Contribution& each : state.contributions) inputs.push_back(each.payload.data());
   combine_in_order(to.get(), inputs, state.count, {static_cast<Combine>(header.combine), result, input, header.divisor});
-  return {to.get(), bytes, to, 0, false};
+  return Payload::of_buffer(std::move(to), bytes);
 }
 
 std::string SumServer::combine(const FrameHeader& header, State& state) {
   const auto kind = static_cast<Kind>(header.kind);
   if (state.copy_from < 0) state.result = sum_up(header, state);
   Payload copy;
-  if (send_copy_ && header.redo == 2) {  // before the sum is replaced
-    const auto buffer = pool_.take(state.result.size);
-    std::memcpy(buffer.get(), state.result.data, state.result.size);
-    copy = {buffer.get(), state.result.size, buffer, 0, false};
-  }
+  const bool sends_copy = send_copy_ && header.redo == 2;  // before the sum is replaced
+  if (sends_copy) copy = state.result.copied_to(pool_.take(state.result.size()));
   if (is_served(kind) && !(kind == Kind::configure && header.redo)) {  // a lost helper's options: this server has its own
-    auto* sum = const_cast<std::byte*>(state.result.data);
-    if (std::string wrong = weights_.take(header, sum, state.result.size, state.result); !wrong.empty()) return wrong;
+    if (std::string wrong = weights_.take(header, state.result); !wrong.empty()) return wrong;
   }
   ++num_summed_;
   state.summed = true;
   for (Contribution& each : state.contributions) {
-    held_bytes_ -= each.payload.size;
+    held_bytes_ -= each.payload.size();
     each.payload = {};
   }
-  if (!copy.data) {
+  if (!sends_copy) {
     answer_all(header, state);
     return "";
   }
@@ -226,15 +219,15 @@ void SumServer::answer_to(int peer, FrameHeader header, const State& state) {
 
 std::string SumServer::supply(int peer, const FrameHeader& header, Payload payload) {
   const auto element = static_cast<Element>(header.element);
-  if (const std::string wrong = check(peer, header, element, payload.size); !wrong.empty()) return wrong;
-  State* found = open(peer, header, payload.size / size_of(element));
+  if (const std::string wrong = check(peer, header, element, payload.size()); !wrong.empty()) return wrong;
+  State* found = open(peer, header, payload.size() / size_of(element));
   if (!found) return "";
   State& state = *found;
   state.kept = true;
   if (state.summed) return "";
   state.summed = true;
   state.result = std::move(payload);
-  for (const Contribution& waiting : state.contributions) held_bytes_ -= waiting.payload.size;
+  for (const Contribution& waiting : state.contributions) held_bytes_ -= waiting.payload.size();
   answer_all(header, state);
   return "";
 }

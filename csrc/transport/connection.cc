@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -102,7 +103,7 @@ void Connection::take_staged(Sink& sink) {
 // Passes on a whole frame, or consumes one header or payload of the staged bytes. Returns false if there is neither.
 bool Connection::take_one(Sink& sink) {
   FrameHeader header;
-  Payload whole;
+  std::optional<Payload> whole;
   {
     const MutexLock lock(reading_);
     if (ended_) return false;
@@ -127,22 +128,21 @@ bool Connection::take_one(Sink& sink) {
     }
     header = header_;
     if (checked_) {
-      whole = {payload_.get(), header.payload_bytes, payload_, header.payload_crc, true};
-      payload_.reset();
+      whole = Payload::received(std::exchange(payload_, nullptr), header.payload_bytes, header.payload_crc);
       placed_ = checked_ = false;
       header_filled_ = payload_filled_ = 0;
       ++frames_in;
       ++shared_.frames_received;
     }
   }
-  if (whole.has_crc) {
-    sink.on_frame(peer_, header, std::move(whole));
+  if (whole) {
+    sink.on_frame(peer_, header, std::move(*whole));
     return true;
   }
   std::shared_ptr<std::byte> place = sink.place_for(peer_, header);
   const MutexLock lock(reading_);
   placed_ = place != nullptr;
-  payload_ = placed_ ? std::move(place) : buffer_of(header.payload_bytes);
+  payload_ = placed_ ? std::move(place) : shared_.pool.take(header.payload_bytes);
   return true;
 }
 
@@ -154,15 +154,10 @@ void Connection::check_payload() {
   checked_ = true;
 }
 
-std::shared_ptr<std::byte> Connection::buffer_of(std::size_t size) {
-  const std::shared_ptr<std::byte[]> buffer = shared_.pool.take(size);
-  return {buffer, buffer.get()};
-}
-
 // Receives the rest of a frame that is under way into a buffer instead of its place.
 void Connection::leave_place() {
   if (!std::exchange(placed_, false)) return;
-  std::shared_ptr<std::byte> buffer = buffer_of(header_.payload_bytes);
+  std::shared_ptr<std::byte> buffer = shared_.pool.take(header_.payload_bytes);
   std::memcpy(buffer.get(), payload_.get(), payload_filled_);
   payload_ = std::move(buffer);
 }
@@ -172,7 +167,7 @@ void Connection::leave_place() {
 void Connection::enqueue(const FrameHeader& header, Payload payload) {
   const MutexLock lock(queue_);
   if (ended_) return;
-  queued_bytes_ += sizeof header + payload.size;
+  queued_bytes_ += sizeof header + payload.size();
   out_.push_back({header, std::move(payload)});
 }
 
@@ -191,8 +186,8 @@ bool Connection::write() {
         pieces[count++] = {reinterpret_cast<std::byte*>(&frame.header) + header_sent, sizeof frame.header - header_sent};
       }
       const std::size_t payload_sent = frame.sent - header_sent;
-      if (payload_sent < frame.payload.size) {
-        pieces[count++] = {const_cast<std::byte*>(frame.payload.data) + payload_sent, frame.payload.size - payload_sent};
+      if (payload_sent < frame.payload.size()) {
+        pieces[count++] = {const_cast<std::byte*>(frame.payload.data()) + payload_sent, frame.payload.size() - payload_sent};
       }
     }
     msghdr message{};
@@ -221,7 +216,7 @@ std::size_t Connection::pick(std::array<Outgoing*, kMostFrames>& frames) {
   for (Outgoing& frame : out_) {
     if (num_frames == kMostFrames || bytes >= kWriteBytes) break;
     frames[num_frames++] = &frame;
-    bytes += sizeof frame.header + frame.payload.size - frame.sent;
+    bytes += sizeof frame.header + frame.payload.size() - frame.sent;
   }
   return num_frames;
 }
@@ -238,7 +233,7 @@ void Connection::account(std::size_t sent) {
         queued_bytes_ -= sent;
       }
       Outgoing& frame = out_.front();
-      const std::size_t whole = sizeof frame.header + frame.payload.size;
+      const std::size_t whole = sizeof frame.header + frame.payload.size();
       const std::size_t part = std::min(sent, whole - frame.sent);
       frame.sent += part;
       sent -= part;
@@ -272,7 +267,7 @@ void Connection::drop_data(std::uint32_t group) {
     std::deque<Outgoing> kept;
     for (Outgoing& frame : out_) {
       const bool drops = frame.header.group == group && carries_data(frame.header.type);
-      if (drops && frame.sent == 0) queued_bytes_ -= sizeof frame.header + frame.payload.size;
+      if (drops && frame.sent == 0) queued_bytes_ -= sizeof frame.header + frame.payload.size();
       else if (drops) frame.payload = copy_of(frame.payload);
       (drops && frame.sent == 0 ? dropped : kept).push_back(std::move(frame));
     }
@@ -292,9 +287,7 @@ void Connection::end() {
 
 // What is in the kernel is no more than a send buffer: a copy lets go of the caller's memory as soon as it is written.
 Payload Connection::copy_of(const Payload& payload) {
-  const auto copy = shared_.pool.take(payload.size);
-  if (payload.size) std::memcpy(copy.get(), payload.data, payload.size);
-  return {copy.get(), payload.size, copy, payload.crc, payload.has_crc};
+  return payload.copied_to(shared_.pool.take(payload.size()));
 }
 
 std::size_t Connection::bytes_in_kernel() const {

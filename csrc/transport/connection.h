@@ -98,7 +98,6 @@ class Connection {
   bool take_one(Sink& sink) REQUIRES(network_thread) EXCLUDES(reading_);
   void check_payload() REQUIRES(reading_);
   void leave_place() REQUIRES(reading_);
-  std::shared_ptr<std::byte> buffer_of(std::size_t size);
   std::size_t pick(std::array<Outgoing*, kMostFrames>& frames) REQUIRES(writing_) EXCLUDES(queue_);
   void account(std::size_t sent) REQUIRES(writing_) EXCLUDES(queue_);
   void watch(bool writable) REQUIRES(writing_);

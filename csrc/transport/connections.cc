@@ -361,7 +361,7 @@ void Channel::send(int member, FrameHeader header, Payload payload) {
   if (!to.joined || to.gone) return;
   header.group = number_;
   ++frames_sent_;
-  bytes_sent_ += sizeof header + payload.size;
+  bytes_sent_ += sizeof header + payload.size();
   connections_.transport().send(to.peer, header, std::move(payload));
 }
 
@@ -378,7 +378,7 @@ void Channel::receive(int peer, const FrameHeader& header, Payload payload) {
   if (from.dropped) return;
   from.joined = true;  // it sends what follows a join, which may have been overtaken on another connection
   ++frames_received_;
-  bytes_received_ += sizeof header + payload.size;
+  bytes_received_ += sizeof header + payload.size();
   events_->on_frame(found->second, header, std::move(payload));
 }
 
@@ -434,6 +434,7 @@ void Channel::lost(int peer, const std::string& why) {
 void Channel::drop(int member, const std::string& why) {
   State& from = at(member);
   from.dropped = true;
+  connections_.transport().drop_data(number_, from.peer);
   if (std::exchange(from.gone, true)) return;
   check(member);
   if (from.asked) connections_.tell(from.peer, FrameType::leave, number_, payload_of(why));

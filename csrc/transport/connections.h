@@ -152,9 +152,9 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   std::map<std::string, std::uint64_t> counters();
 
   void send(int member, FrameHeader header, Payload payload) override REQUIRES(network_thread);
-  // Has no more to do with a member.
+  // Has no more to do with a member: what is queued for it points to memory that others' answers release.
   void drop(int member, const std::string& why) REQUIRES(network_thread);
-  void drop_data() REQUIRES(network_thread) { connections_.transport().drop_data(number_); }
+  void drop_data() REQUIRES(network_thread) { connections_.transport().drop_data(number_, -1); }
   void write_queued() REQUIRES(network_thread) { connections_.transport().write_queued(); }
 
   // For Connections, on the network thread.

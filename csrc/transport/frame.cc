@@ -2,8 +2,11 @@
 
 #include <array>
 #include <bit>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 #include <vector>
 
 #include "base/crc32c.h"
@@ -15,17 +18,61 @@ namespace {
 constexpr std::size_t kCoveredBytes = offsetof(FrameHeader, header_crc);
 constexpr std::uint8_t kLastKind = 18;  // of engine/types.h
 constexpr std::size_t kKeptBytes = std::size_t{32} << 20;  // per size
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kChecked = true;
+#else
+constexpr bool kChecked = false;
+#endif
 
 }  // namespace
 
-void set_checksums(FrameHeader& header, Payload& payload) {
-  if (!payload.has_crc) {
-    payload.crc = payload.size ? crc32c(payload.data, payload.size) : 0;
-    payload.has_crc = true;
+Payload Payload::of_buffer(std::shared_ptr<std::byte> buffer, std::size_t size) {
+  Payload payload(buffer.get(), size);
+  payload.buffer_ = buffer.get();
+  payload.owner_ = std::move(buffer);
+  return payload;
+}
+
+Payload Payload::received(std::shared_ptr<std::byte> buffer, std::size_t size, std::uint32_t checksum) {
+  Payload payload = of_buffer(std::move(buffer), size);
+  payload.checksum_ = checksum;
+  return payload;
+}
+
+Payload Payload::owned_by(std::shared_ptr<const void> owner) const {
+  Payload payload(data_, size_, std::move(owner));
+  payload.checksum_ = checksum_;
+  return payload;
+}
+
+Payload Payload::copied_to(std::shared_ptr<std::byte> buffer) const {
+  if (size_) std::memcpy(buffer.get(), data_, size_);
+  Payload payload = of_buffer(std::move(buffer), size_);
+  payload.checksum_ = checksum_;
+  return payload;
+}
+
+std::byte* Payload::writable() {
+  if (!buffer_ || owner_.use_count() != 1) throw std::logic_error("bytes that others have are to be written");
+  checksum_.reset();
+  return buffer_;
+}
+
+std::uint32_t Payload::checksum() {
+  if (checksum_ && !kChecked) return *checksum_;
+  const std::uint32_t now = size_ ? crc32c(data_, size_) : 0;
+  if (checksum_.value_or(now) != now) {
+    std::fprintf(stderr, "shoal: a payload of %zu bytes was written after its checksum was known\n", size_);
+    std::abort();
   }
+  checksum_ = now;
+  return now;
+}
+
+void set_checksums(FrameHeader& header, Payload& payload) {
   header.magic = kFrameMagic;
-  header.payload_bytes = static_cast<std::uint32_t>(payload.size);
-  header.payload_crc = payload.crc;
+  header.payload_bytes = static_cast<std::uint32_t>(payload.size());
+  header.payload_crc = payload.checksum();
   header.header_crc = crc32c(&header, kCoveredBytes);
 }
 
@@ -45,11 +92,11 @@ std::string check_header(const FrameHeader& header) {
 
 Payload payload_of(const std::string& text) {
   auto owner = std::make_shared<std::string>(text);
-  return {reinterpret_cast<const std::byte*>(owner->data()), owner->size(), owner, 0, false};
+  return {reinterpret_cast<const std::byte*>(owner->data()), owner->size(), owner};
 }
 
 std::string text_of(const Payload& payload) {
-  return {reinterpret_cast<const char*>(payload.data), payload.size};
+  return {reinterpret_cast<const char*>(payload.data()), payload.size()};
 }
 
 struct BufferPool::Shelves {
@@ -59,7 +106,7 @@ struct BufferPool::Shelves {
 
 BufferPool::BufferPool() : shelves_(std::make_shared<Shelves>()) {}
 
-std::shared_ptr<std::byte[]> BufferPool::take(std::size_t size) {
+std::shared_ptr<std::byte> BufferPool::take(std::size_t size) {
   const auto shelf = static_cast<std::size_t>(std::bit_width(std::max<std::size_t>(size, 64) - 1));
   const std::size_t room = std::size_t{1} << shelf;
   std::unique_ptr<std::byte[]> buffer;
@@ -78,6 +125,11 @@ std::shared_ptr<std::byte[]> BufferPool::take(std::size_t size) {
             auto& free = shelves->free[shelf];
             if ((free.size() + 1) * room <= kKeptBytes) free.push_back(std::move(back));
           }};
+}
+
+void BufferPool::clear() {
+  const std::lock_guard lock(shelves_->mutex);
+  for (auto& free : shelves_->free) free.clear();
 }
 
 }  // namespace shoal

@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
 namespace shoal {
 
@@ -68,13 +70,38 @@ inline constexpr std::uint32_t kFrameMagic = 0x324c4853;  // "SHL2"
 inline constexpr std::size_t kMaxPayload = std::size_t{16} << 20;
 inline constexpr std::size_t kMaxText = 4096;  // of a notice, such as why a rank leaves
 
-// Bytes with an owner: the user's tensor, a pooled buffer, or a result that is sent to many peers.
-struct Payload {
-  const std::byte* data = nullptr;
-  std::size_t size = 0;
-  std::shared_ptr<const void> owner;
-  std::uint32_t crc = 0;
-  bool has_crc = false;
+// Bytes with an owner: the user's tensor, a pooled buffer, or a result that is sent to many peers. They are written through
+// writable() alone, so that a checksum, once computed or told by the sender, is that of the bytes.
+class Payload {
+ public:
+  Payload() = default;
+  // Bytes that others read, and perhaps write before: without an owner they stay as long as the operation.
+  Payload(const std::byte* data, std::size_t size, std::shared_ptr<const void> owner = nullptr)
+      : data_(data), size_(size), owner_(std::move(owner)) {}
+  // Bytes that writable() gives; with their checksum, as a connection has received them.
+  static Payload of_buffer(std::shared_ptr<std::byte> buffer, std::size_t size);
+  static Payload received(std::shared_ptr<std::byte> buffer, std::size_t size, std::uint32_t checksum);
+
+  const std::byte* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  const std::shared_ptr<const void>& owner() const { return owner_; }
+  // Returns the same bytes with another owner, which keeps them.
+  Payload owned_by(std::shared_ptr<const void> owner) const;
+  // Copies the bytes into a buffer of that size.
+  Payload copied_to(std::shared_ptr<std::byte> buffer) const;
+
+  // Returns the bytes of a buffer to be written, and forgets their checksum. Throws std::logic_error where somebody else
+  // has them too, or they are no buffer.
+  std::byte* writable();
+  // Returns the CRC-32C of the bytes, computed when it is first asked for. Builds with a sanitizer check one they know.
+  std::uint32_t checksum();
+
+ private:
+  const std::byte* data_ = nullptr;
+  std::byte* buffer_ = nullptr;  // the same bytes, if they may be written
+  std::size_t size_ = 0;
+  std::shared_ptr<const void> owner_;
+  std::optional<std::uint32_t> checksum_;
 };
 
 // Returns whether the payload holds elements; other frames are small and hold text.
@@ -95,7 +122,10 @@ std::string text_of(const Payload& payload);
 class BufferPool {
  public:
   // Returns uninitialised memory, which goes back to the pool when the last owner releases it.
-  std::shared_ptr<std::byte[]> take(std::size_t size);
+  std::shared_ptr<std::byte> take(std::size_t size);
+  Payload payload(std::size_t size) { return Payload::of_buffer(take(size), size); }
+  // Frees what nobody uses.
+  void clear();
 
   BufferPool();
 

@@ -31,10 +31,10 @@ Payload join_payload(const Identity& who) {
 
 Identity read_join(const FrameHeader& header, const Payload& payload) {
   std::int32_t words[kWords];
-  if (payload.size <= sizeof words || payload.size > sizeof words + kMaxGroupName) {
-    throw std::runtime_error("a member joins with " + std::to_string(payload.size) + " bytes");
+  if (payload.size() <= sizeof words || payload.size() > sizeof words + kMaxGroupName) {
+    throw std::runtime_error("a member joins with " + std::to_string(payload.size()) + " bytes");
   }
-  std::memcpy(words, payload.data, sizeof words);
+  std::memcpy(words, payload.data(), sizeof words);
   Identity who{text_of(payload).substr(sizeof words), words[0], words[1], words[2], words[3]};
   if (group_number(who.group) != header.group) throw std::runtime_error("a member joins a group by another's number");
   return who;

@@ -86,19 +86,20 @@ std::map<std::string, std::uint64_t> OfiTransport::counters() const {
 
 // ---- sending --------------------------------------------------------------------------------------------
 
-void OfiTransport::drop_data(std::uint32_t group) {
+void OfiTransport::drop_data(std::uint32_t group, int only) {
   std::deque<Outgoing> dropped;  // releasing payloads may call back
   for (auto& [peer, link] : links_) {
+    if (only >= 0 && peer != only) continue;
     std::deque<Outgoing> all = std::exchange(link.queue, {});
     for (Outgoing& frame : all) (frame.header.group == group ? dropped : link.queue).push_back(std::move(frame));
   }
-  tcp_.drop_data(group);
+  tcp_.drop_data(group, only);
 }
 
 void OfiTransport::send(int peer, FrameHeader header, Payload payload) {
   const auto found = links_.find(peer);
   const bool over_tcp = !carries_data(header.type) || found == links_.end() || found->second.at.empty() ||
-                        kPrefixBytes + payload.size > found->second.most_bytes;
+                        kPrefixBytes + payload.size() > found->second.most_bytes;
   if (over_tcp) return tcp_.send(peer, header, std::move(payload));
   Link& link = found->second;
   if (link.down) return;
@@ -136,8 +137,8 @@ void OfiTransport::pump(int peer, Link& link) {
 std::size_t OfiTransport::fill(Rail::Slot& slot, const Link& link, const Outgoing& frame) const {
   std::memcpy(slot.data, link.theirs.data(), link.theirs.size());
   std::memcpy(slot.data + link.theirs.size(), &frame.header, sizeof frame.header);
-  if (frame.payload.size) std::memcpy(slot.data + kPrefixBytes, frame.payload.data, frame.payload.size);
-  return kPrefixBytes + frame.payload.size;
+  if (frame.payload.size()) std::memcpy(slot.data + kPrefixBytes, frame.payload.data(), frame.payload.size());
+  return kPrefixBytes + frame.payload.size();
 }
 
 std::size_t OfiTransport::unsent_bytes(int peer, std::uint64_t mark) {
@@ -250,9 +251,9 @@ void OfiTransport::hear(std::size_t rail, const Rail::Completion& completion) {
   const std::string wrong = check_message(header, data, size);
   Payload payload;
   if (wrong.empty()) {
-    const auto copy = pool_.take(size);
+    std::shared_ptr<std::byte> copy = pool_.take(size);
     if (size) std::memcpy(copy.get(), data, size);
-    payload = {copy.get(), size, copy, header.payload_crc, true};
+    payload = Payload::received(std::move(copy), size, header.payload_crc);
   }
   rails_[rail]->receive_again(slot);
   ++frames_received_;

@@ -42,7 +42,7 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   void post(std::function<void()> task) override { tcp_.post(std::move(task)); }
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
-  void drop_data(std::uint32_t group) override;
+  void drop_data(std::uint32_t group, int peer) override;
   void write_queued() override { tcp_.write_queued(); }
   std::map<std::string, std::uint64_t> counters() const override;
 

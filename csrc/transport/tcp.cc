@@ -296,7 +296,7 @@ void TcpTransport::send(int index, FrameHeader header, Payload payload) {
   const auto found = peers_.find(index);
   if (found == peers_.end() || found->second.down || found->second.connections.empty()) return;
   Peer& peer = found->second;
-  const auto connection = connection_for(peer, payload.size, carries_data(header.type));
+  const auto connection = connection_for(peer, payload.size(), carries_data(header.type));
   if (peer.paths.size() > 1) header.counter = ++peer.num_sent;
   enqueue(connection, header, std::move(payload));
   ++frames_sent_;
@@ -435,9 +435,10 @@ void TcpTransport::drop(int index) {
   peer.control.reset();
 }
 
-void TcpTransport::drop_data(std::uint32_t group) {
+void TcpTransport::drop_data(std::uint32_t group, int only) {
   assert_here();
   for (const auto& [index, peer] : peers_) {
+    if (only >= 0 && index != only) continue;
     for (const auto& connection : peer.connections) connection->drop_data(group);
   }
 }

@@ -87,7 +87,7 @@ class TcpTransport : public Transport {
   void post(std::function<void()> task) override;
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
-  void drop_data(std::uint32_t group) override;
+  void drop_data(std::uint32_t group, int peer) override;
   void write_queued() override;
   std::map<std::string, std::uint64_t> counters() const override;
 

@@ -178,7 +178,7 @@ void TcpTransport::lose_path(int index, std::size_t path, bool tell) {
 
 void TcpTransport::resend(Peer& peer, std::vector<Connection::Outgoing> frames) {
   for (Connection::Outgoing& frame : frames) {
-    const auto connection = connection_for(peer, frame.payload.size, carries_data(frame.header.type));
+    const auto connection = connection_for(peer, frame.payload.size(), carries_data(frame.header.type));
     enqueue(connection, frame.header, std::move(frame.payload));
   }
 }

@@ -66,8 +66,9 @@ class Transport {
   virtual void assert_here() const ASSERT_CAPABILITY(network_thread) = 0;
   virtual void send(int peer, FrameHeader header, Payload payload) = 0;
   virtual void drop(int peer) = 0;
-  // Drops a group's queued data, whose memory is about to be released. Its other frames are still sent.
-  virtual void drop_data(std::uint32_t group) = 0;
+  // Drops a group's queued data for a peer, or for all (-1), whose memory is about to be released. Its other frames are
+  // still sent.
+  virtual void drop_data(std::uint32_t group, int peer) = 0;
   // Hands the kernel what it takes of the control frames queued by now, before the loop does so. A connection that
   // fails meanwhile ends later, in the loop.
   virtual void write_queued() = 0;

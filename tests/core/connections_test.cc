@@ -264,7 +264,7 @@ TEST(connections_drop_the_data_of_one_group_only) {
       FrameHeader header;
       header.type = FrameType::push;
       header.seq = static_cast<std::uint64_t>(k);
-      first[0].channel->send(1, header, {reinterpret_cast<const std::byte*>(owner->data()), kBytes, owner, 0, false});
+      first[0].channel->send(1, header, {reinterpret_cast<const std::byte*>(owner->data()), kBytes, owner});
       second[0].channel->send(1, header, shoal::payload_of(std::string(kBytes, static_cast<char>('b' + k))));
     }
     first[0].channel->drop_data();

@@ -1,5 +1,6 @@
 #include <chrono>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@ namespace engine_faults_test {
 
 using namespace shoal_test;
 using shoal::Engine;
+using shoal::FrameType;
 using shoal::GroupError;
 using shoal::Kind;
 
@@ -112,6 +114,84 @@ TEST_OVER_EACH(engine_a_helper_is_lost_in_the_middle) {
     });
     CHECK(lost > 0);
   }
+}
+
+// Rank 0 hears from rank 1 that the helper is lost, while its own connection stands and takes no more: what is queued
+// there points into memory that the caller has back once the stand-ins have answered.
+TEST(engine_what_is_queued_for_a_lost_helper_is_dropped) {
+  std::atomic<bool> goes_on{false};
+  std::set<int> heard;
+  PlayedHelper* self = nullptr;
+  PlayedHelper helper([&](int rank, const shoal::FrameHeader& header, const shoal::Payload&) {
+    if (header.type != FrameType::push || !heard.insert(rank).second || heard.size() < 2) return;
+    self->drop(1);
+    while (!goes_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  self = &helper;
+  Group group({"", {"a", "b"}, 0, {helper.port()}, {2}}, [](shoal::EngineOptions& options) {
+    options.min_window_bytes = options.window_bytes = 64 << 20;
+    options.peer_grace_s = 0.5;
+  });
+  group.each([&](int, Engine& engine) {
+    std::vector<float> x(2'000'000, 1.0f);
+    run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+    CHECK(x == std::vector<float>(x.size(), 2.0f));
+  });
+  goes_on = true;
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the helper reads, and rank 0 could write
+  group.each([&](int, Engine& engine) { CHECK_EQ(engine.error(), ""); });
+}
+
+// A helper that keeps weights is lost between the confirmation of a copy and its answers: the rank that has the copy
+// answers with weights that it has written over the sum it was sent.
+TEST(engine_weights_of_a_copy_have_a_checksum_of_their_own) {
+  PlayedHelper* self = nullptr;
+  shoal::BufferPool pool;
+  shoal::WeightBudget budget;
+  shoal::SumServer server(
+      pool, budget, {3, [](int rank) { return rank; }},
+      [&](int rank, const shoal::FrameHeader& header, const shoal::Payload& payload) { self->send(rank, header, payload); },
+      [](const shoal::SumServer::Conflict&) { check::fail(__FILE__, __LINE__, "a conflict"); }, {},
+      [&](shoal::FrameHeader header, const shoal::Payload& sum) {
+        header.type = FrameType::copy;
+        self->send(0, header, sum);
+        return 0;
+      });
+  PlayedHelper helper([&](int rank, const shoal::FrameHeader& header, shoal::Payload payload) {
+    const bool copied = header.type == FrameType::copied;
+    if (header.type == FrameType::push) CHECK_EQ(server.contribute(rank, header, std::move(payload)), "");
+    if (copied && static_cast<Kind>(header.kind) != Kind::update) CHECK_EQ(server.confirm_copy(rank, header), "");
+    if (copied && static_cast<Kind>(header.kind) == Kind::update) {
+      for (int each : {0, 1, 2}) self->drop(each);
+    }
+  });
+  self = &helper;
+  Group group({"", {"a", "b", "c"}, 0, {helper.port()}, {3}});
+  group.each([&](int rank, Engine& engine) {
+    const auto served = [&](Kind kind, shoal::Element element, void* data, std::size_t count, std::uint32_t step, std::uint32_t rule) {
+      shoal::OpSpec spec;
+      spec.kind = kind;
+      spec.element = element;
+      spec.combine = kind == Kind::update ? shoal::Combine::sum : shoal::Combine::bor;
+      spec.count = count;
+      spec.input = spec.output = static_cast<std::byte*>(data);
+      spec.timeout_s = kDeadlineS;
+      spec.shape = {static_cast<std::int64_t>(count)};
+      spec.step = step;
+      spec.rule = rule;
+      spec.copied = true;
+      must_end(engine, engine.submit(spec));
+    };
+    struct {
+      std::uint32_t head[4] = {1, 0, 1, 0};  // SGD
+      double group[6] = {0.5, 0, 0, 0, 0, 0};
+    } options;
+    std::vector<float> weights(500, rank == 0 ? 2.0f : 0.0f), gradient(500, 1.0f);
+    served(Kind::load, shoal::Element::int32, weights.data(), weights.size(), 0, 0);
+    served(Kind::configure, shoal::Element::uint8, &options, sizeof options, 0, 0);
+    served(Kind::update, shoal::Element::float32, gradient.data(), gradient.size(), 1, 1);
+    CHECK(gradient == std::vector<float>(500, 0.5f));
+  });
 }
 
 TEST_OVER_EACH(engine_all_helpers_are_lost_and_workers_do_not_serve) {

@@ -114,10 +114,54 @@ constexpr shoal::Element element_of() {
   else return shoal::Element::uint8;
 }
 
+// A helper that the test plays: all may join, and what a rank sends goes to a function, on the network thread.
+class PlayedHelper : private shoal::Sink {
+ public:
+  using Hear = std::function<void(int rank, const shoal::FrameHeader&, shoal::Payload)>;
+
+  explicit PlayedHelper(Hear hear) : hear_(std::move(hear)), transport_({"127.0.0.1", 0, kSecret}, *this) { transport_.start(); }
+  ~PlayedHelper() override { transport_.stop(); }
+
+  int port() const { return transport_.port(); }
+  // On the network thread. The rank sees its connections close.
+  void drop(int rank) SHOAL_NO_ANALYSIS { transport_.drop(peer_of_.at(rank)); }
+  void send(int rank, shoal::FrameHeader header, const shoal::Payload& payload) SHOAL_NO_ANALYSIS {
+    header.group = group_;
+    transport_.send(peer_of_.at(rank), header, payload);
+  }
+
+ private:
+  int on_introduction(const shoal::Introduction& who, std::string&) override {
+    return number_of_.try_emplace(who.name, static_cast<int>(number_of_.size())).first->second;
+  }
+  void on_connected(int) override {}
+  void on_frame(int peer, const shoal::FrameHeader& header, shoal::Payload payload) override SHOAL_NO_ANALYSIS {
+    if (header.type == shoal::FrameType::join) {
+      const int rank = shoal::read_join(header, payload).rank;
+      rank_of_[peer] = rank;
+      peer_of_[rank] = peer;
+      group_ = header.group;
+      return transport_.send(peer, header, std::move(payload));
+    }
+    hear_(rank_of_.at(peer), header, std::move(payload));
+  }
+  void on_down(int, const std::string&) override {}
+  void on_tick() override {}
+  void on_error(const std::string& what) override { check::fail(__FILE__, __LINE__, what); }
+
+  const Hear hear_;
+  std::map<std::string, int> number_of_;
+  std::map<int, int> rank_of_, peer_of_;
+  std::uint32_t group_ = 0;
+  shoal::TcpTransport transport_;
+};
+
 struct Placement {
   std::string name;
   std::vector<std::string> hosts;  // of each rank
   int num_helpers = 0;
+  std::vector<int> played = {};   // ports of the helpers that the test plays
+  std::vector<int> pattern = {};  // empty: every server in turn
 };
 
 inline std::vector<Placement> placements() {
@@ -146,6 +190,7 @@ class Group {
       helpers.back()->start();
       helper_infos.push_back({"127.0.0.1", helpers.back()->port(), "helper" + std::to_string(k)});
     }
+    for (int port : placement.played) helper_infos.push_back({"127.0.0.1", port, "played"});
     std::vector<shoal::PeerInfo> peers;
     for (int rank = 0; rank < n; ++rank) {
       shoal::EngineOptions options;
@@ -160,8 +205,8 @@ class Group {
       engines.push_back(std::make_unique<shoal::Engine>(options));
       peers.push_back({placement.hosts[static_cast<std::size_t>(rank)], options.address, engines.back()->port(), rank, 1000 + rank});
     }
-    std::vector<int> pattern;
-    for (int server = 0; server < n + placement.num_helpers; ++server) pattern.push_back(server);
+    std::vector<int> pattern = placement.pattern;
+    for (int server = 0; placement.pattern.empty() && server < n + static_cast<int>(helper_infos.size()); ++server) pattern.push_back(server);
     each([&](int, shoal::Engine& engine) { engine.connect(peers, helper_infos, pattern, segment, kDeadlineS); });
   }
 

@@ -28,7 +28,7 @@ std::vector<shoal::Outgoing> sent_at_once(Parts& group, shoal::FlowControl& flow
   CHECK_EQ(op->parts.size(), 256u);
   for (std::uint64_t index = 0; index < op->parts.size(); ++index) {
     op->parts[index].server = Parts::kFirst;
-    op->parts[index].contribution = {op->input_at(index, Parts::kMe), op->bytes_of(index), nullptr, 0, false};
+    op->parts[index].contribution = {op->input_at(index, Parts::kMe), op->bytes_of(index)};
     flow.add(op, index);
   }
   return taken(flow);

@@ -72,7 +72,7 @@ TEST(frame_sealed_nonsense_is_refused) {
   CHECK(refused([](FrameHeader& h, Payload&) { h.element = 8; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.input = 8; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.combine = 8; }));
-  CHECK(refused([](FrameHeader&, Payload& p) { p = {nullptr, shoal::kMaxPayload + 1, nullptr, 1, true}; }));
+  CHECK(refused([](FrameHeader&, Payload& p) { p = shoal::payload_of(std::string(shoal::kMaxPayload + 1, 0)); }));
 }
 
 TEST(frame_text_and_back) {
@@ -81,20 +81,38 @@ TEST(frame_text_and_back) {
   }
 }
 
+// What another has, or a caller, is not written; what is written has its checksum computed again.
+TEST(frame_payloads_are_written_by_their_only_owner) {
+  BufferPool pool;
+  Payload payload = Payload::received(pool.take(8), 8, 7);  // a checksum of other bytes: the sender's
+  std::memset(payload.writable(), 1, 8);
+  const std::uint32_t ones = payload.checksum();
+  CHECK_EQ(ones, shoal::payload_of(std::string(8, 1)).checksum());
+  Payload other = payload;
+  CHECK(contains(CHECK_THROWS(std::logic_error, payload.writable()), "that others have"));
+  CHECK_EQ(other.copied_to(pool.take(8)).checksum(), ones);
+  other = {};
+  std::memset(payload.writable(), 2, 8);
+  CHECK(payload.checksum() != ones);
+  const std::byte callers{};
+  CHECK(contains(CHECK_THROWS(std::logic_error, Payload(&callers, 1).writable()), "that others have"));
+  CHECK(contains(CHECK_THROWS(std::logic_error, shoal::payload_of("text").writable()), "that others have"));
+}
+
 TEST(buffer_pool_from_many_threads) {
   BufferPool pool;
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&pool, t] {
       std::mt19937_64 random(static_cast<std::uint64_t>(t));
-      std::vector<std::pair<std::shared_ptr<std::byte[]>, std::size_t>> held;
+      std::vector<std::pair<std::shared_ptr<std::byte>, std::size_t>> held;
       for (int k = 0; k < 1000; ++k) {
         const std::size_t size = random() % 5000;
         held.emplace_back(pool.take(size), size);
         std::memset(held.back().first.get(), t, size);
         if (held.size() < 8) continue;
         const auto [buffer, bytes] = held[random() % held.size()];
-        for (std::size_t i = 0; i < bytes; ++i) CHECK(buffer[i] == static_cast<std::byte>(t));
+        for (std::size_t i = 0; i < bytes; ++i) CHECK(buffer.get()[i] == static_cast<std::byte>(t));
         held.erase(held.begin());
       }
     });
@@ -106,6 +124,7 @@ TEST(buffer_pool_gives_a_buffer_again_and_outlives_its_owner) {
   auto pool = std::make_unique<BufferPool>();
   const std::byte* first = pool->take(1000).get();
   CHECK_EQ(static_cast<const void*>(pool->take(900).get()), static_cast<const void*>(first));
+  pool->clear();
   auto kept = pool->take(1000);
   auto other = pool->take(1000);
   CHECK(kept.get() != other.get());
@@ -153,9 +172,9 @@ struct Pair {
 
 std::vector<std::uint8_t> bytes_of(FrameHeader header, Payload payload) {
   set_checksums(header, payload);
-  std::vector<std::uint8_t> bytes(sizeof header + payload.size);
+  std::vector<std::uint8_t> bytes(sizeof header + payload.size());
   std::memcpy(bytes.data(), &header, sizeof header);
-  if (payload.size) std::memcpy(bytes.data() + sizeof header, payload.data, payload.size);
+  if (payload.size()) std::memcpy(bytes.data() + sizeof header, payload.data(), payload.size());
   return bytes;
 }
 
@@ -210,7 +229,7 @@ TEST(connection_payloads_go_to_their_place_while_it_lasts) {
     const auto see = [&](const FrameHeader&, Payload got) {
       ++arrived;
       CHECK(text_of(got) == text_of(payload));
-      CHECK_EQ(got.data == memory.data(), !drops);
+      CHECK_EQ(got.data() == memory.data(), !drops);
     };
     const auto place_for = [&](const FrameHeader& begun) {
       CHECK_EQ(begun.seq, header.seq);
@@ -223,7 +242,7 @@ TEST(connection_payloads_go_to_their_place_while_it_lasts) {
     };
     receive(0, kFirst);
     const std::size_t received = kFirst - sizeof header;
-    CHECK(std::memcmp(memory.data(), payload.data, received) == 0);
+    CHECK(std::memcmp(memory.data(), payload.data(), received) == 0);
     CHECK(place.use_count() > 1);
     pair.connection->drop_data(header.group + 1);
     CHECK(place.use_count() > 1);
@@ -232,7 +251,7 @@ TEST(connection_payloads_go_to_their_place_while_it_lasts) {
     receive(kFirst, stream.size());
     CHECK_EQ(arrived, 1);
     CHECK_EQ(place.use_count(), 1);
-    const bool whole = std::memcmp(memory.data(), payload.data, kSize) == 0;
+    const bool whole = std::memcmp(memory.data(), payload.data(), kSize) == 0;
     CHECK_EQ(whole, !drops);
   }
 }

@@ -19,7 +19,7 @@ inline shoal::OpPtr operation(std::uint64_t seq, std::size_t num_chunks, int ser
   op->parts.resize(num_chunks);
   for (auto& part : op->parts) {
     part.server = server;
-    part.contribution.size = kBytes;
+    part.contribution = {nullptr, kBytes};
   }
   return op;
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/crc32c.h"
 #include "check.h"
 #include "engine/errors.h"
 #include "engine/sum_server.h"
@@ -42,24 +43,35 @@ std::vector<std::byte> options(std::uint32_t number, double rate, std::uint32_t 
   return data;
 }
 
-std::string take(ServedWeights& weights, const FrameHeader& header, std::vector<float>& values) {
-  Payload reply;
-  return weights.take(header, reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(float), reply);
+// As a connection makes it: nobody else has it, and the sender has told the checksum.
+Payload received(const void* data, std::size_t bytes) {
+  static BufferPool pool;
+  std::shared_ptr<std::byte> buffer = pool.take(bytes);
+  if (bytes) std::memcpy(buffer.get(), data, bytes);
+  return Payload::received(std::move(buffer), bytes, crc32c(data, bytes));
 }
 
-std::string take(ServedWeights& weights, const FrameHeader& header, std::vector<std::byte> data) {
-  Payload reply;
-  return weights.take(header, data.data(), data.size(), reply);
+// Takes a sum, and replaces it by the answer.
+std::string take(ServedWeights& weights, const FrameHeader& header, std::vector<float>& values) {
+  Payload sum = received(values.data(), values.size() * sizeof(float));
+  const std::string wrong = weights.take(header, sum);
+  if (wrong.empty()) std::memcpy(values.data(), sum.data(), sum.size());
+  return wrong;
+}
+
+std::string take(ServedWeights& weights, const FrameHeader& header, const std::vector<std::byte>& data) {
+  Payload sum = received(data.data(), data.size());
+  return weights.take(header, sum);
 }
 
 // Takes a phase of an update and returns its reply.
 template <class Number>
 std::vector<Number> phase(ServedWeights& weights, Kind kind, std::uint32_t step, std::vector<float> given) {
-  Payload reply;
+  Payload sum = received(given.data(), given.size() * sizeof(float));
   const FrameHeader header = header_of(kind, 0, step, kind == Kind::collect ? 0 : 1);
-  CHECK_EQ(weights.take(header, reinterpret_cast<std::byte*>(given.data()), given.size() * sizeof(float), reply), "");
-  std::vector<Number> numbers(reply.size / sizeof(Number));
-  if (reply.size) std::memcpy(numbers.data(), reply.data, reply.size);
+  CHECK_EQ(weights.take(header, sum), "");
+  std::vector<Number> numbers(sum.size() / sizeof(Number));
+  std::memcpy(numbers.data(), sum.data(), sum.size());
   return numbers;
 }
 
@@ -175,13 +187,13 @@ TEST(served_weights_answer_in_bfloat16_and_stay_float32) {
   std::vector<float> values{1.00390625f, 1.01171875f}, gradient{0, 0}, kept(2);  // halfway between two of bfloat16
   CHECK_EQ(take(weights, header_of(Kind::load), values), "");
   CHECK_EQ(take(weights, header_of(Kind::configure), options(1, 0.5)), "");
-  Payload reply;
+  Payload sum = received(gradient.data(), 8);
   FrameHeader update = header_of(Kind::update, 0, 1, 1);
   update.element = static_cast<std::uint8_t>(Element::bfloat16);
-  CHECK_EQ(weights.take(update, reinterpret_cast<std::byte*>(gradient.data()), 8, reply), "");
-  CHECK_EQ(reply.size, 4u);
+  CHECK_EQ(weights.take(update, sum), "");
+  CHECK_EQ(sum.size(), 4u);
   std::uint16_t halves[2];
-  std::memcpy(halves, reply.data, sizeof halves);
+  std::memcpy(halves, sum.data(), sizeof halves);
   CHECK_EQ(halves[0], 0x3f80u);  // to even: 1 and 1.015625
   CHECK_EQ(halves[1], 0x3f82u);
   CHECK_EQ(take(weights, header_of(Kind::dump, 0, 1), kept), "");
@@ -218,8 +230,8 @@ TEST(served_weights_wait_for_options_that_an_update_has_overtaken) {
   SumServer server(
       pool, budget, {2, [](int peer) { return peer; }},
       [&](int, const FrameHeader& header, const Payload& payload) {
-        std::vector<float> values(payload.size / sizeof(float));
-        std::memcpy(values.data(), payload.data, values.size() * sizeof(float));
+        std::vector<float> values(payload.size() / sizeof(float));
+        std::memcpy(values.data(), payload.data(), values.size() * sizeof(float));
         answers.emplace_back(static_cast<Kind>(header.kind), std::move(values));
       },
       [](const SumServer::Conflict&) { check::fail(__FILE__, __LINE__, "a conflict"); });
@@ -228,9 +240,7 @@ TEST(served_weights_wait_for_options_that_an_update_has_overtaken) {
     header.host = static_cast<std::uint16_t>(host);
     header.needed = 2;
     header.combine = static_cast<std::uint8_t>(static_cast<Kind>(header.kind) == Kind::update ? Combine::sum : Combine::bor);
-    const auto owner = std::make_shared<std::vector<std::byte>>(bytes);
-    std::memcpy(owner->data(), data, bytes);
-    CHECK_EQ(server.contribute(host, header, {owner->data(), bytes, owner, 0, false}), "");
+    CHECK_EQ(server.contribute(host, header, received(data, bytes)), "");
   };
   const std::vector<float> weights{4, 4}, none{0, 0}, gradient{1, 2};
   push(header_of(Kind::load), 0, 0, weights.data(), 8);
@@ -272,9 +282,10 @@ struct Pair {
   }
   static void conflict(const SumServer::Conflict&) { check::fail(__FILE__, __LINE__, "a conflict"); }
   static SumServer::Answer answers(Answers& to) {
-    return [&to](int peer, const FrameHeader& header, const Payload& payload) {
-      std::vector<float> values(payload.size / sizeof(float));
-      if (payload.size) std::memcpy(values.data(), payload.data, payload.size);
+    return [&to](int peer, const FrameHeader& header, Payload payload) {
+      std::vector<float> values(payload.size() / sizeof(float));
+      if (payload.size()) std::memcpy(values.data(), payload.data(), payload.size());
+      CHECK_EQ(payload.checksum(), received(values.data(), payload.size()).checksum());
       to.push_back({peer, header.type, header.seq, std::move(values)});
     };
   }
@@ -288,17 +299,16 @@ struct Pair {
     header.combine = static_cast<std::uint8_t>(kind == Kind::update ? Combine::sum : Combine::bor);
     return header;
   }
-  static Payload payload(const void* data, std::size_t bytes) {
-    const auto owner = std::make_shared<std::vector<std::byte>>(bytes);
-    std::memcpy(owner->data(), data, bytes);
-    return {owner->data(), bytes, owner, 0, false};
-  }
+  static Payload payload(const void* data, std::size_t bytes) { return received(data, bytes); }
   static Payload payload(const std::vector<float>& values) { return payload(values.data(), values.size() * sizeof(float)); }
   static void push(SumServer& to, Kind kind, std::uint64_t seq, std::uint8_t redo, const Payload& given) {
     for (int host : {0, 1}) CHECK_EQ(to.contribute(host, header(kind, seq, redo, host), given), "");
   }
   // Hands the newest copy to the rank.
-  std::string copy() { return rank.take_copy(7, copies.back().first, Payload(copies.back().second)); }
+  std::string copy() {
+    const Payload& sum = copies.back().second;
+    return rank.take_copy(7, copies.back().first, payload(sum.data(), sum.size()));
+  }
   std::string confirm(int peer) { return helper.confirm_copy(peer, copies.back().first); }
   void configure() {
     const auto rule = options(1, 0.5);

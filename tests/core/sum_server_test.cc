@@ -33,8 +33,8 @@ struct Fixture {
   std::vector<SumServer::Conflict> conflicts;
   SumServer server{pool, budget, SumServer::Members{num_hosts, [](int peer) { return peer % 10; }},
                    [this](int peer, const FrameHeader& header, const Payload& payload) {
-                     std::vector<float> values(payload.size / sizeof(float));
-                     if (!values.empty()) std::memcpy(values.data(), payload.data, values.size() * sizeof(float));
+                     std::vector<float> values(payload.size() / sizeof(float));
+                     if (!values.empty()) std::memcpy(values.data(), payload.data(), values.size() * sizeof(float));
                      answers.push_back({peer, header, std::move(values)});
                    },
                    [this](const SumServer::Conflict& conflict) { conflicts.push_back(conflict); }};
@@ -53,7 +53,7 @@ FrameHeader header_of(int host, int needed, std::uint64_t seq = 3, std::uint64_t
 
 Payload payload_of(std::vector<float> values) {
   const auto owner = std::make_shared<std::vector<float>>(std::move(values));
-  return {reinterpret_cast<const std::byte*>(owner->data()), owner->size() * sizeof(float), owner, 0, false};
+  return {reinterpret_cast<const std::byte*>(owner->data()), owner->size() * sizeof(float), owner};
 }
 
 // 1e8 + 1 - 1e8 is 0 in fp32, any order that adds the large ones first gives 1.
@@ -216,7 +216,7 @@ TEST(sum_server_survives_every_combination_of_codes) {
             header.combine = static_cast<std::uint8_t>(combine);
             header.divisor = static_cast<std::uint16_t>(divisor);
             const auto owner = std::make_shared<std::vector<std::byte>>(bytes);
-            bad = bad || !f.server.contribute(host, header, {owner->data(), bytes, owner, 0, false}).empty();
+            bad = bad || !f.server.contribute(host, header, {owner->data(), bytes, owner}).empty();
           }
           CHECK_EQ(f.answers.size(), bad ? 0u : 2u);
           ++(bad ? refused : summed);
