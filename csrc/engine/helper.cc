@@ -48,14 +48,14 @@ std::map<std::string, std::uint64_t> HelperServer::counters() {
 // ---- processes and members ------------------------------------------------------------------------------
 
 int HelperServer::on_introduction(const Introduction& who, std::string& why_not) {
-  if (const auto known = peer_of_.find(who.name); known != peer_of_.end()) return known->second;
-  if (who.name.empty() || name_of_.size() >= kMaxProcesses) {
+  if (who.name.empty() || (name_of_.size() >= kMaxProcesses && !peer_of_.count(who.name))) {
     why_not = who.name.empty() ? "it has no name" : "too many processes are connected";
     return -1;
   }
-  name_of_[next_peer_] = who.name;
-  peer_of_[who.name] = next_peer_;
-  return next_peer_++;
+  const auto [known, fresh] = peer_of_.try_emplace(who.name, next_peer_);
+  if (fresh) name_of_[next_peer_++] = who.name;
+  why_not = arrivals_[known->second].add(who);
+  return why_not.empty() ? known->second : -1;
 }
 
 // Answers with a join of its own, which lets the member send.
@@ -149,6 +149,7 @@ void HelperServer::on_down(int peer, const std::string& why) {
     group = next;
   }
   name_of_.erase(peer);
+  arrivals_.erase(peer);
 }
 
 // ---- frames ---------------------------------------------------------------------------------------------

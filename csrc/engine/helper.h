@@ -72,6 +72,7 @@ class HelperServer : private Sink {
   Groups groups_;
   LeftGroups left_;
   std::map<int, std::string> name_of_;  // processes by peer
+  std::map<int, Arrivals> arrivals_;    // of these
   std::unordered_map<std::string, int> peer_of_;
   int next_peer_ = 0;
   std::atomic<std::uint64_t> num_groups_{0}, num_summed_{0}, held_bytes_{0};

@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include "engine/host_stage.h"
-#include "transport/frame.h"
+#include "transport/identity.h"
 
 namespace shoal {
 
@@ -11,7 +11,6 @@ namespace {
 
 constexpr std::size_t kChunkUnitBytes = 128;             // 16 elements of the widest type
 constexpr std::size_t kMaxChunkBytes = kMaxPayload / 2;  // 16-bit elements may be sent as 32-bit ones
-constexpr std::size_t kMaxConnections = 64;
 constexpr std::size_t kMaxThreads = 16;
 
 }  // namespace
@@ -25,7 +24,7 @@ void require_possible(const EngineOptions& options) {
   if (options.chunk_bytes) within("chunk_bytes", options.chunk_bytes, kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes);
   within("shared_chunk_bytes", options.shared_chunk_bytes, kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes);
   within("num_slots", options.num_slots, 1, SharedSegment::kSignatures / kSlotsBetweenHosts, 1);
-  within("connections_per_peer", static_cast<std::size_t>(options.connections_per_peer), 1, kMaxConnections, 1);
+  within("connections_per_peer", static_cast<std::size_t>(options.connections_per_peer), 1, kMaxDataConnections, 1);
   within("network_threads", static_cast<std::size_t>(options.network_threads), 1, kMaxThreads, 1);
 }
 

@@ -54,6 +54,8 @@ SocketAddress::SocketAddress(const std::string& literal, int port) {
 
 void bind_to(int fd, const std::string& address) {
   if (address.empty()) return;
+  const int yes = 1;  // the port is chosen with the connection, so that several to other places may have the same
+  setsockopt(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &yes, sizeof yes);
   const SocketAddress at(address, 0);
   if (bind(fd, at.get(), at.size) < 0) throw std::runtime_error("cannot connect from " + address + ": " + std::strerror(errno));
 }
@@ -64,6 +66,16 @@ int local_port(int fd) {
   getsockname(fd, reinterpret_cast<sockaddr*>(&at), &size);
   // the port is at the same place in both kinds
   return ntohs(reinterpret_cast<const sockaddr_in&>(at).sin_port);
+}
+
+std::string written_alike(const std::string& address) {
+  std::string text = address;
+  try {
+    const SocketAddress read(address.substr(0, address.find('%')), 0);
+    text = text_of(read.storage, read.size);
+  } catch (const std::runtime_error&) {
+  }
+  return text;
 }
 
 std::string local_address(int fd) {

@@ -30,6 +30,9 @@ void bind_to(int fd, const std::string& address);
 // The port that a socket is bound to.
 int local_port(int fd);
 
+// The address as the next ones write it, without the interface of a link-local one; as it is, if it is no address.
+std::string written_alike(const std::string& address);
+
 // The address of a connection's end here, and of its other end; "?" if it is gone.
 std::string local_address(int fd);
 std::string peer_address(int fd);

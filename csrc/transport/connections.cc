@@ -103,8 +103,13 @@ int Connections::peer_named(const std::string& name) {
   return found->second;
 }
 
-int Connections::peer_of(const Place& place) {
-  const int peer = peer_named(place.name());
+int Connections::peer_of(const Place& place, bool calls) {
+  int peer = peer_named(place.name());
+  if (calls && processes_[peer].arrivals.any()) {  // somebody else, before this process knew that it is the one that calls
+    drop_peer(peer, "it took the name of a process that opens no connections to this one");
+    peer = peer_named(place.name());
+  }
+  processes_[peer].is_called = calls;
   transport_->set_peer(peer, place.address, place.port);
   return peer;
 }
@@ -145,7 +150,10 @@ int Connections::on_introduction(const Introduction& who, std::string& why_not) 
     why_not = who.name.empty() ? "it has no name" : "too many processes are connected";
     return -1;
   }
-  return peer_named(who.name);
+  const int peer = peer_named(who.name);
+  Process& process = processes_[peer];
+  why_not = process.is_called ? "it takes the name of a process that opens no connections to this one" : process.arrivals.add(who);
+  return why_not.empty() ? peer : -1;
 }
 
 void Connections::on_connected(int peer) {
@@ -273,7 +281,7 @@ void Channel::start(const Identity& me, int self, const std::vector<Member>& mem
     const auto& [place, num_data] = members[static_cast<std::size_t>(member)];
     members_.push_back({place, num_data});
     if (member == self) continue;
-    at(member).peer = connections_.peer_of(place);
+    at(member).peer = connections_.peer_of(place, calls(place));
     if (place.name() == my_name_ || !member_of_.emplace(at(member).peer, member).second) {
       throw std::runtime_error("two members of the group are the process " + place.name());
     }
@@ -294,9 +302,9 @@ void Channel::call(int member, double timeout_s) {
   const auto [to, first, wanted] = on_network([&] {
     connections_.assert_here();
     const State& state = at(member);
-    const bool calls = state.peer >= 0 && (state.place.is_helper() || my_name_ > state.place.name());
-    const int wanted = calls && !state.gone ? 1 + state.num_data : 0;
-    return std::tuple(state.peer, calls && !state.gone ? connections_.begin_calls(state.peer, wanted) : 0, wanted);
+    const bool called = state.peer >= 0 && !state.gone && calls(state.place);
+    const int wanted = called ? 1 + state.num_data : 0;
+    return std::tuple(state.peer, called ? connections_.begin_calls(state.peer, wanted) : 0, wanted);
   });
   for (int k = first; k < wanted; ++k) {
     try {

@@ -72,7 +72,8 @@ class Connections final : private Sink {
   // Members that have joined before the channel was attached.
   void replay_joins(Channel& channel) REQUIRES(network_thread);
   void detach(Channel& channel) REQUIRES(network_thread);
-  int peer_of(const Place& place) REQUIRES(network_thread);
+  // `calls`: this process opens the connections.
+  int peer_of(const Place& place, bool calls) REQUIRES(network_thread);
   std::size_t num_connections(int peer) const REQUIRES(network_thread);
   // Of `wanted` connections that this process calls, the first one that nobody has called yet. The caller calls them.
   int begin_calls(int peer, int wanted) REQUIRES(network_thread);
@@ -86,6 +87,8 @@ class Connections final : private Sink {
     std::string name;
     std::size_t num_connections = 0;  // established so far
     int num_called = 0;               // by this process
+    bool is_called = false;           // by this process: it opens none itself
+    Arrivals arrivals;
   };
   struct EarlyJoin {
     Identity who;
@@ -183,6 +186,8 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   void start(const Identity& me, int self, const std::vector<Member>& members, ChannelEvents& events)
       REQUIRES(network_thread);
   void leave(const std::string& why) REQUIRES(network_thread);
+  // Of two processes, the one with the greater name calls; a helper is called.
+  bool calls(const Place& place) const { return place.is_helper() || my_name_ > place.name(); }
   void introduce(int member) REQUIRES(network_thread);
   void check(int member) REQUIRES(network_thread);
   void end(int member, const std::string& why) REQUIRES(network_thread);

@@ -116,7 +116,7 @@ void introduce(int fd, const Bytes& secret, const Introduction& intro, Clock::ti
   send_all(fd, make_hello(caller), deadline);
   const Bytes listener = read_challenge(secret, caller, receive(fd, kChallengeBytes, deadline));
   send_all(fd, make_identity(secret, caller, listener, intro), deadline);
-  if (receive(fd, 1, deadline)[0] != 1) throw std::runtime_error("it refused us");
+  if (receive(fd, 1, deadline)[0] != 1) throw std::runtime_error("it refused us; its log says why");
 }
 
 int try_once(const SocketAddress& to, const std::string& from, const Bytes& secret, const Introduction& intro, Clock::time_point connect_by,

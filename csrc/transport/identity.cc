@@ -1,9 +1,12 @@
 #include "transport/identity.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "base/crc32c.h"
+#include "transport/address.h"
 
 namespace shoal {
 
@@ -17,6 +20,22 @@ constexpr std::size_t kRemembered = 4096;  // groups that were left
 std::string Place::name() const {
   const std::string at = address + ":" + std::to_string(port);
   return is_helper() ? at : at + " pid " + std::to_string(pid);
+}
+
+std::string Arrivals::add(const Introduction& who) {
+  std::vector<std::string> named;
+  for (const std::string& each : addresses_of(who.name.substr(0, who.name.rfind(':')))) named.push_back(written_alike(each));
+  const std::string from = written_alike(who.from);
+  const auto is_named = [&](const std::string& address) { return std::ranges::count(named, address) > 0; };
+  if (!any()) first_ = from;
+  if (from != first_ && !(is_named(from) && is_named(first_))) {
+    return "it takes the name of a process that is connected from " + first_;
+  }
+  if (count_ > kMaxDataConnections * named.size()) {
+    return "its process has " + std::to_string(count_) + " connections already";
+  }
+  ++count_;
+  return "";
 }
 
 std::uint32_t group_number(const std::string& group) { return crc32c(group.data(), group.size()); }

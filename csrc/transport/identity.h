@@ -6,7 +6,7 @@
 #include <set>
 #include <string>
 
-#include "transport/frame.h"
+#include "transport/transport.h"
 
 namespace shoal {
 
@@ -21,6 +21,21 @@ struct Place {
   bool is_helper() const { return pid < 0; }
   // "10.0.0.4:4100 pid 812"; a helper's: "10.0.1.7:4000". The name by which the process introduces itself.
   std::string name() const;
+};
+
+inline constexpr std::size_t kMaxDataConnections = 64;  // of a process to another one, for each of its addresses
+
+// The connections that a process has opened to this one. Its name is a claim, which every member of a job can make: so all
+// of them come from one address, or from those in the name, and they are no more than a process opens.
+class Arrivals {
+ public:
+  // Returns why this connection is none of the process's, or an empty string.
+  std::string add(const Introduction& who);
+  bool any() const { return count_ > 0; }
+
+ private:
+  std::string first_;  // address
+  std::size_t count_ = 0;
 };
 
 // A member's claim when it joins a group.

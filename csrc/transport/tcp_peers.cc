@@ -68,7 +68,8 @@ void TcpTransport::hear_newcomer(int fd) {
       }
       return;
     }
-    const Introduction intro = read_identity(options_.secret, newcomer.caller, newcomer.listener, received);
+    Introduction intro = read_identity(options_.secret, newcomer.caller, newcomer.listener, received);
+    intro.from = peer_address(fd);
     std::string why;
     const int peer = sink_.on_introduction(intro, why);
     const std::uint8_t welcome = peer >= 0;  // without an answer it retries
@@ -133,10 +134,12 @@ std::size_t TcpTransport::path_of(int fd) const {
 }
 
 // Returns the addresses of the next connection to a peer, from and to: over the path with the fewest for data. One path
-// is the kernel's choice.
+// is the kernel's choice, for all of them: the peer takes none from elsewhere (Arrivals).
 std::pair<std::string, std::string> TcpTransport::next_path(const Peer& peer, bool control) const {
   if (peer.addresses.empty()) throw std::logic_error("a peer without an address is called");
-  if (peer.paths.size() < 2) return {"", peer.addresses.front()};
+  if (std::min(peer.paths.size(), peer.addresses.size()) < 2) {
+    return {control || !peer.control ? "" : local_address(peer.control->fd()), peer.addresses.front()};
+  }
   std::vector<int> num(peer.paths.size());
   for (const auto& each : peer.connections) num[each->path] += !each->control();
   const auto path = static_cast<std::size_t>(control ? 0 : std::ranges::min_element(num) - num.begin());

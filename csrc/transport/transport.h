@@ -21,6 +21,7 @@ namespace shoal {
 struct Introduction {
   std::string name;  // Place::name
   bool control = false;
+  std::string from = {};  // the address that it comes from
 };
 
 class Sink {

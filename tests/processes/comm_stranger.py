@@ -63,20 +63,26 @@ def identity(secret: str, caller: bytes, listener: bytes, name: str) -> bytes:
     return body + proof(secret, b"caller", caller, listener, body)
 
 
-def dial(address: str, port: int) -> socket.socket:
-    return socket.create_connection((address, port), timeout=TIMEOUT_S)
+def dial(address: str, port: int, source: str = "") -> socket.socket:
+    return socket.create_connection((address, port), TIMEOUT_S, (source, 0) if source else None)
 
 
-def join(address: str, port: int, secret: str, who: Who) -> socket.socket:
-    """Return a connection that has proved itself as one for data of the rank's process, which joins."""
-    connection = dial(address, port)
+def prove(address: str, port: int, secret: str, who: Who, source: str = "") -> tuple[socket.socket, bool]:
+    """Return a connection that knows the secret, and whether it is let in as one for data of the process."""
+    connection = dial(address, port, source)
     caller = os.urandom(16)
     connection.sendall(MARK + caller)
     challenge = receive(connection, 48)
     listener, answer = challenge[:16], challenge[16:]
     assert answer == proof(secret, b"listener", caller, listener)
     connection.sendall(identity(secret, caller, listener, who.name))
-    assert receive(connection, 1) == b"\1"
+    return connection, receive(connection, 1) == b"\1"
+
+
+def join(address: str, port: int, secret: str, who: Who) -> socket.socket:
+    """Return a connection that is let in as one of the rank's process, which joins."""
+    connection, is_in = prove(address, port, secret, who)
+    assert is_in
     connection.sendall(who.join())
     return connection
 

@@ -239,6 +239,41 @@ def test_a_false_report_of_a_difference_ends_the_group_with_the_reporters_name()
                 assert group.name(1) in text, text
 
 
+def test_a_member_on_another_host_takes_no_name_of_a_process() -> None:
+    """Not a rank's at a helper or at a rank; and from no address that of a process that a rank calls."""
+    with HelperProcess("h0") as helper, Group(sum_when_told, "ab", helpers=[helper], pattern=[2]) as group:
+        group.expect(0, "begun")
+        as_helper = Who(group=group.identity, rank=0, size=2, process=f"{helper.address}:{helper.port}")
+        places: list[tuple[Peer | HelperProcess, Who, str]] = [
+            (helper, group.who(0), "127.0.0.9"),
+            (helper, group.who(1), "127.0.0.9"),
+            (group.peers[0], group.who(1), "127.0.0.9"),
+            (group.peers[0], as_helper, helper.address),
+            (group.peers[1], group.who(0), group.peers[0].address),
+        ]
+        for at, who, source in places:
+            connection, is_in = stranger.prove(at.address, at.port, SECRET, who, source)
+            connection.close()
+            assert not is_in, (at, who, source)
+        group.tell(1)
+        for rank in range(2):
+            assert (group.expect(rank, "sum").value == 2).all()
+            assert group.expect(rank, "events").value == []
+        said = helper.stop()
+    assert "from 127.0.0.9: it takes the name of a process that is connected from 127.0.0.1" in said
+
+
+def test_a_process_has_no_more_connections_than_it_opens() -> None:
+    with HelperProcess("h0") as helper, Group(sum_when_told, "ab", helpers=[helper], pattern=[2]) as group:
+        group.expect(0, "begun")
+        found = [stranger.prove(helper.address, helper.port, SECRET, group.who(1)) for _ in range(70)]
+        for connection, _ in found:
+            connection.close()
+        assert sum(is_in for _, is_in in found) == 1 + 64 - 2  # two are rank 1's own
+        said = helper.stop()
+    assert "its process has 65 connections already" in said
+
+
 ESCAPES = "\x1b[2J\x1b]0;title\x07"
 
 
