@@ -157,6 +157,13 @@ void ChunkPath::on_push(int peer, const FrameHeader& header, Payload payload) {
 
 void ChunkPath::on_supply(int peer, const FrameHeader& header, Payload payload) {
   check_sender(peer, header);
+  const auto retained = retained_.find(header.seq);
+  const OpPtr op = retained != retained_.end() ? retained->second : with_.ops.find(header.seq);
+  const bool same = op && op->signature == header.signature && header.chunk < op->chunks.size();
+  if (same && !with_.topology.is_helper(op->chunks[header.chunk].server)) {
+    throw ProtocolError(peer, "it supplies chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq) + ", which " +
+                                  with_.members.name_of(op->chunks[header.chunk].server) + " serves");
+  }
   const std::string wrong = server_.supply(peer, header, std::move(payload));
   if (!wrong.empty()) throw ProtocolError(peer, wrong);
 }

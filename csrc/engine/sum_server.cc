@@ -84,6 +84,15 @@ SumServer::State* SumServer::open(int peer, const FrameHeader& header, std::size
   return nullptr;
 }
 
+// Nobody supplies what this server sums itself: either peer lies.
+std::string SumServer::refuse_supply(const State& state, const FrameHeader& header) {
+  on_conflict_({header.seq,
+                header.chunk,
+                {state.supplied_by, header.signature, "the result of a lost server"},
+                {state.asked_by, header.signature, describe(header, state.count) + " to sum"}});
+  return "";
+}
+
 std::string SumServer::contribute(int peer, const FrameHeader& header, Payload payload) {
   const auto input = static_cast<Element>(header.input);
   if (const std::string wrong = check(peer, header, input, payload.size()); !wrong.empty()) return wrong;
@@ -91,6 +100,8 @@ std::string SumServer::contribute(int peer, const FrameHeader& header, Payload p
   if (!found) return "";
   State& state = *found;
   state.kept = state.kept || header.redo == 1;
+  if (header.redo != 1 && state.asked_by < 0) state.asked_by = peer;
+  if (state.asked_by >= 0 && state.supplied_by >= 0) return refuse_supply(state, header);
   if (state.summed) {
     const State done = state;  // a copy: an answer that fails the group clears all chunks
     answer_to(peer, header, done);
@@ -224,6 +235,11 @@ std::string SumServer::supply(int peer, const FrameHeader& header, Payload paylo
   if (!found) return "";
   State& state = *found;
   state.kept = true;
+  const int before = std::exchange(state.supplied_by, peer);
+  if (state.asked_by >= 0) return refuse_supply(state, header);
+  if (state.summed && before >= 0 && payload.size() && std::memcmp(state.result.data(), payload.data(), payload.size()) != 0) {
+    on_conflict_({header.seq, header.chunk, {before, header.signature, "a result"}, {peer, header.signature, "another one"}});
+  }
   if (state.summed) return "";
   state.summed = true;
   state.result = std::move(payload);

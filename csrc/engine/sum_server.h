@@ -55,7 +55,7 @@ class SumServer {
 
   // Return an empty string, or why the frame is malformed. Throw GroupFailure if there is no memory for weights.
   std::string contribute(int peer, const FrameHeader& header, Payload payload);
-  // Accepts a result that a worker already has, after its server was lost.
+  // Accepts a result that a worker already has, after its server was lost: all contribute again, if at all.
   std::string supply(int peer, const FrameHeader& header, Payload payload);
   // Accepts the sum of a chunk from the helper `peer`, of whose weights there is a copy here: takes the same step, and
   // confirms it by an answer of type copied. Contributors are answered once they ask, when the helper is lost.
@@ -85,6 +85,8 @@ class SumServer {
     std::size_t count = 0;  // elements of the chunk
     bool summed = false;
     bool kept = false;  // answers late contributors until forget_below()
+    int asked_by = -1;      // a peer that has contributed here first: this is the chunk's server in the pattern
+    int supplied_by = -1;   // the peer that has supplied the result
     Payload result;         // the sum at first, where it was sent as a copy
     int copy_from = -1;     // the helper that waits for this copy
     int copy_to = -1;       // the peer whose copy this server waits for
@@ -100,6 +102,7 @@ class SumServer {
   std::string check(int peer, const FrameHeader& header, Element element, std::size_t bytes) const;
   State& state_of(int peer, const FrameHeader& header, std::size_t count);
   State* open(int peer, const FrameHeader& header, std::size_t count);
+  std::string refuse_supply(const State& state, const FrameHeader& header);
   std::string complete(const FrameHeader& header, State& state);
   std::string combine(const FrameHeader& header, State& state);
   Payload sum_up(const FrameHeader& header, State& state);

@@ -109,15 +109,20 @@ TEST(sum_server_late_contributors_are_answered_after_a_redo) {
 // A worker that has the sum supplies it: those who wait and those who come later have the same bits.
 TEST(sum_server_supplied_results_go_to_waiting_and_late_contributors) {
   Fixture f(3);
-  f.server.contribute(2, header_of(2, 3), payload_of({1.0f, 1.0f}));
-  FrameHeader supply = header_of(0, 3);
+  const auto again = [](int host) {
+    FrameHeader header = header_of(host, 3);
+    header.redo = 1;
+    return header;
+  };
+  f.server.contribute(2, again(2), payload_of({1.0f, 1.0f}));
+  FrameHeader supply = again(0);
   supply.type = FrameType::supply;
   CHECK_EQ(f.server.supply(0, supply, payload_of({7.0f, 8.0f})), "");
   CHECK_EQ(f.server.supply(0, supply, payload_of({7.0f, 8.0f})), "");
   CHECK_EQ(f.answers.size(), 1u);
   CHECK_EQ(f.answers[0].peer, 2);
   CHECK_EQ(static_cast<int>(f.answers[0].header.host), 2);
-  f.server.contribute(1, header_of(1, 3), payload_of({1.0f, 1.0f}));
+  f.server.contribute(1, again(1), payload_of({1.0f, 1.0f}));
   CHECK_EQ(f.answers.size(), 2u);
   CHECK_EQ(f.answers[1].peer, 1);
   for (const Answered& each : f.answers) {
@@ -125,15 +130,34 @@ TEST(sum_server_supplied_results_go_to_waiting_and_late_contributors) {
     CHECK((each.values == std::vector<float>{7.0f, 8.0f}));
   }
   CHECK_EQ(f.server.held_bytes(), 0u);
+  CHECK_EQ(f.server.supply(1, again(1), payload_of({7.0f, 9.0f})), "");
+  REQUIRE(f.conflicts.size() == 1);  // of two ranks that have the sum, one lies
+  CHECK(f.conflicts[0].first.peer == 0 && f.conflicts[0].second.peer == 1);
 }
 
 TEST(sum_server_a_supply_before_any_contribution) {
   Fixture f;
-  CHECK_EQ(f.server.supply(0, header_of(0, 2), payload_of({4.0f})), "");
+  FrameHeader again = header_of(0, 2), other = header_of(1, 2);
+  again.redo = other.redo = 1;
+  CHECK_EQ(f.server.supply(0, again, payload_of({4.0f})), "");
   CHECK(f.answers.empty());
-  f.server.contribute(0, header_of(0, 2), payload_of({1.0f}));
-  f.server.contribute(1, header_of(1, 2), payload_of({1.0f}));
+  f.server.contribute(0, again, payload_of({1.0f}));
+  f.server.contribute(1, other, payload_of({1.0f}));
   CHECK_EQ(f.answers.size(), 2u);
+}
+
+// Contributions that were not sent again say that this is the chunk's own server, which has no result but its own.
+TEST(sum_server_a_supply_of_what_it_sums_itself_is_a_lie) {
+  for (const bool before : {true, false}) {
+    Fixture f;
+    if (!before) f.server.contribute(0, header_of(0, 2), payload_of({1.0f}));
+    CHECK_EQ(f.server.supply(1, header_of(1, 2), payload_of({1e6f})), "");
+    if (before) f.server.contribute(0, header_of(0, 2), payload_of({1.0f}));
+    CHECK(f.answers.empty());
+    REQUIRE(f.conflicts.size() == 1);
+    CHECK(f.conflicts[0].first.peer == 1 && f.conflicts[0].first.sent == "the result of a lost server");
+    CHECK(f.conflicts[0].second.peer == 0 && f.conflicts[0].second.sent == "1 elements of float32 (all_reduce, sum) to sum");
+  }
 }
 
 TEST(sum_server_another_signature_names_both_senders) {

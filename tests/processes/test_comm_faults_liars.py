@@ -100,12 +100,16 @@ CONFLICTING = {
     "another type": about_first(element=6, input=6),
     "another operation": about_first(combine=AVG),
     "supply of another size": about_first(type=SUPPLY, payload=bytes(4 * COUNT + 4)),
+    "supply of what is summed": about_first(type=SUPPLY, payload=LIE),
 }
 
 
 @pytest.mark.parametrize("where", ["helper", "rank 0"])
 def test_frames_that_do_not_fit_each_other_name_both_senders(where: str) -> None:
-    """The honest rank is not blamed alone, in either order; a group for each frame."""
+    """The honest rank is not blamed alone, in either order; a group for each frame.
+
+    Only what a lost helper has summed is supplied.
+    """
     with ExitStack() as stack:
         helper = stack.enter_context(HelperProcess("h0"))
         lied = []
@@ -114,8 +118,12 @@ def test_frames_that_do_not_fit_each_other_name_both_senders(where: str) -> None
             group = stack.enter_context(Group(sum_when_told, "ab", helpers=[helper], pattern=pattern))
             group.expect(0, "begun")
             lied.append((group, lie_to(stack, helper if where == "helper" else group.peers[0], group, frame)))
-        for (group, _), texts in zip(lied, both_errors(lied), strict=True):
+        for frame, (group, _), texts in zip(CONFLICTING.values(), lied, both_errors(lied), strict=True):
             for text in texts:
+                if where == "rank 0" and frame.type == SUPPLY:
+                    what = f"it supplies chunk 0 of operation #1, which {group.name(0)} serves"
+                    assert f"{group.name(1)} sent a malformed frame: {what}" in text, text
+                    continue
                 assert "6 elements of float32 (all_reduce, sum)" in text, text
                 if where == "helper":
                     assert "ranks 0 and 1 of the group" in text or "ranks 1 and 0 of the group" in text
