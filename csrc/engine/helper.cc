@@ -1,5 +1,7 @@
 #include "engine/helper.h"
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
@@ -132,6 +134,16 @@ void HelperServer::leave(Groups::iterator group, int peer, const std::string& wh
   left_.add(number);
   groups_.erase(group);
   num_groups_ = groups_.size();
+  group_ended_ = true;
+}
+
+// What a group has kept goes back to the system: a helper may stay for weeks, on a host that others use.
+void HelperServer::give_memory_back() {
+  if (!std::exchange(group_ended_, false)) return;
+  if (groups_.empty()) pool_.clear();
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
 }
 
 void HelperServer::drop_peer(int peer, const std::string& why) {
@@ -257,6 +269,7 @@ void HelperServer::on_error(const std::string& what) { log("an error of its own:
 // Sends heartbeats, and drops state that all ranks of a group have passed.
 void HelperServer::on_tick() {
   lines_.tick();
+  give_memory_back();
   FrameHeader beat;
   beat.type = FrameType::heartbeat;
   std::size_t held = 0;

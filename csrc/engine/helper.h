@@ -59,6 +59,7 @@ class HelperServer : private Sink {
   void on_data(int peer, const FrameHeader& header, Payload payload);
   void leave(Groups::iterator group, int peer, const std::string& why);
   void drop_peer(int peer, const std::string& why);
+  void give_memory_back();
   int send_copy(std::uint32_t number, FrameHeader header, const Payload& sum);
   void report_conflict(std::uint32_t number, const SumServer::Conflict& conflict);
   void send(int peer, std::uint32_t number, FrameHeader header, const Payload& payload);
@@ -75,6 +76,7 @@ class HelperServer : private Sink {
   std::map<int, Arrivals> arrivals_;    // of these
   std::unordered_map<std::string, int> peer_of_;
   int next_peer_ = 0;
+  bool group_ended_ = false;  // since the last tick
   std::atomic<std::uint64_t> num_groups_{0}, num_summed_{0}, held_bytes_{0};
   std::unique_ptr<Transport> transport_;
 };

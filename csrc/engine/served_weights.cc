@@ -115,15 +115,15 @@ std::string ServedWeights::configure(std::uint32_t model, const std::byte* data,
   if (bytes < sizeof head) return "options of " + std::to_string(bytes) + " bytes";
   std::memcpy(head.data(), data, sizeof head);
   const auto [number, optimizer, num_groups, zero] = head;
-  if (optimizer > static_cast<std::uint32_t>(Optimizer::novograd) || zero != 0 || bytes != sizeof head + num_groups * kGroupBytes) {
+  if (optimizer > static_cast<std::uint32_t>(Optimizer::novograd) || zero != 0 || bytes > kMaxOptionBytes ||
+      bytes != sizeof head + num_groups * kGroupBytes) {
     return "options of " + std::to_string(bytes) + " bytes for optimizer " + std::to_string(optimizer) + " with " +
            std::to_string(num_groups) + " groups";
   }
   if (model >= kMaxModels) return "options of model " + std::to_string(model);
-  Rule& in_force = rules_[model];
-  if (number != in_force.number + 1) {
-    return "options number " + std::to_string(number) + " after number " + std::to_string(in_force.number);
-  }
+  const auto known = rules_.find(model);
+  const std::uint32_t last = known == rules_.end() ? 0 : known->second.number;
+  if (number != last + 1) return "options number " + std::to_string(number) + " after number " + std::to_string(last);
   Rule rule{number, static_cast<Optimizer>(optimizer), {}};
   rule.groups.resize(num_groups);
   std::memcpy(rule.groups.data(), data + sizeof head, num_groups * kGroupBytes);
@@ -132,21 +132,29 @@ std::string ServedWeights::configure(std::uint32_t model, const std::byte* data,
       if (!std::isfinite(value)) return "options that are not finite";
     }
   }
+  reserve(num_groups * kGroupBytes);
+  Rule& in_force = rules_[model];
+  const std::size_t freed = in_force.groups.size() * kGroupBytes;
   in_force = std::move(rule);
+  used_bytes_ -= freed;
+  budget_.used_bytes -= freed;
   return "";
+}
+
+void ServedWeights::reserve(std::size_t bytes) {
+  if (budget_.used_bytes.fetch_add(bytes) + bytes > budget_.max_bytes) {
+    budget_.used_bytes -= bytes;
+    throw GroupFailure("a server has no memory left: weights, optimizer state and options need more than the " +
+                       std::to_string(budget_.max_bytes) + " bytes that it keeps; use more helpers, or give them more "
+                       "memory (shoal serve --weights-mib)");
+  }
+  used_bytes_ += bytes;
 }
 
 // Makes a slot of so many numbers, all 0, within the budget.
 void ServedWeights::make_room(std::vector<float>& slot, std::size_t count) {
   if (!slot.empty()) return;
-  const std::size_t bytes = count * sizeof(float);
-  if (budget_.used_bytes.fetch_add(bytes) + bytes > budget_.max_bytes) {
-    budget_.used_bytes -= bytes;
-    throw GroupFailure("a server has no memory left: weights and optimizer state need more than the " +
-                       std::to_string(budget_.max_bytes) + " bytes that it keeps; use more helpers, or give them more "
-                       "memory (shoal serve --weights-mib)");
-  }
-  used_bytes_ += bytes;
+  reserve(count * sizeof(float));
   slot.assign(count, 0.0f);
 }
 
@@ -175,7 +183,9 @@ Payload ServedWeights::reply_of(const void* sums, std::size_t bytes) {
 std::string ServedWeights::load(const FrameHeader& header, const std::byte* data, std::size_t bytes) {
   if (header.root < 0 || header.root >= kSlots) return "slot " + std::to_string(header.root) + " of a tensor";
   if (header.rule >= kMaxModels) return "weights of model " + std::to_string(header.rule);
-  Piece& piece = pieces_[{header.table, header.chunk}];
+  const Key key{header.table, header.chunk};
+  if (!pieces_.count(key)) reserve(kPieceBytes);
+  Piece& piece = pieces_[key];
   const std::size_t count = bytes / sizeof(float);
   const auto& weights = piece.slots[0];
   if (header.root == 0 ? !weights.empty() && weights.size() != count : weights.size() != count) {

@@ -35,7 +35,7 @@
 
 namespace shoal {
 
-// Bytes of weights and state that a process may keep for all its groups. Any thread.
+// Bytes of weights, state and options that a process may keep for all its groups. Any thread.
 struct WeightBudget {
   // 0: half of the machine's memory.
   explicit WeightBudget(std::size_t bytes = 0);
@@ -44,8 +44,8 @@ struct WeightBudget {
   std::atomic<std::size_t> used_bytes{0};
 };
 
-// Options of one step, as a configure carries them: u32 number, u32 optimizer, u32 number of groups, u32 0; then
-// for each group six doubles. SGD: learning rate, momentum, weight decay, nesterov (0 or 1), 0, 0. AdamW: learning rate,
+// Options of one step, as a configure carries them: u32 number, u32 optimizer, u32 number of groups, u32 0; then for each
+// group, of at most 4096, six doubles. SGD: learning rate, momentum, weight decay, nesterov (0 or 1), 0, 0. AdamW: learning rate,
 // beta1, beta2, eps, weight decay, 0. LAMB: as AdamW, and bias correction (0 or 1). LARS: weight decay, 0 ... NovoGrad: 0 ...
 struct Rule {
   enum class Optimizer : std::uint32_t { sgd, adamw, lamb, lars, novograd };
@@ -54,6 +54,7 @@ struct Rule {
   Optimizer optimizer = Optimizer::sgd;
   std::vector<std::array<double, 6>> groups;
 };
+inline constexpr std::size_t kPieceBytes = 256;  // of the budget, for a piece beside its numbers: tables, allocations
 
 class ServedWeights {
  public:
@@ -106,13 +107,14 @@ class ServedWeights {
   std::string apply(const FrameHeader& header, Payload& sum);
   Target target_of(const FrameHeader& header);
   void make_state(Piece& piece, const Rule& rule, const std::array<double, 6>& options);
+  void reserve(std::size_t bytes);
   void make_room(std::vector<float>& slot, std::size_t count);
   Payload weights_of(const Piece& piece, const FrameHeader& header);
   Payload reply_of(const void* sums, std::size_t bytes);
 
   BufferPool& pool_;
   WeightBudget& budget_;
-  std::size_t used_bytes_ = 0;
+  std::size_t used_bytes_ = 0;  // of the budget
   std::unordered_map<std::uint32_t, Rule> rules_;  // by model
   std::unordered_map<Key, Piece, Hash> pieces_;
 };

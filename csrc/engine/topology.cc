@@ -152,9 +152,9 @@ std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes
 std::vector<Chunk> Topology::cut_served(const OpSpec& spec, std::size_t max_chunk_bytes) const {
   std::vector<Chunk> chunks;
   if (spec.kind == Kind::configure) {  // the same options for each server
-    if (spec.count > max_chunk_bytes) {
+    if (const std::size_t most = std::min(max_chunk_bytes, kMaxOptionBytes); spec.count > most) {
       throw std::invalid_argument(std::to_string(spec.count) + " bytes of options do not fit a chunk of " +
-                                  std::to_string(max_chunk_bytes) + " bytes; use fewer parameter groups");
+                                  std::to_string(most) + " bytes; use fewer parameter groups");
     }
     std::set<int> servers(pattern_.begin(), pattern_.end());
     for (int rank = 0; spec.copied && rank < size(); ++rank) servers.insert(rank);

@@ -28,6 +28,8 @@ inline constexpr std::size_t kCoefficients = 8;
 // Returns whether a result consists of kSums doubles for each kServedUnit elements of a chunk, and not of elements.
 inline bool returns_sums(Kind kind) { return kind == Kind::collect || kind == Kind::measure; }
 inline constexpr std::size_t kServedUnit = 2048, kSums = 3;
+// Largest options of a configure: 4,096 groups.
+inline constexpr std::size_t kMaxOptionBytes = 16 + 4096 * 48;
 // Returns whether a result consists of weights.
 inline bool returns_weights(Kind kind) { return kind == Kind::update || kind == Kind::apply; }
 // Returns whether an operation changes what servers keep: where there is a second copy, it has to change first.

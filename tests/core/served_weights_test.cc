@@ -89,7 +89,7 @@ TEST(served_weights_are_loaded_updated_and_dumped) {
     CHECK(gradient == (std::vector<float>{0, 0, -1}));
     CHECK_EQ(take(weights, header_of(Kind::dump, 0, 1), dumped), "");
     CHECK(dumped == gradient);
-    CHECK_EQ(budget.used_bytes.load(), 12u);
+    CHECK_EQ(budget.used_bytes.load(), kPieceBytes + 12 + 48);
   }
   CHECK_EQ(budget.used_bytes.load(), 0u);
 }
@@ -129,7 +129,7 @@ TEST(served_weights_name_what_a_correct_rank_never_sends) {
 
 TEST(served_weights_stay_within_the_budget) {
   BufferPool pool;
-  WeightBudget budget(20);
+  WeightBudget budget(kPieceBytes + 20);
   ServedWeights weights(pool, budget);
   std::vector<float> values{1, 2, 3};
   CHECK_EQ(take(weights, header_of(Kind::load), values), "");
@@ -139,8 +139,39 @@ TEST(served_weights_stay_within_the_budget) {
   } catch (const GroupFailure& full) {
     said = full.what();
   }
-  CHECK(contains(said, "more than the 20 bytes"));
-  CHECK_EQ(budget.used_bytes.load(), 12u);
+  CHECK(contains(said, "more than the 276 bytes"));
+  CHECK_EQ(budget.used_bytes.load(), kPieceBytes + 12);
+}
+
+// Options count as weights do, those in force; so do tensors of next to nothing.
+TEST(served_weights_of_many_options_and_pieces_stay_within_the_budget) {
+  BufferPool pool;
+  WeightBudget budget(2 * 4096 * 48);
+  ServedWeights weights(pool, budget);
+  const auto configure = [&](std::uint32_t model, std::uint32_t number, std::uint32_t num_groups) {
+    std::vector<std::byte> data(16 + num_groups * 48);
+    const std::uint32_t head[4] = {number, 0, num_groups, 0};
+    std::memcpy(data.data(), head, sizeof head);
+    FrameHeader header = header_of(Kind::configure);
+    header.table = model;
+    return take(weights, header, data);
+  };
+  for (std::uint32_t number = 1; number <= 5; ++number) CHECK_EQ(configure(0, number, 4000), "");
+  CHECK_EQ(budget.used_bytes.load(), 4000u * 48);
+  CHECK(contains(configure(1, 1, 4097), "with 4097 groups"));
+  CHECK_EQ(configure(1, 1, 4096), "");
+  CHECK(contains(CHECK_THROWS(GroupFailure, configure(2, 1, 4096)), "--weights-mib"));
+  CHECK_EQ(budget.used_bytes.load(), 8096u * 48);
+  CHECK_EQ(configure(1, 2, 1), "");
+  std::vector<float> value{1};
+  FrameHeader load = header_of(Kind::load);
+  const auto load_many = [&] {
+    for (; load.chunk < 4096; ++load.chunk) CHECK_EQ(take(weights, load, value), "");
+  };
+  CHECK(contains(CHECK_THROWS(GroupFailure, load_many()), "--weights-mib"));
+  CHECK_EQ(load.chunk, (budget.max_bytes - 4001 * 48) / (kPieceBytes + 4));
+  weights.clear();
+  CHECK_EQ(budget.used_bytes.load(), 0u);
 }
 
 TEST(served_weights_take_a_step_in_phases) {

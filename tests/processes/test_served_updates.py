@@ -14,11 +14,12 @@ from pathlib import Path
 from threading import Thread, Timer
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from comm_group import SECRET as HELPERS_SECRET
-from comm_group import HelperProcess
+from comm_group import Group, HelperProcess, Member
 from shoal_workers import run_group
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -482,6 +483,35 @@ def test_a_server_without_memory_is_named(tmp_path: Path) -> None:
     with helpers(2, max_weight_bytes=1 << 16) as (environment, servers):
         run_group(need_memory, 2, tmp_path, hosts=("a", "b"), environment=environment)
         assert all(server.counters()["weight_bytes"] == 0 for server in servers)
+
+
+def keep_weights(member: Member, mib: int) -> None:
+    weights = np.ones(mib << 18, np.int32)
+    member.end(member.begin("load", weights, op="bor", served=(0, 0, 0, 0)))
+    member.report("kept")
+    member.told(60)
+
+
+def resident_mib(process: int) -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) >> 10
+
+
+def test_a_helper_gives_the_memory_of_a_group_that_has_ended_back() -> None:
+    with HelperProcess("h0") as helper:
+        before = resident_mib(helper.process.pid)
+        with Group(keep_weights, "ab", 48, helpers=[helper], pattern=[2]) as group:
+            for rank in range(2):
+                group.expect(rank, "kept")
+            assert resident_mib(helper.process.pid) > before + 48
+            for rank in range(2):
+                group.tell(rank)
+            for rank in range(2):
+                group.expect(rank, "done")
+            until = time.monotonic() + 10
+            while (now := resident_mib(helper.process.pid)) > before + 8:
+                assert time.monotonic() < until, f"{before} MiB before, {now} MiB afterwards"
+                time.sleep(0.1)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------

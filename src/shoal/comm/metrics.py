@@ -47,7 +47,9 @@ METRICS: Mapping[str, Metric] = {
     "connections": Metric("connections", "gauge", "Connections to other processes."),
     "chunks_summed": Metric("summed_chunks_total", "counter", "Chunks whose sum is complete."),
     "held_bytes": Metric("held_bytes", "gauge", "Memory of sums that ranks may still ask for."),
-    "weight_bytes": Metric("weight_bytes", "gauge", "Memory of weights and optimizer state that are kept."),
+    "weight_bytes": Metric(
+        "weight_bytes", "gauge", "Memory of weights, optimizer state and options that are kept."
+    ),
     "bytes_received": Metric("received_bytes_total", "counter", "Bytes received from ranks."),
     "bytes_sent": Metric("sent_bytes_total", "counter", "Bytes sent to ranks."),
     "frames_received": Metric("received_frames_total", "counter", "Messages received from ranks."),

@@ -44,7 +44,7 @@ def serve(
             tcp.
         metrics: PORT, on the loopback interface, or ADDRESS:PORT, at which counters are served over HTTP for
             Prometheus; default: none.
-        weights_mib: Maximum MiB of weights and optimizer state, for groups whose servers update weights
+        weights_mib: Maximum MiB of weights, optimizer state and options, where servers update weights
             (``shoal.train.served_update``); 0: half of the host's memory.
 
     Raises:
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     option("--metrics", metavar="PORT", help="serve the counters for Prometheus at PORT or ADDRESS:PORT")
     option(
         "--weights-mib", type=int, default=0,
-        help="MiB of weights and optimizer state to keep at most; 0: half of the host's memory",
+        help="MiB of weights, optimizer state and options to keep at most; 0: half of the host's memory",
     )  # fmt: skip
     given = parser.parse_args(argv)
     try:
