@@ -59,7 +59,7 @@ def suite_class(backend: str, counters: Path, *, called_gloo: bool) -> type[unit
     The conditions of the tests are evaluated as for gloo, so that none is skipped for our name. Those of
     all_to_all in CPU memory run too: torch 2.15 skips them for every backend but MPI, though gloo has the
     operation. With ``called_gloo`` the tests also believe to run on gloo, and only the groups are made with
-    ``backend``.
+    ``backend``; their name is what torch calls them.
     """
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), TEMP_DIR=tempfile.mkdtemp(prefix="suite-"))
     import torch
@@ -76,6 +76,7 @@ def suite_class(backend: str, counters: Path, *, called_gloo: bool) -> type[unit
         torch.distributed.init_process_group = lambda *args, **kwargs: make(
             *args, **{**kwargs, "backend": backend}
         )
+        torch.distributed.get_backend = lambda group=None: (group or torch.distributed.group.WORLD).name()
     else:
         distributed_test.BACKEND = backend
     torch.set_num_threads(1)
