@@ -29,7 +29,7 @@ NAME_CHECKS = dict.fromkeys(
     '_test_accumulate_gradients_no_sync makes a model only if BACKEND is "mpi", "gloo" or "nccl"',
 ) | {
     "test_ddp_logging_data_cpu": (
-        "it compares dist.get_backend() with the name in DDP's log, which is 'custom' for every backend in C++ "
+        "it compares dist.get_backend() with the name in DDP's log, 'custom' for every backend in C++ "
         "that is not torch's"
     )
 }

@@ -76,7 +76,8 @@ def suite_class(backend: str, counters: Path, *, called_gloo: bool) -> type[unit
         torch.distributed.init_process_group = lambda *args, **kwargs: make(
             *args, **{**kwargs, "backend": backend}
         )
-        torch.distributed.get_backend = lambda group=None: (group or torch.distributed.group.WORLD).name()
+        world: Any = torch.distributed.group
+        torch.distributed.get_backend = lambda group=None: (group or world.WORLD).name()
     else:
         distributed_test.BACKEND = backend
     torch.set_num_threads(1)
