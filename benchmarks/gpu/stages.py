@@ -176,8 +176,8 @@ def _bert(made: Path, results: Path, tiny: bool) -> Iterator[Job]:
     if tiny:
         words = (*text, "--model.vocab-size", 30_522, *trace)
         yield Job(title="bert tiny", kind="train", command=_bench("bert", "tiny", 2, *words, tiny=True))
-        of_albert = ("--data.path", made / ALBERT_TEXT, "--model.vocab-size", 30_000)
-        yield Job(title="albert tiny", kind="train", command=_bench("albert", "tiny", 2, *of_albert, tiny=True))
+        small = ("--data.path", made / ALBERT_TEXT, "--model.vocab-size", 30_000)
+        yield Job(title="albert tiny", kind="train", command=_bench("albert", "tiny", 2, *small, tiny=True))
         yield Job(title="LAMB's step", kind="rows", command=lamb)
         return
     with_kernels = ("env", f"{ATTENTION_KERNEL}=1")
