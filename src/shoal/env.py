@@ -67,6 +67,8 @@ GPUS = "SHOAL_GPUS"
 """GPUs that the job asks for on each host; finding none is an error then."""
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of the drivers of NVIDIA and AMD."""
+_WSL_DEVICE = "/dev/dxg"
+"""Device file of any GPU under WSL, without CUDA too."""
 SAGEMAKER_BASE = "SHOAL_SAGEMAKER_BASE"
 """Folder that stands for ``/opt/ml``; tests emulate SageMaker's instances with it."""
 
@@ -780,3 +782,12 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     if not value.isdecimal():
         raise UsageError(f"the environment variable {name}={value!r} must be a whole number of at least 0")
     return int(value)
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs of this host. Torch, slow to import, is asked only if there is a driver."""
+    if not any(Path(file).exists() for file in (*GPU_DEVICES, _WSL_DEVICE)):
+        return 0
+    from torch import cuda
+
+    return cuda.device_count()

@@ -17,10 +17,10 @@ from shoal import formatting
 from shoal.bench.step_timing import TrainBench
 from shoal.decide.batch import StagesConfig, largest_divisor
 from shoal.decide.largest import MOST, largest_that_fits
-from shoal.env import MEMORY, worker_memory
+from shoal.env import MEMORY, num_gpus, worker_memory
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
-from shoal.recipes.start import Launch, num_gpus
+from shoal.recipes.start import Launch
 from shoal.train.config import as_tree, load_toml, to_toml
 from shoal.train.parallel_config import parse_bytes
 from shoal.train.run_dir import CONFIG_FILE

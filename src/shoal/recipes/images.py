@@ -20,7 +20,6 @@ from shoal.data.manifest import MANIFEST
 from shoal.decide.batch import MemoryEstimate
 from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
-from shoal.recipes.start import activation_bytes
 from shoal.train import run_dir
 from shoal.train.config import (
     REQUIRED,
@@ -28,6 +27,7 @@ from shoal.train.config import (
     LoopConfig,
     RunOutputConfig,
     VisionOptimizerConfig,
+    activation_bytes,
     check_wire,
     required,
 )

@@ -13,12 +13,12 @@ from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
 from shoal.recipes import load
 from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest, tokenizer_files
-from shoal.recipes.start import activation_bytes
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
     PhasesOptimConfig,
     RunConfig,
+    activation_bytes,
     check_wire,
     settings_lines,
 )

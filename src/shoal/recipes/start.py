@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.env import GPU_DEVICES, WorkerEnv, worker_env
+from shoal.env import WorkerEnv, num_gpus, worker_env
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts
-from shoal.train.config import refuses_fp16, required
+from shoal.train.config import required
 from shoal.train.run_dir import require_free, require_writable
 
 
@@ -45,40 +45,6 @@ class Launch:
             raise UsageError(
                 "--nnodes and --rdzv name real hosts and do not go with --on emulated: use --hosts"
             )
-
-
-_WSL_DEVICE = "/dev/dxg"
-"""Device file of any GPU under WSL, without CUDA too."""
-
-
-def num_gpus() -> int:
-    """Return the number of GPUs of this host. Torch, slow to import, is asked only if there is a driver."""
-    if not any(Path(file).exists() for file in (*GPU_DEVICES, _WSL_DEVICE)):
-        return 0
-    from torch import cuda
-
-    return cuda.device_count()
-
-
-def activation_bytes(config: Any) -> int:
-    """Return the bytes of an activation, for a dry run, in the precision in which this host would train.
-
-    Torch is asked only where ``auto`` depends on a GPU.
-
-    Args:
-        config: settings with the sections ``train`` and ``distributed``.
-    """
-    name = config.train.precision
-    if name == "auto" and (config.distributed.device == "cpu" or not num_gpus()):
-        name = "fp32"
-    elif name == "auto":
-        import torch
-
-        from shoal.train.gradients import choose_precision
-
-        no_fp16 = refuses_fp16(config, config.train, config.distributed)
-        name = choose_precision(name, torch.device("cuda", 0), no_fp16=no_fp16).name
-    return 4 if name == "fp32" else 2
 
 
 def start(

@@ -31,12 +31,12 @@ from shoal.recipes.prepared_text import (
     read_manifest,
     tokenizer_files,
 )
-from shoal.recipes.start import activation_bytes
 from shoal.train.config import (
     DistributedConfig,
     OptimizerConfig,
     RunConfig,
     TrainConfig,
+    activation_bytes,
     check_wire,
     required,
     settings_lines,

@@ -1,4 +1,4 @@
-"""Defines the settings that recipes share. Does not import torch.
+"""Defines the settings that recipes share. Importing it does not import torch.
 
 Defaults are here, presets in the TOML files of a recipe. Command-line options are named ``--section.field``.
 """
@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from cyclopts import Group
 
 from shoal.decide.batch import MicroBatch
+from shoal.env import num_gpus
 from shoal.errors import UsageError, require_positive
 from shoal.optim.lr_schedules import Schedule
 
@@ -415,6 +416,34 @@ def refuses_fp16(config: object, loop: LoopConfig, distributed: DistributedConfi
     if distributed.is_loose and loop.loss_scale is None:
         return distributed.step_option
     return getattr(config, "refuses_fp16", "")
+
+
+def auto_precision(capability: tuple[int, int] | None, no_fp16: str) -> str:
+    """Return what ``auto`` is, by the kind of the device alone.
+
+    Args:
+        capability: the compute capability of a GPU; ``None``: a CPU, whatever units for bf16 it has.
+        no_fp16: what cannot take fp16 with its loss scale, if something (:func:`refuses_fp16`).
+    """
+    if capability is None:
+        return "fp32"
+    return "bf16" if capability >= (8, 0) else "fp32" if no_fp16 else "fp16"
+
+
+def activation_bytes(config: Any) -> int:
+    """Return the bytes of an activation, for a dry run, in the precision in which this host would train.
+
+    Args:
+        config: settings with the sections ``train`` and ``distributed``.
+    """
+    name, capability = config.train.precision, None
+    if name == "auto":
+        if config.distributed.device != "cpu" and num_gpus():
+            from torch import cuda
+
+            capability = cuda.get_device_capability(0)
+        name = auto_precision(capability, refuses_fp16(config, config.train, config.distributed))
+    return 4 if name == "fp32" else 2
 
 
 def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> None:

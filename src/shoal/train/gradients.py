@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
 from shoal.optim.moments import device_norm, norm_of
-from shoal.train.config import DistributedConfig
+from shoal.train.config import DistributedConfig, auto_precision
 from shoal.train.world import World, run_on_all
 
 # renamed in torch 2.15, which warns about the old name
@@ -414,17 +414,13 @@ def choose_precision(name: str, device: torch.device, *, no_fp16: str = "") -> P
     """
     note = ""
     if name == "auto":
-        name = "fp32" if device.type != "cuda" else "bf16" if has_bf16(device) else "fp16"
-        if name == "fp16" and no_fp16:
-            name, note = "fp32", f"precision fp32: this GPU has no bf16, and {no_fp16} cannot take fp16"
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        name = auto_precision(capability, no_fp16)
+        if name == "fp32" and capability is not None:
+            note = f"precision fp32: this GPU has no bf16, and {no_fp16} cannot take fp16"
     if name not in _DTYPES:
         raise UsageError(f"train.precision {name!r} must be one of auto, {', '.join(_DTYPES)}")
     return Precision(name=name, device_type=device.type, dtype=_DTYPES[name], note=note)
-
-
-def has_bf16(gpu: torch.device) -> bool:
-    """Return whether ``gpu`` has matrix units for bf16."""
-    return torch.cuda.get_device_capability(gpu) >= (8, 0)
 
 
 def agree_on_precision(name: str, world: World, *, no_fp16: str = "") -> Precision:

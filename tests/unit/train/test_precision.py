@@ -26,11 +26,17 @@ from shoal.recipes.albert import AlbertConfig
 from shoal.recipes.images import memory_of
 from shoal.recipes.resnet50_config import ResNetTrainConfig
 from shoal.recipes.resnet50_config import TrainConfig as ResNetLoopConfig
-from shoal.recipes.start import activation_bytes
 from shoal.recipes.t5 import T5Config
 from shoal.recipes.t5_classify import T5ClassifyConfig
 from shoal.record import Start, Step, read_record
-from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, load_toml, refuses_fp16
+from shoal.train.config import (
+    DistributedConfig,
+    LoopConfig,
+    RunOutputConfig,
+    activation_bytes,
+    load_toml,
+    refuses_fp16,
+)
 from shoal.train.gradients import LossScale, choose_precision, in_fp32
 from shoal.train.run import Run, Sizes
 from shoal.train.world import choose_device, runs_on
@@ -99,9 +105,9 @@ def test_a_dry_run_counts_activations_in_the_type_that_auto_becomes(
 ) -> None:
     """On a machine without a GPU, with one without bf16, and with one that has it."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr("shoal.recipes.start.num_gpus", lambda: 0)
+    monkeypatch.setattr("shoal.train.config.num_gpus", lambda: 0)
     assert activation_bytes(config) == 4
-    monkeypatch.setattr("shoal.recipes.start.num_gpus", lambda: 8)
+    monkeypatch.setattr("shoal.train.config.num_gpus", lambda: 8)
     for found, wanted in zip([(7, 0), (8, 0)], bytes_of, strict=True):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
         assert activation_bytes(config) == wanted
