@@ -8,9 +8,9 @@ of the whole global batch however the batch is divided. The masks need no genera
 are several times faster to make than torch's.
 
 Fused attention kernels of libraries draw masks of their own. So attention with dropout is computed
-explicitly, with the matrix of weights in memory. With ``SHOAL_ATTENTION_KERNEL=1``, in 16 bits on a GPU, it
-is computed by kernels of this package (:mod:`shoal.attention_kernel`), which no GPU has run yet. Without
-attention dropout, and in evaluation, it is computed by torch's fused kernels.
+by kernels of this package in 16 bits on a GPU (:mod:`shoal.attention_kernel`), unless
+``SHOAL_ATTENTION_KERNEL=0``; elsewhere explicitly, with the matrix of weights in memory. Without attention
+dropout, and in evaluation, it is computed by torch's fused kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shoal.env import attention_kernel
+from shoal.env import attention_kernel, compiler_problem
 
 
 def _signed(bits: int) -> int:
@@ -38,7 +38,7 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
-USES_KERNELS = attention_kernel()
+USES_KERNELS = attention_kernel() and not compiler_problem()
 """Select the fused kernels of :mod:`shoal.attention_kernel` for the CUDA tensors that they support."""
 
 _RANGE = 1 << 16
@@ -150,10 +150,10 @@ def attention(
 ) -> Tensor:
     """Return ``scaled_dot_product_attention`` whose weights are dropped by ``keys``.
 
-    With ``SHOAL_ATTENTION_KERNEL=1`` it is one kernel forward and two backward, on an A100, an H100 or a
-    later GPU like them (128 KiB of shared memory for a block), for 16 bits, 16, 32, 64 or 128 columns a head,
-    and no mask but one of keys. A query that may attend to no key has the context 0 there, and NaN where
-    attention is explicit.
+    Unless ``SHOAL_ATTENTION_KERNEL=0`` it is one kernel forward and two backward, on an A100, an H100 or a
+    later GPU like them (128 KiB of shared memory for a block) beside a C compiler, for 16 bits, 16, 32, 64 or
+    128 columns a head, and no mask but one of keys. A query that may attend to no key has the context 0,
+    and NaN where attention is explicit.
 
     Args:
         query: ``[B, heads, S, d]``; all arguments but ``keys`` and ``p`` are those of torch's function.
@@ -186,6 +186,7 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | N
     return (
         USES_KERNELS
         and query.is_cuda
+        and torch.cuda.is_available()
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
         and query.ndim == 4

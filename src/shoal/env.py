@@ -616,12 +616,12 @@ def native_group(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def attention_kernel(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether attention with dropout on a GPU uses kernels of shoal: only if the variable is 1.
+    """Return whether attention with dropout on a GPU uses kernels of shoal: yes, unless the variable is 0.
 
     Raises:
         UsageError: it is neither 0 nor 1.
     """
-    return _is_on(ATTENTION_KERNEL, "0", "the kernels of attention", "torch's operations", environ)
+    return _is_on(ATTENTION_KERNEL, "1", "the kernels of attention", "torch's operations", environ)
 
 
 def _is_on(name: str, default: str, one: str, zero: str, environ: Mapping[str, str] | None) -> bool:

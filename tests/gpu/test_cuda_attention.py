@@ -96,7 +96,7 @@ def check(found: list[Tensor], matrices: list[Tensor], keys: Tensor, p: float, m
     exact = [x.detach().double().requires_grad_() for x in matrices]
     expected = computed(partial(explicit, found[0].detach().double()), exact, keys, p, mask)
     errors = [
-        float((ours.double() - theirs).norm() / theirs.norm())
+        float((ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm())
         for ours, theirs in zip(found, expected, strict=True)
     ]
     assert max(errors) < LIMITS[matrices[0].dtype], errors

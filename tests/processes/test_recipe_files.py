@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from pathlib import Path
@@ -59,32 +58,3 @@ def test_few_files_tell_how_albert_trains(tmp_path: Path) -> None:
     print("\n".join(own))
     assert "recipes/albert.py" in own and "train/checkpoint.py" in own
     assert len(own) <= 8, own
-
-
-def test_few_modules_are_behind_albert() -> None:
-    """Static imports, those inside functions too."""
-
-    def imports(path: Path) -> set[Path]:
-        found: set[Path] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            for name in names:
-                if name.split(".")[0] == "shoal":
-                    base = PACKAGE.joinpath(*name.split(".")[1:])
-                    found |= {
-                        file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()
-                    }
-        return found
-
-    closure: set[Path] = set()
-    left = {PACKAGE / "recipes" / "albert.py"}
-    while left:
-        closure |= left
-        left = set().union(*map(imports, left)) - closure
-    modules = sorted(str(path.relative_to(PACKAGE)) for path in closure if path.name != "__init__.py")
-    print("\n".join(modules))
-    assert len(modules) <= 45, modules

@@ -31,7 +31,7 @@ def test_network_threads_kernels_and_cores_of_a_worker(monkeypatch: pytest.Monke
     for wrong in ("0", "17", "two", "-1"):
         with pytest.raises(UsageError, match=f"SHOAL_NETWORK_THREADS='{wrong}' must be a number of threads"):
             env.network_threads({env.NETWORK_THREADS: wrong})
-    assert not env.attention_kernel({}) and env.attention_kernel({env.ATTENTION_KERNEL: "1"})
+    assert env.attention_kernel({}) and not env.attention_kernel({env.ATTENTION_KERNEL: "0"})
     with pytest.raises(UsageError, match="SHOAL_ATTENTION_KERNEL='yes' must be 1"):
         env.attention_kernel({env.ATTENTION_KERNEL: "yes"})
     monkeypatch.setattr(env, "num_cores", lambda: 64)
