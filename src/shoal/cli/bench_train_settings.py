@@ -44,6 +44,7 @@ _LARGER = 8 / 7
 
 _NUM_SCENES = 32
 """Minimum number of made scenes with objects."""
+_SMALL_RATE = 1e-5
 _SCENE_SIDE = 640
 """Their longer side in pixels, as of most images of COCO; each is resized as the recipe says."""
 
@@ -171,7 +172,8 @@ def prepared_detection(
             global_batch_size=batch,
             total_steps=what.warm_up + what.steps,
         ),
-        optim=replace(config.optim, warmup_steps=0, milestones=()),
+        # a rate at which random weights stay finite without a warm-up
+        optim=replace(config.optim, learning_rate=_SMALL_RATE, warmup_steps=0, milestones=()),
         validation=replace(config.validation, shorter=64, longer=64),
         run=replace(
             config.run, name="bench", dir=folder / "run", log_frequency=1, save=False, validation_frequency=0
