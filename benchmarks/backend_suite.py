@@ -37,7 +37,7 @@ COLLECTIVES = (
     "test_(barrier|monitored_barrier|all_reduce|reduce|sparse_all_reduce|broadcast|all_gather|gather|scatter|"
     "all_to_all|send_recv|isend|irecv|batch_isend_irecv)"
 )
-"""What the names of the tests of collectives, barriers and messages begin with."""
+"""Begin of the names of the tests of collectives, barriers and messages."""
 ENGINE_KINDS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", "all_to_all",
     "gather", "scatter", "send", "recv",

@@ -57,7 +57,7 @@ class Outcome:
     said: str = ""
     """The end of the output of a job that failed."""
     beside: str = ""
-    """What else used the GPU when the job began or ended; empty: nothing."""
+    """Other processes on the GPU when the job began or ended; empty: none."""
     figures: list[dict[str, Any]] = field(default_factory=list)
     """``what``, ``value``, ``unit``, and ``peer``, ``ratio``, ``target`` where there are some."""
 

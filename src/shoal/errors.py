@@ -159,13 +159,13 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
 
 @dataclass(frozen=True)
 class Ending:
-    """What an error says to people when it ends a process, and the exit code."""
+    """Holds the line of an error that ends a process, and the exit code."""
 
     text: str
     """One line; with ``debug`` the traceback before it."""
     exit_code: int
     is_bug: bool = False
-    """Whether nobody expected the error."""
+    """True if nobody expected the error."""
 
 
 def ending(

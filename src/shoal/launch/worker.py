@@ -38,7 +38,7 @@ class WorkerError:
     message: str
     exit_code: int
     is_bug: bool
-    """Whether nobody expected the error; the message says where the traceback is."""
+    """True if nobody expected the error; the message says where the traceback is."""
     lost_peer: bool
     """True if the error only reports that another worker is gone."""
 

@@ -27,7 +27,7 @@ _NUM_SUMS = tl.constexpr(4)
 
 
 class _Chunks(NamedTuple):
-    """Where the chunks of all tensors begin."""
+    """Holds the places of the chunks of all tensors."""
 
     tensors: Tensor
     """int32, the number of each chunk's tensor."""

@@ -41,7 +41,7 @@ class Accelerator:
 
     @property
     def precision(self) -> str:
-        """What ``--train.precision auto`` is on the device."""
+        """Type that ``--train.precision auto`` is on the device."""
         return "bf16" if "bf16" in self.flops else "fp16"
 
     def peak(self, precision: str) -> float:

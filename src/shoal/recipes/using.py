@@ -53,7 +53,7 @@ class ComputeConfig:
     batch_size: int = 32
     """Inputs per worker and batch; independent of the number of workers, as are the outputs."""
     refuses_fp16: ClassVar[str] = ""
-    """What cannot take fp16: the recipe, if it is one that cannot."""
+    """Name of the recipe, if it cannot take fp16."""
 
     precision: PrecisionName = "auto"
     """Autocast type; auto: fp32 on CPUs; on GPUs that of the model's run, else bf16, or fp16 where there is
