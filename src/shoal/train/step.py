@@ -65,9 +65,9 @@ class Training:
     """Seeds torch's generators in each step, so that no generator's state need be saved."""
     models: list[DataParallel] = field(default_factory=list)
     kept: Mapping[str, Any] = field(default_factory=dict)
-    """What checkpoints hold."""
+    """Objects that checkpoints hold, by name."""
     saves: bool = False
-    """Whether there are checkpoints."""
+    """True if the run writes checkpoints."""
     averages_norms: bool = True
     """Average the statistics of batch norms in each step; if false, only where all workers synchronize."""
 

@@ -1,4 +1,4 @@
-"""What a script on Run is refused in its first step, in one line that says what to change."""
+"""Mistakes of a script on Run are refused in its first step, in one line that says how to mend them."""
 
 from __future__ import annotations
 

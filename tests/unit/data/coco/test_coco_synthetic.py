@@ -55,7 +55,7 @@ def test_the_truth_comes_back_from_the_shards(tmp_path: Path) -> None:
 
 
 def test_objects_with_a_box_alone_are_said(tmp_path: Path) -> None:
-    """What LabelImg and others export has no masks, which training would refuse one by one."""
+    """Exports of LabelImg and others have no masks; training would refuse them one by one."""
     box = {"image_id": 1, "category_id": 1, "bbox": [1, 1, 4, 4], "area": 16, "iscrowd": 0}
     polygon = {"segmentation": [[1, 1, 5, 1, 5, 5, 1, 5]]}
     tree = {
