@@ -22,11 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal import dropout
+from shoal.decide.rng import DROPOUT_RANGE, GOLDEN, ROUNDS, signed
 
-_GOLDEN = tl.constexpr(dropout._GOLDEN)
-_FIRST = tl.constexpr(dropout._FIRST)
-_SECOND = tl.constexpr(dropout._SECOND)
+_GOLDEN = tl.constexpr(signed(GOLDEN))
+_FIRST, _SECOND = (tl.constexpr(signed(multiplier)) for _, multiplier in ROUNDS)
 
 
 class _Blocks(NamedTuple):
@@ -143,8 +142,8 @@ def _run(
             num_queries=query.shape[2],
             num_keys=key.shape[2],
             scale=scale,
-            threshold=(num_dropped - dropout._RANGE // 2) << 16,
-            kept_scale=dropout._RANGE / (dropout._RANGE - num_dropped),
+            threshold=(num_dropped - DROPOUT_RANGE // 2) << 16,
+            kept_scale=DROPOUT_RANGE / (DROPOUT_RANGE - num_dropped),
             D=query.shape[3],
             M=blocks.queries,
             N=blocks.keys,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,24 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shoal.decide.rng import DROPOUT_RANGE, GOLDEN, ROUNDS, signed
 from shoal.env import attention_kernel, compiler_problem
 
-
-def _signed(bits: int) -> int:
-    """Return the whole number that has the lowest 64 of these bits in an int64."""
-    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-# The constants of splitmix64 (shoal.decide.rng).
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
+_GOLDEN = signed(GOLDEN)
+_FIRST, _SECOND = (signed(multiplier) for _, multiplier in ROUNDS)
 
 USES_KERNELS = attention_kernel() and not compiler_problem()
 """Select the fused kernels of :mod:`shoal.attention_kernel` for the CUDA tensors that they support."""
-
-_RANGE = 1 << 16
-"""Values of the 16 random bits that decide about an element."""
 
 
 def fold_in(keys: Tensor, counters: Tensor | int) -> Tensor:
@@ -52,7 +41,7 @@ def fold_in(keys: Tensor, counters: Tensor | int) -> Tensor:
         keys: int64, any bits.
         counters: int64 of at least 0, such as positions.
     """
-    x = keys + (_signed((counters + 1) * _GOLDEN) if isinstance(counters, int) else _steps(counters))
+    x = keys + (signed((counters + 1) * GOLDEN) if isinstance(counters, int) else _steps(counters))
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -90,13 +79,15 @@ def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
         keys: int64 ``[...]``, one per row of ``x``; rows of one key lose the same elements.
         p: from 0 to 1; rounded to a multiple of 2**-16.
     """
-    num_dropped = round(p * _RANGE)
+    num_dropped = round(p * DROPOUT_RANGE)
     if not num_dropped:
         return x
     keep: Tensor = torch.ops.shoal.keep_mask(keys, x.shape[-1], num_dropped)
     # Autograd keeps the mask, a byte per element, where torch's dropout on a CPU keeps four. A Function that
     # returned this result, changed in place, would have no gradient in code that torch 2.11 compiles.
-    return (x * keep).mul_(_RANGE / (_RANGE - num_dropped) if num_dropped < _RANGE else 0.0)
+    return (x * keep).mul_(
+        DROPOUT_RANGE / (DROPOUT_RANGE - num_dropped) if num_dropped < DROPOUT_RANGE else 0.0
+    )
 
 
 # As operations of torch, each is one node of an exported graph, where its steps would be three quarters of a
@@ -133,7 +124,7 @@ def _keep_mask(keys: Tensor, width: int, num_dropped: int) -> Tensor:
     x = keys[..., None] + _steps(torch.arange(-1, (width + 3) // 4 - 1, device=keys.device))
     x = (x ^ (x >> 32)) * _FIRST
     x = (x ^ (x >> 29)) * _SECOND
-    return x.view(torch.int16)[..., :width] > num_dropped - (_RANGE // 2 + 1)
+    return x.view(torch.int16)[..., :width] > num_dropped - (DROPOUT_RANGE // 2 + 1)
 
 
 def attention(
@@ -160,8 +151,8 @@ def attention(
         keys: int64 ``[B, heads, S]``.
         p: probability of dropping a weight.
     """
-    num_dropped = round(p * _RANGE)
-    plain = not (is_causal or enable_gqa) and 0 < num_dropped < _RANGE and (scale is None or scale > 0)
+    num_dropped = round(p * DROPOUT_RANGE)
+    plain = not (is_causal or enable_gqa) and 0 < num_dropped < DROPOUT_RANGE and (scale is None or scale > 0)
     if plain and _has_kernel(query, key, value, attn_mask):
         mask = None if attn_mask is None else attn_mask[:, 0, 0].expand(query.shape[0], -1)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -215,8 +206,9 @@ def _is_of_keys(mask: Tensor, num_samples: int, num_keys: int) -> bool:
 )
 def _attention(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Compute :func:`shoal.attention_kernel.forward`, which is loaded here: few processes need Triton."""
-    found: tuple[Tensor, Tensor] = import_module("shoal.attention_kernel").forward(query, *others)
-    return found
+    from shoal.attention_kernel import forward
+
+    return forward(query, *others)
 
 
 @_attention.register_fake
@@ -232,8 +224,9 @@ def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 )
 def _attention_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute :func:`shoal.attention_kernel.backward`."""
-    found: tuple[Tensor, Tensor, Tensor] = import_module("shoal.attention_kernel").backward(*inputs)
-    return found
+    from shoal.attention_kernel import backward
+
+    return backward(*inputs)
 
 
 @_attention_backward.register_fake

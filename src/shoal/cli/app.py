@@ -12,7 +12,6 @@ import select
 import signal
 import sys
 import threading
-from importlib import import_module
 from typing import Literal, NoReturn
 
 import cyclopts
@@ -106,7 +105,9 @@ def install_completion(*, shell: Literal["bash", "zsh", "fish"] | None = None) -
 @app.command(name="--version")
 def version() -> None:
     """Print the version and the commit that it was built from."""
-    print(import_module("shoal.doctor").version_text())
+    from shoal.doctor import version_text
+
+    print(version_text())
 
 
 def main() -> NoReturn:

@@ -42,7 +42,6 @@ This package does not import torch: a helper host runs its server without it.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
@@ -55,13 +54,16 @@ def register() -> None:
     torch calls this through the entry points ``torch.backends`` and ``torch.distributed.backends``. It adds
     nothing to the time of ``import torch``: the group's module is imported when the first group is made.
     """
-    dist = importlib.import_module("torch.distributed")
+    import torch.distributed as dist
+
     if dist.is_available() and not hasattr(dist.Backend, BACKEND_NAME.upper()):
         dist.Backend.register_backend(BACKEND_NAME, _create_group, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create_group(backend_options: Any, options: Any) -> Any:
-    return importlib.import_module("shoal.comm.backend").create_group(backend_options, options)
+    from shoal.comm.backend import create_group
+
+    return create_group(backend_options, options)
 
 
 if hasattr(sys.modules.get("torch"), "distributed"):

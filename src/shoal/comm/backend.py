@@ -10,7 +10,6 @@ here. A missing one would not raise: FSDP2 would bypass the engine.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -94,7 +93,9 @@ def create_group(backend_options: Any, options: Any) -> Any:
 
 
 def _open_cuda(device: torch.device) -> Device:
-    return importlib.import_module("shoal.comm.cuda_device").CudaDevice(device)  # type: ignore[no-any-return]
+    from shoal.comm.cuda_device import CudaDevice
+
+    return CudaDevice(device)
 
 
 class _FalsyDevices(list[torch.device]):

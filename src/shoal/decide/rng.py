@@ -17,10 +17,19 @@ import numpy.typing as npt
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_ROUNDS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+GOLDEN = 0x9E3779B97F4A7C15
+"""The sequence's step."""
+ROUNDS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+"""(shift, multiplier) of its rounds of mixing."""
+DROPOUT_RANGE = 1 << 16
+"""Values of the 16 random bits that decide about an element of dropout."""
 _LAST_SHIFT = 31
 _MASK = (1 << 64) - 1
+
+
+def signed(bits: int) -> int:
+    """Return the int64, the type of tensors, that has the lowest 64 of these bits."""
+    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def draw(keys: UInt64Array | np.uint64, counters: npt.ArrayLike) -> UInt64Array:
@@ -30,9 +39,9 @@ def draw(keys: UInt64Array | np.uint64, counters: npt.ArrayLike) -> UInt64Array:
     """
     x = np.array(counters, dtype=np.uint64, ndmin=1)
     x += np.uint64(1)
-    x *= np.uint64(_GOLDEN)
+    x *= np.uint64(GOLDEN)
     x = x + keys
-    for shift, multiplier in _ROUNDS:
+    for shift, multiplier in ROUNDS:
         x ^= x >> np.uint64(shift)
         x *= np.uint64(multiplier)
     x ^= x >> np.uint64(_LAST_SHIFT)
@@ -41,8 +50,8 @@ def draw(keys: UInt64Array | np.uint64, counters: npt.ArrayLike) -> UInt64Array:
 
 def _draw_one(key: int, counter: int) -> int:
     """Draw for Python integers, which for a single number is faster than an array."""
-    x = (key + _GOLDEN * (counter + 1)) & _MASK
-    for shift, multiplier in _ROUNDS:
+    x = (key + GOLDEN * (counter + 1)) & _MASK
+    for shift, multiplier in ROUNDS:
         x = ((x ^ (x >> shift)) * multiplier) & _MASK
     return x ^ (x >> _LAST_SHIFT)
 

@@ -46,7 +46,9 @@ def __getattr__(name: str) -> Any:
             return import_module("shoal.keras.callbacks")
         value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
-        if not (needs := import_module("shoal.errors").missing_extra(error)):
+        from shoal.errors import missing_extra
+
+        if not (needs := missing_extra(error)):
             raise
         raise ModuleNotFoundError(f"shoal.keras.{name} {needs}", name=error.name) from None
     return value

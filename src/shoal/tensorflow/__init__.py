@@ -47,7 +47,9 @@ def __getattr__(name: str) -> Any:
     try:
         value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
-        if not (needs := import_module("shoal.errors").missing_extra(error)):
+        from shoal.errors import missing_extra
+
+        if not (needs := missing_extra(error)):
             raise
         raise ModuleNotFoundError(f"shoal.tensorflow.{name} {needs}", name=error.name) from None
     return value

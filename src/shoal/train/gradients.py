@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
-from importlib import import_module
 from typing import Any, Protocol, overload
 
 import torch
@@ -39,9 +38,6 @@ _SYNC_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-
-_WIRES = "shoal.comm.hooks"
-"""Module of the wire formats; imported when one is used."""
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -177,14 +173,18 @@ def wrap_model(
     ddp.precision, ddp.norms = precision, own_norms(model)
     hook: Callable[..., Any] = mean_of_workers
     if config.wire == "bf16":
-        hook = import_module(_WIRES).bf16_wire
+        from shoal.comm.hooks import bf16_wire
+
+        hook = bf16_wire
     elif config.wire == "int8":
         if world.device.type != "cpu":
             raise UsageError(
                 "distributed.wire int8 supports CPU tensors only, and this run uses GPUs: use bf16 or fp32"
             )
+        from shoal.comm.hooks import EightBitWire
+
         timeout = timedelta(seconds=config.timeout_s)
-        ddp.wire = hook = import_module(_WIRES).EightBitWire(model.named_parameters(), timeout=timeout)
+        ddp.wire = hook = EightBitWire(model.named_parameters(), timeout=timeout)
 
     def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         if bucket.is_last():

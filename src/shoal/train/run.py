@@ -37,7 +37,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -396,7 +395,8 @@ class Run:
         models = [each for each in named.values() if isinstance(each, nn.Module)]
         self.num_parameters = self.num_parameters or sum(p.numel() for m in models for p in m.parameters())
         if self._settings.evaluate is not None:
-            load_weights = import_module("shoal.train.beside").load_weights  # rarely wanted
+            from shoal.train.beside import load_weights
+
             self.step, self._samples = load_weights(self._settings.evaluate, self._kept, self.world)
             return
         if not first:
@@ -424,12 +424,19 @@ class Run:
         distributed = self._distributed
         if not distributed.is_loose or self._settings.evaluate is not None:
             return
-        if distributed.local_steps is None:  # all are rarely wanted
-            update = import_module("shoal.train.bounded_steps").BoundedUpdate
+        update: Any
+        if distributed.local_steps is None:
+            from shoal.train.bounded_steps import BoundedUpdate
+
+            update = BoundedUpdate
         elif distributed.quorum is None:
-            update = import_module("shoal.train.local_run").LocalStepsUpdate
+            from shoal.train.local_run import LocalStepsUpdate
+
+            update = LocalStepsUpdate
         else:
-            update = import_module("shoal.train.quorum_run").QuorumUpdate
+            from shoal.train.quorum_run import QuorumUpdate
+
+            update = QuorumUpdate
         self._loose = update(
             self._training.models, optimizer, distributed, scale=self._training.scale, world=self.world,
             directory=self.directory, own=self._own_tensors(),
@@ -450,8 +457,9 @@ class Run:
             return
         models, distributed = self._training.models, self._distributed
         if distributed.step_option == "distributed.update servers":
-            served_steps = import_module("shoal.train.served_steps")  # rarely wanted
-            self._served = served_steps.ServedUpdate(models, optimizer, distributed)
+            from shoal.train.served_steps import ServedUpdate
+
+            self._served = ServedUpdate(models, optimizer, distributed)
         elif self._loose is not None:
             self._loose.open(self.step)
             self._served = self._loose
@@ -526,7 +534,9 @@ class Run:
         source = as_source(data, seed=self.seed)
         self._shares = self._open_shares(source, replace(batch, replicas=replica is not None))
         if self._settings.validation_beside and self.directory is not None and self._beside is None:
-            self._beside = import_module("shoal.train.beside").Beside(
+            from shoal.train.beside import Beside
+
+            self._beside = Beside(
                 self.directory, num_workers=self._settings.validation_beside, world=self.world,
                 step=self.step, goal=self._goal,
             )  # fmt: skip
@@ -820,8 +830,9 @@ class Run:
         """Begin the log lines of MLPerf on the first worker."""
         if self.world.is_main:
             conditions = self._goal.target.conditions if self._goal is not None else ()
-            module = import_module("shoal.train.mlperf_log")  # rarely wanted, and of a package of its own
-            log = module.MLPerfLog(path, frozenset(one.name for one in conditions))
+            from shoal.train.mlperf_log import MLPerfLog
+
+            log = MLPerfLog(path, frozenset(one.name for one in conditions))
             self._stack.callback(log.close)
             self._mlperf_log = log
 
@@ -940,11 +951,12 @@ class Run:
                 f"{batch.accumulation_steps}: with --{self._section}.micro-batch-size of at most "
                 f"{max(1, batch.worker_batch_size // _FEW_MICRO_BATCHES)} it costs less"
             )
-        shares: Shares = import_module("shoal.train.shares").open_shares(  # rarely wanted
+        from shoal.train.shares import open_shares
+
+        return open_shares(
             setting, directory=self.directory, world=self.world, step=self.step, batch=batch, source=source,
             models=self._training.models,
         )  # fmt: skip
-        return shares
 
     def _busy_s(self) -> list[float]:
         """Return the times of the workers, by rank, as far as this one knows: its own, if shares need it."""

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from shoal.data.loader import Copies
 from shoal.data.steps import DataShard
+from shoal.decide.rng import GOLDEN
 from shoal.errors import RetryStep, UsageError
 from shoal.train.gradients import DataParallel, LossScale, Update, parameters_of
 from shoal.train.reporting import StepTimer
 from shoal.train.world import World
 
-_ODD = 0x9E3779B97F4A7C15  # spreads consecutive steps over all seeds
 _MASK = (1 << 63) - 1
 
 
@@ -134,7 +134,7 @@ class Step:
 
     def __enter__(self) -> Step:
         training = self._training
-        torch.manual_seed((training.seed_key + self.number * _ODD) & _MASK)
+        torch.manual_seed((training.seed_key + self.number * GOLDEN) & _MASK)
         self._before = [ddp.volatile_state() for ddp in training.models]
         for ddp in training.models:
             ddp.has_averaged = False
