@@ -27,7 +27,7 @@ core_build = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=
 core_run = build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
 .PHONY: help setup train test test-core test-real test-all bench gpu gpu-wheels gpu-data gpu-rehearsal \
-	lint docs wheels wheels-all clean
+	lint shape docs wheels wheels-all clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -108,6 +108,9 @@ lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	.ci/thread-safety
+
+shape: $(STAMP)  ## sizes, floors and imports of the source: a report, nothing has to hold
+	@$(BIN)/python tests/shape.py
 
 # Not --quiet, which hides warnings from --strict too.
 docs: $(STAMP)  ## the documentation site in build/site; any warning or broken link fails
