@@ -1,19 +1,16 @@
-"""Computes exact match and F1 of SQuAD by the official rules. Standard library only.
+"""Computes exact match and F1 of SQuAD by the official rules.
 
 The rules are those of the organisers' evaluate-v1.1.py and evaluate-v2.0.py (Rajpurkar et al., arXiv
 1606.05250 and 1806.03822). They differ: 2.0 ignores gold answers that are empty once normalised and takes
-"" as the only gold if none is left; its F1 of two empty texts is 1 (in 1.1 it is 0). Of a file of
-predictions, a question without one counts as wrong in 1.1; 2.0 leaves it out (its script then ends with an
-error where it counts questions with and without answers). In the scores of a run it counts as wrong.
+"" as the only gold if none is left; its F1 of two empty texts is 1 (in 1.1 it is 0). A question that a file
+of predictions lacks counts as wrong in 1.1; 2.0 leaves it out (its script then fails where it counts
+questions with and without answers). In the scores of a run it counts as wrong.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import string
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +27,10 @@ from shoal.data.squad.dataset import (
     read_squad,
     shorten,
 )
+from shoal.data.text.text_scores import normalise_answer, token_f1
 from shoal.errors import UsageError
 
 Missing = Literal["wrong", "left out"]
-
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +103,6 @@ def score_squad(
         if names := [question.id for question in questions if bool(question.answers) == has_answer]:
             official |= {prefix + key: value for key, value in _part(final, names).items()}
     return Scores(official=official | best, missing=missing, unknown=unknown)
-
-
-def normalise_answer(text: str) -> str:
-    """Return the text in lower case, without ASCII punctuation, articles and superfluous white space."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
-
-
-def token_f1(prediction: Sequence[str], gold: Sequence[str]) -> float:
-    """Return the F1 of two bags of words; 0 if they share none."""
-    num_same = sum((Counter(prediction) & Counter(gold)).values())
-    if num_same == 0:
-        return 0.0
-    precision, recall = num_same / len(prediction), num_same / len(gold)
-    return 2 * precision * recall / (precision + recall)
 
 
 def _compare(

@@ -1,21 +1,25 @@
-"""Scores texts that a model wrote against the wanted ones: exact match, token F1, ROUGE and BLEU.
+"""Scores generated texts against their references: exact match, token F1, ROUGE and BLEU.
 
-Exact match and token F1 follow SQuAD's rules (:mod:`shoal.data.squad.score`). ROUGE is that of the package
+Exact match and token F1 compare normalised words, as the rules of SQuAD do. ROUGE is that of the package
 rouge-score and BLEU that of sacrebleu, with the settings of T5's own evaluation (Raffel et al. 2020;
 ``t5/evaluation/metrics.py``). All scores are percentages.
 """
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from shoal.data.squad.score import normalise_answer, token_f1
 from shoal.errors import import_extra
 
 Metric = Literal["exact_match", "f1", "rouge", "bleu"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ROUGE = ("rouge1", "rouge2", "rougeLsum")
 NAMES: Mapping[str, tuple[str, ...]] = {
     "exact_match": ("exact_match",),
@@ -52,7 +56,7 @@ def score_texts(
 
     Args:
         predictions: one or more.
-        references: the wanted text of each.
+        references: one for each prediction.
 
     Raises:
         UsageError: a package is not installed.
@@ -71,6 +75,20 @@ def score_texts(
     return {
         name: score for metric in METRICS if metric in metrics for name, score in compute[metric]().items()
     }
+
+
+def normalise_answer(text: str) -> str:
+    """Return the text in lower case, without ASCII punctuation, articles and superfluous white space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def token_f1(prediction: Sequence[str], gold: Sequence[str]) -> float:
+    """Return the F1 of two bags of words; 0 if they share none."""
+    num_same = sum((Counter(prediction) & Counter(gold)).values())
+    if num_same == 0:
+        return 0.0
+    precision, recall = num_same / len(prediction), num_same / len(gold)
+    return 2 * precision * recall / (precision + recall)
 
 
 def _mean(values: Sequence[float]) -> float:

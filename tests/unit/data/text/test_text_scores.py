@@ -6,11 +6,42 @@ import pytest
 import sacrebleu
 from rouge_score.rouge_scorer import RougeScorer
 
-from shoal.data.text.text_scores import METRICS, require_packages, score_names, score_texts
+from shoal.data.text.text_scores import (
+    METRICS,
+    normalise_answer,
+    require_packages,
+    score_names,
+    score_texts,
+    token_f1,
+)
 from shoal.errors import UsageError
 
 WRITTEN = ["The cat sat on the mat.", "a storm ended . many trees fell", "", "Nothing of it"]
 WANTED = ["the cat sat on a mat", "the storm has ended . trees fell", "", "quite another text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The  Quick, brown\tfox!", "quick brown fox"),
+        ("an a the", ""),
+        ("U.S. $5-a-day", "us 5aday"),
+        ("théâtre—A", "théâtre—"),  # a dash that is not ASCII stays, and is a word boundary for the article
+        ("“the”", "“ ”"),
+        ("", ""),
+        ("İstanbul", "i̇stanbul"),
+        ("\u00a0x\u2003y\u3000", "x y"),
+    ],
+)
+def test_normalisation(text: str, expected: str) -> None:
+    assert normalise_answer(text) == expected
+
+
+def test_f1_counts_repeated_words() -> None:
+    assert token_f1(["a", "b", "b", "c"], ["b", "b", "d"]) == pytest.approx(
+        2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3)
+    )
+    assert token_f1(["x"], ["y"]) == token_f1([], []) == token_f1([], ["x"]) == 0.0
 
 
 def test_exact_match_and_f1_follow_the_rules_of_squad() -> None:
