@@ -31,7 +31,6 @@ RUN_BY_OTHERS = {
     "shoal.recipes.masked_lm_stages": ("processes/test_pretrain_stages.py", "**parallel"),
     "shoal.models.profile": ("unit/planner/test_plan_workloads.py", 'count_recipe("resnet50")'),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
-    "shoal.train.quorum_run": ("processes/test_bounded_runs.py", '"quorum": 2'),
     "shoal.recipes.classify_use": ("processes/test_predict.py", 'predicted("classify"'),
     "shoal.recipes.t5_use": ("processes/test_predict.py", 'predicted("t5"'),
     "shoal.recipes.mask_rcnn_use": ("processes/test_predict.py", '"mask_rcnn"'),
@@ -51,7 +50,7 @@ def shoal_modules_of(test: Path, known: frozenset[str]) -> frozenset[str]:
     """Return the modules of the package that a test file imports or names, or its helpers in ``tests`` do."""
     text = test.read_text(encoding="utf-8")
     found = known.intersection(re.findall(r"\bshoal(?:\.\w+)+", text))  # as in "-m shoal.comm.server"
-    for base, name in imported_names(text, test.stem, is_package=False):
+    for base, name in imported_names(ast.parse(text), test.stem, is_package=False):
         found |= {base, f"{base}.{name}"} & known
         for helper in (test.parent / f"{base}.py", TESTS / f"{base}.py", TESTS / "processes" / f"{base}.py"):
             if helper.is_file() and not helper.name.startswith("test_") and helper != test:
