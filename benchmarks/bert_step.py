@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 from benchmarks.harness import Benchmark, peer_module
 from benchmarks.machine import ForeignCores
-from shoal.env import TEST_DATA, child_environment, test_data_dir
+from shoal.env.settings import TEST_DATA, test_data_dir
+from shoal.env.variables import child_environment
 
 Device = Literal["cpu", "cuda"]
 

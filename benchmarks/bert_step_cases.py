@@ -24,7 +24,7 @@ from shoal.data.text.shards import TextShards
 from shoal.data.text.task_batches import TaskSource
 from shoal.data.text.tokenizer import read_tokenizer
 from shoal.decide.order import ShuffledOrder
-from shoal.env import test_data_dir
+from shoal.env.settings import test_data_dir
 from shoal.models.encoder import packed_inputs
 from shoal.models.pretraining import AlbertPretraining, BertPretraining, transformers_config
 from shoal.models.tasks import (

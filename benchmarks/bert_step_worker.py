@@ -29,7 +29,7 @@ from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
 from shoal.data.loader import as_tensors, copies_to, to_device
 from shoal.data.steps import DataShard
-from shoal.env import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.models.text_config import BertModelConfig
 from shoal.train.config import DistributedConfig, OptimConfig
 from shoal.train.gradients import LocalUpdate, LossScale, Precision, choose_precision, wrap_model

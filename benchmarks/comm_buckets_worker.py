@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal import env
 from shoal.comm.engine import Engine, EngineOptions, Operation, Peer
 from shoal.decide.server_assignment import chunk_pattern
+from shoal.env.secret import job_secret
 
 DEADLINE_S = 300.0
 WARM_UP_ELEMENTS = 1 << 20
@@ -117,7 +117,7 @@ def meet(folder: Path, host: int, num_hosts: int, own: list[dict[str, Any]]) -> 
 def main() -> None:
     spec = json.loads(sys.argv[1])
     host, local = int(os.environ["RANK"]), spec["workers_per_host"]
-    secret = env.secret()
+    secret = job_secret()
     assert secret is not None
     workers = [Worker(host * local + index, spec, secret) for index in range(local)]
     own = [

@@ -26,7 +26,7 @@ from benchmarks.ddp_emulated_worker import BATCH, COMPUTATION
 from benchmarks.harness import Benchmark
 from benchmarks.pretraining_gain import shoal
 from shoal.comm.int8_blocks import BLOCK, BLOCK_BYTES
-from shoal.env import TEST_DATA, test_data_dir
+from shoal.env.settings import TEST_DATA, test_data_dir
 from shoal.launch.emulated import Cluster
 from shoal.record import End, read_record
 

@@ -24,7 +24,7 @@ from benchmarks.ddp_training import Training
 from shoal.bench.collectives import Groups
 from shoal.bench.comm_options import COLOCATED
 from shoal.comm.hooks import EightBitWire, bf16_wire
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 
 FORMATS = ("fp32", "bf16", "int8")
 _INTERFACE = "eth0"

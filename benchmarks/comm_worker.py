@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal import env
 from shoal.bench.collectives import Case, Groups, prepare
 from shoal.comm import native_group
 from shoal.comm.engine import EngineOptions
-from shoal.env import HELPERS, HOST_ID, NATIVE_GROUP, worker_env
+from shoal.env import settings as env
+from shoal.env.launcher import worker_env
+from shoal.env.settings import HELPERS, HOST_ID, NATIVE_GROUP
 
 WARM_UPS = 2
 MIN_SAMPLE_S = 0.02

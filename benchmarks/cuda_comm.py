@@ -34,7 +34,7 @@ from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
 from shoal.comm.devices import Device
 from shoal.comm.engine import EngineOptions, SingleProcessEngine
 from shoal.comm.routes import flat_route
-from shoal.env import NATIVE_GROUP
+from shoal.env.settings import NATIVE_GROUP
 
 MIB = 1 << 20
 SIZES_MIB = (1, 25, 256)

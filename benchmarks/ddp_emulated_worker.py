@@ -22,7 +22,7 @@ from transformers import AlbertConfig, AlbertForPreTraining, BertConfig, BertFor
 from benchmarks.comm_worker import shoal_group
 from benchmarks.ddp_training import Training
 from shoal.bench.collectives import Groups
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 
 BATCH = 1
 COMPUTATION = "computation alone"

@@ -44,7 +44,8 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, streamed_steps
 from shoal.data.steps import DataShard, StepReader
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
-from shoal.env import num_cores, test_data_dir
+from shoal.env.machine import num_cores
+from shoal.env.settings import test_data_dir
 
 BATCH = 4
 CONFIG = DetectionAugmentConfig(shorter=(800,), longer=1333, flip=0.5)

@@ -37,7 +37,8 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import TrainTransform, decode, normalisation, resized
 from shoal.data.loader import LoaderConfig, streamed_steps
 from shoal.data.steps import DataShard, StepReader
-from shoal.env import num_cores, test_data_dir
+from shoal.env.machine import num_cores
+from shoal.env.settings import test_data_dir
 
 BATCH, SIZE = 64, 224
 NUM_MADE = 96

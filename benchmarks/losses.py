@@ -19,7 +19,7 @@ from statistics import mean
 from benchmarks.comm_runs import run_on
 from benchmarks.harness import Benchmark
 from benchmarks.pretraining_gain import shoal
-from shoal.env import test_data_dir
+from shoal.env.settings import test_data_dir
 from shoal.launch.emulated import Cluster
 from shoal.record import FILE_NAME, Contributions, Evaluation, read_record
 

@@ -24,7 +24,7 @@ from torch import nn
 from benchmarks.comm_worker import samples_of, shoal_group
 from benchmarks.ddp_training import Training
 from shoal.bench.collectives import Case, Groups, prepare
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 
 BATCH = 32
 COMPUTATION = "computation"

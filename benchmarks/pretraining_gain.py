@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Benchmark
-from shoal.env import TEST_DATA, test_data_dir
+from shoal.env.settings import TEST_DATA, test_data_dir
 
 NUM_TRAINING_PARAGRAPHS = 200
 SEQUENCE = 128

@@ -25,7 +25,7 @@ from benchmarks.comm_worker import shoal_group
 from benchmarks.priority_shapes import Part, parts_of_bert
 from shoal.bench.collectives import Groups
 from shoal.comm.priority import prioritize
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 
 LEARNING_RATE = 1e-3
 WARM_UPS = 2

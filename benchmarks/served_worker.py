@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.comm_worker import shoal_group
 from benchmarks.priority_worker import WARM_UPS, digest_of, model_of
 from shoal.bench.collectives import Groups
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 from shoal.optim.adamw import AdamW
 from shoal.train.served_update import update_on_servers
 

@@ -23,7 +23,7 @@ from shoal.data.squad.config import WindowConfig
 from shoal.data.squad.dataset import SquadData, read_squad
 from shoal.data.squad.features import SquadFeatures, make_features
 from shoal.data.text.tokenizer import read_tokenizer, special_ids
-from shoal.env import TEST_DATA, test_data_dir
+from shoal.env.settings import TEST_DATA, test_data_dir
 
 TARGET = 1.5
 MAX_SEQ_LENGTH = 384

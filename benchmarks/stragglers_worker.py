@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 from shoal.record import Shares, Step, read_record
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig
 from shoal.train.run import Run, Sizes

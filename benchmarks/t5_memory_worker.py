@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.env import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.models import t5 as _models  # noqa: F401  # imported before the first measurement
 from shoal.recipes import t5_classify, t5_stages  # noqa: F401
 from shoal.recipes.finetuning import FinetuneRunConfig, FinetuneTrainConfig, SourceConfig

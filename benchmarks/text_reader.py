@@ -29,7 +29,7 @@ from shoal.data.steps import DataShard, StepReader, evenly_spread
 from shoal.data.text.examples import ExampleConfig, ExampleReader
 from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.data.text.shards import ShardWriter, TextShards
-from shoal.env import test_data_dir
+from shoal.env.settings import test_data_dir
 
 BATCH = 32
 NUM_BATCHES = 8

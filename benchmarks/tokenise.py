@@ -26,7 +26,7 @@ from shoal.data.text.corpus import cut_chunks, find_files
 from shoal.data.text.prepare import BUILTIN, read_sample, training_sentences
 from shoal.data.text.python_docs_corpus import write_snapshot
 from shoal.data.text.tokenizer import Kind, special_ids, tokenizer_json, train_tokenizer, vocab_size
-from shoal.env import num_cores
+from shoal.env.machine import num_cores
 
 _CHUNK_BYTES = 1 << 20
 _VOCAB_SIZE = 8192

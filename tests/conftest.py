@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from shoal.env import NATIVE_GROUP
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import NATIVE_GROUP
+from shoal.env.settings import test_data_dir as data_dir
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -17,7 +17,7 @@ from benchmarks.gpu.travel import ALBERT_TOKENIZER, JPEG_FOLDERS, JPEGS
 from shoal.data.images.folder import FolderSource
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
 from shoal.data.text.prepare import PrepareConfig, prepare_text
-from shoal.env import test_data_dir
+from shoal.env.settings import test_data_dir
 
 SQUAD_MODELS = ("bert-tiny", "bert-base", "bert-large")
 HELD_OUT = 0.2

@@ -33,7 +33,8 @@ import torch
 
 from benchmarks.gpu.stages import PARTS, Job, Stage, stages
 from benchmarks.gpu.travel import DATA, FOLDER, MADE, MOST_RESULTS, RESULTS
-from shoal.env import TEST_DATA, child_environment, test_data_dir
+from shoal.env.settings import TEST_DATA, test_data_dir
+from shoal.env.variables import child_environment
 
 BUDGET_S = 1_440.0
 H100_SHARE = 0.9

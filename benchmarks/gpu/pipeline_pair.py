@@ -23,7 +23,7 @@ import torch.distributed as dist
 import shoal.comm
 from benchmarks.harness import Benchmark
 from benchmarks.pipeline_workers import NUM_MICRO_BATCHES, t5
-from shoal.env import child_environment
+from shoal.env.variables import child_environment
 from shoal.pipelining import pipeline
 
 NUM_STAGES = 2

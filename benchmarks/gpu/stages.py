@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.bert_step import CASES
-from shoal.env import ATTENTION_KERNEL
+from shoal.env.settings import ATTENTION_KERNEL
 
 Kind = Literal["exit", "train", "peer", "rows"]
 PYTHON = sys.executable

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.bert_step import CASES, VOCABULARY
-from shoal.env import TEST_DATA, test_data_dir
+from shoal.env.settings import TEST_DATA, test_data_dir
 
 FOLDER = Path("build/gpu")
 WHEELS, DATA, MADE, RESULTS = "wheels", "data", "made", "results"

@@ -23,8 +23,8 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import shoal
-from shoal import env
 from shoal.atomic_io import write_atomically
+from shoal.env.secret import reportable, secret_values
 from shoal.errors import UsageError
 from shoal.formatting import plural, size
 from shoal.record import record_of
@@ -88,7 +88,7 @@ def write_bundle(out: Path, doctor: str, run: Path | None = None) -> Bundle:
         ShoalError: the archive cannot be written.
     """
     check(out, run)
-    secrets, num_removed = env.secret_values(), 0
+    secrets, num_removed = secret_values(), 0
     files: list[Bundled] = []
     packed = io.BytesIO()
     with (
@@ -115,7 +115,7 @@ def _texts(doctor: str, run: Path | None) -> Iterator[tuple[str, str]]:
     """Yield name and text of each file."""
     yield "doctor.txt", doctor
     yield "versions.txt", _lines([*_platform(), "", *_packages()])
-    yield "environment.txt", _lines(f"{name}={value}" for name, value in env.reportable().items())
+    yield "environment.txt", _lines(f"{name}={value}" for name, value in reportable().items())
     yield "limits.txt", _lines(_limits())
     yield "network.txt", _lines(_network())
     if run is not None:

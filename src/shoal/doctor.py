@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import shoal
-from shoal import env, native
+from shoal import native
+from shoal.env.launcher import worker_env
+from shoal.env.machine import compiler_problem, num_cores
 from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError, install_command
 from shoal.formatting import size
 
@@ -248,7 +250,7 @@ def _compiler() -> Check:
 
 def _processor() -> Check:
     name = cpu_name(Path("/proc/cpuinfo"))
-    return Check("processor", f"{name}, {env.num_cores()} cores for this process")
+    return Check("processor", f"{name}, {num_cores()} cores for this process")
 
 
 def cpu_name(cpuinfo: Path) -> str:
@@ -294,7 +296,7 @@ def _kernels(torch: Any) -> list[Check]:
     """Return whether kernels for a GPU can be compiled, on a machine with one."""
     if not torch.cuda.is_available():
         return []
-    problem = env.compiler_problem()
+    problem = compiler_problem()
     what, _, remedy = problem.partition(": ")
     return [_judged("kernels", what or "torch.compile can make them", not problem, remedy)]
 
@@ -355,7 +357,7 @@ def fabric_check(fabric: native.Fabric) -> Check:
 
 def _launcher() -> Check:
     try:
-        worker = env.worker_env()
+        worker = worker_env()
     except ShoalError as error:
         remedy = "correct the variable, or unset RANK and WORLD_SIZE to let shoal start the workers"
         return Check("launcher", str(error), "missing", remedy)

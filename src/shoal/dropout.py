@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.decide.rng import DROPOUT_RANGE, GOLDEN, ROUNDS, signed
-from shoal.env import attention_kernel, compiler_problem
+from shoal.env.machine import compiler_problem
+from shoal.env.settings import attention_kernel
 
 _GOLDEN = signed(GOLDEN)
 _FIRST, _SECOND = (signed(multiplier) for _, multiplier in ROUNDS)

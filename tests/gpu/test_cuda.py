@@ -22,7 +22,7 @@ import pretrain_jobs as jobs
 from shoal.data.images.normalise import Normalisation
 from shoal.data.images.synthetic import draw_image
 from shoal.data.loader import copies_to
-from shoal.env import alone
+from shoal.env.worker import alone
 from shoal.errors import EXIT_OK
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars

@@ -7,7 +7,7 @@ import sys
 from multiprocessing.process import BaseProcess
 
 from forked import fork_process, free_port, wait_for
-from shoal.env import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.launch.worker import run_worker
 from shoal.recipes import classify, squad, t5_classify
 from shoal.recipes.finetuning import FinetuneConfig

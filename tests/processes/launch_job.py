@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.worker import run_worker
 from shoal.train.stopping import StopRequest

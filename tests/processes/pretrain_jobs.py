@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from forked import fork_process, free_port, wait_for
 from shoal.data.text.prepare import PrepareConfig, prepare_text
-from shoal.env import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.launch.worker import run_worker
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes.albert import AlbertConfig, DataConfig

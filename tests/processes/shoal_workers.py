@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import shoal.comm  # registers the backend where the installed package is older than its entry point
 from forked import fork_process, wait_for
-from shoal import env
 from shoal.comm import native_group
+from shoal.env.settings import CACHE_DIR, NATIVE_GROUP
 
 
 def in_both_groups(
@@ -56,7 +56,7 @@ def exit_codes(
     """
     folder.mkdir(exist_ok=True)
     meeting = folder / f"meeting-{backend.replace(':', '-')}-{len(list(folder.iterdir()))}"
-    chosen = {name: os.environ[name] for name in (env.NATIVE_GROUP, env.CACHE_DIR) if name in os.environ}
+    chosen = {name: os.environ[name] for name in (NATIVE_GROUP, CACHE_DIR) if name in os.environ}
     given = [environment] * size if isinstance(environment, Mapping) else environment
     environments = [
         {**chosen, **given[rank], **({"SHOAL_HOST_ID": hosts[rank]} if hosts else {})} for rank in range(size)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from forked_workers import run_workers
 
 from forked import fork_process, wait_for
-from shoal.env import WorkerPlace
+from shoal.env.worker import WorkerPlace
 from shoal.errors import ShoalError, UsageError
 from shoal.record import Stop, read_record
 from shoal.train import checkpoint_plan

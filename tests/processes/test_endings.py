@@ -177,7 +177,7 @@ def in_command(cause: Callable[[Path], None], folder: Path, debug: bool) -> None
 
 def in_worker(cause: Callable[[Path], None], folder: Path, debug: bool) -> None:
     """Run a worker that does what ``cause`` does."""
-    from shoal.env import set_debug
+    from shoal.env.settings import set_debug
     from shoal.launch.worker import run_worker
 
     if debug:

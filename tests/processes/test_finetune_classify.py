@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import finetune_made as made
 from shoal import record
 from shoal.data.text.classify import MNLI_LABELS, Columns, read_classify
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.record import read_record
 

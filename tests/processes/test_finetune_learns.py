@@ -10,7 +10,7 @@ import pytest
 
 import finetune_made as made
 from forked import shoal
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 
 REAL = data_dir() / "squad" / "cs224n-dev-v2.0.json"
 pytestmark = pytest.mark.skipif(not REAL.is_file(), reason="needs the SQuAD files of SHOAL_TEST_DATA")

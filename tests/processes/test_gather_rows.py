@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from forked_workers import run_workers
 
-from shoal.env import WorkerPlace
+from shoal.env.worker import WorkerPlace
 from shoal.train.world import World, gather_rows
 
 

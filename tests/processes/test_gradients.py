@@ -19,7 +19,7 @@ from shoal.data.loader import Batch, as_tensors, copies_to
 from shoal.data.steps import DataShard
 from shoal.data.text.examples import packed
 from shoal.decide.rng import dropout_keys
-from shoal.env import WorkerPlace
+from shoal.env.worker import WorkerPlace
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
 from shoal.train.config import DistributedConfig

@@ -24,13 +24,15 @@ from shoal_workers import exit_codes, group_counters, is_native, run_group, sequ
 from torch.distributed.tensor.debug import CommDebugMode
 
 from forked import fork_process, wait_for
-from shoal import env
 from shoal.comm import native_group
 from shoal.comm.backend import ShoalProcessGroup
 from shoal.comm.engine import CommError, EngineOptions
+from shoal.env import settings
+from shoal.env.settings import CACHE_DIR, NATIVE_GROUP
+from shoal.env.variables import child_environment
 from shoal.errors import UsageError
 
-NATIVE = {env.NATIVE_GROUP: "1"}
+NATIVE = {NATIVE_GROUP: "1"}
 BOUND_S = 3 * 1.0
 LIMIT_S = 20.0
 
@@ -93,7 +95,7 @@ def check_sequence(rank: int) -> None:
 
 
 def test_ranks_with_and_without_it_work_together(tmp_path: Path) -> None:
-    codes = exit_codes(check_sequence, 2, tmp_path, environment=[NATIVE, {env.NATIVE_GROUP: "0"}])
+    codes = exit_codes(check_sequence, 2, tmp_path, environment=[NATIVE, {NATIVE_GROUP: "0"}])
     assert codes == [0, 0]
 
 
@@ -242,7 +244,7 @@ for end, code in {"": 0, "raise SystemExit(3)": 3}.items():
 def test_an_interpreter_ends_with_a_group_open() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", ALONE],
-        capture_output=True, text=True, timeout=120, env=env.child_environment(**NATIVE), check=False,
+        capture_output=True, text=True, timeout=120, env=child_environment(**NATIVE), check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines() == ["sum [0.0, 1.0, 2.0]", "ProcessGroup"] * 2
@@ -272,7 +274,7 @@ def load_in_worker(environment: Mapping[str, str], report: Path) -> None:
 
 def loads(folder: Path, num: int = 1, **environment: str) -> list[tuple[bool, list[str]]]:
     """Load the native group in processes side by side; return what each has reported."""
-    changes = {**NATIVE, env.CACHE_DIR: str(folder / "cache"), **environment}
+    changes = {**NATIVE, CACHE_DIR: str(folder / "cache"), **environment}
     reports = [folder / f"report-{k}" for k in range(num)]
     processes = [fork_process(load_in_worker, changes, report) for report in reports]
     assert wait_for(processes) == [0] * num
@@ -303,7 +305,7 @@ def test_a_user_without_a_home_gets_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2_000_000_011)  # as containers have: no entry in /etc/passwd
     with pytest.raises(UsageError, match="no home for a cache; set SHOAL_CACHE_DIR"):
-        env.cache_dir({})
+        settings.cache_dir({})
 
 
 def test_a_build_that_fails_is_not_repeated(tmp_path: Path) -> None:
@@ -327,6 +329,6 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
 
 def test_the_variable_is_checked() -> None:
     with pytest.raises(UsageError, match="SHOAL_NATIVE_GROUP='yes' must be 1"):
-        env.native_group({env.NATIVE_GROUP: "yes"})
-    assert not env.native_group({env.NATIVE_GROUP: "0"})
-    assert env.native_group({env.NATIVE_GROUP: "1"}) and env.native_group({})
+        settings.native_group({NATIVE_GROUP: "yes"})
+    assert not settings.native_group({NATIVE_GROUP: "0"})
+    assert settings.native_group({NATIVE_GROUP: "1"}) and settings.native_group({})

@@ -23,7 +23,7 @@ from shoal.data.manifest import Manifest
 from shoal.data.text.corpus import find_files
 from shoal.data.text.sentences import split_sentences
 from shoal.data.text.shards import Shard
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 
 
 def identities(out: Path) -> dict[str, tuple[int, int]]:

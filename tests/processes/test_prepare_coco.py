@@ -18,7 +18,7 @@ from shoal.data.coco.results import KINDS
 from shoal.data.coco.source import read_categories
 from shoal.data.coco.transform import DetectionTransform, placed_objects
 from shoal.data.images.shards import ImageShards
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 TINY = data_dir() / "coco_tiny100" / "tiny_coco"

@@ -28,7 +28,7 @@ from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
 from shoal.data.images.shards import RECORD
 from shoal.data.images.synthetic import make_images
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 # what a command line does with the errors of the package; `shoal` itself is started once, below

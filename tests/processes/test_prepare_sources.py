@@ -31,7 +31,7 @@ from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.data.text.prepare import held_out_rank
 from shoal.data.text.sentences import split_sentences
 from shoal.data.text.shards import Shard
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 
 
 def documents(out: Path) -> dict[str, list[list[list[int]]]]:

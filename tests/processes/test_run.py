@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 from forked import fork_process, free_port, torchrun, wait_for
 from shoal.data.sources import IterableSource
-from shoal.env import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, RetryStep, UsageError
 from shoal.launch.worker import run_worker
 from shoal.record import Evaluation, Step, read_record

@@ -21,7 +21,7 @@ from test_run import Points, Sizes, net, same
 
 import finetune_made as made
 from forked import fork_process, free_port, shoal, wait_for
-from shoal.env import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.launch.worker import run_worker
 from shoal.recipes.finetuning import FinetuneConfig

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from engine_group import SECRET
 from shoal import native
 from shoal.comm.engine import CommError, lost_helpers
-from shoal.env import WorkerPlace
+from shoal.env.worker import WorkerPlace
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from forked import fork_process, free_port, wait_for
-from shoal.env import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
 from shoal.launch.worker import run_worker
 from shoal.record import Shares, Step, read_record

@@ -16,9 +16,10 @@ from comm_group import SECRET, Group, HelperProcess, expected, stream
 from shoal_workers import group_counters, run_group
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal import env, native
+from shoal import native
 from shoal.comm.engine import EngineOptions, fabric_providers
 from shoal.doctor import fabric_check
+from shoal.env import settings
 from shoal.errors import UsageError
 
 OVER_FABRIC = "ofi:tcp;ofi_rxm"
@@ -52,8 +53,8 @@ def test_other_words_are_refused(transport: str) -> None:
 
 
 def test_the_environment_names_a_transport() -> None:
-    assert env.transport({}) is None
-    assert env.transport({"SHOAL_TRANSPORT": OVER_FABRIC}) == OVER_FABRIC
+    assert settings.transport({}) is None
+    assert settings.transport({"SHOAL_TRANSPORT": OVER_FABRIC}) == OVER_FABRIC
 
 
 def test_a_transport_that_is_not_there_is_one_line_and_exit_code_1() -> None:

@@ -35,7 +35,7 @@ TRAIN = (
     + """
 import os, pathlib, signal, sys, time
 import part
-from shoal import env
+
 what, out = sys.argv[1], pathlib.Path(sys.argv[2], os.environ["RANK"])
 if what == "sum":
     sum_over_workers()

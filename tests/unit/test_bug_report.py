@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal import env
 from shoal.bug_report import FOLDER, MAX_LOGS, MAX_TEXT_BYTES, redact, write_bundle
+from shoal.env.secret import reportable, secret_values
 from shoal.errors import UsageError
 
 # Parts, so that the archive's search does not find this file's own text in a traceback of this test.
@@ -143,8 +143,8 @@ def test_names_of_secrets() -> None:
         "X_PASSWORD": "short",
         "A_TOKEN": "line one\nline two",
     }
-    assert env.secret_values(values) == {"0123456", "northern", "line one\nline two", "line one", "line two"}
-    assert env.reportable({"HOME": "/x", "RANK": "1", "SLURM_JOB_ID": "7"}) == {
+    assert secret_values(values) == {"0123456", "northern", "line one\nline two", "line one", "line two"}
+    assert reportable({"HOME": "/x", "RANK": "1", "SLURM_JOB_ID": "7"}) == {
         "RANK": "1",
         "SLURM_JOB_ID": "7",
     }

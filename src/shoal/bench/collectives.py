@@ -22,7 +22,9 @@ from shoal.comm.helpers import helper_bandwidths
 from shoal.comm.native_group import python_group
 from shoal.comm.rendezvous import host_identity
 from shoal.comm.store import PrefixStore
-from shoal.env import HELPERS, WorkerEnv, helpers, without
+from shoal.env.settings import HELPERS, helpers
+from shoal.env.variables import without
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, ShoalError, UsageError
 from shoal.json_text import parse_json
 

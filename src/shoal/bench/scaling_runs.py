@@ -20,7 +20,8 @@ from shoal import formatting
 from shoal.bench.comm_options import COLOCATED, split_list
 from shoal.bench.scaling import Row, Scaling, ScalingBench
 from shoal.bench.step_timing import KIND as TRAIN_KIND
-from shoal.env import HELPERS, helpers, without
+from shoal.env.settings import HELPERS, helpers
+from shoal.env.variables import without
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.launch.emulated import Cluster

@@ -20,7 +20,7 @@ from cyclopts import App, Parameter
 from shoal.cli.commands import emulate, export, report
 from shoal.cli.help_text import HelpText, explained
 from shoal.cli.plan import plan
-from shoal.env import debug, set_debug
+from shoal.env.settings import debug, set_debug
 from shoal.errors import EXIT_OK, EXIT_USAGE, ending, flush_output, hook_errors
 
 app = App(

@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from shoal.bench.comm_options import CommBench
 from shoal.bench.scaling import ScalingBench, hourly
 from shoal.cli.settings import this_command
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 from shoal.errors import EXIT_OK, UsageError
 
 bench = App(name="bench")

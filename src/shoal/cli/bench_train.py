@@ -13,7 +13,8 @@ from cyclopts import App, Parameter
 from shoal.bench.step_timing import TrainBench
 from shoal.cli.fill_memory import find_largest, is_on_cpu
 from shoal.cli.settings import settings_from, this_command
-from shoal.env import WorkerEnv, worker_env
+from shoal.env.launcher import worker_env
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes import RECIPES, bert, load
 from shoal.recipes.finetuning import FinetuneConfig

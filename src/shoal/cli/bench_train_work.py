@@ -17,7 +17,7 @@ from shoal.cli import bench_train_settings as made
 from shoal.cli.bench_train_settings import Config
 from shoal.data.text.span_config import MAX_SENTINELS
 from shoal.decide.batch import known_size
-from shoal.env import WorkerEnv
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK
 from shoal.planner.hardware import peak_flops_per_s
 from shoal.recipes import finetuning

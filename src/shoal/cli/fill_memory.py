@@ -17,7 +17,8 @@ from shoal import formatting
 from shoal.bench.step_timing import TrainBench
 from shoal.decide.batch import StagesConfig, largest_divisor
 from shoal.decide.largest import MOST, largest_that_fits
-from shoal.env import MEMORY, num_gpus, worker_memory
+from shoal.env.machine import num_gpus
+from shoal.env.settings import MEMORY, worker_memory
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.recipes.start import Launch

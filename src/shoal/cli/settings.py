@@ -12,7 +12,8 @@ from typing import Any
 import cyclopts
 from cyclopts import App
 
-from shoal.env import launch_dir, worker_env
+from shoal.env.launcher import worker_env
+from shoal.env.settings import launch_dir
 from shoal.recipes import RECIPES
 from shoal.train.config import load_toml, shortened
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from cyclopts import App, ArgumentCollection, Group, Parameter
 
 from shoal.cli.settings import settings_from, this_command
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 from shoal.recipes import RECIPES, load
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED

@@ -17,7 +17,9 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from shoal import env, native
+from shoal import native
+from shoal.env.machine import cores_per_worker
+from shoal.env.settings import MOST_NETWORK_THREADS
 from shoal.errors import ShoalError, UsageError
 
 _FABRIC = "ofi:"
@@ -31,7 +33,7 @@ _RANGES: dict[str, tuple[float, float, int]] = {
     "target_rtt_s": (1e-6, 3600.0, 0),
     "unexpected_bytes": (0, _MAX_BYTES, 1),
     "connections_per_peer": (0, 64, 1),
-    "network_threads": (0, env.MOST_NETWORK_THREADS, 1),
+    "network_threads": (0, MOST_NETWORK_THREADS, 1),
     "send_buffer_bytes": (0, 1 << 30, 1),
     "peer_grace_s": (0.0, 86400.0, 0),
     "straggler_s": (0.0, 86400.0, 0),
@@ -331,7 +333,7 @@ class Engine:
     ) -> None:
         settings = {
             **asdict(options), "fabric": fabric_providers(options.transport),
-            "network_threads": options.network_threads or threads_for(env.cores_per_worker()),
+            "network_threads": options.network_threads or threads_for(cores_per_worker()),
             "connections_per_peer": max(options.connections_per_peer, options.network_threads, 1),
             "rank": rank, "size": size, "group": group, "secret": secret, "address": address,
             "share_connections": share_connections,

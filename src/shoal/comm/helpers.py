@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from shoal import env
 from shoal.comm.engine import CommError, Engine, Operation, lost_helpers
 from shoal.comm.store import Records
 from shoal.decide.server_assignment import assign_chunks
-from shoal.env import HelperAddress
+from shoal.env import settings
+from shoal.env.settings import HelperAddress
 
 REACH_S = 3.0
 """Time that a new group waits for helpers whose host does not answer."""
@@ -68,7 +68,7 @@ def reachable_helpers(*, workers_serve: bool, timeout_s: float) -> list[HelperAd
     Raises:
         CommError: there are helpers, none is usable, and workers may not serve.
     """
-    given = [_resolved(helper) for helper in env.helpers()]
+    given = [_resolved(helper) for helper in settings.helpers()]
     for name in lost_helpers():
         _exclude(name, "a group of this process lost it")
     asked = [helper for helper in given if name_of(helper) not in _excluded]
@@ -137,7 +137,7 @@ def helper_bandwidths() -> tuple[float, ...]:
     The value is given by the variable, or measured by a group of this process, or else 1. Excluded helpers
     are left out.
     """
-    given = [_resolved(helper) for helper in env.helpers()]
+    given = [_resolved(helper) for helper in settings.helpers()]
     return tuple(bandwidth_of(each) or 1.0 for each in given if name_of(each) not in _excluded)
 
 

@@ -22,8 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal import env, native
+from shoal import native
 from shoal.atomic_io import check_private, open_private_folder
+from shoal.env import machine, settings
+from shoal.env.settings import CACHE_DIR
 from shoal.errors import ShoalError, UsageError
 
 TREE_CALL = Path(__file__).parent / "native_call"
@@ -31,7 +33,7 @@ TREE_CALL = Path(__file__).parent / "native_call"
 _LIMIT_S = 900
 _MOST_LINES = 3
 """Lines of the compiler's output in an error."""
-_REMEDY = f"delete it, or set {env.CACHE_DIR} to a folder of yours"
+_REMEDY = f"delete it, or set {CACHE_DIR} to a folder of yours"
 _OPEN: dict[Path, Path] = {}
 """Folders that this process has opened, by their descriptors: the loader knows a library by its path."""
 
@@ -92,10 +94,10 @@ def build(library: Library) -> Path:
     try:
         compiler = _compiler()
     except NoCompilerError:  # as in a container's image, where it was built when the image was made
-        for built in sorted(env.cache_dir().glob(f"{library.kind}-{key}-*/{file}")):
+        for built in sorted(settings.cache_dir().glob(f"{library.kind}-{key}-*/{file}")):
             return _checked(_private_folder(built.parent) / file, built)
         raise
-    name = env.cache_dir() / f"{library.kind}-{key}-{_compiler_key(compiler)}"
+    name = settings.cache_dir() / f"{library.kind}-{key}-{_compiler_key(compiler)}"
     folder = _private_folder(name)
     target, failed = folder / file, folder / "failed.txt"
     with _locked(folder / "lock"):
@@ -116,7 +118,7 @@ def build(library: Library) -> Path:
 
 
 def _compiler() -> Path:
-    for name in (env.compiler(), "c++", "g++", "clang++"):
+    for name in (machine.compiler(), "c++", "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return Path(found).resolve()
     raise NoCompilerError("no C++ compiler is found; install g++ or clang++, or set CXX")
@@ -147,7 +149,7 @@ def _private_folder(folder: Path) -> Path:
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
         raise UsageError(
             f"{folder.parent} has the mode {stat.S_IMODE(mode):04o}: other users may exchange the code that "
-            f"is built in it; chmod go-w (or +t) {folder.parent}, or set {env.CACHE_DIR} to a folder of yours"
+            f"is built in it; chmod go-w (or +t) {folder.parent}, or set {CACHE_DIR} to a folder of yours"
         )
     if folder not in _OPEN:
         _OPEN[folder] = Path(f"/proc/self/fd/{open_private_folder(folder, _REMEDY)}")

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from shoal import env
 from shoal.comm import native_build
 from shoal.comm.engine import Engine
+from shoal.env import settings
+from shoal.env.launcher import worker_env
 from shoal.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def load() -> ModuleType | None:
     Raises:
         UsageError: an environment variable is wrong.
     """
-    if not env.native_group():
+    if not settings.native_group():
         return None
     try:
         module = _import(build())
@@ -161,7 +162,7 @@ def build() -> Path:
 
 
 def _is_first_of_host() -> bool:
-    worker = env.worker_env()
+    worker = worker_env()
     return worker is None or worker.place.local_rank == 0
 
 

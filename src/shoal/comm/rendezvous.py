@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal import env
 from shoal.comm.engine import Engine, EngineOptions, Helper, Peer, fabric_providers
 from shoal.comm.helpers import (
     MANY_CONNECTIONS,
@@ -36,6 +35,9 @@ from shoal.comm.helpers import (
 from shoal.comm.server_shares import ServerShares
 from shoal.comm.store import LOCATION, MAX_ERROR, RULES, PrefixStore, Records, Store
 from shoal.decide.server_assignment import MIB, chunk_pattern, recommended_bucket_bytes
+from shoal.env import settings
+from shoal.env.launcher import has_other_hosts
+from shoal.env.secret import job_secret
 from shoal.errors import ShoalError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -76,13 +78,13 @@ def connect_engine(
     """
     records = Records(store, group, None, timeout)
     try:
-        secret = env.secret()
+        secret = job_secret()
         records = Records(store, group, secret, timeout)
         options = options or EngineOptions()
         options = replace(
             options,
-            transport=options.transport or env.transport(),
-            network_threads=options.network_threads or env.network_threads(),
+            transport=options.transport or settings.transport(),
+            network_threads=options.network_threads or settings.network_threads(),
         )
         rules = _exchange_rules(records, rank, options, _place_of(store), timeout.total_seconds())
         member = _Member(
@@ -201,7 +203,7 @@ def _exchange_rules(
     join. ``place`` is that of the store.
     """
     if rank == 0:
-        if env.helpers() and env.secret() is None:
+        if settings.helpers() and job_secret() is None:
             raise UsageError(
                 "SHOAL_HELPERS is set but SHOAL_SECRET is not; helper hosts admit only who knows their "
                 "secret: set SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
@@ -216,7 +218,7 @@ def _exchange_rules(
             "options": asdict(options),
             "connections": options.connections_per_peer or measured_connections(),
             "segment": f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
-            "secret": "" if env.secret() is not None else _random_secrets.get(place) or new_secret,
+            "secret": "" if job_secret() is not None else _random_secrets.get(place) or new_secret,
         }
         records.put("rules", rules)
     rules = records.get("rules", 0, RULES)
@@ -278,7 +280,7 @@ def host_identity() -> str:
     It contains the node name, the boot id, the network namespace (a container or an emulated host has its
     own) and the file system of ``/dev/shm``. ``SHOAL_HOST_ID`` overrides it.
     """
-    if given := env.host_id():
+    if given := settings.host_id():
         return given
     shared_memory = _or_unknown(lambda: Path("/dev/shm").stat().st_dev)
     return "/".join([os.uname().nodename, *_boot_and_network(), shared_memory])
@@ -347,11 +349,11 @@ def local_address(store: Store) -> str:
     Raises:
         UsageError: there is no such interface.
     """
-    if given := env.interface():
+    if given := settings.interface():
         return interface_addresses(given)
     host = getattr(_without_prefix(store), "host", "") or socket.gethostname()
     address = _address_towards(host) or LOOPBACK
-    if _is_loopback(address) and address != host and env.has_other_hosts():
+    if _is_loopback(address) and address != host and has_other_hosts():
         return _outgoing_address() or address
     return address
 

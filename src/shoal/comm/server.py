@@ -14,8 +14,11 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from shoal import env, native
+from shoal import native
 from shoal.comm.engine import fabric_providers, threads_for
+from shoal.env import settings
+from shoal.env.machine import num_cores
+from shoal.env.secret import MAKE_SECRET, SECRET_FILE, job_secret
 from shoal.errors import EXIT_OK, ShoalError, UsageError, ending
 
 DEFAULT_PORT = 7070
@@ -51,20 +54,20 @@ def serve(
         UsageError: there is no secret, or the transport, the place of the metrics or a number is malformed.
         ShoalError: the address, the port or the transport is not available.
     """
-    secret = env.secret({env.SECRET_FILE: str(secret_file)} if secret_file else None)
+    secret = job_secret({SECRET_FILE: str(secret_file)} if secret_file else None)
     if secret is None:
         raise UsageError(
             "a server admits only peers that know the job's secret: make one with "
-            f"{env.MAKE_SECRET} and set SHOAL_SECRET_FILE=job.secret, here and on the workers"
+            f"{MAKE_SECRET} and set SHOAL_SECRET_FILE=job.secret, here and on the workers"
         )
     if weights_mib < 0:
         raise UsageError(f"--weights-mib is {weights_mib}; it is at least 0")
-    fabric = fabric_providers(transport or env.transport())
+    fabric = fabric_providers(transport or settings.transport())
     core = native.core()
     try:
         server = core.HelperServer(
             address, port, secret, 128 << 10, fabric, max_weight_bytes=weights_mib << 20,
-            network_threads=env.network_threads() or threads_for(env.num_cores()),
+            network_threads=settings.network_threads() or threads_for(num_cores()),
         )  # fmt: skip
     except RuntimeError as error:
         raise ShoalError(f"shoal serve: {error}; choose another --port, --address or --transport") from None
@@ -121,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return serve(**vars(given))
     except Exception as error:  # noqa: BLE001  # the last net, where the command line's is not
-        end = ending(error, who="shoal serve: error: ", debug=env.debug())
+        end = ending(error, who="shoal serve: error: ", debug=settings.debug())
         print(end.text, file=sys.stderr)
         return end.exit_code
 

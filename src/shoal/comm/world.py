@@ -13,7 +13,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from shoal import env
 from shoal.comm.engine import (
     CollectiveEngine,
     CommError,
@@ -25,6 +24,9 @@ from shoal.comm.engine import (
 from shoal.comm.rendezvous import LOOPBACK, connect_engine
 from shoal.comm.store import PrefixStore, Store
 from shoal.comm.tcp_store import TcpStore, TcpStoreServer, listening_socket
+from shoal.env.launcher import store_port, worker_env
+from shoal.env.secret import job_secret
+from shoal.env.worker import WorkerPlace
 from shoal.errors import UsageError
 
 TIMEOUT_S = 300.0
@@ -46,7 +48,7 @@ class World:
 
     def __init__(
         self,
-        place: env.WorkerPlace,
+        place: WorkerPlace,
         engine: CollectiveEngine,
         timeout_s: float,
         store: TcpStore | None = None,
@@ -129,11 +131,11 @@ def join(
         (0, 1, b'seed')
         >>> world.close()
     """
-    worker = env.worker_env()
+    worker = worker_env()
     if worker is None or worker.place.num_workers == 1:
-        alone = env.WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+        alone = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
         return World(alone, SingleProcessEngine(), timeout_s)
-    secret, limit, rank = env.secret(), timedelta(seconds=timeout_s), worker.place.rank
+    secret, limit, rank = job_secret(), timedelta(seconds=timeout_s), worker.place.rank
     if store is not None:
         kept = PrefixStore(f"shoal/{_GROUP}/", store)
         engine = _connect(kept, worker.place, limit, options)
@@ -145,14 +147,14 @@ def join(
             _write_port(_port_file(worker.store_file), server.port)
         host, port = LOOPBACK, _read_port(_port_file(worker.store_file), timeout_s)
     else:
-        host, port = worker.master_addr, env.store_port(worker)
+        host, port = worker.master_addr, store_port(worker)
         if rank == 0:
             server = TcpStoreServer(listening_socket("", port), secret)
     own = TcpStore(host, port, secret, limit)
     return World(worker.place, _connect(own, worker.place, limit, options), timeout_s, own, server)
 
 
-def _connect(store: Store, place: env.WorkerPlace, limit: timedelta, options: EngineOptions | None) -> Engine:
+def _connect(store: Store, place: WorkerPlace, limit: timedelta, options: EngineOptions | None) -> Engine:
     size = place.num_workers
     return connect_engine(store, place.rank, size, _GROUP, place.rank, limit, options or EngineOptions())
 

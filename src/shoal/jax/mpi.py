@@ -15,11 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal import env, native
+from shoal import native
 from shoal.comm.engine import CommError, Engine
 from shoal.comm.rendezvous import connect_engine
 from shoal.comm.store import PrefixStore, Records
 from shoal.comm.world import TIMEOUT_S
+from shoal.env.secret import job_secret
+from shoal.env.variables import set_variables, without_brackets
 from shoal.errors import ShoalError, UsageError
 
 _ALL_PROCESSES = -1
@@ -65,7 +67,7 @@ def use_collectives(*, timeout_s: float = TIMEOUT_S) -> None:
     _kept.append((library, connect))
     library.shoal_mpi_configure.argtypes = (ctypes.c_double, _CONNECT)
     library.shoal_mpi_configure(timeout_s, connect)
-    env.set_variables({"MPITRAMPOLINE_LIB": str(path), "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"})
+    set_variables({"MPITRAMPOLINE_LIB": str(path), "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"})
 
 
 _kept: list[Any] = []
@@ -101,7 +103,7 @@ def _connector(timeout_s: float) -> Any:
 def _members(store: CoordinatorStore, number: int, color: int, key: int, rank: int, size: int) -> list[int]:
     """Return the ranks whose communicator with this ``number`` has the same color, by their keys."""
     split = f"split {number}"
-    records = Records(PrefixStore(f"shoal/{split}/", store), split, env.secret(), store.timeout)
+    records = Records(PrefixStore(f"shoal/{split}/", store), split, job_secret(), store.timeout)
     records.put(f"rank/{rank}", {"color": color, "key": key})
     keys = {}
     for other in range(size):
@@ -138,7 +140,7 @@ class CoordinatorStore:
     def __init__(self, state: Any, timeout: timedelta) -> None:
         self._client, self.timeout = state.client, timeout
         self.host, _, self.port = str(state.coordinator_address or "").rpartition(":")
-        self.host = env.without_brackets(self.host)
+        self.host = without_brackets(self.host)
 
     def set(self, key: str, value: str, /) -> None:
         self._client.key_value_set(key, value, allow_overwrite=True)

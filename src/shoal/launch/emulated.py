@@ -27,17 +27,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from shoal.env import (
-    HELPERS,
-    HOST_ID,
-    LAUNCH_DIR,
-    SECRET,
-    SECRET_FILE,
-    STORE_FILE,
-    STORE_PORT,
-    child_environment,
-)
-from shoal.env import INTERFACE as INTERFACE_VARIABLE
+from shoal.env.launcher import STORE_PORT
+from shoal.env.secret import SECRET, SECRET_FILE
+from shoal.env.settings import HELPERS, HOST_ID, LAUNCH_DIR
+from shoal.env.settings import INTERFACE as INTERFACE_VARIABLE
+from shoal.env.variables import child_environment
+from shoal.env.worker import STORE_FILE
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.launch.emulated_network import (

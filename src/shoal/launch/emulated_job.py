@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from shoal.env import LAUNCH_DIR
+from shoal.env.settings import LAUNCH_DIR
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.supervision import Job, Outcome
 

@@ -22,24 +22,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.env import (
-    HELPERS,
-    INTERFACE,
-    PROGRESS_FILE,
-    SECRET_FILE,
-    SlurmStep,
-    child_environment,
-    helpers,
-    kubeflow_host,
-    mpi_place,
-    promised_gpus,
-    rendezvous,
-    secret,
-    set_variables,
-    slurm_step,
-    without_brackets,
-    workers_first_node,
-)
+from shoal.env.kubeflow import kubeflow_host
+from shoal.env.launcher import rendezvous
+from shoal.env.machine import promised_gpus
+from shoal.env.mpi import mpi_place
+from shoal.env.secret import SECRET_FILE, job_secret
+from shoal.env.settings import HELPERS, INTERFACE, PROGRESS_FILE, helpers
+from shoal.env.slurm import SlurmStep, slurm_step, workers_first_node
+from shoal.env.variables import child_environment, set_variables, without_brackets
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.host_rendezvous import await_workers_end
@@ -164,13 +154,13 @@ def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
         )
     if step is None and (how.num_helpers or (how.helper and not how.helper_port)) and how.job is None:
         raise UsageError("hosts meet their helpers in a folder that all share: --job DIR")
-    if how.helper and how.job is None and step is None and secret() is None:
+    if how.helper and how.job is None and step is None and job_secret() is None:
         raise UsageError(f"--helper-port needs the job's secret: {SECRET_FILE}, the same on all hosts")
     if step is None and how.job is not None and how.node_rank is None and (how.nnodes or 1) > 1:
         raise UsageError("--job with several hosts needs --node-rank N, the number of this one, from 0")
     if how.run_id is not None and not _RUN_ID.fullmatch(how.run_id):
         raise UsageError(f"--run-id {how.run_id!r} is not of the form JOB.START, such as bert.2")
-    if (how.run_id or "").endswith(NEXT) and (secret() is None or how.num_helpers or how.helper):
+    if (how.run_id or "").endswith(NEXT) and (job_secret() is None or how.num_helpers or how.helper):
         raise UsageError(
             f"--run-id {how.run_id}: only the first worker host knows the number of the start, so hosts "
             f"cannot meet in its folder; give the job's secret in {SECRET_FILE}, and helpers in {HELPERS}"
@@ -256,7 +246,7 @@ def _meet(meeting: Meeting | None, how: InJob, *, is_first: bool) -> dict[str, s
     """Return the variables of the secret, the helpers and the progress for this host's workers."""
     found: dict[str, str] = {}
     if meeting is not None:
-        given = secret() is not None
+        given = job_secret() is not None
         if is_first:
             secret_file = meeting.begin(with_secret=not given)
             found[PROGRESS_FILE] = str(meeting.progress_file.absolute())
@@ -336,7 +326,7 @@ def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
     It ends at SIGTERM. Without a folder to meet in it ends with the launcher of the first worker host; once
     that has been reached, SIGTERM changes nothing: the workers get it too, and need their helper to save.
     """
-    secret_file = meeting.await_secret() if meeting is not None and secret() is None else None
+    secret_file = meeting.await_secret() if meeting is not None and job_secret() is None else None
     rdzv = how.rdzv or rendezvous() or ""
     towards = (
         without_brackets(rdzv.rpartition(":")[0]) or workers_first_node() or (step.first_node if step else "")
@@ -373,7 +363,9 @@ def _end_with_workers(
     ``ends`` gets this helper's exit code: 76 if the workers are to start again, and it with them.
     """
     try:
-        code = await_workers_end(*place, secret() or b"", deadline_s=_WORKERS_DEADLINE_S, reached=held.set)
+        code = await_workers_end(
+            *place, job_secret() or b"", deadline_s=_WORKERS_DEADLINE_S, reached=held.set
+        )
         ends.append(EXIT_LOST if code in (None, EXIT_STOPPED, EXIT_LOST) else EXIT_OK)
     except ShoalError as problem:
         print(f"shoal launch: {problem}; this helper stops", file=sys.stderr, flush=True)

@@ -27,21 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.env import (
-    INTERFACE,
-    LAUNCH_DIR,
-    MAKE_SECRET,
-    SECRET,
-    SECRET_FILE,
-    STORE_FILE,
-    STORE_PORT,
-    child_environment,
-    num_cores,
-    rendezvous,
-    secret,
-    without,
-    without_brackets,
-)
+from shoal.env.launcher import STORE_PORT, rendezvous
+from shoal.env.machine import num_cores
+from shoal.env.secret import MAKE_SECRET, SECRET, SECRET_FILE, job_secret
+from shoal.env.settings import INTERFACE, LAUNCH_DIR
+from shoal.env.variables import child_environment, without, without_brackets
+from shoal.env.worker import STORE_FILE
 from shoal.errors import EXIT_STOPPED, UsageError
 from shoal.launch.supervision import POLL_S, THREADS, Job, Outcome, worker_variables, write_secret
 
@@ -73,7 +64,7 @@ def launch(
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
-    The workers read their rank by :func:`shoal.env.worker_env`: from RANK, WORLD_SIZE, LOCAL_RANK and
+    The workers read their rank by :func:`shoal.env.launcher.worker_env`, from RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; on one host SHOAL_STORE_FILE goes before the last two. They
     should run under :func:`shoal.launch.worker.run_worker`. Rank 0 writes to this process's stdout and
     stderr, the others to ``log_dir/worker-00001.out`` and ``.err`` and so on. Call it in the main thread,
@@ -104,12 +95,12 @@ def launch(
             secret or one that others can read.
         ShoalError: the other hosts did not come, or a stranger wrote to their store.
     """
-    given = secret()
-    host, port = _meeting_place(num_workers, nnodes, rdzv, has_secret=given is not None)
+    given_secret = job_secret()
+    host, port = _meeting_place(num_workers, nnodes, rdzv, has_secret=given_secret is not None)
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))  # 0700
     try:
         with Job(log_dir, error_dir=folder) as job, without(SECRET):
-            job_secret = given or secrets.token_hex(32).encode()
+            secret = given_secret or secrets.token_hex(32).encode()
             membership = None
             if nnodes > 1 or helpers_wait:
                 from shoal.launch.host_rendezvous import join_hosts  # not for one host
@@ -120,7 +111,7 @@ def launch(
                     port=port,
                     num_hosts=nnodes,
                     num_workers=num_workers,
-                    secret=job_secret,
+                    secret=secret,
                     deadline_s=rendezvous_deadline_s,
                     stopped=lambda: job.stop_requested,
                 )
@@ -128,7 +119,7 @@ def launch(
             if job.stop_requested:
                 return EXIT_STOPPED
             shared = {
-                SECRET_FILE: str(write_secret(folder, job_secret)),
+                SECRET_FILE: str(write_secret(folder, secret)),
                 **_worker_env(folder, num_workers),
                 **(_one_host_env(folder) if nnodes == 1 else _several_hosts_env(host, port)),
                 **_RESTARTS,

@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.env import SECRET_ID, SOURCE_SHA256, TRANSPORT, sagemaker_defaults
+from shoal.env.sagemaker import SECRET_ID, SOURCE_SHA256, sagemaker_defaults
+from shoal.env.settings import TRANSPORT
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.aws_calls import called, client
 from shoal.launch.aws_checks import problems

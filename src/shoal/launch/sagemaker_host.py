@@ -9,16 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.env import (
-    HELPERS,
-    SECRET_FILE,
-    SECRET_ID,
-    sagemaker_base,
-    secret,
-    secret_id,
-    set_variables,
-    source_sha256,
-)
+from shoal.env.sagemaker import SECRET_ID, sagemaker_base, secret_id, source_sha256
+from shoal.env.secret import SECRET_FILE, job_secret
+from shoal.env.settings import HELPERS
+from shoal.env.variables import set_variables
 from shoal.errors import EXIT_LOST, EXIT_STOPPED, ShoalError
 from shoal.json_text import parse_json
 from shoal.launch.aws_calls import called, client
@@ -132,7 +126,7 @@ def _run(base: Path, command: Sequence[str], how: InJob) -> int:
 def fetch_secret() -> None:
     """Read the job's secret from Secrets Manager into a file, unless there is one."""
     name = secret_id()
-    if secret() is not None or not name:
+    if job_secret() is not None or not name:
         return
     manager = client("secretsmanager", None)
     try:

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.env import debug, launch_dir, worker_env
+from shoal.env.launcher import worker_env
+from shoal.env.settings import debug, launch_dir
 from shoal.errors import ending, flush_output, hook_errors, is_lost_peer
 from shoal.json_text import parse_json
 

@@ -14,7 +14,7 @@ leaving the step clips them and updates the weights.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from shoal.env import WorkerEnv
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_STOPPED
 from shoal.models.text_config import AlbertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.decide.batch import MicroBatch
-from shoal.env import WorkerEnv
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_STOPPED, UsageError, require_positive
 from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate

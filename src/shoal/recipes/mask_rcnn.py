@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.decide.batch import MemoryEstimate, known_size
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
-from shoal.env import WorkerEnv
+from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.decide.batch import BatchPlan
-from shoal.env import WorkerEnv
+from shoal.env.worker import WorkerEnv
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import masked_lm
 from shoal.recipes.bert import BertConfig

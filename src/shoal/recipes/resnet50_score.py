@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shoal.atomic_io import write_json
 from shoal.data.images.shards import ImageShards
-from shoal.env import WorkerEnv
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes import images
 from shoal.recipes.start import Launch, start

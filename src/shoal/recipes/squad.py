@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal.data.squad.config import AnswerConfig, WindowConfig
-from shoal.env import WorkerEnv
+from shoal.env.worker import WorkerEnv
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import finetuning, masked_lm, run_script
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig, FinetuneTrainConfig

@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal.env import WorkerEnv, num_gpus, worker_env
+from shoal.env.launcher import worker_env
+from shoal.env.machine import num_gpus
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts
 from shoal.train.config import required

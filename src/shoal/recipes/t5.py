@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig
 from shoal.decide.batch import BatchPlan, ScheduleName, known_size
-from shoal.env import WorkerEnv, worker_env
+from shoal.env.launcher import worker_env
+from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate

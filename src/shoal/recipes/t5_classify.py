@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.data.text.text_scores import require_packages, score_names
 from shoal.decide.batch import BatchPlan, StagesConfig
-from shoal.env import WorkerEnv
+from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import classify, finetuning, run_script, t5_written

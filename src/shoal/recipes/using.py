@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from shoal.env import WorkerEnv
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError, require_positive
 from shoal.recipes import finetuning, images
 from shoal.recipes.finetuning import EXPORT, MODEL_CONFIG

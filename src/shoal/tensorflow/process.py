@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-from shoal import env
 from shoal.comm.engine import EngineOptions
 from shoal.comm.membership import Membership
 from shoal.comm.store import Store
 from shoal.comm.world import TIMEOUT_S, World
+from shoal.env.secret import reportable
 from shoal.tensorflow import op
 
 _WORLD_GROUP = 1
@@ -30,7 +30,7 @@ def _keep_freed_memory() -> None:
     It returns much of it to the kernel otherwise, and a step of training has thousands of page faults.
     """
     trim, top_pad, mmap = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD of malloc.h
-    libc, chosen = ctypes.CDLL(None), any(name.startswith("MALLOC_") for name in env.reportable())
+    libc, chosen = ctypes.CDLL(None), any(name.startswith("MALLOC_") for name in reportable())
     if hasattr(libc, "mallopt") and not chosen:
         libc.mallopt(top_pad, 64 << 20)  # a thread's heaps have this size, and are returned as a whole
         libc.mallopt(trim, 1 << 30)

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from shoal import record
-from shoal.env import outside_of_job
+from shoal.env.launcher import outside_of_job
 from shoal.train.checkpoint import Checkpointer, load_models
 from shoal.train.checkpoint_files import (
     checkpoint_path,

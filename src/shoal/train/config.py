@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from cyclopts import Group
 
 from shoal.decide.batch import MicroBatch
-from shoal.env import num_gpus
+from shoal.env.machine import num_gpus
 from shoal.errors import UsageError, require_positive
 from shoal.optim.lr_schedules import Schedule
 

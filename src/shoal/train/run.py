@@ -53,7 +53,10 @@ from shoal.data.sources import IterableSource, StepSource, as_source, digest_of_
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, Shares, plan_batch
 from shoal.decide.rng import Stream, random_keys
-from shoal.env import WorkerEnv, alone, compiler_problem, progress_file, worker_env
+from shoal.env.launcher import worker_env
+from shoal.env.machine import compiler_problem
+from shoal.env.settings import progress_file
+from shoal.env.worker import WorkerEnv, alone
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.checkpoint_state import flatten

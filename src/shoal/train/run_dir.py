@@ -36,8 +36,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal import env, record
+from shoal import record
 from shoal.atomic_io import write_atomically
+from shoal.env import settings
+from shoal.env.slurm import job_id
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.config import load_toml, to_toml
@@ -247,7 +249,7 @@ def _successor(folder: Path) -> str:
 def _this_process() -> _Owner:
     token = uuid.uuid4().hex
     return _Owner(
-        job=env.job_id() or token[:12],
+        job=job_id() or token[:12],
         host=socket.gethostname(),
         pid=os.getpid(),
         since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
@@ -260,7 +262,7 @@ def _this_process() -> _Owner:
 def _place() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return " ".join([boot, str(Path("/proc/self/ns/pid").readlink()), env.host_id() or ""])
+        return " ".join([boot, str(Path("/proc/self/ns/pid").readlink()), settings.host_id() or ""])
     except OSError:  # not Linux
         return ""
 
@@ -326,7 +328,7 @@ def _may_follow(run_dir: Path, file: Path) -> bool:
     if _judge(run_dir, seen):
         return True
     patience_s = PATIENCE_S
-    if seen.owner is not None and seen.owner.job == env.job_id():
+    if seen.owner is not None and seen.owner.job == job_id():
         patience_s = SAME_JOB_PATIENCE_S
     end, reported = time.monotonic() + patience_s, False
     while time.monotonic() < end:

@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 
 from shoal import record
 from shoal.decide.batch import BatchPlan
-from shoal.env import debug
+from shoal.env.settings import debug
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig
 

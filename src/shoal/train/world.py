@@ -25,7 +25,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from shoal.env import GPU_DEVICES, WorkerEnv, WorkerPlace, helpers, promised_gpus, selected_gpus
+from shoal.env.machine import GPU_DEVICES, promised_gpus, selected_gpus
+from shoal.env.settings import helpers
+from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.json_text import parse_json
 from shoal.train.config import DistributedConfig

@@ -15,7 +15,7 @@ from benchmarks.gpu.counts import packed_batch
 from smallest_models import BERT, MODELS, SMALL_DETECTOR, pretraining
 from torch import Tensor, nn
 
-from shoal.env import alone
+from shoal.env.worker import alone
 from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.models.pretraining import BertPretraining
 from shoal.train.config import LoopConfig

@@ -11,7 +11,7 @@ from benchmarks.squad_features import WINDOWS, check_equal, map_rows, question_r
 
 from shoal.data.squad.dataset import SquadData, read_squad
 from shoal.data.squad.features import SquadFeatures, make_features
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 
 needs_data = pytest.mark.skipif(
     not (data_dir() / "tokenizers").is_dir(), reason="no tokenizers of the test data (SHOAL_TEST_DATA)"

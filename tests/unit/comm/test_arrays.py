@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from engine_group import engine_group, on_threads
-from shoal import env
 from shoal.comm import arrays
 from shoal.comm.engine import SingleProcessEngine
 from shoal.comm.membership import Membership
 from shoal.comm.world import World
+from shoal.env.worker import WorkerPlace
 from shoal.errors import UsageError
 
 SHAPES = [(3, 4), (0,), (), (6, 30_000), (9,)]
@@ -23,7 +23,7 @@ SHAPES = [(3, 4), (0,), (), (6, 30_000), (9,)]
 @contextmanager
 def worlds(size: int) -> Iterator[list[World]]:
     places = [
-        env.WorkerPlace(rank=rank, num_workers=size, local_rank=rank, num_local_workers=size)
+        WorkerPlace(rank=rank, num_workers=size, local_rank=rank, num_local_workers=size)
         for rank in range(size)
     ]
     if size == 1:

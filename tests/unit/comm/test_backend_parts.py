@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from shoal import env
 from shoal.comm import rendezvous
 from shoal.comm.collectives import (
     ENGINE_DTYPES,
@@ -24,22 +23,23 @@ from shoal.comm.collectives import (
 )
 from shoal.comm.engine import CommError, Operation, SingleProcessEngine
 from shoal.comm.store import monitored_barrier
+from shoal.env import settings
 from shoal.errors import UsageError
 
 # ---- environment ----------------------------------------------------------------------------------------
 
 
 def test_helpers_with_and_without_bandwidth() -> None:
-    found = env.helpers({"SHOAL_HELPERS": "10.0.0.7:4400, 10.0.0.8:4401*2.5,"})
+    found = settings.helpers({"SHOAL_HELPERS": "10.0.0.7:4400, 10.0.0.8:4401*2.5,"})
     assert [(h.address, h.port) for h in found] == [("10.0.0.7", 4400), ("10.0.0.8", 4401)]
     assert found[1].bandwidth == 2.5
-    assert env.helpers({}) == []
+    assert settings.helpers({}) == []
 
 
 @pytest.mark.parametrize("entry", ["10.0.0.7", ":4400", "a:0", "a:70000", "a:1*0", "a:1*-2", "a:1*x", "a:1*"])
 def test_wrong_helpers_are_named(entry: str) -> None:
     with pytest.raises(UsageError, match="SHOAL_HELPERS has the entry"):
-        env.helpers({"SHOAL_HELPERS": f"10.0.0.1:1,{entry}"})
+        settings.helpers({"SHOAL_HELPERS": f"10.0.0.1:1,{entry}"})
 
 
 # ---- who and where --------------------------------------------------------------------------------------

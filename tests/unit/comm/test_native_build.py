@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal import env
 from shoal.comm import native_build
+from shoal.env.settings import CACHE_DIR
 from shoal.errors import EXIT_FAILURE, EXIT_USAGE, UsageError
 
 SOURCE = """
@@ -23,7 +23,7 @@ extern "C" SHOAL_API int sum(int value) { return value + OUTSIDE + static_cast<i
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> native_build.Library:
     """Return a library of one source, which includes a header of another package; the cache is empty."""
-    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "cache"))
     for name, text in (("sources/sum.cc", SOURCE), ("outside/outside.h", "#define OUTSIDE 40\n")):
         path = tmp_path / name
         path.parent.mkdir()

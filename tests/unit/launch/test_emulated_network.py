@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shoal.env import worker_env
+from shoal.env.launcher import worker_env
 from shoal.errors import UsageError
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_job import Hosts

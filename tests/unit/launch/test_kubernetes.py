@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import kubernetes
 from shoal.launch.kubernetes import KubernetesJob, job_name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal import env
+from shoal.env.secret import SECRET_FILE, job_secret
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import meeting
 from shoal.launch.meeting import Meeting, Start, may_start, usable_hosts
@@ -168,11 +168,11 @@ def test_a_secret_that_another_user_laid_there_is_refused(
     job.secret_file.touch(mode=0o600)
     job.secret_file.write_text("known to its owner")
     os.chown(job.secret_file, 12345, -1)
-    monkeypatch.setenv(env.SECRET_FILE, str(job.begin()))
+    monkeypatch.setenv(SECRET_FILE, str(job.begin()))
     with pytest.raises(
         UsageError, match=r"secret belongs to the user with the id 12345, who knows what is in it"
     ):
-        env.secret()
+        job_secret()
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from shoal.data.coco.score import NAMES, CocoScore
 from shoal.data.coco.synthetic import make_coco
 from shoal.data.steps import DataShard
 from shoal.decide.bucketing import GroupedOrder
-from shoal.env import WorkerPlace
+from shoal.env.worker import WorkerPlace
 from shoal.recipes.images import ImageDataConfig
 from shoal.recipes.mask_rcnn import LOSSES, mean_losses, open_data, sampling_keys
 from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig, TrainConfig, ValidationConfig

@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from shoal.env import alone
+from shoal.env.worker import alone
 from shoal.errors import UsageError
 from shoal.recipes.albert import IMMUTABLE, AlbertConfig, DataConfig
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneTrainConfig

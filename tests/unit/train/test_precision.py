@@ -20,7 +20,7 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput
 from shoal import doctor
 from shoal.cli.evaluate import evaluate_checkpoint
 from shoal.cli.predict import predict
-from shoal.env import alone
+from shoal.env.worker import alone
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.albert import AlbertConfig
 from shoal.recipes.images import memory_of

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shoal import record
 from shoal.data.sources import digest_of_rows
-from shoal.env import alone
+from shoal.env.worker import alone
 from shoal.errors import RetryStep, ShoalError, UsageError
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig
 from shoal.train.run import Run, Sizes

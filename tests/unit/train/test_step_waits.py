@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal import record
-from shoal.env import alone
+from shoal.env.worker import alone
 from shoal.errors import ShoalError
 from shoal.optim import moments
 from shoal.optim.lamb import Lamb

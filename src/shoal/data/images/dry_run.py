@@ -12,7 +12,7 @@ from shoal.data.images.headers import BadImage
 from shoal.data.images.prepare import ImagePrepareConfig, list_images, num_shards, read_image
 from shoal.data.images.reencode import check_pillow, reencode
 from shoal.data.images.sources import TRAIN, ImageSource, Listing
-from shoal.env import num_cores
+from shoal.env.machine import num_cores
 from shoal.formatting import plural, size
 
 _TRIED = 64

@@ -44,7 +44,7 @@ from shoal.data.prepare_dir import OVERWRITE, RECORDS, check_finished, preparing
 from shoal.data.process_pool import advance, run_unfinished
 from shoal.data.progress import Progress
 from shoal.decide.order import shuffled
-from shoal.env import num_cores
+from shoal.env.machine import num_cores
 from shoal.errors import ShoalError, UsageError
 from shoal.formatting import plural
 

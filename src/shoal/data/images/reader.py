@@ -22,7 +22,7 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.images.storage import Bytes
 from shoal.data.steps import SizedReader, example_names
 from shoal.decide.rng import Stream, below, draw, random_keys
-from shoal.env import num_cores
+from shoal.env.machine import num_cores
 from shoal.errors import ShoalError, UsageError
 
 _RANGES_PER_THREAD = 8

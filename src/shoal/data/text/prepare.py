@@ -44,7 +44,7 @@ from shoal.data.text.corpus import (
 from shoal.data.text.python_docs_corpus import write_snapshot
 from shoal.data.text.sentences import split_sentences
 from shoal.data.text.unpack import unpack_files
-from shoal.env import num_cores
+from shoal.env.machine import num_cores
 from shoal.errors import UsageError, did_you_mean
 
 BUILTIN = "builtin"

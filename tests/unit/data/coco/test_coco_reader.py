@@ -28,7 +28,7 @@ from shoal.data.images.shards import ImageShards, ImageShardWriter
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps
 from shoal.data.steps import DataShard, StepReader
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import ShoalError
 
 SEED, RUN = 5, 2

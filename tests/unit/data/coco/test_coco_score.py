@@ -20,7 +20,7 @@ from shoal.cli.app import app
 from shoal.data.coco.annotations import read_annotations
 from shoal.data.coco.results import KINDS, Kind, read_results
 from shoal.data.coco.score import CocoScore, overlaps_of, summarise
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools

@@ -18,7 +18,7 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.images.synthetic import make_images
 from shoal.data.images.transform import TrainTransform
 from shoal.data.loader import as_tensors
-from shoal.env import alone
+from shoal.env.worker import alone
 from shoal.models.resnet_config import ResNetConfig
 from shoal.recipes import images as image_recipes
 from shoal.recipes import resnet50, resnet50_config

@@ -13,7 +13,7 @@ from shoal.data.squad.config import WindowConfig
 from shoal.data.squad.dataset import Answer, Question, SquadData, read_squad
 from shoal.data.squad.features import SquadFeatures, make_features
 from shoal.data.text.tokenizer import read_tokenizer, train_tokenizer
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 

@@ -21,7 +21,7 @@ from shoal.data.squad.dataset import (
 )
 from shoal.data.squad.score import score_squad
 from shoal.data.text.text_scores import normalise_answer, token_f1
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.data.text.classify import MNLI_LABELS, Columns, Example, read_classify, score_classify
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 HEAD = "gold_label\tsentence1\tsentence2\n"

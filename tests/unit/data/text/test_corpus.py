@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from shoal.data.text import corpus, prepare
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 WIKITEXT = """ \n = First = \n \n One two . \n \n = = Part = = \n \n A 1 @.@ 5 @-@ metre 10 @,@ 000 <unk> . \n

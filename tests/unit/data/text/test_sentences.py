@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data.text.sentences import normalise, split_sentences
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 
 # "|" marks where a sentence ends; everything else is the text
 CASES = [

@@ -23,7 +23,7 @@ from shoal.data.text.tokenizer import (
     train_tokenizer,
     vocab_size,
 )
-from shoal.env import test_data_dir as data_dir
+from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 NASTY = [

@@ -1,0 +1,87 @@
+"""Cores, GPUs and compilers of this host."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sysconfig
+from pathlib import Path
+
+from shoal.env.launcher import num_local_workers
+from shoal.env.slurm import slurm_step
+from shoal.env.variables import Environ, number, text, variables_of
+
+GPUS = "SHOAL_GPUS"
+"""GPUs that the job asks for on each host; finding none is an error then."""
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+"""Device files of the drivers of NVIDIA and AMD."""
+_WSL_DEVICE = "/dev/dxg"
+"""Device file of any GPU under WSL, without CUDA too."""
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cores_per_worker(environ: Environ = None) -> int:
+    """Return this process's share of its host's cores; 0 if no launcher says how many workers there are."""
+    workers = num_local_workers(environ)
+    return num_cores() // workers if workers else 0
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs of this host. Torch, slow to import, is asked only if there is a driver."""
+    if not any(Path(file).exists() for file in (*GPU_DEVICES, _WSL_DEVICE)):
+        return 0
+    from torch import cuda
+
+    return cuda.device_count()
+
+
+def promised_gpus(environ: Environ = None) -> int:
+    """Return the number of GPUs that the scheduler has allocated to the job on this host; 0: none.
+
+    That is SHOAL_GPUS, Slurm's number in a step, or the GPUs that Kubernetes' device plug-in names.
+
+    Raises:
+        UsageError: a variable is not a number.
+    """
+    environ = variables_of(environ)
+    step = slurm_step(environ)
+    named = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")  # an image's own "all" promises nothing
+    return (
+        number(environ, GPUS, default=0)
+        or (step.num_gpus if step else 0)
+        or sum(name.startswith(("GPU-", "MIG-")) for name in named)
+    )
+
+
+def selected_gpus(environ: Environ = None) -> str:
+    """Return a variable that selects GPUs, such as ``CUDA_VISIBLE_DEVICES=0,1``; empty if none does."""
+    environ = variables_of(environ)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if re.match(r"\d|GPU-|MIG-", value := environ.get(name, "")):
+            return f"{name}={value}"
+    return ""
+
+
+def compiler(environ: Environ = None) -> str | None:
+    """Return the C++ compiler in ``CXX``, or ``None``."""
+    return text("CXX", environ)
+
+
+def compiler_problem(environ: Environ = None) -> str:
+    """Return the missing requirement of torch.compile for GPU kernels, and its remedy; else empty.
+
+    Triton compiles the launcher of each kernel as an extension module in C.
+    """
+    if not text("CC", environ) and not any(map(shutil.which, ("gcc", "clang"))):
+        return "torch.compile needs a C compiler on the host of a GPU: apt-get install gcc, or set CC"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        return f"torch.compile needs {header} on the host of a GPU: apt-get install python3-dev"
+    return ""
