@@ -18,7 +18,7 @@ import shoal
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/results.md", "docs/log.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/results.md", "docs/log/index.md", "docs/log/2026-11.md")
 CONTENT = results_page.read_rows()
 ROWS = [row for subject in CONTENT["subject"] for row in subject["rows"]]
 FIGURE = re.compile(r"\d+(?:[.,:]\d+)*(?:e-?\d+)?")
@@ -81,10 +81,15 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_index_of_the_log_has_every_entry() -> None:
-    index, *entries = (ROOT / "docs/log.md").read_text(encoding="utf-8").split("\n## 2")
-    for entry in entries:
-        (anchor,) = anchors(f"## 2{entry.splitlines()[0]}")
-        assert f"](#{anchor})" in index
+    index = (ROOT / "docs/log/index.md").read_text(encoding="utf-8")
+    subjects = [re.findall(r"^- .*\]\((.*)\)$", text, re.MULTILINE) for text in index.split("\n## ")[1:]]
+    assert all(len(rows) <= 10 for rows in subjects)
+    entries = []
+    for page in (ROOT / "docs/log").glob("2*.md"):
+        titles = re.findall(r"^## 2.*", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert f"]({page.name}) | {len(titles)} |" in index
+        entries += [f"{page.name}#{anchor}" for title in titles for anchor in anchors(title)]
+    assert sorted(row for rows in subjects for row in rows) == sorted(entries)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------
