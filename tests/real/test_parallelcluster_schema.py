@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from parallelcluster_mistakes import COMMON, MISTAKES, UNSOUND
-from shoal.launch.parallelcluster import ParallelCluster, render
+from shoal.launch.aws_cluster import CLUSTER, ParallelCluster
 
 ENVIRONMENT = Path(__file__).parents[2] / "build" / "parallelcluster"
 PACKAGES = ("aws-parallelcluster==3.16.*", "moto[ec2,iam,s3]>=5.1")
@@ -95,8 +95,10 @@ def with_mistake(good: dict[str, Any], path: tuple[str | int, ...], value: Any) 
 
 @pytest.mark.timeout(600)
 def test_parallelcluster_takes_the_configuration_and_finds_planted_mistakes(python: Path) -> None:
-    good = yaml.safe_load(render(ParallelCluster(**COMMON)))
-    other = yaml.safe_load(render(ParallelCluster(**COMMON, helpers=0, spot=True, fsx_gb=4_800)))
+    good, other = (
+        yaml.safe_load(ParallelCluster(**COMMON, **settings).files()[CLUSTER])
+        for settings in ({}, {"helpers": 0, "spot": True, "fsx_gb": 4_800})
+    )
     asked = {
         **COMMON,
         "schema": [good, other, *(with_mistake(good, *each) for each in MISTAKES)],

@@ -26,6 +26,7 @@ def check_file(wheel: Path) -> set[str]:
     for file in ("LICENSE", "THIRD_PARTY_NOTICES.md"):
         assert sum(name.endswith(f".dist-info/licenses/{file}") for name in names) == 1
     assert not [name for name in names if not name.startswith(("shoal/", "shoal-"))]
+    assert "shoal/launch/aws/parallelcluster.yaml" in names
     return set(names)
 
 

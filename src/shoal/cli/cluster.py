@@ -11,11 +11,8 @@ from cyclopts import App, Parameter
 
 from shoal.cli.settings import settings_from
 from shoal.errors import EXIT_OK, UsageError, did_you_mean
-from shoal.launch import cloudformation as stacks
-from shoal.launch import parallelcluster as parallel
 from shoal.launch.aws_checks import allowed
-from shoal.launch.cloudformation import CloudFormation
-from shoal.launch.parallelcluster import ParallelCluster
+from shoal.launch.aws_cluster import CLUSTER, FILE_SYSTEM, CloudFormation, ParallelCluster
 
 _FSX_PER_GB_MONTH = 0.21
 """US dollars of persistent SSD storage at 250 MB/s per TiB in us-east-1; recalled, not confirmed."""
@@ -44,20 +41,16 @@ def parallelcluster(
     config
         TOML file with options of this command, such as region = "us-east-1".
     """
-    _check_instances(plan)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / parallel.CONFIGURATION
-    path.write_text(parallel.render(plan), encoding="utf-8")
-    print(path)
+    _write(plan, out)
     name = f"--cluster-name {plan.name} --region {plan.region}"
-    print(f"check it:  pcluster create-cluster {name} --cluster-configuration {path} --dryrun true")
-    print(f"make it:   pcluster create-cluster {name} --cluster-configuration {path}")
+    file = f"--cluster-configuration {out / CLUSTER}"
+    print(f"check it:  pcluster create-cluster {name} {file} --dryrun true")
+    print(f"make it:   pcluster create-cluster {name} {file}")
     print(f"log in:    pcluster ssh {name} -i KEYFILE -L 6006:localhost:6006")
     print(
         f"delete it: pcluster delete-cluster {name}; the file system stays, and costs until it is deleted too"
     )
-    print(f"an hour of the file system: {_file_system_price(plan)}")
-    print(f"an hour of the head node: {_price((plan.head_instance, 1))}")
+    _print_prices(plan, "head node", plan.head_instance)
     print(f"an hour with all hosts: {_price(*_hosts(plan))}; they run only while jobs want them")
     return EXIT_OK
 
@@ -81,40 +74,47 @@ def cloudformation(
     config
         TOML file with options of this command, such as region = "us-east-1".
     """
-    _check_instances(plan)
-    out.mkdir(parents=True, exist_ok=True)
-    for file, text in stacks.render(plan).items():
-        (out / file).write_text(text, encoding="utf-8")
-        print(out / file)
+    _write(plan, out)
     print("make them, one after the other:")
-    for file in (stacks.FILE_SYSTEM, stacks.CLUSTER):
-        print(f"    {stacks.create_stack(plan, file, str(out / file))}")
-    print(f"the data host: {stacks.ask_data_host(plan)}")
+    for file in (FILE_SYSTEM, CLUSTER):
+        print(f"    {plan.create_stack(file, out / file)}")
+    print(f"the data host: {plan.print_data_host()}")
     print("delete them, the cluster first; the second takes all runs with it, but not the bucket:")
-    for file in (stacks.CLUSTER, stacks.FILE_SYSTEM):
-        print(f"    {stacks.delete_stack(plan, file)}")
-    print(f"an hour of the file system: {_file_system_price(plan)}")
-    print(f"an hour of the data host: {_price((plan.data_instance, 1))}")
+    for file in (CLUSTER, FILE_SYSTEM):
+        print(f"    {plan.delete_stack(file)}")
+    _print_prices(plan, "data host", plan.data_instance)
     print(f"an hour of the cluster: {_price(*_hosts(plan))}")
     return EXIT_OK
 
 
-def _check_instances(plan: ParallelCluster | CloudFormation) -> None:
-    """Compare the instance types with those that botocore knows, where it is installed.
+def _write(plan: ParallelCluster | CloudFormation, out: Path) -> None:
+    """Write the files and print their names.
 
     Raises:
-        UsageError: it does not know one.
+        UsageError: botocore, where it is installed, does not know an instance type.
     """
-    if find_spec("botocore") is None:
-        return
-    known = allowed("ec2", "InstanceType")
+    known = allowed("ec2", "InstanceType") if find_spec("botocore") is not None else []
     for field in fields(plan):
         value = getattr(plan, field.name)
-        if field.name.endswith("_instance") and value not in known:
+        if known and field.name.endswith("_instance") and value not in known:
             raise UsageError(
                 f"--{field.name.replace('_', '-')} {value!r} is no instance type that botocore knows; "
                 f"upgrade boto3 if it is new.{did_you_mean(value, known)}"
             )
+    out.mkdir(parents=True, exist_ok=True)
+    for file, text in plan.files().items():
+        (out / file).write_text(text, encoding="utf-8")
+        print(out / file)
+
+
+def _print_prices(plan: ParallelCluster | CloudFormation, host: str, instance: str) -> None:
+    file_system = plan.fsx_gb * _FSX_PER_GB_MONTH / _HOURS_A_MONTH
+    print(f"an hour of the file system: ${file_system:.2f}, a list price recalled and not confirmed")
+    print(f"an hour of the {host}: {_price((instance, 1))}")
+
+
+def _hosts(plan: ParallelCluster | CloudFormation) -> tuple[tuple[str, int], ...]:
+    return (plan.worker_instance, plan.workers), (plan.helper_instance, plan.helpers)
 
 
 def _price(*hosts: tuple[str, int]) -> str:
@@ -129,12 +129,3 @@ def _price(*hosts: tuple[str, int]) -> str:
             unpriced.append(name)
     without = f", without {', '.join(unpriced)}" if unpriced else ""
     return f"${total:,.2f} on demand by shoal plan's catalog{without}"
-
-
-def _hosts(plan: ParallelCluster | CloudFormation) -> tuple[tuple[str, int], ...]:
-    return (plan.worker_instance, plan.workers), (plan.helper_instance, plan.helpers)
-
-
-def _file_system_price(plan: ParallelCluster | CloudFormation) -> str:
-    an_hour = plan.fsx_gb * _FSX_PER_GB_MONTH / _HOURS_A_MONTH
-    return f"${an_hour:.2f}, a list price recalled and not confirmed"

@@ -15,9 +15,7 @@ import test_slurm
 
 import parallelcluster_mistakes
 from shoal.errors import UsageError
-from shoal.launch.aws_cluster import AwsCluster
-from shoal.launch.cloudformation import CloudFormation
-from shoal.launch.parallelcluster import ParallelCluster
+from shoal.launch.aws_cluster import AwsCluster, CloudFormation, ParallelCluster
 
 # In generated files; each is planted by a test of that module, and in Slurm's script by tests/real too
 IN_FILES: dict[str, list[Any]] = {

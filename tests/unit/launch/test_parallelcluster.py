@@ -11,7 +11,7 @@ import yaml
 from parallelcluster_mistakes import COMMON
 from shoal.cli.cluster import parallelcluster as write
 from shoal.errors import UsageError
-from shoal.launch.parallelcluster import ParallelCluster, render
+from shoal.launch.aws_cluster import ParallelCluster
 
 CLUSTER = """\
 Region: us-east-1
@@ -42,7 +42,7 @@ Scheduling:
 
 
 def test_a_cluster_reads_like_this() -> None:
-    text = render(ParallelCluster(**COMMON))
+    text = ParallelCluster(**COMMON).files()["cluster.yaml"]
     assert text.startswith(CLUSTER)
     assert len(text.splitlines()) <= 60
     found = yaml.safe_load(text)
@@ -53,9 +53,8 @@ def test_a_cluster_reads_like_this() -> None:
     assert (storage["MountDir"], storage["FsxLustreSettings"]["DeletionPolicy"]) == ("/fsx", "Retain")
     association = storage["FsxLustreSettings"]["DataRepositoryAssociations"][0]
     assert association["AutoExportPolicy"] == ["NEW", "CHANGED"]  # nothing is deleted in the bucket
-    alone = yaml.safe_load(render(ParallelCluster(**COMMON, helpers=0, spot=True)))["Scheduling"][
-        "SlurmQueues"
-    ]
+    without_helpers = ParallelCluster(**COMMON, helpers=0, spot=True).files()["cluster.yaml"]
+    alone = yaml.safe_load(without_helpers)["Scheduling"]["SlurmQueues"]
     assert [(queue["Name"], queue["CapacityType"]) for queue in alone] == [("workers", "SPOT")]
 
 
@@ -77,14 +76,13 @@ def test_mistakes_in_the_options(settings: dict[str, Any], said: str) -> None:
         ParallelCluster(**{**COMMON, **settings})
 
 
-def test_the_command_says_how_to_make_and_delete_it(
+def test_the_command_prints_the_commands_that_make_and_delete_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert write(plan=ParallelCluster(**COMMON, helper_instance="m5.large"), out=tmp_path / "aws") == 0
     said = capsys.readouterr().out
-    assert (tmp_path / "aws" / "cluster.yaml").read_text() == render(
-        ParallelCluster(**COMMON, helper_instance="m5.large")
-    )
+    files = ParallelCluster(**COMMON, helper_instance="m5.large").files()
+    assert {path.name: path.read_text() for path in (tmp_path / "aws").iterdir()} == files
     assert "pcluster create-cluster --cluster-name shoal --region us-east-1 --cluster-configuration" in said
     assert "pcluster delete-cluster" in said and "without m5.large" in said
     assert "an hour of the head node: $0.38 " in said and "an hour of the file system: $0.35," in said
