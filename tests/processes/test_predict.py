@@ -474,6 +474,5 @@ def test_the_commands_of_the_page(
 
 def test_a_run_that_has_not_ended_is_refused(classify_run: Path, tmp_path: Path) -> None:
     shutil.copytree(classify_run, tmp_path / "run", ignore=shutil.ignore_patterns("transformers"))
-    assert using.run_of(classify_run / "transformers") == classify_run.resolve()
     with pytest.raises(UsageError, match="continue it to its end"):
         using.find_trained(tmp_path / "run")

@@ -317,7 +317,7 @@ def test_export_of_any_checkpoint(whole_run: Path, tmp_path: Path) -> None:
     )
     ids = tokenizer("the moon [MASK]", add_special_tokens=False)["input_ids"]
     assert tokenizer.mask_token_id == ids[-1] and tokenizer.unk_token_id not in ids
-    with pytest.raises(UsageError, match=r"it has no config\.toml"):
+    with pytest.raises(UsageError, match=r"is not a run of shoal \(with config\.toml\)"):
         export_run(tmp_path)
 
 

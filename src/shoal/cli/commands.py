@@ -36,10 +36,10 @@ def export(
     """
     if onnx is not None and precision != "fp32":
         raise UsageError(f"--onnx is written in fp32: leave out --precision {precision}, or leave out --onnx")
-    from shoal.train.run_dir import run_dir_of
+    from shoal.recipes.model_source import find_model
 
-    if onnx is None or not (source / "config.json").is_file():
-        run_dir_of(source)  # a wrong path is said at once, before torch is imported
+    # a wrong path is refused at once, before torch is imported
+    find_model(source, "SOURCE", kinds=("run", "checkpoint", "export") if onnx else ("run", "checkpoint"))
     if onnx is None:
         from shoal.recipes.export import export_any
 

@@ -182,11 +182,12 @@ def evaluate_checkpoint(
     workers
         Workers on this host (default: one per GPU, or one).
     """
+    from shoal.recipes.model_source import find_run
     from shoal.record import Start, read_record
     from shoal.train.checkpoint_files import is_checkpoint, list_checkpoints
-    from shoal.train.run_dir import CONFIG_FILE, run_dir_of
+    from shoal.train.run_dir import CONFIG_FILE
 
-    run = run or run_dir_of(checkpoint)
+    run = run or find_run(checkpoint, "CHECKPOINT")
     if not is_checkpoint(checkpoint):
         found = list_checkpoints(checkpoint)
         if not found:

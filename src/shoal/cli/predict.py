@@ -94,12 +94,10 @@ def predict_mask_rcnn(
         Autocast type; auto: fp32 on CPUs; on GPUs bf16, or fp16 where there is none. It is in the output.
     """
     from shoal.data.images.files import image_files
-    from shoal.recipes.images import find_export
-    from shoal.train.run_dir import run_dir_of
+    from shoal.recipes.images import find_network
 
     def check() -> list[str]:
-        if find_export(model) is None:
-            run_dir_of(model)  # a wrong path is said at once, before torch is imported
+        find_network(model)  # a wrong path is refused at once, before torch is imported
         if not images:
             raise UsageError("no image is named: give image files, or folders of them")
         return [f"images       {len(image_files(images)):,}"]

@@ -11,6 +11,7 @@ import cyclopts
 from cyclopts import App, Group, Parameter
 
 from shoal.recipes import using
+from shoal.recipes.model_source import find_model
 from shoal.recipes.start import Launch
 from shoal.train.config import load_toml
 from shoal.train.run_dir import CONFIG_FILE
@@ -38,7 +39,7 @@ def with_options(command: Callable[..., int], settings: type[Any], text: str) ->
 def settings_of_the_run(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
     """Fill in the settings that the command line left open from those of the model's run, if it is of one."""
     given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
-    run_dir = using.run_of(Path(given["--model"])) if "--model" in given else None
+    run_dir = find_model(Path(given["--model"])).run if "--model" in given else None
     if run_dir is None:
         return
     known = {argument.name for argument in arguments}

@@ -14,12 +14,13 @@ from shoal.errors import UsageError
 from shoal.models.pretraining import Pretraining, new_encoder
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes import masked_lm, t5
+from shoal.recipes.model_source import find_run
 from shoal.recipes.prepared_text import tokenizer_files
 from shoal.recipes.t5_stages import write_stored
 from shoal.record import Start, read_record
 from shoal.train.checkpoint import load_model, stored_model
 from shoal.train.config import load_toml
-from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
+from shoal.train.run_dir import CONFIG_FILE, description_in
 
 _ENCODERS: dict[str, Any] = {"albert": AlbertModelConfig, "bert": BertModelConfig}
 """The settings of the models."""
@@ -41,13 +42,13 @@ def export_any(source: Path, out: Path | None = None, *, precision: str = "fp32"
         UsageError: ``source`` belongs to no run whose model can be exported.
         ShoalError: there is no checkpoint, or it is damaged.
     """
-    recipe = recipe_of(run_dir_of(source))
+    recipe = recipe_of(find_run(source, "SOURCE"))
     if recipe not in _IMAGES:
         return export_run(source, out, precision=precision)
     module = import_module(_IMAGES[recipe])
     found, step = module.read_checkpoint(source)
     found.model.to(TYPES[precision])
-    out = out or run_dir_of(source) / f"model-{step}"
+    out = out or find_run(source, "SOURCE") / f"model-{step}"
     module.write_export(found, out)
     return out
 
@@ -64,7 +65,7 @@ def export_run(source: Path, out: Path | None = None, *, precision: str = "fp32"
         UsageError: ``source`` belongs to no pretraining run.
         ShoalError: there is no checkpoint, or it is damaged.
     """
-    run_dir = run_dir_of(source)
+    run_dir = find_run(source, "SOURCE")
     if recipe_of(run_dir) == "t5":
         return _export_t5(source, run_dir, out, precision)
     model, step = _read_encoder(source, run_dir)
@@ -81,7 +82,7 @@ def read_encoder(source: Path) -> tuple[Pretraining, Path]:
         UsageError: ``source`` is no such run nor a checkpoint in one.
         ShoalError: there is no checkpoint, or it is damaged.
     """
-    run_dir = run_dir_of(source)
+    run_dir = find_run(source, "SOURCE")
     if recipe_of(run_dir) == "t5":
         raise UsageError(f"{run_dir} is a run of t5, which has no masks to fill: name one of albert or bert")
     model, _ = _read_encoder(source, run_dir)

@@ -11,8 +11,9 @@ from cyclopts import Parameter
 
 from shoal.errors import UsageError
 from shoal.recipes import finetuning, using
+from shoal.recipes.model_source import find_model
 from shoal.recipes.using import PredictConfig, Row
-from shoal.train.config import REQUIRED
+from shoal.train.config import REQUIRED, required
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -48,7 +49,7 @@ def check_prediction(what: Predict, inputs: tuple[Path, ...]) -> list[str]:
     Raises:
         UsageError: no model, no text, or a file that cannot be read.
     """
-    finetuning.kind_of_source(what.model)
+    find_model(what.model)
     using.check_files(inputs)
     using.check_out(what.out)
     if (what.text is not None) == bool(inputs):
@@ -100,7 +101,8 @@ def read_model(source: Path) -> "tuple[Pretraining | MaskedLM, Tokenizer, int]":
     from shoal.models.directory import resolve
     from shoal.models.tasks import MaskedLM, load_task_model
 
-    if finetuning.kind_of_source(source) == "run":
+    found = find_model(source)
+    if found.checkpoint is not None:
         from shoal.data.manifest import Manifest
         from shoal.data.text.tokenizer import read_tokenizer
         from shoal.recipes.export import read_encoder
@@ -108,7 +110,7 @@ def read_model(source: Path) -> "tuple[Pretraining | MaskedLM, Tokenizer, int]":
         model, data = read_encoder(source)
         file = data / Manifest.load(data).tokenizer.file
         return model, read_tokenizer(file, lowercase=True), model.config.max_position_embeddings
-    directory = resolve(source)
+    directory = resolve(required(found.directory))
     masked = load_task_model(MaskedLM, directory)
     if masked.new_parts:
         raise UsageError(

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from shoal.decide.batch import BatchPlan, MicroBatch, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.json_text import parse_json
-from shoal.models.text_config import HUB, num_positions
+from shoal.models.text_config import num_positions
+from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, ModelSource, find_model
 from shoal.recipes.prepared_text import tokenizer_files
 from shoal.train.config import (
     DistributedConfig,
@@ -28,6 +29,7 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
+from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,9 +46,6 @@ if TYPE_CHECKING:
 
 START = "start"
 """Folder of the run directory with the weights of a pretraining run, exported once."""
-EXPORT = "transformers"
-"""Folder of the run directory with the finetuned model."""
-MODEL_CONFIG = "config.json"
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -187,7 +186,7 @@ def open_source(config: SourceConfig, run: "Run") -> Path:
     from shoal.train.world import run_on_all
 
     path, world = required(config.path), run.world
-    if kind_of_source(path) == "hub":  # each host has a cache of its own
+    if find_source(path).kind == "hub":  # each host has a cache of its own
         return Path(run_on_all(world.control, lambda: str(resolve(path)))[world.place.rank])
     folder = required(run.directory)
     return Path(
@@ -196,50 +195,26 @@ def open_source(config: SourceConfig, run: "Run") -> Path:
 
 
 def prepare_source(path: Path, run_dir: Path) -> Path:
-    """Return the transformers directory that ``path`` stands for.
+    """Return the transformers directory of the model in ``path``.
 
-    A finetuned run stands for its ``transformers`` folder. Of a pretraining run, the newest checkpoint (or
-    the named one) is exported into ``run_dir``, once.
+    Of a pretraining run, the newest checkpoint (or the named one) is exported into ``run_dir``, once.
 
     Raises:
-        UsageError: ``path`` is neither a transformers directory nor a run nor a checkpoint in one.
+        UsageError: ``path`` names no model, or a checkpoint of a finetuning.
         ShoalError: the run has no checkpoint, or it is damaged.
     """
     from shoal.models.directory import resolve
     from shoal.recipes.export import export_run
 
-    kind = kind_of_source(path)
-    if kind in ("directory", "hub"):
-        return resolve(path)
-    if kind == "finetuned":
-        return path / EXPORT
-    start = run_dir / START
+    source, start = find_source(path), run_dir / START
+    if source.checkpoint is None:
+        return resolve(required(source.directory))
     return start if (start / MODEL_CONFIG).is_file() else export_run(path, start)
 
 
-def kind_of_source(path: Path) -> str:
-    """Return the kind of ``path``: ``hub`` (a name there), ``directory``, ``finetuned`` (a run) or ``run``.
-
-    Raises:
-        UsageError: none of these.
-    """
-    from shoal.train.run_dir import CONFIG_FILE
-
-    if str(path).startswith(HUB):
-        return "hub"
-    if (path / MODEL_CONFIG).is_file():
-        return "directory"
-    if (path / CONFIG_FILE).is_file():
-        is_finetuning = "path" in load_toml(path / CONFIG_FILE).get("model", {})
-        return "finetuned" if is_finetuning and (path / EXPORT / MODEL_CONFIG).is_file() else "run"
-    if (path.resolve().parent.parent / CONFIG_FILE).is_file():
-        return "run"
-    what = "is neither" if path.exists() else "does not exist; name"
-    joint = "nor" if path.exists() else "or"
-    raise UsageError(
-        f"model.path {path} {what} a transformers directory (with {MODEL_CONFIG}) {joint} the directory of a "
-        f"run of shoal (with {CONFIG_FILE}); a model of the hub is named {HUB}NAME"
-    )
+def find_source(path: Path) -> ModelSource:
+    """Return the files of the model to start from."""
+    return find_model(path, "model.path")
 
 
 def new_parts(model: "TaskModel") -> list[str]:
@@ -308,23 +283,21 @@ def longest_sequence(directory: Path) -> int:
 
 
 def positions_of(path: Path) -> int | None:
-    """Return the positions of the model that ``path`` stands for, which has not to be exported.
+    """Return the number of positions of the model in ``path``, before it is exported.
 
     Returns:
-        None of a model without a limit, and of the hub's, which may not be here yet.
+        None for a model without a limit, and for the hub's, which may not be here yet.
 
     Raises:
-        UsageError: as of :func:`kind_of_source`.
+        UsageError: there is no such model.
     """
-    from shoal.train.run_dir import CONFIG_FILE, run_dir_of
-
-    kind = kind_of_source(path)
-    if kind == "hub":
+    source = find_source(path)
+    if source.kind == "hub":
         return None
-    if kind == "run":
-        sizes: dict[str, Any] = load_toml(run_dir_of(path) / CONFIG_FILE).get("model", {})
+    if source.checkpoint is not None:
+        sizes: dict[str, Any] = load_toml(required(source.run) / CONFIG_FILE).get("model", {})
         return sizes.get("max_position_embeddings")
-    return num_positions(read_model_config(path / EXPORT if kind == "finetuned" else path))
+    return num_positions(read_model_config(required(source.directory)))
 
 
 def check_length(path: Path, setting: str, max_seq_length: int) -> None:
@@ -431,9 +404,9 @@ def finish(run: "Run", model: "TaskModel | T5", source: Path, max_length: int | 
 
     def export(directory: Path) -> None:
         tokenizer = tokenizer_files(read_source_tokenizer(source), model, max_length)
-        save(model, directory / EXPORT, tokenizer=tokenizer)
+        save(model, directory / TRANSFORMERS, tokenizer=tokenizer)
 
-    return run.finish(export, lambda _: f"the finetuned model is in {required(run.directory) / EXPORT}")
+    return run.finish(export, lambda _: f"the finetuned model is in {required(run.directory) / TRANSFORMERS}")
 
 
 # ------------------------------------------------------------------------------------------------- dry run
@@ -456,7 +429,7 @@ def check_model(
     make_plan(config, num_sequences=config.train.global_batch_size, num_workers=num_workers)
     path = required(config.model.path)
     check_length(path, setting, max_seq_length)
-    if kind_of_source(path) == "run" and not exports:
+    if find_source(path).checkpoint is not None and not exports:
         return None
     with tempfile.TemporaryDirectory() as folder:
         directory = prepare_source(path, Path(folder))

@@ -20,6 +20,7 @@ from shoal.data.manifest import MANIFEST
 from shoal.decide.batch import MemoryEstimate
 from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
+from shoal.recipes.model_source import MODEL_CONFIG, ModelSource, find_model
 from shoal.train import run_dir
 from shoal.train.config import (
     REQUIRED,
@@ -238,9 +239,7 @@ def memory_of(profile: "StepProfile", config: ImageTrainConfig) -> MemoryEstimat
 
 # ------------------------------------------------------------------------------------------------- export
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-EXPORT = "model"
-"""Folder of a run directory with the trained network."""
+WEIGHTS = "model.safetensors"
 
 
 def write_directory(out: Path, model: "nn.Module", tree: Mapping[str, Any]) -> None:
@@ -255,14 +254,14 @@ def write_directory(out: Path, model: "nn.Module", tree: Mapping[str, Any]) -> N
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
     dtype = next(model.parameters()).dtype
-    write_json(temporary / CONFIG, {**tree, "dtype": str(dtype).removeprefix("torch.")})
+    write_json(temporary / MODEL_CONFIG, {**tree, "dtype": str(dtype).removeprefix("torch.")})
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)
 
 
-def find_export(source: Path) -> Path | None:
-    """Return the export of a run, or ``source`` itself where it is one."""
-    return next((path for path in (source / EXPORT, source) if (path / CONFIG).is_file()), None)
+def find_network(path: Path) -> ModelSource:
+    """Return the files of the network that ``path`` names; the hub has none of these recipes."""
+    return find_model(path, kinds=("run", "checkpoint", "export"))
 
 
 def read_tree(directory: Path, form: str) -> dict[str, Any]:
@@ -271,7 +270,7 @@ def read_tree(directory: Path, form: str) -> dict[str, Any]:
     Raises:
         UsageError: the directory has another format.
     """
-    path = directory / CONFIG
+    path = directory / MODEL_CONFIG
     tree: dict[str, Any] = parse_json(path.read_bytes(), str(path))
     if tree["format"] != form:
         raise UsageError(f"{path} is not that of a network that shoal trained: it is no {form}")
@@ -292,7 +291,7 @@ def reading(directory: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise UsageError(
-            f"{directory} is neither a run nor an exported network: {Path(error.filename).name} is missing"
+            f"{directory} is not an exported network: {Path(error.filename).name} is missing"
         ) from None
     except ShoalError:
         raise

@@ -26,6 +26,7 @@ from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
 from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig, make_plan
+from shoal.recipes.model_source import NETWORK
 from shoal.train.config import (
     required,
     settings_lines,
@@ -254,13 +255,13 @@ def export(
         detector = Exported(
             model=model, categories=categories, shorter=validation.shorter, longer=validation.longer
         )
-        write_export(detector, directory / images.EXPORT)
+        write_export(detector, directory / NETWORK)
 
     return run.finish(
         write,
         lambda _: (
             f"{len(required(results)):,} objects in {directory / RESULTS}, all figures in "
-            f"{directory / SCORES}, the model in {directory / images.EXPORT}"
+            f"{directory / SCORES}, the model in {directory / NETWORK}"
         ),
     )
 

@@ -22,9 +22,10 @@ from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.recipes.images import WEIGHTS, read_tree, reading, write_directory
+from shoal.recipes.model_source import find_run
 from shoal.train.checkpoint import load_model
 from shoal.train.config import load_toml
-from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
+from shoal.train.run_dir import CONFIG_FILE, description_in
 
 FORMAT = "shoal-mask-rcnn"
 
@@ -77,7 +78,7 @@ def read_checkpoint(source: Path) -> tuple[Exported, int]:
         UsageError: ``source`` is neither a run of this recipe nor a checkpoint in one.
         ShoalError: there is no checkpoint, or it is damaged.
     """
-    run_dir = run_dir_of(source)
+    run_dir = find_run(source, "--model")
     config = load_toml(run_dir / CONFIG_FILE)
     try:
         network, validation = _network(config["model"]), config["validation"]

@@ -27,10 +27,10 @@ from shoal.data.images.pixels import Pixels, finish
 from shoal.data.images.reencode import check_pillow
 from shoal.data.images.transform import decode, normalisation
 from shoal.errors import ShoalError, UsageError, did_you_mean
-from shoal.recipes.images import find_export
+from shoal.recipes.images import find_network
 from shoal.recipes.mask_rcnn_export import Exported, read_checkpoint, read_export
 from shoal.recipes.mask_rcnn_score import Found, add_found, results_of
-from shoal.train.config import DistributedConfig
+from shoal.train.config import DistributedConfig, required
 from shoal.train.gradients import Precision, choose_precision
 from shoal.train.run_dir import require_writable
 from shoal.train.world import World, all_gather_json, choose_device, infer
@@ -120,11 +120,11 @@ def read_detector(source: Path) -> Exported:
     """Return the detector of an export (a run's own where it has one), else of a checkpoint.
 
     Raises:
-        UsageError: ``source`` is neither an export nor a run of this recipe nor a checkpoint in one.
+        UsageError: ``source`` has no model of this recipe.
         ShoalError: it is damaged, or has no checkpoint yet.
     """
-    found = find_export(source)
-    return read_export(found) if found else read_checkpoint(source)[0]
+    found = find_network(source)
+    return read_export(required(found.directory)) if found.checkpoint is None else read_checkpoint(source)[0]
 
 
 def objects_in(

@@ -16,7 +16,7 @@ from shoal.recipes.mask_rcnn import RESULTS, SCORES
 from shoal.recipes.mask_rcnn_config import ValidationConfig
 from shoal.recipes.using import UseConfig
 from shoal.train.config import REQUIRED
-from shoal.train.run_dir import require_writable, run_dir_of
+from shoal.train.run_dir import require_writable
 
 if TYPE_CHECKING:
     from shoal.train.gradients import Precision
@@ -47,8 +47,7 @@ def check_evaluation(what: Evaluate, inputs: tuple[Path, ...]) -> list[str]:
     Raises:
         UsageError: no detector, no images, or a folder that cannot be written.
     """
-    if images.find_export(what.model) is None:
-        run_dir_of(what.model)
+    images.find_network(what.model)
     shards = ImageShards(what.data, what.split)
     if what.out is not None:
         require_writable(what.out)

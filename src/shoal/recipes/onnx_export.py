@@ -21,9 +21,10 @@ from shoal.atomic_io import PARTIAL, publish
 from shoal.errors import UsageError, import_extra
 from shoal.models.directory import load_weights, model_type_of
 from shoal.models.text_config import input_names
-from shoal.recipes import images, resnet50_export
+from shoal.recipes import resnet50_export
 from shoal.recipes.export import export_any
-from shoal.recipes.finetuning import EXPORT, read_model_config
+from shoal.recipes.finetuning import read_model_config
+from shoal.recipes.model_source import find_model
 
 _HEADS = {
     "ForQuestionAnswering": AutoModelForQuestionAnswering,
@@ -57,8 +58,8 @@ def export_onnx(source: Path, file: Path, out: Path | None = None) -> None:
         import_extra(module, "onnx", "the form ONNX needs onnx and onnxscript")
     if not file.resolve().parent.is_dir():
         raise UsageError(f"--onnx {file}: there is no folder {file.resolve().parent}; make it first")
-    exports = (source, source / EXPORT, source / images.EXPORT)
-    directory = next((path for path in exports if (path / images.CONFIG).is_file()), None)
+    found = find_model(source, "SOURCE", kinds=("run", "checkpoint", "export"))
+    directory = None if found.kind == "checkpoint" else found.directory
     directory = directory or export_any(source, out)
     if (form := read_model_config(directory).get("format")) == resnet50_export.FORMAT:
         _export_network(resnet50_export.read_export(directory), file)

@@ -25,6 +25,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import images, run_script
+from shoal.recipes.model_source import NETWORK
 from shoal.recipes.resnet50_config import NUM_CLASSES_MADE, ResNetTrainConfig, count_classes, make_plan
 from shoal.train.config import (
     required,
@@ -202,7 +203,7 @@ def export(
     from shoal.recipes.resnet50_export import Exported, write_export
     from shoal.recipes.resnet50_score import TOP1
 
-    directory = required(run.directory) / images.EXPORT
+    directory = required(run.directory) / NETWORK
 
     def write(_: Path) -> None:
         made = Exported(

@@ -19,10 +19,11 @@ from shoal.data.images.manifest import ImageManifest
 from shoal.errors import UsageError
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
-from shoal.recipes.images import WEIGHTS, find_export, read_tree, reading, write_directory
+from shoal.recipes.images import WEIGHTS, find_network, read_tree, reading, write_directory
+from shoal.recipes.model_source import find_run
 from shoal.train.checkpoint import load_model
-from shoal.train.config import load_toml
-from shoal.train.run_dir import CONFIG_FILE, description_in, run_dir_of
+from shoal.train.config import load_toml, required
+from shoal.train.run_dir import CONFIG_FILE, description_in
 
 FORMAT = "shoal-resnet"
 _USE = ("size", "resize", "mirror", "mean", "std")
@@ -93,11 +94,11 @@ def read_network(source: Path) -> Exported:
     """Return the network of an export (a run's own where it has one), else of a checkpoint.
 
     Raises:
-        UsageError: ``source`` is neither an export nor a run of this recipe nor a checkpoint in one.
+        UsageError: ``source`` has no model of this recipe.
         ShoalError: it is damaged, or has no checkpoint yet.
     """
-    found = find_export(source)
-    return read_export(found) if found else read_checkpoint(source)[0]
+    found = find_network(source)
+    return read_export(required(found.directory)) if found.checkpoint is None else read_checkpoint(source)[0]
 
 
 def read_checkpoint(source: Path) -> tuple[Exported, int]:
@@ -109,7 +110,7 @@ def read_checkpoint(source: Path) -> tuple[Exported, int]:
         UsageError: ``source`` is neither a run of this recipe nor a checkpoint in one.
         ShoalError: there is no checkpoint, or it is damaged.
     """
-    run_dir = run_dir_of(source)
+    run_dir = find_run(source, "--model")
     config = load_toml(run_dir / CONFIG_FILE)
     try:
         use = {**config["augment"], **config["validation"]}

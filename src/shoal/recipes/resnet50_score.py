@@ -15,7 +15,6 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes import images
 from shoal.recipes.start import Launch, start
-from shoal.train.run_dir import run_dir_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -145,8 +144,7 @@ def run(source: Path, what: Scoring, how: Launch, *, command: list[str]) -> int:
     """
 
     def describe(num_workers: int) -> list[str]:
-        if images.find_export(source) is None:
-            run_dir_of(source)
+        images.find_network(source)
         shards = ImageShards(what.data, what.split)
         return [f"{len(shards):,} images of {what.data} over {num_workers} workers"]
 

@@ -13,7 +13,6 @@ from shoal.errors import UsageError
 from shoal.recipes import images, using
 from shoal.recipes.using import PredictConfig, Row
 from shoal.train.config import REQUIRED
-from shoal.train.run_dir import run_dir_of
 
 if TYPE_CHECKING:
     from shoal.train.gradients import Precision
@@ -43,8 +42,7 @@ def check_prediction(what: Predict, inputs: tuple[Path, ...]) -> list[str]:
     Raises:
         UsageError: no network, no image, or a folder that is not there.
     """
-    if images.find_export(what.model) is None:
-        run_dir_of(what.model)
+    images.find_network(what.model)
     if not inputs:
         raise UsageError("no image is named: give image files, or folders of them")
     using.check_out(what.out)

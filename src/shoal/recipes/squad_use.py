@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from shoal.data.squad.config import AnswerConfig, WindowConfig
 from shoal.errors import UsageError
 from shoal.recipes import finetuning, squad, using
+from shoal.recipes.model_source import find_model
 from shoal.recipes.using import ComputeConfig, PredictConfig, Row
 from shoal.train.config import REQUIRED, required
 from shoal.train.run_dir import require_writable
@@ -103,7 +104,7 @@ def _read(what: Predict, inputs: tuple[Path, ...]) -> "list[SquadData]":
 def _version(what: Predict, data: "SquadData") -> Literal["1.1", "2.0"]:
     if what.rules != "auto":
         return what.rules
-    run_dir, has_answers = using.run_of(what.model), any(question.answers for question in data.questions)
+    run_dir, has_answers = find_model(what.model).run, any(question.answers for question in data.questions)
     scored_with_null = run_dir is not None and (run_dir / squad.NULL_ODDS).is_file()
     return "2.0" if scored_with_null and not has_answers else data.version
 

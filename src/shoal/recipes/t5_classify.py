@@ -29,7 +29,8 @@ from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import classify, finetuning, run_script, t5_written
 from shoal.recipes.classify import ClassifyDataConfig
-from shoal.recipes.finetuning import EXPORT, FinetuneConfig, FinetuneOptimConfig
+from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig
+from shoal.recipes.model_source import TRANSFORMERS
 from shoal.recipes.prepared_text import tokenizer_files
 from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search, T5WordingConfig
 from shoal.train.config import required
@@ -224,8 +225,8 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             return finetuning.finish(run, model, source, config.data.max_seq_length)
         exported = tokenizer_files(tokenizer, model, config.data.max_seq_length)
         return run.finish(
-            lambda directory: write_stored(directory, model, directory / EXPORT, exported),
-            lambda _: f"the finetuned model is in {required(run.directory) / EXPORT}",
+            lambda directory: write_stored(directory, model, directory / TRANSFORMERS, exported),
+            lambda _: f"the finetuned model is in {required(run.directory) / TRANSFORMERS}",
         )
 
 

@@ -18,11 +18,11 @@ from cyclopts import Parameter
 
 from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError, require_positive
-from shoal.recipes import finetuning, images
-from shoal.recipes.finetuning import EXPORT, MODEL_CONFIG
+from shoal.recipes import finetuning
+from shoal.recipes.model_source import TRANSFORMERS, ModelSource, find_model
 from shoal.recipes.start import Launch, start
-from shoal.train.config import REQUIRED, DistributedConfig
-from shoal.train.run_dir import CONFIG_FILE, require_writable, run_dir_of
+from shoal.train.config import REQUIRED, DistributedConfig, required
+from shoal.train.run_dir import require_writable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,43 +102,19 @@ SETTINGS = {
 # ------------------------------------------------------------------------------------------------- models
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A finetuned language model on disk."""
-
-    directory: Path
-    """Transformers directory with its sizes, labels and tokenizer, and its weights."""
-    checkpoint: Path | None = None
-    """A checkpoint of the same run, if its weights are asked for instead."""
-
-
-def run_of(source: Path) -> Path | None:
-    """Return the directory of the run that ``source`` is, or is the export or a checkpoint of."""
-    export = source.resolve().parent if source.resolve().name in (EXPORT, images.EXPORT) else source
-    return next((path for path in (export, _two_up(source)) if (path / CONFIG_FILE).is_file()), None)
-
-
-def _two_up(source: Path) -> Path:
-    return source.resolve().parent.parent
-
-
-def find_trained(source: Path) -> Trained:
-    """Return the finetuned model of ``source``; a run stands for its last weights.
+def find_trained(path: Path) -> ModelSource:
+    """Return the files of the language model in ``path``, with its sizes, labels and tokenizer.
 
     Raises:
-        UsageError: it is none, or a run that has not ended.
+        UsageError: there is none, or it is of a run that has not ended.
     """
-    kind = finetuning.kind_of_source(source)
-    if kind in ("directory", "hub"):
-        return Trained(directory=source)
-    run_dir = run_dir_of(source)
-    if not (run_dir / EXPORT / MODEL_CONFIG).is_file():
+    source = find_model(path)
+    if source.directory is None:
         raise UsageError(
-            f"--model {source}: the run {run_dir} has no folder {EXPORT}, which a finetuning writes when it "
-            "ends: continue it to its end, or finetune the pretrained model with `shoal finetune`"
+            f"--model {path}: the run {source.run} has no folder {TRANSFORMERS}, which a finetuning writes "
+            "when it ends: continue it to its end, or finetune the pretrained model with `shoal finetune`"
         )
-    checkpoint = None if kind == "finetuned" else source
-    return Trained(directory=run_dir / EXPORT, checkpoint=checkpoint)
+    return source
 
 
 def read_trained(source: Path, read: "Callable[[Path], Model]") -> "tuple[Model, Path]":
@@ -155,7 +131,7 @@ def read_trained(source: Path, read: "Callable[[Path], Model]") -> "tuple[Model,
     from shoal.train.checkpoint import load_model
 
     trained = find_trained(source)
-    directory = resolve(trained.directory)
+    directory = resolve(required(trained.directory))
     model = read(directory)
     if trained.checkpoint is not None:
         load_model(trained.checkpoint, model)

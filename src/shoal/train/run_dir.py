@@ -423,20 +423,6 @@ def open_run_dir(path: Path, config: Mapping[str, Any], fixed: Sequence[str]) ->
     write_atomically(file, (comment + to_toml(config)).encode())
 
 
-def run_dir_of(source: Path) -> Path:
-    """Return the run directory of ``source``, which is a run directory or a checkpoint in one.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    run_dir = source if (source / CONFIG_FILE).is_file() else source.resolve().parent.parent
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise UsageError(
-            f"{source} is neither a run directory nor a checkpoint in one: it has no {CONFIG_FILE}"
-        )
-    return run_dir
-
-
 def require_writable(path: Path) -> None:
     """Create the directory and a temporary file in it.
 

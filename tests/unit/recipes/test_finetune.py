@@ -143,7 +143,7 @@ def _without_config(model: Path) -> None:
     [
         (_without_tokenizer, "holds no tokenizer (tokenizer.json, vocab.txt, spiece.model)"),
         (_of_another_vocabulary, "50 embeddings; they do not belong together"),
-        (_without_config, "is neither a transformers directory (with config.json) nor"),
+        (_without_config, "a directory of an exported model (with config.json) or a model of the hub"),
     ],
 )
 def test_models_that_cannot_be_used_are_refused(

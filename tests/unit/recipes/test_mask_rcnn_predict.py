@@ -261,7 +261,10 @@ MISTAKES: dict[str, tuple[Callable[[list[Path], Path, Path], Prediction], str]] 
     ),
     "none": (lambda p, m, o: asked([], m, o), "no picture is named"),
     "score": (lambda p, m, o: asked(p, m, o, min_score=1.5), "--min-score 1.5 must be from 0 to 1"),
-    "no model": (lambda p, m, o: asked(p, o, o), "neither a run directory nor a checkpoint in one"),
+    "no model": (
+        lambda p, m, o: asked(p, o, o),
+        r"does not exist: name a run of shoal .* a checkpoint in one or a directory",
+    ),
     "class": (
         lambda p, m, o: asked(p, m, o, classes=("disk",)),
         "'disk' is none of the .* Did you mean 'disc'",

@@ -1,0 +1,116 @@
+"""Defines which models a path names: for ``--model``, ``shoal export`` and ``shoal evaluate checkpoint``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shoal.errors import UsageError
+from shoal.models.text_config import HUB
+from shoal.record import Start, read_record
+from shoal.train.config import load_toml
+from shoal.train.run_dir import CONFIG_FILE
+
+MODEL_CONFIG = "config.json"
+"""File of an exported model, beside its weights."""
+TRANSFORMERS, NETWORK = "transformers", "model"
+"""Folders of a run directory with the model at its end: of a language model, of a network for images."""
+
+Kind = Literal["run", "checkpoint", "export", "hub"]
+KINDS: dict[Kind, str] = {
+    "run": f"a run of shoal (with {CONFIG_FILE})",
+    "checkpoint": "a checkpoint in one",
+    "export": f"a directory of an exported model (with {MODEL_CONFIG})",
+    "hub": f"a model of the hub ({HUB}NAME)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Locates the files of a model."""
+
+    path: Path
+    """The path as it was given."""
+    kind: Kind
+    run: Path | None = None
+    """Directory of the run that the path is, or is a part of."""
+    directory: Path | None = None
+    """Exported model: the path itself, or the one that its run wrote at the end."""
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The run or checkpoint that has the weights, or ``None`` if :attr:`directory` has them.
+
+        A finetuned language model and a network for images are what their run exported at its end. A run of
+        pretraining may have been continued since, so its newest checkpoint counts.
+        """
+        if self.kind == "checkpoint":
+            return self.path
+        return self.path if self.kind == "run" and not self._is_final else None
+
+    @property
+    def _is_final(self) -> bool:
+        if self.run is None or self.directory is None:
+            return False
+        is_finetuned = "path" in load_toml(self.run / CONFIG_FILE).get("model", {})
+        return is_finetuned or self.directory.name == NETWORK
+
+
+def find_model(path: Path, option: str = "--model", *, kinds: tuple[Kind, ...] = tuple(KINDS)) -> ModelSource:
+    """Return the files of the model that ``path`` names.
+
+    Args:
+        path: a run of shoal, a checkpoint in one, an exported model, or ``hub:NAME``.
+        option: the option or setting that named it, for the error.
+        kinds: those that the caller can use.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    source = _source_of(path)
+    if source is None or source.kind not in kinds:
+        *first, last = (KINDS[kind] for kind in kinds)
+        names = f"{', '.join(first)} or {last}"
+        problem = "does not exist: name" if source is None and not path.exists() else "is not"
+        raise UsageError(f"{option} {path} {problem} {names}")
+    return source
+
+
+def find_run(path: Path, option: str) -> Path:
+    """Return the run directory of ``path``, which is a run or a checkpoint in one.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    source = find_model(path, option, kinds=("run", "checkpoint"))
+    assert source.run is not None
+    return source.run
+
+
+def recipe_of(run: Path) -> str:
+    """Return the name of the recipe of a run, from its record.
+
+    Raises:
+        ShoalError: the run has no readable record.
+    """
+    return next((row.recipe for row in read_record(run) if isinstance(row, Start)), "nothing yet")
+
+
+def _source_of(path: Path) -> ModelSource | None:
+    parent = path.resolve().parent
+    if str(path).startswith(HUB):
+        return ModelSource(path=path, kind="hub", directory=path)
+    if (path / MODEL_CONFIG).is_file():
+        run = parent if (parent / CONFIG_FILE).is_file() else None
+        return ModelSource(path=path, kind="export", run=run, directory=path)
+    if (path / CONFIG_FILE).is_file():
+        return ModelSource(path=path, kind="run", run=path, directory=_export_in(path))
+    if (run := parent.parent / CONFIG_FILE).is_file():
+        return ModelSource(path=path, kind="checkpoint", run=run.parent, directory=_export_in(run.parent))
+    return None
+
+
+def _export_in(run: Path) -> Path | None:
+    folders = (run / name for name in (TRANSFORMERS, NETWORK))
+    return next((folder for folder in folders if (folder / MODEL_CONFIG).is_file()), None)
