@@ -7,6 +7,7 @@ the epochs that a larger batch needs.
 
 from __future__ import annotations
 
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -250,10 +251,16 @@ def page(facts: dict[str, Any], catalog: Catalog) -> str:
         lines += _section(section, note, [result for result in results if result.section == section])
     lines += _rented_lines(rented(facts, catalog)) + _t5_lines(facts["t5"], t5(facts, catalog))
     lines += ["", "## Where the sources contradict each other", ""]
-    lines += [f"- {entry['text']}" for entry in facts["contradiction"]]
+    lines += [_wrapped(f"- {entry['text']}") for entry in facts["contradiction"]]
     lines += ["", "## Sources", ""]
-    lines += [f"- {text}" for text in facts["source"].values()]
+    lines += [_wrapped(f"- {text}") for text in facts["source"].values()]
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    """Return a paragraph or an item of a list in lines of at most 140 characters."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 140, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -278,7 +285,7 @@ def _section(name: str, note: str, results: Sequence[Scaled]) -> list[str]:
             cells += [f"{r.published_minutes:g} min", f"{r.planned_minutes:.0f} min"]
         rows.append(cells)
     derived = dict.fromkeys(r.derived for r in results if r.derived)
-    lines = ["", f"## {name}", *_table(header, rows), "", note]
+    lines = ["", f"## {name}", *_table(header, rows), "", _wrapped(note)]
     return [*lines, "", f"\\* {'; '.join(derived)}."] if derived else lines
 
 
