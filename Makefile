@@ -12,6 +12,7 @@ BIN     := $(VENV)/bin
 UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
 EXTRAS  := torch,text,corpora,vision,aws,report,watch,mlperf,scores,onnx,dev,bench,docs
 STAMP   := $(VENV)/.installed
+QUICK    = $(if $(P),tests/unit/$(P) tests/unit/test_$(P).py)
 # Whole files: what a file's tests share is made once.
 TWO     := -n 2 --dist loadfile --no-loadscope-reorder
 # Keep compiled modules where an image's environment forbids it: a process that compiles torch's starts seconds later.
@@ -26,7 +27,7 @@ core_build = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=
 	$(BIN)/cmake --build build/core-$(1) -- --quiet
 core_run = build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
-.PHONY: help setup train test test-core test-real test-all bench gpu gpu-wheels gpu-data gpu-rehearsal \
+.PHONY: help setup train quick test test-core test-real test-all bench gpu gpu-wheels gpu-data gpu-rehearsal \
 	lint shape docs wheels wheels-all clean
 
 help:  ## show this list
@@ -49,7 +50,11 @@ train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, th
 	$(BIN)/shoal train albert --preset tiny --data.path $(DATA) --run.dir $(RUN) --workers $(WORKERS)
 	$(BIN)/shoal report $(RUN)
 
-test: test-core  ## the tests of every change (at most 12 minutes on 2 cores)
+quick: $(STAMP)  ## the unit tests of one package, in less than a minute: make quick P=comm
+	@[ -n "$(wildcard $(QUICK))" ] || { echo 'name a package or module of src/shoal: make quick P=comm'; exit 2; }
+	$(BIN)/pytest -m 'not slow' $(TWO) $(wildcard $(QUICK))
+
+test: test-core  ## the tests of every change; CONTRIBUTING.md has the times
 	$(BIN)/pytest -m 'not slow' --ignore=tests/real $(TWO)
 
 test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and thread sanitizer
@@ -100,7 +105,7 @@ gpu-wheels: $(STAMP)  ## download the packages that such a machine lacks, for Py
 gpu-data: $(STAMP)  ## copy the test data that it reads
 	$(BIN)/python -m benchmarks.gpu.travel data --folder $(GPU_FOLDER)
 
-gpu-rehearsal: $(STAMP)  ## the same on a CPU with tiny sizes, in a fresh environment without a network (4 minutes)
+gpu-rehearsal: $(STAMP)  ## the same on a CPU with tiny sizes, in a fresh environment without a network
 	.ci/gpu-rehearsal $(BIN)
 
 lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core
