@@ -32,7 +32,7 @@ from shoal.data.steps import DataShard
 from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.models.text_config import BertModelConfig
 from shoal.train.config import DistributedConfig, OptimConfig
-from shoal.train.gradients import LocalUpdate, LossScale, Precision, choose_precision, wrap_model
+from shoal.train.gradients import LossScale, Precision, Update, choose_precision, wrap_model
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
 from shoal.train.step import Step, Training
@@ -99,7 +99,7 @@ class OurStep:
             timer=timer,
             copies=copies_to(world.device),
             scale=LossScale(enabled=False),
-            update=LocalUpdate(world),
+            update=Update(on_device=world.device.type == "cuda"),
             seed_key=SEED,
             models=[self._ddp],
         )

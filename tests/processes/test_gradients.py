@@ -23,7 +23,7 @@ from shoal.env.worker import WorkerPlace
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
 from shoal.train.config import DistributedConfig
-from shoal.train.gradients import LocalUpdate, LossScale, choose_precision, wrap_model
+from shoal.train.gradients import LossScale, Update, choose_precision, wrap_model
 from shoal.train.reporting import StepTimer
 from shoal.train.step import Step, Training
 from shoal.train.world import World, all_gather_json
@@ -101,7 +101,7 @@ def compute(
         timer=timer,
         copies=copies_to(world.device),
         scale=LossScale(enabled=True, static=settings["loss_scale"]),
-        update=LocalUpdate(world),
+        update=Update(on_device=world.device.type == "cuda"),
         seed_key=1,
         models=[ddp],
     )

@@ -39,7 +39,6 @@ from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
 from shoal.train.config import DistributedConfig
 from shoal.train.gradients import (
-    LocalUpdate,
     Precision,
     Update,
     clip_factor,
@@ -256,11 +255,11 @@ def compare_in_recipe(rank: int, name: str) -> None:
         torch.manual_seed(3)
         model = wrap_model(Net(), world, config, precision, lambda _: None)
         optimizer = OPTIMIZERS[name][1](groups_of(model))
-        update = ServedUpdate([model], optimizer, config) if served else LocalUpdate(world)
+        update = ServedUpdate([model], optimizer, config) if served else Update()
+        update.open(0)
         steppers.append((model, OfRecipe(update, optimizer)))
         train(*steppers[-1], rank, range(STEPS))
-        if isinstance(update, ServedUpdate):
-            update.bring_state()
+        update.bring_state()
     (want, reference), (have, stepper) = steppers
     assert stepper.norms == reference.norms
     require_same(have, stepper.optimizer, want, reference.optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from shoal.errors import UsageError
 from shoal.optim.moments import norm_of
 from shoal.train.bounded_replay import Counts, go_back, require_workers
 from shoal.train.bounded_waiting import BoundedWaiting
-from shoal.train.config import DistributedConfig, RunOutputConfig
-from shoal.train.gradients import DataParallel, LossScale, parameters_of, require_same, scale_all
+from shoal.train.config import DistributedConfig
+from shoal.train.gradients import DataParallel, LossScale, Update, parameters_of, require_same, scale_all
 from shoal.train.served_checks import check_model, check_no_momentum, check_optimizer
 from shoal.train.served_tensors import COPIES
 from shoal.train.world import World
@@ -54,7 +54,7 @@ def check_loose(models: Sequence[DataParallel], scale: LossScale, option: str) -
     return model
 
 
-class BoundedUpdate:
+class BoundedUpdate(Update):
     """The update of a model whose steps take the gradients of some workers, or of older weights.
 
     Checkpoints hold what they hold without servers. The gradients of each step are written to :data:`LOG`.
@@ -64,6 +64,9 @@ class BoundedUpdate:
         step: the steps that this worker has passed: it goes on with the batch of the next one.
         is_settled: whether all workers have the weights of that step.
     """
+
+    is_synchronous = False
+    on_servers = True
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class BoundedUpdate:
         Raises:
             UsageError: the model, the optimizer or the settings do not suit.
         """
+        super().__init__()
         self._model = check_loose(models, scale, config.step_option)
         check_model(self._model)
         check_optimizer(optimizer, self._model)
@@ -103,9 +107,8 @@ class BoundedUpdate:
         self._training: Any = None  # BoundedWaiting, once it is open
         self._first = self.step = 0
         self.is_settled, self._asks = True, False
-
-    def require_meetings(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
-        """All workers can meet after any step."""
+        copies = COPIES * (config.replicas == 2)
+        self.note = f"servers step with {self._rule.text}; the gradients of each step are in {LOG}{copies}"
 
     def open(self, step: int) -> None:
         """Load the weights and the optimizer's state to the servers, after so many steps."""
@@ -120,32 +123,20 @@ class BoundedUpdate:
             extrapolation=self._extrapolation, replicas=self._replicas, own=self._own,
         )  # fmt: skip
 
-    def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what checkpoints hold, given what the run keeps: the same."""
-        return dict(kept)
-
-    @property
-    def note(self) -> str:
-        """A line that says what happens, for the beginning of a run."""
-        copies = COPIES * (self._replicas == 2)
-        return f"servers step with {self._rule.text}; the gradients of each step are in {LOG}{copies}"
-
-    def agrees(self, asks: bool) -> bool:
-        """Return whether all workers are at the same step, and can agree on what follows.
-
-        Args:
-            asks: whether this worker wants them to, soon; later calls return true then.
-        """
+    def runs_ahead(self, *, asks: bool) -> bool:
         self._asks = asks
         if self._training.until == self.step:
             self.settle()
-        return self.is_settled
+        return not self.is_settled
 
-    def settle(self) -> None:
-        """Wait until all workers have passed the same step, with the same weights; all call it."""
+    def settle(self) -> bool:
         if not self.is_settled:
             self._training.synchronize()
             self.is_settled = True
+        return True
+
+    def step_after(self, number: int) -> int:
+        return self.step
 
     def finish_gradients(
         self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
@@ -164,10 +155,6 @@ class BoundedUpdate:
         """Take the newest weights."""
         self._training.take_newest()
         self.step = self.step + 1 if self._rule.asynchronous else self._training.next_step - 1
-
-    def weight_norm(self, *optimizers: Optimizer) -> float:
-        """Return the norm of all weights."""
-        return norm_of(parameter.detach() for parameter in parameters_of(*optimizers))
 
     def renew(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer of the same kind, from its state."""

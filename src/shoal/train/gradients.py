@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,11 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoal import record
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.errors import UsageError
 from shoal.optim.moments import device_norm, norm_of
-from shoal.train.config import DistributedConfig, auto_precision
+from shoal.train.config import DistributedConfig, RunOutputConfig, auto_precision
 from shoal.train.world import World, run_on_all
 
 # renamed in torch 2.15, which warns about the old name
@@ -227,11 +228,32 @@ def mean_of_workers(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tens
     return total.then(lambda done: done.value()[0])
 
 
-class Update(Protocol):
-    """Clips gradients and updates weights; set by :meth:`shoal.train.run.Run.use`.
+class Update:
+    """Clips gradients and updates weights; by default each worker steps its own replica of the model.
 
-    All methods are given the optimizers of one :meth:`shoal.train.step.Step.update`.
+    :meth:`shoal.train.run.Run.use` sets another one. Methods with ``optimizers`` get those of one
+    :meth:`shoal.train.step.Step.update`.
+
+    Args:
+        on_device: leave the norm on the device, which clips and skips by it, where the optimizer can
+            (:func:`skips_on_device`): the host queues the update and the next step without waiting.
+
+    Attributes:
+        note: a line for the beginning of a run; may be empty.
+        is_synchronous: whether each step takes the gradients of all workers. Otherwise workers step apart,
+            and :meth:`settle` synchronizes them.
+        on_servers: whether servers keep weights or the optimizer's state.
     """
+
+    note = ""
+    is_synchronous = True
+    on_servers = False
+
+    def __init__(self, *, on_device: bool = False) -> None:
+        self.on_device = on_device
+        self._is_skipped: Tensor | None = None
+
+    # ---- of a step -------------------------------------------------------------------------------------
 
     def finish_gradients(
         self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
@@ -243,29 +265,6 @@ class Update(Protocol):
             it is a tensor on the device, the host does not know it yet: :meth:`apply` is called in any case,
             and must skip the update itself.
         """
-
-    def apply(self, *optimizers: Optimizer) -> None:
-        """Update the weights. It must not fail midway, since weights are not rolled back."""
-
-    def weight_norm(self, *optimizers: Optimizer) -> float:
-        """Return the norm of all weights. All workers call it."""
-
-
-class LocalUpdate:
-    """The update of replicated models: each worker applies it to its own replica.
-
-    Attributes:
-        on_device: leave the norm on the device, which clips and skips by it, where the optimizer can
-            (:func:`skips_on_device`): the host queues the update and the next step without waiting.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.on_device = world.device.type == "cuda"
-        self._is_skipped: Tensor | None = None
-
-    def finish_gradients(
-        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
-    ) -> float | Tensor:
         gradients = [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
         self._is_skipped = None
         if self.on_device and gradients and all(map(skips_on_device, optimizers)):
@@ -285,6 +284,7 @@ class LocalUpdate:
         return norm_of(gradients)
 
     def apply(self, *optimizers: Optimizer) -> None:
+        """Update the weights. It must not fail midway, since weights are not rolled back."""
         for optimizer in optimizers:
             if self._is_skipped is None:
                 optimizer.step()
@@ -296,7 +296,54 @@ class LocalUpdate:
                 del optimizer.found_inf  # type: ignore[attr-defined]
 
     def weight_norm(self, *optimizers: Optimizer) -> float:
+        """Return the norm of all weights. A collective."""
         return norm_of(p.detach() for p in parameters_of(*optimizers))
+
+    def step_after(self, number: int) -> int:
+        """Return the last step of the weights, after the step ``number`` that this worker has taken."""
+        return number
+
+    # ---- of a run --------------------------------------------------------------------------------------
+
+    def state_of(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what checkpoints hold of the objects that the run keeps."""
+        return kept
+
+    def open(self, step: int) -> None:
+        """Begin after step ``step``, with the weights and the state that are there. A collective."""
+
+    def renew(self, optimizer: Optimizer) -> None:
+        """Continue with another optimizer. A collective."""
+
+    def check_synchronized(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
+        """Check that workers can be synchronized where a run needs it.
+
+        Args:
+            settings: frequencies of lines, evaluations and checkpoints.
+            steps: other steps, such as the last one.
+
+        Raises:
+            UsageError: they cannot.
+        """
+
+    def runs_ahead(self, *, asks: bool) -> bool:
+        """Return whether this worker takes its next step without an agreement with the others.
+
+        Args:
+            asks: whether this worker needs an agreement; one of the next calls then returns false on all.
+        """
+        return False
+
+    def settle(self) -> bool:
+        """Wait until all workers have taken the same steps; return whether there was a wait. A collective."""
+        return False
+
+    def bring_state(self) -> None:
+        """Update the kept objects for a checkpoint, where their state is elsewhere. A collective."""
+
+    def row(self) -> record.Contributions | None:
+        """Return a row for the record, beside a line."""
+        return None
 
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal import record
 from shoal.errors import UsageError
 from shoal.optim.moments import norm_of
 from shoal.optim.sgd import SGD
 from shoal.train.bounded_replay import go_back
 from shoal.train.bounded_steps import check_loose
 from shoal.train.checkpoint_files import StoredTensor
-from shoal.train.config import DistributedConfig, RunOutputConfig
+from shoal.train.config import DistributedConfig
 from shoal.train.fragments import Streaming
 from shoal.train.gradients import (
     DataParallel,
     LossScale,
+    Update,
     clip_factor,
     parameters_of,
     require_same,
@@ -97,7 +97,7 @@ class InnerState:
             self._optimizer.state[self._parameters[name]][key] = tensor
 
 
-class LocalStepsUpdate:
+class LocalStepsUpdate(Update):
     """The update of a model that every worker steps by itself, with an exchange every few steps (DiLoCo).
 
     Exchanges come early where all workers need the same weights: at lines of the record, evaluations and
@@ -106,6 +106,9 @@ class LocalStepsUpdate:
     Attributes:
         step: steps done.
     """
+
+    is_synchronous = False
+    on_servers = True
 
     def __init__(
         self,
@@ -132,6 +135,7 @@ class LocalStepsUpdate:
         Raises:
             UsageError: the model, the optimizer or the settings do not suit.
         """
+        super().__init__()
         self._model = check_loose(models, scale, config.step_option)
         check_model(self._model)
         assert config.local_steps is not None
@@ -149,18 +153,11 @@ class LocalStepsUpdate:
         check_outer(self._outer, self._model)
         self._steps: LocalSteps | None = None
         self.step, self._norm = 0, math.nan
-
-    @property
-    def note(self) -> str:
-        """A line that says what happens, for the beginning of a run."""
-        return (
+        self.note = (
             f"each worker steps by itself, and all exchange every {self._every} steps{self._streaming.text}, "
             "and at lines, evaluations and checkpoints; the exchanges are in "
             f"{LOG}{COPIES * (self._replicas == 2)}"
         )
-
-    def require_meetings(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
-        """All workers can meet after any step."""
 
     def open(self, step: int) -> None:
         """Load the weights and the outer optimizer's state to the servers, after so many steps."""
@@ -177,14 +174,16 @@ class LocalStepsUpdate:
         inner = InnerState(self._inner, self._model.module, self._rank)
         return {**kept, "optimizer": inner, "outer": self._outer}
 
-    def agrees(self, asks: bool) -> bool:
-        """Return whether all workers can agree on what follows; they do after each exchange."""
-        return self._steps is None or self._steps.has_met
+    def runs_ahead(self, *, asks: bool) -> bool:
+        return self._steps is not None and not self._steps.has_met
 
-    def settle(self) -> None:
-        """Exchange what local steps there are."""
+    def settle(self) -> bool:
         if self._steps is not None:
             self._steps.exchange()
+        return True
+
+    def step_after(self, number: int) -> int:
+        return self.step
 
     def finish_gradients(
         self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
@@ -205,18 +204,10 @@ class LocalStepsUpdate:
         self.step += 1
         self._steps.end_step()
 
-    def weight_norm(self, *optimizers: Optimizer) -> float:
-        """Return the norm of all weights."""
-        return norm_of(parameter.detach() for parameter in parameters_of(*optimizers))
-
     def renew(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer on each worker; the outer one goes on."""
         self.settle()
         self._inner = optimizer
-
-    def row(self) -> record.Contributions | None:
-        """Return no row for the record: each exchange takes the moves of all workers."""
-        return None
 
     def bring_state(self) -> None:
         """Bring the outer optimizer's state back for a checkpoint; all workers call it."""

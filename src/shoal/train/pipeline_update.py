@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from shoal.optim.moments import model_norm
 from shoal.pipelining.runtime import Pipeline
-from shoal.train.gradients import clip_factor, scale_all
+from shoal.train.gradients import Update, clip_factor, scale_all
 
 
-class PipelineUpdate:
-    """The :class:`~shoal.train.gradients.Update` of a pipeline: each worker updates its own stages.
+class PipelineUpdate(Update):
+    """Updates the weights of a pipeline: each worker those of its own stages.
 
     Norms are over all stages.
 
@@ -25,6 +25,7 @@ class PipelineUpdate:
     """
 
     def __init__(self, stage: Pipeline, ranks: DeviceMesh) -> None:
+        super().__init__()
         self._module = stage.module
         self._counted = [p for name, p in stage.module.named_parameters() if stage.owned(name)]
         self._group = ranks.get_group() if ranks.size() > 1 else None
@@ -40,10 +41,6 @@ class PipelineUpdate:
             gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
             scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
         return norm
-
-    def apply(self, *optimizers: Optimizer) -> None:
-        for optimizer in optimizers:
-            optimizer.step()
 
     def weight_norm(self, *optimizers: Optimizer) -> float:
         return self._norm(self._counted, [p.detach() for p in self._counted])

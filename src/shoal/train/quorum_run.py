@@ -47,16 +47,12 @@ class QuorumUpdate(LocalStepsUpdate):
         self._waiting: Any = None  # BoundedWaiting, once it is open
         self._begin: list[torch.Tensor] = []
         self._asks, self._is_settled = False, True
-
-    @property
-    def note(self) -> str:
-        """A line that says what happens, for the beginning of a run."""
-        return (
+        self.note = (
             f"each worker steps by itself, and exchanges come every {self._every} steps, with "
             f"{self._rule.text}; the moves of each are in {LOG}{COPIES * (self._replicas == 2)}"
         )
 
-    def require_meetings(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
+    def check_synchronized(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
         """Check that lines, evaluations and checkpoints come at ends of rounds.
 
         Args:
@@ -90,26 +86,20 @@ class QuorumUpdate(LocalStepsUpdate):
         )  # fmt: skip
         self._begin = [parameter.detach().clone() for parameter in self._parameters]
 
-    @property
-    def is_settled(self) -> bool:
-        """True if all workers have the same weights."""
-        return self._is_settled
-
-    def agrees(self, asks: bool) -> bool:
-        """Return whether all workers can agree on what follows; one that ``asks`` has them meet soon."""
+    def runs_ahead(self, *, asks: bool) -> bool:
         self._asks = asks
         if self.step == (self._waiting.until or 0) * self._every:
             self.settle()
-        return self._is_settled
+        return not self._is_settled
 
-    def settle(self) -> None:
-        """Wait until all workers have ended the same round, with the same weights; all call it."""
+    def settle(self) -> bool:
         if self._is_settled:
-            return
+            return True
         self._require_end("an evaluation or a checkpoint after step", self.step)
         self._waiting.synchronize()
         self._take_begin()
         self._is_settled = True
+        return True
 
     def apply(self, *optimizers: Optimizer) -> None:
         """Take this worker's step, unless its norm is not finite, and exchange at the end of a round."""

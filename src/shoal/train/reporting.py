@@ -141,11 +141,10 @@ class RunningMetrics:
 
     Args:
         sum_over_workers: sums a CPU tensor ``[n]`` over all workers.
-        uneven: the number of workers, if they do not take part in as many steps.
     """
 
-    def __init__(self, sum_over_workers: Callable[[Tensor], list[float]], *, uneven: int = 0) -> None:
-        self._sum_over_workers, self._uneven = sum_over_workers, uneven
+    def __init__(self, sum_over_workers: Callable[[Tensor], list[float]]) -> None:
+        self._sum_over_workers = sum_over_workers
         self.reset()
 
     def reset(self) -> None:
@@ -172,12 +171,16 @@ class RunningMetrics:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
             self._counts[name] += counts[name]
 
-    def means(self) -> tuple[float, dict[str, float]]:
-        """Return the mean loss and the mean metrics over all workers. A collective."""
+    def means(self, *, uneven: int = 0) -> tuple[float, dict[str, float]]:
+        """Return the mean loss and the mean metrics over all workers. A collective.
+
+        Args:
+            uneven: the number of workers, if they have not taken the same steps.
+        """
         values = [torch.tensor(self._loss, dtype=torch.float64), *(s.cpu() for s in self._sums.values())]
         counts: list[float] = [len(self.grad_norms), *(self._counts[name] for name in self._sums)]
-        if self._uneven:  # the mean of what the workers have counted
-            own = torch.tensor(counts, dtype=torch.float64) / self._uneven
+        if uneven:  # the mean of what the workers have counted
+            own = torch.tensor(counts, dtype=torch.float64) / uneven
             sums = self._sum_over_workers(torch.cat([torch.stack(values), own]))
             sums, counts = sums[: len(counts)], sums[len(counts) :]
         else:

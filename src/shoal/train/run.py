@@ -70,7 +70,6 @@ from shoal.train.config import (
 )
 from shoal.train.gradients import (
     DataParallel,
-    LocalUpdate,
     LossScale,
     Precision,
     Update,
@@ -205,7 +204,7 @@ class Run:
             timer=self.timer,
             copies=self.to_device,
             scale=self._fresh_scale(),
-            update=LocalUpdate(world),
+            update=Update(on_device=world.device.type == "cuda"),
             seed_key=int(random_keys(loop.seed, Stream.DROPOUT, world.place.rank).item()),
             kept=self._kept,
             saves=self._checkpointer is not None,
@@ -216,11 +215,8 @@ class Run:
         self._batch: BatchPlan | None = None
         self._shares: Shares | None = None
         self._checked: StepSource | None = None  # its first micro-batches were looked at
-        self._served: Any = None  # shoal.train.served_steps.ServedUpdate, if servers update the weights
-        self._loose: Any = None  # the same, or LocalStepsUpdate, if steps do not wait for all workers
         self._section = "train"
         self.num_parameters, self.epoch_samples = 0, 0
-        self._last_loss = 0.0
         self._unread: list[Step] = []  # done, but their losses and norms are not counted yet
         self._current: Step | None = None
         self._stack = ExitStack()
@@ -389,11 +385,9 @@ class Run:
                 f"run.keep() was called before without {', '.join(late)}, and restores what its first call "
                 "is given: give all to one call"
             )
-        self._require_one_optimizer(stateful)
         self._kept.update(stateful)
-        optimizer = stateful.get("optimizer")
-        if first and self.directory is not None and isinstance(optimizer, Optimizer):
-            self._loosen(optimizer)
+        if first and self._settings.evaluate is None:
+            self._choose_update()
         named = {"model": stateful["model"]} if "model" in stateful else stateful
         models = [each for each in named.values() if isinstance(each, nn.Module)]
         self.num_parameters = self.num_parameters or sum(p.numel() for m in models for p in m.parameters())
@@ -409,67 +403,23 @@ class Run:
         if first and self._restored:
             self.step, self._samples = self._restored.step, int(self._restored.values["samples"])
             self._training.scale.load_state_dict(self._restored.values["loss_scale"])
-        if self._distributed.step_option and isinstance(optimizer, Optimizer):
-            self._serve(optimizer)
+        update = self._training.update
+        if first:
+            update.open(self.step)
+            self._notes += [update.note] if update.note else []
+        elif isinstance(optimizer := stateful.get("optimizer"), Optimizer):
+            update.renew(optimizer)
 
-    def _require_one_optimizer(self, stateful: Mapping[str, Any]) -> None:
-        """Check that steps that are not taken by each worker itself are those of one optimizer."""
-        names = [name for name, each in stateful.items() if isinstance(each, Optimizer)]
-        option = self._distributed.step_option
-        if option and not self._kept and self._settings.evaluate is None and names != ["optimizer"]:
-            raise UsageError(
-                f"{option} is for one optimizer, run.keep(optimizer=...), and the run keeps "
-                f"{', '.join(names) or 'none'}: leave it out"
-            )
+    def _choose_update(self) -> None:
+        """Use the update of the settings, if they name one."""
+        from shoal.train.servers.choice import choose_update
 
-    def _loosen(self, optimizer: Optimizer) -> None:
-        """Prepare for steps that do not wait for all workers, if the settings ask for them."""
-        distributed = self._distributed
-        if not distributed.is_loose or self._settings.evaluate is not None:
-            return
-        update: Any
-        if distributed.local_steps is None:
-            from shoal.train.bounded_steps import BoundedUpdate
-
-            update = BoundedUpdate
-        elif distributed.quorum is None:
-            from shoal.train.local_run import LocalStepsUpdate
-
-            update = LocalStepsUpdate
-        else:
-            from shoal.train.quorum_run import QuorumUpdate
-
-            update = QuorumUpdate
-        self._loose = update(
-            self._training.models, optimizer, distributed, scale=self._training.scale, world=self.world,
-            directory=self.directory, own=self._own_tensors(),
+        update = choose_update(
+            self._distributed, self._kept, self._training.models, scale=self._training.scale,
+            world=self.world, directory=self.directory,
         )  # fmt: skip
-        self._training.averages_norms = False
-        self._metrics = RunningMetrics(self.sum, uneven=self.world.num_workers)
-
-    def _own_tensors(self) -> list[Tensor]:
-        """Return the tensors of kept models that no servers have, such as averages of weights."""
-        trained = {id(ddp.module) for ddp in self._training.models}
-        others = [each for each in self._kept.values() if isinstance(each, nn.Module)]
-        return [t for each in others if id(each) not in trained for t in each.state_dict().values()]
-
-    def _serve(self, optimizer: Optimizer) -> None:
-        """Have servers take the optimizer's steps, from its state."""
-        if self._served is not None:
-            self._served.renew(optimizer)
-            return
-        models, distributed = self._training.models, self._distributed
-        if distributed.step_option == "distributed.update servers":
-            from shoal.train.served_steps import ServedUpdate
-
-            self._served = ServedUpdate(models, optimizer, distributed)
-        elif self._loose is not None:
-            self._loose.open(self.step)
-            self._served = self._loose
-        else:
-            return  # a short training inside this one has plain steps
-        self.use(self._served)
-        self._notes.append(self._served.note)
+        if update is not None:
+            self.use(update)
 
     def use(self, update: Update) -> None:
         """Replace how a step's gradients are measured and become new weights (:class:`Update`)."""
@@ -528,8 +478,7 @@ class Run:
         if self._settings.evaluate is not None:
             until = total = self.step
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
-        if self._loose is not None:
-            self._loose.require_meetings(self._settings, [*self.lines, until])
+        self._training.update.check_synchronized(self._settings, [*self.lines, until])
         self._count_steps()
         self.is_over = self._has_ended()
         if self.is_over:
@@ -586,18 +535,19 @@ class Run:
                 number = begin + index - steps.start + 1
                 if number <= self.step:
                     continue  # its step was taken while this worker was late
-                num_targets = sum(map(targets, micro_batches)) if targets else 0
+                own_targets = sum(map(targets, micro_batches)) if targets else 0
                 self.timer.lap("data")
                 if self._beside is not None:
                     self._beside.poll(self.log)
-                if self._loose is not None and not self._loose.agrees(self._wants_to_end()):
-                    num_targets *= self.world.num_workers  # a gradient is the mean over the worker's own part
-                else:
+                num_targets = own_targets * self.world.num_workers  # the mean is over this worker's part
+                update = self._training.update
+                if not update.runs_ahead(asks=self._wants_to_end()):
                     self._require_own_rows(source, micro_batches, shard, index)
-                    found = self._agree(num_targets, source, shard, index)
-                    if found is None:
+                    total = self._agree(own_targets, source, shard, index)
+                    if total is None:
                         return
-                    num_targets = found
+                    if update.is_synchronous:
+                        num_targets = total
                 step = self._current = Step(
                     self._training,
                     number,
@@ -636,13 +586,14 @@ class Run:
 
         ``None``: the step is not to come, or not from these batches.
         """
-        bad = not math.isfinite(self._last_loss) if self._loose is None else self._is_bad_for_long()
+        most, update = self._loop.max_nonfinite_steps, self._training.update
+        counted = 1 if update.is_synchronous else most  # steps of this worker since the last agreement
+        bad = self._own_bad_steps >= counted
         stops = self.stop_request.requested is not None
         sums = self.sum([num_targets, bad, stops, self._has_scores(), *self._busy_s()])
         self.timer.lap("other")
         total, num_bad, num_stops, num_reached = map(int, sums[:4])
-        most = self._loop.max_nonfinite_steps
-        self._nonfinite_steps = (self._nonfinite_steps + 1 if self._loose is None else most) if num_bad else 0
+        self._nonfinite_steps = self._nonfinite_steps + counted if num_bad else 0
         if self._nonfinite_steps >= most:
             rates = "optim" if self._section == "train" else self._section
             section = rates if self._has(rates, "learning_rate") else None
@@ -658,25 +609,22 @@ class Run:
         if self._shares is not None and self._shares.observe(self.step + 1, sums[4:]):
             self._tell_shares(self._shares)
             return None
-        if self._loose is None and self._served is None and self.step % _FOLLOW_STEPS == 0:
+        if not update.on_servers and self.step % _FOLLOW_STEPS == 0:
             self.world.follow_rates()
-        return total if self._loose is None else num_targets * self.world.num_workers
+        return total
 
     def _has(self, section: str, field: str) -> bool:
         """Return whether the settings have it, and so the command an option; a script has its own."""
         return hasattr(getattr(self._config, section, None), field)
 
-    def _is_bad_for_long(self) -> bool:
-        return self._own_bad_steps >= self._loop.max_nonfinite_steps
-
     def _wants_to_end(self) -> bool:
         """Return whether this worker has a reason to end the run."""
-        return self.stop_request.requested is not None or self._is_bad_for_long()
+        is_bad = self._own_bad_steps >= self._loop.max_nonfinite_steps
+        return is_bad or self.stop_request.requested is not None
 
     def _settle(self) -> None:
-        """Wait until all workers have done the same steps, if they do not do so in any case; all call it."""
-        if self._loose is not None:
-            self._loose.settle()
+        """Wait until all workers have taken the same steps. A collective."""
+        if self._training.update.settle():
             self.timer.lap("gradient_wait")
 
     def due(self, every: int | Sequence[int] | None, *, evaluation: bool = False) -> bool:
@@ -766,8 +714,7 @@ class Run:
         """
         if self._checkpointer is None:
             return
-        if self._served is not None:
-            self._served.bring_state()  # for all workers alike, so they have the same weights then
+        self._training.update.bring_state()
         self._checkpointer.save(self.step, self._state(), wait=wait)
         self._report_checkpoints()
 
@@ -843,7 +790,7 @@ class Run:
         """Return what a checkpoint holds; the state of the data is the one integer ``samples``."""
         wires = [ddp.wire for ddp in self._training.models if ddp.wire is not None]
         return {
-            **(self._kept if self._loose is None else self._loose.state_of(self._kept)),
+            **self._training.update.state_of(self._kept),
             **({"wire": wires[-1]} if wires else {}),
             "loss_scale": self._training.scale.state_dict(),
             "samples": self._samples,
@@ -1009,7 +956,7 @@ class Run:
 
     def _commit(self, step: Step) -> None:
         """Count a step that was done, and write its line if one is due."""
-        before, self.step = self.step, step.number if self._loose is None else self._loose.step
+        before, self.step = self.step, self._training.update.step_after(step.number)
         self._scores.clear()
         self._samples += step.num_samples * (self.step - before)
         self._unread.append(step)
@@ -1028,14 +975,14 @@ class Run:
         """Read and count losses and norms of the steps that were done, without the ``all_but`` newest."""
         while len(self._unread) > all_but:
             step = self._unread.pop(0)
-            self._last_loss = step.loss
             self._own_bad_steps = 0 if math.isfinite(step.loss) else self._own_bad_steps + 1
             self._metrics.add_step(step.loss, step.sums, step.counts, step.grad_norm)
 
     def _write_line(self, step: Step) -> None:
         self._count_steps()
-        loss, figures = self._metrics.means()
-        weight_norm = self._training.update.weight_norm(*step.optimizers)
+        update = self._training.update
+        loss, figures = self._metrics.means(uneven=0 if update.is_synchronous else self.world.num_workers)
+        weight_norm = update.weight_norm(*step.optimizers)
         if len(step.optimizers) > 1:
             figures |= self._learning_rates(step.optimizers)
         step_s, parts_s, num_steps = self.timer.step_s(), self.timer.parts_s(), self.timer.num_steps
@@ -1060,7 +1007,7 @@ class Run:
                     peak_memory_bytes=peak_memory_bytes(self.world.device),
                 )
             )
-            if self._loose is not None and (row := self._loose.row()) is not None:
+            if (row := update.row()) is not None:
                 self.log.write(row)
         self._metrics.reset()
         self.timer.reset()

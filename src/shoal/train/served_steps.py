@@ -8,27 +8,25 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.optim.moments import norm_of
 from shoal.train.config import DistributedConfig
-from shoal.train.gradients import DataParallel, clip_factor, parameters_of, require_same
+from shoal.train.gradients import DataParallel, Update, clip_factor, require_same
 from shoal.train.served_tensors import COPIES
 from shoal.train.served_update import Served
 
 
-class ServedUpdate:
+class ServedUpdate(Update):
     """The update of a model whose weights and optimizer state are on servers (:meth:`Run.use`).
 
-    The bits are those of :class:`shoal.train.gradients.LocalUpdate` with the optimizers of
+    The bits are those of :class:`shoal.train.gradients.Update` with the optimizers of
     :mod:`shoal.optim`, on backend ``"shoal"``. Checkpoints hold what they hold without servers.
-
-    Attributes:
-        note: a line that says what happens, for the beginning of a run.
     """
+
+    on_servers = True
 
     def __init__(
         self, models: Sequence[DataParallel], optimizer: Optimizer, config: DistributedConfig
     ) -> None:
-        """Load the weights and the optimizer's state to the servers.
+        """Check the model and the settings; :meth:`open` loads weights and state to the servers.
 
         Args:
             models: those of :meth:`Run.data_parallel`.
@@ -53,15 +51,20 @@ class ServedUpdate:
                 f"distributed.update servers with distributed.wire {config.wire}: gradients go to the "
                 "servers in fp32; use --distributed.wire fp32"
             )
-        self._served = Served(
-            models[0], optimizer, max_norm=math.inf, replicas=config.replicas, replaces=True
-        )
-        models[0].served = self._served
+        super().__init__()
+        self._model, self._optimizer, self._replicas = models[0], optimizer, config.replicas
         self._factor = 1.0
         self.note = (
             f"servers update the weights by {type(optimizer).__name__}, and keep its state"
             + COPIES * (config.replicas == 2)
         )
+
+    def open(self, step: int) -> None:
+        """Load the weights and the optimizer's state to the servers."""
+        self._served = Served(
+            self._model, self._optimizer, max_norm=math.inf, replicas=self._replicas, replaces=True
+        )
+        self._model.served = self._served
 
     def finish_gradients(
         self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
@@ -75,10 +78,6 @@ class ServedUpdate:
     def apply(self, *optimizers: Optimizer) -> None:
         """Have the servers step, and wait for the weights."""
         self._served.apply(self._factor)
-
-    def weight_norm(self, *optimizers: Optimizer) -> float:
-        """Return the norm of all weights."""
-        return norm_of(parameter.detach() for parameter in parameters_of(*optimizers))
 
     def renew(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, from its state."""

@@ -68,8 +68,6 @@ class Training:
     """Objects that checkpoints hold, by name."""
     saves: bool = False
     """True if the run writes checkpoints."""
-    averages_norms: bool = True
-    """Average the statistics of batch norms in each step; if false, only where all workers synchronize."""
 
 
 class Step:
@@ -216,7 +214,7 @@ class Step:
         self.optimizers = optimizers
         self.learning_rate = optimizers[0].param_groups[0]["lr"]
         per_worker = any(not ddp.average for ddp in training.models)
-        if training.averages_norms:
+        if training.update.is_synchronous:
             for ddp in filter(lambda each: each.norms, training.models):
                 ddp.average_norms()
                 training.timer.lap("gradient_wait")

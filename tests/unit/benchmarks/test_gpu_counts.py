@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +29,7 @@ from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
 from shoal.recipes.mask_rcnn import LOSSES, mean_losses
-from shoal.train.gradients import LocalUpdate
-from shoal.train.world import World
+from shoal.train.gradients import Update
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -114,7 +112,7 @@ def test_an_update_on_the_device_never_waits() -> None:
     with FakeTensorMode():
         weights = [nn.Parameter(torch.empty(shape, device=CUDA)) for shape in ((8, 4), (4,))]
         optimizer = torch.optim.AdamW(weights, lr=0.1, fused=True)
-        update = LocalUpdate(cast(World, SimpleNamespace(device=torch.device(CUDA), num_workers=1)))
+        update = Update(on_device=True)
         for step in range(2):
             for weight in weights:
                 weight.grad = torch.empty_like(weight)

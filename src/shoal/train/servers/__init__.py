@@ -1,0 +1,1 @@
+"""Updates in which servers step, or in which workers step by themselves between exchanges through servers."""
