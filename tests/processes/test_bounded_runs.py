@@ -18,7 +18,7 @@ from torch import nn
 from forked import fork_process, free_port
 from shoal.data.sources import ReaderSource
 from shoal.data.steps import DataShard
-from shoal.decide.rng import Stream, random_keys
+from shoal.decide.rng import GOLDEN, Stream, random_keys
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE, UsageError
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
@@ -68,7 +68,7 @@ def gradients_of(config: AlbertConfig, model: nn.Module) -> Callable[[int, int],
         part = batch_size // WORKERS
         shard = DataShard(global_batch_size=batch_size, micro_batch_size=part, rank=rank, num_workers=WORKERS)
         key = int(random_keys(config.train.seed, Stream.DROPOUT, rank).item())
-        torch.manual_seed((key + number * steps._ODD) & steps._MASK)
+        torch.manual_seed((key + number * GOLDEN) & steps._MASK)
         (batches,) = source.open(shard, range(number - 1, number))
         for batch in batches:
             mlm_loss, _, sop_loss, _ = model(**{name: batch[name] for name in PRETRAINING_INPUTS})
