@@ -166,6 +166,19 @@ def test_workers_without_torch_start_with_a_helper_named_in_advance(tmp_path: Pa
     assert [(tmp_path / f"told-{rank}").read_text() for rank in range(4)] == ["4 from rank 0"] * 4
 
 
+def test_a_helper_is_to_start_again_with_workers_that_saved(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(uuid.uuid4().hex)
+    secret.chmod(0o600)
+    given = {"SHOAL_SECRET_FILE": str(secret)}
+    options = ("--rdzv", f"localhost:{free_port()}")
+    helper = Started(tmp_path, given, *options, "--role", "helper", "--helper-port", str(port := free_port()))
+    command = ("--workers", "1", "--", sys.executable, "-c", "import sys; sys.exit(75)")
+    host = Started(tmp_path, given | {"SHOAL_HELPERS": f"127.0.0.1:{port}"}, *options, *command)
+    ends = end(host, helper)
+    assert [code for code, _ in ends] == [75, 76], ends
+
+
 def test_one_task_per_worker_is_the_same_job(tmp_path: Path) -> None:
     job = free_job()
     tasks = [(task, *divmod(task, 2)) for task in range(4)]

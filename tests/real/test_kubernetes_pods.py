@@ -136,14 +136,11 @@ def private_folder(path: Path) -> str:
 def pods_of(document: dict[str, Any]) -> Iterator[tuple[str, tuple[int, Any]]]:
     """Yield DNS name, index and spec of each pod of a manifest's document."""
     kind, name, spec = document["kind"], document["metadata"]["name"], document["spec"]
-    if kind == "Job":
-        jobs = [(name, spec)]
-    elif kind in ("JobSet", "TrainingRuntime"):
-        jobset = spec if kind == "JobSet" else spec["template"]["spec"]
-        jobs = [(f"{name}-{each['name']}-0", each["template"]["spec"]) for each in jobset["replicatedJobs"]]
-    else:
+    if kind == "TrainJob":
         return
-    for job, inner in jobs:
+    jobset = spec if kind == "JobSet" else spec["template"]["spec"]
+    for each in jobset["replicatedJobs"]:
+        job, inner = f"{name}-{each['name']}-0", each["template"]["spec"]
         for index in range(inner["completions"]):
             yield f"{job}-{index}.sums", (index, inner["template"]["spec"])
 
@@ -162,29 +159,30 @@ def manifest(api: Any, what: str) -> str:
     return render(job, ("python3", "script.py", what))
 
 
-@pytest.mark.parametrize("api", ["jobset", "job", "trainjob"])
+@pytest.mark.parametrize("api", ["jobset", "trainjob"])
 def test_workers_sum_through_the_helper(cluster: Cluster, tmp_path: Path, api: str) -> None:
     pods = Pods(cluster, tmp_path, manifest(api, "sum"))
     pods.start()
     workers = pods.of("node" if api == "trainjob" else "workers")
     assert [pod.wait(120) for pod in workers] == [0, 0], pods.logs()
     (helper,) = pods.of("helpers")
-    if api != "job":  # a plain one ends by itself
-        helper.send_signal(signal.SIGTERM)
+    helper.send_signal(signal.SIGTERM)
     assert helper.wait(30) == 0
     assert re.search(r"stopped; .* [1-9][\d,]* chunks summed", pods.logs()), pods.logs()
-    name = "sums-helpers-0.sums" if api == "job" else "sums-helpers-0-0.sums"
     for rank in range(2):
-        assert (tmp_path / "claim" / f"done-{rank}").read_text() == f"1000 {MOUNT} {name}:7070"
+        text = (tmp_path / "claim" / f"done-{rank}").read_text()
+        assert text == f"1000 {MOUNT} sums-helpers-0-0.sums:7070"
 
 
-def test_evicted_pods_save_and_the_helper_starts_again_with_them(cluster: Cluster, tmp_path: Path) -> None:
-    pods = Pods(cluster, tmp_path, manifest("job", "wait"))
+def test_evicted_pods_save(cluster: Cluster, tmp_path: Path) -> None:
+    pods = Pods(cluster, tmp_path, manifest("jobset", "wait"))
     pods.start()
     pods.await_claim("waits-0", "waits-1")
     for pod in pods.of("workers"):
         pod.send_signal(signal.SIGTERM)
     assert [pod.wait(60) for pod in pods.of("workers")] == [75, 75], pods.logs()
-    assert [pod.wait(60) for pod in pods.of("helpers")] == [76], pods.logs()
+    (helper,) = pods.of("helpers")
+    helper.send_signal(signal.SIGTERM)
+    assert helper.wait(30) == 0, pods.logs()
     (start,) = json.loads((tmp_path / "claim/jobs/sums/starts.json").read_text())
     assert (start["run_id"], start["saved"]) == ("sums.0", True)

@@ -70,8 +70,8 @@ class KubernetesJob:
     """Labels of the workers' nodes, like node.kubernetes.io/instance-type=p4d.24xlarge."""
     save_s: int = 120
     """Seconds that saving a checkpoint may take when a pod is asked to stop."""
-    api: Literal["jobset", "job", "trainjob"] = "jobset"
-    """Kind of manifest: JobSet; plain Jobs, which need no controller; or Kubeflow's TrainJob."""
+    api: Literal["jobset", "trainjob"] = "jobset"
+    """Kind of manifest: JobSet, or Kubeflow's TrainJob."""
     topology: str | None = None
     """Label of nodes within which Kueue places all pods, like cloud.provider.com/topology-rack."""
     user: int = 1000
@@ -100,10 +100,6 @@ class KubernetesJob:
                 raise UsageError(f"--node-selector {label!r} is not of the form KEY=VALUE")
         if self.topology is not None and self.queue is None:
             raise UsageError(f"--topology {self.topology} is for Kueue: name its --queue too")
-        if self.api == "job" and self.helpers_required:
-            raise UsageError(
-                "--helpers-required needs an order of start, which plain Jobs lack: --api jobset"
-            )
 
 
 def _option(field: str) -> str:
@@ -149,9 +145,9 @@ def submit(path: Path, name: str, namespace: str | None, queue: str | None = Non
 _HINTS = {
     "AlreadyExists": "; kubectl delete it, or choose another --name",
     "exceeded quota": "; kubectl describe resourcequota shows what is left: ask for more, or fewer --hosts",
-    'kind "JobSet"': "; the cluster has no JobSet controller: install it, or use --api job, which needs none",
-    'kind "TrainJob"': "; the cluster has no Kubeflow trainer: install it, or use --api jobset or job",
-    'kind "TrainingRuntime"': "; the cluster has no Kubeflow trainer: install it, or use --api jobset or job",
+    'kind "JobSet"': "; the cluster has no JobSet controller: install it, or use --api trainjob",
+    'kind "TrainJob"': "; the cluster has no Kubeflow trainer: install it, or use --api jobset",
+    'kind "TrainingRuntime"': "; the cluster has no Kubeflow trainer: install it, or use --api jobset",
     "localqueues": "; kubectl get localqueues lists the queues of --queue",
     'namespaces "': "; kubectl get namespaces lists those of --namespace",
     "forbidden": "; kubectl auth can-i --list shows what you may do there",
@@ -161,8 +157,8 @@ _HINTS = {
     "connection refused": "; kubectl config get-contexts lists the clusters; --to DIR writes the manifest",
 }
 
-_KINDS = {"jobset": ("jobset", "workers-0"), "job": ("job", "workers"), "trainjob": ("trainjob", "node-0")}
-"""Kind of each form of manifest, and the end of the name of the workers' Job."""
+_WORKERS = {"jobset": "workers-0", "trainjob": "node-0"}
+"""End of the name of the workers' Job, by the kind of manifest."""
 
 
 def state_of(api: str, name: str, namespace: str | None) -> str:
@@ -171,11 +167,10 @@ def state_of(api: str, name: str, namespace: str | None) -> str:
     Raises:
         ShoalError: kubectl is not here, or the cluster refuses.
     """
-    kind, workers = _KINDS[api]
-    own = f"{name}-{workers}" if api == "job" else name
+    _check_kind(api, name)
     path = '{range .status.conditions[?(@.status=="True")]}{.type} {end}'
     try:
-        said = _kubectl(["kubectl", "get", *_in(namespace), kind, own, "--output", f"jsonpath={path}"], "")
+        said = _kubectl(["kubectl", "get", *_in(namespace), api, name, "--output", f"jsonpath={path}"], "")
     except ShoalError as problem:
         if "NotFound" in str(problem):
             return ""
@@ -195,8 +190,21 @@ def delete(manifest: Path, name: str, namespace: str | None) -> None:
 
 
 def logs_command(api: str, name: str, namespace: str | None) -> list[str]:
-    """Return the command that prints the output of the first worker."""
-    return ["kubectl", "logs", *_in(namespace), f"job/{name}-{_KINDS[api][1]}"]
+    """Return the command that prints the output of the first worker.
+
+    Raises:
+        ShoalError: the job is of another kind.
+    """
+    _check_kind(api, name)
+    return ["kubectl", "logs", *_in(namespace), f"job/{name}-{_WORKERS[api]}"]
+
+
+def _check_kind(api: str, name: str) -> None:
+    if api not in _WORKERS:
+        raise ShoalError(
+            f"{name} was submitted with --api {api}, and this version of shoal has only jobset and trainjob: "
+            "use kubectl, or shoal stop"
+        )
 
 
 def _in(namespace: str | None) -> list[str]:

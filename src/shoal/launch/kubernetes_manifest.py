@@ -1,7 +1,6 @@
-"""Writes manifests for Kubernetes: the workers' pods, and those of the helpers beside them.
+"""Writes manifests for Kubernetes: the pods of workers and helpers.
 
-A JobSet has both as replicated jobs; a TrainJob of Kubeflow names a runtime that has them; plain Jobs are
-two, with a Service for their names.
+A JobSet has both as replicated jobs; a TrainJob of Kubeflow names a runtime, which has them.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ def render(job: KubernetesJob, command: Sequence[str]) -> str:
     A mistake in the command (exit code 2) ends the job; codes 75 and 76, evictions and preemptions start it
     again without being counted, other failures up to 3 times.
     """
-    name = job_name(job, command)
-    write = {"jobset": _jobset, "job": _jobs, "trainjob": _trainjob}[job.api]
-    return write(job, name, command)
+    write = {"jobset": _jobset, "trainjob": _trainjob}[job.api]
+    return write(job, job_name(job, command), command)
 
 
 def _jobset(job: KubernetesJob, name: str, command: Sequence[str]) -> str:
@@ -44,17 +42,6 @@ def _trainjob(job: KubernetesJob, name: str, command: Sequence[str]) -> str:
     return runtime + head + runs
 
 
-def _jobs(job: KubernetesJob, name: str, command: Sequence[str]) -> str:
-    service = _SERVICE.format(name=name, meta=_metadata(job, name))
-    parts = [service]
-    if job.helpers:
-        meta = _metadata(job, f"{name}-helpers", queue=job.queue)
-        parts.append(f"{_JOB}{meta}spec:\n{indent(_helper_job(job, name), '  ')}")
-    meta = _metadata(job, f"{name}-workers", queue=job.queue)
-    parts.append(f"{_JOB}{meta}spec:\n{indent(_worker_job(job, name, command, 'workers'), '  ')}")
-    return "---\n".join(parts)
-
-
 def _metadata(job: KubernetesJob, name: str, *, queue: str | None = None) -> str:
     namespace = f"\n  namespace: {job.namespace}" if job.namespace else ""
     label = f"\n  labels: {{kueue.x-k8s.io/queue-name: {queue}}}" if queue else ""
@@ -70,14 +57,6 @@ def _jobset_spec(job: KubernetesJob, name: str, command: Sequence[str], *, worke
     mine += indent(_worker_job(job, name, command, workers), "      ")
     return _JOBSET.format(name=name, workers=workers, jobs=(helpers if job.helpers else "") + mine)
 
-
-_JOB = "apiVersion: batch/v1\nkind: Job\n"
-
-_SERVICE = """\
-apiVersion: v1
-kind: Service
-{meta}spec: {{clusterIP: None, publishNotReadyAddresses: true, selector: {{shoal-job: {name}}}}}
-"""
 
 _JOBSET = """\
 network: {{enableDNSHostnames: true, subdomain: {name}, publishNotReadyAddresses: true}}
@@ -100,19 +79,20 @@ _HELPERS = """\
 completionMode: Indexed
 completions: {count}
 parallelism: {count}
-{again}template:
+template:
 {pod}  spec:
-{subdomain}    restartPolicy: OnFailure
-{grace}    securityContext: {security}
+    restartPolicy: OnFailure
+    securityContext: {security}
     automountServiceAccountToken: false
     containers:
     - name: shoal
       image: {image}
       securityContext: {container_security}
-      command: [{command}]
+      command: [shoal, serve, --address, $(POD_IP), --port, "{port}"]
       env:
       - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
-{address}      resources: {{limits: {{cpu: "{cpus}", memory: {memory}}}}}
+      - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
+      resources: {{limits: {{cpu: "{cpus}", memory: {memory}}}}}
 {probe}      volumeMounts: [{{name: secret, mountPath: /run/shoal, readOnly: true}}]
     volumes: [{{name: secret, secret: {{secretName: {name}-secret, defaultMode: 0440}}}}]
 """
@@ -121,9 +101,14 @@ _WORKERS = """\
 completionMode: Indexed
 completions: {count}
 parallelism: {count}
-{failure}template:
+backoffLimit: 0
+podFailurePolicy:
+  rules:
+  - {{action: FailJob, onExitCodes: {{operator: In, values: [2, 75, 76]}}}}
+  - {{action: FailJob, onPodConditions: [{{type: DisruptionTarget, status: "True"}}]}}
+template:
 {pod}  spec:
-{subdomain}    restartPolicy: Never
+    restartPolicy: Never
     terminationGracePeriodSeconds: {grace}
     securityContext: {security}
     automountServiceAccountToken: false
@@ -132,13 +117,15 @@ parallelism: {count}
       image: {image}
       securityContext: {container_security}
       command: [shoal, launch, --nnodes={count}, --node-rank=$(JOB_COMPLETION_INDEX),
-         --rdzv={first}:{port}, {place}{options}]
+         --rdzv={name}-{workers}-0-0.{name}:{port}, --job={mount}/jobs/{name},
+         --run-id={name}.$(RESTARTS){options}]
       args:
         [{command}]
       workingDir: {mount}
       env:
       - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
-{gpus}{restarts}{servers}      resources: {{limits: {{{limits}}}}}
+{gpus}      - {{name: RESTARTS, valueFrom: {{fieldRef: {{fieldPath: "metadata.labels['{restarts}']"}}}}}}
+{servers}      resources: {{limits: {{{limits}}}}}
       volumeMounts:
       - {{name: secret, mountPath: /run/shoal, readOnly: true}}
       - {{name: runs, mountPath: {mount}}}
@@ -149,50 +136,17 @@ parallelism: {count}
     - {{name: shm, emptyDir: {{medium: Memory, sizeLimit: {shm}}}}}
 """
 
-_ENDS_JOBSET = """\
-backoffLimit: 0
-podFailurePolicy:
-  rules:
-  - {action: FailJob, onExitCodes: {operator: In, values: [2, 75, 76]}}
-  - {action: FailJob, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
-"""
-_ENDS_ITSELF = """\
-backoffLimit: 3
-podReplacementPolicy: Failed
-podFailurePolicy:
-  rules:
-  - {action: FailJob, onExitCodes: {operator: In, values: [2]}}
-  - {action: Ignore, onExitCodes: {operator: In, values: [75, 76]}}  # saved and left; another host is gone
-  - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
-"""
-
-
-def _first(job: KubernetesJob, name: str, workers: str) -> str:
-    """Return the name of the first worker pod."""
-    return f"{name}-{workers}-0.{name}" if job.api == "job" else f"{name}-{workers}-0-0.{name}"
-
 
 def _helper_job(job: KubernetesJob, name: str) -> str:
-    """Return the spec of the helpers' Job. A plain one has to end by itself, with the workers."""
-    address = "      - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}\n"
+    """Return the spec of the helpers' Job, which JobSet ends with the workers'."""
     probe = f"      readinessProbe: {{tcpSocket: {{port: {HELPER_PORT}}}}}\n"
-    command = f'shoal, serve, --address, $(POD_IP), --port, "{HELPER_PORT}"'
-    plain, grace = job.api == "job", job.save_s + _GRACE_MARGIN_S
-    if plain:
-        first = f"--rdzv={_first(job, name, 'workers')}:{MEETING_PORT}"
-        command = f"shoal, launch, --role=helper, --helper-port={HELPER_PORT}, {first}"
     return _HELPERS.format(
         count=job.helpers,
         name=name,
         image=job.image,
-        command=command,
+        port=HELPER_PORT,
         cpus=job.helper_cpus,
         memory=job.helper_memory,
-        grace=f"    terminationGracePeriodSeconds: {grace}  # as the workers, which it ends with\n"
-        if plain
-        else "",
-        again="backoffLimit: 100  # it starts again with the workers\n" if plain else "",
-        address="" if plain else address,
         probe=probe if job.helpers_required else "",
         **_common(job, name),
     )
@@ -201,8 +155,7 @@ def _helper_job(job: KubernetesJob, name: str) -> str:
 def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: str) -> str:
     options = {"workers": job.workers_per_host, "global-batch": job.global_batch}
     given = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    own = f"{name}-helpers" if job.api == "job" else f"{name}-helpers-0"
-    servers = ",".join(f"{own}-{i}.{name}:{HELPER_PORT}" for i in range(job.helpers))
+    servers = ",".join(f"{name}-helpers-0-{number}.{name}:{HELPER_PORT}" for number in range(job.helpers))
     limits = {
         job.gpu: job.gpus_per_host,
         "vpc.amazonaws.com/efa": job.efa_per_host,
@@ -211,23 +164,18 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
     }
     labels = [label.partition("=") for label in job.node_selector]
     selector = ", ".join(f"{key}: {json.dumps(value)}" for key, _, value in labels)
-    folder = f"{job.mount}/jobs/{name}"
-    restarts = f"{{fieldRef: {{fieldPath: \"metadata.labels['{_RESTARTS}']\"}}}}"
-    start = f"{name}.next" if job.api == "job" else f"{name}.$(RESTARTS)"
     return _WORKERS.format(
         name=name,
+        workers=workers,
         count=job.hosts,
         container="node" if workers == "node" else "shoal",
         image=job.image,
         mount=job.mount,
         claim=job.claim,
         shm=job.shared_memory,
-        first=_first(job, name, workers),
         port=MEETING_PORT,
         grace=job.save_s + _GRACE_MARGIN_S,
-        failure=_ENDS_ITSELF if job.api == "job" else _ENDS_JOBSET,
-        place=f"--job={folder},\n         --run-id={start}",
-        restarts="" if job.api == "job" else f"      - {{name: RESTARTS, valueFrom: {restarts}}}\n",
+        restarts=_RESTARTS,
         gpus=f'      - {{name: SHOAL_GPUS, value: "{job.gpus_per_host}"}}\n' if job.gpus_per_host else "",
         selector=f"    nodeSelector: {{{selector}}}\n" if selector else "",
         options="".join(f", {option}" for option in given),
@@ -240,17 +188,14 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
 
 def _common(job: KubernetesJob, name: str) -> dict[str, str]:
     """Return the common part of the pods of workers and helpers: a namespace may be "restricted"."""
-    labels = f"    labels: {{shoal-job: {name}}}\n" if job.api == "job" else ""
-    place = f"      kueue.x-k8s.io/podset-required-topology: {job.topology}\n"
+    annotations = f"      kueue.x-k8s.io/podset-required-topology: {job.topology}\n"
     if job.helpers:
-        place += f"      kueue.x-k8s.io/podset-group-name: {name}  # workers and helpers side by side\n"
-    annotations = f"    annotations:\n{place}" if job.topology else ""
+        annotations += f"      kueue.x-k8s.io/podset-group-name: {name}  # workers and helpers side by side\n"
     ids = ", ".join(f"{key}: {job.user}" for key in ("runAsUser", "runAsGroup", "fsGroup"))
     return {
         "security": f"{{runAsNonRoot: true, {ids}, seccompProfile: {{type: RuntimeDefault}}}}",
         "container_security": "{allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}",
-        "pod": f"  metadata:\n{labels}{annotations}" if labels or annotations else "",
-        "subdomain": f"    subdomain: {name}\n" if job.api == "job" else "",
+        "pod": f"  metadata:\n    annotations:\n{annotations}" if job.topology else "",
     }
 
 

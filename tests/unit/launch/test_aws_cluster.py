@@ -1,4 +1,4 @@
-"""Counts the mistakes that are planted for each back-end; the two writers for AWS share their settings."""
+"""Counts the mistakes that are planted for each back-end; both clusters on AWS share their settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from shoal.launch.aws_cluster import AwsCluster, CloudFormation, ParallelCluster
 # In generated files; each is planted by a test of that module, and in Slurm's script by tests/real too
 IN_FILES: dict[str, list[Any]] = {
     "JobSet": test_kubernetes.JOBSET_MISTAKES,
-    "Jobs": test_kubernetes.JOB_MISTAKES,
     "TrainJob": test_kubernetes.TRAINJOB_MISTAKES,
     "SageMaker": test_sagemaker.MISTAKES,
     "ParallelCluster": parallelcluster_mistakes.MISTAKES,
@@ -36,9 +35,9 @@ IN_SETTINGS: dict[str, list[tuple[dict[str, Any], str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", IN_FILES)
-def test_eight_mistakes_are_planted_in_what_is_written(what: str) -> None:
-    assert len(IN_FILES[what]) >= 8
+@pytest.mark.parametrize("kind", IN_FILES)
+def test_eight_mistakes_are_planted_in_written_files(kind: str) -> None:
+    assert len(IN_FILES[kind]) >= 8
 
 
 @pytest.mark.parametrize("back_end", IN_SETTINGS)

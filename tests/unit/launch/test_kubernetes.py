@@ -64,32 +64,22 @@ def validator(kind: str) -> jsonschema.Draft7Validator:
         "TrainingRuntime": "trainingruntimes.yaml",
         "TrainJob": "trainjobs.yaml",
     }
-    if kind in files:
-        return jsonschema.Draft7Validator(schema(files[kind]))
-    jobs = schema("jobset.yaml")["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"]
-    spec = jobs["template"]["properties"]["spec"]  # a JobSet has the schema of Jobs in its own
-    free = {"type": "object"}
-    parts = {"apiVersion": {"const": "batch/v1"}, "kind": {"const": "Job"}, "metadata": free, "spec": spec}
-    return jsonschema.Draft7Validator({"properties": parts, "additionalProperties": False})
+    return jsonschema.Draft7Validator(schema(files[kind]))
 
 
 def problems(document: dict[str, Any]) -> list[str]:
-    """Return what the schema, the rules beside it and those of Jobs have against a document."""
+    """Return the violations of the schema, of the rules beside it and of those of Jobs."""
     kind = document["kind"]
     found = [
         f"{'/'.join(map(str, each.path))}: {each.message}" for each in validator(kind).iter_errors(document)
     ]
     if found or kind == "TrainJob":
         return found
-    if kind == "Job":
-        return rules_of_a_job(document["metadata"]["name"], document["spec"])
-    if kind == "TrainingRuntime":
-        return rules_of_a_runtime(document)
-    return rules(document)
+    return rules_of_a_runtime(document) if kind == "TrainingRuntime" else rules(document)
 
 
 def rules_of_a_runtime(runtime: dict[str, Any]) -> list[str]:
-    """Check what the webhooks of Kubeflow's trainer check."""
+    """Check the rules of the webhooks of Kubeflow's trainer."""
     spec, found = runtime["spec"]["template"]["spec"], []
     if any(each.get("replicas", 1) != 1 for each in spec["replicatedJobs"]):
         found.append("replicas must be 1")
@@ -105,7 +95,7 @@ def rules_of_a_runtime(runtime: dict[str, Any]) -> list[str]:
 
 
 def rules_of_a_job(name: str, job: dict[str, Any]) -> list[str]:
-    """Check what the API server checks of an Indexed Job beside the schema."""
+    """Check the API server's rules of an Indexed Job beside the schema."""
     pod, found = job["template"]["spec"], []
     if "podFailurePolicy" in job and pod["restartPolicy"] != "Never":
         found.append("a podFailurePolicy needs restartPolicy Never")
@@ -124,7 +114,7 @@ def rules_of_a_job(name: str, job: dict[str, Any]) -> list[str]:
 
 
 def rules_of_restricted_pods(pod: dict[str, Any]) -> list[str]:
-    """Check what a namespace with the Pod Security Standard "restricted" checks (Kubernetes 1.25 to 1.34)."""
+    """Check the rules of the Pod Security Standard "restricted" (Kubernetes 1.25 to 1.34)."""
     found, outer = [], pod.get("securityContext", {})
     volumes = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
     volumes |= {"projected", "secret", "name"}
@@ -152,7 +142,7 @@ def rules_of_restricted_pods(pod: dict[str, Any]) -> list[str]:
 
 
 def rules(jobset: dict[str, Any]) -> list[str]:
-    """Check what the API server checks beside the schema."""
+    """Check the API server's rules beside the schema."""
     spec, found = jobset["spec"], []
     names = [each["name"] for each in spec["replicatedJobs"]]
     if "startupPolicy" in spec and any("dependsOn" in each for each in spec["replicatedJobs"]):
@@ -181,20 +171,12 @@ def rules(jobset: dict[str, Any]) -> list[str]:
         {"name": "a" * 40, "hosts": 1000, "helpers": 1000},
     ],
 )
-@pytest.mark.parametrize("api", ["jobset", "job", "trainjob"])
-def test_the_api_takes_what_is_written(settings: dict[str, Any], api: str) -> None:
-    if api == "job":
-        settings = {**settings, "helpers_required": False}
+@pytest.mark.parametrize("api", ["jobset", "trainjob"])
+def test_the_api_accepts_manifests(settings: dict[str, Any], api: str) -> None:
     found = documents(**settings, api=api)
-    kinds = {
-        "jobset": ["JobSet"],
-        "job": ["Service", *["Job"] * (1 + bool(settings.get("helpers")))],
-        "trainjob": ["TrainingRuntime", "TrainJob"],
-    }
+    kinds = {"jobset": ["JobSet"], "trainjob": ["TrainingRuntime", "TrainJob"]}
     assert [each["kind"] for each in found] == kinds[api]
-    assert [problems(each) for each in found if each["kind"] != "Service"] == [[]] * len(
-        found[api == "job" :]
-    )
+    assert [problems(each) for each in found] == [[]] * len(found)
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -204,8 +186,12 @@ def workers_of(jobset: dict[str, Any]) -> Any:
     return jobset["spec"]["replicatedJobs"][1]
 
 
+def job_of(jobset: dict[str, Any]) -> Any:
+    return workers_of(jobset)["template"]["spec"]
+
+
 def pod_of(jobset: dict[str, Any]) -> Any:
-    return workers_of(jobset)["template"]["spec"]["template"]["spec"]
+    return job_of(jobset)["template"]["spec"]
 
 
 JOBSET_MISTAKES: list[tuple[Change, str]] = [
@@ -227,45 +213,20 @@ JOBSET_MISTAKES: list[tuple[Change, str]] = [
     (lambda m: pod_of(m)["securityContext"].pop("seccompProfile"), "seccompProfile"),
     (lambda m: pod_of(m)["containers"][0].pop("securityContext"), "unrestricted capabilities"),
     (lambda m: pod_of(m).update(hostNetwork=True), "the host's namespaces"),
+    (lambda m: job_of(m).update(backofLimit=1), "backofLimit"),
+    (lambda m: job_of(m).update(completions="8"), "is not of type 'integer'"),
+    (lambda m: job_of(m).update(completionMode="NonIndexed"), "only in Indexed jobs"),
+    (lambda m: job_of(m).update(parallelism=4), "all pods run at once"),
+    (lambda m: job_of(m).update(podReplacementPolicy="TerminatingOrFailed"), "podReplacementPolicy Failed"),
+    (lambda m: job_of(m)["podFailurePolicy"]["rules"][0].pop("action"), "'action' is a required"),
+    (lambda m: pod_of(m)["containers"][0].update(workdir="/"), "workdir"),
+    (lambda m: pod_of(m)["volumes"].pop(0), "a mount without its volume"),
 ]
 
 
 @pytest.mark.parametrize(("change", "said"), JOBSET_MISTAKES)
 def test_planted_mistakes_are_found(change: Change, said: str) -> None:
     good = manifest(helpers=2, helpers_required=True)
-    bad = copy.deepcopy(good)
-    change(bad)
-    assert problems(good) == []
-    assert said in "; ".join(problems(bad))
-
-
-def job_change(what: Callable[[dict[str, Any]], Any]) -> Change:
-    return lambda job: what(job["spec"])
-
-
-def of_pod(what: Callable[[dict[str, Any]], Any]) -> Change:
-    return lambda job: what(job["spec"]["template"]["spec"])
-
-
-JOB_MISTAKES: list[tuple[Change, str]] = [
-    (job_change(lambda j: j.update(backofLimit=1)), "backofLimit"),
-    (job_change(lambda j: j.update(completions="8")), "is not of type 'integer'"),
-    (job_change(lambda j: j.update(completionMode="NonIndexed")), "only in Indexed jobs"),
-    (job_change(lambda j: j.update(parallelism=4)), "all pods run at once"),
-    (
-        job_change(lambda j: j.update(podReplacementPolicy="TerminatingOrFailed")),
-        "podReplacementPolicy Failed",
-    ),
-    (job_change(lambda j: j["podFailurePolicy"]["rules"][0].pop("action")), "'action' is a required"),
-    (of_pod(lambda p: p.update(restartPolicy="OnFailure")), "needs restartPolicy Never"),
-    (of_pod(lambda p: p["containers"][0].update(workdir="/")), "workdir"),
-    (of_pod(lambda p: p["volumes"].pop(0)), "a mount without its volume"),
-]
-
-
-@pytest.mark.parametrize(("change", "said"), JOB_MISTAKES)
-def test_planted_mistakes_in_plain_jobs_are_found(change: Change, said: str) -> None:
-    good = documents(helpers=2, api="job")[2]
     bad = copy.deepcopy(good)
     change(bad)
     assert problems(good) == []
@@ -294,20 +255,6 @@ def test_planted_mistakes_in_trainjobs_are_found(kind: int, change: Change, said
     assert said in "; ".join(problems(bad))
 
 
-def test_plain_jobs_find_each_other_and_the_helpers_end_with_the_workers() -> None:
-    service, helpers, workers = documents(helpers=2, api="job")
-    assert service["spec"]["selector"] == {"shoal-job": "bert"}
-    for job in (helpers, workers):
-        assert job["spec"]["template"]["metadata"]["labels"] == {"shoal-job": "bert"}
-        assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    first = "--rdzv=bert-workers-0.bert:29400"
-    containers = [job["spec"]["template"]["spec"]["containers"][0] for job in (helpers, workers)]
-    assert containers[0]["command"] == ["shoal", "launch", "--role=helper", "--helper-port=7070", first]
-    assert containers[1]["command"][4:] == [first, "--job=/runs/jobs/bert", "--run-id=bert.next"]
-    variables = {each["name"]: each.get("value") for each in containers[1]["env"]}
-    assert variables["SHOAL_HELPERS"] == "bert-helpers-0.bert:7070,bert-helpers-1.bert:7070"
-
-
 def test_kueue_keeps_all_pods_in_one_rack() -> None:
     jobset = manifest(helpers=2, queue="team", topology="example/rack")
     for each in jobset["spec"]["replicatedJobs"]:
@@ -324,7 +271,7 @@ def test_the_common_case_has_at_most_60_lines_and_no_secret() -> None:
     assert "stringData" not in text and "\t" not in text
 
 
-def test_what_the_containers_run() -> None:
+def test_commands_variables_and_limits_of_the_containers() -> None:
     jobset = manifest(helpers=2, global_batch=512, efa_per_host=4)
     helpers, workers = (
         each["template"]["spec"]["template"]["spec"]["containers"][0]
@@ -384,7 +331,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"user": 0}, "--user 0 not root"),
     ({"mount": "runs"}, "--mount 'runs' is not"),
     ({"topology": "rack"}, "--topology rack is for Kueue: name its --queue too"),
-    ({"api": "job", "helpers": 1, "helpers_required": True}, "an order of start, which plain Jobs lack"),
 ]
 
 
@@ -434,11 +380,11 @@ def test_the_secret_goes_to_kubectl_by_a_pipe(tmp_path: Path, monkeypatch: pytes
         ),
         (
             'no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
-            "or use --api job, which needs none",
+            "or use --api trainjob",
         ),
         (
             'no matches for kind "TrainJob" in version "trainer.kubeflow.org/v1alpha1"',
-            "or use --api jobset or job",
+            "or use --api jobset",
         ),
         (
             'localqueues.kueue.x-k8s.io "teem" not found',
@@ -450,7 +396,7 @@ def test_the_secret_goes_to_kubectl_by_a_pipe(tmp_path: Path, monkeypatch: pytes
         ("The connection to the server 10.0.0.1:6443 was refused", "kubectl config current-context"),
     ],
 )
-def test_what_the_cluster_refuses_is_passed_on_with_a_remedy(
+def test_errors_of_the_cluster_have_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complaint: str, remedy: str
 ) -> None:
     (tmp_path / "kubectl").write_text(f"#!/bin/sh\necho 'error: {complaint}' >&2; exit 1\n")

@@ -135,8 +135,11 @@ def test_logs(
         logs(tmp_path / "a", follow=False)
     (tmp_path / "a" / "output.log").write_text("step 1\n")
     assert logs(tmp_path / "a", follow=False) == 0
-    note(tmp_path / "b", "kubernetes", "b", api="job")
+    note(tmp_path / "b", "kubernetes", "b")
     assert logs(tmp_path / "b", follow=True) == 0
+    note(tmp_path / "old", "kubernetes", "old", api="job")
+    with pytest.raises(ShoalError, match=r"old was submitted with --api job,.* has only jobset and trainjob"):
+        logs(tmp_path / "old", follow=False)
     note(tmp_path / "c", "sagemaker", NAME)
     _, stubbed = stub(monkeypatch, "logs")
     asked = {"logGroupName": "/aws/sagemaker/TrainingJobs", "logStreamNamePrefix": f"{NAME}/", "startTime": 0}
@@ -151,4 +154,4 @@ def test_logs(
     with stubbed, pytest.raises(UsageError, match=f"{NAME} has no output yet: the job is InProgress: Sta"):
         logs(tmp_path / "c", follow=False)
     assert capfd.readouterr().out == "step 1\nstep 5\nalgo-1: step 7\nalgo-1: step 8\n"
-    assert "kubectl logs job/b-workers --tail=100 --follow" in (programs / "said").read_text()
+    assert "kubectl logs job/b-workers-0 --tail=100 --follow" in (programs / "said").read_text()
