@@ -133,6 +133,16 @@ def print_recipe_names(sources: dict[str, Path], recipes: list[str]) -> None:
             print(f"  {path.relative_to(ROOT)}: {', '.join(names)}")
 
 
+def print_texts() -> None:
+    """Print the lengths of the README and of the examples, which are to be read at a sitting."""
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in (ROOT / "examples").glob("*.py")}
+    longest = max(lines, key=lambda path: lines[path])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").count("\n")
+    print(
+        f"\nREADME: {readme} lines; {len(lines)} examples, the longest {longest.name} with {lines[longest]}"
+    )
+
+
 def main() -> None:
     """Print the report."""
     sources, graph = module_sources(PACKAGE), import_graph(PACKAGE)
@@ -140,6 +150,7 @@ def main() -> None:
     print_sizes(sources, graph)
     print_imports(graph, recipes)
     print_recipe_names(sources, recipes)
+    print_texts()
 
 
 if __name__ == "__main__":
