@@ -128,7 +128,7 @@ def test_what_a_zip_lacks_is_named(tmp_path: Path) -> None:
         UsageError, match=r"has no instances_test2017.json.*it has annotations/instances_train"
     ):
         prepare(tmp_path / "out", images.rename(tmp_path / "test2017.zip"), annotations)
-    with pytest.raises(UsageError, match=r"an image whose file is missing: .*train2017.zip: 0"):
+    with pytest.raises(UsageError, match=r"image whose file is missing: 48 .*train2017.zip: 0"):
         prepare(tmp_path / "out", zips["train"], files("val")[1])
     damaged = bytearray(annotations.read_bytes())
     damaged[5000:5100] = bytes(100)
@@ -146,18 +146,21 @@ def changed(path: Path, tmp_path: Path, values: dict[str, Any]) -> Path:
 
 def test_bad_annotations_are_refused_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images, annotations = files("val")
-    bad = changed(annotations, tmp_path, {"bbox": [1, 2, 0, 5]})
+    bad = changed(annotations, tmp_path, {"bbox": [1, 2, 0, 5], "segmentation": []})
     with pytest.raises(
         UsageError, match=r"changed.json: annotations\[0\] .* box has no area inside its image"
     ):
-        prepare(tmp_path / "out", images, bad)
-    prepare(tmp_path / "out", images, bad, "--on-bad", "skip")
-    assert "1 an annotation whose box has no area inside its image" in capsys.readouterr().err
+        prepare(tmp_path / "out", images, bad, "--on-bad", "refuse")
+    prepare(tmp_path / "out", images, bad)
+    assert (
+        "left out 1: annotation whose box has no area inside its image: 1 (annotations[0] (id"
+        in capsys.readouterr().err
+    )
 
 
 def test_missing_image_and_half_a_validation_set(tmp_path: Path) -> None:
     images, annotations = files("val")
-    with pytest.raises(UsageError, match=r"images\[0\] .* is an image whose file is missing: "):
+    with pytest.raises(UsageError, match=r"image whose file is missing: \d+ \(images\[0\] "):
         prepare(tmp_path / "out", tmp_path, annotations)
     with pytest.raises(UsageError, match="belong together; give both or none"):
         prepare(tmp_path / "out", images, annotations, "--validation-images", str(images))

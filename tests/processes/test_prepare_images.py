@@ -199,13 +199,14 @@ def test_bad_images_are_named_and_refused_or_skipped_and_listed(
     short, text = bad / "train" / "ant" / "004.JPEG", bad / "train" / "cat" / "page.jpg"
     short.write_bytes(short.read_bytes()[:-20])
     text.write_text("<html>404</html>")
-    done = prepare(bad, tmp_path / "out")
+    done = prepare(bad, tmp_path / "out", on_bad="refuse")
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("error:") == 1
     assert f"{short} is damaged or cut short" in done.stderr or f"{text} is not an image" in done.stderr
     assert "--on-bad skip" in done.stderr and not (tmp_path / "out" / "manifest.json").exists()
 
-    done = prepare(bad, tmp_path / "out", on_bad="skip")
-    assert done.returncode == 0 and "2 images could not be read and were skipped" in done.stderr
+    done = prepare(bad, tmp_path / "out")
+    assert done.returncode == 0 and "left out 2: image that cannot be used: 2 (" in done.stderr
+    assert done.stderr.count("left out") == 1
     lines = sorted(
         line.split("\t")[:2] for line in (tmp_path / "out" / "skipped.txt").read_text().splitlines()
     )
@@ -215,7 +216,7 @@ def test_bad_images_are_named_and_refused_or_skipped_and_listed(
     del expected["ant/004"]
     assert stored(tmp_path / "out", "train") == expected
     # once more without having been refused first; and the skipped are refused when that is asked for
-    assert prepare(bad, tmp_path / "new", on_bad="skip", processes=1).returncode == 0
+    assert prepare(bad, tmp_path / "new", processes=1).returncode == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "new")
 
 
@@ -233,11 +234,11 @@ def test_bad_images_are_named_and_refused_or_skipped_and_listed(
 def test_what_must_not_be_decoded_is_named_with_a_remedy(tmp_path: Path, data: bytes, words: str) -> None:
     folder = write_folder(tmp_path / "in", {"train/a/1.JPEG": encoded(photo()), "train/a/2.JPEG": data})
     bad = folder / "train" / "a" / "2.JPEG"
-    done = prepare(folder, tmp_path / "out", processes=1)
+    done = prepare(folder, tmp_path / "out", processes=1, on_bad="refuse")
     assert done.returncode == 2 and done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
     assert f"error: {bad} {words}" in done.stderr
     assert "replace or remove it, or go on without such images: --on-bad skip" in done.stderr
-    assert prepare(folder, tmp_path / "out", processes=1, on_bad="skip").returncode == 0
+    assert prepare(folder, tmp_path / "out", processes=1).returncode == 0
     assert stored(tmp_path / "out", "train").keys() == {"a/1"}
 
 

@@ -111,6 +111,7 @@ def prepare_coco(
         CocoSplit(images, annotations),
         validation,
         on_bad=config.on_bad,
+        most_bad=config.most_bad,
         keep_empty=keep_empty,
         run_lengths=masks == "run-lengths",
     )

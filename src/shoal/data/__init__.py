@@ -7,4 +7,5 @@
 2. ``steps`` maps a step number to a worker's examples; ``loader`` prefetches them with threads or processes.
    The state is one integer, the number of samples consumed.
 3. ``packing`` removes the padding of a batch of sequences.
+4. ``bad_entries`` has the one rule for invalid entries: what is left out, said and refused.
 """

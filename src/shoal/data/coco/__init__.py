@@ -1,7 +1,6 @@
 """Reads COCO's annotations and results, prepares and augments detection data, and scores detections.
 
-1. ``json_stream`` parses a large JSON file element by element; ``bad_entries`` counts or refuses invalid
-   entries.
+1. ``json_stream`` parses a large JSON file element by element.
 2. ``annotations`` reads the ground truth and ``results`` the output of a model.
 3. ``masks`` converts polygons and run lengths to one form, and to bitmaps.
 4. ``source`` prepares shards (``synthetic`` draws them) and restores the ground truth from them;

@@ -11,11 +11,11 @@ import math
 import zipfile
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.data.coco.bad_entries import BadEntries, BadEntry, OnBad
+from shoal.data.bad_entries import MOST_BAD, NO_AREA, BadEntries, BadEntry, OnBad
 from shoal.data.coco.json_stream import top_level_entries
 from shoal.errors import UsageError, did_you_mean
 
@@ -27,6 +27,7 @@ Segmentation = Polygons | Rle
 Boxes = Literal["keep", "check"]
 
 _MIN_POLYGON = 6
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +66,64 @@ class CocoAnnotations:
     objects: Mapping[int, tuple[CocoObject, ...]]
     """Objects by the id of their image, in the order of the file; has every image."""
     bad: BadEntries
-    """Counts of what was skipped."""
+    """Counts of what was left out."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Ids of images in ``images`` by those in the file that are words and no numbers."""
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether every object has a segmentation."""
+        return all(one.segmentation for some in self.objects.values() for one in some)
+
+    def image_of(self, value: Any) -> CocoImage | None:
+        """Return the image that an id means, as a file of results has it: ``42``, ``42.0``, ``"a1f"``."""
+        number = whole_number(value)
+        if number is None and isinstance(value, str):
+            number = self.numbers.get(value)
+        return None if number is None else self.images.get(number)
 
 
 def read_annotations(
-    path: Path | zipfile.Path, *, on_bad: OnBad = "refuse", boxes: Boxes = "check"
+    path: Path | zipfile.Path,
+    *,
+    on_bad: OnBad = "skip",
+    most_bad: float = MOST_BAD,
+    boxes: Boxes = "check",
 ) -> CocoAnnotations:
     """Read ``instances_*.json`` or any file of that form.
 
-    An entry is bad if its id is a duplicate, its image or category does not exist, or a value is invalid. The
-    objects of a bad image are bad too, and counted separately.
+    Forms that annotation tools write are read too: ids as text, a flat list as one polygon, ``[[]]`` as no
+    segmentation, ``null`` for values that can be missing, a box that only the polygons give, LVIS's
+    ``coco_url`` in place of ``file_name``.
+
+    An entry is invalid if its id is a duplicate, its image or category does not exist, or a value cannot be
+    used. The objects of an invalid image are invalid too, and counted separately.
 
     Args:
         path: the file, which may be in a zip.
-        on_bad: refuse the file at the first bad entry, or skip and count such entries.
-        boxes: ``check`` treats an object as bad if its box has no area inside the image (training cannot use
-            it); ``keep`` accepts it, as the official scorer does.
+        on_bad: leave invalid entries out and count them, or refuse the file at the first one.
+        most_bad: see :class:`shoal.data.bad_entries.BadEntries`.
+        boxes: ``check`` treats an object as invalid if its box has no area inside the image, since training
+            cannot use it; ``keep`` accepts it, as the official scorer does.
 
     Raises:
-        UsageError: the file cannot be read, is not COCO, or has a bad entry, which is refused.
+        UsageError: the file cannot be read, is not COCO, or has invalid entries that are refused.
     """
-    return _Reader(path, on_bad, boxes).read()
+    return _Reader(path, on_bad, most_bad, boxes).read()
 
 
 class _Reader:
-    def __init__(self, path: Path | zipfile.Path, on_bad: OnBad, boxes: Boxes) -> None:
+    def __init__(self, path: Path | zipfile.Path, on_bad: OnBad, most_bad: float, boxes: Boxes) -> None:
         self._file, self._path = path, Path(str(path))
-        self._bad = BadEntries(self._path, on_bad)
+        self._bad = BadEntries(self._path, on_bad, most_bad)
         self._boxes = boxes
         self._images: dict[int, CocoImage] = {}
         self._categories: dict[int, str] = {}
-        self._found: list[tuple[int, int, CocoObject]] = []
+        self._objects: list[tuple[int | str, int, CocoObject]] = []
+        """Id of the image, index in the file, object."""
         self._ids: set[int] = set()
+        self._names: dict[str, int] = {}
+        """Numbers of images whose ids are words."""
         self._takers = {
             "images": self._take_image,
             "categories": self._take_category,
@@ -116,11 +143,14 @@ class _Reader:
                     number = f" (id {entry['id']})" if isinstance(entry, dict) and "id" in entry else ""
                     self._bad.add(bad, f"{key}[{index}]{number}")
         self._check_keys(keys)
+        objects = self._placed()
+        self._bad.check(len(self._images) + len(self._categories) + sum(map(len, objects.values())))
         return CocoAnnotations(
             path=self._path,
             images=self._images,
             categories=dict(sorted(self._categories.items())),
-            objects=self._placed(),
+            objects=objects,
+            numbers=self._names,
             bad=self._bad,
         )
 
@@ -137,17 +167,23 @@ class _Reader:
                     "Is it a file of COCO annotations?"
                 )
         if not self._images:
+            self._bad.check(num_good=0)
             raise UsageError(f"{self._path}: holds no image")
 
     def _take_image(self, entry: Any, index: int) -> None:
-        number = _whole(entry, "id")
-        if number in self._images:
+        number = _image_id(entry, "id")
+        if number in self._images or number in self._names:
             raise BadEntry("an image whose id another one has", f"id {number}")
-        name, width, height = entry.get("file_name"), _whole(entry, "width"), _whole(entry, "height")
-        if not isinstance(name, str):
+        name = entry.get("file_name") or str(entry.get("coco_url") or "").rpartition("/")[2]
+        if not isinstance(name, str) or not name:
             raise BadEntry("an image without a file_name", "")
+        if entry.get("width") is None or entry.get("height") is None:
+            raise BadEntry("an image without width and height, which must be those of its file", "")
+        width, height = _whole(entry, "width"), _whole(entry, "height")
         if width < 1 or height < 1:
             raise BadEntry("an image without a size", f"{width} x {height}")
+        if isinstance(number, str):  # negative, so that it meets no number of the file
+            number = self._names.setdefault(number, -1 - len(self._names))
         self._images[number] = CocoImage(number, name, width, height)
 
     def _take_category(self, entry: Any, index: int) -> None:
@@ -160,44 +196,71 @@ class _Reader:
         self._categories[number] = name
 
     def _take_object(self, entry: Any, index: int) -> None:
-        number = _whole(entry, "id")
+        is_numbered = isinstance(entry, dict) and entry.get("id") is None
+        number = -1 - index if is_numbered else _whole(entry, "id")
         if number in self._ids:
             raise BadEntry("an annotation whose id another one has", f"id {number}")
-        image, category = _whole(entry, "image_id"), _whole(entry, "category_id")
-        box = finite_numbers(entry.get("bbox"), 4)
-        if box is None:
-            raise BadEntry("an annotation whose bbox is not 4 finite numbers", shown(entry.get("bbox")))
-        area = finite_numbers([entry.get("area", box[2] * box[3])], 1)
-        if area is None:
-            raise BadEntry("an annotation whose area is no finite number", shown(entry.get("area")))
-        crowd = entry.get("iscrowd", 0)
+        image, category = _image_id(entry, "image_id"), _whole(entry, "category_id")
+        segmentation = self._segmentation(entry.get("segmentation"), f"annotations[{index}] (id {number})")
+        box = self._box(entry.get("bbox"), segmentation)
+        area = entry.get("area")
+        areas = finite_numbers([box[2] * box[3] if area is None else area], 1)
+        if areas is None:
+            raise BadEntry("an annotation whose area is no finite number", shown(area))
+        crowd = entry.get("iscrowd") or 0
         if crowd not in (0, 1):
             raise BadEntry("an annotation whose iscrowd is neither 0 nor 1", shown(crowd))
-        shape, segmentation = entry.get("segmentation"), None
-        if shape is not None and shape != [] and (segmentation := read_segmentation(shape)) is None:
-            what = "polygons are not lists of at least 3 points"
-            if isinstance(shape, dict):
-                what = "run lengths are not COCO's"
-            raise BadEntry(f"an annotation whose {what}", shown(shape))
-        x, y, width, height = box
-        found = CocoObject(number, category, (x, y, width, height), area[0], bool(crowd), segmentation)
+        one = CocoObject(number, category, box, areas[0], bool(crowd), segmentation)
         self._ids.add(number)
-        self._found.append((image, index, found))
+        self._objects.append((image, index, one))
+
+    def _segmentation(self, shape: Any, place: str) -> Segmentation | None:
+        """Return run lengths or the valid polygons, ``None`` if there are neither, as in ``[[]]``."""
+        if isinstance(shape, list):
+            polygons = [shape] if shape and not isinstance(shape[0], list) else list(filter(None, shape))
+            valid = [polygon for polygon in polygons if read_segmentation([polygon])]
+            if valid and len(valid) < len(polygons):
+                self._bad.add(BadEntry("a polygon of fewer than 3 points; its object has others", ""), place)
+            shape = valid or polygons
+        if not shape:
+            return None
+        segmentation = read_segmentation(shape)
+        if segmentation is None:
+            problem = "polygons are not lists of at least 3 points"
+            if isinstance(shape, dict):
+                problem = "run lengths are not COCO's"
+            raise BadEntry(f"an annotation whose {problem}", shown(shape))
+        return segmentation
+
+    def _box(self, value: Any, segmentation: Segmentation | None) -> tuple[float, float, float, float]:
+        """Return the box of an object: that of its polygons if it has none, or none that can be trained."""
+        box = finite_numbers(value, 4)
+        is_missing = value is None or value == []
+        if box is not None and self._boxes == "check":
+            is_missing = min(box[2:]) <= 0
+        if is_missing and isinstance(segmentation, tuple):
+            xs, ys = ([v for polygon in segmentation for v in polygon[axis::2]] for axis in (0, 1))
+            box = [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+        if box is None:
+            raise BadEntry("an annotation whose bbox is not 4 finite numbers", shown(value))
+        x, y, width, height = box
+        return x, y, width, height
 
     def _placed(self) -> dict[int, tuple[CocoObject, ...]]:
         """Return the objects of each image, after the checks that need the whole file."""
         objects: dict[int, list[CocoObject]] = {number: [] for number in self._images}
-        for image_id, index, one in self._found:
+        for image_id, index, one in self._objects:
+            number = self._names.get(image_id) if isinstance(image_id, str) else image_id
             try:
-                self._check_place(one, image_id)
+                self._check_place(one, number, image_id)
             except BadEntry as bad:
                 self._bad.add(bad, f"annotations[{index}] (id {one.id})")
             else:
-                objects[image_id].append(one)
+                objects[number or 0].append(one)
         return {number: tuple(some) for number, some in objects.items()}
 
-    def _check_place(self, one: CocoObject, image_id: int) -> None:
-        image = self._images.get(image_id)
+    def _check_place(self, one: CocoObject, number: int | None, image_id: int | str) -> None:
+        image = None if number is None else self._images.get(number)
         if image is None:
             raise BadEntry("an annotation of an image that is not in the file", f"image_id {image_id}")
         if one.category_id not in self._categories:
@@ -217,10 +280,7 @@ class _Reader:
         x, y, width, height = one.box
         is_inside = min(x + width, image.width) > max(x, 0) and min(y + height, image.height) > max(y, 0)
         if self._boxes == "check" and not is_inside:
-            raise BadEntry(
-                "an annotation whose box has no area inside its image",
-                f"{list(one.box)} in {image.width} x {image.height}",
-            )
+            raise BadEntry(NO_AREA, f"{list(one.box)} in {image.width} x {image.height}")
 
 
 def finite_numbers(value: Any, count: int) -> list[float] | None:
@@ -240,14 +300,27 @@ def shown(value: Any) -> str:
 
 
 def _whole(entry: Any, key: str) -> int:
+    """Return a whole number, which may be a float or a text."""
     if not isinstance(entry, dict):
         raise BadEntry("an entry that is no object", shown(entry))
-    value = entry.get(key)
+    if (number := whole_number(entry.get(key))) is None:
+        raise BadEntry(f"an entry whose {key} is no whole number", shown(entry.get(key)))
+    return number
+
+
+def whole_number(value: Any) -> int | None:
+    """Return the whole number that a JSON value is, as ``42``, ``42.0`` or ``"42"``; ``None`` for others."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if type(value) is not int:
-        raise BadEntry(f"an entry whose {key} is no whole number", shown(value))
-    return value
+    if isinstance(value, str) and len(value) <= _MOST_DIGITS and value.isascii() and value.isdigit():
+        return int(value)
+    return value if type(value) is int else None
+
+
+def _image_id(entry: Any, key: str) -> int | str:
+    """Return the id of an image: a whole number, or the word that a tool gives it."""
+    value = entry.get(key) if isinstance(entry, dict) else None
+    return value if isinstance(value, str) and value and whole_number(value) is None else _whole(entry, key)
 
 
 def read_segmentation(value: Any) -> Segmentation | None:

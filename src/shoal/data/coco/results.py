@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.atomic_io import write_atomically
+from shoal.data.bad_entries import BadEntries, BadEntry, OnBad
 from shoal.data.coco.annotations import (
     CocoAnnotations,
     CocoImage,
@@ -20,8 +21,8 @@ from shoal.data.coco.annotations import (
     finite_numbers,
     read_segmentation,
     shown,
+    whole_number,
 )
-from shoal.data.coco.bad_entries import BadEntries, BadEntry, OnBad
 from shoal.data.coco.json_stream import top_level_entries
 from shoal.data.coco.masks import areas, as_compressed
 from shoal.errors import UsageError
@@ -68,7 +69,7 @@ def read_results(
     """
     reader = _Reader(annotations)
     for path in paths:
-        reader.read(BadEntries(path, on_bad))
+        reader.read(path, BadEntries(path, on_bad))
     return reader.results
 
 
@@ -88,18 +89,18 @@ class _Reader:
         self.results = CocoResults()
         self._owners: dict[tuple[Kind, int], Path] = {}
 
-    def read(self, bad: BadEntries) -> None:
+    def read(self, path: Path, bad: BadEntries) -> None:
         self.results.bad.append(bad)
-        for key, index, entry in top_level_entries(bad.path):
+        for key, index, entry in top_level_entries(path):
             if key:
                 raise UsageError(
-                    f"{bad.path}: is an object with the key {key!r}; results of COCO are an array of objects "
+                    f"{path}: is an object with the key {key!r}; results of COCO are an array of objects "
                     "with image_id, category_id, score and bbox or segmentation"
                 )
             if index is not None:
-                self._take(entry, f"[{index}]", bad)
+                self._take(entry, path, f"[{index}]", bad)
 
-    def _take(self, entry: Any, place: str, bad: BadEntries) -> None:
+    def _take(self, entry: Any, path: Path, place: str, bad: BadEntries) -> None:
         try:
             image, category, score = self._checked(entry)
         except BadEntry as error:
@@ -109,7 +110,7 @@ class _Reader:
                 continue
             try:
                 shape, area = _box(entry[name]) if kind == "bbox" else _mask(entry[name], image)
-                if (owner := self._owners.setdefault((kind, image.id), bad.path)) != bad.path:
+                if (owner := self._owners.setdefault((kind, image.id), path)) != path:
                     rule = "a result for an image of which another file holds results"
                     raise BadEntry(rule, f"image_id {image.id}, in {owner} too")
             except BadEntry as error:
@@ -123,19 +124,21 @@ class _Reader:
         """Return the image, the category and the score of an entry that has a shape."""
         if not isinstance(entry, dict):
             raise BadEntry("a result that is no object", shown(entry))
-        image, category = entry.get("image_id"), entry.get("category_id")
         known = self._annotations
-        if type(image) is not int or image not in known.images:
-            raise BadEntry("a result for an image that is not in the ground truth", shown(image))
-        if type(category) is not int or category not in known.categories:
-            raise BadEntry("a result of a category that is not in the ground truth", shown(category))
+        image, category = known.image_of(entry.get("image_id")), whole_number(entry.get("category_id"))
+        if image is None:
+            rule = "a result for an image that is not in the ground truth"
+            raise BadEntry(rule, shown(entry.get("image_id")))
+        if category is None or category not in known.categories:
+            rule = "a result of a category that is not in the ground truth"
+            raise BadEntry(rule, shown(entry.get("category_id")))
         score = finite_numbers([entry.get("score")], 1)
         if score is None:
             raise BadEntry("a result whose score is no finite number", shown(entry.get("score")))
         # an empty bbox or segmentation counts as none, as in the official reader
         if not any(map(entry.get, _SHAPES)):
             raise BadEntry("a result with neither bbox nor segmentation", "")
-        return known.images[image], category, score[0]
+        return image, category, score[0]
 
 
 def _box(value: Any) -> tuple[list[float] | Rle, float]:

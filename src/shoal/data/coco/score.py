@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.atomic_io import write_json
+from shoal.data.bad_entries import OnBad
 from shoal.data.coco.annotations import CocoAnnotations, CocoObject, read_annotations
-from shoal.data.coco.bad_entries import OnBad
 from shoal.data.coco.masks import as_compressed, evaluation_library, mask_library
 from shoal.data.coco.results import KINDS, CocoResults, Detection, Kind, read_results
 from shoal.errors import UsageError
@@ -231,18 +231,16 @@ def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: 
     """
     truth = read_annotations(annotations, on_bad=on_bad, boxes="keep")
     found = read_results(results, truth, on_bad=on_bad)
-    if not found.detections:
-        raise UsageError(
-            f"{', '.join(map(str, results))}: no result that can be scored, so it is unknown whether "
-            "boxes or masks are meant (all figures of a model that finds nothing are 0)"
-        )
     bad = [truth.bad, *found.bad]
+    if not found.detections and any(entries.counts for entries in found.bad):
+        raise UsageError(f"{', '.join(map(str, results))}: holds no result that can be scored")
     for line in (line for entries in bad for line in entries.lines()):
         print(f"shoal: {line}", file=sys.stderr)
-    scores = [score_results(truth, found, kind) for kind in KINDS if kind in found.detections]
+    kinds = found.detections.keys() or {"bbox", *(["segm"] if truth.has_masks else [])}  # nothing detected: 0
+    scores = [score_results(truth, found, kind) for kind in KINDS if kind in kinds]
     if out is not None:
         tree = as_tree(truth, scores)
-        tree["skipped"] = {str(entries.path): entries.counts for entries in bad if entries.counts}
+        tree["skipped"] = {str(entries.source): entries.counts for entries in bad if entries.counts}
         write_json(out, tree)
     return "\n\n".join(f"{_WORDS[score.kind]} ({score.kind})\n{score.table()}" for score in scores)
 

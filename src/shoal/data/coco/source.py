@@ -8,6 +8,7 @@ categories are in ``categories.json`` beside the manifest; labels are their posi
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from shoal.atomic_io import write_json
+from shoal.data.bad_entries import MOST_BAD, BadEntries, BadEntry, OnBad
 from shoal.data.coco.annotations import (
     CocoAnnotations,
     CocoImage,
@@ -24,7 +26,6 @@ from shoal.data.coco.annotations import (
     read_annotations,
     read_segmentation,
 )
-from shoal.data.coco.bad_entries import BadEntries, BadEntry, OnBad
 from shoal.data.coco.masks import as_compressed
 from shoal.data.images.folder import unique_keys
 from shoal.data.images.manifest import ImageManifest
@@ -86,7 +87,8 @@ class CocoSource:
         train: CocoSplit,
         validation: CocoSplit | None = None,
         *,
-        on_bad: OnBad = "refuse",
+        on_bad: OnBad = "skip",
+        most_bad: float = MOST_BAD,
         keep_empty: bool = False,
         run_lengths: bool = False,
     ) -> None:
@@ -95,13 +97,14 @@ class CocoSource:
         Args:
             train: training images.
             validation: validation images, with the categories of ``train``.
-            on_bad: refuse the first annotation or image that cannot be used, or skip and count such.
+            on_bad: leave out and count annotations and images that cannot be used, or refuse the first one.
+            most_bad: see :class:`shoal.data.bad_entries.BadEntries`.
             keep_empty: keep training images without objects (crowds do not count); validation keeps all.
             run_lengths: convert every mask to run lengths of the whole image now; otherwise keep polygons,
                 which are rasterised in each training batch.
 
         Raises:
-            UsageError: a file is not COCO, an image is missing (unless skipped), or categories differ.
+            UsageError: a file is not COCO, too many entries cannot be used, or categories differ.
             ShoalError: an image cannot be read.
         """
         self._run_lengths = run_lengths
@@ -111,7 +114,7 @@ class CocoSource:
         self.remarks: tuple[str, ...] = ()
         digest = blake2b(digest_size=16)
         for name, split in splits.items():
-            truth = self._truth[name] = read_annotations(split.truth_file(), on_bad=on_bad)
+            truth = self._truth[name] = read_annotations(split.truth_file(), on_bad=on_bad, most_bad=most_bad)
             images = _Images(split.images)
             if truth.categories != self.categories:
                 raise UsageError(
@@ -132,6 +135,7 @@ class CocoSource:
                     files.append((image, place))
                     digest.update(f"{name}\0".encode() + state)
             digest.update(_state_of(split.annotations)[1])
+            truth.bad.check(len(files) + num_empty)
             self.remarks += tuple(truth.bad.lines())
             if num_empty:
                 self.remarks += (f"{num_empty:,} images without objects are left out (--keep-empty)",)
@@ -160,7 +164,8 @@ class CocoSource:
         for key, (image, place) in zip(keys, files, strict=True):
             text = as_json(image, truth.objects[image.id], run_lengths=self._run_lengths)
             path, offset, size, member = place
-            yield SourceImage(key, path, offset, size, member=member, annotations=text)
+            shape = image.width, image.height
+            yield SourceImage(key, path, offset, size, member=member, annotations=text, annotated_size=shape)
 
 
 def prepare_coco(source: CocoSource, out: Path, *, config: ImagePrepareConfig) -> ImageManifest:
@@ -255,6 +260,8 @@ class _Images:
         self._path = path
         self._zip = ZipImages(path) if path.suffix == SUFFIX else None
         self._state = _state_of(path)[1] if self._zip else b""
+        self._shortened: dict[str, str] = {}
+        """Names that were found without their leading folders, to the names in the annotations."""
         packed = path.with_name(path.name + SUFFIX)
         if not path.exists() and packed.is_file():
             raise UsageError(f"{path}: there is no such folder; give {packed}, which is read as it is")
@@ -267,16 +274,34 @@ class _Images:
             UsageError: it is compressed in the zip.
             ShoalError: it cannot be read.
         """
-        name = PurePosixPath(image.file_name)
-        if name.is_absolute() or ".." in name.parts or not name.name:
-            raise BadEntry("an image whose file_name leads out of the folder", repr(image.file_name))
+        name = self._name_of(image.file_name)
         if self._zip is None:
             size, state = _state_of(self._path / name)
             return _Place(self._path / name, 0, size), state
-        if image.file_name not in self._zip:
-            raise BadEntry("an image whose file is missing", f"{self._path}: {image.file_name}")
-        place = _Place(self._path, *self._zip.place(image.file_name), image.file_name)
+        if name not in self._zip:
+            raise BadEntry("an image whose file is missing", f"{self._path}: {name}")
+        place = _Place(self._path, *self._zip.place(name), name)
         return place, repr(place).encode("utf-8", "surrogateescape") + self._state
+
+    def _name_of(self, file_name: str) -> str:
+        """Return the name below the folder. Tools also write paths of their own machine, or of Windows."""
+        if self._has(file_name):
+            return file_name
+        parts = [part for part in re.split(r"[/\\]", file_name) if part]
+        if ".." in parts or not parts:
+            raise BadEntry("an image whose file_name leads out of the folder", repr(file_name))
+        shorter = ["/".join(parts[first:]) for first in range(len(parts))]
+        name = next(filter(self._has, shorter), shorter[0])
+        if name in self._shortened:
+            raise BadEntry("an image whose file another one has", f"{file_name} and {self._shortened[name]}")
+        self._shortened[name] = file_name
+        return name
+
+    def _has(self, name: str) -> bool:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.name:
+            return False
+        return (self._path / path).is_file() if self._zip is None else name in self._zip
 
 
 def _state_of(path: Path) -> tuple[int, bytes]:

@@ -39,7 +39,7 @@ def dry_run(source: ImageSource, config: ImagePrepareConfig) -> list[str]:
     for image in images:
         try:
             data = read_image(image)
-            encoded = reencode(data, config).data
+            encoded = reencode(data, config, image.annotated_size).data
         except BadImage:
             bad.append(image.name)
             continue

@@ -21,14 +21,15 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shoal.atomic_io import write_atomically
+from shoal.data.bad_entries import MOST_BAD, BadEntries, BadEntry, OnBad
 from shoal.data.images.headers import BadImage
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
-from shoal.data.images.reencode import MAX_IMAGE_BYTES, ReencodeConfig, check_pillow, reencode
+from shoal.data.images.reencode import MAX_IMAGE_BYTES, ReencodeConfig, check_pillow, is_ambiguous, reencode
 from shoal.data.images.shards import ImageShardWriter
 from shoal.data.images.sources import (
     TRAIN,
@@ -48,9 +49,9 @@ from shoal.env.machine import num_cores
 from shoal.errors import ShoalError, UsageError
 from shoal.formatting import plural
 
-OnBad = Literal["refuse", "skip"]
 SPLITS = (TRAIN, VALIDATION)
 KIND = "images"
+UNREADABLE = "an image that cannot be used"
 SKIPPED = "skipped.txt"
 """Images that could not be read: split, name and reason, separated by tabs."""
 
@@ -58,7 +59,7 @@ _EPOCH = 1 << 32
 """Epoch numbers of the permutations of preparation, one per split, that no training reaches."""
 _LISTED = "listed.json"
 _OWN_FILE = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.(?:{TAR}|{INDEX})|{SKIPPED}")
-_NOT_IN_PLAN = ("processes", "overwrite", "on_bad")
+_NOT_IN_PLAN = ("processes", "overwrite", "on_bad", "most_bad")
 """Fields that do not change the result of a finished shard: one without a bad image is the same with
 ``--on-bad skip``, so that a run stopped by such an image can continue."""
 
@@ -69,8 +70,10 @@ class ImagePrepareConfig(ReencodeConfig):
 
     shard_bytes: int = 128 << 20
     """Approximate bytes of source images per shard."""
-    on_bad: OnBad = "refuse"
-    """Stop at a file that is not a whole image and name it, or skip and list it."""
+    on_bad: OnBad = "skip"
+    """Leave out what cannot be used, and list it; or stop at the first."""
+    most_bad: float = MOST_BAD
+    """Largest share that may be left out, beside flaws that standard sets are known for."""
     seed: int = 0
     """Seed of the order of the images."""
     processes: int = 0
@@ -88,6 +91,8 @@ class ImagePrepareConfig(ReencodeConfig):
         for name, least in (("shard_bytes", 1 << 12), ("processes", 0), ("seed", 0)):
             if not least <= getattr(self, name) < 1 << 63:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not 0 <= self.most_bad <= 1:
+            raise UsageError(f"most_bad={self.most_bad} must be a share from 0 to 1")
 
 
 def prepare_images(
@@ -184,7 +189,20 @@ def _finish(
     lines = [f"{r.task.split}\t{name}\t{reason}\n" for r in results for name, reason in r.skipped]
     if lines:
         write_atomically(out / SKIPPED, "".join(lines).encode("utf-8", "surrogateescape"))
-        shown.say(f"{len(lines):,} images could not be read and were skipped; {out / SKIPPED} names them")
+    bad = BadEntries(source.description, "skip", config.most_bad)
+    for result in results:
+        for name, reason in result.skipped:
+            bad.add(BadEntry(UNREADABLE, reason), name)
+    bad.check(sum(shard.num_images for shards in splits.values() for shard in shards))
+    for line in bad.lines():
+        shown.say(f"{line}; {out / SKIPPED} names all")
+    if ambiguous := [name for result in results for name in result.ambiguous]:
+        names = ", ".join(ambiguous[:3]) + (" …" if ambiguous[3:] else "")
+        shown.say(
+            f"left {plural(len(ambiguous), 'image')} as stored, as pycocotools does, although EXIF turns "
+            f"them and their annotations fit both: {names}; turn the files if the boxes are for the turned "
+            "images"
+        )
     changed = f", shorter sides of {config.resize} pixels at most" if config.resize else ""
     manifest = ImageManifest(
         classes=source.classes,
@@ -214,12 +232,17 @@ class ShardTask(NamedTuple):
 
 
 class ShardResult(NamedTuple):
-    """A finished shard, ``None`` if none of its images could be read, and (name, reason) of unreadable
-    ones."""
+    """A finished shard, ``None`` if none of its images could be read.
+
+    Attributes:
+        skipped: (name, reason) of the images that could not be used.
+        ambiguous: names of images whose annotations may be for another orientation.
+    """
 
     task: ShardTask
     shard: ImageShardInfo | None
     skipped: list[tuple[str, str]]
+    ambiguous: list[str]
 
 
 def start_worker(out: Path, config: ImagePrepareConfig) -> None:
@@ -240,22 +263,30 @@ def write_shard(task: ShardTask) -> ShardResult:
         _listings[task.split] = Listing(_out / RECORDS, task.split)
     listing = _listings[task.split]
     skipped: list[tuple[str, str]] = []
+    ambiguous: list[str] = []
     with ImageShardWriter(_out, task.name) as writer:
         for number in images_of(task, len(listing), _config.seed):
             image = listing.image(number)
             try:
-                encoded = reencode(read_image(image), _config)
+                data = read_image(image)
+                encoded = reencode(data, _config, image.annotated_size)
             except BadImage as error:
                 skipped.append((image.name, str(error)))
                 check_allowed(skipped, _config.on_bad)
             else:
+                if image.annotated_size and is_ambiguous(data, image.annotated_size):
+                    ambiguous.append(image.name)
                 extra = None if image.annotations is None else image.annotations.encode()
                 writer.add(image.key, **encoded._asdict(), label=image.label, annotations=extra)
             advance(image.size)
         shard = writer.finish() if writer.num_images else None
-    record = {"shard": shard and dataclasses.asdict(shard), "skipped": skipped}
+    record = {
+        "shard": shard and dataclasses.asdict(shard),
+        "skipped": skipped,
+        "ambiguous": ambiguous,
+    }
     write_atomically(_record_path(_out, task), json.dumps(record).encode())
-    return ShardResult(task, shard, skipped)
+    return ShardResult(task, shard, skipped, ambiguous)
 
 
 def images_of(task: ShardTask, num_images: int, seed: int) -> list[int]:
@@ -296,7 +327,8 @@ def finished_shard(out: Path, task: ShardTask, on_bad: OnBad) -> ShardResult | N
 
     def make(record: dict[str, Any]) -> ShardResult:
         shard = ImageShardInfo(**record["shard"]) if record["shard"] else None
-        return ShardResult(task, shard, [(name, reason) for name, reason in record["skipped"]])
+        skipped = [(name, reason) for name, reason in record["skipped"]]
+        return ShardResult(task, shard, skipped, record["ambiguous"])
 
     result = read_record(path, make)
     check_allowed(result.skipped, on_bad)

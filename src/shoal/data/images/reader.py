@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shoal.data.bad_entries import OnBad
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.storage import Bytes
 from shoal.data.steps import SizedReader, example_names
@@ -77,7 +78,6 @@ class DecodeThreads:
 _TRIES = 8
 
 DTypeName = Literal["float32", "uint16", "uint8"]
-OnBad = Literal["refuse", "skip"]
 
 
 class Transform(Protocol):

@@ -1,9 +1,10 @@
 """Converts an image to the form that a shard stores; keeps the bytes of a JPEG, PNG or WebP if it can.
 
-EXIF rotation is applied, an image whose shorter side is above the limit is downscaled, and other formats,
-numbers of bits and channels become RGB or greyscale of 8 bits. What has to be encoded again becomes a JPEG if
-it was one, else a PNG, whose pixels are the same. Every image is decoded once, a JPEG at an eighth of its
-size, which reads all of its data: a truncated file is found now and not in training.
+EXIF rotation is applied, unless the annotations of an image are for its stored size. An image whose shorter
+side is above the limit is downscaled, and other formats, numbers of bits and channels become RGB or greyscale
+of 8 bits. What has to be encoded again becomes a JPEG if it was one, else a PNG, whose pixels are the same.
+Every image is decoded once, a JPEG at an eighth of its size, which reads all of its data: a truncated file is
+found now and not in training.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _ORIENTATION = 0x0112  # tag of EXIF (TIFF 6.0, section 8)
 _UPRIGHT = 1
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """Pillow's ``Transpose`` that undoes each orientation, as in its ``exif_transpose``."""
+_QUARTER_TURNS = frozenset({5, 6, 7, 8})
+"""Orientations that exchange width and height."""
 _JPEGS = ("JPEG", "MPO")  # MPO: a JPEG with more pictures behind the first, as phones write it
 _SUFFIXES = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 """Formats that are stored, and the suffixes of their members."""
@@ -63,11 +66,15 @@ class Encoded(NamedTuple):
     suffix: str
 
 
-def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
+def reencode(data: bytes, config: ReencodeConfig, annotated_size: tuple[int, int] | None = None) -> Encoded:
     """Return an image as a shard stores it: ``data`` itself if nothing needs to change.
 
+    Args:
+        annotated_size: width and height that annotations are for. The image is turned as EXIF says only if
+            they are those of the turned image and not of the stored one.
+
     Raises:
-        BadImage: it cannot be decoded, or not completely.
+        BadImage: it cannot be decoded, or not completely, or its annotations are for another size.
         ShoalError: Pillow is not installed.
     """
     if not data:
@@ -75,19 +82,21 @@ def reencode(data: bytes, config: ReencodeConfig) -> Encoded:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, which is not used
-            return _reencoded(data, config)
+            return _reencoded(data, config, annotated_size)
     except (BadImage, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001  # OSError, SyntaxError, struct.error, zlib.error, …: each format has its own
         raise BadImage(f"is damaged or cut short ({error or type(error).__name__})") from None
 
 
-def _reencoded(data: bytes, config: ReencodeConfig) -> Encoded:
+def _reencoded(data: bytes, config: ReencodeConfig, annotated_size: tuple[int, int] | None) -> Encoded:
     from PIL.Image import Resampling, Transpose
 
     with open_image(data) as image:
         width, height = image.size
         orientation = _orientation(image)
+        if annotated_size is not None:
+            orientation = _annotated_orientation(orientation, image.size, annotated_size)
         small_enough = config.resize == 0 or min(width, height) <= config.resize
         is_jpeg = image.format in _JPEGS
         is_one = is_jpeg or not getattr(image, "is_animated", False)
@@ -126,6 +135,29 @@ def _orientation(image: PillowImage.Image) -> int:
     except Exception:  # noqa: BLE001  # as of a damaged image, above
         return _UPRIGHT
     return value if value in _TURNS else _UPRIGHT
+
+
+def _annotated_orientation(orientation: int, stored: tuple[int, int], annotated: tuple[int, int]) -> int:
+    """Return the orientation to undo, so that the image has the size that its annotations are for.
+
+    Raises:
+        BadImage: it has that size neither as stored nor turned.
+    """
+    if annotated == stored:
+        return _UPRIGHT
+    if annotated == stored[::-1] and orientation in _QUARTER_TURNS:
+        return orientation
+    raise BadImage(
+        f"has {stored[0]} x {stored[1]} pixels, but its annotations are for {annotated[0]} x {annotated[1]}"
+    )
+
+
+def is_ambiguous(data: bytes, annotated_size: tuple[int, int]) -> bool:
+    """Return whether the size of its annotations does not tell if they are for the image as EXIF turns it."""
+    with open_image(data) as image:
+        orientation = _orientation(image)
+        turned = image.size[::-1] if orientation in _QUARTER_TURNS else image.size
+        return orientation != _UPRIGHT and image.size == turned == annotated_size
 
 
 def _eight_bits(image: PillowImage.Image) -> PillowImage.Image:

@@ -31,6 +31,8 @@ class SourceImage(NamedTuple):
         label: its class, or -1.
         member: its name in the tar, for messages; empty for a file of its own.
         annotations: JSON to store with the image as ``KEY.json``.
+        annotated_size: width and height that the annotations are for, which decide whether the image is
+            turned as EXIF says.
     """
 
     key: str
@@ -40,6 +42,7 @@ class SourceImage(NamedTuple):
     label: int = -1
     member: str = ""
     annotations: str | None = None
+    annotated_size: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -103,8 +106,9 @@ class Listing:
     def image(self, number: int) -> SourceImage:
         """Return an image as the source yielded it."""
         begin, end = self._offsets[number : number + 2]
-        key, path, *rest = parse_json(self._lines[begin:end].tobytes(), str(self._lines.filename))
-        return SourceImage(key, Path(path), *rest)
+        image = SourceImage(*parse_json(self._lines[begin:end].tobytes(), str(self._lines.filename)))
+        size = image.annotated_size
+        return image._replace(path=Path(image.path), annotated_size=size and (size[0], size[1]))
 
 
 def write_listing(images: Iterable[SourceImage], folder: Path, split: str, *, num_classes: int) -> Totals:

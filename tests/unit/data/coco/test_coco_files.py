@@ -90,16 +90,110 @@ def test_bad_annotations(name: str, tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=rf"^{path}: (annotations|images|categories)\[\d+\].* is .*{rule}.*skip"
     ):
-        read_annotations(path)
-    skipped = read_annotations(path, on_bad="skip")
+        read_annotations(path, on_bad="refuse")
+    skipped = read_annotations(path)
     assert sum(skipped.bad.counts.values()) == 1
     (line,) = skipped.bad.lines()
-    assert line.startswith(f"{path}: 1 a")
+    assert line.startswith(f"{path}: left out 1: ")
     gone = 0 if name in ("doubled annotation", "doubled image", "doubled category", "entry of text") else 1
     if name == "image of no size":  # the last image, which has no object
         assert len(skipped.images) == len(whole.images) - 1
         gone = 0
     assert num_objects(skipped) == num_objects(whole) - gone
+
+
+def square(x: float, y: float, side: float) -> list[float]:
+    return [x, y, x + side, y, x + side, y + side, x, y + side]
+
+
+FORMS_OF_TOOLS: dict[str, tuple[Change, Change]] = {
+    "flat polygon": (
+        lambda t: first(t, segmentation=square(3, 4, 9)),
+        lambda t: first(t, segmentation=[square(3, 4, 9)]),
+    ),
+    "empty polygon": (lambda t: first(t, segmentation=[[]]), lambda t: first(t, segmentation=None)),
+    "no polygon": (lambda t: first(t, segmentation=[]), lambda t: first(t, segmentation=None)),
+    "missing segmentation": (
+        lambda t: t["annotations"][0].pop("segmentation"),
+        lambda t: first(t, segmentation=None),
+    ),
+    "area null": (
+        lambda t: first(t, area=None, bbox=[3, 4, 9, 5]),
+        lambda t: first(t, area=45, bbox=[3, 4, 9, 5]),
+    ),
+    "crowd false": (lambda t: first(t, iscrowd=False), lambda t: first(t, iscrowd=0)),
+    "crowd null": (lambda t: first(t, iscrowd=None), lambda t: first(t, iscrowd=0)),
+    "box of its polygons": (
+        lambda t: first(t, bbox=None, area=1, segmentation=[square(3, 4, 9), square(8, 2, 3)]),
+        lambda t: first(t, bbox=[3, 2, 9, 11], area=1, segmentation=[square(3, 4, 9), square(8, 2, 3)]),
+    ),
+    "box of no area beside polygons": (
+        lambda t: first(t, bbox=[0, 0, 0, 0], area=1, segmentation=[square(3, 4, 9)]),
+        lambda t: first(t, bbox=[3, 4, 9, 9], area=1, segmentation=[square(3, 4, 9)]),
+    ),
+    "ids are texts": (
+        lambda t: [
+            one.update({k: str(one[k]) for k in ("id", "image_id", "category_id") if k in one})
+            for key in ("images", "categories", "annotations")
+            for one in t[key]
+        ],
+        lambda t: None,
+    ),
+    "ids are floats": (
+        lambda t: [one.update(image_id=float(one["image_id"])) for one in t["annotations"]],
+        lambda t: None,
+    ),
+    "LVIS": (
+        lambda t: [one.update(coco_url=f"http://h/train2017/{one.pop('file_name')}") for one in t["images"]],
+        lambda t: None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS_OF_TOOLS)
+def test_forms_that_annotation_tools_write(name: str, tmp_path: Path) -> None:
+    trees = [made_truth(1), made_truth(1)]
+    for change, tree in zip(FORMS_OF_TOOLS[name], trees, strict=True):
+        change(tree)
+    found, plain = (read_annotations(write(tmp_path / f"{n}.json", tree)) for n, tree in enumerate(trees))
+    assert found.bad.counts == plain.bad.counts == {}
+    assert (found.images, found.categories, found.objects) == (plain.images, plain.categories, plain.objects)
+
+
+def test_images_whose_ids_are_words(tmp_path: Path) -> None:
+    truth = made_truth(1)
+    names = {one["id"]: f"scan-{one['id']:x}" for one in truth["images"]}
+    plain = read_annotations(write(tmp_path / "plain.json", truth))
+    for one in truth["images"]:
+        one["id"] = names[one["id"]]
+    for one in truth["annotations"]:
+        one["image_id"] = names[one["image_id"]]
+    found = read_annotations(write(tmp_path / "words.json", truth))
+    assert found.bad.counts == {} and found.objects != plain.objects
+    for number, name in names.items():
+        image = found.image_of(name)
+        assert image is not None and image.file_name == plain.images[number].file_name
+        assert found.objects[image.id] == plain.objects[number]
+    assert found.image_of("scan-none") is None and found.image_of(names) is None
+
+
+def test_an_object_keeps_its_good_polygons(tmp_path: Path) -> None:
+    truth = made_truth(1)
+    first(truth, segmentation=[square(3, 4, 9), [128, 100], square(1, 1, 2)])
+    found = read_annotations(write(tmp_path / "mixed.json", truth))
+    first(truth, segmentation=[square(3, 4, 9), square(1, 1, 2)])
+    assert found.objects == read_annotations(write(tmp_path / "good.json", truth)).objects
+    assert found.bad.counts == {"a polygon of fewer than 3 points; its object has others": 1}
+
+
+def test_annotations_without_ids_are_numbered(tmp_path: Path) -> None:
+    truth = made_truth(1)
+    whole = read_annotations(write(tmp_path / "whole.json", truth))
+    for one in truth["annotations"]:
+        del one["id"]
+    found = read_annotations(write(tmp_path / "ids.json", truth))
+    ids = [one.id for some in found.objects.values() for one in some]
+    assert found.bad.counts == {} and len(set(ids)) == len(ids) == num_objects(whole)
 
 
 def test_odd_boxes_can_be_kept(tmp_path: Path) -> None:
@@ -264,14 +358,19 @@ def test_command_tells_what_it_skipped(tmp_path: Path, capsys: pytest.CaptureFix
     command = ["evaluate", "coco", "--annotations", str(tmp_path / "truth.json"), "--results", str(path)]
     app([*command, "--on-bad", "skip", "--json", str(out)], result_action="return_value")
     printed = capsys.readouterr()
-    assert f"{path}: 1 a result for an image that is not in the ground truth ([0])" in printed.err
+    assert (
+        f"{path}: left out 1: result for an image that is not in the ground truth: 1 ([0]: 5)" in printed.err
+    )
     assert printed.out.count(" = ") == 24
     tree = json.loads(out.read_text())
     assert tree["skipped"] == {str(path): {"a result for an image that is not in the ground truth": 1}}
     assert [one["name"] for one in tree["by_category"]] == ["hen", "fox", "egg"]
     with pytest.raises(UsageError, match="no result that can be scored"):
-        write(path, [])
-        app(command, result_action="return_value", exit_on_error=False)
+        write(path, [{**results[0], "image_id": "none"}])
+        app([*command, "--on-bad", "skip"], result_action="return_value", exit_on_error=False)
+    write(path, [])
+    app(command, result_action="return_value")
+    assert capsys.readouterr().out.count("= 0.000") == 24  # a model that detects nothing
 
 
 def test_a_value_without_an_end_is_not_kept_in_memory(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageOps
 
-from image_files import encoded, photo, pixels, turned
-from shoal.data.images.reencode import BadImage, ReencodeConfig, reencode
+from image_files import ORIENTATION, encoded, photo, pixels, turned
+from shoal.data.images.reencode import BadImage, ReencodeConfig, is_ambiguous, reencode
 from shoal.data.images.transform import decode
 from shoal.errors import UsageError
 
@@ -165,3 +165,25 @@ def test_truncated_everywhere_is_found():
 def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(UsageError, match=f"{field}={value}"):
         ReencodeConfig(**{field: value})
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_has_the_size_of_its_annotations(orientation: int) -> None:
+    data, stored = turned(orientation), (40, 30)
+    found = reencode(data, PLAIN, stored)
+    assert found.data is data and (found.width, found.height) == stored
+    np.testing.assert_array_equal(decode(found.data), pixels(data))
+    assert is_ambiguous(data, stored) == (orientation in (2, 3, 4))
+    if orientation >= 5:
+        assert reencode(data, PLAIN, (30, 40)) == reencode(data, PLAIN)
+        assert not is_ambiguous(data, (30, 40))
+    for other in [(77, 33), *([(30, 40)] if orientation < 5 else [])]:
+        with pytest.raises(BadImage, match=f"has 40 x 30 pixels, but its annotations are for {other[0]} x"):
+            reencode(data, PLAIN, other)
+
+
+def test_a_square_image_that_is_turned_is_ambiguous() -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    data = encoded(photo().crop((0, 0, 30, 30)), exif=exif.tobytes())
+    assert reencode(data, PLAIN, (30, 30)).data is data and is_ambiguous(data, (30, 30))

@@ -1,0 +1,138 @@
+"""Counts the invalid entries of a data set by their kind, and refuses a set that has too many.
+
+Standard sets are published with flaws of known kinds (:data:`STANDARD`): such entries are left out, however
+many there are. Of all other kinds a few are left out too; many of them mean that the file is damaged, or that
+it is read by a wrong option. What was left out is said once, with the first places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from shoal.errors import UsageError
+
+OnBad = Literal["skip", "refuse"]
+"""Leave invalid entries out and count them, or refuse the first one."""
+
+MOST_BAD = 0.01
+"""Share of a set's entries that may be of kinds which are not in :data:`STANDARD`."""
+
+NO_AREA = "an annotation whose box has no area inside its image"
+NO_LABEL = "an example without a label"
+OTHER_WIDTH = "a line with another number of columns than the first line"
+NOT_PARSED = "a page that the parser of wikitext refuses"
+NOT_FOUND = "an answer that is not found at its answer_start"
+
+STANDARD = {
+    NO_AREA: "COCO train2017: 2",
+    NO_LABEL: "SNLI: 785 in the training set; MNLI's '-'",
+    OTHER_WIDTH: "GLUE's QQP; SNLI",
+    NOT_PARSED: "dumps of Wikipedia",
+    NOT_FOUND: "SQuAD, converted or translated",
+}
+"""Kinds that standard sets have as published, and where; they are left out at any share."""
+
+_FEW = 20
+"""Entries of other kinds that are left out whatever their share."""
+_SHOWN = 3
+"""Places that a message names."""
+
+
+class BadEntry(Exception):
+    """Raised for an invalid entry with its kind ("a box of no area") and its value, or ""."""
+
+
+@dataclass
+class _Kind:
+    count: int = 0
+    places: list[str] = field(default_factory=list)
+    """The first few."""
+
+
+class BadEntries:
+    """Counts the invalid entries of one file, or of one source.
+
+    Args:
+        source: its name, for messages.
+        on_bad: whether the first invalid entry is an error.
+        most_bad: share of the entries that may be invalid in kinds that no standard set has.
+
+    Example:
+        >>> bad = BadEntries(Path("pairs.tsv"))
+        >>> bad.add(BadEntry("a row that is no object", "7"), "line 13")
+        >>> bad.check(num_good=19)
+        >>> bad.lines()
+        ['pairs.tsv: left out 1: row that is no object: 1 (line 13: 7)']
+    """
+
+    def __init__(self, source: Path | str, on_bad: OnBad = "skip", most_bad: float = MOST_BAD) -> None:
+        self.source = source
+        self._on_bad = on_bad
+        self._most_bad = most_bad
+        self._kinds: dict[str, _Kind] = {}
+
+    def add(self, bad: BadEntry, place: str) -> None:
+        """Count the entry at ``place``, such as ``annotations[7] (id 12)``.
+
+        Raises:
+            UsageError: invalid entries are refused.
+        """
+        kind, value = bad.args
+        if self._on_bad == "refuse":
+            raise UsageError(
+                f"{self.source}: {place} is {kind}{f': {value}' if value else ''}; correct it, or let such "
+                "entries be left out (--on-bad skip)"
+            )
+        first = kind not in self._kinds
+        self._count(kind, 1, [f"{place}: {value}" if first and value else place])
+
+    def add_counts(self, counts: Mapping[str, tuple[int, Iterable[str]]]) -> None:
+        """Add what another process counted: number and first places by kind."""
+        for kind, (count, places) in counts.items():
+            self._count(kind, count, places)
+
+    def _count(self, kind: str, count: int, places: Iterable[str]) -> None:
+        counted = self._kinds.setdefault(kind, _Kind())
+        counted.count += count
+        counted.places += list(places)[: _SHOWN - len(counted.places)]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of entries by kind."""
+        return {kind: counted.count for kind, counted in self._kinds.items()}
+
+    def check(self, num_good: int) -> None:
+        """Check at the end of the source that not too many entries were left out.
+
+        Args:
+            num_good: entries that are used.
+
+        Raises:
+            UsageError: nothing is left, or more than ``most_bad`` and more than a few are of other kinds.
+        """
+        num_bad = sum(self.counts.values())
+        num_other = sum(count for kind, count in self.counts.items() if kind not in STANDARD)
+        share = num_other / max(num_good + num_bad, 1)
+        if num_bad and not num_good:
+            raise UsageError(f"{self.source}: nothing can be used; left out {num_bad:,}: {self._by_kind()}")
+        if num_other > _FEW and share > self._most_bad:
+            raise UsageError(
+                f"{self.source}: {num_other:,} of {num_good + num_bad:,} entries are invalid, more than "
+                f"{self._most_bad:.0%}: {self._by_kind()}; correct the file, or let so many be left out "
+                f"(--most-bad {min(1.0, round(share + 0.005, 2)):g})"
+            )
+
+    def lines(self) -> list[str]:
+        """Return the line that says what was left out; none if nothing was."""
+        num_bad = sum(self.counts.values())
+        return [f"{self.source}: left out {num_bad:,}: {self._by_kind()}"] if num_bad else []
+
+    def _by_kind(self) -> str:
+        return "; ".join(
+            f"{kind.removeprefix('an ').removeprefix('a ')}: {counted.count:,} ({', '.join(counted.places)}"
+            f"{f' and {counted.count - len(counted.places):,} more' * (counted.count > _SHOWN)})"
+            for kind, counted in self._kinds.items()
+        )

@@ -1,0 +1,106 @@
+"""Inputs with the flaws that other people's users reported: right, or one line with the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.cli.app import app
+from shoal.data.images.shards import ImageShards
+from shoal.data.images.transform import decode
+from shoal.env.settings import test_data_dir as data_dir
+from shoal.errors import UsageError
+
+REPORTS = data_dir() / "reports"
+pytestmark = pytest.mark.skipif(not REPORTS.is_dir(), reason="SHOAL_TEST_DATA has no reports")
+
+
+def prepare_coco(folder: Path, out: Path) -> list[dict[str, Any]]:
+    """Prepare ``im`` and ``a.json`` of a folder; return the objects of its image."""
+    command = ["prepare", "coco", "--images", folder / "im", "--annotations", folder / "a.json", "--out", out]
+    app([*map(str, command), "--processes", "1"], result_action="return_value", exit_on_error=False)
+    objects: list[dict[str, Any]] = json.loads(bytes(ImageShards(out, "train").extra(0)))["annotations"]
+    return objects
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "said"),
+    [
+        pytest.param(
+            "A1", [1], "left out 1: annotation whose box has no area inside its image: 1", id="COCO"
+        ),
+        pytest.param("A8/emptylist", [1, 2], "1 of the 2 objects", id="[[]]"),
+        pytest.param("A8/flat", [1, 2], "", id="flat polygon"),
+        pytest.param(
+            "A8/mixed", [1, 2], "polygon of fewer than 3 points; its object has others: 1", id="point"
+        ),
+        pytest.param("A8/textids", [1, 2], "", id="text ids"),
+        pytest.param("A8/crowdfalse", [1, 2], "", id="iscrowd false"),
+        pytest.param("B45/lvis", [1], "", id="LVIS"),
+        pytest.param("B46/backslash", [1], "", id="names of Windows"),
+        pytest.param("B46/noarea", [1], "", id="area null"),
+        pytest.param("B46/noseg", [1], "1 of the 1 objects", id="boxes only"),
+    ],
+)
+def test_coco_as_it_is_written(
+    name: str, ids: list[int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [one["id"] for one in prepare_coco(REPORTS / name, tmp_path / "out")] == ids
+    errors = capsys.readouterr().err
+    assert said in errors and errors.count("left out") == ("left out" in said or name == "A8/mixed")
+
+
+def test_coco_without_sizes_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nothing can be used; left out .* image without width and height"):
+        prepare_coco(REPORTS / "B46" / "nosize", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_turned", "is_said"),
+    [
+        pytest.param("e6_turned", True, False, id="JSON has the turned size"),
+        pytest.param("e6_stored", False, False, id="JSON has the stored size"),
+        pytest.param("e3", False, True, id="upside down"),
+        pytest.param("e6_square", False, True, id="square"),
+    ],
+)
+def test_photos_that_exif_turns_fit_their_boxes(
+    name: str, is_turned: bool, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_coco(REPORTS / "A7" / name, tmp_path / "out")
+    assert ("as stored, as pycocotools does" in capsys.readouterr().err) == is_said
+    red = decode(bytes(ImageShards(tmp_path / "out", "train").read(0)))[..., 0].astype(np.int64)
+    grows_right = red[:, -1].mean() - red[:, 0].mean()  # as stored; with orientation 6 it grows downwards
+    grows_down = red[-1].mean() - red[0].mean()
+    assert (grows_down if is_turned else grows_right) > 150
+    assert abs(grows_right if is_turned else grows_down) < 50
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "..\\..\\p.jpg", "../im/p.jpg", "C:\\photos\\none.jpg"])
+def test_names_never_lead_out_of_the_folder(name: str, tmp_path: Path) -> None:
+    tree = json.loads((REPORTS / "B46" / "noarea" / "a.json").read_text())
+    tree["images"][0]["file_name"] = name
+    (tmp_path / "a.json").write_text(json.dumps(tree))
+    (tmp_path / "im").symlink_to(REPORTS / "B46" / "noarea" / "im")
+    with pytest.raises(UsageError, match=r"leads out of the folder|file is missing"):
+        prepare_coco(tmp_path, tmp_path / "out")
+
+
+def test_images_that_share_a_shortened_name_are_refused(tmp_path: Path) -> None:
+    tree = json.loads((REPORTS / "B46" / "noarea" / "a.json").read_text())
+    one = tree["images"][0]
+    tree["images"] = [
+        one | {"file_name": f"{folder}/p.jpg", "id": one["id"] + n} for n, folder in enumerate("ab")
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(tree))
+    (tmp_path / "im").symlink_to(REPORTS / "B46" / "noarea" / "im")
+    with pytest.raises(UsageError, match=r"an image whose file another one has: b/p\.jpg and a/p"):
+        app(
+            ["prepare", "coco", "--images", str(tmp_path / "im"), "--annotations", str(tmp_path / "a.json"),
+             "--out", str(tmp_path / "out"), "--keep-empty", "--on-bad", "refuse"],
+            result_action="return_value", exit_on_error=False,
+        )  # fmt: skip
