@@ -23,7 +23,7 @@ from forked import fork_process, wait_for
 from shoal.env.worker import WorkerPlace
 from shoal.errors import ShoalError, UsageError
 from shoal.record import Stop, read_record
-from shoal.train import checkpoint_plan
+from shoal.train import checkpoint
 from shoal.train import run_dir as owner
 from shoal.train.checkpoint import Checkpointer, load_model
 from shoal.train.checkpoint_files import find_damage, list_checkpoints
@@ -232,7 +232,7 @@ def save_then_sleep(run_dir: Path, when: str) -> None:
     checkpointer.save(1, {"x": torch.ones(3)}, wait=True)
     log = RunLog(run_dir, Progress(10, 0))
     log.write(Stop(step=1, reason="before", exit_code=0))
-    write_file = checkpoint_plan.write_file
+    write_file = checkpoint.write_file
 
     def sleep(*args: Any) -> None:
         (run_dir / "held").touch()
@@ -245,7 +245,7 @@ def save_then_sleep(run_dir: Path, when: str) -> None:
     if when == "before":
         sleep()
     else:
-        checkpoint_plan.write_file = sleep_and_write
+        checkpoint.write_file = sleep_and_write
     told = r"no longer belongs to this process: it was taken over by job 99 \(process \d+ on .* suspended"
     with pytest.raises(ShoalError, match=told):
         checkpointer.save(2, {"x": torch.full((3,), -1.0)}, wait=True)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.errors import ShoalError
-from shoal.train import checkpoint_plan
+from shoal.train import checkpoint
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.checkpoint_files import CONTENTS, find_damage, list_checkpoints
 from shoal.train.world import run_on_all
@@ -309,13 +309,13 @@ def test_a_defect_of_one_worker_is_everyones_error_at_once(tmp_path: Path) -> No
 def fail_in_the_writing_thread(rank: int, run_dir: Path) -> None:
     state = {"a": torch.ones(1 << 10), "b": torch.ones(1 << 10)}
     checkpointer = Checkpointer(run_dir)
-    write_file = checkpoint_plan.write_file
+    write_file = checkpoint.write_file
 
     def without_memory(path: Path, pieces: Any) -> Any:
         raise MemoryError("no room")
 
     if rank == 1:
-        checkpoint_plan.write_file = without_memory
+        checkpoint.write_file = without_memory
     checkpointer.save(1, state)
     with pytest.raises(ShoalError if rank == 0 else MemoryError, match="no room") as caught:
         checkpointer.finish()
@@ -323,7 +323,7 @@ def fail_in_the_writing_thread(rank: int, run_dir: Path) -> None:
         assert str(caught.value) == "MemoryError: no room (worker 1)"
     else:
         assert caught.traceback[-1].name == "without_memory"
-    checkpoint_plan.write_file = write_file
+    checkpoint.write_file = write_file
     checkpointer.save(2, state, wait=True)
 
 

@@ -15,9 +15,8 @@ from torch import nn
 from shoal.errors import ShoalError, UsageError
 from shoal.models.directory import model_type_of, refuse_pickles, save
 from shoal.models.t5 import T5
-from shoal.train.checkpoint import load_model, stored_model
+from shoal.train.checkpoint import load_model, read_tensors, stored_model
 from shoal.train.checkpoint_files import Chunk, StoredTensor
-from shoal.train.checkpoint_plan import read_tensors
 from shoal.train.checkpoint_state import named_tensors
 
 _WEIGHTS = "weights."

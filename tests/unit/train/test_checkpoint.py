@@ -130,7 +130,7 @@ def test_what_is_saved_is_the_value_at_the_time_of_the_save(
         assert may_write.wait(30)
         return write_file(*args)
 
-    monkeypatch.setattr("shoal.train.checkpoint_plan.write_file", write_late)
+    monkeypatch.setattr("shoal.train.checkpoint.write_file", write_late)
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     trained(model, optimizer)
@@ -428,7 +428,7 @@ def test_a_failed_save_is_raised_by_the_next_poll(tmp_path: Path, monkeypatch: p
     model = Tied()
     checkpointer = Checkpointer(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.train.checkpoint_plan.write_file", full)
+        patch.setattr("shoal.train.checkpoint.write_file", full)
         checkpointer.save(1, {"model": model})
         pending = checkpointer._pending
         assert pending is not None and pending.thread is not None

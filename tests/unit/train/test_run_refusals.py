@@ -360,7 +360,7 @@ def test_a_save_that_fails_ends_the_run_at_the_next_step(
                 thread.join()
         return ddp(rows)
 
-    monkeypatch.setattr("shoal.train.checkpoint_plan.write_file", full)
+    monkeypatch.setattr("shoal.train.checkpoint.write_file", full)
     script.forward, script.checkpoint_frequency = forward, 4
     with pytest.raises(ShoalError, match="No space left on device"):
         script.run(until=12)
