@@ -15,9 +15,9 @@ import finetune_made as made
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.recipes.classify import ClassifyConfig
 from shoal.record import End, Evaluation, Target, read_record
-from shoal.train.beside import FOLDER
 from shoal.train.checkpoint_files import list_checkpoints
 from shoal.train.config import RunOutputConfig
+from shoal.train.evaluations import FOLDER
 
 
 @pytest.fixture(scope="module")

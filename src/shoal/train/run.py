@@ -68,6 +68,7 @@ from shoal.train.config import (
     refuses_fp16,
     required,
 )
+from shoal.train.evaluations import Evaluations, as_numbers, load_weights
 from shoal.train.gradients import (
     DataParallel,
     LossScale,
@@ -76,6 +77,7 @@ from shoal.train.gradients import (
     agree_on_precision,
     wrap_model,
 )
+from shoal.train.mlperf_log import MLPerfLog
 from shoal.train.reporting import (
     Progress,
     RowWriter,
@@ -84,14 +86,12 @@ from shoal.train.reporting import (
     Speed,
     StepTimer,
     device_name,
-    format_metrics,
     peak_memory_bytes,
     versions,
 )
 from shoal.train.run_dir import open_run_dir, owned
 from shoal.train.step import Step, Training
 from shoal.train.stopping import (
-    Goal,
     StopRequest,
     Target,
     end_in_one_line,
@@ -112,7 +112,6 @@ _FOLLOW_STEPS = 8
 
 Batch = Any
 T = TypeVar("T")
-R = TypeVar("R", record.Evaluation, record.End, record.Target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +183,9 @@ class Run:
         self.step = 0
         self.stopped = self.is_over = self.reached = False
         self.lines: Sequence[int] = ()
-        self._goal = Goal(target) if target is not None else None
-        self._scores: dict[str, Mapping[str, float]] = {}  # of the step just done, by split
+        self._evaluations = Evaluations(directory, world, target)
         self._config, self._settings, self._loop, self._distributed = config, settings, loop, distributed
         self.stop_request, self._tree = stop, _tree(config, precision)
-        self._beside: Any = None  # shoal.train.beside.Beside, which is rarely wanted
         self._checkpointer: Checkpointer | None = None
         if directory is not None and settings.save:
             self._checkpointer = Checkpointer(directory, keep=settings.keep_checkpoints)
@@ -288,7 +285,8 @@ class Run:
             )  # fmt: skip
             stack.enter_context(run._stack)
             if (path := settings.mlperf_log) is not None:
-                run_on_all(world.control, lambda: run._log_for_mlperf(path))
+                names = target.names if target is not None else frozenset()
+                run_on_all(world.control, lambda: run._log_for_mlperf(path, names))
             try:
                 yield run
             except (RuntimeError, MemoryError) as error:
@@ -298,9 +296,7 @@ class Run:
                 section = run._section if run._has(run._section, "micro_batch_size") else None
                 raise out_of_memory(error, run._batch, remedy, section=section) from error
             finally:  # what has threads of its own ends before the process groups do
-                if run._beside is not None:
-                    run._beside.close()
-                    run._beside = None
+                run._evaluations.close()
                 run._kept.clear()
                 run._training.models.clear()
                 run._checkpointer = run._current = None
@@ -392,8 +388,6 @@ class Run:
         models = [each for each in named.values() if isinstance(each, nn.Module)]
         self.num_parameters = self.num_parameters or sum(p.numel() for m in models for p in m.parameters())
         if self._settings.evaluate is not None:
-            from shoal.train.beside import load_weights
-
             self.step, self._samples = load_weights(self._settings.evaluate, self._kept, self.world)
             return
         if not first:
@@ -480,18 +474,13 @@ class Run:
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
         self._training.update.check_synchronized(self._settings, [*self.lines, until])
         self._count_steps()
-        self.is_over = self._has_ended()
+        if (restored := self._restored) is not None and self.step == restored.step:
+            self.is_over = self._evaluations.has_ended(self.step, self._total)
         if self.is_over:
             return
         source = as_source(data, seed=self.seed)
         self._shares = self._open_shares(source, replace(batch, replicas=replica is not None))
-        if self._settings.validation_beside and self.directory is not None and self._beside is None:
-            from shoal.train.beside import Beside
-
-            self._beside = Beside(
-                self.directory, num_workers=self._settings.validation_beside, world=self.world,
-                step=self.step, goal=self._goal,
-            )  # fmt: skip
+        self._evaluations.open_beside(self._settings.validation_beside, self.step)
         if self.directory is not None and not self.stopped:
             self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *notes])
         if phase is not None and self.log and self.step == since:
@@ -517,7 +506,11 @@ class Run:
                 shares=self._shares.current if self._shares else (),
             )
             yield from self._attempt(source, shard, left, targets, on_host)
-        if self._goal is not None and self.step == until and self.sum([self._has_scores()])[0]:
+        if (
+            self.step == until
+            and self._evaluations.has_target
+            and self.sum([self._evaluations.is_reached()])[0]
+        ):
             self._reach()
 
     def _attempt(
@@ -537,8 +530,7 @@ class Run:
                     continue  # its step was taken while this worker was late
                 own_targets = sum(map(targets, micro_batches)) if targets else 0
                 self.timer.lap("data")
-                if self._beside is not None:
-                    self._beside.poll(self.log)
+                self._evaluations.poll(self.log)
                 num_targets = own_targets * self.world.num_workers  # the mean is over this worker's part
                 update = self._training.update
                 if not update.runs_ahead(asks=self._wants_to_end()):
@@ -590,7 +582,7 @@ class Run:
         counted = 1 if update.is_synchronous else most  # steps of this worker since the last agreement
         bad = self._own_bad_steps >= counted
         stops = self.stop_request.requested is not None
-        sums = self.sum([num_targets, bad, stops, self._has_scores(), *self._busy_s()])
+        sums = self.sum([num_targets, bad, stops, self._evaluations.is_reached(), *self._busy_s()])
         self.timer.lap("other")
         total, num_bad, num_stops, num_reached = map(int, sums[:4])
         self._nonfinite_steps = self._nonfinite_steps + counted if num_bad else 0
@@ -641,9 +633,10 @@ class Run:
         if (self._current is not None and not self._current.is_done) or not self._is_due(every):
             return False
         self._settle()
-        if not evaluation or self._beside is None or self.step == self._until:
+        if not evaluation or self.step == self._until:
             return True
-        self._beside.ask(self.step, self._kept, self._samples)
+        if not self._evaluations.request(self.step, self._kept, self._samples):
+            return True
         self.timer.lap("other")
         return False
 
@@ -667,12 +660,12 @@ class Run:
         """
         now = time.monotonic()
         row = record.Evaluation(
-            step=self.step, split=split, num_samples=num_samples, metrics=_numbers(metrics),
+            step=self.step, split=split, num_samples=num_samples, metrics=as_numbers(metrics),
             seconds=now - self._last_end, samples=self._samples,
         )  # fmt: skip
         if self.log:
             self.log.write(row)
-        self._scores[split] = row.metrics
+        self._evaluations.scores[split] = row.metrics
         self._last_end = now
         self.timer.begin_step()
 
@@ -687,9 +680,9 @@ class Run:
         if self.directory is None or self.stopped or self.is_over:
             return False
         if self._settings.evaluate is not None:
-            return not self._scores
+            return not self._evaluations.scores
         self._settle()
-        return not self._on_main(lambda: any(split in (None, name) for name in self._last_evaluations()))
+        return self._evaluations.lacks(self.step, split)
 
     def sum(self, values: Sequence[float] | Tensor) -> list[float]:
         """Return each value summed over all workers, in float64."""
@@ -735,26 +728,23 @@ class Run:
         if self.is_over:
             if self.world.is_main:
                 ended, longer = "is finished", f"raise {getattr(self._config, 'longer', 'until')}"
-                if self._goal is not None and self._has_scores():
-                    reached = format_metrics(self._goal.found(self._scores))
-                    ended = f"has reached its target {self._goal.target} ({reached})"
-                    longer = "raise --run.until or leave it out"
+                if reached := self._evaluations.end_of_run():
+                    ended, longer = reached, "raise --run.until or leave it out"
                 other = "--run.dir" if self._has("run", "dir") else "directory"
                 print(
                     f"{self.directory} {ended}: {self.step:,} of {self._total:,} steps. To train longer, "
                     f"{longer}; to begin again, name another {other} or remove {self.directory}"
                 )
             return EXIT_OK
-        if self._beside is not None:
-            self._beside.finish(self.log)
-        self._tell_target()
+        self._evaluations.finish(self.log)
+        self._evaluations.report_target(self.step, self.log)
         if self._checkpointer is not None:
             self._checkpointer.finish()
         self._report_checkpoints()
         if self.log:
             if export and self._settings.save:
                 export(self.directory)
-            last = self._last_evaluations()
+            last = self._evaluations.last(self.step)
             found = {split: row.metrics for split, row in last.items()}
             if "validation" in found:
                 found = {"validation": found["validation"]}
@@ -776,13 +766,10 @@ class Run:
     def _fresh_scale(self) -> LossScale:
         return LossScale(enabled=self._precision.name == "fp16", static=self._loop.loss_scale)
 
-    def _log_for_mlperf(self, path: Path) -> None:
+    def _log_for_mlperf(self, path: Path, watched: frozenset[str]) -> None:
         """Begin the log lines of MLPerf on the first worker."""
         if self.world.is_main:
-            conditions = self._goal.target.conditions if self._goal is not None else ()
-            from shoal.train.mlperf_log import MLPerfLog
-
-            log = MLPerfLog(path, frozenset(one.name for one in conditions))
+            log = MLPerfLog(path, watched)
             self._stack.callback(log.close)
             self._mlperf_log = log
 
@@ -797,40 +784,11 @@ class Run:
             "config": self._tree,
         }
 
-    def _has_ended(self) -> bool:
-        """Return whether an earlier process group has ended the run; all workers call it."""
-        if self.directory is None or self._restored is None or self.step != self._restored.step:
-            return False
-
-        def ended() -> bool:
-            self._scores = {split: row.metrics for split, row in self._last_evaluations().items()}
-            if self._goal is not None:
-                self._goal.read(record.read_record(required(self.directory)))
-            return bool(self._rows(record.End)) and (self.step == self._total or self._has_scores())
-
-        return self.step > self._total or self._on_main(ended)
-
-    def _has_scores(self) -> bool:
-        """Return whether scores are the target's; the first worker knows."""
-        return self._goal is not None and self.world.is_main and self._goal.holds(self._scores)
-
     def _reach(self) -> None:
         """End the steps because the last evaluations reached the target."""
         self.reached = True
         self.save()
-        self._tell_target()
-
-    def _tell_target(self) -> None:
-        """Write once that the target is reached, or at the end that it is not, on the first worker."""
-        goal = self._goal
-        if goal is None or self.log is None or goal.row is not None:
-            return
-        if goal.holds(self._scores):
-            rows = record.read_record(required(self.directory))
-            self.log.write(goal.reach(rows, self.step, self._scores))
-        else:
-            found = format_metrics(goal.found(self._scores)) or "no such score"
-            self._note(f"the target {goal.target} was not reached: {found}")
+        self._evaluations.report_target(self.step, self.log)
 
     def _begin(self, batch: BatchPlan, references: Mapping[str, float], notes: Sequence[str]) -> None:
         """Begin the record on the first worker, once: the settings, the arithmetic, where it goes on from."""
@@ -940,24 +898,10 @@ class Run:
                 if self._progress_file:
                     write_atomically(self._progress_file, f"{row.step}\n".encode())
 
-    def _last_evaluations(self) -> dict[str, record.Evaluation]:
-        """Return the evaluations of the last step; those of an earlier process group are in the record."""
-        return {row.split: row for row in self._rows(record.Evaluation)}
-
-    def _rows(self, kind: type[R]) -> list[R]:
-        """Return the rows of this kind that the record has of the step just done."""
-        assert self.directory is not None
-        rows = record.read_record(self.directory)
-        return [row for row in rows if isinstance(row, kind) and row.step == self.step]
-
-    def _on_main(self, ask: Callable[[], bool]) -> bool:
-        """Return the answer of the first worker, which alone reads the record. All workers call it."""
-        return run_on_all(self.world.control, lambda: self.world.is_main and ask())[0]
-
     def _commit(self, step: Step) -> None:
         """Count a step that was done, and write its line if one is due."""
         before, self.step = self.step, self._training.update.step_after(step.number)
-        self._scores.clear()
+        self._evaluations.scores.clear()
         self._samples += step.num_samples * (self.step - before)
         self._unread.append(step)
         self._count_steps(all_but=int(step.is_unread))  # a GPU has passed the step before
@@ -1025,22 +969,6 @@ def _section(config: object, name: str, kind: type[T]) -> T:
     """Return a section of the settings, or the defaults where there is none of this kind."""
     found = getattr(config, name, None)
     return found if isinstance(found, kind) else kind()
-
-
-def _numbers(metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Return scores as numbers."""
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[name] = value.item() if hasattr(value, "item") else value  # a tensor, a number of NumPy
-            float(numbers[name])
-        except (TypeError, ValueError, RuntimeError):
-            shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
-            raise UsageError(
-                f"run.evaluation: the score {name!r} is a {type(value).__name__}{shape}; give a number, or a "
-                "tensor of one element"
-            ) from None
-    return numbers
 
 
 def _tree(config: object | None, precision: Precision) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Handles what ends a run before its last step: signals, non-finite losses, lack of memory, a target.
+"""Handles the reasons to end a run early: signals, non-finite losses, lack of memory, a target.
 
 Torch is imported in functions: the launcher reads targets without it.
 """
@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 
-from shoal import record
 from shoal.decide.batch import BatchPlan
 from shoal.env.settings import debug
 from shoal.errors import ShoalError, UsageError, did_you_mean
@@ -155,8 +154,8 @@ class Condition:
         split = f"{self.split}/" if self.split else ""
         return f"{split}{self.name}{'>=' if self.rises else '<='}{self.bound:g}"
 
-    def found(self, scores: Scores) -> dict[str, float]:
-        """Return the scores that the condition is about, by ``split/name``."""
+    def scores_of(self, scores: Scores) -> dict[str, float]:
+        """Return the scores to which the condition applies, by ``split/name``."""
         return {
             f"{split}/{name}": values[name]
             for split, values in scores.items()
@@ -166,9 +165,9 @@ class Condition:
 
     def holds(self, scores: Scores) -> bool:
         """Return whether there is such a score and all of them reach the bound."""
-        found = self.found(scores).values()
-        return bool(found) and all(
-            value >= self.bound if self.rises else value <= self.bound for value in found
+        values = self.scores_of(scores).values()
+        return bool(values) and all(
+            value >= self.bound if self.rises else value <= self.bound for value in values
         )
 
 
@@ -187,63 +186,18 @@ class Target:
     def __str__(self) -> str:
         return ",".join(map(str, self.conditions))
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the scores."""
+        return frozenset(condition.name for condition in self.conditions)
+
     def holds(self, scores: Scores) -> bool:
         """Return whether the scores of a step reach the target."""
         return all(condition.holds(scores) for condition in self.conditions)
 
-    def found(self, scores: Scores) -> dict[str, float]:
-        """Return the scores that the target is about, by ``split/name``."""
-        return {name: value for one in self.conditions for name, value in one.found(scores).items()}
-
-
-class Goal:
-    """Compares scores with the target of a run; on the first worker.
-
-    Attributes:
-        target: the scores that end the run.
-        row: its row in the record, once the target is reached.
-        reached: the step of the first weights that have the scores, and these, where an evaluation beside
-            training has found them.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.row: record.Target | None = None
-        self.reached: tuple[int, Scores] | None = None
-
-    def read(self, rows: Sequence[record.Row]) -> None:
-        """Take the row that an earlier process group has written about this target."""
-        rows_of_it = (row for row in rows if isinstance(row, record.Target) and row.until == str(self.target))
-        self.row = next(rows_of_it, None)
-
-    def holds(self, scores: Scores) -> bool:
-        """Return whether the target is reached: before, or by the scores of the step just done."""
-        return self.row is not None or self.reached is not None or self.target.holds(scores)
-
-    def offer(self, step: int, scores: Scores) -> bool:
-        """Return whether weights of an earlier step have the scores, and keep step and scores if they do."""
-        if not self.target.holds(scores):
-            return False
-        self.reached = (step, scores)
-        return True
-
-    def found(self, scores: Scores) -> dict[str, float]:
-        """Return the scores that reached the target, or else those of the step just done."""
-        return (
-            self.row.metrics if self.row else self.target.found(self.reached[1] if self.reached else scores)
-        )
-
-    def reach(self, rows: Sequence[record.Row], step: int, scores: Scores) -> record.Target:
-        """Return the row of the target, for the record.
-
-        Args:
-            rows: the record.
-            step: the step just done.
-            scores: its scores.
-        """
-        step = self.reached[0] if self.reached else step
-        self.row = record.target_row(rows, step, str(self.target), self.found(scores))
-        return self.row
+    def scores_of(self, scores: Scores) -> dict[str, float]:
+        """Return the scores to which the target applies, by ``split/name``."""
+        return {name: value for one in self.conditions for name, value in one.scores_of(scores).items()}
 
 
 def read_target(text: str | None, known: Mapping[str, Collection[str]]) -> Target | None:

@@ -75,7 +75,7 @@ def test_all_conditions_hold_at_one_step_in_every_split_that_has_the_score() -> 
     both, one = target("accuracy>=0.8", MNLI), target("dev_matched/accuracy>=0.8", MNLI)
     scores = {"dev_matched": {"accuracy": 0.81}, "dev_mismatched": {"accuracy": 0.79}}
     assert one.holds(scores) and not both.holds(scores)
-    assert both.found(scores) == {"dev_matched/accuracy": 0.81, "dev_mismatched/accuracy": 0.79}
+    assert both.scores_of(scores) == {"dev_matched/accuracy": 0.81, "dev_mismatched/accuracy": 0.79}
 
 
 def test_no_text_is_no_target_and_two_names_of_squad_are_one() -> None:

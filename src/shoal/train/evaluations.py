@@ -1,0 +1,395 @@
+"""Keeps the scores of a run, compares them with its target, and evaluates weights beside training.
+
+Beside training, evaluations run in processes of their own, on the first worker's host:
+
+1. When an evaluation is due, all workers save the weights, without the optimizer's state, as a checkpoint in
+   the folder ``beside`` of the run. Training continues as soon as they are copied.
+2. The first worker starts ``shoal evaluate checkpoint`` on one checkpoint after the other: the recipe itself,
+   which loads the weights and scores them, with a record of its own.
+3. Between two steps the first worker checks whether it has ended, and writes the scores into the run's
+   record, under the step of the weights. It deletes the weights, unless their scores end the run.
+4. A run that ends waits for pending evaluations. One that continues evaluates the remaining weights.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal import record
+from shoal.env.launcher import outside_of_job
+from shoal.errors import UsageError
+from shoal.train.checkpoint import Checkpointer, load_models
+from shoal.train.checkpoint_files import (
+    checkpoint_path,
+    is_checkpoint,
+    list_checkpoints,
+    remove_checkpoint,
+    step_of,
+)
+from shoal.train.config import required
+from shoal.train.reporting import RunLog, format_metrics
+from shoal.train.stopping import Scores, Target
+from shoal.train.world import World, run_on_all
+
+FOLDER = "beside"
+"""Folder of the run directory for evaluations beside training."""
+LOG = "log.txt"
+"""File in it: the output of the evaluations."""
+
+_NICE = 10
+"""Priority of an evaluation below that of training."""
+_END_S = 10.0
+"""Seconds in which an evaluation ends after a signal."""
+_POLL_S = 0.1
+_ALL = 1_000_000
+
+
+class Evaluations:
+    """The scores of a run, and its target. The first worker reads and writes the record.
+
+    Args:
+        directory: the run directory; ``None`` for an inner run, which has no record.
+        world: the workers.
+        target: the scores that end the run, if any.
+
+    Attributes:
+        scores: those of the last step, by split.
+    """
+
+    def __init__(self, directory: Path | None, world: World, target: Target | None) -> None:
+        self._directory, self._world = directory, world
+        self._goal = Goal(target) if target is not None else None
+        self._beside: Beside | None = None
+        self.scores: dict[str, Mapping[str, float]] = {}
+
+    @property
+    def has_target(self) -> bool:
+        return self._goal is not None
+
+    def is_reached(self) -> bool:
+        """Return whether the target is reached; false on all workers but the first."""
+        return self._goal is not None and self._world.is_main and self._goal.holds(self.scores)
+
+    def has_ended(self, step: int, total: int) -> bool:
+        """Return whether an earlier process group has ended the run at ``step``. A collective."""
+
+        def ended() -> bool:
+            rows = record.read_record(required(self._directory))
+            self.scores = {split: row.metrics for split, row in self.last(step).items()}
+            if self._goal is not None:
+                self._goal.read(rows)
+            is_ended = any(isinstance(row, record.End) and row.step == step for row in rows)
+            return is_ended and (step == total or self.is_reached())
+
+        return step > total or self._on_main(ended)
+
+    def lacks(self, step: int, split: str | None) -> bool:
+        """Return whether the record has no scores of ``step`` and ``split`` (default: any). A collective."""
+        return not self._on_main(lambda: any(split in (None, name) for name in self.last(step)))
+
+    def last(self, step: int) -> dict[str, record.Evaluation]:
+        """Return the rows of the record with scores of ``step``, by split."""
+        rows = record.read_record(required(self._directory))
+        return {row.split: row for row in rows if isinstance(row, record.Evaluation) and row.step == step}
+
+    def _on_main(self, ask: Callable[[], bool]) -> bool:
+        """Return the first worker's answer on all workers. A collective."""
+        return run_on_all(self._world.control, lambda: self._world.is_main and ask())[0]
+
+    def report_target(self, step: int, log: RunLog | None) -> None:
+        """Write once that the target is reached, or at the end that it is not, on the first worker."""
+        goal = self._goal
+        if goal is None or log is None or goal.row is not None:
+            return
+        if goal.holds(self.scores):
+            log.write(goal.reach(record.read_record(required(self._directory)), step, self.scores))
+        else:
+            scores = format_metrics(goal.scores_of(self.scores)) or "no such score"
+            log.progress.say(f"the target {goal.target} was not reached: {scores}")
+
+    def end_of_run(self) -> str:
+        """Return that the target ended the run, in words for the first worker; empty: another reason did."""
+        if self._goal is None or not self.is_reached():
+            return ""
+        scores = format_metrics(self._goal.scores_of(self.scores))
+        return f"has reached its target {self._goal.target} ({scores})"
+
+    def open_beside(self, num_workers: int, step: int) -> None:
+        """Evaluate beside training from now on. A collective.
+
+        Args:
+            num_workers: processes of an evaluation; 0: evaluate within training.
+            step: the last step done; weights of later steps, of an earlier process group, are deleted.
+
+        Raises:
+            UsageError: another job uses the directory.
+        """
+        if num_workers and self._directory is not None and self._beside is None:
+            self._beside = Beside(
+                self._directory, num_workers=num_workers, world=self._world, step=step, goal=self._goal
+            )
+
+    def request(self, step: int, kept: Mapping[str, Any], samples: int) -> bool:
+        """Request an evaluation beside training; return false if evaluations run within it. A collective.
+
+        Args:
+            step: the step of the weights.
+            kept: the state of the run, whose models are evaluated.
+            samples: number consumed since the start of the run.
+        """
+        if self._beside is None:
+            return False
+        self._beside.ask(step, kept, samples)
+        return True
+
+    def poll(self, log: RunLog | None) -> None:
+        """Write the scores that evaluations beside training have returned. Never blocks."""
+        if self._beside is not None:
+            self._beside.poll(log)
+
+    def finish(self, log: RunLog | None) -> None:
+        """Wait for the evaluations beside training. A collective."""
+        if self._beside is not None:
+            self._beside.finish(log)
+
+    def close(self) -> None:
+        """Stop the evaluation beside training; its weights stay for a later process group."""
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
+
+
+def as_numbers(metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Return scores as numbers.
+
+    Raises:
+        UsageError: a score is not a number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = value.item() if hasattr(value, "item") else value  # a tensor, a number of NumPy
+            float(numbers[name])
+        except (TypeError, ValueError, RuntimeError):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+            raise UsageError(
+                f"run.evaluation: the score {name!r} is a {type(value).__name__}{shape}; give a number, or a "
+                "tensor of one element"
+            ) from None
+    return numbers
+
+
+# ---- the target -----------------------------------------------------------------------------------------
+
+
+class Goal:
+    """Compares scores with the target of a run; on the first worker.
+
+    Attributes:
+        target: the scores that end the run.
+        row: its row in the record, once the target is reached.
+        reached: step and scores of the first weights that an evaluation beside training scored high enough.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.row: record.Target | None = None
+        self.reached: tuple[int, Scores] | None = None
+
+    def read(self, rows: Sequence[record.Row]) -> None:
+        """Restore the row that an earlier process group wrote about this target."""
+        rows_of_it = (row for row in rows if isinstance(row, record.Target) and row.until == str(self.target))
+        self.row = next(rows_of_it, None)
+
+    def holds(self, scores: Scores) -> bool:
+        """Return whether the target is reached: before, or by the scores of the last step."""
+        return self.row is not None or self.reached is not None or self.target.holds(scores)
+
+    def offer(self, step: int, scores: Scores) -> bool:
+        """Return whether the scores of an earlier step reach the target; if so, keep them."""
+        if not self.target.holds(scores):
+            return False
+        self.reached = (step, scores)
+        return True
+
+    def scores_of(self, scores: Scores) -> dict[str, float]:
+        """Return the scores that reached the target, or else those of the last step."""
+        if self.row is not None:
+            return self.row.metrics
+        return self.target.scores_of(self.reached[1] if self.reached else scores)
+
+    def reach(self, rows: Sequence[record.Row], step: int, scores: Scores) -> record.Target:
+        """Return the row of the target, for the record.
+
+        Args:
+            rows: the record.
+            step: the last step.
+            scores: its scores.
+        """
+        step = self.reached[0] if self.reached else step
+        self.row = record.target_row(rows, step, str(self.target), self.scores_of(scores))
+        return self.row
+
+
+# ---- beside training ------------------------------------------------------------------------------------
+
+
+class Beside:
+    """Evaluations beside training. All workers construct it together; the first one starts the processes.
+
+    Args:
+        directory: of the run.
+        num_workers: processes of an evaluation.
+        world: the workers of the training.
+        step: the last step done; weights of later steps, of an earlier process group, are deleted.
+        goal: the target of the run, if it has one; it gets the scores.
+
+    Raises:
+        UsageError: another job uses the directory.
+    """
+
+    def __init__(
+        self, directory: Path, *, num_workers: int, world: World, step: int, goal: Goal | None
+    ) -> None:
+        self._run_dir, self._directory = directory, directory / FOLDER
+        self._num_workers, self._goal, self._is_main = num_workers, goal, world.is_main
+        self._left: deque[tuple[int, int]] = deque()  # step, samples
+        self._child: subprocess.Popen[bytes] | None = None
+        self._out = self._directory / f"scores-{time.time_ns()}"  # an old evaluation may use another one
+        if self._is_main:
+            self._directory.mkdir(exist_ok=True)
+        world.barrier()
+        self._checkpointer = Checkpointer(self._directory, keep=_ALL)
+        if self._is_main:
+            self._take_over(step)
+
+    def _take_over(self, step: int) -> None:
+        """Evaluate weights of an earlier process group, up to ``step``."""
+        rows = record.read_record(self._run_dir) if (self._run_dir / record.FILE_NAME).is_file() else []
+        scored = {row.step for row in rows if isinstance(row, record.Evaluation)}
+        samples = {row.step: row.samples for row in rows if isinstance(row, record.Step)}
+        for path in list_checkpoints(self._directory):
+            if step_of(path) > step or step_of(path) in scored:
+                remove_checkpoint(path)
+            else:
+                self._left.append((step_of(path), samples.get(step_of(path), 0)))
+
+    def ask(self, step: int, kept: Mapping[str, Any], samples: int) -> None:
+        """Save the weights of a step for an evaluation. A collective.
+
+        Args:
+            kept: the state of the run, whose models are saved.
+            samples: number consumed since the start of the run.
+        """
+        self._checkpointer.save(step, {**models_of(kept), "samples": samples})
+        if self._is_main:
+            self._left.append((step, samples))
+
+    def poll(self, log: RunLog | None) -> None:
+        """Write the scores of an evaluation that has ended, and start the next one. Never blocks."""
+        self._checkpointer.poll()
+        if log is None or not self._is_main:
+            return
+        if self._child is not None and self._child.poll() is not None:
+            self._collect(log, self._child.returncode)
+        if self._child is None and self._left and not self._is_reached:
+            path = checkpoint_path(self._directory, self._left[0][0])
+            if is_checkpoint(path):
+                self._start(path)
+
+    def finish(self, log: RunLog | None) -> None:
+        """Wait for all evaluations, unless one has reached the target. A collective.
+
+        Raises:
+            ShoalError: weights could not be saved.
+        """
+        self._checkpointer.finish()
+        while log is not None and self._left and not self._is_reached:
+            self.poll(log)
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Stop the evaluation in progress; its weights stay for a later process group."""
+        if self._child is not None:
+            self._child.terminate()
+            try:
+                self._child.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+            self._child = None
+        if self._is_main:
+            shutil.rmtree(self._out, ignore_errors=True)
+
+    def _start(self, path: Path) -> None:
+        command = [sys.executable, "-m", "shoal", "evaluate", "checkpoint", str(path)]
+        command += ["--run", str(self._run_dir), "--out", str(self._out), "--workers", str(self._num_workers)]
+        with (self._directory / LOG).open("ab") as output:
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=outside_of_job(),
+            )
+        os.setpriority(os.PRIO_PROCESS, self._child.pid, _NICE)
+
+    def _collect(self, log: RunLog, exit_code: int) -> None:
+        """Write the scores of the evaluation that has ended."""
+        self._child = None
+        step, samples = self._left.popleft()
+        rows = [row for row in self._results() if row.step == step] if exit_code == 0 else []
+        if not rows:
+            log.progress.say(
+                f"the evaluation of step {step:,} beside training failed (exit code {exit_code}); what it "
+                f"said is in {self._directory / LOG}; training goes on"
+            )
+        for row in rows:
+            log.write(replace(row, beside=True, samples=samples or row.samples, time_s=time.time()))
+        scores = {row.split: row.metrics for row in rows}
+        if self._goal is not None and self._goal.offer(step, scores):
+            path = checkpoint_path(self._directory, step)
+            log.progress.say(f"the weights of step {step:,} have the scores of the target: {path}")
+        else:
+            remove_checkpoint(checkpoint_path(self._directory, step))
+
+    @property
+    def _is_reached(self) -> bool:
+        return self._goal is not None and self._goal.reached is not None
+
+    def _results(self) -> list[record.Evaluation]:
+        return [row for row in record.read_record(self._out) if isinstance(row, record.Evaluation)]
+
+
+def models_of(kept: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return the models among the state of a run."""
+    return {name: value for name, value in kept.items() if isinstance(value, nn.Module)}
+
+
+def load_weights(path: Path, kept: Mapping[str, Any], world: World) -> tuple[int, int]:
+    """Load the models of a checkpoint into those of a run. A collective.
+
+    Args:
+        path: a checkpoint, or a run directory, whose newest checkpoint is loaded.
+        kept: the state of the run.
+
+    Returns:
+        Step and samples of the checkpoint.
+
+    Raises:
+        ShoalError: there is no checkpoint, or it is damaged.
+        UsageError: it is of another model.
+    """
+    step, values = load_models(path, models_of(kept), world.control)
+    return step, int(values.get("samples", 0))
