@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.harness import Benchmark
 from benchmarks.machine import ForeignCores
 from benchmarks.train_step_worker import opened, our_steps, settings
-from shoal.cli.bench_train_settings import write_text
+from shoal.recipes.prepared_text import write_synthetic_text
 from shoal.train.run import Run
 
 STEPS_BETWEEN = 50
@@ -40,7 +40,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = settings("base", folder, compiled=False)
-        write_text(folder, config.model.vocab_size)
+        write_synthetic_text(folder, config.model.vocab_size)
         added: list[float] = []
         foreign: list[float] = []
         with opened(config) as (run, reader):

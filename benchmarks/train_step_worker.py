@@ -17,7 +17,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.albert import AlbertForPreTraining
 
 from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
-from shoal.cli.bench_train_settings import write_text
 from shoal.data.sources import ReaderSource
 from shoal.data.text.examples import ExampleReader
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, transformers_config
@@ -25,6 +24,7 @@ from shoal.models.text_config import AlbertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.masked_lm import open_text
+from shoal.recipes.prepared_text import write_synthetic_text
 from shoal.train.config import OptimConfig, RunConfig, TrainConfig, required, schedule_of
 from shoal.train.optimizers import build_optimizer
 from shoal.train.run import Run
@@ -180,7 +180,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_text(folder, MODELS[args.preset].vocab_size)
+        write_synthetic_text(folder, MODELS[args.preset].vocab_size)
         config = settings(args.preset, folder, args.compiled)
         with opened(config) as (run, reader):
             samples = measure(run, config, reader, args.num_steps, args.compiled)

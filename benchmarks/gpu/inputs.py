@@ -54,11 +54,12 @@ def add_images(out: Path) -> None:
 
 def add_models(folder: Path) -> None:
     """Write sizes and vocabulary of models to finetune."""
-    from shoal.cli.bench_train_settings import model_sizes  # here: processes of a preparation need neither
-    from shoal.models.pretraining import transformers_config
+    from shoal.models.pretraining import transformers_config  # here: processes of a preparation need neither
+    from shoal.recipes.workloads import preset_settings
 
     for name in SQUAD_MODELS:
-        sizes = model_sizes(name)
+        recipe, _, size = name.partition("-")
+        sizes = preset_settings(recipe, size).model
         config = transformers_config(sizes)
         words = (test_data_dir() / VOCABULARY).read_text(encoding="utf-8")
         config.vocab_size = max(config.vocab_size, len(words.splitlines()))  # the tiny model's own is smaller

@@ -34,7 +34,7 @@ _MODULES = {
     "bf16_wire": "shoal.comm.hooks",
     "make_mesh": "shoal.pipelining.api",
     "pipeline": "shoal.pipelining.api",
-    "plan": "shoal.planner.api",
+    "plan": "shoal.recipes.workloads",
     "prioritize": "shoal.comm.priority",
 }
 

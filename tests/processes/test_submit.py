@@ -77,7 +77,7 @@ def test_dry_runs_have_the_planners_summary(tmp_path: Path) -> None:
     options = ("--hosts", "2", "--helpers", "1", "--dry-run")
     pods = ("--image", "shoal:1", "--claim", "runs", "--gpus-per-host", "8")
     machines = ("--machine", "p4d.24xlarge", "--helper-machine", "c5n.18xlarge")
-    bert = ("--", "shoal", "train", "bert")
+    bert = ("--", "shoal", "train", "bert", "--preset", "large-lans")
     done = shoal("submit", "kubernetes", *options, *pods, *machines, *bert, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["kind"] == "JobSet"  # the summary is a comment

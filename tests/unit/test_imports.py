@@ -30,7 +30,7 @@ BELOW_RECIPES = DECIDERS | NATIVE | LAYERS | DOERS | {"train"}
 # Modules that each top-level module may import, besides those inside itself. "shoal" is the package's own
 # __init__ (its version), which everybody may read.
 ALLOWED: dict[str, frozenset[str]] = {
-    "shoal": frozenset({"errors", "comm", "data", "optim", "pipelining", "planner", "train"}),  # public names
+    "shoal": frozenset({"errors", "comm", "data", "optim", "pipelining", "recipes", "train"}),  # public names
     "errors": frozenset(),
     "json_text": frozenset({"errors"}),
     "atomic_io": frozenset({"errors"}),
@@ -44,7 +44,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "dropout": frozenset({"attention_kernel", "decide", "env"}),
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE | LAYERS),
     "train": DECIDERS | NATIVE | LAYERS | DOERS,
-    "recipes": BELOW_RECIPES | {"launch"},
+    "recipes": BELOW_RECIPES | {"launch", "planner"},
     "jax": NOUNS | NATIVE | {"comm"},
     "tensorflow": NOUNS | NATIVE | {"comm", "keras"},
     "keras": NOUNS | NATIVE | {"comm", "jax", "tensorflow"},

@@ -7,5 +7,5 @@
 3. On rank 0 ``comm_results`` compares with what the links allow and writes table, JSON and plot;
    ``chrome_trace`` writes a timeline of one call of each.
 
-``step_timing`` has the options and the result of ``bench train``; ``cli.bench_train_work`` runs the steps.
+``step_timing`` has the options and the result of ``bench train``; ``cli.bench_train`` runs the steps.
 """

@@ -1,26 +1,37 @@
-"""Defines ``shoal bench train``, which times a few steps of a recipe."""
+"""Defines ``shoal bench train``, which times a few steps of a recipe.
+
+A recipe's script runs with the settings of its ``trial``, and the times are read from its record. The FLOPs
+are those of its ``sample``.
+"""
 
 # Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
+import math
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from shoal.bench.step_timing import TrainBench
+from shoal.bench.step_timing import TrainBench, TrainResult
 from shoal.cli.fill_memory import find_largest, is_on_cpu
 from shoal.cli.settings import settings_from, this_command
+from shoal.decide.batch import known_size
 from shoal.env.launcher import worker_env
 from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
-from shoal.recipes import RECIPES, bert, load
-from shoal.recipes.finetuning import FinetuneConfig
-from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
-from shoal.recipes.resnet50_config import ResNetTrainConfig
+from shoal.planner.hardware import peak_flops_per_s
+from shoal.recipes import RECIPES, script
 from shoal.recipes.start import Launch, start
+from shoal.recipes.workloads import flops_per_sample, model_to_finetune, with_new_model, workload_name
+from shoal.record import Start, Step, read_record
+
+if TYPE_CHECKING:
+    import torch
 
 bench_train = App(
     name="train",
@@ -29,20 +40,29 @@ bench_train = App(
 bench_train.config = (settings_from(lambda command: command[-1]),)
 
 Settings = Parameter(name="*")
-_TEXTS = {
-    "albert": "Time ALBERT's pretraining.",
-    "t5": "Time T5's pretraining, the whole model on each worker or a pipeline.",
-    "resnet50": "Time ResNet-50's training, decoding of images included.",
-    "mask_rcnn": "Time Mask R-CNN's training, decoding of images included.",
-    "squad": "Time finetuning on SQuAD.",
-    "classify": "Time finetuning on sentences with labels.",
-    "t5_classify": "Time finetuning T5 on sentences with labels.",
-}
+
+_WITHOUT_WARMUP = {"warmup_steps": 0, "warmup_share": 0.0, "warmup_epochs": 0.0, "milestones": ()}
+_LARGEST_DEFAULT = 64
+"""Samples of a micro-batch if neither the command nor the settings name a size."""
+_MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
+_MATMUL_S = 0.3
+TRACED_STEPS = 3
+"""The first settles the profiler."""
+MOST_KERNELS = 40
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+def __getattr__(name: str) -> Callable[..., int]:
+    """Return the command of a recipe; cyclopts asks for it when it is used."""
+    if name not in RECIPES:
+        raise AttributeError(name)
+    return command_for(name)
 
 
 def command_for(name: str) -> Callable[..., int]:
     """Return the command of a recipe as a function with the recipe's settings as options."""
-    recipe, module = RECIPES[name], load(name)
+    recipe, module = RECIPES[name], script(name)
     Config, presets = getattr(module, recipe.config), module.PRESETS
 
     def command(
@@ -50,9 +70,10 @@ def command_for(name: str) -> Callable[..., int]:
         preset: Literal[presets] = recipe.preset,  # type: ignore[valid-type]
         config: Path | None = None,
         size: str | None = None,
+        phase: Literal[1, 2] | None = None,
         settings: Annotated[Config, Settings] = Config(),  # type: ignore[valid-type]  # noqa: B008
         launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
-        what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
+        options: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
     ) -> int:
         """Time it.
 
@@ -63,93 +84,274 @@ def command_for(name: str) -> Callable[..., int]:
         config
             TOML file with settings, which override the preset's.
         size
-            Sizes of a model to finetune, where none is named: base, large, tiny; default: base.
+            Size of a model to finetune, if none is named: base, large, tiny; default: base.
+        phase
+            Phase of a recipe with two of them (BERT): 1, short sequences, the default, or 2, long ones.
         """
-        return _run(settings, launch, what, name=_name_of(name, preset, size, settings))
+        settings = _one_phase(settings, phase)
+        model = _new_model(name, preset, size, settings)
+        return _run(name, settings, launch, options, title=_title(name, preset, settings, model), model=model)
 
     return command
 
 
-def _name_of(recipe: str, preset: str, size: str | None, settings: Any) -> str:
-    """Return the name of what is timed, as the planner calls it where it knows it.
+for _name, _recipe in RECIPES.items():
+    bench_train.command(f"{__name__}:{_name}", name=_name, help=_recipe.help)
+
+
+def _one_phase(settings: Any, phase: int | None) -> Any:
+    """Return the settings of one phase of a recipe that has phases.
+
+    Raises:
+        UsageError: the recipe has none, and one is named.
+    """
+    if hasattr(settings, "only_phase"):
+        return settings.only_phase(phase or 1)
+    if phase is not None:
+        raise UsageError(f"--phase {phase} is for a recipe with phases: leave it out")
+    return settings
+
+
+def _new_model(name: str, preset: str, size: str | None, settings: Any) -> str:
+    """Return the name of the model to make for a finetuning, such as ``bert-base``; empty: none.
 
     Raises:
         UsageError: a size for a model that has sizes of its own.
     """
-    if isinstance(settings, FinetuneConfig):
-        if settings.model.path is not None:
-            if size is not None:
-                raise UsageError(
-                    f"--size {size} is for a made model, and --model.path names one: leave one out"
-                )
-            return recipe
-        architecture = "t5" if recipe == "t5_classify" else {"albert": "albert"}.get(preset, "bert")
-        return f"{recipe}-{architecture}-{size or ('tiny' if preset == 'tiny' else 'base')}"
+    if not RECIPES[name].starts_from:
+        if size is not None:
+            raise UsageError(f"--size {size} is for finetuning: here choose a --preset")
+        return ""
+    if settings.model.path is None:
+        return model_to_finetune(name, preset, size)
     if size is not None:
-        raise UsageError(f"--size {size} is for finetuning: here choose a --preset")
-    if isinstance(settings, ResNetTrainConfig):
-        return settings.model.network
-    return "mask-rcnn" if isinstance(settings, MaskRCNNTrainConfig) else f"{recipe}-{preset}"
+        raise UsageError(f"--size {size} is for a new model, and --model.path names one: leave one out")
+    return ""
 
 
-for _name, _text in _TEXTS.items():
-    bench_train.command(command_for(_name), name=_name, help=_text)
+def _title(name: str, preset: str, settings: Any, model: str) -> str:
+    """Return the name of the recipe's model, as the planner calls it if it knows it."""
+    if RECIPES[name].starts_from:
+        return f"{name}-{model}" if model else name
+    return workload_name(name, preset, settings)
 
 
-@bench_train.command(name="bert")
-def bench_bert(
-    *,
-    preset: Literal[bert.PRESETS] = "base",  # type: ignore[valid-type]
-    config: Path | None = None,
-    phase: Literal[1, 2] = 1,
-    settings: Annotated[bert.BertConfig, Settings] = bert.BertConfig(),  # noqa: B008
-    launch: Annotated[Launch, Settings] = Launch(),  # noqa: B008
-    what: Annotated[TrainBench, Settings] = TrainBench(),  # noqa: B008
-) -> int:
-    """Time BERT's pretraining.
-
-    Parameters
-    ----------
-    preset
-        Settings to start from.
-    config
-        TOML file with settings, which override the preset's.
-    phase
-        1: short sequences; 2: long ones.
-    """
-    chosen = settings.phase1 if phase == 1 else settings.phase2
-    alone = replace(settings, phase1=chosen, phase2=replace(chosen, total_steps=0))
-    return _run(alone, launch, what, name=f"bert-{preset.removesuffix('-lans')}")
-
-
-def _run(settings: Any, launch: Launch, what: TrainBench, *, name: str) -> int:
+def _run(name: str, settings: Any, launch: Launch, options: TrainBench, *, title: str, model: str) -> int:
     """Join the workers if this process is one, else start them; return the exit code.
 
     Raises:
         UsageError: settings that cannot work together.
         ShoalError: a worker failed, or not even one sample fits the memory.
     """
-    if what.json is not None and not what.json.parent.is_dir():
-        raise UsageError(f"{what.json}: the folder {what.json.parent} is not there; make it first")
+    if not hasattr(script(name), "trial"):
+        raise UsageError(f"the recipe {name} has no trial() and sample() to be timed with")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise UsageError(f"{options.json}: the folder {options.json.parent} is not there; make it first")
     command = this_command()
-    if what.fill_memory:
+    if options.fill_memory:
         if worker_env() is not None:
             raise UsageError("--fill-memory starts its workers itself: start it without torchrun or mpirun")
         if launch.dry_run:
-            print(f"would look for the largest micro-batch of {name}")
+            print(f"would look for the largest micro-batch of {title}")
             return EXIT_OK
-        command = find_largest(command, what, unit=settings.unit, on_cpu=is_on_cpu(settings))
-
-    def work(place: WorkerEnv) -> int:
-        from shoal.cli.bench_train_work import measure
-
-        return measure(settings, place, what, name=name)
-
+        command = find_largest(command, options, unit=settings.unit, on_cpu=is_on_cpu(settings))
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         return start(
             launch,
             command=command,
             run_dir=Path(folder),
-            describe=lambda _: [f"would time {what.steps} steps of {name}"],
-            work=work,
+            describe=lambda _: [f"would time {options.steps} steps of {title}"],
+            work=lambda worker: measure(name, settings, worker, options, title=title, model=model),
         )
+
+
+# ------------------------------------------------------------------------------------------------- settings
+
+
+def timed_settings(
+    name: str, config: Any, folder: Path, options: TrainBench, *, num_workers: int, model: str = ""
+) -> Any:
+    """Return the settings of a run of a few steps, which writes into ``folder`` only.
+
+    Args:
+        model: to make for a finetuning, such as ``bert-base``; empty: the settings name one.
+    """
+    if model:
+        config = with_new_model(config, folder, model)
+    section = config.phases[0][0] if hasattr(config, "phases") else "train"
+    sizes = getattr(config, section)
+    default = min(_LARGEST_DEFAULT, sizes.global_batch_size)
+    micro_batch_size = options.batch or known_size(sizes.micro_batch_size, section=section) or default
+    num_steps = options.warm_up + options.steps
+    changes: dict[str, dict[str, Any]] = {
+        "optim": _WITHOUT_WARMUP,
+        "parallel": {"micro_batches": None},
+        "run": {
+            "name": "bench",
+            "dir": folder / "run",
+            "log_frequency": 1,
+            "save": False,
+            "validation_frequency": num_steps,
+            "validation_samples": micro_batch_size,
+        },
+        section: {
+            **_WITHOUT_WARMUP,
+            "micro_batch_size": micro_batch_size,
+            "global_batch_size": micro_batch_size * _micro_batches_a_step(config, options, num_workers),
+            "total_steps": num_steps,
+        },
+    }
+    changed = {
+        name: _changed(getattr(config, name), new) for name, new in changes.items() if hasattr(config, name)
+    }
+    return script(name).trial(replace(config, **changed), folder)
+
+
+def _changed(section: Any, values: dict[str, Any]) -> Any:
+    """Return a section with new values of those settings that it has."""
+    known = {field.name for field in fields(section)}
+    return replace(section, **{name: value for name, value in values.items() if name in known})
+
+
+def _micro_batches_a_step(config: Any, options: TrainBench, num_workers: int) -> int:
+    """Return the micro-batches of a step on all workers; of a pipeline 4 a stage if none are named."""
+    parallel = getattr(config, "parallel", None)
+    replicas = parallel.replicas(num_workers) if parallel else num_workers
+    pipelined = 4 * parallel.pipeline if parallel and parallel.pipeline > 1 else 1
+    accumulate: int = options.accumulate or (parallel.micro_batches if parallel else None) or pipelined
+    return accumulate * replicas
+
+
+def with_few_lines(config: Any, options: TrainBench) -> Any:
+    """Return the settings with a line of the record for several steps on a GPU: each line waits for it."""
+    import torch
+
+    if config.distributed.device == "cpu" or not torch.cuda.is_available():
+        return config
+    return replace(config, run=replace(config.run, log_frequency=math.gcd(options.warm_up, options.steps)))
+
+
+# ------------------------------------------------------------------------------------------------- work
+
+
+def measure(name: str, config: Any, worker: WorkerEnv, options: TrainBench, *, title: str, model: str) -> int:
+    """Run the recipe's script; the main worker prints and writes the result.
+
+    Args:
+        title: name of recipe and model, such as ``bert-large`` or ``squad-bert-large``.
+        model: as for :func:`timed_settings`.
+    """
+    place = worker.place
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        more = replace(options, steps=options.steps + (TRACED_STEPS if options.trace else 0))
+        config = timed_settings(name, config, Path(folder), more, num_workers=place.num_workers, model=model)
+        config = with_few_lines(config, options)
+        with traced(options, is_main=place.is_main):
+            script(name).main(config, worker)
+        if place.is_main:
+            result = read_result(name, config, options, title)
+            print("\n".join(result.lines()))
+            if options.json:
+                result.write(options.json)
+                print(f"\n{options.json}")
+    return EXIT_OK
+
+
+@contextmanager
+def traced(options: TrainBench, *, is_main: bool) -> Iterator[None]:
+    """Write a trace of the main worker's last steps, after the timed ones, and print their time by kernel.
+
+    Steps are counted by those of the first optimizer.
+    """
+    if options.trace is None or not is_main:
+        yield
+        return
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    file, before = options.trace, options.warm_up + options.steps
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=before - 1, warmup=1, active=TRACED_STEPS - 1, repeat=1),
+        on_trace_ready=lambda done: _write_trace(done, file),
+    )
+    first: list[Any] = []
+
+    def count(optimizer: Any, *_: object) -> None:
+        first.append(optimizer)
+        del first[1:]
+        if optimizer is first[0]:
+            profiler.step()
+
+    handle = register_optimizer_step_post_hook(count)
+    try:
+        with profiler:
+            yield
+    finally:
+        handle.remove()
+
+
+def _write_trace(profiler: Any, file: Path) -> None:
+    profiler.export_chrome_trace(str(file))
+    events = profiler.key_averages()
+    device = sum(event.self_device_time_total for event in events)
+    name = "self_device_time_total" if device else "self_cpu_time_total"
+    print(events.table(sort_by=name, row_limit=MOST_KERNELS, max_name_column_width=90), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- result
+
+
+def read_result(name: str, config: Any, options: TrainBench, title: str) -> TrainResult:
+    """Return the times of the steps after the warm-up from the record of the run."""
+    import torch
+
+    rows = read_record(config.run.dir)
+    start = next(row for row in rows if isinstance(row, Start))
+    timed = [row for row in rows if isinstance(row, Step) and 0 < row.step - options.warm_up <= options.steps]
+    device = torch.device("cpu" if start.device.startswith("CPU") else "cuda")
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    parallel, sample = getattr(config, "parallel", None), script(name).sample(config)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[start.precision]
+    return TrainResult(
+        recipe=title,
+        sequence_length=sample.sequence_length,
+        num_parameters=start.num_parameters,
+        device=start.device,
+        num_devices=start.num_workers,
+        precision=start.precision,
+        global_batch=start.global_batch_size,
+        micro_batch=start.micro_batch_size,
+        unit=start.unit,
+        samples_s=tuple(row.step_s for row in timed),
+        parts_s={part: sum(row.parts_s[part] for row in timed) / len(timed) for part in timed[0].parts_s},
+        peak_memory_bytes=timed[-1].peak_memory_bytes,
+        flops_per_sample=flops_per_sample(sample),
+        matmul_flops_per_s=matmul_flops_per_s(device, dtype),
+        peak_flops_per_s=peak_flops_per_s(start.device, start.precision),
+        device_memory_bytes=memory,
+        num_stages=parallel.pipeline if parallel else 1,
+    )
+
+
+def matmul_flops_per_s(device: "torch.device", dtype: "torch.dtype") -> float:
+    """Return the FLOP/s of the fastest large square product within some tenths of a second."""
+    import torch
+
+    side = _MATMUL_SIDE[device.type]
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+
+    def product_s() -> float:
+        begin_s = time.perf_counter()
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin_s
+
+    best, begin_s = product_s(), time.perf_counter()
+    while time.perf_counter() - begin_s < _MATMUL_S:
+        best = min(best, product_s())
+    return 2 * side**3 / best

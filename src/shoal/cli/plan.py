@@ -82,13 +82,14 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     if request.model and ":" not in request.model:
         raise UsageError(f"--model {request.model!r} is not of the form module:function")
     counts = _sweep_counts(request.sweep) if request.sweep else []
-    from shoal.planner import answer, api, unequal_hosts
+    from shoal.planner import answer, unequal_hosts
     from shoal.planner.hardware import require_accelerators
     from shoal.planner.search import search
+    from shoal.recipes import workloads
 
     algorithms = [request.algorithm] if request.algorithm else None
     wire_bytes = 4 if request.wire == "fp32" else 2
-    plans = api.plan(
+    plans = workloads.plan(
         request.model or recipe,
         request.cluster,
         request.helpers,

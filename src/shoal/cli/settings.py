@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from cyclopts import App
 
 from shoal.env.launcher import worker_env
 from shoal.env.settings import launch_dir
-from shoal.recipes import RECIPES
+from shoal.recipes import RECIPES, preset_file
 from shoal.train.config import load_toml, shortened
 
 Fill = Callable[[App, tuple[str, ...], cyclopts.ArgumentCollection], None]
@@ -40,7 +39,7 @@ def settings_from(recipe_of: Callable[[tuple[str, ...]], str]) -> Fill:
             apply(load_toml(Path(path)), path)
         if recipe := RECIPES.get(name := recipe_of(commands)):
             preset = given().get("--preset", recipe.preset)
-            file = resources.files("shoal.recipes") / "presets" / name / f"{preset}.toml"
+            file = preset_file(name, preset)
             if file.is_file():
                 tree, changes = shortened(tomllib.loads(file.read_text(encoding="utf-8")), given())
                 apply(tree, f"preset {preset}")

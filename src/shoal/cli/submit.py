@@ -23,18 +23,10 @@ from shoal.launch.remote import RemoteJob, Start
 from shoal.launch.sagemaker import SageMakerJob
 from shoal.launch.slurm import SlurmJob
 from shoal.launch.source import ARCHIVE, pack
+from shoal.recipes import RECIPES, recipe_of
 
 submit = App(name="submit", config=(settings_from(lambda _: ""),))
 _CHECKED = ("train", "finetune")
-_PLANNED = {
-    "albert": "albert-base",
-    "bert": "bert-large",
-    "mask_rcnn": "mask-rcnn",
-    "resnet50": "resnet50",
-    "t5": "t5-3b",
-}
-
-
 _WORD = Parameter(allow_leading_hyphen=True)
 
 
@@ -263,12 +255,18 @@ def mpi(
 
 
 def _run_dir(command: Sequence[str]) -> str | None:
-    """Return the run's directory, where the command names it."""
+    """Return the run's directory, if the command names it."""
+    folder = _option(command, "--run.dir")
+    return str(Path(folder).absolute()) if folder else None
+
+
+def _option(command: Sequence[str], name: str) -> str | None:
+    """Return the value of an option of a command, if it is given."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
-        if word == "--run.dir" and following:
-            return str(Path(following).absolute())
-        if word.startswith("--run.dir="):
-            return str(Path(word.partition("=")[2]).absolute())
+        if word == name and following:
+            return following
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
     return None
 
 
@@ -351,15 +349,17 @@ def _summarise(
 def _prediction(
     command: Sequence[str], hosts: int, machine: str | None, helpers: int, helper_machine: str | None
 ) -> str:
-    """Return the planner's time and cost of a recipe on the given machines; empty: it does not know them."""
+    """Return the planner's time and cost of a recipe's preset on the given machines; empty: no recipe."""
     own = _own_words(command)
-    recipe = _PLANNED.get(own[1]) if own[:1] == ["train"] and own[1:] else None
+    recipe = recipe_of(*own[:2]) if len(own) > 1 else None
     if machine is None or recipe is None:
         return ""
-    from shoal.planner import answer, api
+    from shoal.planner import answer
+    from shoal.recipes.workloads import plan, workload_name
 
-    beside = f"{helpers}x{helper_machine}" if helper_machine and helpers else None
-    return answer.text_of(api.plan(recipe, f"{hosts}x{machine}", beside), [], compare=False)
+    model = workload_name(recipe, _option(command, "--preset") or RECIPES[recipe].preset)
+    helping = f"{helpers}x{helper_machine}" if helper_machine and helpers else None
+    return answer.text_of(plan(model, f"{hosts}x{machine}", helping), [], compare=False)
 
 
 def _in_catalog(instance: str | None) -> str | None:

@@ -16,7 +16,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 
 from shoal.cli.settings import settings_from, this_command
 from shoal.env.launcher import worker_env
-from shoal.recipes import RECIPES, load
+from shoal.recipes import RECIPES, recipe_of, script
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
 
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> App:
 
 def command_for(name: str) -> Callable[..., int]:
     """Return a recipe's command as a function with the recipe's settings as options."""
-    recipe, module = RECIPES[name], load(name)
+    recipe, module = RECIPES[name], script(name)
     Config, presets = getattr(module, recipe.config), module.PRESETS
 
     def command(
@@ -166,7 +166,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     """
     from shoal.train.stopping import read_target  # --help does without it
 
-    module, run = load(name), config.run
+    module, run = script(name), config.run
     default = RECIPES[name].run_name.format(name=name, preset=preset, config=config)
     run_name = run.name or (run.dir.name if run.dir else default)
     config = replace(config, run=replace(run, name=run_name, dir=run.dir or Path("runs") / run_name))
@@ -192,11 +192,10 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     )
 
 
-_NAMES = {(recipe.group, recipe.command or name): name for name, recipe in RECIPES.items()}
-_fill = settings_from(lambda command: _NAMES.get((command[0], command[-1]), ""))
+_fill = settings_from(lambda command: recipe_of(command[0], command[-1]) or "")
 train.config = finetune.config = (_fill,)
-for (_group, _command), _name in _NAMES.items():
-    _texts = (RECIPES[_name].help, RECIPES[_name].details, _LAUNCHING, f"Example: `{RECIPES[_name].example}`")
-    {"train": train, "finetune": finetune}[_group].command(
-        f"{__name__}:{_name}", name=_command, help="\n\n".join(filter(None, _texts))
+for _name, _recipe in RECIPES.items():
+    _texts = (_recipe.help, _recipe.details, _LAUNCHING, f"Example: `{_recipe.example}`")
+    {"train": train, "finetune": finetune}[_recipe.group].command(
+        f"{__name__}:{_name}", name=_recipe.command or _name, help="\n\n".join(filter(None, _texts))
     )

@@ -14,6 +14,7 @@ from shoal.planner.prediction import Plan
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.step_time import Layout
 from shoal.planner.unequal_hosts import Division, recommended
+from shoal.planner.workload import Workload
 
 _BAR = 46
 
@@ -85,7 +86,7 @@ def _best(plan: Plan) -> list[str]:
         f"{share:g} samples, {step.micro_batches} × {share / step.micro_batches:g})",
         f"  gradients          {'fp32' if layout.wire_bytes == 4 else 'bf16'}, buckets of "
         f"{layout.bucket_bytes / 2**20:.0f} MiB",
-        f"  precision          {_precision(device, training.recipe)}",
+        f"  precision          {_precision(device, part.workload)}",
         f"  memory per device  {plan.memory_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
         f"  basis              {part.basis}",
         *([f"  network            {network}"] if network.startswith("measured") else []),
@@ -98,15 +99,15 @@ def _best(plan: Plan) -> list[str]:
     return lines
 
 
-def _precision(device: Accelerator, recipe: str) -> str:
-    """Return what `--train.precision auto` is on the device, and which torch it needs."""
-    found = device.precision
-    if found == "fp16" and recipe.startswith("t5"):
-        found = "fp16, in which T5 overflows: shoal trains it in fp32 there, which takes longer"
+def _precision(device: Accelerator, workload: Workload) -> str:
+    """Return the precision of `--train.precision auto` on the device, and which torch it needs."""
+    precision = device.precision
+    if precision == "fp16" and (model := workload.refuses_fp16):
+        precision = f"fp16, in which {model} overflows: shoal trains it in fp32 there, which takes longer"
     if not device.capability:
-        return found
+        return precision
     needed = f"sm_{device.capability.replace('.', '')}"
-    return f"{found}; needs a torch built for {needed}, such as 2.11 to 2.14 for CUDA 12.6"
+    return f"{precision}; needs a torch built for {needed}, such as 2.11 to 2.14 for CUDA 12.6"
 
 
 def _unequal_lines(divisions: Sequence[Division]) -> list[str]:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Union
 from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
 from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
-from shoal.planner.hardware import Catalog, Machines, require_accelerators
+from shoal.planner.hardware import Catalog, Machines, require_accelerators, shipped
 from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
-from shoal.planner.recipe_names import require_recipe
-from shoal.planner.recipe_workloads import workload
+from shoal.planner.recipe_workloads import Count, workload
 from shoal.planner.search import Goal, search
 from shoal.planner.workload import Workload
 
@@ -44,6 +43,7 @@ def plan(
     wire_bytes: int = 4,
     start_s: float = START_S,
     catalog: Sequence[Path] = (),
+    count: Count | None = None,
 ) -> list[Plan]:
     """Predict the training of a model on machines that you do not have; return all plans, the best first.
 
@@ -70,6 +70,7 @@ def plan(
         wire_bytes: bytes of a gradient element on the network.
         start_s: seconds from starting the processes to the first step.
         catalog: TOML files that add instance types.
+        count: counts recipes, and lengths of sequences, that are not in the catalog; ``shoal.plan`` has it.
 
     Raises:
         UsageError: a name or size is unknown or invalid, or the model fits on no layout.
@@ -77,7 +78,7 @@ def plan(
 
     Example:
         >>> import torch
-        >>> from shoal.planner.api import plan
+        >>> from shoal import plan
         >>> with torch.device("meta"):
         ...     model, inputs = torch.nn.Linear(1024, 1024), {"input": torch.empty(32, 1024)}
         >>> best = plan(model, "8xp3dn.24xlarge", inputs=inputs, global_batch=4096)[0]
@@ -98,7 +99,9 @@ def plan(
         )
     if isinstance(model, str) and ":" not in model:
         name = model
-        phases = _recipe_phases(name, sequence_length, global_batch, train_samples, hosts.num_accelerators)
+        phases = _recipe_phases(
+            name, sequence_length, global_batch, train_samples, hosts.num_accelerators, count
+        )
     else:
         own = _own_workload(model, inputs)
         name = own.name
@@ -108,7 +111,7 @@ def plan(
     parts = []
     for counted, table, batch in phases:
         if trained:
-            flops, basis = _calibrated(name, counted, trained, hosts)
+            flops, basis = _calibrated(name, counted, trained, hosts, count)
         else:
             flops, basis = achieved(
                 counted, name, hosts.instance, samples_per_s=samples_per_s, global_batch=batch
@@ -151,15 +154,11 @@ def _recipe_phases(
     global_batch: int | None,
     train_samples: float | None,
     num_accelerators: int,
+    count: Count | None,
 ) -> list[tuple[Workload, Convergence, int]]:
     """Return (workload, convergence, global batch) of each phase of a recipe."""
-    require_recipe(name)
-    try:
-        table = convergence_of("mask-rcnn" if name == "faster-rcnn" else name)
-        if table.name != name:  # it takes the same epochs, to other scores
-            table = replace(table, target="")
-    except UsageError:
-        table = _fixed_length(name, train_samples)
+    has_table = name in shipped("convergence.toml")
+    table = convergence_of(name) if has_table else _fixed_length(name, train_samples)
     if len(table.phases) > 1 and sequence_length is not None:
         lengths = " and ".join(str(phase.sequence_length) for phase in table.phases)
         raise UsageError(f"{name} has phases of {lengths} tokens; leave --sequence-length out")
@@ -168,12 +167,12 @@ def _recipe_phases(
     if not table.phases:
         # The largest batch known to converge that every accelerator shares equally, within bounds.
         most = min(max(table.largest_batch // num_accelerators, 1), _MOST_SAMPLES)
-        return [(workload(name, sequence_length), table, global_batch or num_accelerators * most)]
+        return [(workload(name, sequence_length, count), table, global_batch or num_accelerators * most)]
     phases = []
     for phase in table.phases:
         samples = train_samples or float(phase.steps * phase.batch)
         fixed = replace(table, phases=(), points=at_any_batch(samples))
-        counted = workload(name, sequence_length or phase.sequence_length)
+        counted = workload(name, sequence_length or phase.sequence_length, count)
         phases.append((counted, fixed, global_batch or phase.batch))
     return phases
 
@@ -185,11 +184,15 @@ def _fixed_length(name: str, samples: float | None) -> Convergence:
 
 
 def _calibrated(
-    name: str, counted: Workload, trained: Sequence[MeasuredTrain], workers: Machines
+    name: str,
+    counted: Workload,
+    trained: Sequence[MeasuredTrain],
+    workers: Machines,
+    count: Count | None,
 ) -> tuple[float, str]:
     """Return FLOP/s and basis from the file with the workload's sequence length, else from the first."""
     length = counted.tokens_per_sample
     chosen = next((file for file in trained if file.sequence_length == length), trained[0])
     if chosen.recipe == name and chosen.sequence_length != length:
-        counted = workload(name, chosen.sequence_length)
+        counted = workload(name, chosen.sequence_length, count)
     return chosen.achieved_flops(name, counted, workers.instance), chosen.basis

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.errors import UsageError, did_you_mean
 from shoal.planner.hardware import shipped
@@ -66,7 +66,7 @@ def at_any_batch(amount: float) -> tuple[tuple[int, float], ...]:
 
 
 def convergence_of(name: str) -> Convergence:
-    """Return the table of a recipe.
+    """Return the table of a recipe. One that takes the epochs of another reaches no target of its own.
 
     Raises:
         UsageError: the catalog has none.
@@ -78,6 +78,8 @@ def convergence_of(name: str) -> Convergence:
             f"Known: {', '.join(sorted(tables))}"
         )
     entry = dict(tables[name])
+    if other := entry.get("epochs_of"):
+        return replace(convergence_of(other), target="")
     points = tuple((int(batch), float(epochs)) for batch, epochs in entry.pop("points", ()))
     phases = tuple(Phase(**phase) for phase in entry.pop("phases", ()))
     largest = entry.pop("largest_batch", points[-1][0] if points else 0)

@@ -1,52 +1,78 @@
-"""Returns the workload of each recipe that the planner knows.
+"""Returns the workloads of the models that the planner knows by name.
 
-The workloads were counted by :mod:`shoal.planner.counting` and lie in ``catalog/workloads.json``, so that a
-plan needs no torch. Other lengths of sequences are counted when they are asked for.
+They were counted and lie in ``catalog/workloads.json``, so that a plan needs no torch. Recipes count theirs
+(:mod:`shoal.recipes.workloads`), as do other lengths of sequences when they are asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
-from shoal.planner.recipe_names import IMAGES, require_recipe
+from shoal.planner.hardware import shipped
 from shoal.planner.workload import Layer, Workload
 
+Count = Callable[[str, int | None], Workload | None]
+"""Counts a recipe's model by its name and the tokens of a sample; ``None`` for an unknown name."""
 
-@cache
-def workload(name: str, sequence_length: int | None = None) -> Workload:
-    """Return the workload of a recipe.
+
+def workload(name: str, sequence_length: int | None = None, count: Count | None = None) -> Workload:
+    """Return the workload of a model.
 
     Args:
-        name: one of :func:`~shoal.planner.recipe_names.recipe_names`, or of a finetuning.
-        sequence_length: tokens per sample; default: the recipe's own.
+        name: of the catalog, or one that ``count`` knows.
+        sequence_length: tokens per sample; default: the first length in the catalog, or the recipe's own.
+        count: counts recipes that are not in the catalog with this length.
 
     Raises:
-        UsageError: the recipe is unknown, or has no sequences.
-        ShoalError: it has to be counted, and the library that provides its model is not installed.
+        UsageError: the name is unknown, or the model has no sequences.
+        ShoalError: it has to be counted, and the library that provides it is not installed.
     """
-    require_recipe(name)
-    if name in IMAGES and sequence_length is not None:
-        raise UsageError(f"recipe {name} has images, not sequences; leave --sequence-length out")
-    for known in _counted().get(name, ()):
-        if sequence_length in (None, known.tokens_per_sample):
-            return known
-    from shoal.planner.counting import count_recipe
+    known = catalog().get(name, ())
+    if known and known[0].tokens_per_sample == 1 and sequence_length is not None:
+        raise UsageError(f"recipe {name} has {known[0].unit}, not sequences; leave --sequence-length out")
+    for each in known:
+        if sequence_length in (None, each.tokens_per_sample):
+            return each
+    if name in shipped("models.toml"):
+        from shoal.planner.counting import workload_of_entry
 
-    return count_recipe(name, sequence_length)
+        return workload_of_entry(name, sequence_length)
+    counted = count(name, sequence_length) if count else None
+    if counted is None:
+        raise UsageError(_unknown(name, [each.tokens_per_sample for each in known]))
+    return counted
 
 
 @cache
-def _counted() -> dict[str, list[Workload]]:
+def catalog() -> dict[str, list[Workload]]:
     """Return the workloads of the catalog by name; the first of each has the recipe's own length."""
     text = (resources.files("shoal.planner") / "catalog" / "workloads.json").read_text(encoding="utf-8")
-    found: dict[str, list[Workload]] = {}
+    workloads: dict[str, list[Workload]] = {}
     for entry in parse_json(text, "catalog/workloads.json"):
         layers = tuple(
             Layer(name=name, num_parameters=parameters, forward_flops=flops)
             for name, parameters, flops in entry.pop("layers")
         )
-        found.setdefault(entry["name"], []).append(Workload(layers=layers, **entry))
-    return found
+        workloads.setdefault(entry["name"], []).append(Workload(layers=layers, **entry))
+    return workloads
+
+
+def _unknown(name: str, lengths: list[int]) -> str:
+    """Return the error of a name that is not in the catalog, or not with the length that was asked for."""
+    if lengths:
+        return (
+            f"recipe {name} was counted for samples of {' and '.join(map(str, lengths))} tokens: for others "
+            "give `count`, or call shoal.plan"
+        )
+    names = list(catalog())
+    models = [each for each in names if each.partition("-")[2] not in names]
+    tasks = sorted({each.partition("-")[0] for each in set(names) - set(models)})
+    return (
+        f"recipe {name!r} is not known.{did_you_mean(name, names)} Choose one of {', '.join(models)}; a "
+        f"finetuning ({', '.join(tasks)}) of one, such as {names[-1]}; another recipe with a sample; or a "
+        "model of yours with --model module:function"
+    )

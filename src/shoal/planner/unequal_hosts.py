@@ -119,8 +119,10 @@ def divisions(plan: Plan, speeds: Sequence[float], *, jitter: float) -> list[Div
     factors = _factors(jitter, NUM_STEPS, len(speeds))
     possible = len(speeds) / sum(speeds) * float(factors.mean())
     found, slows = [], []
-    # T5's recipe is a pipeline even of one stage, and a pipeline is built for parts of one size.
-    whole = plan.training.recipe.startswith("t5") or any(layout.per_replica > 1 for layout in plan.layouts)
+    whole = any(
+        layout.per_replica > 1 for layout in plan.layouts
+    )  # a pipeline is built for parts of one size
+    whole = whole or any(part.workload.equal_shares for part in plan.training.parts)
     for name in ("equal",) if whole else ("equal", "by-speed"):
         slow = [_slowest_part(layout.global_batch, speeds, factors, name) for layout in plan.layouts]
         times = [

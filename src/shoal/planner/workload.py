@@ -52,6 +52,10 @@ class Workload:
     """Memory traffic of the optimizer's step per trained parameter."""
     trainable: float = 1.0
     """Share of the parameters that have gradients (LoRA trains few)."""
+    equal_shares: bool = False
+    """All workers need parts of one size, as the stages of a pipeline do."""
+    refuses_fp16: str = ""
+    """The model whose activations overflow in fp16, if it is one."""
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -1,18 +1,21 @@
 """Complete training jobs: one script per recipe, read from top to bottom, and its presets.
 
 Each script runs by ``python -m shoal.recipes.NAME``, under ``torchrun``, or by its command, such as ``shoal
-train NAME``. It has a configuration dataclass, ``main(config)`` with the loop in it, and ``check(config,
-num_workers, dry_run)``.
+train NAME``. :class:`Script` lists what its module has. Other packages add recipes by an entry point of the
+group ``shoal.recipes`` whose value is a :class:`Recipe`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any
+from importlib import import_module, resources
+from importlib.metadata import entry_points
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,9 @@ class Recipe:
     """One sentence for ``shoal GROUP --help``."""
     example: str
     """A whole command, for ``shoal GROUP COMMAND --help``."""
+    module: str = ""
+    """Its script, as ``package.module``; presets are in the folder ``presets/NAME`` of that package. Default:
+    NAME in this package."""
     group: str = "train"
     """Its command is ``shoal GROUP COMMAND``."""
     command: str = ""
@@ -37,6 +43,69 @@ class Recipe:
     """Shorter names of options: option to setting, such as ``model`` to ``model.path``."""
     run_name: str = "{name}-{preset}"
     """Default name of a run; ``{config}`` stands for the settings."""
+    starts_from: tuple[str, ...] = ()
+    """Of a finetuning: the recipes that pretrain its models, by default the first."""
+    workload: str = "{name}-{size}"
+    """Its model's name in ``shoal plan`` and ``shoal bench train``: ``{size}`` is the preset up to its first
+    hyphen, ``{config}`` stands for the settings. Of a finetuning the recipe and its model are the name, such
+    as ``squad-bert-large``."""
+    length: str = ""
+    """The setting with the tokens of a sample, such as ``data.max_seq_length``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A few samples of a recipe's training step, whose operations are counted on the meta device."""
+
+    model: Any
+    """A module on the meta device; its modules with parameters are the layers."""
+    inputs: Mapping[str, Any]
+    """On any device: only shapes matter."""
+    loss: Callable[[Any, Mapping[str, Any]], Any]
+    """Returns a scalar that depends on all outputs, from the model and the inputs on the meta device."""
+    num_samples: int
+    sequence_length: int = 1
+    """Tokens of a sample; 1: samples are no sequences."""
+    relay_bytes: float = 0.0
+    """16-bit activations of a sample between two layers; 0: unknown."""
+    more_operations: int = 0
+    """Kernels of a step that depend on data, which do not run on the meta device."""
+
+
+class Script(Protocol):
+    """What the module of a recipe has; of ``sample`` and ``trial`` either both or none."""
+
+    PRESETS: tuple[str, ...]
+    IMMUTABLE: tuple[str, ...]
+    """Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
+
+    def main(self, config: Any, worker: Any = None) -> int:
+        """Train until the last step or a signal; return the exit code.
+
+        Args:
+            worker: this process as a worker (:class:`shoal.env.WorkerEnv`); default: by the environment.
+        """
+        ...
+
+    def check(self, config: Any, num_workers: int, dry_run: bool) -> list[str]:
+        """Check the settings before any worker starts; return the lines of a dry run."""
+        ...
+
+    def sample(self, config: Any) -> Sample:
+        """Return a few samples and the model: the first ones of the data, or of full length if none is named.
+
+        ``shoal plan``, ``shoal bench train`` and dry runs count them (:mod:`shoal.recipes.workloads`).
+        """
+        ...
+
+    def trial(self, config: Any, folder: Path) -> Any:
+        """Return the settings of a short run for ``shoal bench train``, with little evaluation.
+
+        Args:
+            config: its batch, steps and run directory are set, and it has no warm-up.
+            folder: for synthetic data, where the settings name none.
+        """
+        ...
 
 
 _SQUAD = """The run directory gets predictions.json, nbest.json and null_odds.json in the official formats,
@@ -55,18 +124,20 @@ _CLASSIFY_SHORTCUTS = {
     "labels": "data.labels",
 }
 
-RECIPES = {
+_OWN = {
     "albert": Recipe(
         config="AlbertConfig",
         preset="base",
         help="Pretrain ALBERT: masked LM and sentence order.",
         example="shoal train albert --preset tiny --data.path runs/text --run.dir runs/first --workers 2",
+        length="data.max_seq_length",
     ),
     "bert": Recipe(
         config="BertConfig",
         preset="base",
         help="Pretrain BERT: masked LM and next sentence, in two phases.",
         example="shoal train bert --preset tiny --data.path runs/text --run.dir runs/bert --workers 2",
+        length="phase1.max_seq_length",
     ),
     "t5": Recipe(
         config="T5Config",
@@ -75,6 +146,7 @@ RECIPES = {
         example="shoal train t5 --preset tiny --data.path runs/text --workers 4 --parallel.pipeline 2",
         details="Workers = --parallel.pipeline × --parallel.data; a run may continue in another layout.",
         shortcuts={"devices": "parallel.devices", "memory": "parallel.memory"},
+        length="data.input_length",
     ),
     "resnet50": Recipe(
         config="ResNetTrainConfig",
@@ -82,6 +154,7 @@ RECIPES = {
         help="Train ResNet-50, or another residual network, to classify images.",
         example="shoal train resnet50 --preset tiny --data.path runs/images --run.dir runs/resnet",
         details="The run is defined in epochs; its optimizer steps follow from the batch and are printed.",
+        workload="{config.model.network}",
     ),
     "mask_rcnn": Recipe(
         config="MaskRCNNTrainConfig",
@@ -89,6 +162,7 @@ RECIPES = {
         help="Train Mask R-CNN to find objects in images, each with its box and mask.",
         example="shoal train mask_rcnn --preset tiny --data.path runs/coco --run.dir runs/detector",
         details="All workers score held-out images by COCO's rules.",
+        workload="mask-rcnn",
     ),
     "squad": Recipe(
         config="SquadConfig",
@@ -98,6 +172,8 @@ RECIPES = {
         example="shoal finetune squad --preset albert --model runs/first --data train.json --eval dev.json",
         details=_SQUAD,
         shortcuts={"model": "model.path", "data": "data.path", "eval": "data.eval"},
+        starts_from=("bert", "albert"),
+        length="window.max_seq_length",
     ),
     "classify": Recipe(
         config="ClassifyConfig",
@@ -107,6 +183,8 @@ RECIPES = {
         group="finetune",
         details=_CLASSIFY,
         shortcuts=_CLASSIFY_SHORTCUTS,
+        starts_from=("bert", "albert"),
+        length="data.max_seq_length",
     ),
     "t5_classify": Recipe(
         config="T5ClassifyConfig",
@@ -123,8 +201,27 @@ RECIPES = {
             **_CLASSIFY_SHORTCUTS,
         },
         run_name="t5-{config.data.task}-{preset}",
+        starts_from=("t5",),
+        length="data.max_seq_length",
     ),
 }
+
+
+def _installed() -> dict[str, Recipe]:
+    """Return the recipes of other installed packages, by the names of their entry points.
+
+    Raises:
+        TypeError: one is no :class:`Recipe`.
+    """
+    found = {entry.name: entry.load() for entry in entry_points(group=__name__)}
+    for name, recipe in found.items():
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"the entry point {name} of {__name__} is {recipe!r}, not a Recipe")
+    return found
+
+
+RECIPES = {**_OWN, **_installed(), **_OWN}
+"""By name, ours first; another package cannot replace one of ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +284,28 @@ finetuned reads the first text unchanged, or in the form of --data.task.""",
 def load(name: str) -> Any:
     """Import and return the module ``name`` of this package: a recipe, or a use of models."""
     return import_module(f"{__name__}.{name}")
+
+
+def recipe_of(group: str, command: str) -> str | None:
+    """Return the name of the recipe that ``shoal GROUP COMMAND`` runs, if it runs one."""
+    return next(
+        (name for name, each in RECIPES.items() if (each.group, each.command or name) == (group, command)),
+        None,
+    )
+
+
+def script(name: str) -> Script:
+    """Import and return the module of a recipe."""
+    return cast(Script, import_module(_module(name)))
+
+
+def _module(name: str) -> str:
+    return RECIPES[name].module or f"{__name__}.{name}"
+
+
+def preset_file(name: str, preset: str) -> Traversable:
+    """Return the file of a recipe's preset, which may not exist."""
+    return resources.files(_module(name).rpartition(".")[0]) / "presets" / name / f"{preset}.toml"
 
 
 def run_script(name: str) -> None:

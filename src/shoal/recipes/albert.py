@@ -18,7 +18,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_STOPPED
 from shoal.models.text_config import AlbertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import load, masked_lm, run_script
+from shoal.recipes import Sample, load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights
 from shoal.train.config import (
@@ -172,6 +172,13 @@ def check(config: AlbertConfig, num_workers: int, dry_run: bool) -> list[str]:
     phase = ("train", train, train.total_steps, data.max_seq_length, data.max_predictions_per_seq)
     return masked_lm.describe(config, num_workers, config.model.num_parameters, [phase], dry_run=dry_run)
 
+
+def sample(config: AlbertConfig) -> Sample:
+    """Return the first sequences of the text and the model; without text, full sequences."""
+    return masked_lm.sample(config, config.data, config.train, pairs="order")
+
+
+trial = masked_lm.trial
 
 if __name__ == "__main__":
     run_script("albert")

@@ -13,7 +13,7 @@ run that continues from it begins the second phase as a run that was never inter
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_STOPPED, UsageError, require_positive
 from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import load, masked_lm, run_script
+from shoal.recipes import Sample, load, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights, read_manifest
 from shoal.train.config import LoopConfig, Rates, check_warmup, required, schedule_of
@@ -121,6 +121,12 @@ class BertConfig(MaskedLMConfig):
         """The phases that have steps, in order, with their sections."""
         sections = (("phase1", self.phase1), ("phase2", self.phase2))
         return [(section, phase) for section, phase in sections if phase.total_steps]
+
+    def only_phase(self, number: Literal[1, 2]) -> "BertConfig":
+        """Return the settings of a run of one phase alone."""
+        if number == 1:
+            return replace(self, phase2=replace(self.phase2, total_steps=0))
+        return replace(self, phase1=replace(self.phase1, total_steps=0))
 
     @property
     def longer(self) -> str:
@@ -287,6 +293,14 @@ def check(config: BertConfig, num_workers: int, dry_run: bool) -> list[str]:
     ]
     return masked_lm.describe(config, num_workers, config.model.num_parameters, phases, dry_run=dry_run)
 
+
+def sample(config: BertConfig) -> Sample:
+    """Return the first sequences of the first phase and the model; without text, full sequences."""
+    _, phase = config.phases[0]
+    return masked_lm.sample(config, phase, phase, pairs=config.pair_task)
+
+
+trial = masked_lm.trial
 
 if __name__ == "__main__":
     run_script("bert")

@@ -11,13 +11,14 @@ global batch. Each evaluation file has its own scores: accuracy, confusion table
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import finetuning, run_script
+from shoal.recipes import Sample, finetuning, run_script
 from shoal.recipes.finetuning import FinetuneConfig
 from shoal.train.config import required
 
@@ -287,6 +288,54 @@ def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
         f"labels       {', '.join(files[0].labels)}",
         *(f"{f.data.path}: {len(f):,} examples, {f.num_cut:,} cut to {length} tokens" for f in pairs),
     ]
+
+
+# ------------------------------------------------------------------------------------------------- sample
+
+
+def sample(config: ClassifyConfig) -> Sample:
+    """Return the first examples and the model; without a file, full sequences of two labels."""
+    import tempfile
+
+    import torch
+
+    from shoal.data.text.classify import make_pairs
+    from shoal.models.encoder import full_sequences, packed_inputs
+    from shoal.models.tasks import SequenceClassification, load_task_model
+
+    length, options = config.data.max_seq_length, config.model.options | {"from_scratch": True}
+    data = None if config.data.path is None else read_files(config.data)[0]
+    inputs, labels = full_sequences(2, length), ("0", "1") if data is None else data.labels
+    with tempfile.TemporaryDirectory() as folder:
+        source = finetuning.sample_source(config, folder)
+        with torch.device("meta"):
+            model = load_task_model(SequenceClassification, source, labels=labels, **options)
+        if data is not None:
+            pairs = make_pairs(data, finetuning.read_source_tokenizer(source), max_seq_length=length)
+            inputs = packed_inputs(finetuning.first_examples(pairs, config))
+    return Sample(
+        model=model,
+        inputs=inputs,
+        loss=lambda model, inputs: model(**inputs).sum(),
+        num_samples=len(inputs["cu_seqlens"]) - 1,
+        sequence_length=length,
+    )
+
+
+def trial(config: ClassifyConfig, folder: Path) -> ClassifyConfig:
+    """Return the settings of a short run, on synthetic pairs with labels where none are named."""
+    return finetuning.trial(config, folder, ".tsv", partial(write_pairs, config.data.max_seq_length))
+
+
+def write_pairs(length: int, num_pairs: int, words: finetuning.Words) -> str:
+    """Return pairs of ``length`` words each, with labels, in MNLI's columns."""
+    from shoal.models.synthetic import LABELS
+
+    lines = ["sentence1\tsentence2\tgold_label"]
+    for number in range(num_pairs):
+        label = LABELS[number % len(LABELS)]
+        lines.append("\t".join((words(length), words(length), label)))
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

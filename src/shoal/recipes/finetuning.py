@@ -6,13 +6,15 @@ The scripts are ``squad.py``, ``classify.py`` and ``t5_classify.py``.
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
 import math
+import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from shoal.decide.batch import BatchPlan, MicroBatch, plan_batch
+from shoal.decide.batch import BatchPlan, MicroBatch, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.json_text import parse_json
 from shoal.models.text_config import num_positions
@@ -146,6 +148,8 @@ class FinetuneConfig:
         require_positive("optim", self.optim, "warmup_share", least=0, most=1)
         require_positive("model", self.model, "dropout", least=0, below=1)
 
+
+FinetuneConfigT = TypeVar("FinetuneConfigT", bound=FinetuneConfig)
 
 IMMUTABLE = (
     "model.path",
@@ -407,6 +411,59 @@ def finish(run: "Run", model: "TaskModel | T5", source: Path, max_length: int | 
         save(model, directory / TRANSFORMERS, tokenizer=tokenizer)
 
     return run.finish(export, lambda _: f"the finetuned model is in {required(run.directory) / TRANSFORMERS}")
+
+
+# ------------------------------------------------------------------------------------------------- sample
+
+_NUM_EXAMPLES = 256
+
+
+def first_examples(examples: "Sequences", config: FinetuneConfig) -> "Batch":
+    """Return the first examples as one micro-batch."""
+    import numpy as np
+
+    from shoal.data.loader import as_tensors
+
+    chosen = np.arange(min(known_size(config.train.micro_batch_size) or 1, len(examples)))
+    return as_tensors(examples.batch(chosen), pin_memory=False)
+
+
+def sample_source(config: FinetuneConfig, folder: str) -> Path:
+    """Return the transformers directory of a sample's model; a run of shoal is exported into ``folder``."""
+    return prepare_source(required(config.model.path), Path(folder))
+
+
+Words = Callable[[int], str]
+"""Returns so many random words."""
+
+
+def trial(
+    config: FinetuneConfigT, folder: Path, suffix: str, write: Callable[[int, Words], str]
+) -> FinetuneConfigT:
+    """Return the settings of a short run, on synthetic examples where no files are named.
+
+    Args:
+        suffix: of the files.
+        write: returns the text of a file with so many examples, each as long as a sequence.
+    """
+    from shoal.models.synthetic import LABELS, num_words, text
+
+    data: Any = config.data  # type: ignore[attr-defined]
+    model = required(config.model.path)
+    sizes = read_model_config(model) if (model / MODEL_CONFIG).is_file() else {}
+    vocabulary = max(num_words(sizes.get("vocab_size", 0)), 1_000)
+
+    def new_file(name: str, num_examples: int) -> Path:
+        draw, path = random.Random(1), folder / f"{name}{suffix}"
+        words = partial(text, draw, vocabulary=vocabulary)
+        path.write_text(write(num_examples, words), encoding="utf-8")
+        return path
+
+    held_out = data.eval or new_file("evaluation", len(LABELS))
+    if data.eval == ():
+        held_out = (held_out,)
+    data = replace(data, path=data.path or new_file("training", _NUM_EXAMPLES), eval=held_out)
+    return replace(config, data=data)  # type: ignore[call-arg]
 
 
 # ------------------------------------------------------------------------------------------------- dry run

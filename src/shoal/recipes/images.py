@@ -17,7 +17,6 @@ from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION
 from shoal.data.images.storage import open_storage
 from shoal.data.manifest import MANIFEST
-from shoal.decide.batch import MemoryEstimate
 from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
 from shoal.recipes.model_source import MODEL_CONFIG, ModelSource, find_model
@@ -28,7 +27,6 @@ from shoal.train.config import (
     LoopConfig,
     RunOutputConfig,
     VisionOptimizerConfig,
-    activation_bytes,
     check_wire,
     required,
 )
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from shoal.data.images.augment import AugmentConfig
     from shoal.data.loader import Batch
     from shoal.data.steps import Reader
-    from shoal.models.profile import StepProfile
     from shoal.train.run import Run
     from shoal.train.world import World
 
@@ -222,18 +219,6 @@ def shared_batches(reader: "Reader", world: "World", batch_size: int, **options:
         num_ahead=2,
         pin_memory=world.device.type == "cuda",
         **options,
-    )
-
-
-def memory_of(profile: "StepProfile", config: ImageTrainConfig) -> MemoryEstimate:
-    """Return a worker's memory: ``profile`` counts the activations of a micro-batch."""
-    weights_bytes = 4 * profile.num_trainable
-    moments = {"sgd": 1, "lars": 1, "novograd": 1}.get(config.optim.optimizer, 2)
-    return MemoryEstimate(
-        weights_bytes=weights_bytes,
-        gradients_bytes=weights_bytes,
-        optimizer_bytes=moments * weights_bytes,
-        activations_bytes=profile.saved_bytes * activation_bytes(config) // 4,
     )
 
 

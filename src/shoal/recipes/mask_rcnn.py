@@ -14,17 +14,18 @@ images by COCO's rules. The settings are in ``mask_rcnn_config.py``.
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.decide.batch import MemoryEstimate, known_size
+from shoal.decide.batch import known_size
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import images, run_script
+from shoal.recipes import Sample, images, run_script
 from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig, make_plan
 from shoal.recipes.model_source import NETWORK
 from shoal.train.config import (
@@ -281,49 +282,81 @@ def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[
     Raises:
         UsageError: sizes that do not divide, no images, or no weights where they are named.
     """
-    from shoal.data.coco.source import read_categories
-    from shoal.data.coco.synthetic import NUM_CATEGORIES
-
     data = config.data
-    num_train, num_held_out, num_categories = data.made_images, data.num_made_held_out, NUM_CATEGORIES
+    num_train, num_held_out = data.made_images, data.num_made_held_out
     if data.path is not None or not data.made_images:
         train, held_out = images.open_shards(config)
         num_train, num_held_out = len(train), len(held_out)
-        num_categories = len(read_categories(images.location_of(config)))
     plan = make_plan(config, num_examples=num_train, num_workers=num_workers)
     weights, begun = config.model.weights, (required(config.run.dir) / CONFIG_FILE).is_file()
     if weights is not None and not begun and not weights.is_file():
         raise UsageError(f"model.weights {weights} does not exist")
     if not dry_run:
         return []
-    num_parameters, memory = estimate(config, num_categories)
+    from shoal.recipes.workloads import memory_of, profile_of
+
+    profile = profile_of(sample(config))
     return [
         *settings_lines(config),
         f"batch        {plan.batch}",
         *plan.lines,
         f"weights      {weights or 'random'}",
-        f"held out     {num_held_out:,} images of {num_categories:,} categories",
-        f"parameters   {num_parameters:,} that learn",
-        f"memory       {memory}",
+        f"held out     {num_held_out:,} images of {count_categories(config):,} categories",
+        f"parameters   {profile.num_trainable:,} that learn",
+        f"memory       {memory_of(profile, config, plan.batch.micro_batch_size)}",
     ]
 
 
-def estimate(config: MaskRCNNTrainConfig, num_categories: int) -> tuple[int, MemoryEstimate]:
-    """Return the number of parameters that learn, and a worker's memory at the largest images.
+# ------------------------------------------------------------------------------------------------- sample
 
-    Activations are counted on a model without data whose heads see as many regions as they may.
-    """
+COCO_CATEGORIES = 90
+"""Categories of a model whose data is not named: COCO's numbers reach so far."""
+DATA_OPERATIONS = 534
+"""Kernels of a step that match, sample and suppress boxes: 1,200 operations of torchvision's Mask R-CNN on
+one real image on the CPU, less the dense ones."""
+
+
+def count_categories(config: MaskRCNNTrainConfig) -> int:
+    """Return the number of categories of the images."""
+    from shoal.data.coco.source import read_categories
+    from shoal.data.coco.synthetic import NUM_CATEGORIES
+
+    if config.data.path is not None:
+        return len(read_categories(images.location_of(config)))
+    return NUM_CATEGORIES if config.data.made_images else COCO_CATEGORIES
+
+
+def sample(config: MaskRCNNTrainConfig) -> Sample:
+    """Return two of the largest images; the heads of the detector get as many regions as they may."""
     import torch
 
     from shoal.models.detection.mask_rcnn import MaskRCNN, largest_step
-    from shoal.models.profile import profile_step
 
-    num_images = required(known_size(config.train.micro_batch_size))
     with torch.device("meta"):
-        model = MaskRCNN(config.model, num_categories)
-        inputs = torch.empty(num_images, 3, *config.augment.largest_batch)
-    profile = profile_step(model, lambda: largest_step(model, inputs), num_samples=num_images)
-    return profile.num_trainable, images.memory_of(profile, config)
+        model = MaskRCNN(config.model, count_categories(config))
+    return Sample(
+        model=model,
+        inputs={"images": torch.empty(2, 3, *config.augment.largest_batch, device="meta")},
+        loss=lambda model, inputs: largest_step(model, inputs["images"]),
+        num_samples=2,
+        more_operations=DATA_OPERATIONS,
+    )
+
+
+def trial(config: MaskRCNNTrainConfig, folder: Path) -> MaskRCNNTrainConfig:
+    """Return the settings of a short run from random weights, on scenes of one size if none are named."""
+    data, augment = config.data, config.augment
+    if data.path is None:  # 640 pixels are the longer side of most images of COCO
+        data = replace(data, made_images=max(32, config.train.global_batch_size), made_size=640)
+        augment = replace(augment, shorter=(max(augment.shorter),), scales=None)
+    return replace(
+        config,
+        data=data,
+        augment=augment,
+        model=replace(config.model, weights=None),
+        optim=replace(config.optim, learning_rate=1e-5),  # random weights stay finite without a warm-up
+        validation=replace(config.validation, shorter=64, longer=64),
+    )
 
 
 if __name__ == "__main__":

@@ -3,16 +3,22 @@
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig, plan_batch
+from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
-from shoal.recipes import load
-from shoal.recipes.prepared_text import PreparedTextConfig, open_shards, read_manifest, tokenizer_files
+from shoal.recipes import Sample, load
+from shoal.recipes.prepared_text import (
+    PreparedTextConfig,
+    open_shards,
+    read_manifest,
+    tokenizer_files,
+    write_synthetic_text,
+)
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -155,6 +161,8 @@ class MaskedLMConfig:
         return plan_batch(sizes, num_workers, section=section)
 
 
+ConfigT = TypeVar("ConfigT", bound=MaskedLMConfig)
+
 # ------------------------------------------------------------------------------------------------- data
 
 
@@ -246,6 +254,58 @@ def write_export(
 
     tokenizer = Tokenizer.from_file(str(data / Manifest.load(data).tokenizer.file))
     save(model, out, tokenizer=tokenizer_files(tokenizer, model), read=read)
+
+
+# ------------------------------------------------------------------------------------------------- sample
+
+
+def sample(config: Any, lengths: Any, batch: BatchSizes, *, pairs: "PairTask") -> Sample:
+    """Return the first sequences of the text and the model; without text, full sequences.
+
+    Args:
+        lengths, pairs: as for :func:`open_text`.
+    """
+    import torch
+
+    from shoal.data.loader import held_out_batches
+    from shoal.models.encoder import full_sequences
+    from shoal.models.pretraining import PRETRAINING_INPUTS, new_encoder
+    from shoal.models.profile import token_ids
+
+    # layers that are recomputed cannot be counted
+    with torch.device("meta"):
+        model = new_encoder(replace(config.model, activation_checkpointing=False))
+    if config.data.path is not None:
+        train, _ = open_text(config, lengths, pairs=pairs, verify=False)
+        inputs = next(held_out_batches(train, micro_batch_size=known_size(batch.micro_batch_size) or 2))
+    else:
+        num_masked = int(2 * lengths.max_seq_length * config.data.mask_prob)
+        inputs = {
+            **full_sequences(2, lengths.max_seq_length),
+            "masked_rows": token_ids(num_masked),
+            "masked_ids": token_ids(num_masked),
+            "labels": token_ids(2),
+        }
+    return Sample(
+        model=model,
+        inputs={name: inputs[name] for name in PRETRAINING_INPUTS if name in inputs},
+        loss=_total_loss,
+        num_samples=len(inputs["labels"]),
+        sequence_length=lengths.max_seq_length,
+    )
+
+
+def _total_loss(model: "Pretraining", inputs: Mapping[str, Any]) -> "Tensor":
+    sums: tuple[Tensor, ...] = model(**inputs)
+    return sums[0] + sums[2]
+
+
+def trial(config: ConfigT, folder: Path) -> ConfigT:
+    """Return the settings of a short run, on synthetic text of full sequences where none is named."""
+    if config.data.path is not None:
+        return config
+    write_synthetic_text(folder, config.model.vocab_size)
+    return replace(config, data=replace(config.data, path=folder, short_seq_prob=0.0))
 
 
 # ------------------------------------------------------------------------------------------------- dry run

@@ -61,6 +61,41 @@ def keep_tokenizer(data: PreparedTextConfig, run: "Run") -> None:
         keep_description(run.directory, lambda name: (folder / name).read_bytes(), *files)
 
 
+def write_synthetic_text(folder: Path, vocab_size: int) -> None:
+    """Write shards of random tokens, in the format of ``shoal prepare text``.
+
+    A document has 1,200 tokens, so that all sequences made of them have full length.
+    """
+    import random
+
+    from shoal.atomic_io import sha256_of
+    from shoal.data.manifest import Manifest, ShardInfo, TokenizerInfo
+    from shoal.data.text.shards import ShardWriter
+
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text("{}", encoding="utf-8")
+    draw = random.Random(1)
+    splits: dict[str, tuple[ShardInfo, ...]] = {}
+    for split, num_documents in (("train", 200), ("validation", 5)):
+        writer = ShardWriter(folder, f"{split}-00000", vocab_size)
+        for _ in range(num_documents):
+            sentence = [draw.randrange(5, vocab_size) for _ in range(20)]
+            writer.add_document([sentence] * 60)
+        splits[split] = (writer.finish(),)
+    Manifest(
+        vocab_size=vocab_size,
+        cls_id=2,
+        sep_id=3,
+        mask_id=4,
+        pad_id=0,
+        unk_id=1,
+        continues_word=bytes(vocab_size),
+        tokenizer=TokenizerInfo(file=tokenizer.name, sha256=sha256_of(tokenizer), kind="wordpiece"),
+        source="random tokens",
+        splits=splits,
+    ).save(folder)
+
+
 def open_shards(data: PreparedTextConfig, *, verify: bool) -> "tuple[TextShards, TextShards]":
     """Return the shards of training and held-out text; ``verify`` compares them as the settings ask."""
     from shoal.data.text.shards import TextShards

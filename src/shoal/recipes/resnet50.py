@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import images, run_script
+from shoal.recipes import Sample, images, run_script
 from shoal.recipes.model_source import NETWORK
 from shoal.recipes.resnet50_config import NUM_CLASSES_MADE, ResNetTrainConfig, count_classes, make_plan
 from shoal.train.config import (
@@ -252,25 +252,56 @@ def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[st
     if not dry_run:
         return []
 
-    import torch
-    import torch.nn.functional as F
+    from shoal.recipes.workloads import memory_of, profile_of
 
-    from shoal.models.profile import profile_step
-    from shoal.models.resnet import new_resnet
-
-    size, num_images = config.augment.size, plan.batch.micro_batch_size
-    with torch.device("meta"):
-        model = new_resnet(config.model, num_classes)
-        inputs, labels = torch.empty(num_images, 3, size, size), torch.empty(num_images, dtype=torch.int64)
-    profile = profile_step(model, lambda: F.cross_entropy(model(inputs), labels), num_samples=num_images)
+    profile = profile_of(sample(replace(config, model=replace(config.model, num_classes=num_classes))))
     return [
         *settings_lines(config),
         f"batch        {plan.batch}",
         *plan.lines(),
         f"held out     {num_held_out:,} images of {found:,} classes",
         f"parameters   {profile.num_trainable:,}",
-        f"memory       {images.memory_of(profile, config)}",
+        f"memory       {memory_of(profile, config, plan.batch.micro_batch_size)}",
     ]
+
+
+# ------------------------------------------------------------------------------------------------- sample
+
+IMAGENET_CLASSES = 1000
+"""Classes of a model whose data is not named."""
+
+
+def sample(config: ResNetTrainConfig) -> Sample:
+    """Return two images and the network, without data."""
+    import torch
+
+    from shoal.models.resnet import new_resnet
+
+    size = config.augment.size
+    with torch.device("meta"):
+        model = new_resnet(config.model, config.model.num_classes or IMAGENET_CLASSES)
+    return Sample(
+        model=model,
+        inputs={"images": torch.empty(2, 3, size, size, device="meta")},
+        loss=lambda model, inputs: model(inputs["images"]).sum(),
+        num_samples=2,
+    )
+
+
+def trial(config: ResNetTrainConfig, folder: Path) -> ResNetTrainConfig:
+    """Return the settings of a short run, on images that it makes where none are named."""
+    data, model = config.data, config.model
+    if data.path is None:
+        num_images = max(64, config.train.global_batch_size)
+        data = replace(data, made_images=num_images, made_size=round(config.augment.size * 8 / 7))
+        model = replace(model, num_classes=model.num_classes or IMAGENET_CLASSES)
+    return replace(
+        config,
+        data=data,
+        model=model,
+        train=replace(config.train, norm_images=0),
+        validation=replace(config.validation, every_epochs=0, size=32, resize=32),
+    )
 
 
 if __name__ == "__main__":

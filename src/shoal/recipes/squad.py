@@ -12,6 +12,7 @@ formats and scores them.
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
+import json
 import math
 import shutil
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from shoal.data.squad.config import AnswerConfig, WindowConfig
 from shoal.env.worker import WorkerEnv
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import finetuning, masked_lm, run_script
+from shoal.recipes import Sample, finetuning, masked_lm, run_script
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig, FinetuneTrainConfig
 from shoal.recipes.masked_lm import MaskedLMConfig
 from shoal.train.config import required
@@ -379,6 +380,53 @@ def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
         ),
         *(line for data in files if (line := describe_misplaced(data))),
     ]
+
+
+# ------------------------------------------------------------------------------------------------- sample
+
+
+def sample(config: SquadConfig) -> Sample:
+    """Return the first windows of the questions and the model; without questions, full windows."""
+    import tempfile
+
+    import torch
+
+    from shoal.data.squad.features import make_features
+    from shoal.models.encoder import full_sequences, packed_inputs
+    from shoal.models.tasks import QuestionAnswering, load_task_model
+
+    options, inputs = config.model.options | {"from_scratch": True}, full_sequences(2, config.window.length)
+    with tempfile.TemporaryDirectory() as folder:
+        source = finetuning.sample_source(config, folder)
+        with torch.device("meta"):
+            model = load_task_model(QuestionAnswering, source, **options)
+        if config.data.path is not None:
+            tokenizer = finetuning.read_source_tokenizer(source)
+            windows = make_features(read_files(config.data)[0], tokenizer, config.window)
+            inputs = packed_inputs(finetuning.first_examples(windows, config))
+    return Sample(
+        model=model,
+        inputs=inputs,
+        loss=lambda model, inputs: torch.stack([logits.sum() for logits in model(**inputs)]).sum(),
+        num_samples=len(inputs["cu_seqlens"]) - 1,
+        sequence_length=config.window.length,
+    )
+
+
+def trial(config: SquadConfig, folder: Path) -> SquadConfig:
+    """Return the settings of a short run, on synthetic questions that fill their windows."""
+    question_length = 12
+
+    def write(num_questions: int, words: finetuning.Words) -> str:
+        paragraphs = []
+        for number in range(num_questions):
+            context = words(config.window.length - question_length - 3)
+            answers = [{"text": context.split(" ", 1)[0], "answer_start": 0}]
+            asked = {"id": str(number), "question": words(question_length), "answers": answers}
+            paragraphs.append({"context": context, "qas": [asked]})
+        return json.dumps({"version": "1.1", "data": [{"title": "synthetic", "paragraphs": paragraphs}]})
+
+    return finetuning.trial(config, folder, ".json", write)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,14 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate
-from shoal.recipes import run_script
+from shoal.recipes import Sample, run_script
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
     keep_tokenizer,
     open_shards,
     read_manifest,
     tokenizer_files,
+    write_synthetic_text,
 )
 from shoal.train.config import (
     DistributedConfig,
@@ -45,6 +46,10 @@ from shoal.train.config import (
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
     from shoal.data.manifest import Manifest
     from shoal.data.text.span_corruption import SpanReader
     from shoal.decide.batch import MemoryEstimate
@@ -100,6 +105,8 @@ class T5Config:
     longer: ClassVar[str] = "--train.total-steps"
     refuses_fp16: ClassVar[str] = "T5"
     """Activations of the published weights overflow."""
+    equal_shares: ClassVar[bool] = True
+    """Stages, even one alone, are built for parts of one size."""
     scores: ClassVar[dict[str, tuple[str, ...]]] = {"validation": ("span_loss", "span_accuracy")}
 
     model: T5ModelConfig = field(default_factory=T5ModelConfig)
@@ -421,6 +428,53 @@ def _estimate_memory(config: T5Config, batch: BatchPlan) -> "MemoryEstimate":
         activation_checkpointing=False,
     )
     return replace(whole, optimizer_bytes=0) if config.optim.optimizer == "adafactor" else whole
+
+
+# ------------------------------------------------------------------------------------------------- sample
+
+
+def sample(config: T5Config) -> Sample:
+    """Return two full inputs with their targets, and the network."""
+    import torch
+
+    from shoal.models.profile import token_ids
+    from shoal.models.t5 import new_t5
+
+    spans = config.spans()
+    sizes = replace(config.model, dropout=T5ModelConfig.dropout)  # its kernels count whatever the rate
+    with torch.device("meta"):
+        model = new_t5(sizes, pad_id=0, end_id=1)
+    return sample_of(
+        model, {"input_ids": token_ids(2, spans.input_length), "labels": token_ids(2, spans.target_length)}
+    )
+
+
+def sample_of(model: "T5", inputs: "Mapping[str, Tensor]") -> Sample:
+    """Return a sample of a T5's network, which computes logits of ``labels`` for ``input_ids``."""
+
+    def logits(network: "nn.Module", inputs: "Mapping[str, Tensor]") -> "Tensor":
+        # without the mask, whose values meta tensors do not have; the shapes are the same
+        out = network(input_ids=inputs["input_ids"], decoder_input_ids=inputs["labels"], use_cache=False)
+        return cast("Tensor", out.logits.sum())
+
+    num_samples, length = inputs["input_ids"].shape
+    return Sample(
+        model=model.weights,
+        inputs=inputs,
+        loss=logits,
+        num_samples=num_samples,
+        sequence_length=length,
+        # stages of the decoder also pass on the encoder's output
+        relay_bytes=2.0 * (length + inputs["labels"].shape[1]) * model.weights.config.d_model,
+    )
+
+
+def trial(config: T5Config, folder: Path) -> T5Config:
+    """Return the settings of a short run, on synthetic text where none is named."""
+    if config.data.path is not None:
+        return config
+    write_synthetic_text(folder, config.model.vocab_size - MAX_SENTINELS)
+    return replace(config, data=replace(config.data, path=folder))
 
 
 if __name__ == "__main__":

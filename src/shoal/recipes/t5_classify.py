@@ -19,6 +19,7 @@ continue in any layout.
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -26,8 +27,9 @@ from shoal.data.text.text_scores import require_packages, score_names
 from shoal.decide.batch import BatchPlan, StagesConfig
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
+from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import classify, finetuning, run_script, t5_written
+from shoal.recipes import Sample, classify, finetuning, run_script, t5_written
 from shoal.recipes.classify import ClassifyDataConfig
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig
 from shoal.recipes.model_source import TRANSFORMERS
@@ -98,6 +100,7 @@ class T5ClassifyConfig(FinetuneConfig):
     """All settings of finetuning T5 on labels; presets are TOML files in ``presets/t5_classify``."""
 
     refuses_fp16: ClassVar[str] = "T5"
+    equal_shares: ClassVar[bool] = True
 
     data: T5DataConfig = field(default_factory=T5DataConfig)
     optim: T5OptimConfig = field(default_factory=T5OptimConfig)
@@ -369,6 +372,42 @@ def check(config: T5ClassifyConfig, num_workers: int, dry_run: bool) -> list[str
         *([] if config.data.is_text else [f"labels       {', '.join(files[0].labels)}"]),
         *(f"{data.path}: {len(data.examples):,} examples" for data in files),
     ]
+
+
+# ------------------------------------------------------------------------------------------------- sample
+
+LABEL_TOKENS = 4
+"""Tokens of a label's word, its end included, where no examples are named."""
+
+
+def sample(config: T5ClassifyConfig) -> Sample:
+    """Return the first examples and the network; without a file, full inputs."""
+    import tempfile
+
+    from shoal.models.profile import token_ids
+    from shoal.models.t5 import read_t5
+    from shoal.recipes.t5 import sample_of
+
+    settings = config.data
+    # the kernels of dropout count whatever its rate
+    options = replace(config.model, dropout=config.model.dropout or T5ModelConfig.dropout).options
+    with tempfile.TemporaryDirectory() as folder:
+        source = finetuning.sample_source(config, folder)
+        model = read_t5(source, **options, on_meta=True)
+        if settings.path is not None:
+            data, tokenizer = read_files(settings)[0], finetuning.read_source_tokenizer(source)
+            template = t5_written.wording(settings, data)
+            examples = t5_written.examples_of(settings, data, model, tokenizer, template=template)
+            return sample_of(model, finetuning.first_examples(examples, config))
+    num_targets = settings.max_target_length if settings.is_text else LABEL_TOKENS
+    inputs = {"input_ids": token_ids(2, settings.max_seq_length), "labels": token_ids(2, num_targets)}
+    return sample_of(model, inputs)
+
+
+def trial(config: T5ClassifyConfig, folder: Path) -> T5ClassifyConfig:
+    """Return the settings of a short run, on synthetic pairs with labels where none are named."""
+    write = partial(classify.write_pairs, config.data.max_seq_length)
+    return finetuning.trial(config, folder, ".tsv", write)
 
 
 if __name__ == "__main__":

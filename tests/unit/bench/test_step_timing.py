@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from shoal.bench.step_timing import KIND, TrainBench, TrainResult
-from shoal.cli.bench_train_work import count_flops, with_few_lines
+from shoal.cli.bench_train import timed_settings, with_few_lines
 from shoal.errors import UsageError
+from shoal.recipes import script
 from shoal.recipes.resnet50_config import ResNetTrainConfig, make_plan
+from shoal.recipes.workloads import flops_per_sample, preset_settings, with_new_model
 from shoal.train.parallel_config import ParallelConfig
 
 MADE = TrainResult(
@@ -46,8 +48,8 @@ def test_on_a_gpu_steps_are_timed_in_groups(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=cuda: found)
         there = replace(config, distributed=replace(config.distributed, device=device))
-        found = with_few_lines(there, TrainBench(warm_up=warm_up, steps=steps))
-        assert found.run.log_frequency == wanted
+        timed = with_few_lines(there, TrainBench(warm_up=warm_up, steps=steps))
+        assert timed.run.log_frequency == wanted
 
 
 def test_rates_are_of_the_median_step_and_one_device() -> None:
@@ -80,38 +82,43 @@ def test_senseless_numbers_are_refused(field: str, value: int) -> None:
 
 def test_phases_and_batches(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from shoal.cli.bench_train_settings import prepared
     from shoal.recipes.bert import BertConfig
     from shoal.recipes.t5 import T5Config
 
-    bert = prepared(BertConfig(), tmp_path, TrainBench(batch=3, accumulate=2), num_workers=4)
+    bert = timed_settings("bert", BertConfig(), tmp_path, TrainBench(batch=3, accumulate=2), num_workers=4)
     assert isinstance(bert, BertConfig)
     assert (bert.phase1.micro_batch_size, bert.phase1.global_batch_size) == (3, 24)
     assert bert.data.short_seq_prob == 0.0, "every sequence must be whole for the throughput to compare"
-    t5 = prepared(T5Config(), tmp_path, TrainBench(), num_workers=2)
+    t5 = timed_settings("t5", T5Config(), tmp_path, TrainBench(), num_workers=2)
     assert isinstance(t5, T5Config)
     assert (t5.train.micro_batch_size, t5.train.global_batch_size) == (64, 128)
     # two pipelines of two stages, with 4 micro-batches a stage
     piped = replace(T5Config(), parallel=ParallelConfig(pipeline=2))
-    t5 = prepared(piped, tmp_path, TrainBench(batch=3), num_workers=4)
+    t5 = timed_settings("t5", piped, tmp_path, TrainBench(batch=3), num_workers=4)
     assert (t5.train.micro_batch_size, t5.train.global_batch_size) == (3, 3 * 8 * 2)
-    t5 = prepared(piped, tmp_path, TrainBench(batch=3, accumulate=2), num_workers=4)
+    t5 = timed_settings("t5", piped, tmp_path, TrainBench(batch=3, accumulate=2), num_workers=4)
     assert t5.train.global_batch_size == 3 * 2 * 2
     # text that is named is read as it is
     named = replace(BertConfig(), data=replace(BertConfig().data, path=tmp_path / "mine"))
-    assert prepared(named, tmp_path / "made", TrainBench(), num_workers=1).data == named.data
+    assert timed_settings("bert", named, tmp_path / "made", TrainBench(), num_workers=1).data == named.data
+
+
+def test_one_phase_is_timed_without_the_other() -> None:
+    from shoal.recipes.bert import BertConfig
+
+    config = BertConfig()
+    assert [section for section, _ in config.only_phase(1).phases] == ["phase1"]
+    assert config.only_phase(2).phases == [("phase2", config.phase2)]
 
 
 @pytest.mark.parametrize("name", ["squad-bert-tiny", "classify-albert-tiny", "t5_classify-t5-tiny"])
-def test_made_examples_fill_their_sequences(tmp_path: Path, name: str) -> None:
+def test_synthetic_examples_fill_their_sequences(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers")
-    from shoal.cli.bench_train_settings import model_sizes, prepared_finetuning
-    from shoal.cli.bench_train_work import make_script
     from shoal.recipes.classify import ClassifyConfig
     from shoal.recipes.squad import SquadConfig
     from shoal.recipes.t5_classify import T5ClassifyConfig
 
-    recipe, model_name = name.split("-", 1)
+    recipe, model = name.split("-", 1)
     config: Any = {"squad": SquadConfig, "classify": ClassifyConfig, "t5_classify": T5ClassifyConfig}[
         recipe
     ]()
@@ -120,38 +127,39 @@ def test_made_examples_fill_their_sequences(tmp_path: Path, name: str) -> None:
         config = replace(config, window=replace(config.window, max_seq_length=64, doc_stride=16))
     else:
         config = replace(config, data=replace(config.data, max_seq_length=64))
-    script = make_script(config, tmp_path, TrainBench(batch=3), num_workers=2, name=name)
-    assert (script.sequence_length, script.config.train.global_batch_size) == (64, 6)
-    batch = script.batch()
+    timed = timed_settings(recipe, config, tmp_path, TrainBench(batch=3), num_workers=2, model=model)
+    sample = script(recipe).sample(timed)
+    assert (sample.sequence_length, timed.train.global_batch_size) == (64, 6)
+    assert sample.num_samples == 3
+    batch = sample.inputs
     if recipe == "t5_classify":
         assert batch["input_ids"].shape == (3, 64) and bool(batch["attention_mask"].all())
     else:
         assert batch["cu_seqlens"].tolist() == [0, 64, 128, 192]
-    sizes = model_sizes(model_name)
-    assert 1000 < int(batch["input_ids"].max()) < sizes.vocab_size
-    assert count_flops(script) > 0
+    source, _, size = model.partition("-")
+    assert 1000 < int(batch["input_ids"].max()) < preset_settings(source, size).model.vocab_size
+    assert flops_per_sample(sample) > 0
     # files that are named are read
     data = replace(config.data, path=tmp_path / "mine", eval=(tmp_path / "other",))
-    named: Any = prepared_finetuning(
-        replace(config, data=data), tmp_path, TrainBench(), num_workers=1, model_name=model_name
+    named = timed_settings(
+        recipe, replace(config, data=data), tmp_path, TrainBench(), num_workers=1, model=model
     )
     assert (named.data.path, named.data.eval) == (data.path, data.eval)
     if recipe == "t5_classify":  # 4 micro-batches a stage on one replica of two workers
         staged = replace(config, parallel=ParallelConfig(pipeline=2))
-        piped: Any = prepared_finetuning(
-            staged, tmp_path, TrainBench(batch=3), num_workers=2, model_name=model_name
-        )
+        piped = timed_settings(recipe, staged, tmp_path, TrainBench(batch=3), num_workers=2, model=model)
         assert piped.train.global_batch_size == 3 * 8
 
 
-def test_sizes_of_made_models() -> None:
-    from shoal.cli.bench_train_settings import model_sizes
+def test_sizes_of_new_models(tmp_path: Path) -> None:
+    from shoal.recipes.squad import SquadConfig
 
-    assert model_sizes("bert-large").hidden_size == 1024
+    made = with_new_model(SquadConfig(), tmp_path, "bert-large").model
+    assert made.from_scratch and json.loads((made.path / "config.json").read_text())["hidden_size"] == 1024
     with pytest.raises(
         UsageError, match="--size huge is no preset of albert: choose one of base, large, tiny"
     ):
-        model_sizes("albert-huge")
+        with_new_model(SquadConfig(), tmp_path, "albert-huge")
 
 
 def _bench(folder: Path, *options: str) -> dict[str, object]:
@@ -230,11 +238,8 @@ def test_detection_is_measured_on_scenes_of_one_size(tmp_path: Path) -> None:
 
 
 def test_images_are_made_for_the_steps_that_are_timed(tmp_path: Path) -> None:
-    from shoal.cli.bench_train_settings import prepared_images
-
-    config = prepared_images(
-        ResNetTrainConfig(), tmp_path, TrainBench(batch=24, accumulate=2, steps=3, warm_up=1), num_workers=2
-    )
+    options = TrainBench(batch=24, accumulate=2, steps=3, warm_up=1)
+    config = timed_settings("resnet50", ResNetTrainConfig(), tmp_path, options, num_workers=2)
     plan = make_plan(config, num_examples=config.data.made_images, num_workers=2)
     assert (plan.batch.global_batch_size, plan.batch.micro_batch_size) == (96, 24)
     assert plan.schedule.total_steps == 1 + 3
@@ -243,8 +248,5 @@ def test_images_are_made_for_the_steps_that_are_timed(tmp_path: Path) -> None:
 
 def test_flops_of_resnet_50_are_three_times_its_published_multiplications() -> None:
     pytest.importorskip("torchvision")
-    from shoal.cli.bench_train_work import residual_network
-    from shoal.recipes.resnet50_config import ResNetTrainConfig
-
-    flops = count_flops(residual_network(ResNetTrainConfig()))
+    flops = flops_per_sample(script("resnet50").sample(ResNetTrainConfig()))
     assert flops == pytest.approx(3 * 2 * 4.09e9, rel=0.005)

@@ -6,9 +6,17 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.models.text_config import BertModelConfig
-from shoal.planner.counting import catalog_keys, count_recipe, workload_of_function
-from shoal.planner.recipe_names import recipe_names, require_recipe
-from shoal.planner.recipe_workloads import workload
+from shoal.planner.counting import workload_of_entry, workload_of_function
+from shoal.planner.hardware import shipped
+from shoal.planner.recipe_workloads import catalog, workload
+from shoal.planner.workload import Workload
+from shoal.recipes import workloads
+
+
+def count_recipe(name: str, length: int | None = None) -> Workload:
+    counted = workloads.count_recipe(name, length)
+    assert counted is not None
+    return counted
 
 
 def test_bert_large_has_its_parameters_and_flops() -> None:
@@ -101,15 +109,20 @@ SLOW_TO_COUNT = ("t5-3b", "gpt", "llama", "bert-base", "bert-large", "resnet50",
 @pytest.mark.parametrize(
     ("name", "length"),
     [
-        pytest.param(*key, marks=pytest.mark.slow if any(part in key[0] for part in SLOW_TO_COUNT) else ())
-        for key in catalog_keys()
+        pytest.param(
+            name, each, marks=pytest.mark.slow if any(part in name for part in SLOW_TO_COUNT) else ()
+        )
+        for name, entries in catalog().items()
+        for each in (None, *(entry.tokens_per_sample for entry in entries[1:]))
     ],
 )
 def test_the_catalog_has_what_is_counted(name: str, length: int | None) -> None:
-    """Else: ``python -m shoal.planner.counting > src/shoal/planner/catalog/workloads.json``."""
+    """Else: ``python -m shoal.recipes.workloads > src/shoal/planner/catalog/workloads.json``."""
     pytest.importorskip("transformers")
-    kept, counted = workload(name, length), count_recipe(name, length)
-    assert kept is workload(name, counted.tokens_per_sample if length else None)
+    kept = workload(name, length)
+    tokens = kept.tokens_per_sample if kept.tokens_per_sample > 1 else None
+    count = workload_of_entry if name in shipped("models.toml") else count_recipe
+    counted = count(name, tokens)
     assert kept.layers == counted.layers
     assert kept.num_kernels == pytest.approx(counted.num_kernels, rel=0.05), "versions of torch differ"
     assert kept.saved_bytes == pytest.approx(counted.saved_bytes, rel=0.05)
@@ -120,10 +133,35 @@ def test_the_catalog_has_what_is_counted(name: str, length: int | None) -> None:
 def test_every_name_that_is_measured_is_known() -> None:
     """`shoal bench train` writes these, and ``--measured`` compares with them."""
     for name in ("albert-xlarge", "t5-tiny", "t5-3b", "squad-albert-large", "classify-bert-tiny"):
-        require_recipe(name)
+        assert workload(name).name == name
     for name in ("bert-large-lans", "squad-t5-base", "t5_classify-bert-base", "squad", "squad-bert"):
         with pytest.raises(UsageError, match="is not known"):
-            require_recipe(name)
+            workload(name, count=workloads.count_recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "preset", "size", "name"),
+    [
+        ("albert", "xlarge", None, "albert-xlarge"),
+        ("bert", "large-lans", None, "bert-large"),
+        ("resnet50", "imagenet-16k", None, "resnet50"),
+        ("resnet50", "cifar10", None, "resnet8"),
+        ("mask_rcnn", "coco-sgd-192", None, "mask-rcnn"),
+        ("squad", "bert", None, "squad-bert-base"),
+        ("classify", "albert", "large", "classify-albert-large"),
+        ("squad", "tiny", None, "squad-bert-tiny"),
+        ("t5_classify", "t5", "3b", "t5_classify-t5-3b"),
+    ],
+)
+def test_a_preset_is_named_after_its_model(recipe: str, preset: str, size: str | None, name: str) -> None:
+    assert workloads.workload_name(recipe, preset, size=size) == name
+
+
+def test_another_length_is_counted_by_a_recipe() -> None:
+    pytest.importorskip("transformers")
+    assert workload("albert-tiny", 16, count_recipe).tokens_per_sample == 16
+    with pytest.raises(UsageError, match="albert-tiny was counted for samples of 32 tokens"):
+        workload("albert-tiny", 16)
 
 
 def test_unknown_recipe_says_which_was_meant() -> None:
@@ -131,6 +169,4 @@ def test_unknown_recipe_says_which_was_meant() -> None:
         workload("bert-lage")
     with pytest.raises(UsageError, match="resnet50 has images, not sequences"):
         workload("resnet50", 128)
-    assert {"resnet50", "mask-rcnn", "bert-large", "albert-base", "albert-large", "t5-3b"} <= set(
-        recipe_names()
-    )
+    assert {"resnet50", "mask-rcnn", "bert-large", "albert-base", "albert-large", "t5-3b"} <= set(catalog())

@@ -23,11 +23,11 @@ from shoal.cli.predict import predict
 from shoal.env.worker import alone
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.albert import AlbertConfig
-from shoal.recipes.images import memory_of
 from shoal.recipes.resnet50_config import ResNetTrainConfig
 from shoal.recipes.resnet50_config import TrainConfig as ResNetLoopConfig
 from shoal.recipes.t5 import T5Config
 from shoal.recipes.t5_classify import T5ClassifyConfig
+from shoal.recipes.workloads import memory_of
 from shoal.record import Start, Step, read_record
 from shoal.train.config import (
     DistributedConfig,
@@ -117,10 +117,10 @@ def test_a_dry_run_counts_activations_in_the_type_that_auto_becomes(
 
 
 def test_memory_of_images_follows_the_type() -> None:
-    profile: Any = SimpleNamespace(saved_bytes=4_000, num_trainable=10)
+    profile: Any = SimpleNamespace(saved_bytes=2_000, num_trainable=10, num_samples=2)
     for name, wanted in (("fp32", 4_000), ("bf16", 2_000), ("fp16", 2_000)):
         config = ResNetTrainConfig(train=ResNetLoopConfig(precision=name))  # type: ignore[arg-type]
-        assert memory_of(profile, config).activations_bytes == wanted
+        assert memory_of(profile, config, 4).activations_bytes == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,237 @@
+"""Counts the samples of recipes: FLOPs, memory and the planner's workloads; and predicts recipes by name.
+
+``python -m shoal.recipes.workloads > FILE`` counts again what the planner's ``catalog/workloads.json`` holds.
+"""
+
+# What needs torch is imported in functions: `shoal plan` needs none for the workloads of the catalog.
+
+from __future__ import annotations
+
+import json
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from shoal.decide.batch import MemoryEstimate
+from shoal.errors import UsageError
+from shoal.planner import api
+from shoal.planner.recipe_workloads import catalog
+from shoal.planner.workload import LAMB_BYTES, MOMENTUM_BYTES, Workload
+from shoal.recipes import RECIPES, Sample, preset_file, script
+from shoal.train.config import activation_bytes
+
+if TYPE_CHECKING:
+    from shoal.models.profile import StepProfile
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ONE_MOMENT = ("sgd", "lars", "novograd")
+"""Optimizers that keep one value for each weight; others keep two."""
+
+# ------------------------------------------------------------------------------------------------- counts
+
+
+def profile_of(sample: Sample) -> StepProfile:
+    """Count a training step of a sample on the meta device."""
+    import torch
+
+    from shoal.data.loader import to_device
+    from shoal.models.profile import profile_step
+
+    model, inputs = sample.model.train(), to_device(sample.inputs, torch.device("meta"))
+    return profile_step(model, lambda: sample.loss(model, inputs), num_samples=sample.num_samples)
+
+
+def flops_per_sample(sample: Sample) -> float:
+    """Return the FLOPs of the matrix products of one sample, forward and backward."""
+    return 3 * sum(flops for _, _, flops in profile_of(sample).layers) / sample.num_samples
+
+
+def memory_of(profile: StepProfile, config: Any, micro_batch_size: int) -> MemoryEstimate:
+    """Return the memory of a worker: weights, optimizer, and the activations of a micro-batch."""
+    weights_bytes = 4 * profile.num_trainable
+    num_moments = 1 if config.optim.optimizer in _ONE_MOMENT else 2
+    saved_bytes = profile.saved_bytes * micro_batch_size // profile.num_samples
+    return MemoryEstimate(
+        weights_bytes=weights_bytes,
+        gradients_bytes=weights_bytes,
+        optimizer_bytes=num_moments * weights_bytes,
+        activations_bytes=saved_bytes * activation_bytes(config) // 4,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+def preset_settings(recipe: str, preset: str) -> Any:
+    """Return the settings of a recipe's preset."""
+    default = getattr(script(recipe), RECIPES[recipe].config)()
+    return _with_values(default, tomllib.loads(preset_file(recipe, preset).read_text(encoding="utf-8")))
+
+
+def _with_values(settings: Any, values: Mapping[str, Any]) -> Any:
+    """Return settings with the values of TOML, in which lists stand for tuples and "none" for no value."""
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        old = getattr(settings, name)
+        if is_dataclass(old):
+            changed[name] = _with_values(old, value)
+        elif isinstance(value, list):
+            changed[name] = tuple(value)
+        else:
+            changed[name] = None if value == "none" else value
+    return replace(settings, **changed)
+
+
+def size_of(preset: str) -> str:
+    """Return a preset's size of the model: presets that differ in the optimizer have the same."""
+    return preset.partition("-")[0]
+
+
+def workload_name(recipe: str, preset: str, config: Any = None, size: str | None = None) -> str:
+    """Return the name of a recipe's model in the planner.
+
+    Args:
+        config: settings; default: the preset's.
+        size: of a model to finetune; default: the size of the preset, if the recipe of the model has it, or
+            base.
+    """
+    found = RECIPES[recipe]
+    if found.starts_from:
+        return f"{recipe}-{model_to_finetune(recipe, preset, size)}"
+    config = preset_settings(recipe, preset) if config is None else config
+    return found.workload.format(name=recipe, size=size_of(preset), config=config)
+
+
+def model_to_finetune(recipe: str, preset: str, size: str | None) -> str:
+    """Return the name of a model that a finetuning starts from if none is named, such as ``bert-base``."""
+    sources = RECIPES[recipe].starts_from
+    source = preset if preset in sources else sources[0]
+    return f"{source}-{size or (preset if preset in script(source).PRESETS else 'base')}"
+
+
+def _find(name: str) -> tuple[str, str, str] | None:
+    """Return (recipe, preset, model to finetune or nothing) of a name of :func:`workload_name`."""
+    for recipe, found in RECIPES.items():
+        for source in found.starts_from:
+            for preset in script(source).PRESETS:
+                if name == f"{recipe}-{source}-{size_of(preset)}":
+                    return recipe, found.preset, f"{source}-{size_of(preset)}"
+        if not found.starts_from and hasattr(script(recipe), "sample"):
+            for preset in script(recipe).PRESETS:
+                if name == workload_name(recipe, preset):
+                    return recipe, preset, ""
+    return None
+
+
+# ------------------------------------------------------------------------------------------------- workloads
+
+
+@cache
+def count_recipe(name: str, sequence_length: int | None = None) -> Workload | None:
+    """Count the workload of a recipe's model, or return ``None`` for an unknown name.
+
+    Args:
+        name: as :func:`workload_name` returns it.
+        sequence_length: tokens of a sample; default: the recipe's.
+
+    Raises:
+        UsageError: the model has no sequences, or none of this length.
+        ShoalError: the library that provides the model is not installed.
+    """
+    found = _find(name)
+    if found is None:
+        return None
+    recipe, preset, model = found
+    config, length = preset_settings(recipe, preset), RECIPES[recipe].length
+    with tempfile.TemporaryDirectory() as folder:
+        if model:
+            config = with_new_model(config, Path(folder), model)
+        if sequence_length is not None:
+            if not length:
+                raise UsageError(f"recipe {name} has no sequences; leave --sequence-length out")
+            section, setting = length.split(".")
+            config = _with_values(config, {section: {setting: sequence_length}})
+        return workload_of(name, script(recipe).sample(config), config)
+
+
+def with_new_model(config: Any, folder: Path, model: str) -> Any:
+    """Return the settings of a finetuning with a new model of a size, which is written into ``folder``.
+
+    Raises:
+        UsageError: no preset has this size.
+    """
+    from shoal.models.synthetic import write_model
+
+    source, _, size = model.partition("-")
+    presets = script(source).PRESETS
+    if size not in presets:
+        raise UsageError(
+            f"--size {size} is no preset of {source}: choose one of {', '.join(sorted(presets))}"
+        )
+    path = write_model(folder / "model", preset_settings(source, size).model)
+    return replace(config, model=replace(config.model, path=path, from_scratch=True))
+
+
+def workload_of(name: str, sample: Sample, config: Any) -> Workload:
+    """Count the planner's workload of a recipe's sample."""
+    from shoal.planner.counting import workload_of_profile
+
+    profile = profile_of(sample)
+    workload = workload_of_profile(
+        name,
+        profile,
+        unit=config.unit,
+        tokens_per_sample=sample.sequence_length,
+        optimizer_bytes=MOMENTUM_BYTES if config.optim.optimizer in _ONE_MOMENT else LAMB_BYTES,
+        relay_bytes=sample.relay_bytes,
+        trainable=profile.num_trainable / sum(weight.numel() for weight in sample.model.parameters()),
+        equal_shares=getattr(config, "equal_shares", False),
+        refuses_fp16=getattr(config, "refuses_fp16", ""),
+    )
+    return replace(workload, num_kernels=workload.num_kernels + sample.more_operations)
+
+
+def _counting(function: Callable[P, T]) -> Callable[P, T]:
+    @wraps(function)
+    def counting(*args: P.args, **options: P.kwargs) -> T:
+        options.setdefault("count", count_recipe)
+        return function(*args, **options)
+
+    return counting
+
+
+plan = _counting(api.plan)
+"""``api.plan``, which counts recipes that are not in the catalog."""
+
+
+def count_catalog() -> str:
+    """Count the models of the planner's catalog again; return the text of the file."""
+    from shoal.planner.counting import workload_of_entry
+    from shoal.planner.hardware import shipped
+
+    lines = []
+    for known in (each for lengths in catalog().values() for each in lengths):
+        length = known.tokens_per_sample if known.tokens_per_sample > 1 else None
+        count = workload_of_entry if known.name in shipped("models.toml") else count_recipe
+        lines.append(_as_json(count(known.name, length) or known))
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+def _as_json(workload: Workload) -> str:
+    """Return a workload as an entry of the catalog, without what is no property of most."""
+    layers = [[each.name, each.num_parameters, each.forward_flops] for each in workload.layers]
+    tree = {each.name: getattr(workload, each.name) for each in fields(workload)} | {"layers": layers}
+    for name in ("equal_shares", "refuses_fp16"):
+        if not tree[name]:
+            del tree[name]
+    return json.dumps(tree, separators=(",", ":"))
+
+
+if __name__ == "__main__":
+    print(count_catalog(), end="")
