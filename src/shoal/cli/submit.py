@@ -23,7 +23,7 @@ from shoal.launch.remote import RemoteJob, Start
 from shoal.launch.sagemaker import SageMakerJob
 from shoal.launch.slurm import SlurmJob
 from shoal.launch.source import ARCHIVE, pack
-from shoal.recipes import RECIPES, recipe_of
+from shoal.recipes import RECIPES, recipe_of_command
 
 submit = App(name="submit", config=(settings_from(lambda _: ""),))
 _CHECKED = ("train", "finetune")
@@ -351,7 +351,7 @@ def _prediction(
 ) -> str:
     """Return the planner's time and cost of a recipe's preset on the given machines; empty: no recipe."""
     own = _own_words(command)
-    recipe = recipe_of(*own[:2]) if len(own) > 1 else None
+    recipe = recipe_of_command(*own[:2]) if len(own) > 1 else None
     if machine is None or recipe is None:
         return ""
     from shoal.planner import answer

@@ -16,7 +16,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 
 from shoal.cli.settings import settings_from, this_command
 from shoal.env.launcher import worker_env
-from shoal.recipes import RECIPES, recipe_of, script
+from shoal.recipes import RECIPES, recipe_of_command, script
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
 
@@ -192,7 +192,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     )
 
 
-_fill = settings_from(lambda command: recipe_of(command[0], command[-1]) or "")
+_fill = settings_from(lambda command: recipe_of_command(command[0], command[-1]) or "")
 train.config = finetune.config = (_fill,)
 for _name, _recipe in RECIPES.items():
     _texts = (_recipe.help, _recipe.details, _LAUNCHING, f"Example: `{_recipe.example}`")

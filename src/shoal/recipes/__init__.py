@@ -83,7 +83,7 @@ class Script(Protocol):
         """Train until the last step or a signal; return the exit code.
 
         Args:
-            worker: this process as a worker (:class:`shoal.env.WorkerEnv`); default: by the environment.
+            worker: this process, as :class:`shoal.env.worker.WorkerEnv`; default: by the environment.
         """
         ...
 
@@ -286,7 +286,7 @@ def load(name: str) -> Any:
     return import_module(f"{__name__}.{name}")
 
 
-def recipe_of(group: str, command: str) -> str | None:
+def recipe_of_command(group: str, command: str) -> str | None:
     """Return the name of the recipe that ``shoal GROUP COMMAND`` runs, if it runs one."""
     return next(
         (name for name, each in RECIPES.items() if (each.group, each.command or name) == (group, command)),

@@ -307,7 +307,7 @@ def sample(config: ClassifyConfig) -> Sample:
     data = None if config.data.path is None else read_files(config.data)[0]
     inputs, labels = full_sequences(2, length), ("0", "1") if data is None else data.labels
     with tempfile.TemporaryDirectory() as folder:
-        source = finetuning.sample_source(config, folder)
+        source = finetuning.prepare_source(required(config.model.path), Path(folder))
         with torch.device("meta"):
             model = load_task_model(SequenceClassification, source, labels=labels, **options)
         if data is not None:

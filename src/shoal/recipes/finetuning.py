@@ -428,11 +428,6 @@ def first_examples(examples: "Sequences", config: FinetuneConfig) -> "Batch":
     return as_tensors(examples.batch(chosen), pin_memory=False)
 
 
-def sample_source(config: FinetuneConfig, folder: str) -> Path:
-    """Return the transformers directory of a sample's model; a run of shoal is exported into ``folder``."""
-    return prepare_source(required(config.model.path), Path(folder))
-
-
 Words = Callable[[int], str]
 """Returns so many random words."""
 

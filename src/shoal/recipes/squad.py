@@ -397,7 +397,7 @@ def sample(config: SquadConfig) -> Sample:
 
     options, inputs = config.model.options | {"from_scratch": True}, full_sequences(2, config.window.length)
     with tempfile.TemporaryDirectory() as folder:
-        source = finetuning.sample_source(config, folder)
+        source = finetuning.prepare_source(required(config.model.path), Path(folder))
         with torch.device("meta"):
             model = load_task_model(QuestionAnswering, source, **options)
         if config.data.path is not None:

@@ -392,7 +392,7 @@ def sample(config: T5ClassifyConfig) -> Sample:
     # the kernels of dropout count whatever its rate
     options = replace(config.model, dropout=config.model.dropout or T5ModelConfig.dropout).options
     with tempfile.TemporaryDirectory() as folder:
-        source = finetuning.sample_source(config, folder)
+        source = finetuning.prepare_source(required(config.model.path), Path(folder))
         model = read_t5(source, **options, on_meta=True)
         if settings.path is not None:
             data, tokenizer = read_files(settings)[0], finetuning.read_source_tokenizer(source)
