@@ -165,7 +165,7 @@ def test_workers_sum_through_a_helper(hosts: Hosts, tmp_path: Path, how: str) ->
 
 @pytest.mark.parametrize("how", ["ssh", "mpi"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_the_workers_save_when_the_leash_closes(
+def test_the_workers_save_when_stdin_closes(
     hosts: Hosts, tmp_path: Path, how: str, number: signal.Signals
 ) -> None:
     submitted = hosts.submit(how, "wait", tmp_path / "log")

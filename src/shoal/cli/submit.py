@@ -7,10 +7,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 
 from shoal.cli.settings import settings_from
 from shoal.errors import EXIT_OK, UsageError
@@ -27,52 +28,69 @@ from shoal.recipes import RECIPES, recipe_of_command
 
 submit = App(name="submit", config=(settings_from(lambda _: ""),))
 _CHECKED = ("train", "finetune")
-_WORD = Parameter(allow_leading_hyphen=True)
+_WORDS = Annotated[str, Parameter(allow_leading_hyphen=True)]
+_OUTPUT = Group("Output", sort_key=3)
+_OPTION = Parameter(group=_OUTPUT)
+_OUTPUT_OPTIONS = Parameter(name="*", group=_OUTPUT)
+_NEW_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > secret)"
+
+
+def _options(scheduler: str) -> Parameter:
+    return Parameter(name="*", group=Group(scheduler, sort_key=2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Whether a job is submitted, or only written or printed."""
+
+    to: Path | None = None
+    """Write the job's file into this folder and submit nothing; the job's secret is not in it."""
+    dry_run: bool = False
+    """Print the job's file and the planner's summary; submit nothing."""
+    config: Path | None = None
+    """TOML file with options of this command, such as hosts = 8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOutput(Output):
+    """The same, with the machines that the planner takes."""
+
+    machine: str | None = None
+    """Instance type of a worker host, like p4d.24xlarge, with which --dry-run predicts time and cost."""
+    helper_machine: str | None = None
+    """The same for a helper host, like c5n.18xlarge."""
 
 
 @submit.command
 def slurm(
-    *command: Annotated[str, _WORD],
-    job: Annotated[SlurmJob, Parameter(name="*")],
-    to: Path | None = None,
-    dry_run: bool = False,
-    check: bool = True,
-    machine: str | None = None,
-    helper_machine: str | None = None,
-    config: Path | None = None,
+    *command: _WORDS,
+    job: Annotated[SlurmJob, _options("Slurm")],
+    output: Annotated[PlannedOutput, _OUTPUT_OPTIONS] = PlannedOutput(),
+    check: Annotated[bool, _OPTION] = True,
 ) -> int:
     """Submit a command to Slurm: `shoal submit slurm --hosts 8 -- shoal train bert`.
 
-    The job is requeued and continues after a preemption, its time limit or the loss of a node.
+    The job is requeued and continues after a preemption, its time limit or the loss of a node. --dry-run
+    also prints the output of sbatch --test-only.
 
     Parameters
     ----------
     command
         The command of a worker and its arguments, after `--`, as after srun.
-    to
-        Write the script into this folder and submit nothing.
-    dry_run
-        Print the script, the output of sbatch --test-only, and the planner's summary; submit nothing.
     check
         Check the settings of a recipe first, as `shoal train … --dry-run` does.
-    machine
-        Instance type of a worker host, like p4d.24xlarge, with which --dry-run predicts time and cost.
-    helper_machine
-        The same for a helper host, like c5n.18xlarge.
-    config
-        TOML file with options of this command, such as partition = "gpu".
     """
     _require_command(command)
-    folder = (to or Path("jobs") / queue.job_name(job, command)).absolute()
+    folder = (output.to or Path("jobs") / queue.job_name(job, command)).absolute()
     script = queue.render(job, command, folder)
     own = _own_words(command)
     said = _check_settings(own, job) if check and own[:1] and own[0] in _CHECKED else []
-    if dry_run:
+    if output.dry_run:
         print("\n".join([script, *said]))
-        _summarise(script, command, job, machine, helper_machine)
+        _summarise(script, command, job, output.machine, output.helper_machine)
         return EXIT_OK
     path = queue.write(script, folder)
-    if to is not None:
+    if output.to is not None:
         print(f"{path}\nsubmit it with: sbatch {path}")
         return EXIT_OK
     number = queue.submit(path)
@@ -83,13 +101,9 @@ def slurm(
 
 @submit.command
 def kubernetes(
-    *command: Annotated[str, _WORD],
-    job: Annotated[KubernetesJob, Parameter(name="*")],
-    to: Path | None = None,
-    dry_run: bool = False,
-    machine: str | None = None,
-    helper_machine: str | None = None,
-    config: Path | None = None,
+    *command: _WORDS,
+    job: Annotated[KubernetesJob, _options("Kubernetes")],
+    output: Annotated[PlannedOutput, _OUTPUT_OPTIONS] = PlannedOutput(),
 ) -> int:
     """Submit a command to Kubernetes: `shoal submit kubernetes --hosts 8 … -- shoal train bert`.
 
@@ -100,33 +114,20 @@ def kubernetes(
     ----------
     command
         The command of a worker and its arguments, after `--`.
-    to
-        Write the manifest into this folder and submit nothing; the job's secret is not in it.
-    dry_run
-        Print the manifest, and the planner's summary as comments; submit nothing.
-    machine
-        Instance type of a worker host, like p4d.24xlarge, with which --dry-run predicts time and cost.
-    helper_machine
-        The same for a helper host, like c5n.18xlarge.
-    config
-        TOML file with options of this command, such as image = "registry.example/shoal:1".
     """
     _require_command(command)
     name = pods.job_name(job, command)
     text = kubernetes_manifest.render(job, command)
-    if dry_run:
+    if output.dry_run:
         print(text, end="")
-        predicted = _prediction(command, job.hosts, machine, job.helpers, helper_machine)
+        predicted = _prediction(command, job.hosts, output.machine, job.helpers, output.helper_machine)
         print("".join(f"# {line}\n" for line in predicted.splitlines()), end="")
         return EXIT_OK
-    folder = to or Path("jobs") / name
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / pods.MANIFEST
-    path.write_text(text, encoding="utf-8")
-    if to is not None:
-        make = "(umask 077; head -c 32 /dev/urandom | base64 > secret)"
-        print(f"{path}\nits secret: {make}; kubectl create secret generic {name}-secret --from-file=secret")
-        print(f"submit it with: kubectl create --filename {path}")
+    folder = output.to or Path("jobs") / name
+    path = _write(folder / pods.MANIFEST, text)
+    if output.to is not None:
+        make = f"{_NEW_SECRET}; kubectl create secret generic {name}-secret --from-file=secret"
+        print(f"{path}\nits secret: {make}\nsubmit it with: kubectl create --filename {path}")
         return EXIT_OK
     pods.submit(path, name, job.namespace, job.queue)
     submissions.note(folder, "kubernetes", name, api=job.api, namespace=job.namespace)
@@ -136,27 +137,20 @@ def kubernetes(
 
 @submit.command
 def sagemaker(
-    *command: Annotated[str, _WORD],
-    job: Annotated[SageMakerJob, Parameter(name="*")],
-    to: Path | None = None,
-    dry_run: bool = False,
-    config: Path | None = None,
+    *command: _WORDS,
+    job: Annotated[SageMakerJob, _options("SageMaker")],
+    output: Annotated[Output, _OUTPUT_OPTIONS] = Output(),
 ) -> int:
     """Submit a command to SageMaker: `shoal submit sagemaker --hosts 8 --helpers 4 … -- shoal train bert`.
 
     Creates a training job with one instance group for workers and one for helpers. Use the paths of the
-    containers in the command: /opt/ml/input/data/fsx, /opt/ml/input/data/CHANNEL.
+    containers in the command: /opt/ml/input/data/fsx, /opt/ml/input/data/CHANNEL. --dry-run prints the
+    planner's summary to stderr.
 
     Parameters
     ----------
     command
         The command of a worker and its arguments, after `--`.
-    to
-        Write the request into this folder and submit nothing.
-    dry_run
-        Print the request and, to stderr, the planner's summary; submit nothing.
-    config
-        TOML file with options of this command, such as role = "arn:aws:iam::…".
     """
     _require_command(command)
     filled = job.filled()
@@ -165,26 +159,22 @@ def sagemaker(
     name = training.job_name(base)
     request = training.checked(training.render(filled, command, name))
     text = training.text_of(request)
-    if dry_run:
+    if output.dry_run:
         print(text)
         kinds = _in_catalog(job.instance), job.helpers, _in_catalog(job.helper_instance)
         print(_prediction(command, job.hosts, *kinds), file=sys.stderr)
         return EXIT_OK
-    folder = to or Path("jobs") / base
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / training.REQUEST
-    path.write_text(text + "\n", encoding="utf-8")
-    if to is not None:
+    folder = output.to or Path("jobs") / base
+    path = _write(folder / training.REQUEST, f"{text}\n")
+    if output.to is not None:
         print(path)
         if filled.source:
             archive = folder / ARCHIVE
             archive.write_bytes(pack(filled.source))
             print(f"its program: aws s3 cp {archive} {training.source_uri(filled, name)}")
-        secret = (
-            f"--name {training.secret_name(base)} --secret-string file://secret"  # not in a list of processes
-        )
-        make = "(umask 077; head -c 32 /dev/urandom | base64 > secret)"
-        print(f"its secret: {make}; aws secretsmanager create-secret {secret}; rm secret")
+        # in a file: a list of processes shows arguments
+        secret = f"--name {training.secret_name(base)} --secret-string file://secret"
+        print(f"its secret: {_NEW_SECRET}; aws secretsmanager create-secret {secret}; rm secret")
         print(f"submit it with: aws sagemaker create-training-job --cli-input-json file://{path}")
         return EXIT_OK
     training.submit(filled, request)
@@ -195,10 +185,10 @@ def sagemaker(
 
 @submit.command
 def ssh(
-    *command: Annotated[str, _WORD],
-    job: Annotated[RemoteJob, Parameter(name="*")],
-    dry_run: bool = False,
-    config: Path | None = None,
+    *command: _WORDS,
+    job: Annotated[RemoteJob, _options("Start on hosts")],
+    dry_run: Annotated[bool, _OPTION] = False,
+    config: Annotated[Path | None, _OPTION] = None,
 ) -> int:
     """Run a command on hosts by ssh: `shoal submit ssh --hosts n1 --hosts n2 -- python train.py`.
 
@@ -226,10 +216,10 @@ def ssh(
 
 @submit.command
 def mpi(
-    *command: Annotated[str, _WORD],
-    job: Annotated[RemoteJob, Parameter(name="*")],
-    dry_run: bool = False,
-    config: Path | None = None,
+    *command: _WORDS,
+    job: Annotated[RemoteJob, _options("Start on hosts")],
+    dry_run: Annotated[bool, _OPTION] = False,
+    config: Annotated[Path | None, _OPTION] = None,
 ) -> int:
     """Run a command on hosts by mpirun: `shoal submit mpi --hosts n1 --hosts n2 -- python train.py`.
 
@@ -252,6 +242,12 @@ def mpi(
         raise UsageError("mpirun was not found: load MPI's module, or use shoal submit ssh") from None
     starts = remote.mpi_starts(job, command, version)
     return _show(starts) if dry_run else remote.run(starts)
+
+
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def _run_dir(command: Sequence[str]) -> str | None:

@@ -1,9 +1,9 @@
-"""Does one host's part in a job that a scheduler has started: ``shoal launch -- COMMAND``.
+"""Starts the workers or the helper of one host of a job: ``shoal launch -- COMMAND``.
 
 On a worker host it starts the command once per worker with torchrun's variables, SHOAL_HELPERS and the
-job's secret; on a helper host it runs the server. Slurm, mpirun and Kubeflow say each host's place; elsewhere
-``--nnodes`` and ``--rdzv`` (or MASTER_ADDR and MASTER_PORT) do. In Slurm a step with one task per worker is
-understood too.
+job's secret; on a helper host it runs the server. The host's number comes from Slurm, mpirun or Kubeflow,
+elsewhere from ``--node-rank``, ``--nnodes`` and ``--rdzv`` (or MASTER_ADDR and MASTER_PORT). A step of Slurm
+may have one task per worker, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from shoal.env.kubeflow import kubeflow_host
 from shoal.env.launcher import rendezvous
@@ -33,9 +33,10 @@ from shoal.env.variables import child_environment, set_variables, without_bracke
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.host_rendezvous import await_workers_end
-from shoal.launch.leash import take_secret
+from shoal.launch.job_size import check_counts
 from shoal.launch.local import launch, parse_rendezvous
 from shoal.launch.meeting import NEXT, Meeting, usable_hosts
+from shoal.launch.stdin_secret import take_secret
 from shoal.launch.supervision import worker_variables
 
 _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -47,83 +48,89 @@ _READY = re.compile(r"listening on (\S+:\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InJob:
+class HostOptions:
     """Options of ``shoal launch``."""
 
-    helper: bool = False
-    """Run a helper's server here, not workers."""
+    role: Literal["worker", "helper"] = "worker"
+    """worker: start workers; helper: run a server that sums gradients, until SIGTERM."""
     job: Path | None = None
-    """Folder that all hosts share, in which they meet; ``None``: jobs/ID in Slurm, else none."""
+    """Folder on a shared file system, through which the hosts find each other; in Slurm: jobs/ID."""
     workers: int | None = None
-    """Workers per host; ``None``: one per GPU, or one."""
+    """Workers per host; default: one per GPU, or one."""
     nnodes: int | None = None
-    """Worker hosts; ``None``: those of the Slurm step, or one."""
+    """Number of worker hosts; default: the nodes of the Slurm step, or one."""
     rdzv: str | None = None
-    """``HOST:PORT`` of the first worker host; ``None``: Slurm's first node, or MASTER_ADDR:MASTER_PORT."""
+    """HOST:PORT of the first worker host; default: from Slurm, or from MASTER_ADDR and MASTER_PORT."""
     node_rank: int | None = None
-    """Number of this host among those of its role; ``None``: from Slurm, or 0 if it is the only one."""
+    """Number of this host among the worker or helper hosts, from 0; default in Slurm: from Slurm."""
     run_id: str | None = None
-    """Name of this start: ``JOB.NUMBER``, or ``JOB.next`` if nobody numbers starts; ``None``: from Slurm."""
-    num_helpers: int = 0
-    """Helper hosts to wait for in the shared folder."""
+    """Name of this start of the job, such as bert.2; default in Slurm: from Slurm. bert.next takes the next
+    number if the scheduler does not number starts; it needs the job's secret."""
+    helpers: int = 0
+    """Number of helper hosts that join through the job's folder."""
     helpers_required: bool = False
-    """Treat missing helpers as an error."""
+    """Fail if helpers are missing. By default the run starts without them, after a warning."""
     helpers_wait_s: float = 60.0
+    """Seconds to wait for helpers."""
     global_batch: int | None = None
-    """Samples of a step: use as many hosts as it divides over."""
+    """Samples per step: use the largest number of hosts whose workers divide it; the others stay idle."""
     interface: str | None = None
-    """Name of the network interface for all libraries."""
+    """Network interface, such as eth0, for shoal, gloo and NCCL."""
     log_dir: Path | None = None
-    """Folder for the output of all workers but the first; ``None``: logs in the job's folder, or logs."""
+    """Folder for the output of all workers except the first; default: logs, in the job's folder if any."""
     helper_port: int | None = None
-    """Port of a helper that meets nobody in a folder, and ends with the first worker host's launcher."""
-    leash: bool = False
-    """Read the secret from stdin, and save and leave when that closes."""
-    failure_file: Path | None = None
-    """File for the text of a failure; ``None``: it is only shown."""
+    """Port of a helper's server, as in the workers' SHOAL_HELPERS. The helper then needs no --job, and ends
+    with the launcher of the first worker host."""
+    stdin_secret: bool = False
+    """Read the job's secret from stdin, and save and exit when stdin closes; set by `shoal submit ssh`."""
 
     def __post_init__(self) -> None:
-        least = {"workers": 1, "nnodes": 1, "global_batch": 1, "helper_port": 1, "num_helpers": 0}
-        for name, smallest in least.items():
-            number = getattr(self, name)
-            if number is not None and number < smallest:
-                option = name.removeprefix("num_").replace("_", "-")
-                raise UsageError(f"--{option} {number} must be at least {smallest}")
+        check_counts(self)
+
+    @property
+    def is_helper(self) -> bool:
+        """True on a helper host."""
+        return self.role == "helper"
 
 
-def in_job(command: Sequence[str], how: InJob) -> int:
-    """Do this host's part and return the exit code; 75: saved, 76: another host is gone.
+def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path | None = None) -> int:
+    """Run this host's part of the job and return the exit code; 75: saved, 76: another host is gone.
+
+    Args:
+        command: of a worker; empty on a helper host.
+        options: of ``shoal launch``.
+        failure_file: file for the text of a failure, which is shown too.
 
     Raises:
         UsageError: options that contradict each other or the job.
         ShoalError: the other hosts, the helpers or the shared folder did not come.
     """
     step = slurm_step()
-    how = _placed(how) if step is None else how
+    options = _placed(options) if step is None else options
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, _exit_stopped)
-    if how.leash:
+    if options.stdin_secret:
         set_variables({SECRET_FILE: str(take_secret(sys.stdin))})
-    _check(command, how, step)
-    if how.interface:
-        set_variables(dict.fromkeys(_LISTENS_ON, how.interface))
-    job = how.job or (Path("jobs") / str(step.job) if step else None)
-    meeting = Meeting(job, how.run_id or (step.run_id if step else "0.0")) if job else None
-    if how.helper:
-        return _serve(meeting, step, how)
+    _check(command, options, step)
+    if options.interface:
+        set_variables(dict.fromkeys(_LISTENS_ON, options.interface))
+    job = options.job or (Path("jobs") / str(step.job) if step else None)
+    meeting = Meeting(job, options.run_id or (step.run_id if step else "0.0")) if job else None
+    if options.is_helper:
+        return _serve(meeting, step, options)
     if step is not None and step.place.num_workers != step.num_nodes:
-        return _become_worker(command, how, step, _required(meeting))
-    return _launch_host(command, how, step, meeting)
+        return _become_worker(command, options, step, _required(meeting))
+    return _launch_host(command, options, step, meeting, failure_file)
 
 
-def _placed(how: InJob) -> InJob:
+def _placed(options: HostOptions) -> HostOptions:
     """Return the options with this host's number from mpirun, which starts a launcher per host, or Kubeflow.
 
     Raises:
         UsageError: mpirun has started several.
     """
-    if how.node_rank is not None:
-        return how
+    if options.node_rank is not None:
+        return options
     place, pod = mpi_place(), kubeflow_host()
     if place is not None and place.num_local_workers > 1:
         raise UsageError(
@@ -134,16 +141,17 @@ def _placed(how: InJob) -> InJob:
         number, num_hosts = place.rank, place.num_workers
     elif pod is not None:
         number, num_hosts = pod.number, pod.num_hosts
-        how = replace(how, workers=how.workers or pod.num_workers)
+        options = replace(options, workers=options.workers or pod.num_workers)
     else:
-        return how
-    return replace(how, node_rank=number, nnodes=how.nnodes or (None if how.helper else num_hosts))
+        return options
+    hosts = None if options.is_helper else num_hosts
+    return replace(options, node_rank=number, nnodes=options.nnodes or hosts)
 
 
-def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
-    if how.helper and command:
+def _check(command: Sequence[str], options: HostOptions, step: SlurmStep | None) -> None:
+    if options.is_helper and command:
         raise UsageError("--role helper runs shoal's server and takes no command")
-    if not how.helper and not command:
+    if not options.is_helper and not command:
         raise UsageError("name the command of the workers after --: shoal launch -- python train.py")
     if command and command[0].startswith("-"):
         raise UsageError(f"{command[0]} is no option of shoal launch: see shoal launch --help")
@@ -152,31 +160,44 @@ def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
             f"{command[0]}, the command of the workers, is not found on {os.uname().nodename}, "
             "or may not be executed"
         )
-    if step is None and (how.num_helpers or (how.helper and not how.helper_port)) and how.job is None:
-        raise UsageError("hosts meet their helpers in a folder that all share: --job DIR")
-    if how.helper and how.job is None and step is None and job_secret() is None:
-        raise UsageError(f"--helper-port needs the job's secret: {SECRET_FILE}, the same on all hosts")
-    if step is None and how.job is not None and how.node_rank is None and (how.nnodes or 1) > 1:
-        raise UsageError("--job with several hosts needs --node-rank N, the number of this one, from 0")
-    if how.run_id is not None and not _RUN_ID.fullmatch(how.run_id):
-        raise UsageError(f"--run-id {how.run_id!r} is not of the form JOB.START, such as bert.2")
-    if (how.run_id or "").endswith(NEXT) and (job_secret() is None or how.num_helpers or how.helper):
+    if step is None:
+        _check_without_slurm(options)
+    if options.run_id is not None and not _RUN_ID.fullmatch(options.run_id):
+        raise UsageError(f"--run-id {options.run_id!r} is not of the form JOB.START, such as bert.2")
+    needs_folder = job_secret() is None or bool(options.helpers) or options.is_helper
+    if (options.run_id or "").endswith(NEXT) and needs_folder:
         raise UsageError(
-            f"--run-id {how.run_id}: only the first worker host knows the number of the start, so hosts "
+            f"--run-id {options.run_id}: only the first worker host knows the number of the start, so hosts "
             f"cannot meet in its folder; give the job's secret in {SECRET_FILE}, and helpers in {HELPERS}"
         )
-    if step is not None and how.nnodes not in (None, step.num_nodes):
+    if step is not None:
+        _check_step(options, step)
+
+
+def _check_without_slurm(options: HostOptions) -> None:
+    needs_folder = options.helpers or (options.is_helper and not options.helper_port)
+    if needs_folder and options.job is None:
+        raise UsageError("hosts meet their helpers in a folder that all share: --job DIR")
+    if options.is_helper and options.job is None and job_secret() is None:
+        raise UsageError(f"--helper-port needs the job's secret: {SECRET_FILE}, the same on all hosts")
+    if options.job is not None and options.node_rank is None and (options.nnodes or 1) > 1:
+        raise UsageError("--job with several hosts needs --node-rank N, the number of this one, from 0")
+
+
+def _check_step(options: HostOptions, step: SlurmStep) -> None:
+    if options.nnodes not in (None, step.num_nodes):
         raise UsageError(
-            f"--nnodes {how.nnodes}, but Slurm has started this step on {step.num_nodes} nodes; leave it out"
+            f"--nnodes {options.nnodes}, but Slurm has started this step on {step.num_nodes} nodes; "
+            "leave it out"
         )
-    if step is not None and step.place.num_workers != step.num_nodes and how.workers not in (None, 1):
+    if step.place.num_workers != step.num_nodes and options.workers not in (None, 1):
         raise UsageError(
-            f"--workers {how.workers}, but Slurm has started {step.place.num_workers} tasks on "
+            f"--workers {options.workers}, but Slurm has started {step.place.num_workers} tasks on "
             f"{step.num_nodes} nodes, and several tasks of a node are a worker each: start one task per node "
             "(srun --ntasks-per-node=1), or leave out --workers"
         )
-    workers = 0 if step is None or how.helper else how.workers or step.place.num_local_workers
-    if step is not None and 0 < step.num_gpus < workers:
+    workers = 0 if options.is_helper else options.workers or step.place.num_local_workers
+    if 0 < step.num_gpus < workers:
         raise UsageError(
             f"{workers} workers on the node {os.uname().nodename}, and Slurm gives the job "
             f"{step.num_gpus} GPUs there: ask for as many GPUs as workers (--gpus-per-node)"
@@ -186,33 +207,39 @@ def _check(command: Sequence[str], how: InJob, step: SlurmStep | None) -> None:
 # ---- worker hosts ------------------------------------------------------------------------------------------
 
 
-def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, meeting: Meeting | None) -> int:
+def _launch_host(
+    command: Sequence[str],
+    options: HostOptions,
+    step: SlurmStep | None,
+    meeting: Meeting | None,
+    failure_file: Path | None,
+) -> int:
     """Start the workers of this host."""
-    num_workers = how.workers or _num_gpus()
-    given = how.nnodes or (step.num_nodes if step else 1)
-    num_hosts = usable_hosts(given, num_workers, how.global_batch)
-    number = step.node if step else how.node_rank or 0
+    num_workers = options.workers or _num_gpus()
+    given = options.nnodes or (step.num_nodes if step else 1)
+    num_hosts = usable_hosts(given, num_workers, options.global_batch)
+    number = step.node if step else options.node_rank or 0
     if num_hosts < given and number == 0:
         print(
             f"shoal launch: {given - num_hosts} of {given} hosts stay idle: the global batch of "
-            f"{how.global_batch} divides over {num_hosts} × {num_workers} workers",
+            f"{options.global_batch} divides over {num_hosts} × {num_workers} workers",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     if number >= num_hosts:
         return EXIT_OK
-    rdzv = how.rdzv or (f"{step.first_node}:{step.port}" if step else None)
+    rdzv = options.rdzv or (f"{step.first_node}:{step.port}" if step else None)
     is_first = number == 0
-    set_variables(_meet(meeting, how, is_first=is_first))
-    log_dir = how.log_dir or (meeting.job / "logs" if meeting else Path("logs"))
-    helpers_wait = how.rdzv is not None and not how.num_helpers and bool(helpers())
+    set_variables(_meet(meeting, options, is_first=is_first))
+    log_dir = options.log_dir or (meeting.job / "logs" if meeting else Path("logs"))
+    helpers_wait = options.rdzv is not None and not options.helpers and bool(helpers())
     code = launch(
         command,
         num_workers=num_workers,
         nnodes=num_hosts,
         rdzv=rdzv if num_hosts > 1 or helpers_wait else None,
         log_dir=log_dir,
-        run_id=meeting.run_id if meeting else how.run_id or "shoal",
-        failure_file=how.failure_file,
+        run_id=meeting.run_id if meeting else options.run_id or "shoal",
+        failure_file=failure_file,
         helpers_wait=helpers_wait,
     )
     if code in (EXIT_OK, EXIT_STOPPED) and meeting is not None and is_first:
@@ -220,7 +247,9 @@ def _launch_host(command: Sequence[str], how: InJob, step: SlurmStep | None, mee
     return code
 
 
-def _become_worker(command: Sequence[str], how: InJob, step: SlurmStep, meeting: Meeting) -> NoReturn:
+def _become_worker(
+    command: Sequence[str], options: HostOptions, step: SlurmStep, meeting: Meeting
+) -> NoReturn:
     """Replace this process, one of several tasks on its node, by the command as one worker."""
     place = step.place
     if place.num_workers != step.num_nodes * place.num_local_workers:
@@ -228,7 +257,7 @@ def _become_worker(command: Sequence[str], how: InJob, step: SlurmStep, meeting:
             f"Slurm has started {place.num_workers} tasks on {step.num_nodes} nodes, not the same number on "
             "each; use srun --ntasks-per-node"
         )
-    variables = _meet(meeting, how, is_first=place.rank == 0)
+    variables = _meet(meeting, options, is_first=place.rank == 0)
     variables |= worker_variables(
         place.rank,
         num_hosts=step.num_nodes,
@@ -242,7 +271,7 @@ def _become_worker(command: Sequence[str], how: InJob, step: SlurmStep, meeting:
         raise ShoalError(f"{command[0]} cannot be started: {problem.strerror}") from None
 
 
-def _meet(meeting: Meeting | None, how: InJob, *, is_first: bool) -> dict[str, str]:
+def _meet(meeting: Meeting | None, options: HostOptions, *, is_first: bool) -> dict[str, str]:
     """Return the variables of the secret, the helpers and the progress for this host's workers."""
     found: dict[str, str] = {}
     if meeting is not None:
@@ -254,25 +283,25 @@ def _meet(meeting: Meeting | None, how: InJob, *, is_first: bool) -> dict[str, s
             secret_file = meeting.await_secret()
         if not given:
             found[SECRET_FILE] = str(secret_file.absolute())
-        if how.num_helpers:
-            wait_s = how.helpers_wait_s
+        if options.helpers:
+            wait_s = options.helpers_wait_s
             found[HELPERS] = (
-                meeting.gather_helpers(how.num_helpers, deadline_s=wait_s, required=how.helpers_required)
+                meeting.gather_helpers(options.helpers, deadline_s=wait_s, required=options.helpers_required)
                 if is_first
                 else meeting.await_helpers(deadline_s=wait_s)
             )
-    if helpers() and not how.num_helpers:
-        _await_named_helpers(how)
+    if helpers() and not options.helpers:
+        _await_named_helpers(options)
     return found
 
 
-def _await_named_helpers(how: InJob) -> None:
+def _await_named_helpers(options: HostOptions) -> None:
     """Wait until the servers of SHOAL_HELPERS accept connections; say which do not.
 
     Raises:
         ShoalError: some do not and are required.
     """
-    until = time.monotonic() + how.helpers_wait_s
+    until = time.monotonic() + options.helpers_wait_s
     left = [(helper.address, helper.port) for helper in helpers()]
     while left and time.monotonic() < until:
         left = [server for server in left if not _accepts(server)]
@@ -281,10 +310,10 @@ def _await_named_helpers(how: InJob) -> None:
     if not left:
         return
     names = ", ".join(f"{name}:{port}" for name, port in left)
-    if how.helpers_required:
-        raise ShoalError(f"helpers did not answer within {how.helpers_wait_s:g} s: {names}")
+    if options.helpers_required:
+        raise ShoalError(f"helpers did not answer within {options.helpers_wait_s:g} s: {names}")
     print(
-        f"shoal launch: WARNING: no answer within {how.helpers_wait_s:g} s from {names}; the run starts "
+        f"shoal launch: WARNING: no answer within {options.helpers_wait_s:g} s from {names}; the run starts "
         "without them",
         file=sys.stderr, flush=True,
     )  # fmt: skip
@@ -320,20 +349,20 @@ def _num_gpus() -> int:
 # ---- helper hosts ------------------------------------------------------------------------------------------
 
 
-def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
+def _serve(meeting: Meeting | None, step: SlurmStep | None, options: HostOptions) -> int:
     """Run the server of this helper host at an address that the first worker host reaches.
 
     It ends at SIGTERM. Without a folder to meet in it ends with the launcher of the first worker host; once
     that has been reached, SIGTERM changes nothing: the workers get it too, and need their helper to save.
     """
     secret_file = meeting.await_secret() if meeting is not None and job_secret() is None else None
-    rdzv = how.rdzv or rendezvous() or ""
+    rdzv = options.rdzv or rendezvous() or ""
     towards = (
         without_brackets(rdzv.rpartition(":")[0]) or workers_first_node() or (step.first_node if step else "")
     )
     if not towards:
         raise UsageError("a helper needs the first worker host's name: --rdzv HOST:PORT")
-    arguments = ["--address", address_towards(towards), "--port", str(how.helper_port or 0)]
+    arguments = ["--address", address_towards(towards), "--port", str(options.helper_port or 0)]
     if secret_file is not None:
         arguments += ["--secret-file", str(secret_file)]
     server = subprocess.Popen([*HELPER_COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
@@ -350,7 +379,7 @@ def _serve(meeting: Meeting | None, step: SlurmStep | None, how: InJob) -> int:
     for line in server.stdout:
         print(line, end="", flush=True)
         if meeting is not None and (ready := _READY.search(line)):
-            meeting.publish_helper(step.place.rank if step else how.node_rank or 0, ready[1])
+            meeting.publish_helper(step.place.rank if step else options.node_rank or 0, ready[1])
     code = server.wait()
     return ends[0] if ends and not code else code if code >= 0 else EXIT_FAILURE
 

@@ -1,4 +1,4 @@
-"""Says what a job on Kubernetes asks for, and creates its secret and its manifest with kubectl."""
+"""Describes a job on Kubernetes, and creates its secret and its manifest with kubectl."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.slurm import check_gpus
+from shoal.launch.job_size import SIZE, JobSize, name_of, option
 
 MANIFEST = "job.yaml"
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -25,43 +25,31 @@ _DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesJob:
-    """A job: its pods, and where they run."""
+class KubernetesJob(JobSize):
+    """A job of pods, which count as hosts: their GPU requests decide how many share one."""
 
-    hosts: int
-    """Worker pods; their GPU requests decide how many share a host."""
+    gpus_per_host: Annotated[int | None, SIZE] = None
+    """GPUs of a worker pod."""
+    efa_per_host: Annotated[int | None, SIZE] = None
+    """EFA interfaces of a worker pod (vpc.amazonaws.com/efa), for NCCL's plug-in; backend shoal uses TCP."""
+    cpus_per_host: Annotated[str | None, SIZE] = None
+    """CPUs of a worker pod; needed without GPUs."""
+    memory_per_host: Annotated[str | None, SIZE] = None
+    """Memory of a worker pod."""
+    helper_cpus: Annotated[str, SIZE] = "8"
+    """CPUs of a helper pod."""
+    helper_memory: Annotated[str, SIZE] = "16Gi"
+    """Memory of a helper pod."""
     image: str
     """Name of the container image with shoal, preferably with its digest @sha256:…"""
     claim: str
     """PersistentVolumeClaim (ReadWriteMany) of the runs, which all pods mount at --mount."""
     mount: str = "/runs"
     """Folder in which the claim is mounted."""
-    helpers: int = 0
-    """Helper pods."""
-    helpers_required: bool = False
-    """Start workers only when all helpers serve."""
-    helper_cpus: str = "8"
-    """CPUs of a helper pod."""
-    helper_memory: str = "16Gi"
-    """Memory of a helper pod."""
-    gpus_per_host: int | None = None
-    """GPUs of a worker pod."""
     gpu: str = "nvidia.com/gpu"
     """Resource name of a GPU in the cluster."""
-    efa_per_host: int | None = None
-    """EFA interfaces of a worker pod (vpc.amazonaws.com/efa), for NCCL's plug-in; backend shoal uses TCP."""
-    cpus_per_host: str | None = None
-    """CPUs of a worker pod; needed without GPUs."""
-    memory_per_host: str | None = None
-    """Memory of a worker pod."""
     shared_memory: str = "8Gi"
     """Size of /dev/shm in a worker pod."""
-    workers_per_host: int | None = None
-    """Workers per pod; default: one per GPU, or one."""
-    global_batch: int | None = None
-    """Samples per step: use the largest number of pods whose workers divide it."""
-    name: str | None = None
-    """Name of the job; default: the command's first words."""
     namespace: str | None = None
     """Namespace; default: kubectl's."""
     queue: str | None = None
@@ -78,12 +66,9 @@ class KubernetesJob:
     """User and group id in the containers."""
 
     def __post_init__(self) -> None:
-        for name in ("hosts", "gpus_per_host", "efa_per_host", "workers_per_host", "global_batch", "save_s"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"--{_option(name)} {value} must be at least 1")
-        check_gpus(self.workers_per_host, self.gpus_per_host)
-        if self.helpers < 0 or self.user < 1:
-            raise UsageError(f"--helpers {self.helpers} must be at least 0, and --user {self.user} not root")
+        super().__post_init__()
+        if self.user < 1:
+            raise UsageError(f"--user {self.user} must be at least 1: not root")
         if self.gpus_per_host is None and self.cpus_per_host is None:
             raise UsageError("say what a worker pod has: --gpus-per-host N, or --cpus-per-host N")
         forms = {
@@ -94,7 +79,7 @@ class KubernetesJob:
         }  # fmt: skip
         for name, form in forms.items():
             if (value := getattr(self, name)) is not None and not form.fullmatch(value):
-                raise UsageError(f"--{_option(name)} {value!r} is not what Kubernetes takes ({form.pattern})")
+                raise UsageError(f"{option(name)} {value!r} is not what Kubernetes takes ({form.pattern})")
         for label in self.node_selector:
             if not _SELECTOR.fullmatch(label):
                 raise UsageError(f"--node-selector {label!r} is not of the form KEY=VALUE")
@@ -102,15 +87,9 @@ class KubernetesJob:
             raise UsageError(f"--topology {self.topology} is for Kueue: name its --queue too")
 
 
-def _option(field: str) -> str:
-    return field.replace("_", "-")
-
-
 def job_name(job: KubernetesJob, command: Sequence[str]) -> str:
     """Return the name of the job: the given one, or one from the command's first words."""
-    words = [Path(word).stem for word in command if word not in ("shoal", "train", "finetune")]
-    words = [word for word in words if not word.startswith(("-", "python"))]
-    name = re.sub(r"[^a-z0-9]+", "-", (words[0] if words else "shoal").lower()).strip("-")[:40].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", name_of(command).lower()).strip("-")[:40].strip("-")
     return job.name or (name if _LABEL.fullmatch(name) else f"job-{name}"[:40].strip("-"))
 
 

@@ -153,8 +153,6 @@ def _helper_job(job: KubernetesJob, name: str) -> str:
 
 
 def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: str) -> str:
-    options = {"workers": job.workers_per_host, "global-batch": job.global_batch}
-    given = [f"--{option}={value}" for option, value in options.items() if value is not None]
     servers = ",".join(f"{name}-helpers-0-{number}.{name}:{HELPER_PORT}" for number in range(job.helpers))
     limits = {
         job.gpu: job.gpus_per_host,
@@ -178,7 +176,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
         restarts=_RESTARTS,
         gpus=f'      - {{name: SHOAL_GPUS, value: "{job.gpus_per_host}"}}\n' if job.gpus_per_host else "",
         selector=f"    nodeSelector: {{{selector}}}\n" if selector else "",
-        options="".join(f", {option}" for option in given),
+        options="".join(f", {option}" for option in job.launch_options()),
         command=_flow(command),
         servers=f"      - {{name: SHOAL_HELPERS, value: {json.dumps(servers)}}}\n" if servers else "",
         limits=", ".join(f"{key}: {json.dumps(v)}" for key, v in limits.items() if v is not None),

@@ -1,8 +1,8 @@
 """Starts ``shoal launch`` on other hosts by ssh or by MPI's mpirun, and stays until all of them have ended.
 
-The stdin of each start carries the job's secret, in its first line, and is a leash: when it closes, because
-this process stops or is killed, the launchers over there save and leave. Nothing secret is in a file or on a
-command line, and nothing is left running.
+The stdin of each start carries the job's secret, in its first line. When it closes, because this process
+stops or is killed, the launchers on the other hosts save and exit (``stdin_secret.py``). No secret is in a
+file or on a command line, and nothing is left running.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, ShoalError, UsageError
+from shoal.launch.job_size import SIZE, Workers
 
 HELPER_PORT, MEETING_PORT = 7070, 29_400
 _HOST = re.compile(r"([\w.-]+@)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?")
@@ -35,23 +36,17 @@ _BY_WEIGHT = (EXIT_USAGE, EXIT_FAILURE, EXIT_LOST, EXIT_STOPPED, EXIT_OK)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteJob:
-    """Hosts to start on, and how."""
+class RemoteJob(Workers):
+    """Hosts of a job, by name, and the options of their launchers."""
 
-    hosts: tuple[str, ...]
+    hosts: Annotated[tuple[str, ...], SIZE]
     """Worker hosts, by names that all hosts can resolve; the launchers connect to the first."""
-    helper_hosts: tuple[str, ...] = ()
+    helper_hosts: Annotated[tuple[str, ...], SIZE] = ()
     """Helper hosts."""
     folder: Path | None = None
     """Folder to run in, the same on all hosts; default: this one."""
     shoal: str = "shoal"
     """Path of shoal on the hosts, such as /opt/venv/bin/shoal."""
-    workers_per_host: int | None = None
-    """Workers per host; default: one per GPU, or one."""
-    global_batch: int | None = None
-    """Samples per step: use the largest number of hosts whose workers divide it."""
-    helpers_required: bool = False
-    """Fail if helpers are missing."""
     interface: str | None = None
     """Network interface for shoal, gloo and NCCL."""
     port: int = MEETING_PORT
@@ -60,6 +55,7 @@ class RemoteJob:
     """More options of ssh, as in --option=-F --option=config, or of mpirun."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.hosts:
             raise UsageError("name the worker hosts: --hosts node1 node2")
         for host in (*self.hosts, *self.helper_hosts):
@@ -68,9 +64,6 @@ class RemoteJob:
         names = [name_of(host) for host in (*self.hosts, *self.helper_hosts)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UsageError(f"the host {twice} is named twice; --workers-per-host N starts several workers")
-        for name in ("workers_per_host", "global_batch"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
         if not 0 < self.port < 1 << 16:
             raise UsageError(f"--port {self.port} must be from 1 to 65535")
 
@@ -149,15 +142,12 @@ def launch_words(
 ) -> list[str]:
     """Return the words of ``shoal launch`` for a host."""
     rdzv = f"--rdzv={name_of(job.hosts[0])}:{job.port}"
-    common = ["--leash", rdzv, *([f"--interface={job.interface}"] if job.interface else [])]
+    common = ["--stdin-secret", rdzv, *([f"--interface={job.interface}"] if job.interface else [])]
     if helper:
         return [job.shoal, "launch", *common, "--role=helper", f"--helper-port={HELPER_PORT}"]
-    options = {"workers": job.workers_per_host, "global-batch": job.global_batch}
-    given = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    given += ["--helpers-required"] if job.helpers_required else []
     servers = ",".join(f"{name_of(host)}:{HELPER_PORT}" for host in job.helper_hosts)
     named = ["env", f"SHOAL_HELPERS={servers}"] if servers else []
-    return [*named, job.shoal, "launch", *common, *place, *given, "--", *command]
+    return [*named, job.shoal, "launch", *common, *place, *job.launch_options(), "--", *command]
 
 
 def _remote(job: RemoteJob, words: Sequence[str]) -> str:
@@ -214,7 +204,7 @@ def run(starts: Sequence[Start]) -> int:
     """
     secret = secrets.token_hex(32)
     running: list[tuple[Start, subprocess.Popen[str]]] = []
-    leashes: list[int] = []
+    stdins: list[int] = []
     asked: list[bool] = []
 
     def close(*signal_and_frame: Any) -> None:
@@ -222,7 +212,7 @@ def run(starts: Sequence[Start]) -> int:
         asked.append(True)
         with suppress(IndexError):
             while True:
-                os.close(leashes.pop())
+                os.close(stdins.pop())
         for start, process in running:
             if start.stop is not None and process.poll() is None:
                 process.send_signal(start.stop)
@@ -234,7 +224,7 @@ def run(starts: Sequence[Start]) -> int:
     readers = []
     try:
         for start in starts:
-            running.append((start, process := _started(start, secret, leashes)))
+            running.append((start, process := _started(start, secret, stdins)))
             if asked:
                 close()
             for source, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -276,12 +266,12 @@ def _await_all(workers: Sequence[subprocess.Popen[str]], close: Callable[[], Non
     return [process.wait() for process in workers]
 
 
-def _started(start: Start, secret: str, leashes: list[int]) -> subprocess.Popen[str]:
-    """Start a process, whose stdin says the secret and is open until its end in ``leashes`` closes."""
-    stdin, leash = os.pipe()
-    leashes.append(leash)
+def _started(start: Start, secret: str, stdins: list[int]) -> subprocess.Popen[str]:
+    """Start a process; its stdin has the secret and stays open until its writing end in ``stdins`` closes."""
+    stdin, writer = os.pipe()
+    stdins.append(writer)
     with suppress(OSError):
-        os.write(leash, f"{secret}\n".encode())
+        os.write(writer, f"{secret}\n".encode())
     try:
         return subprocess.Popen(
             start.command,
@@ -290,7 +280,7 @@ def _started(start: Start, secret: str, leashes: list[int]) -> subprocess.Popen[
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for this process, which closes the leash
+            start_new_session=True,  # Ctrl-C is for this process, which closes the stdins
         )
     except FileNotFoundError:
         raise ShoalError(f"{start.command[0]} was not found on this machine; install it") from None

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shoal.env.sagemaker import SECRET_ID, SOURCE_SHA256, sagemaker_defaults
 from shoal.env.settings import TRANSPORT
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.aws_calls import called, client
 from shoal.launch.aws_checks import problems
+from shoal.launch.job_size import SIZE, JobSize, name_of, option
 from shoal.launch.source import ARCHIVE, digest, pack
 
 REQUEST = "request.json"
@@ -34,23 +35,17 @@ _LOGS = "/aws/sagemaker/TrainingJobs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SageMakerJob:
-    """A training job: its instances, its files and who it may act for."""
+class SageMakerJob(JobSize):
+    """A training job: its instances, its files and the role that it acts for."""
 
-    hosts: int
-    """Worker instances."""
-    instance: str
+    instance: Annotated[str, SIZE]
     """Type of the worker instances, like ml.p4d.24xlarge."""
+    helper_instance: Annotated[str, SIZE] = "ml.c5n.18xlarge"
+    """Type of the helper instances."""
     image: str
     """Container image in ECR with shoal."""
     bucket: str
     """S3 prefix for outputs and --source, like s3://my-bucket/shoal."""
-    helpers: int = 0
-    """Helper instances."""
-    helper_instance: str = "ml.c5n.18xlarge"
-    """Type of the helper instances."""
-    helpers_required: bool = False
-    """Fail if helpers are missing."""
     role: str | None = None
     """ARN of the job's role; default: SAGEMAKER_ROLE."""
     fsx: str | None = None
@@ -74,31 +69,22 @@ class SageMakerJob:
     """Hours to wait for spot instances, --max-hours included; default: twice --max-hours."""
     volume_gb: int = 100
     """Size of each instance's disk."""
-    workers_per_host: int | None = None
-    """Workers per instance; default: one per GPU, or one."""
-    global_batch: int | None = None
-    """Samples per step: use the largest number of hosts whose workers divide it."""
     transport: str | None = None
     """tcp, or ofi:efa on all instances if the image has libfabric."""
     source: Path | None = None
     """Folder with your own script, in which the command runs."""
-    name: str | None = None
-    """Name of the job, to which the time is appended; default: the command's first words."""
     region: str | None = None
     """Region; default: that of the AWS configuration."""
 
     def __post_init__(self) -> None:
-        for name, least in (("hosts", 1), ("helpers", 0), ("volume_gb", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{_option(name)} {getattr(self, name)} must be at least {least}")
-        for name in ("max_hours", "max_wait_hours", "workers_per_host", "global_batch"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise UsageError(f"--{_option(name)} {value} must be above 0")
+        super().__post_init__()
+        if self.max_hours <= 0:
+            raise UsageError(f"--max-hours {self.max_hours} must be above 0")
         if self.max_wait_hours is not None and (not self.spot or self.max_wait_hours < self.max_hours):
             raise UsageError("--max-wait-hours goes with --spot, and includes --max-hours")
         for name in ("bucket", "checkpoints"):
             if (value := getattr(self, name)) is not None and not _S3.fullmatch(value):
-                raise UsageError(f"--{_option(name)} {value!r} is not of the form s3://BUCKET/PREFIX")
+                raise UsageError(f"{option(name)} {value!r} is not of the form s3://BUCKET/PREFIX")
         for channel in self.channel:
             if not _CHANNEL.fullmatch(channel):
                 raise UsageError(f"--channel {channel!r} is not of the form NAME=s3://BUCKET/PREFIX")
@@ -106,10 +92,10 @@ class SageMakerJob:
             raise UsageError(f"--name {self.name!r} must be 1 to 40 letters, digits and single hyphens")
 
     def filled(self) -> SageMakerJob:
-        """Return the job with what the environment says where it is silent.
+        """Return the job with missing fields filled from the environment.
 
         Raises:
-            UsageError: something is missing that no default can replace.
+            UsageError: a field is missing that has no default.
         """
         given = sagemaker_defaults()
         job = replace(
@@ -134,15 +120,9 @@ class SageMakerJob:
         return job
 
 
-def _option(field: str) -> str:
-    return field.replace("_", "-")
-
-
 def base_name(job: SageMakerJob, command: Sequence[str]) -> str:
     """Return the given name, or one from the command's first words."""
-    words = [Path(word).stem for word in command if word not in ("shoal", "train", "finetune")]
-    words = [word for word in words if not word.startswith(("-", "python"))]
-    name = re.sub(r"[^a-zA-Z0-9]+", "-", words[0] if words else "shoal").strip("-")[:40].strip("-")
+    name = re.sub(r"[^a-zA-Z0-9]+", "-", name_of(command)).strip("-")[:40].strip("-")
     return job.name or name or "shoal"
 
 
@@ -165,9 +145,6 @@ def render(job: SageMakerJob, command: Sequence[str], name: str) -> dict[str, An
         name: from :func:`job_name`.
     """
     base = name.rsplit("-", 2)[0]
-    options = {"workers": job.workers_per_host, "global-batch": job.global_batch}
-    arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    arguments += ["--helpers-required"] if job.helpers_required else []
     environment = {SECRET_ID: secret_name(base)}
     if job.transport:
         environment[TRANSPORT] = job.transport
@@ -180,7 +157,7 @@ def render(job: SageMakerJob, command: Sequence[str], name: str) -> dict[str, An
             "TrainingImage": job.image,
             "TrainingInputMode": "File",
             "ContainerEntrypoint": ["shoal", "launch"],
-            "ContainerArguments": [*arguments, "--", *command],
+            "ContainerArguments": [*job.launch_options(), "--", *command],
         },
         "InputDataConfig": _channels(job, name),
         "OutputDataConfig": {"S3OutputPath": f"{job.bucket.rstrip('/')}/{base}"},

@@ -1,4 +1,4 @@
-"""Does an instance's part in a training job of SageMaker, with what the service puts into ``/opt/ml``."""
+"""Runs an instance's part of a training job of SageMaker, by the files of the service in ``/opt/ml``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from shoal.env.sagemaker import SECRET_ID, sagemaker_base, secret_id, source_sha256
 from shoal.env.secret import SECRET_FILE, job_secret
@@ -16,7 +17,7 @@ from shoal.env.variables import set_variables
 from shoal.errors import EXIT_LOST, EXIT_STOPPED, ShoalError
 from shoal.json_text import parse_json
 from shoal.launch.aws_calls import called, client
-from shoal.launch.in_job import InJob, in_job
+from shoal.launch.in_job import HostOptions, in_job
 from shoal.launch.sagemaker import HELPERS as HELPER_GROUP
 from shoal.launch.sagemaker import SOURCE_CHANNEL
 from shoal.launch.source import ARCHIVE, unpack
@@ -29,10 +30,10 @@ _MAX_REASON = 1_024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Place of an instance in the job."""
+class Instance:
+    """An instance among those of the job."""
 
-    is_helper: bool
+    role: Literal["worker", "helper"]
     number: int
     """Among the instances of its group."""
     workers: tuple[str, ...]
@@ -46,8 +47,8 @@ def is_here() -> bool:
     return (sagemaker_base() / _CONFIG).exists()
 
 
-def read_place(path: Path) -> Place:
-    """Return the place that SageMaker has written down.
+def read_instance(path: Path) -> Instance:
+    """Return this instance, from the file that SageMaker has written.
 
     Raises:
         ShoalError: the file is not one of SageMaker's.
@@ -61,8 +62,8 @@ def read_place(path: Path) -> Place:
         workers = tuple(str(host) for host in found["hosts"] if host not in helpers)
         host = str(found["current_host"])
         own = helpers if host in helpers else workers
-        return Place(
-            is_helper=host in helpers,
+        return Instance(
+            role="helper" if host in helpers else "worker",
             number=own.index(host),
             workers=workers,
             helpers=helpers,
@@ -72,8 +73,8 @@ def read_place(path: Path) -> Place:
         raise ShoalError(f"{path}: is not what SageMaker writes ({problem!r})") from None
 
 
-def run(command: Sequence[str], how: InJob) -> int:
-    """Do this instance's part and return the exit code.
+def run(command: Sequence[str], options: HostOptions) -> int:
+    """Run this instance's part of the job and return the exit code.
 
     SageMaker starts the containers of an interrupted spot job again, and counts any exit code but 0 as a
     failure. So a container that has saved, or that misses another host, waits until it is killed.
@@ -84,7 +85,7 @@ def run(command: Sequence[str], how: InJob) -> int:
     """
     base = sagemaker_base()
     try:
-        code = _run(base, command, how)
+        code = _run(base, command, options)
     except ShoalError as problem:
         _give_reason(base, str(problem))
         raise
@@ -95,32 +96,32 @@ def run(command: Sequence[str], how: InJob) -> int:
     return code
 
 
-def _run(base: Path, command: Sequence[str], how: InJob) -> int:
-    place = read_place(base / _CONFIG)
-    role = "helper" if place.is_helper else "worker"
+def _run(base: Path, command: Sequence[str], options: HostOptions) -> int:
+    instance = read_instance(base / _CONFIG)
+    is_helper = instance.role == "helper"
     print(
-        f"shoal launch: SageMaker, {role} {place.number} of {len(place.workers)} workers and "
-        f"{len(place.helpers)} helpers",
+        f"shoal launch: SageMaker, {instance.role} {instance.number} of {len(instance.workers)} workers and "
+        f"{len(instance.helpers)} helpers",
         flush=True,
     )
     fetch_secret()
-    if place.helpers and not place.is_helper:
-        set_variables({HELPERS: ",".join(f"{host}:{HELPER_PORT}" for host in place.helpers)})
-    if (sum_ := source_sha256()) and not place.is_helper:
+    if instance.helpers and not is_helper:
+        set_variables({HELPERS: ",".join(f"{host}:{HELPER_PORT}" for host in instance.helpers)})
+    if (sum_ := source_sha256()) and not is_helper:
         unpack(base / "input" / "data" / SOURCE_CHANNEL / ARCHIVE, base / "code", sum_)
         os.chdir(base / "code")
-    how = replace(
-        how,
-        helper=place.is_helper,
-        nnodes=len(place.workers),
-        node_rank=place.number,
-        rdzv=f"{place.workers[0]}:{MEETING_PORT}",
-        helper_port=HELPER_PORT if place.is_helper else None,
-        interface=how.interface or place.interface,
-        log_dir=how.log_dir or base / "output" / "data" / "logs",
-        failure_file=base / "output" / "failure",
+    options = replace(
+        options,
+        role=instance.role,
+        nnodes=len(instance.workers),
+        node_rank=instance.number,
+        rdzv=f"{instance.workers[0]}:{MEETING_PORT}",
+        helper_port=HELPER_PORT if is_helper else None,
+        interface=options.interface or instance.interface,
+        log_dir=options.log_dir or base / "output" / "data" / "logs",
     )
-    return in_job(() if place.is_helper else command, how)
+    words = () if is_helper else command
+    return in_job(words, options, failure_file=base / "output" / "failure")
 
 
 def fetch_secret() -> None:
@@ -143,7 +144,7 @@ def fetch_secret() -> None:
 
 
 def _give_reason(base: Path, text: str) -> None:
-    """Write why the job failed to where SageMaker looks for it."""
+    """Write the reason of a failure to the file that SageMaker reads."""
     path = base / "output" / "failure"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text[:_MAX_REASON], encoding="utf-8")

@@ -10,10 +10,11 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
+from shoal.launch.job_size import SIZE, JobSize, name_of, option
 
 SEED = "{seed}"
 """Part of the command that stands for the number of an array's task."""
@@ -31,25 +32,17 @@ _DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmJob:
-    """A job: what it asks of Slurm, and how its hosts start."""
+class SlurmJob(JobSize):
+    """A job of Slurm. Its helpers are a second component of a heterogeneous job."""
 
-    hosts: int
-    """Worker hosts."""
-    min_hosts: int | None = None
+    min_hosts: Annotated[int | None, SIZE] = None
     """Start with any number of hosts from this one to --hosts, as many as are available."""
-    helpers: int = 0
-    """Helper hosts, in a second component of a heterogeneous job."""
-    helpers_required: bool = False
-    """Do not start without all helpers."""
-    workers_per_host: int | None = None
-    """Workers per host; default: one per GPU, or one."""
-    task_per_worker: bool = False
+    task_per_worker: Annotated[bool, SIZE] = False
     """Start each worker as a separate Slurm task; needs --workers-per-host."""
-    global_batch: int | None = None
-    """Samples per step: use the largest number of hosts whose workers divide it."""
-    name: str | None = None
-    """Name of the job; default: the command's first words."""
+    gpus_per_host: Annotated[int | None, SIZE] = None
+    """GPUs of each worker host."""
+    cpus_per_host: Annotated[int | None, SIZE] = None
+    """CPUs of each worker host; default: the whole node with --exclusive."""
     partition: str | None = None
     """Partition of the workers; default: Slurm's."""
     helper_partition: str | None = None
@@ -60,10 +53,6 @@ class SlurmJob:
     """Quality of service."""
     constraint: str | None = None
     """Features that the worker nodes must have."""
-    gpus_per_host: int | None = None
-    """GPUs of each worker host."""
-    cpus_per_host: int | None = None
-    """CPUs of each worker host; default: the whole node with --exclusive."""
     time: str = "24:00:00"
     """Time limit; a job that reaches it saves and is queued again."""
     save_s: int = 120
@@ -73,20 +62,14 @@ class SlurmJob:
     interface: str | None = None
     """Network interface for shoal, gloo and NCCL."""
     prolog: tuple[str, ...] = ()
-    """Shell lines at the begin of the script, like "module load cuda"."""
+    """Shell lines at the start of the script, such as "module load cuda"."""
     option: tuple[str, ...] = ()
     """More options of sbatch for the workers, as in --option=--mem=0."""
 
     def __post_init__(self) -> None:
-        for name, least in (("hosts", 1), ("helpers", 0), ("save_s", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{_option(name)} {getattr(self, name)} must be at least {least}")
-        for name in ("min_hosts", "workers_per_host", "global_batch", "gpus_per_host", "cpus_per_host"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"--{_option(name)} {value} must be at least 1")
+        super().__post_init__()
         if self.min_hosts is not None and self.min_hosts > self.hosts:
             raise UsageError(f"--min-hosts {self.min_hosts} must be at most --hosts {self.hosts}")
-        check_gpus(self.workers_per_host, self.gpus_per_host)
         if self.task_per_worker and self.workers_per_host is None:
             raise UsageError("--task-per-worker needs --workers-per-host, the number of tasks per node")
         if self.task_per_worker and self.min_hosts is not None:
@@ -98,38 +81,32 @@ class SlurmJob:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, str) and not _WORD.fullmatch(value):
-                raise UsageError(f"--{_option(field.name)} {value!r} must be one word without quotes")
+                raise UsageError(f"{option(field.name)} {value!r} must be one word without quotes")
         for name, form, example in (("time", _TIME, "1-12:00:00"), ("array", _ARRAY, "0-4")):
             if (value := getattr(self, name)) is not None and not form.fullmatch(value):
                 raise UsageError(f"--{name} {value!r} is not of Slurm's form, like {example}")
-        for option in self.option:
-            self._check_option(option)
+        for word in self.option:
+            self._check_option(word)
         if any("\n" in line for line in self.prolog):
             raise UsageError("--prolog is one line; give it several times for several lines")
 
-    def _check_option(self, option: str) -> None:
-        name = option.removeprefix("--").partition("=")[0]
-        if not option.startswith("--") or not _WORD.fullmatch(option):
-            raise UsageError(f"--option {option!r} must be one word like --mem=0")
+    def _check_option(self, word: str) -> None:
+        name = word.removeprefix("--").partition("=")[0]
+        if not word.startswith("--") or not _WORD.fullmatch(word):
+            raise UsageError(f"--option {word!r} must be one word like --mem=0")
         if name in _OWNED:
-            raise UsageError(f"--option {option}: the script sets --{name} itself; edit it after --to DIR")
+            raise UsageError(f"--option {word}: the script sets --{name} itself; edit it after --to DIR")
 
-
-def check_gpus(workers: int | None, gpus: int | None) -> None:
-    """Check that each worker of a host has a GPU, if it has any.
-
-    Raises:
-        UsageError: there are more workers than GPUs.
-    """
-    if workers is not None and gpus is not None and workers > gpus:
-        raise UsageError(
-            f"--workers-per-host {workers} must be at most --gpus-per-host {gpus}: "
-            "a worker has a GPU of its own"
-        )
-
-
-def _option(field: str) -> str:
-    return field.replace("_", "-")
+    def launch_options(self) -> list[str]:
+        """Return the options of ``shoal launch``; the tasks of a node are its workers otherwise."""
+        options = super().launch_options()
+        if self.task_per_worker:
+            options.remove(f"--workers={self.workers_per_host}")
+        return [
+            *options,
+            *([f"--helpers={self.helpers}"] if self.helpers else []),
+            *([f"--interface={self.interface}"] if self.interface else []),
+        ]
 
 
 def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
@@ -160,16 +137,9 @@ def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
     if job.helpers:
         lines.append(f'{helpers} shoal launch --role helper --job "$job" &')
         lines.append("helpers=$!")
-    options = [
-        *([f"--workers {job.workers_per_host}"] if job.workers_per_host and not job.task_per_worker else []),
-        *([f"--helpers {job.helpers}"] if job.helpers else []),
-        *(["--helpers-required"] if job.helpers_required else []),
-        *([f"--global-batch {job.global_batch}"] if job.global_batch else []),
-        *([f"--interface {job.interface}"] if job.interface else []),
-    ]
     lines += [
         f"{workers}{' --ntasks-per-node=1' if job.min_hosts else ''} \\",
-        f'    shoal launch --job "$job"{"".join(f" {option}" for option in options)} -- \\',
+        f'    shoal launch --job "$job"{"".join(f" {option}" for option in job.launch_options())} -- \\',
         f"    {_quoted(command)}",
         "code=$?",
     ]
@@ -227,9 +197,7 @@ def _directives(job: SlurmJob, command: Sequence[str], folder: Path) -> list[str
 
 def job_name(job: SlurmJob, command: Sequence[str]) -> str:
     """Return the name of the job: the given one, or one from the command's first words."""
-    words = [Path(word).stem for word in command if word not in ("shoal", "train", "finetune")]
-    words = [word for word in words if not word.startswith(("-", "python"))]
-    return job.name or re.sub(r"[^\w.-]", "-", words[0] if words else "shoal")
+    return job.name or re.sub(r"[^\w.-]", "-", name_of(command))
 
 
 def output_name(job: SlurmJob) -> str:

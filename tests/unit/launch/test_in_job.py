@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.in_job import InJob, address_towards, in_job
+from shoal.launch.in_job import HostOptions, address_towards, in_job
 from shoal.launch.local import outgoing_interface
 
 
@@ -32,13 +32,13 @@ def mpi(*, size: int, local_size: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num_helpers": -1}, "--helpers -1 must be at least 0"),
+        ({"helpers": -1}, "--helpers -1 must be at least 0"),
         ({"helper_port": 0}, "--helper-port 0 must be"),
     ],
 )
 def test_numbers_have_a_least(given: dict[str, int], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        InJob(**given)  # type: ignore[arg-type]
+        HostOptions(**given)  # type: ignore[arg-type]
 
 
 KUBEFLOW = {
@@ -47,48 +47,68 @@ KUBEFLOW = {
 
 
 @pytest.mark.parametrize(
-    ("variables", "command", "how", "said"),
+    ("variables", "command", "options", "said"),
     [
-        ({}, (), InJob(), "name the command of the workers after --"),
-        ({}, ("true",), InJob(helper=True), "takes no command"),
-        ({}, ("true",), InJob(num_helpers=2), "a folder that all share: --job DIR"),
-        ({}, (), InJob(helper=True), "a folder that all share: --job DIR"),
-        (slurm("1(x2)"), ("true",), InJob(nnodes=3), "Slurm has started this step on 2 nodes; leave it out"),
-        (slurm("2(x2)"), ("true",), InJob(workers=4), "4 tasks on 2 nodes, and several tasks of a node are"),
+        ({}, (), HostOptions(), "name the command of the workers after --"),
+        ({}, ("true",), HostOptions(role="helper"), "takes no command"),
+        ({}, ("true",), HostOptions(helpers=2), "a folder that all share: --job DIR"),
+        ({}, (), HostOptions(role="helper"), "a folder that all share: --job DIR"),
+        (
+            slurm("1(x2)"),
+            ("true",),
+            HostOptions(nnodes=3),
+            "Slurm has started this step on 2 nodes; leave it out",
+        ),
+        (
+            slurm("2(x2)"),
+            ("true",),
+            HostOptions(workers=4),
+            "4 tasks on 2 nodes, and several tasks of a node are",
+        ),
         (
             slurm("1(x2)") | {"SLURM_GPUS_ON_NODE": "4"},
             ("true",),
-            InJob(workers=8),
+            HostOptions(workers=8),
             "8 workers on the node .*, and Slurm gives the job 4 GPUs there: ask for as many",
         ),
         (
             slurm("8(x2)") | {"SLURM_GPUS_ON_NODE": "4"},
             ("true",),
-            InJob(),
+            HostOptions(),
             "8 workers on the node .*, and Slurm gives the job 4 GPUs",
         ),
-        (slurm("3,1"), ("true",), InJob(), "4 tasks on 2 nodes, not the same number on each"),
-        ({}, ("true",), InJob(nnodes=2, job=Path("j")), "--job with several hosts needs --node-rank N"),
-        ({}, ("true",), InJob(run_id="bert"), "--run-id 'bert' is not of the form JOB.START"),
-        ({}, ("true",), InJob(run_id="../x.1"), "is not of the form JOB.START"),
+        (slurm("3,1"), ("true",), HostOptions(), "4 tasks on 2 nodes, not the same number on each"),
         (
             {},
             ("true",),
-            InJob(run_id="x.next"),
+            HostOptions(nnodes=2, job=Path("j")),
+            "--job with several hosts needs --node-rank N",
+        ),
+        ({}, ("true",), HostOptions(run_id="bert"), "--run-id 'bert' is not of the form JOB.START"),
+        ({}, ("true",), HostOptions(run_id="../x.1"), "is not of the form JOB.START"),
+        (
+            {},
+            ("true",),
+            HostOptions(run_id="x.next"),
             "x.next: only the first .* give the job's secret in SHOAL_SECRET",
         ),
-        ({}, ("true",), InJob(nnodes=2, workers=1), "--nnodes 2 needs --rdzv HOST:PORT"),
-        ({}, (), InJob(helper=True, helper_port=7070), "--helper-port needs the job's secret"),
-        (mpi(size=4, local_size=2), ("true",), InJob(), "mpirun has started 2 shoal launch on this host"),
-        (mpi(size=4, local_size=1), ("true",), InJob(workers=1), "--nnodes 4 needs --rdzv HOST:PORT"),
-        (KUBEFLOW, ("true",), InJob(), "--nnodes 4 needs the job's secret"),
-        ({"SHOAL_GPUS": "8"}, ("true",), InJob(), "the job has 8 GPUs on .* and torch finds none"),
+        ({}, ("true",), HostOptions(nnodes=2, workers=1), "--nnodes 2 needs --rdzv HOST:PORT"),
+        ({}, (), HostOptions(role="helper", helper_port=7070), "--helper-port needs the job's secret"),
+        (
+            mpi(size=4, local_size=2),
+            ("true",),
+            HostOptions(),
+            "mpirun has started 2 shoal launch on this host",
+        ),
+        (mpi(size=4, local_size=1), ("true",), HostOptions(workers=1), "--nnodes 4 needs --rdzv HOST:PORT"),
+        (KUBEFLOW, ("true",), HostOptions(), "--nnodes 4 needs the job's secret"),
+        ({"SHOAL_GPUS": "8"}, ("true",), HostOptions(), "the job has 8 GPUs on .* and torch finds none"),
     ],
 )
-def test_what_cannot_be(
+def test_contradicting_options(
     variables: dict[str, str],
     command: tuple[str, ...],
-    how: InJob,
+    options: HostOptions,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,7 +116,7 @@ def test_what_cannot_be(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(UsageError, match=said):
-        in_job(command, how)
+        in_job(command, options)
 
 
 def test_the_own_address_on_the_way_to_another_host() -> None:

@@ -328,7 +328,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"workers_per_host": 9}, "--workers-per-host 9 must be at most --gpus-per-host 8"),
     ({"memory_per_host": "64 GB"}, "--memory-per-host '64 GB' is not"),
     ({"node_selector": ("p4d",)}, "--node-selector 'p4d' is not of the form KEY=VALUE"),
-    ({"user": 0}, "--user 0 not root"),
+    ({"user": 0}, "--user 0 must be at least 1: not root"),
     ({"mount": "runs"}, "--mount 'runs' is not"),
     ({"topology": "rack"}, "--topology rack is for Kueue: name its --queue too"),
 ]

@@ -30,13 +30,13 @@ def test_ssh_runs_the_very_words_on_each_host() -> None:
         "ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-F", "config", "a@n1",
     ]  # fmt: skip
     assert first.command[-1] == (
-        "cd '/fsx/my job' && exec env SHOAL_HELPERS=h1:7070 shoal launch --leash --rdzv=n1:29400 "
+        "cd '/fsx/my job' && exec env SHOAL_HELPERS=h1:7070 shoal launch --stdin-secret --rdzv=n1:29400 "
         "--interface=eth0 --nnodes=2 --node-rank=0 --workers=8 --global-batch=512 -- "
         "python train.py 'a b' '$HOME'"
     )
     assert "--node-rank=1" in second.command[-1]
     assert helper.command[-1].endswith(
-        "exec shoal launch --leash --rdzv=n1:29400 --interface=eth0 --role=helper --helper-port=7070"
+        "exec shoal launch --stdin-secret --rdzv=n1:29400 --interface=eth0 --role=helper --helper-port=7070"
     )
 
 
@@ -47,12 +47,12 @@ def test_each_host_has_an_mpirun_of_its_own() -> None:
         ("h1", True), ("n1", False), ("n2", False),
     ]  # fmt: skip
     assert helper.command == [
-        "mpirun", "--host", "h1", "-n", "1", "-wdir", "/fsx", "-x", "A", "shoal", "launch", "--leash",
+        "mpirun", "--host", "h1", "-n", "1", "-wdir", "/fsx", "-x", "A", "shoal", "launch", "--stdin-secret",
         "--rdzv=n1:29400", "--role=helper", "--helper-port=7070",
     ]  # fmt: skip
     assert second.command == [
         "mpirun", "--host", "n2", "-n", "1", "-wdir", "/fsx", "-x", "A", "env", "SHOAL_HELPERS=h1:7070",
-        "shoal", "launch", "--leash", "--rdzv=n1:29400", "--nnodes=2", "--node-rank=1", "--", *COMMAND,
+        "shoal", "launch", "--stdin-secret", "--rdzv=n1:29400", "--nnodes=2", "--node-rank=1", "--", *COMMAND,
     ]  # fmt: skip
     assert first.stop is None
 

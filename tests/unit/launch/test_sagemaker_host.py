@@ -13,8 +13,8 @@ from moto import mock_aws
 
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import sagemaker_host
-from shoal.launch.in_job import InJob
-from shoal.launch.sagemaker_host import Place, is_here, read_place
+from shoal.launch.in_job import HostOptions
+from shoal.launch.sagemaker_host import Instance, is_here, read_instance
 
 # As in AWS's documentation of training containers
 GROUPS = [
@@ -38,13 +38,13 @@ def write(base: Path, host: str, **changes: Any) -> Path:
     return path
 
 
-def test_places(tmp_path: Path) -> None:
+def test_instances(tmp_path: Path) -> None:
     workers = ("algo-2", "algo-3")
     common = {"workers": workers, "helpers": ("algo-1",), "interface": "eth0"}
-    assert read_place(write(tmp_path, "algo-1")) == Place(is_helper=True, number=0, **common)
-    assert read_place(write(tmp_path, "algo-3")) == Place(is_helper=False, number=1, **common)
-    alone = read_place(write(tmp_path, "algo-1", hosts=["algo-1"], instance_groups=None))
-    assert alone == Place(is_helper=False, number=0, workers=("algo-1",), helpers=(), interface="eth0")
+    assert read_instance(write(tmp_path, "algo-1")) == Instance(role="helper", number=0, **common)
+    assert read_instance(write(tmp_path, "algo-3")) == Instance(role="worker", number=1, **common)
+    alone = read_instance(write(tmp_path, "algo-1", hosts=["algo-1"], instance_groups=None))
+    assert alone == Instance(role="worker", number=0, workers=("algo-1",), helpers=(), interface="eth0")
 
 
 @pytest.mark.parametrize("changes", [{"current_host": "algo-9"}, {"hosts": None}, {"instance_groups": [1]}])
@@ -52,7 +52,7 @@ def test_a_file_of_somebody_else(tmp_path: Path, changes: dict[str, Any]) -> Non
     path = write(tmp_path, **{"host": "algo-1", **changes})
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ShoalError, match=r"resourceconfig.json: is not what SageMaker writes"):
-        read_place(path)
+        read_instance(path)
 
 
 def test_the_reason_of_a_failure_is_where_sagemaker_looks(
@@ -63,7 +63,7 @@ def test_the_reason_of_a_failure_is_where_sagemaker_looks(
     write(tmp_path, "algo-1", hosts=["algo-1"], instance_groups=[])
     assert is_here()
     with pytest.raises(UsageError, match="name the command"):
-        sagemaker_host.run((), InJob())
+        sagemaker_host.run((), HostOptions())
     assert (tmp_path / "output" / "failure").read_text().startswith("name the command of the workers")
 
 

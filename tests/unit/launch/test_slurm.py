@@ -32,7 +32,7 @@ module load cuda
 srun --het-group=1 --mpi=none --kill-on-bad-exit=0 shoal launch --role helper --job "$job" &
 helpers=$!
 srun --het-group=0 --mpi=none --kill-on-bad-exit=0 --ntasks-per-node=1 \\
-    shoal launch --job "$job" --workers 8 --helpers 4 --global-batch 512 -- \\
+    shoal launch --job "$job" --workers=8 --global-batch=512 --helpers=4 -- \\
     shoal train bert --preset large --data.path '/fsx/my text' --run.dir runs/b
 code=$?
 scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1"  # the helpers stop

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import UsageError
-from shoal.launch.leash import take_secret
+from shoal.launch.stdin_secret import take_secret
 
 
-@pytest.mark.parametrize("how", ["the end of stdin", "USR2"])
-def test_stdin_asks_to_stop_and_its_first_line_is_the_secret(how: str) -> None:
+@pytest.mark.parametrize("stop", ["the end of stdin", "USR2"])
+def test_stdin_asks_to_stop_and_its_first_line_is_the_secret(stop: str) -> None:
     program = (
         "import signal, sys, time\n"
-        "from shoal.launch.leash import take_secret\n"
+        "from shoal.launch.stdin_secret import take_secret\n"
         "path = take_secret(sys.stdin)\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
         "print(path, oct(path.stat().st_mode & 0o777), path.read_text(), flush=True)\n"
@@ -33,11 +33,11 @@ def test_stdin_asks_to_stop_and_its_first_line_is_the_secret(how: str) -> None:
         path, mode, secret = child.stdout.readline().split()
         assert (mode, secret) == ("0o600", "0123456789abcdef")
         assert child.poll() is None
-        if how == "USR2":
+        if stop == "USR2":
             child.send_signal(signal.SIGUSR2)
         else:
             child.stdin.close()
         assert child.wait(30) == 75
     assert not Path(path).exists()
-    with pytest.raises(UsageError, match="--leash reads the job's secret from stdin, which is empty"):
+    with pytest.raises(UsageError, match="--stdin-secret reads the job's secret from stdin, which is empty"):
         take_secret(io.StringIO(""))

@@ -1,4 +1,8 @@
-"""Ends a launcher that ssh or mpirun has started with its starter: by its stdin, which closes then."""
+"""Connects a launcher to the process that started it through ssh or mpirun: by its stdin.
+
+The first line of stdin is the job's secret. When stdin closes, because that process has ended, the launcher
+stops.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from shoal.errors import UsageError
 
 
 def take_secret(stdin: IO[str]) -> Path:
-    """Return a file with the first line of ``stdin``; when that closes, or at USR2, SIGTERM comes.
+    """Write the first line of ``stdin`` to a file; SIGTERM follows when stdin closes, or at USR2.
 
     Raises:
         UsageError: it is empty.
@@ -24,9 +28,9 @@ def take_secret(stdin: IO[str]) -> Path:
     secret = stdin.readline().strip()
     if not secret:
         raise UsageError(
-            "--leash reads the job's secret from stdin, which is empty; shoal submit ssh starts it"
+            "--stdin-secret reads the job's secret from stdin, which is empty; shoal submit ssh starts it"
         )
-    folder = Path(tempfile.mkdtemp(prefix="shoal-leash-"))  # 0700
+    folder = Path(tempfile.mkdtemp(prefix="shoal-secret-"))  # 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "secret"
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
