@@ -95,7 +95,7 @@ def read_texts(
 
     if what.text is not None:
         example = data.Example(what.text, what.second_text, 0)
-        return [data.ClassifyData(path=Path("--text"), labels=labels, examples=(example,), num_unlabelled=0)]
+        return [data.ClassifyData(path=Path("--text"), labels=labels, examples=(example,))]
     names = data.Columns(first=columns.first, second=columns.second or None)
     return [data.read_texts(path, names, labels=labels) for path in inputs]
 

@@ -23,7 +23,14 @@ Version = Literal["1.1", "2.0"]
 
 _SHOWN = 3
 """Number of ids or places that a message names."""
-_KINDS = {list: "a list", dict: "an object", str: "a string", int: "a whole number", bool: "true or false"}
+_KINDS = {
+    list: "a list",
+    dict: "an object",
+    str: "a string",
+    int: "a whole number",
+    bool: "true or false",
+    (str, int): "a string or a whole number",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +67,19 @@ class SquadData:
     """Keys of the answers that are not at ``answer_start``."""
     num_dropped: int
     """Questions that were skipped because all their answers were misplaced."""
+    hint: str = ""
+    """How all misplaced answers are off, if it is the same for all."""
 
 
 def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
     """Read a data file of SQuAD 1.1 or 2.0.
 
+    Ids may be whole numbers, as tools write them.
+
     Args:
         misplaced: ``keep`` answers whose text is not at ``answer_start``, as the official scorers do, which
             compare texts only; ``skip`` them, and questions without another answer; ``refuse`` the file; or
-            ``ignore`` answers, which the file may lack altogether.
+            ``ignore`` answers, which the file may lack altogether; ids too, questions are then numbered.
 
     Raises:
         UsageError: the file cannot be read, is not SQuAD, holds an id twice or no question; or holds a
@@ -78,6 +89,7 @@ def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
     # the official scorers do not need answer_start, so a file that is only scored may lack it
     optional = ["is_impossible", *_OPTIONAL.get(misplaced, ())]
     _check_shape(path, tree, _FILE, "", optional)
+    _complete_ids(tree)
     listed = [
         (f"data[{a}].paragraphs[{p}]", paragraph)
         for a, article in enumerate(tree["data"])
@@ -86,6 +98,7 @@ def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
     questions: list[Question] = []
     place_of: dict[str, str] = {}
     misplaced_at: list[str] = []
+    off: list[tuple[str, Answer]] = []
     num_dropped, is_marked = 0, False
     for number, (place, paragraph) in enumerate(listed):
         for q, entry in enumerate(paragraph["qas"]):
@@ -97,15 +110,17 @@ def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
             place_of[name] = here
             is_marked |= "is_impossible" in entry
             listed_answers = entry.get("answers", [])
-            answers, wrong = _read_answers(path, listed_answers, paragraph["context"], here, misplaced)
-            misplaced_at += wrong
+            context = paragraph["context"]
+            answers, wrong = _read_answers(path, listed_answers, context, here, misplaced)
+            misplaced_at += [place for place, _ in wrong]
+            off += [(context, answer) for _, answer in wrong]
             if listed_answers and not answers:
                 num_dropped += 1
                 continue
             is_impossible = entry.get("is_impossible", False)
             questions.append(Question(name, entry["question"], number, answers, is_impossible))
     if not questions:
-        dropped = f" ({num_dropped} were left out: misplaced answers)" if num_dropped else ""
+        dropped = f" ({num_dropped} were left out: misplaced answers{_hint(off)})" if num_dropped else ""
         raise UsageError(f"{path}: holds no question{dropped}")
     has_answers = misplaced != "ignore" or any(question.answers for question in questions)
     lacks_some = has_answers and not all(question.answers for question in questions)
@@ -116,7 +131,25 @@ def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
         questions=tuple(questions),
         misplaced=tuple(misplaced_at),
         num_dropped=num_dropped,
+        hint=_hint(off),
     )
+
+
+def _hint(off: Sequence[tuple[str, Answer]]) -> str:
+    """Return how the answers are off that do not stand in their contexts, if it is the same for all."""
+    if not off:
+        return ""
+    for unit, encoding, size in (("bytes of UTF-8", "utf-8", 1), ("units of UTF-16", "utf-16-le", 2)):
+        encoded = [
+            (context.encode(encoding, "surrogatepass"), one.text.encode(encoding, "surrogatepass"), one.start)
+            for context, one in off
+        ]
+        if all(start >= 0 and context.startswith(text, size * start) for context, text, start in encoded):
+            return f"; all stand there in {unit}, but answer_start counts characters"
+    for shift in (-1, 1, -2, 2):
+        if all(stands_at(context, one.text, one.start + shift) for context, one in off):
+            return f"; all stand {abs(shift)} {'before' if shift < 0 else 'behind'} their answer_start"
+    return ""
 
 
 def describe_misplaced(data: SquadData) -> str | None:
@@ -126,7 +159,7 @@ def describe_misplaced(data: SquadData) -> str | None:
     dropped = f"; {data.num_dropped} questions without another answer left out" if data.num_dropped else ""
     return (
         f"{data.path}: {len(data.misplaced)} answers do not stand at answer_start "
-        f"({shorten(data.misplaced)}){dropped}"
+        f"({shorten(data.misplaced)}){dropped}{data.hint}"
     )
 
 
@@ -163,8 +196,8 @@ def shorten(names: tuple[str, ...] | list[str]) -> str:
 
 
 _ANSWER = {"text": str, "answer_start": int}
-_QUESTION = {"id": str, "question": str, "answers": [_ANSWER], "is_impossible": bool}
-_OPTIONAL = {"keep": ("answer_start",), "ignore": ("answer_start", "answers")}
+_QUESTION = {"id": (str, int), "question": str, "answers": [_ANSWER], "is_impossible": bool}
+_OPTIONAL = {"keep": ("answer_start",), "ignore": ("answer_start", "answers", "id")}
 """Keys that a file may lack, by what is done with misplaced answers."""
 _FILE = {"data": [{"paragraphs": [{"context": str, "qas": [_QUESTION]}]}]}
 
@@ -175,8 +208,8 @@ def _check_shape(path: Path, node: Any, shape: Any, place: str, optional: Sequen
     Raises:
         UsageError: names the first that is wrong.
     """
-    kind: Any = shape if isinstance(shape, type) else type(shape)
-    if not isinstance(node, kind) or (kind is int and isinstance(node, bool)):
+    kind: Any = shape if isinstance(shape, type | tuple) else type(shape)
+    if not isinstance(node, kind) or (kind is not bool and isinstance(node, bool)):
         keys = f" with the key {next(iter(shape))!r}" if kind is dict else ""
         raise UsageError(f"{path}: {place or 'the file'} is {_shown(node)}, but must be {_KINDS[kind]}{keys}")
     if isinstance(shape, list):
@@ -193,11 +226,19 @@ def _check_shape(path: Path, node: Any, shape: Any, place: str, optional: Sequen
                 )
 
 
+def _complete_ids(tree: Any) -> None:
+    """Make texts of ids that are numbers, and number questions without one, in a tree of the right shape."""
+    entries = [one for article in tree["data"] for each in article["paragraphs"] for one in each["qas"]]
+    for number, entry in enumerate(entries, start=1):
+        entry["id"] = str(entry.get("id", number))
+
+
 def _read_answers(
     path: Path, entries: list[Any], context: str, place: str, policy: Misplaced
-) -> tuple[tuple[Answer, ...], list[str]]:
-    """Return the answers to keep, and the places of those that are not at ``answer_start``."""
-    answers, misplaced = [], []
+) -> tuple[tuple[Answer, ...], list[tuple[str, Answer]]]:
+    """Return the answers to keep, and those that are not at ``answer_start`` with their places."""
+    answers: list[Answer] = []
+    misplaced: list[tuple[str, Answer]] = []
     for number, entry in enumerate(entries):
         text, start = entry["text"], entry.get("answer_start", -1)
         if not stands_at(context, text, start):
@@ -208,7 +249,7 @@ def _read_answers(
                     f"{path}: {here}: {text!r} does not stand at answer_start {start}, {stands!r} does; "
                     "correct the file, or let such answers be skipped"
                 )
-            misplaced.append(here)
+            misplaced.append((here, Answer(text, start)))
             if policy == "skip":
                 continue
         answers.append(Answer(text, start))

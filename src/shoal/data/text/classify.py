@@ -5,6 +5,9 @@ MNLI's matched and mismatched sets are two files, read and scored one by one.
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from shoal.atomic_io import read_text
+from shoal.data.bad_entries import MOST_BAD, NO_LABEL, OTHER_WIDTH, BadEntries, BadEntry, OnBad
 from shoal.data.text.rows import field_names, field_rows
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
@@ -55,30 +59,54 @@ class ClassifyData:
     path: Path
     labels: tuple[str, ...]
     examples: tuple[Example, ...]
-    num_unlabelled: int
-    """Examples that were skipped because they have no label."""
+    bad: BadEntries | None = None
+    """Counts of the rows that were left out."""
+
+    @property
+    def num_unlabelled(self) -> int:
+        """Number of examples that were left out because they have no label."""
+        return self.bad.counts.get(NO_LABEL, 0) if self.bad else 0
 
 
-def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None) -> ClassifyData:
-    """Read a file whose name ends in ``.tsv`` (with a line of column names), ``.jsonl`` or ``.parquet``.
+def read_classify(
+    path: Path,
+    columns: Columns,
+    *,
+    labels: Sequence[str] | None,
+    on_bad: OnBad = "skip",
+    most_bad: float = MOST_BAD,
+) -> ClassifyData:
+    """Read a file whose name ends in ``.tsv``, ``.csv`` (column names first), ``.jsonl`` or ``.parquet``.
 
-    Quotes in a tab-separated file are ordinary characters, as in MNLI's.
+    Quotes in a tab-separated file are ordinary characters, as in MNLI's. An example has no label if its cell
+    is ``columns.unlabelled`` or null, or -1 beside numbers from 0, as in SNLI on the hub.
 
     Args:
         labels: the set of labels, in the order of the model's outputs; ``None`` takes those of the file,
-        sorted:
-            for training data only, since an evaluation needs the labels of the training.
+            sorted: for training data only, since an evaluation needs the labels of the training.
+        on_bad: leave invalid rows out and count them, or refuse the first.
+        most_bad: see :class:`shoal.data.bad_entries.BadEntries`.
 
     Raises:
-        UsageError: the file cannot be read, a column is not there, a line is damaged, a label is not in the
-            set (with its line), or there is no example.
+        UsageError: the file cannot be read, a column is not there, too many rows are invalid, a label is not
+            in the set (with its line), labels are scores, or there is no example.
     """
-    found = list(read_rows(path, columns))
-    labelled = [row for row in found if row[3] != columns.unlabelled]
+    bad = BadEntries(path, on_bad, most_bad)
+    rows = list(read_rows(path, columns, bad))
+    present = {row[3] for row in rows} - {columns.unlabelled}
+    unlabelled = {columns.unlabelled, *_missing_number(present, labels)}
+    labelled = []
+    for row in rows:
+        if row[3] in unlabelled:
+            bad.add(BadEntry(NO_LABEL, repr(row[3])), row[0])
+        else:
+            labelled.append(row)
+    bad.check(len(labelled))
     if not labelled:
         raise UsageError(f"{path}: holds no example with a label")
     if labels is None:
         labels = sorted({label for *_, label in labelled})
+        _refuse_scores(path, labels)
     index = {label: k for k, label in enumerate(labels)}
     if len(index) != len(labels) or len(index) < 2:
         raise UsageError(f"{path}: the labels {', '.join(labels)} must be two or more different ones")
@@ -87,15 +115,27 @@ def read_classify(path: Path, columns: Columns, *, labels: Sequence[str] | None)
         where, label = wrong[0]
         more = f" ({len(wrong)} lines have such labels)" if len(wrong) > 1 else ""
         raise UsageError(
-            f"{where}: the label {label!r} is not one of {', '.join(labels)}{more}."
+            f"{path}, {where}: the label {label!r} is not one of {', '.join(labels)}{more}."
             f"{did_you_mean(label, labels)}"
         )
-    return ClassifyData(
-        path=path,
-        labels=tuple(labels),
-        examples=tuple(Example(first, second, index[label]) for _, first, second, label in labelled),
-        num_unlabelled=len(found) - len(labelled),
-    )
+    examples = tuple(Example(first, second, index[label]) for _, first, second, label in labelled)
+    return ClassifyData(path=path, labels=tuple(labels), examples=examples, bad=bad)
+
+
+def _missing_number(present: Collection[str], labels: Collection[str] | None) -> Collection[str]:
+    """Return -1 if it is no class but marks examples without one: beside numbers from 0 only."""
+    others = set(present) - {"-1"} if labels is None else set(labels)
+    return ["-1"] if others and all(label.isdigit() for label in others) else []
+
+
+def _refuse_scores(path: Path, labels: Sequence[str]) -> None:
+    """Raise if the labels of a file are numbers with fractions, as STS-B's scores are."""
+    scores = [label for label in labels if re.fullmatch(r"-?\d*\.\d*[1-9]\d*", label)]
+    if scores:
+        raise UsageError(
+            f"{path}: labels such as {scores[0]} are scores; classes are learnt here, and not regression. "
+            "Give a column of classes, or list the labels if these are classes (--labels)"
+        )
 
 
 def read_texts(path: Path, columns: Columns, *, labels: Sequence[str]) -> ClassifyData:
@@ -106,14 +146,14 @@ def read_texts(path: Path, columns: Columns, *, labels: Sequence[str]) -> Classi
         labels: those of the model.
 
     Raises:
-        UsageError: the file cannot be read, a column is not there, a line is damaged, or there is no text.
+        UsageError: the file cannot be read, a column is not there, a row is invalid (each text gets an
+            answer), or there is no text.
     """
-    examples = tuple(
-        Example(first, second, 0) for _, first, second, _ in read_rows(path, replace(columns, label=()))
-    )
+    rows = read_rows(path, replace(columns, label=()), BadEntries(path, "refuse"))
+    examples = tuple(Example(first, second, 0) for _, first, second, _ in rows)
     if not examples:
         raise UsageError(f"{path}: holds no text")
-    return ClassifyData(path=path, labels=tuple(labels), examples=examples, num_unlabelled=0)
+    return ClassifyData(path=path, labels=tuple(labels), examples=examples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,55 +187,122 @@ def score_classify(labels: Sequence[str], gold: Iterable[int], predicted: Iterab
     )
 
 
-def read_rows(path: Path, columns: Columns) -> Iterator[tuple[str, str, str | None, str]]:
-    """Yield place (for messages), texts and label of each row; the label is empty if none is asked for.
+def read_rows(path: Path, columns: Columns, bad: BadEntries) -> Iterator[tuple[str, str, str | None, str]]:
+    """Yield place (for messages), texts and label of each valid row; the label is empty if none is asked for.
+
+    A label may be a text, a whole number, true or false. It is ``columns.unlabelled`` for null.
 
     Raises:
-        UsageError: the file cannot be read, a column is not there, or a row is damaged.
+        UsageError: the file cannot be read, a column is not there, or ``bad`` refuses a row.
     """
-    for where, names, entry in _entries(path, columns):
+    for where, names, entry in _entries(path, columns, bad):
         cells = [entry[name] for name in names]
-        texts, label = (cells[:-1], cells[-1]) if columns.label else (cells, "")
-        is_label = isinstance(label, str | int) and not isinstance(label, bool)
-        if not is_label or not all(isinstance(text, str) for text in texts):
-            raise UsageError(f"{where}: texts must be strings, labels strings or whole numbers")
-        yield where, texts[0], texts[1] if len(texts) > 1 else None, str(label)
+        texts, label = (cells[:-1], _label_of(cells[-1], columns)) if columns.label else (cells, "")
+        if label is None:
+            bad.add(
+                BadEntry("a row whose label is neither a text nor a whole number", repr(cells[-1])), where
+            )
+        elif not all(isinstance(text, str) for text in texts):
+            value = next(text for text in texts if not isinstance(text, str))
+            bad.add(BadEntry("a row whose text is no string", f"{value!r:.60}"), where)
+        else:
+            yield where, texts[0], texts[1] if len(texts) > 1 else None, label
 
 
-def _entries(path: Path, columns: Columns) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
-    """Yield place, names of the wanted columns and cells of each row that is not empty.
+def _label_of(value: Any, columns: Columns) -> str | None:
+    """Return a cell as a label, ``None`` if it is none."""
+    if value is None:
+        return columns.unlabelled
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else str(value)
+    return str(value) if isinstance(value, str | int) else None
 
-    Only \\n and \\r\\n end a line.
-    """
+
+def _entries(
+    path: Path, columns: Columns, bad: BadEntries
+) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
+    """Yield place, names of the wanted columns and cells of each row that is not empty."""
     if path.suffix == ".parquet":
         names = _chosen(str(path), columns, field_names(path, str(path)))
         for number, entry in enumerate(field_rows(path, names, str(path)), start=1):
-            yield f"{path}, row {number}", names, entry
-        return
-    if path.suffix not in (".tsv", ".jsonl"):
+            yield f"row {number}", names, entry
+    elif path.suffix == ".jsonl":
+        yield from _json_rows(path, columns, bad)
+    elif path.suffix in (".tsv", ".csv"):
+        yield from _table_rows(path, columns, bad)
+    else:
         raise UsageError(
-            f"{path}: is known by the end of its name: .tsv (tab-separated, column names first), .jsonl or "
-            ".parquet"
+            f"{path}: is known by the end of its name: .tsv (tab-separated) or .csv, column names first, "
+            ".jsonl or .parquet"
         )
-    numbered = enumerate(read_text(path).split("\n"), start=1)
-    lines = ((number, line.removesuffix("\r")) for number, line in numbered if line.strip("\r"))
-    header: list[str] = []
-    if path.suffix == ".tsv":
-        header = next(lines)[1].split("\t")
-        names = _chosen(f"{path}, line 1", columns, header)
-    for number, line in lines:
-        where = f"{path}, line {number}"
-        if header:
-            parts = line.split("\t")
-            if len(parts) != len(header):
-                raise UsageError(f"{where}: has {len(parts)} columns, but the first line names {len(header)}")
-            entry = dict(zip(header, parts, strict=True))
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not empty with their numbers; only \\n and \\r\\n end a line."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip("\r"):
+            yield number, line.removesuffix("\r")
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(io.StringIO(read_text(path), newline=""))
+    try:
+        yield from ((reader.line_num, row) for row in reader if row)
+    except csv.Error as error:
+        raise UsageError(f"{path}, line {reader.line_num}: is not CSV: {error}") from None
+
+
+def _json_rows(
+    path: Path, columns: Columns, bad: BadEntries
+) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
+    names: list[str] = []
+    for number, line in _lines(read_text(path)):
+        try:
+            entry = parse_json(line, "", error=UsageError)
+        except UsageError as error:
+            bad.add(BadEntry("a line that is not JSON", str(error).lstrip(": ")), f"line {number}")
+            continue
+        if not isinstance(entry, dict):
+            bad.add(BadEntry("a line that is no JSON object", f"{line:.60}"), f"line {number}")
+            continue
+        try:
+            names = _chosen(f"{path}, line {number}", columns, entry)
+        except UsageError:
+            if not names:  # the first line tells whether the columns are those of the file
+                raise
+            missing = [name for name in names if name not in entry]
+            bad.add(
+                BadEntry("a line without a column that others have", ", ".join(missing)), f"line {number}"
+            )
         else:
-            entry = parse_json(line, where, error=UsageError)
-            if not isinstance(entry, dict):
-                raise UsageError(f"{where}: must be a JSON object with a key for each column")
-            names = _chosen(where, columns, entry)
-        yield where, names, entry
+            yield f"line {number}", names, entry
+
+
+def _table_rows(
+    path: Path, columns: Columns, bad: BadEntries
+) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
+    """Yield the rows of a table. Quotes enclose cells in ``.csv``, and are plain characters in ``.tsv``."""
+    if path.suffix == ".csv":
+        numbered = _csv_rows(path)
+    else:
+        numbered = ((number, line.split("\t")) for number, line in _lines(read_text(path)))
+    header = next(numbered, (1, [""]))[1]
+    names = _chosen(f"{path}, line 1", columns, header)
+    num_quoted = num_rows = 0
+    for number, parts in numbered:
+        num_rows += 1
+        num_quoted += any(len(part) > 1 and part[0] == part[-1] == '"' for part in parts)
+        if len(parts) != len(header):
+            bad.add(BadEntry(OTHER_WIDTH, f"{len(parts)} for {len(header)}"), f"line {number}")
+        else:
+            yield f"line {number}", names, dict(zip(header, parts, strict=True))
+    if OTHER_WIDTH in bad.counts and 2 * num_quoted > num_rows:
+        raise UsageError(
+            f"{path}: cells are in quotes, which are ordinary characters in .tsv, and some have line ends in "
+            'them; write it as .csv, or as .jsonl: DataFrame.to_json(..., orient="records", lines=True)'
+        )
 
 
 def _chosen(where: str, columns: Columns, present: Collection[str]) -> list[str]:

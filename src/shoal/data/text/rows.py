@@ -138,7 +138,8 @@ def _check_column(file: Any, field: str, name: str) -> None:
 
     def is_text(kind: Any) -> bool:
         plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-        return bool(pa.types.is_string(plain) or pa.types.is_large_string(plain))
+        tests = pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view
+        return any(test(plain) for test in tests)
 
     texts = [column.name for column in file.schema_arrow if is_text(column.type)]
     if field not in texts:

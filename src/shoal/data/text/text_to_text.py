@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, processors
 
+from shoal.data.bad_entries import BadEntries
 from shoal.data.text.classify import ClassifyData, Columns, Example, read_rows
 from shoal.data.text.sequences import Sequences
 from shoal.data.text.special_tokens import Int32Array, Int64Array, encode_texts, plain, ranges
@@ -87,21 +88,24 @@ def read_text_pairs(path: Path, *, source: str, target: str) -> ClassifyData:
     """Read sources and targets: each example has a label of its own, which is its target.
 
     Args:
-        path: its name ends in ``.tsv`` (with a line of column names), ``.jsonl`` or ``.parquet``.
+        path: its name ends in ``.tsv``, ``.csv`` (column names first), ``.jsonl`` or ``.parquet``.
         source: the column (or key) of inputs.
         target: that of targets.
 
     Raises:
-        UsageError: the file cannot be read, a column is not there, a row is damaged, or there is none.
+        UsageError: the file cannot be read, a column is not there, too many rows are invalid, or there is
+            none.
     """
-    found = list(read_rows(path, Columns(first=source, second=target, label=())))
+    bad = BadEntries(path)
+    found = list(read_rows(path, Columns(first=source, second=target, label=()), bad))
+    bad.check(len(found))
     if not found:
         raise UsageError(f"{path}: holds no example")
     return ClassifyData(
         path=path,
         labels=tuple(text or "" for _, _, text, _ in found),
         examples=tuple(Example(text, None, number) for number, (_, text, _, _) in enumerate(found)),
-        num_unlabelled=0,
+        bad=bad,
     )
 
 

@@ -12,6 +12,7 @@ import io
 import json
 import re
 import unicodedata
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -323,11 +324,19 @@ def _wordpiece_vocabulary(model: Any, vocab_size: int) -> dict[str, int]:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
+    """Return the ids of a ``vocab.txt``, which are line numbers; of equal lines the last counts.
+
+    That is how transformers reads such files, as bert-base-multilingual-uncased's.
+    """
     tokens = [line.rstrip("\r") for line in read_text(path).removesuffix("\n").split("\n")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)
-        raise UsageError(f"tokenizer {path}: {twice!r} is there twice; each line must be a token of its own")
+        warnings.warn(
+            f"tokenizer {path}: {len(tokens) - len(vocabulary)} tokens are there again, such as {twice!r}; "
+            "the last line of each is its id",
+            stacklevel=3,
+        )
     return vocabulary
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from shoal.atomic_io import write_json
 from shoal.data.squad.dataset import (
     Answer,
+    Misplaced,
     describe_misplaced,
     read_null_odds,
     read_predictions,
@@ -103,7 +105,8 @@ QAS = r"data\[0\]\.paragraphs\[0\]\.qas\[0\]"
         ({"data": []}, r"holds no question"),
         ({"data": ["x"]}, r"data\[0\] is \"x\", but must be an object with the key 'paragraphs'"),
         ({"data": [{"paragraphs": [{"qas": []}]}]}, r"data\[0\]\.paragraphs\[0\] has no key 'context'"),
-        (changed(id=7), QAS + r"\.id is 7, but must be a string"),
+        (changed(id=7.5), QAS + r"\.id is 7.5, but must be a string or a whole number"),
+        (changed(id=True), QAS + r"\.id is true, but must be a string or a whole number"),
         (changed(question=None), QAS + r"\.question is null, but must be a string"),
         (changed(answers={}), QAS + r"\.answers is an object of 0, but must be a list"),
         (changed(is_impossible=1), QAS + r"\.is_impossible is 1, but must be true or false"),
@@ -151,6 +154,40 @@ def test_a_missing_file_and_a_repeated_id(tmp_path: Path) -> None:
 def test_all_questions_left_out_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"holds no question \(1 were left out: misplaced answers\)"):
         read_squad(squad_file(tmp_path, question("a", ("Eve", 0))), misplaced="skip")
+
+
+@pytest.mark.parametrize(
+    ("starts", "hint"),
+    [
+        ((14, 15), "; all stand there in bytes of UTF-8, but answer_start counts characters"),
+        ((10, 11), "; all stand there in units of UTF-16, but answer_start counts characters"),
+        ((8, 9), "; all stand 1 behind their answer_start"),
+        ((0, 3), ""),
+    ],
+)
+def test_answers_that_are_off_alike_are_explained(tmp_path: Path, starts: tuple[int, int], hint: str) -> None:
+    contexts = zip(("éé😀 here Bo", "éé😀 there Bo"), starts, strict=True)
+    paragraphs = [{"context": text, "qas": [question(text, ("Bo", start))]} for text, start in contexts]
+    path = tmp_path / "off.json"
+    path.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    with pytest.raises(UsageError, match=re.escape(f"(2 were left out: misplaced answers{hint})")):
+        read_squad(path, misplaced="skip")
+    described = describe_misplaced(read_squad(path, misplaced="keep"))
+    assert described is not None and described.endswith(hint or "answers[0])")
+
+
+def test_ids_that_are_numbers_or_missing(tmp_path: Path) -> None:
+    path = squad_file(tmp_path, {**question("a", ("Ada", 0)), "id": 51870}, {**question("b"), "id": 7})
+    policies: tuple[Misplaced, ...] = ("keep", "skip", "ignore")
+    for misplaced in policies:
+        assert [one.id for one in read_squad(path, misplaced=misplaced).questions] == ["51870", "7"]
+    nameless = [question("a"), question("b")]
+    for one in nameless:
+        del one["id"]
+    path = squad_file(tmp_path, *nameless)
+    assert [one.id for one in read_squad(path, misplaced="ignore").questions] == ["1", "2"]
+    with pytest.raises(UsageError, match="has no key 'id'"):
+        read_squad(path, misplaced="skip")
 
 
 def test_predictions_and_odds_come_back(tmp_path: Path) -> None:

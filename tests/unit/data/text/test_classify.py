@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,15 +65,16 @@ def test_jsonl_single_texts_and_labels_of_the_file(tmp_path: Path) -> None:
     [
         ("", "x.tsv", "x.tsv: the file is empty"),
         (HEAD, "x.tsv", "x.tsv: holds no example with a label"),
-        (f"{HEAD}-\ta\tb\n", "x.tsv", "x.tsv: holds no example with a label"),
-        ("a\n", "x.csv", r"x.csv: is known by the end of its name: .tsv .* or .parquet"),
+        (f"{HEAD}-\ta\tb\n", "x.tsv", "nothing can be used; left out 1: example without a label: 1 .line 2"),
+        ("a\n", "x.xlsx", r"x.xlsx: is known by the end of its name: .tsv .* or .parquet"),
+        ('a,"b', "x.csv", "line 1: there is no column 'sentence1', only 'a', 'b'"),
         (
             f"{HEAD}neutral\ta\tb\n\nnetural\ta\tb\nx\ta\tb\n",
             "x.tsv",
             r"line 4: the label 'netural' is not one of entailment, neutral, contradiction "
             r"\(2 lines have such labels\)\. Did you mean 'neutral'\?",
         ),
-        (f"{HEAD}neutral\ta\n", "x.tsv", "line 2: has 2 columns, but the first line names 3"),
+        (f"{HEAD}neutral\ta\n", "x.tsv", r"nothing can be used; .* first line: 1 \(line 2: 2 for 3\)"),
         (
             "label\tsentence1\tsentense2\nneutral\ta\tb\n",
             "x.tsv",
@@ -79,16 +82,84 @@ def test_jsonl_single_texts_and_labels_of_the_file(tmp_path: Path) -> None:
         ),
         ('{"label": "neutral"}\n', "x.jsonl", "line 1: there is no column 'sentence1', only 'label'"),
         ("{}\n", "x.jsonl", "line 1: there is no column 'sentence1', only"),
-        ("\n[1]\n", "x.jsonl", "line 2: must be a JSON object"),
-        ('{"label": \n', "x.jsonl", "line 1: is not JSON"),
-        ('{"label": "-", "sentence1": 1, "sentence2": ""}', "x.jsonl", "line 1: texts must be strings"),
-        ('{"label": "-", "sentence1": "", "sentence2": null}', "x.jsonl", "line 1: texts must be strings"),
-        ('{"label": true, "sentence1": "", "sentence2": ""}', "x.jsonl", "line 1: texts must be .* numbers"),
+        ("\n[1]\n", "x.jsonl", r"line that is no JSON object: 1 \(line 2: \[1\]"),
+        ('{"label": \n', "x.jsonl", r"line that is not JSON: 1 \(line 1: "),
+        ('{"label": "-", "sentence1": 1, "sentence2": ""}', "x.jsonl", r"text is no string: 1 \(line 1: 1\)"),
+        ('{"label": "-", "sentence1": "", "sentence2": null}', "x.jsonl", r"is no string: 1 \(line 1: None"),
+        ('{"label": [], "sentence1": "", "sentence2": ""}', "x.jsonl", r"whole number: 1 \(line 1: \[\]\)"),
     ],
 )
 def test_bad_files_are_named_with_the_line(tmp_path: Path, text: str, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_classify(write(tmp_path, text, name), Columns(), labels=MNLI_LABELS)
+
+
+def a_line(**values: object) -> str:
+    return json.dumps({"sentence1": "a", "sentence2": "b", **values}) + "\n"
+
+
+def labels_of(
+    tmp_path: Path, text: str, name: str = "x.jsonl", **options: Any
+) -> tuple[tuple[str, ...], int]:
+    data = read_classify(write(tmp_path, text, name), Columns(), labels=None, **options)
+    return data.labels, data.num_unlabelled
+
+
+def test_labels_of_other_types_and_missing_ones(tmp_path: Path) -> None:
+    booleans = a_line(label=True) + a_line(label=False) + a_line(label=None)
+    assert labels_of(tmp_path, booleans) == (("false", "true"), 1)
+    numbers = a_line(label=0) + a_line(label=1.0) + a_line(label=2) + a_line(label=-1) + a_line(label=None)
+    assert labels_of(tmp_path, numbers) == (("0", "1", "2"), 2)  # as SNLI on the hub
+    assert labels_of(tmp_path, a_line(label=-1) + a_line(label="yes")) == (("-1", "yes"), 0)
+    table = HEAD + "".join(f"{label}\ta\tb\n" for label in ("0", "1", "-1"))
+    assert labels_of(tmp_path, table, "x.tsv") == (("0", "1"), 1)
+    again = read_classify(write(tmp_path, table), Columns(), labels=("0", "1", "2"))
+    assert again.num_unlabelled == 1
+    kept = read_classify(write(tmp_path, table), Columns(), labels=("-1", "0", "1"))
+    assert kept.num_unlabelled == 0 and len(kept.examples) == 3
+
+
+@pytest.mark.parametrize("scores", [["0.0", "1.3"], ["2.50", "2.75"], ["-0.5", "1"]])
+def test_scores_are_no_classes(tmp_path: Path, scores: list[str]) -> None:
+    text = HEAD + "".join(f"{score}\ta\tb\n" for score in scores)
+    with pytest.raises(UsageError, match=r"x\.tsv: labels such as .* are scores; .* not regression"):
+        labels_of(tmp_path, text, "x.tsv")
+    listed = read_classify(write(tmp_path, text), Columns(), labels=scores)
+    assert [example.label for example in listed.examples] == [0, 1]
+    whole = HEAD + "1.0\ta\tb\n2.0\ta\tb\n"
+    assert labels_of(tmp_path, whole, "x.tsv") == (("1.0", "2.0"), 0)
+
+
+def test_lines_of_another_width_are_left_out(tmp_path: Path) -> None:
+    text = f"{HEAD}x\ta\tb\ny\ta\ny\ta\tb\tc\ny\ta\tb\n"
+    data = read_classify(write(tmp_path, text), Columns(), labels=None)
+    assert data.labels == ("x", "y") and len(data.examples) == 2 and data.bad is not None
+    (line,) = data.bad.lines()
+    assert line.endswith("columns than the first line: 2 (line 3: 2 for 3, line 4)")
+    with pytest.raises(UsageError, match=r"x\.tsv: line 3 is a line with another .* \(--on-bad skip\)"):
+        labels_of(tmp_path, text, "x.tsv", on_bad="refuse")
+
+
+def test_cells_in_quotes(tmp_path: Path) -> None:
+    rows = [("label", "sentence1", "sentence2"), ("x", 'a "b"', "c, d"), ("y", "e\nf", "g\th")]
+    for name, delimiter in (("x.csv", ","), ("x.tsv", "\t")):
+        with (tmp_path / name).open("w", newline="") as file:
+            csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows(rows)
+    data = read_classify(tmp_path / "x.csv", Columns(), labels=None)
+    assert data.labels == ("x", "y")
+    assert data.examples == (Example('a "b"', "c, d", 0), Example("e\nf", "g\th", 1))
+    with pytest.raises(UsageError, match="there is no column 'sentence1', only '\"label\"'"):
+        read_classify(tmp_path / "x.tsv", Columns(), labels=None)
+    text = (tmp_path / "x.tsv").read_text().replace('"label"\t"sentence1"\t"sentence2"', HEAD.strip())
+    with pytest.raises(UsageError, match=r"x\.tsv: cells are in quotes, .* write it as \.csv, or as \.jsonl"):
+        labels_of(tmp_path, text, "x.tsv")
+
+
+def test_a_later_line_without_a_column_is_left_out(tmp_path: Path) -> None:
+    text = a_line(label="x") + '{"label": "y"}\n' + a_line(label="y")
+    data = read_classify(write(tmp_path, text, "x.jsonl"), Columns(), labels=None)
+    assert len(data.examples) == 2 and data.bad is not None
+    assert data.bad.counts == {"a line without a column that others have": 1}
 
 
 def test_missing_files_wrong_bytes_and_wrong_label_sets(tmp_path: Path) -> None:
