@@ -207,21 +207,24 @@ _OWN = {
 }
 
 
-def _installed() -> dict[str, Recipe]:
+def installed() -> dict[str, Recipe]:
     """Return the recipes of other installed packages, by the names of their entry points.
+
+    An entry point cannot replace a recipe of shoal.
 
     Raises:
         TypeError: one is no :class:`Recipe`.
     """
-    found = {entry.name: entry.load() for entry in entry_points(group=__name__)}
-    for name, recipe in found.items():
-        if not isinstance(recipe, Recipe):
-            raise TypeError(f"the entry point {name} of {__name__} is {recipe!r}, not a Recipe")
-    return found
+    recipes: dict[str, Recipe] = {}
+    for entry in entry_points(group=__name__):
+        if entry.name not in _OWN:
+            recipes[entry.name] = recipe = entry.load()
+            if not isinstance(recipe, Recipe):
+                raise TypeError(f"the entry point {entry.name} of {__name__} is {recipe!r}, not a Recipe")
+    return recipes
 
 
-RECIPES = {**_OWN, **_installed(), **_OWN}
-"""By name, ours first; another package cannot replace one of ours."""
+RECIPES = _OWN | installed()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_ONE_MOMENT = ("sgd", "lars", "novograd")
-"""Optimizers that keep one value for each weight; others keep two."""
-
 # ------------------------------------------------------------------------------------------------- counts
 
 
@@ -55,7 +52,7 @@ def flops_per_sample(sample: Sample) -> float:
 def memory_of(profile: StepProfile, config: Any, micro_batch_size: int) -> MemoryEstimate:
     """Return the memory of a worker: weights, optimizer, and the activations of a micro-batch."""
     weights_bytes = 4 * profile.num_trainable
-    num_moments = 1 if config.optim.optimizer in _ONE_MOMENT else 2
+    num_moments = 1 if _keeps_one_moment(config) else 2
     saved_bytes = profile.saved_bytes * micro_batch_size // profile.num_samples
     return MemoryEstimate(
         weights_bytes=weights_bytes,
@@ -63,6 +60,11 @@ def memory_of(profile: StepProfile, config: Any, micro_batch_size: int) -> Memor
         optimizer_bytes=num_moments * weights_bytes,
         activations_bytes=saved_bytes * activation_bytes(config) // 4,
     )
+
+
+def _keeps_one_moment(config: Any) -> bool:
+    """Return whether the optimizer keeps one value for each weight; others keep two."""
+    return getattr(getattr(config, "optim", None), "optimizer", "") in ("sgd", "lars", "novograd")
 
 
 # ------------------------------------------------------------------------------------------------- names
@@ -188,7 +190,7 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
         profile,
         unit=config.unit,
         tokens_per_sample=sample.sequence_length,
-        optimizer_bytes=MOMENTUM_BYTES if config.optim.optimizer in _ONE_MOMENT else LAMB_BYTES,
+        optimizer_bytes=MOMENTUM_BYTES if _keeps_one_moment(config) else LAMB_BYTES,
         relay_bytes=sample.relay_bytes,
         trainable=profile.num_trainable / sum(weight.numel() for weight in sample.model.parameters()),
         equal_shares=getattr(config, "equal_shares", False),

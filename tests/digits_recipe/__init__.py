@@ -1,0 +1,11 @@
+"""A package with a recipe, as users write one: ``test_added_recipe.py`` installs it."""
+
+from shoal.recipes import Recipe
+
+DIGITS = Recipe(
+    module="digits_recipe.digits",
+    config="DigitsConfig",
+    preset="tiny",
+    help="Train a network to read the digits of clocks.",
+    example="shoal train digits --run.dir runs/digits",
+)
