@@ -2,7 +2,8 @@
 
 A store is any object with the methods of :class:`Store`, such as a ``torch.distributed.Store``. Every process
 that reaches the store can write to it. With a secret of the job, each record therefore carries an HMAC-SHA256
-over its key, the group's name and its text, and every record is checked when it is read.
+over its key, the group's name and its text, and every record is checked when it is read. The launchers of
+several hosts exchange such records too (``launch/host_rendezvous.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from shoal.comm.engine import CommError
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 
 _MAX_BYTES = 1 << 20
@@ -38,24 +39,26 @@ Rule = Any
 A pattern of a text, a range of whole numbers, ``float`` for a number of at least 0, ``object`` for anything,
 a dict with the rule of each field, or a list with the rule of its entries.
 """
-_NAME = r"[^\x00-\x1f\x7f]{1,512}"
+NAME = r"[^\x00-\x1f\x7f]{1,512}"
+"""Rule of the name of a host and the like."""
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _ADDRESS = rf"{_OCTET}(\.{_OCTET}){{3}}|[0-9a-f]{{0,4}}(:[0-9a-f]{{0,4}}){{2,7}}(%[\w.-]{{1,15}})?"
 _ADDRESSES = rf"({_ADDRESS})(,({_ADDRESS})){{0,7}}"
-_PORT = range(1, 1 << 16)
+PORT = range(1, 1 << 16)
+"""Rule of the port of a service."""
 
 LOCATION: Rule = {
-    "host": _NAME,
+    "host": NAME,
     "address": _ADDRESSES,
-    "port": _PORT,
+    "port": PORT,
     "global_rank": range(1 << 31),
     "pid": range(1, 1 << 31),
-    "node": _NAME,
-    "network": _NAME,
+    "node": NAME,
+    "network": NAME,
 }
 """Location of a rank: the fields of ``engine.Peer`` and of ``addresses.Endpoint``."""
 RULES: Rule = {
-    "helpers": [{"address": _ADDRESS, "port": _PORT, "name": _NAME, "bandwidth": float}],
+    "helpers": [{"address": _ADDRESS, "port": PORT, "name": NAME, "bandwidth": float}],
     "options": object,
     "connections": range(65),
     "segment": r"shoal-[0-9a-f-]{1,64}",
@@ -114,7 +117,56 @@ class PrefixStore:
         self.underlying_store.wait([self._prefix + key for key in keys], timeout)
 
 
-class Records:
+class SignedStore:
+    """Records in a store, checked when they are read: JSON objects, each with an HMAC of key, scope and text.
+
+    Args:
+        store: of the job.
+        scope: name of those who share the records; those of another scope are refused.
+        secret: the job's secret; ``None`` leaves records unsigned.
+    """
+
+    error: type[ShoalError] = CommError
+    """Raised for a malformed record."""
+
+    def __init__(self, store: Store, scope: str, secret: bytes | None) -> None:
+        self._store, self._scope, self._secret = store, scope, secret
+
+    def put(self, key: str, value: dict[str, Any]) -> None:
+        """Write a record."""
+        text = json.dumps(value)
+        self._store.set(key, self._mac(key, text) + text)
+
+    def read(self, key: str, rule: Rule, name: str) -> dict[str, Any]:
+        """Return a record that is in the store; ``name`` is its name in errors.
+
+        Raises:
+            ShoalError: it is not signed with this secret, is malformed, or is an error.
+        """
+        text = self._store.get(key)[: _MAX_BYTES + 1].decode("ascii", errors="replace")
+        signed = re.match(rf"[0-9a-f]{{{_MAC_DIGITS}}}(?=\{{)", text) is not None
+        mac, text = (text[:_MAC_DIGITS], text[_MAC_DIGITS:]) if signed else ("", text)
+        if not hmac.compare_digest(mac, self._mac(key, text)):
+            raise self.forged(name, is_signed=signed)
+        record: dict[str, Any] = parse_json(text, name, error=self.error, remedy=_CHANGED)
+        is_error = isinstance(record, dict) and "error" in record
+        if violation := _violation(record, _ERROR if is_error else rule):
+            raise self.error(f"{name} is malformed: {violation}; {_CHANGED}")
+        if is_error:
+            raise self.error(f"the group cannot be made: {record['error']}")
+        return record
+
+    def forged(self, name: str, *, is_signed: bool) -> ShoalError:
+        """Return the error for a record that is not signed with this secret."""
+        return self.error(f"{name} is not signed with the job's secret")
+
+    def _mac(self, key: str, text: str) -> str:
+        if self._secret is None:
+            return ""
+        return hmac.digest(self._secret, json.dumps([key, self._scope, text]).encode(), "sha256").hex()
+
+
+class Records(SignedStore):
     """The records of one group in the store.
 
     Args:
@@ -125,16 +177,11 @@ class Records:
     """
 
     def __init__(self, store: Store, group: str, secret: bytes | None, timeout: timedelta) -> None:
-        self._store, self._group, self._secret = store, group, secret
+        super().__init__(store, group, secret)
         self._timeout = min(timeout, _LONGEST)
 
-    def put(self, key: str, value: dict[str, Any]) -> None:
-        """Write a record."""
-        text = json.dumps(value)
-        self._store.set(key, self._mac(key, text) + text)
-
     def wait_for_readers(self, rank: int, size: int) -> None:
-        """Wait briefly until all ranks have read what they need: the store may end with this process.
+        """Wait briefly until all ranks have read their records: the store may end with this process.
 
         All ranks that find the same reason to exit call it.
         """
@@ -163,36 +210,19 @@ class Records:
                 f"rank {rank} of the group did not come within {limit_s:g} s; see whether it was "
                 "started and what it printed"
             ) from problem
-        where = f"what rank {rank} has put into the store ({key})"
-        record: dict[str, Any] = parse_json(
-            self._signed_text(key, rank, where), where, error=CommError, remedy=_CHANGED
+        return self.read(key, rule, f"what rank {rank} has put into the store ({key})")
+
+    def forged(self, name: str, *, is_signed: bool) -> ShoalError:
+        """Return the error for a record that is not signed with this secret."""
+        if self._secret is None and is_signed:
+            return UsageError(
+                f"{name} is signed: that rank has a SHOAL_SECRET and this rank has none; set the same on "
+                "all hosts"
+            )
+        return CommError(
+            f"{name} is not signed with this rank's secret: the SHOAL_SECRET of the two differ, or "
+            "another process changed the store"
         )
-        is_error = isinstance(record, dict) and "error" in record
-        if violation := _violation(record, _ERROR if is_error else rule):
-            raise CommError(f"{where} is malformed: {violation}; {_CHANGED}")
-        if is_error:
-            raise CommError(f"the group cannot be made: {record['error']}")
-        return record
-
-    def _mac(self, key: str, text: str) -> str:
-        if self._secret is None:
-            return ""
-        return hmac.digest(self._secret, json.dumps([key, self._group, text]).encode(), "sha256").hex()
-
-    def _signed_text(self, key: str, rank: int, where: str) -> str:
-        text = self._store.get(key)[: _MAX_BYTES + 1].decode("ascii", errors="replace")
-        signed = re.match(rf"[0-9a-f]{{{_MAC_DIGITS}}}(?=\{{)", text) is not None
-        mac, text = (text[:_MAC_DIGITS], text[_MAC_DIGITS:]) if signed else ("", text)
-        if self._secret is None and signed:
-            raise UsageError(
-                f"rank {rank} has a SHOAL_SECRET and this rank has none; set the same on all hosts"
-            )
-        if not hmac.compare_digest(mac, self._mac(key, text)):
-            raise CommError(
-                f"{where} is not signed with this rank's secret: the SHOAL_SECRET of the two differ, or "
-                "another process changed the store"
-            )
-        return text
 
 
 def _violation(value: Any, rule: Rule, name: str = "it") -> str:

@@ -12,9 +12,6 @@ torch's, which the leader serves at any free port.
 from __future__ import annotations
 
 import errno
-import hashlib
-import hmac
-import json
 import os
 import secrets
 import socket
@@ -28,13 +25,11 @@ from typing import Any
 
 from shoal import __version__
 from shoal.comm.engine import CommError
-from shoal.comm.store import PrefixStore, Store
+from shoal.comm.store import NAME, PORT, PrefixStore, Rule, SignedStore, Store
 from shoal.comm.tcp_store import TcpStore, TcpStoreServer
 from shoal.errors import EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
-from shoal.json_text import parse_json
 
 _NONCE_BYTES = 16
-_MAC_CHARACTERS = 64
 _END_DEADLINE_S = 300.0
 _OTHERS_END_S = 12.0
 """Time for the other hosts to notice a failure, end their workers and say so."""
@@ -47,6 +42,17 @@ _BACKLOG = 1024
 _RELEASE_S = 5.0
 """Time for helpers to hear how the workers have ended."""
 _LONG = timedelta(days=1)
+
+_TOKEN = rf"[0-9a-f]{{{2 * _NONCE_BYTES}}}"
+_COUNT = range(1, 1 << 31)
+_CODE = range(-255, 256)
+_LEADER: Rule = {
+    "challenge": _TOKEN, "master_port": PORT, "hosts": _COUNT, "workers": _COUNT, "version": NAME,
+}  # fmt: skip
+_ANSWER: Rule = {"challenge": _TOKEN, "nonce": _TOKEN, "name": NAME}
+_RANKS: Rule = {"nonces": [_TOKEN]}
+_END: Rule = {"code": _CODE, "text": rf"[\s\S]{{0,{_MAX_TEXT}}}", "name": NAME}
+_WORKERS_END: Rule = {"code": _CODE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ class Membership:
     master_port: int
     """Port of the leader's host at which torch's workers meet; that of this store where it has no torch."""
     store: Store
-    signed: _SignedStore
+    signed: _HostRecords
     resources: ExitStack
     """The connection, and on the leader's host the servers."""
 
@@ -84,7 +90,7 @@ class Membership:
                 for other in range(self.num_hosts):
                     if not self.store.check([key := self._end_key(other)]):
                         continue
-                    end = self.signed.get(key)
+                    end = self.signed.get(key, _END)
                     if end["code"] not in (EXIT_OK, EXIT_STOPPED, EXIT_LOST):
                         said = "".join(c if c.isprintable() or c == "\n" else "?" for c in end["text"])
                         return int(end["code"]), f"on host {end['name']}: {said}"
@@ -158,7 +164,7 @@ def join_hosts(
                 resources.enter_context(closing(TcpStoreServer(listener, secret)))
             store = _launchers_store(host, port, secret, limit, resources)
             address = f"{host}:{port}"
-            signed = _SignedStore(store, address=address, secret=secret, until=until, stopped=stopped)
+            signed = _HostRecords(store, address=address, secret=secret, until=until, stopped=stopped)
             if listener is not None:
                 master_port = _serve_workers(host, listener, limit, resources) or port
                 rank = _lead(signed, num_hosts=num_hosts, num_workers=num_workers, master_port=master_port)
@@ -205,18 +211,18 @@ def await_workers_end(
             ) from None
         with suppress(CommError):
             until = time.monotonic() + deadline_s
-            signed = _SignedStore(
+            signed = _HostRecords(
                 store, address=f"{host}:{port}", secret=secret, until=until, stopped=lambda: False
             )
             store.add("num_helpers", 1)
             reached()
-            end = _workers_end(signed.get("leader")["challenge"])
+            end = _workers_end(signed.get("leader", _LEADER)["challenge"])
             while not store.check([end]):
                 with suppress(TimeoutError):
                     store.wait([end], _LONG)
-            code = signed.get(end)["code"]
+            code = int(signed.get(end, _WORKERS_END)["code"])
             store.add("num_released", 1)
-            return code if type(code) is int else None
+            return code
     return None
 
 
@@ -260,69 +266,64 @@ def _unless(stopped: Callable[[], bool]) -> None:
         raise ShoalError("a signal asked to stop before all hosts had come")
 
 
-class _SignedStore:
-    """JSON objects in a store, each with an HMAC of its key and text."""
+class _HostRecords(SignedStore):
+    """Records of the launchers, signed with the job's secret."""
+
+    error = ShoalError
 
     def __init__(
         self, store: Store, *, address: str, secret: bytes, until: float, stopped: Callable[[], bool]
     ) -> None:
+        super().__init__(store, "shoal launch", secret)
         self.store, self.address = store, address
         self.challenge = ""
         """The leader's, once it is known."""
-        self._secret, self._until, self._stopped = secret, until, stopped
+        self._until, self._stopped = until, stopped
 
-    def put(self, key: str, value: dict[str, Any]) -> None:
-        text = json.dumps(value)
-        self.store.set(key, self._mac(key, text.encode()) + text)
-
-    def get(self, key: str) -> dict[str, Any]:
-        """Wait for a value and return it.
+    def get(self, key: str, rule: Rule) -> dict[str, Any]:
+        """Wait for a record and return it.
 
         Raises:
-            ShoalError: it is not signed with the job's secret.
+            ShoalError: it is not signed with the job's secret, or is malformed.
         """
         while not self.store.check([key]):
             _unless(self._stopped)
             if time.monotonic() > self._until:
                 self.store.wait([key], timedelta(milliseconds=1))  # raises
             time.sleep(_KEY_POLL_S)
-        data = self.store.get(key)
-        mac, text = data[:_MAC_CHARACTERS], data[_MAC_CHARACTERS:]
-        if not hmac.compare_digest(mac, self._mac(key, text).encode()):
-            raise self.forged(key)
-        value: dict[str, Any] = parse_json(text, f"the value {key!r} in the store")
-        return value
+        return self.read(key, rule, self.name_of(key))
 
-    def forged(self, key: str) -> ShoalError:
+    def name_of(self, key: str) -> str:
+        """Return the name of a record in errors."""
+        return f"the value {key!r} in the store at {self.address}"
+
+    def forged(self, name: str, *, is_signed: bool = True) -> ShoalError:
+        """Return the error for a record that no launcher of this job has written."""
         return ShoalError(
-            f"the value {key!r} in the store at {self.address} was not written by a launcher of "
-            "this job: that host's secret differs from this one's (compare sha256sum of SHOAL_SECRET_FILE), "
-            "or a stranger reaches that port; admit only the job's hosts to it"
+            f"{name} was not written by a launcher of this job: that host's secret differs from this one's "
+            "(compare sha256sum of SHOAL_SECRET_FILE), or a stranger reaches that port; admit only the job's "
+            "hosts to it"
         )
 
-    def _mac(self, key: str, text: bytes) -> str:
-        message = f"shoal launch\0{key}\0".encode() + text
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
-
-def _lead(store: _SignedStore, *, num_hosts: int, num_workers: int, master_port: int) -> int:
-    challenge = store.challenge = secrets.token_hex(_NONCE_BYTES)
+def _lead(records: _HostRecords, *, num_hosts: int, num_workers: int, master_port: int) -> int:
+    challenge = records.challenge = secrets.token_hex(_NONCE_BYTES)
     settings = {"hosts": num_hosts, "workers": num_workers, "version": __version__}
-    store.put("leader", {"challenge": challenge, "master_port": master_port, **settings})
+    records.put("leader", {"challenge": challenge, "master_port": master_port, **settings})
     answers = []
     for number in range(1, num_hosts):
-        answer = store.get(key := f"host/{number}")
+        answer = records.get(key := f"host/{number}", _ANSWER)
         if answer["challenge"] != challenge:
-            raise store.forged(key)
+            raise records.forged(records.name_of(key))
         answers.append((answer["name"], number, answer["nonce"]))
-    store.put("ranks", {"nonces": [nonce for _, _, nonce in sorted(answers)]})
+    records.put("ranks", {"nonces": [nonce for _, _, nonce in sorted(answers)]})
     return 0
 
 
-def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> tuple[int, int]:
+def _follow(records: _HostRecords, *, num_hosts: int, num_workers: int) -> tuple[int, int]:
     """Return the rank of this host, and the port at which torch's workers meet."""
-    leader = store.get("leader")
-    store.challenge = leader["challenge"]
+    leader = records.get("leader", _LEADER)
+    records.challenge = leader["challenge"]
     for name, key, mine in (
         ("--nnodes", "hosts", num_hosts),
         ("--workers", "workers", num_workers),
@@ -330,21 +331,21 @@ def _follow(store: _SignedStore, *, num_hosts: int, num_workers: int) -> tuple[i
     ):
         if leader[key] != mine:
             raise UsageError(
-                f"{name} is {mine} here and {leader[key]} on {store.address.rpartition(':')[0]}: give all "
+                f"{name} is {mine} here and {leader[key]} on {records.address.rpartition(':')[0]}: give all "
                 f"hosts the same (here: {os.uname().nodename})"
             )
-    number = store.store.add("num_hosts", 1)
+    number = records.store.add("num_hosts", 1)
     if not 0 < number < num_hosts:
         raise ShoalError(
-            f"{num_hosts} hosts have met at {store.address} already and this is one "
+            f"{num_hosts} hosts have met at {records.address} already and this is one "
             "more: end the launchers on all hosts and start one on each, or choose another port"
         )
     nonce = secrets.token_hex(_NONCE_BYTES)
     answer = {"challenge": leader["challenge"], "nonce": nonce, "name": os.uname().nodename}
-    store.put(f"host/{number}", answer)
-    nonces = store.get("ranks")["nonces"]
+    records.put(f"host/{number}", answer)
+    nonces = records.get("ranks", _RANKS)["nonces"]
     if nonce not in nonces:
-        raise store.forged("ranks")
+        raise records.forged(records.name_of("ranks"))
     return 1 + int(nonces.index(nonce)), int(leader["master_port"])
 
 

@@ -18,7 +18,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from forked import free_port
-from shoal.comm.store import PrefixStore
+from shoal.comm.store import PrefixStore, SignedStore
 from shoal.comm.tcp_store import TcpStore, TcpStoreServer, listening_socket
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import host_rendezvous
@@ -148,7 +148,7 @@ def test_a_leader_that_never_comes() -> None:
         await_workers_end("127.0.0.1", free_port(), SECRET, deadline_s=0.0)
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------
 
 
 def test_the_host_with_the_store_leaves_last() -> None:
@@ -239,7 +239,7 @@ def test_one_host_too_many_is_told() -> None:
 
 
 def earlier_job() -> dict[str, bytes]:
-    """Return what a stranger can have read of a job of two hosts."""
+    """Return the records of a job of two hosts, as a stranger may have read them."""
     port = free_port()
     met = meet(*(host(port, 2) for _ in range(2)))
     assert [member.rank for member in met] == [0, 1]
@@ -280,7 +280,26 @@ def test_values_that_no_launcher_has_written(value: bytes) -> None:
             leading.result()
 
 
-def test_a_value_signed_for_another_place() -> None:
+@pytest.mark.parametrize(
+    ("answer", "violation"),
+    [
+        ({"challenge": "0" * 32, "nonce": "0" * 32}, "has no field name"),
+        ({"challenge": "0" * 32, "nonce": "x", "name": "n1"}, "a text of the form"),
+        ({"challenge": "0" * 32, "nonce": "0" * 32, "name": "n\n1"}, "a text of the form"),
+        ({"challenge": "0" * 32, "nonce": "0" * 32, "name": "n1", "rank": 0}, "has unknown fields"),
+    ],
+)
+def test_signed_answers_that_are_malformed(answer: dict[str, Any], violation: str) -> None:
+    """By a launcher with the secret, such as one of another version."""
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(host(port, 2))
+        SignedStore(store_at(port), "shoal launch", SECRET).put("host/1", answer)
+        with pytest.raises(ShoalError, match=f"'host/1' in the store at .* is malformed: .*{violation}"):
+            leading.result()
+
+
+def test_a_value_signed_for_another_key() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(host(port, 2))
