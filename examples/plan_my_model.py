@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal import plan
 from shoal.planner.answer import text_of
-from shoal.planner.api import plan
 
 VOCABULARY, LENGTH = 32_000, 1024
 

@@ -13,7 +13,7 @@ from shoal.optim.lars import Lars as Lars
 from shoal.optim.novograd import Novograd as Novograd
 from shoal.pipelining.api import make_mesh as make_mesh
 from shoal.pipelining.api import pipeline as pipeline
-from shoal.planner.api import plan as plan
+from shoal.recipes.workloads import plan as plan
 from shoal.train.checkpoint import Checkpointer as Checkpointer
 from shoal.train.run import Run as Run
 

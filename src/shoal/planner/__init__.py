@@ -3,7 +3,8 @@
 A prediction, step by step:
 
 1. ``hardware`` reads the catalog of instance types, accelerators and networks, each figure with its source.
-2. ``recipe_workloads`` counts gradient bytes and FLOPs of each layer in the real model, on the meta device.
+2. ``recipe_workloads`` has gradient bytes and FLOPs of each layer of the real models, counted on the meta
+   device (``shoal.recipes.workloads``); ``counting`` counts your own model.
 3. ``step_time`` computes when a worker finishes and when each bucket of gradients is ready. Its one free
    figure, the FLOP/s that the accelerators achieve, comes from a measured or published throughput of one
    host (``calibration``, ``prediction.achieved``).
