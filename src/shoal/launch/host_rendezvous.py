@@ -1,12 +1,12 @@
-"""Assigns ranks to the hosts of a job: their launchers meet in a store by authenticated values.
+"""Assigns ranks to the hosts of a job: their launchers exchange signed records through a store.
 
-torch's own rendezvous (``c10d``) unpickles values from a store that anybody who reaches its port can write
-to. Here all is JSON, and each value carries an HMAC-SHA256 of key and value under the job's secret. A
+torch's own rendezvous (``c10d``) unpickles values from a store to which everybody can write who reaches its
+port. Here all values are JSON with an HMAC-SHA256 under the job's secret (:mod:`shoal.comm.store`). A
 stranger at the port cannot take part and learns no secret.
 
-The store is shoal's own (:mod:`shoal.comm.tcp_store`): who connects to it proves first to know the secret.
-Helpers that were named in advance wait in it for the end of the workers. Torch's workers meet in a store of
-torch's, which the leader serves at any free port.
+The store is shoal's own (:mod:`shoal.comm.tcp_store`): clients first prove that they know the secret. Helpers
+that were named in advance wait in it for the end of the workers. The workers' torch has a store of its own,
+which the leader serves at any free port.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.errors import EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageErro
 _NONCE_BYTES = 16
 _END_DEADLINE_S = 300.0
 _OTHERS_END_S = 12.0
-"""Time for the other hosts to notice a failure, end their workers and say so."""
+"""Time for the other hosts to notice a failure, end their workers and report it."""
 _POLL_S = 0.1
 _KEY_POLL_S = 0.02
 _NAME_DEADLINE_S = 60.0
@@ -40,7 +40,7 @@ _NAME_DEADLINE_S = 60.0
 _MAX_TEXT = 4_000
 _BACKLOG = 1024
 _RELEASE_S = 5.0
-"""Time for helpers to hear how the workers have ended."""
+"""Time for helpers to read the workers' exit code."""
 _LONG = timedelta(days=1)
 
 _TOKEN = rf"[0-9a-f]{{{2 * _NONCE_BYTES}}}"
@@ -56,8 +56,8 @@ _WORKERS_END: Rule = {"code": _CODE}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Membership:
-    """This host's place among the hosts of a job.
+class HostGroup:
+    """The hosts of a job, as one of them has joined them.
 
     The launcher of rank 0 serves the stores, so it has to outlive the workers: call :meth:`leave` when those
     of this host have ended.
@@ -66,17 +66,17 @@ class Membership:
     rank: int
     num_hosts: int
     master_port: int
-    """Port of the leader's host at which torch's workers meet; that of this store where it has no torch."""
+    """Port of the store of the workers' torch on the leader's host; that of this store if it has no torch."""
     store: Store
     signed: _HostRecords
     resources: ExitStack
     """The connection, and on the leader's host the servers."""
 
     def cause(self, exit_code: int, text: str) -> tuple[int, str]:
-        """Tell the other hosts how this one has ended, and return the exit code and text of the cause.
+        """Publish the end of this host, and return the exit code and text of the failure that caused it.
 
-        These are the given ones, unless this host merely lost another (:data:`~shoal.errors.EXIT_LOST`) and
-        that one says within 12 s how it has failed.
+        They are the given ones, unless this host merely lost another (:data:`~shoal.errors.EXIT_LOST`) and
+        that one publishes its failure within 12 s.
         """
         with suppress(RuntimeError, OSError):  # the store has gone with its host
             end: dict[str, Any] = {
@@ -100,7 +100,8 @@ class Membership:
     def leave(self, *, wait: bool, has_failed: bool = False, exit_code: int = EXIT_OK) -> None:
         """Announce the end of this host; with ``wait``, rank 0 waits for the other hosts.
 
-        It waits up to 300 s, and 12 s after a failure. Then it tells ``exit_code`` to the helpers that wait.
+        It waits up to 300 s, and 12 s after a failure. Then it publishes ``exit_code`` for the waiting
+        helpers.
         """
         with suppress(RuntimeError, OSError):  # the store has gone with its host
             self.store.add("num_left", 1)
@@ -131,10 +132,10 @@ def join_hosts(
     secret: bytes,
     deadline_s: float,
     stopped: Callable[[], bool] = lambda: False,
-) -> Membership:
-    """Meet the launchers of the other hosts in a store at ``host:port`` and return this host's rank.
+) -> HostGroup:
+    """Join the launchers of the other hosts through a store at ``host:port``.
 
-    The launcher that finds ``host`` to be an address of its own machine listens there and leads:
+    The launcher on whose machine ``host`` is an address listens there and leads:
 
     1. The leader publishes a challenge, and the settings on which all launchers must agree.
     2. Each other launcher takes a number by the store's atomic add and answers under this number.
@@ -145,12 +146,12 @@ def join_hosts(
 
     Args:
         num_workers: workers per host.
-        stopped: asked all the time; true ends the wait. Nothing waits inside the store's own code, where a
-            thread would abort the process at its end.
+        stopped: polled; true ends the wait. No call blocks inside the store's code, because the end of the
+            process would abort there.
 
     Raises:
         ShoalError: a value in the store was not written by a launcher of this job, the launchers do not
-            agree on the number of hosts or workers, ``host`` cannot be found, or the others do not come in
+            agree on the number of hosts or workers, ``host`` cannot be resolved, the others do not join in
             time, or it was stopped.
     """
     until = time.monotonic() + deadline_s
@@ -179,7 +180,7 @@ def join_hosts(
                 f"reached, and that no other program on {host} listens there (ss -ltnp)"
             ) from error
         kept = resources.pop_all()
-    return Membership(
+    return HostGroup(
         rank=rank,
         num_hosts=num_hosts,
         master_port=master_port,
@@ -192,15 +193,15 @@ def join_hosts(
 def await_workers_end(
     host: str, port: int, secret: bytes, *, deadline_s: float, reached: Callable[[], None] = lambda: None
 ) -> int | None:
-    """Wait, on a helper's host, for the end of the workers; return their exit code if the leader said one.
+    """Wait, on a helper's host, for the end of the workers; return their exit code.
 
-    Without one, the leader or its host has ended.
+    ``None``: the leader or its host has ended without publishing one.
 
     Args:
-        reached: called when the leader's store has been reached.
+        reached: called when connected to the leader's store.
 
     Raises:
-        ShoalError: it was not reached before the deadline, or has another secret.
+        ShoalError: the leader did not answer before the deadline, or has another secret.
     """
     with ExitStack() as resources:
         try:
@@ -252,7 +253,7 @@ def _serve_workers(host: str, beside: socket.socket, limit: timedelta, resources
 
 
 def _await_listener(host: str, port: int, *, until: float, stopped: Callable[[], bool]) -> None:
-    """Return when somebody listens, or at the time ``until``: the store's own error says more then."""
+    """Return when somebody listens, or at the time ``until``: the store then raises an error of its own."""
     while time.monotonic() < until:
         with suppress(OSError):
             socket.create_connection((host, port), timeout=1.0).close()
@@ -321,7 +322,7 @@ def _lead(records: _HostRecords, *, num_hosts: int, num_workers: int, master_por
 
 
 def _follow(records: _HostRecords, *, num_hosts: int, num_workers: int) -> tuple[int, int]:
-    """Return the rank of this host, and the port at which torch's workers meet."""
+    """Return the rank of this host, and the port of the store of the workers' torch."""
     leader = records.get("leader", _LEADER)
     records.challenge = leader["challenge"]
     for name, key, mine in (
@@ -352,19 +353,19 @@ def _follow(records: _HostRecords, *, num_hosts: int, num_workers: int) -> tuple
 def listen(host: str, port: int, *, backlog: int, until: float = 0.0) -> socket.socket | None:
     """Return a socket that listens at ``host:port``, or ``None`` on another machine than ``host``.
 
-    It listens on that one address, unless the name of this machine stands for its loopback interface
-    (Debian's /etc/hosts has it so): the other hosts come by another address then. ``None`` too if somebody
-    listens there already: the launcher of another "host" on this machine.
+    It listens on that one address, unless the name of this machine resolves to its loopback interface (as in
+    Debian's /etc/hosts): the other hosts then connect to another address. ``None`` too if the port is
+    taken, by the launcher of another emulated host on this machine.
 
     Args:
-        until: time of ``time.monotonic()`` at which a name that cannot be found is an error; 60 s from now
-            if that is earlier.
+        until: time of ``time.monotonic()`` at which a name that cannot be resolved is an error, at most 60 s
+            from now.
 
     Raises:
         ShoalError: there is no such host, or the port may not be used.
     """
-    found = _addresses(host, port, min(until, time.monotonic() + _NAME_DEADLINE_S))
-    for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+    addresses = _addresses(host, port, min(until, time.monotonic() + _NAME_DEADLINE_S))
+    for family, _, _, _, address in sorted(addresses, key=lambda entry: entry[0] != socket.AF_INET):
         name = str(address[0])
         is_loopback = ip_address(name).is_loopback
         if not is_loopback and _source_towards(family, address) != name:
@@ -381,7 +382,7 @@ def listen(host: str, port: int, *, backlog: int, until: float = 0.0) -> socket.
 
 
 def _addresses(host: str, port: int, until: float) -> list[Any]:
-    """Return the addresses of a name, as ``getaddrinfo`` does; try again until the deadline."""
+    """Return the result of ``getaddrinfo`` for a name; try again until the deadline."""
     pause_s = _POLL_S
     while True:
         try:
@@ -394,7 +395,7 @@ def _addresses(host: str, port: int, until: float) -> list[Any]:
 
 
 def _source_towards(family: int, address: Any) -> str | None:
-    """Return the address from which this machine would reach ``address``: the same if it is its own."""
+    """Return the address of this machine towards ``address``; the same one if that is its own."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(address)  # sends nothing

@@ -33,9 +33,9 @@ from shoal.env.variables import child_environment, set_variables, without_bracke
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.host_rendezvous import await_workers_end
+from shoal.launch.job_folder import NEXT, JobFolder, usable_hosts
 from shoal.launch.job_size import check_counts
 from shoal.launch.local import launch, parse_rendezvous
-from shoal.launch.meeting import NEXT, Meeting, usable_hosts
 from shoal.launch.stdin_secret import take_secret
 from shoal.launch.supervision import worker_variables
 
@@ -102,11 +102,11 @@ def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path |
         failure_file: file for the text of a failure, which is shown too.
 
     Raises:
-        UsageError: options that contradict each other or the job.
-        ShoalError: the other hosts, the helpers or the shared folder did not come.
+        UsageError: options contradict each other or the job.
+        ShoalError: the other hosts, the helpers or the shared folder did not appear.
     """
     step = slurm_step()
-    options = _placed(options) if step is None else options
+    options = _numbered(options) if step is None else options
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, _exit_stopped)
     if options.stdin_secret:
@@ -115,15 +115,15 @@ def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path |
     if options.interface:
         set_variables(dict.fromkeys(_LISTENS_ON, options.interface))
     job = options.job or (Path("jobs") / str(step.job) if step else None)
-    meeting = Meeting(job, options.run_id or (step.run_id if step else "0.0")) if job else None
+    folder = JobFolder(job, options.run_id or (step.run_id if step else "0.0")) if job else None
     if options.is_helper:
-        return _serve(meeting, step, options)
+        return _serve(folder, step, options)
     if step is not None and step.place.num_workers != step.num_nodes:
-        return _become_worker(command, options, step, _required(meeting))
-    return _launch_host(command, options, step, meeting, failure_file)
+        return _become_worker(command, options, step, _required(folder))
+    return _launch_host(command, options, step, folder, failure_file)
 
 
-def _placed(options: HostOptions) -> HostOptions:
+def _numbered(options: HostOptions) -> HostOptions:
     """Return the options with this host's number from mpirun, which starts a launcher per host, or Kubeflow.
 
     Raises:
@@ -131,14 +131,14 @@ def _placed(options: HostOptions) -> HostOptions:
     """
     if options.node_rank is not None:
         return options
-    place, pod = mpi_place(), kubeflow_host()
-    if place is not None and place.num_local_workers > 1:
+    ranks, pod = mpi_place(), kubeflow_host()
+    if ranks is not None and ranks.num_local_workers > 1:
         raise UsageError(
-            f"mpirun has started {place.num_local_workers} shoal launch on this host; it starts the workers "
+            f"mpirun has started {ranks.num_local_workers} shoal launch on this host; it starts the workers "
             "itself: start one per host (mpirun --map-by ppr:1:node), or the command without shoal launch"
         )
-    if place is not None:
-        number, num_hosts = place.rank, place.num_workers
+    if ranks is not None:
+        number, num_hosts = ranks.rank, ranks.num_workers
     elif pod is not None:
         number, num_hosts = pod.number, pod.num_hosts
         options = replace(options, workers=options.workers or pod.num_workers)
@@ -211,7 +211,7 @@ def _launch_host(
     command: Sequence[str],
     options: HostOptions,
     step: SlurmStep | None,
-    meeting: Meeting | None,
+    folder: JobFolder | None,
     failure_file: Path | None,
 ) -> int:
     """Start the workers of this host."""
@@ -229,8 +229,8 @@ def _launch_host(
         return EXIT_OK
     rdzv = options.rdzv or (f"{step.first_node}:{step.port}" if step else None)
     is_first = number == 0
-    set_variables(_meet(meeting, options, is_first=is_first))
-    log_dir = options.log_dir or (meeting.job / "logs" if meeting else Path("logs"))
+    set_variables(_job_variables(folder, options, is_first=is_first))
+    log_dir = options.log_dir or (folder.job / "logs" if folder else Path("logs"))
     helpers_wait = options.rdzv is not None and not options.helpers and bool(helpers())
     code = launch(
         command,
@@ -238,17 +238,17 @@ def _launch_host(
         nnodes=num_hosts,
         rdzv=rdzv if num_hosts > 1 or helpers_wait else None,
         log_dir=log_dir,
-        run_id=meeting.run_id if meeting else options.run_id or "shoal",
+        run_id=folder.run_id if folder else options.run_id or "shoal",
         failure_file=failure_file,
         helpers_wait=helpers_wait,
     )
-    if code in (EXIT_OK, EXIT_STOPPED) and meeting is not None and is_first:
-        meeting.saved()
+    if code in (EXIT_OK, EXIT_STOPPED) and folder is not None and is_first:
+        folder.saved()
     return code
 
 
 def _become_worker(
-    command: Sequence[str], options: HostOptions, step: SlurmStep, meeting: Meeting
+    command: Sequence[str], options: HostOptions, step: SlurmStep, folder: JobFolder
 ) -> NoReturn:
     """Replace this process, one of several tasks on its node, by the command as one worker."""
     place = step.place
@@ -257,49 +257,49 @@ def _become_worker(
             f"Slurm has started {place.num_workers} tasks on {step.num_nodes} nodes, not the same number on "
             "each; use srun --ntasks-per-node"
         )
-    variables = _meet(meeting, options, is_first=place.rank == 0)
+    variables = _job_variables(folder, options, is_first=place.rank == 0)
     variables |= worker_variables(
         place.rank,
         num_hosts=step.num_nodes,
         workers_per_host=place.num_local_workers,
         master=(step.first_node, step.port),
     )
-    variables |= {"LOCAL_RANK": str(place.local_rank), "TORCHELASTIC_RUN_ID": meeting.run_id}
+    variables |= {"LOCAL_RANK": str(place.local_rank), "TORCHELASTIC_RUN_ID": folder.run_id}
     try:
         os.execvpe(command[0], list(command), child_environment(**variables))
     except OSError as problem:
         raise ShoalError(f"{command[0]} cannot be started: {problem.strerror}") from None
 
 
-def _meet(meeting: Meeting | None, options: HostOptions, *, is_first: bool) -> dict[str, str]:
+def _job_variables(folder: JobFolder | None, options: HostOptions, *, is_first: bool) -> dict[str, str]:
     """Return the variables of the secret, the helpers and the progress for this host's workers."""
-    found: dict[str, str] = {}
-    if meeting is not None:
+    variables: dict[str, str] = {}
+    if folder is not None:
         given = job_secret() is not None
         if is_first:
-            secret_file = meeting.begin(with_secret=not given)
-            found[PROGRESS_FILE] = str(meeting.progress_file.absolute())
+            secret_file = folder.begin(with_secret=not given)
+            variables[PROGRESS_FILE] = str(folder.progress_file.absolute())
         elif not given:
-            secret_file = meeting.await_secret()
+            secret_file = folder.await_secret()
         if not given:
-            found[SECRET_FILE] = str(secret_file.absolute())
+            variables[SECRET_FILE] = str(secret_file.absolute())
         if options.helpers:
             wait_s = options.helpers_wait_s
-            found[HELPERS] = (
-                meeting.gather_helpers(options.helpers, deadline_s=wait_s, required=options.helpers_required)
+            variables[HELPERS] = (
+                folder.gather_helpers(options.helpers, deadline_s=wait_s, required=options.helpers_required)
                 if is_first
-                else meeting.await_helpers(deadline_s=wait_s)
+                else folder.await_helpers(deadline_s=wait_s)
             )
     if helpers() and not options.helpers:
         _await_named_helpers(options)
-    return found
+    return variables
 
 
 def _await_named_helpers(options: HostOptions) -> None:
-    """Wait until the servers of SHOAL_HELPERS accept connections; say which do not.
+    """Wait until the servers of SHOAL_HELPERS accept connections; name those that do not.
 
     Raises:
-        ShoalError: some do not and are required.
+        ShoalError: some do not, and they are required.
     """
     until = time.monotonic() + options.helpers_wait_s
     left = [(helper.address, helper.port) for helper in helpers()]
@@ -328,13 +328,13 @@ def _accepts(server: tuple[str, int]) -> bool:
 
 
 def _num_gpus() -> int:
-    """Return the number of GPUs that torch finds, or 1: workers on the CPU.
+    """Return the number of GPUs that torch sees, or 1, for a worker on the CPU.
 
     Raises:
-        UsageError: it finds none, and the job has asked for some.
+        UsageError: torch sees none, and the job has asked for some.
     """
     try:
-        from torch import cuda  # takes seconds, which a launcher with --workers does without
+        from torch import cuda  # takes seconds, which --workers saves
     except ModuleNotFoundError:  # workers of JAX or TensorFlow, which run on the CPU
         return 1
     count = cuda.device_count()
@@ -349,13 +349,13 @@ def _num_gpus() -> int:
 # ---- helper hosts ------------------------------------------------------------------------------------------
 
 
-def _serve(meeting: Meeting | None, step: SlurmStep | None, options: HostOptions) -> int:
-    """Run the server of this helper host at an address that the first worker host reaches.
+def _serve(folder: JobFolder | None, step: SlurmStep | None, options: HostOptions) -> int:
+    """Run the server of this helper host, at the address by which it reaches the first worker host.
 
-    It ends at SIGTERM. Without a folder to meet in it ends with the launcher of the first worker host; once
-    that has been reached, SIGTERM changes nothing: the workers get it too, and need their helper to save.
+    It ends at SIGTERM. Without a shared folder it ends with the launcher of the first worker host, and
+    ignores SIGTERM once connected to it: the workers get the signal too, and need their helper to save.
     """
-    secret_file = meeting.await_secret() if meeting is not None and job_secret() is None else None
+    secret_file = folder.await_secret() if folder is not None and job_secret() is None else None
     rdzv = options.rdzv or rendezvous() or ""
     towards = (
         without_brackets(rdzv.rpartition(":")[0]) or workers_first_node() or (step.first_node if step else "")
@@ -372,28 +372,28 @@ def _serve(meeting: Meeting | None, step: SlurmStep | None, options: HostOptions
     signal.signal(signal.SIGTERM, lambda *_: None if held.is_set() else server.terminate())
     signal.signal(signal.SIGINT, lambda *_: server.terminate())
     ends: list[int] = []
-    if meeting is None:
-        place = parse_rendezvous(rdzv)
-        threading.Thread(target=_end_with_workers, args=(server, place, held, ends), daemon=True).start()
+    if folder is None:
+        leader = parse_rendezvous(rdzv)
+        threading.Thread(target=_end_with_workers, args=(server, leader, held, ends), daemon=True).start()
     assert server.stdout is not None
     for line in server.stdout:
         print(line, end="", flush=True)
-        if meeting is not None and (ready := _READY.search(line)):
-            meeting.publish_helper(step.place.rank if step else options.node_rank or 0, ready[1])
+        if folder is not None and (ready := _READY.search(line)):
+            folder.publish_helper(step.place.rank if step else options.node_rank or 0, ready[1])
     code = server.wait()
     return ends[0] if ends and not code else code if code >= 0 else EXIT_FAILURE
 
 
 def _end_with_workers(
-    server: subprocess.Popen[str], place: tuple[str, int], held: threading.Event, ends: list[int]
+    server: subprocess.Popen[str], leader: tuple[str, int], held: threading.Event, ends: list[int]
 ) -> None:
-    """Stop the server when the first worker host's launcher has ended, or does not come.
+    """Stop the server when the first worker host's launcher has ended, or does not answer.
 
-    ``ends`` gets this helper's exit code: 76 if the workers are to start again, and it with them.
+    ``ends`` gets this helper's exit code: 76 if it is to start again with the workers.
     """
     try:
         code = await_workers_end(
-            *place, job_secret() or b"", deadline_s=_WORKERS_DEADLINE_S, reached=held.set
+            *leader, job_secret() or b"", deadline_s=_WORKERS_DEADLINE_S, reached=held.set
         )
         ends.append(EXIT_LOST if code in (None, EXIT_STOPPED, EXIT_LOST) else EXIT_OK)
     except ShoalError as problem:
@@ -406,10 +406,10 @@ def _end_with_workers(
 
 
 def address_towards(host: str, *, deadline_s: float = _NAME_DEADLINE_S) -> str:
-    """Return the address of this machine from which ``host`` is reached: IPv4 where there is one, else IPv6.
+    """Return the address of this machine from which ``host`` is reached: IPv4 if there is one, else IPv6.
 
-    Names are asked for again until the deadline, with growing pauses: that of a pod or of a node that has
-    just booted comes later than the node.
+    Names are looked up again until the deadline, with growing pauses: those of pods and of nodes that have
+    just booted appear late.
 
     Raises:
         ShoalError: the name has no address.
@@ -434,10 +434,10 @@ def address_towards(host: str, *, deadline_s: float = _NAME_DEADLINE_S) -> str:
 
 
 def _exit_stopped(number: int, frame: object) -> NoReturn:
-    """Exit as stopped; nothing runs yet, so nothing is lost."""
+    """Exit with the code for "stopped": no worker has started yet."""
     sys.exit(EXIT_STOPPED)
 
 
-def _required(meeting: Meeting | None) -> Meeting:
-    assert meeting is not None
-    return meeting
+def _required(folder: JobFolder | None) -> JobFolder:
+    assert folder is not None
+    return folder

@@ -1,11 +1,11 @@
-"""Starts the workers of this host, for a job on one host or, by hand on each, on several.
+"""Starts the workers of this host, for a job on one host or on several.
 
 1. Launchers of several hosts assign ranks (:func:`shoal.launch.host_rendezvous.join_hosts`).
 2. The command is started once per worker, with torchrun's environment variables.
-3. :class:`shoal.launch.supervision.Job` forwards signals, ends the others when a worker fails, and finds the
-   failure that caused the others, which is shown once.
+3. :class:`shoal.launch.supervision.Job` forwards signals, ends the others when a worker fails, and shows the
+   failure that caused the others once.
 
-torchrun's agent is not used: it unpickles its rendezvous, ends workers on SIGTERM where ours save first, and
+torchrun's agent is not used: it unpickles its rendezvous, ends workers on SIGTERM before they can save, and
 waits 30 s for workers that hang in a collective.
 """
 
@@ -37,17 +37,17 @@ from shoal.errors import EXIT_STOPPED, UsageError
 from shoal.launch.supervision import POLL_S, THREADS, Job, Outcome, worker_variables, write_secret
 
 if TYPE_CHECKING:
-    from shoal.launch.host_rendezvous import Membership
+    from shoal.launch.host_rendezvous import HostGroup
 
 _LOOPBACK = "127.0.0.1"
 _LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ELSEWHERE = "192.0.2.1"
-"""An address for documentation, which no host has: the way there is the default route."""
+"""An address for documentation, which no host has: it is reached by the default route."""
 _SIOCGIFADDR = 0x8915
 STOP_DEADLINE_S = 10.0
-"""For a rendezvous that was asked to stop: a store that does not answer is waited for no longer."""
+"""Time for a rendezvous to stop, whose store may not answer."""
 _RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-"""By these, and TORCHELASTIC_RUN_ID, libraries recognise a worker that has been started for them."""
+"""By these, and TORCHELASTIC_RUN_ID, libraries recognise workers of a launcher."""
 
 
 def launch(
@@ -70,22 +70,21 @@ def launch(
     stderr, the others to ``log_dir/worker-00001.out`` and ``.err`` and so on. Call it in the main thread,
     which receives the signals.
 
-    On one host nobody listens on a port for the rendezvous, unless a script asks torch for it by the URL
-    ``env://``, and the workers' backends listen on the loopback interface unless the user has chosen another.
-    The job's secret goes to the workers in a file; on one host the launcher makes it if the user has given
-    none.
+    On one host the rendezvous uses a file, and a port only if a script asks torch for the URL ``env://``. The
+    workers' backends listen on the loopback interface unless the user has chosen another. The job's secret
+    goes to the workers in a file; on one host the launcher creates one if the user has not.
 
     Args:
         command: the program and its arguments.
         num_workers: workers on this host; the same on every host.
-        log_dir: folder for the other workers' output; made if missing.
+        log_dir: folder for the other workers' output; created if missing.
         nnodes: number of hosts; start the same command on each.
-        rdzv: ``host:port`` of one of them, where the launchers meet; required for several hosts, unless
-            MASTER_ADDR and MASTER_PORT say it.
+        rdzv: ``host:port`` of one of them, for the launchers' rendezvous; required for several hosts, unless
+            MASTER_ADDR and MASTER_PORT are set.
         rendezvous_deadline_s: seconds to wait for the other hosts.
         run_id: name of this start of the job, which workers find in TORCHELASTIC_RUN_ID.
-        failure_file: gets the text of a failure, which is shown too.
-        helpers_wait: helpers meet the launchers at ``rdzv`` too, on one host as well, and end with them.
+        failure_file: file for the text of a failure, which is shown too.
+        helpers_wait: helpers connect to ``rdzv`` too, even with one host, and end with the launchers.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -93,15 +92,15 @@ def launch(
     Raises:
         UsageError: a number is below 1, ``rdzv`` is missing or not ``host:port``, or several hosts have no
             secret or one that others can read.
-        ShoalError: the other hosts did not come, or a stranger wrote to their store.
+        ShoalError: the other hosts did not join, or a stranger wrote to their store.
     """
     given_secret = job_secret()
-    host, port = _meeting_place(num_workers, nnodes, rdzv, has_secret=given_secret is not None)
+    host, port = _rendezvous_of(num_workers, nnodes, rdzv, has_secret=given_secret is not None)
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))  # 0700
     try:
         with Job(log_dir, error_dir=folder) as job, without(SECRET):
             secret = given_secret or secrets.token_hex(32).encode()
-            membership = None
+            group = None
             if nnodes > 1 or helpers_wait:
                 from shoal.launch.host_rendezvous import join_hosts  # not for one host
 
@@ -115,7 +114,7 @@ def launch(
                     deadline_s=rendezvous_deadline_s,
                     stopped=lambda: job.stop_requested,
                 )
-                membership = _unless_stopped(job, join)
+                group = _unless_stopped(job, join)
             if job.stop_requested:
                 return EXIT_STOPPED
             shared = {
@@ -126,17 +125,17 @@ def launch(
                 "TORCHELASTIC_RUN_ID": run_id,
                 "TORCHELASTIC_USE_AGENT_STORE": str(nnodes > 1),
             }
-            first = membership.rank * num_workers if membership else 0
+            first = group.rank * num_workers if group else 0
             master = _LOOPBACK, _free_port()
-            if membership is not None and nnodes > 1:
-                master = host, membership.master_port
+            if group is not None and nnodes > 1:
+                master = host, group.master_port
             ranks = range(first, first + num_workers)
             job.wait(_start_workers(job, command, shared, ranks, num_hosts=nnodes, master=master))
             outcome = job.outcome()
-            if membership is not None:
-                code, text = membership.cause(outcome.exit_code, outcome.text)
+            if group is not None:
+                code, text = group.cause(outcome.exit_code, outcome.text)
                 outcome = Outcome(exit_code=code, text=text)
-                membership.leave(
+                group.leave(
                     wait=job.num_interrupts < 2, has_failed=job.has_failed, exit_code=outcome.exit_code
                 )
         if failure_file is not None and outcome.text:
@@ -147,20 +146,20 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _meeting_place(num_workers: int, nnodes: int, rdzv: str | None, *, has_secret: bool) -> tuple[str, int]:
-    """Check what a job needs, and return host and port where its launchers meet: empty and 0 for one host."""
+def _rendezvous_of(num_workers: int, nnodes: int, rdzv: str | None, *, has_secret: bool) -> tuple[str, int]:
+    """Check the numbers and the secret; return the rendezvous' host and port, empty and 0 for one host."""
     if num_workers < 1 or nnodes < 1:
         raise UsageError(f"--workers {num_workers} and --nnodes {nnodes} must be at least 1")
     rdzv = rdzv or (rendezvous() if nnodes > 1 else None)
     if nnodes > 1 and rdzv is None:
         raise UsageError(f"--nnodes {nnodes} needs --rdzv HOST:PORT, the same on every host")
-    place = ("", 0) if rdzv is None else parse_rendezvous(rdzv)
+    location = ("", 0) if rdzv is None else parse_rendezvous(rdzv)
     if nnodes > 1 and not has_secret:
         raise UsageError(
             f"--nnodes {nnodes} needs the job's secret, so that strangers cannot take part. Make one with "
             f"{MAKE_SECRET}, copy it to every host, and on each: export {SECRET_FILE}=job.secret"
         )
-    return place
+    return location
 
 
 def _start_workers(
@@ -172,7 +171,7 @@ def _start_workers(
     num_hosts: int,
     master: tuple[str, int],
 ) -> dict[int, subprocess.Popen[str]]:
-    """Start the workers of this host with the variables of all and those of their places."""
+    """Start the workers of this host, with the shared variables and those of their ranks."""
     workers = {}
     for rank in ranks:
         stdout, stderr = job.outputs(rank)
@@ -188,25 +187,25 @@ def _start_workers(
     return workers
 
 
-def _unless_stopped(job: Job, join: Callable[[], Membership]) -> Membership | None:
+def _unless_stopped(job: Job, join: Callable[[], HostGroup]) -> HostGroup | None:
     """Return the result of ``join``, or ``None`` as soon as the job is asked to stop."""
-    found: Future[Membership] = Future()
+    group: Future[HostGroup] = Future()
 
     def run() -> None:
         try:
-            found.set_result(join())
+            group.set_result(join())
         except Exception as error:  # noqa: BLE001  # raised where the result is taken
-            found.set_exception(error)
+            group.set_exception(error)
 
     # in a thread: the store's calls do not return for a signal's handler
     thread = threading.Thread(target=run, name="rendezvous", daemon=True)
     thread.start()
-    while not found.done() and not job.stop_requested:
+    while not group.done() and not job.stop_requested:
         time.sleep(POLL_S)
     if job.stop_requested:
         thread.join(STOP_DEADLINE_S)
         return None
-    return found.result()
+    return group.result()
 
 
 def parse_rendezvous(rdzv: str) -> tuple[str, int]:
@@ -220,12 +219,12 @@ def parse_rendezvous(rdzv: str) -> tuple[str, int]:
         raise UsageError(
             f"--rdzv {rdzv!r} must be HOST:PORT with a port from 1 to 65535, such as node1:29400"
         )
-    # small letters: as torch's URL has it, which it compares with MASTER_ADDR
+    # in lower case, as in torch's URL, which it compares with MASTER_ADDR
     return without_brackets(host).lower(), int(port)
 
 
 def _free_port() -> int:
-    """Return a port that is free now, at which torch's store listens for scripts that meet by MASTER_PORT."""
+    """Return a port that is free now, for the store of scripts that use MASTER_PORT."""
     with socket.socket() as probe:
         probe.bind((_LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -252,15 +251,15 @@ def _one_host_env(folder: Path) -> dict[str, str]:
 def _several_hosts_env(master: str, port: int) -> dict[str, str]:
     """Return the port for workers without torch, and the interface for gloo and shoal.
 
-    The port is the one after ``port``. The interface is given where they would choose the loopback interface
-    themselves: gloo listens at the address of this host's own name, which Debian's /etc/hosts has as
-    127.0.1.1, and shoal on the way to ``master``, which on that host itself may be the same.
+    The port is the one after ``port``. The interface is set if they would choose the loopback interface: gloo
+    listens at the address of this host's own name, which is 127.0.1.1 in Debian's /etc/hosts, and shoal at
+    the address towards ``master``, which on that host itself may be the same.
     """
     inherited = child_environment()
     suspects = {"GLOO_SOCKET_IFNAME": socket.gethostname(), INTERFACE: master}
     loopback = [name for name, host in suspects.items() if not inherited.get(name) and _is_loopback(host)]
-    found = outgoing_interface(master) if loopback else None
-    return {STORE_PORT: str(port + 1), **(dict.fromkeys(loopback, found) if found else {})}
+    interface = outgoing_interface(master) if loopback else None
+    return {STORE_PORT: str(port + 1), **(dict.fromkeys(loopback, interface) if interface else {})}
 
 
 def _is_loopback(host: str) -> bool:
@@ -271,7 +270,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def outgoing_interface(towards: str) -> str | None:
-    """Return the interface by which this machine reaches a host, or else other networks, or its only one."""
+    """Return the interface towards a host; else that of the default route; else the only one."""
     addresses = _interface_addresses()
     for host in (towards, _ELSEWHERE):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
@@ -282,11 +281,11 @@ def outgoing_interface(towards: str) -> str | None:
 
 
 def _interface_addresses() -> dict[str, str]:
-    """Return the names of the interfaces with an IPv4 address, by this address, without loopback."""
-    found = {}
+    """Return the names of interfaces by their IPv4 address, without loopback."""
+    names = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found[socket.inet_ntoa(answer[20:24])] = name
-    return {address: name for address, name in found.items() if not address.startswith("127.")}
+                names[socket.inet_ntoa(answer[20:24])] = name
+    return {address: name for address, name in names.items() if not address.startswith("127.")}

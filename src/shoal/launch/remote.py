@@ -1,4 +1,4 @@
-"""Starts ``shoal launch`` on other hosts by ssh or by MPI's mpirun, and stays until all of them have ended.
+"""Starts ``shoal launch`` on other hosts by ssh or by MPI's mpirun, and waits until all have ended.
 
 The stdin of each start carries the job's secret, in its first line. When it closes, because this process
 stops or is killed, the launchers on the other hosts save and exit (``stdin_secret.py``). No secret is in a
@@ -30,7 +30,7 @@ _HOST = re.compile(r"([\w.-]+@)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?")
 _ASK_S = 60.0
 _HELPERS_LEAVE_S = 20.0
 _OTHERS_END_S = 15.0
-"""Time for the other hosts to notice a failure by themselves, and to say what it was."""
+"""Time for the other hosts to notice a failure and to report it."""
 _POLL_S = 0.1
 _BY_WEIGHT = (EXIT_USAGE, EXIT_FAILURE, EXIT_LOST, EXIT_STOPPED, EXIT_OK)
 
@@ -76,7 +76,7 @@ class Start:
     command: list[str]
     is_helper: bool = False
     stop: signal.Signals | None = None
-    """Asks it to let the launcher save and leave, where the end of its stdin does not."""
+    """Signal that makes its launcher save and exit, if the end of its stdin does not."""
 
 
 def name_of(host: str) -> str:
@@ -96,17 +96,16 @@ def ssh_starts(job: RemoteJob, command: Sequence[str]) -> list[Start]:
 def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[Start]:
     """Return the mpirun commands, one per host, the helpers' first.
 
-    An mpirun of all hosts would count helpers as workers, and not every one gives its stdin to more than the
-    first process. Open MPI 5 does not pass on the end of stdin: there USR2 asks it, also when this process
-    is killed.
+    One mpirun for all hosts would count helpers as workers, and some pass stdin to the first process only.
+    Open MPI 5 does not pass on the end of stdin: USR2 replaces it, also when this process is killed.
 
     Args:
         job: the job.
         command: of the workers.
-        version: what ``mpirun --version`` prints.
+        version: output of ``mpirun --version``.
 
     Raises:
-        UsageError: it is of an unknown MPI.
+        UsageError: the MPI is unknown.
     """
     open_mpi = re.search(r"Open MPI\D*(\d+)", version)
     if open_mpi is None and "HYDRA" not in version and "Intel(R) MPI" not in version:
@@ -130,36 +129,37 @@ def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[Sta
 
 def _parts(job: RemoteJob, command: Sequence[str]) -> list[tuple[str, list[str], bool]]:
     """Return each host, the helpers first, with the words of its launcher and whether it is a helper."""
-    found = [(host, launch_words(job, helper=True), True) for host in job.helper_hosts]
-    for number, host in enumerate(job.hosts):
-        place = (f"--nnodes={len(job.hosts)}", f"--node-rank={number}")
-        found.append((host, launch_words(job, command, place=place), False))
-    return found
+    helpers = [(host, launch_words(job, helper=True), True) for host in job.helper_hosts]
+    workers = [
+        (host, launch_words(job, command, node_rank=rank), False) for rank, host in enumerate(job.hosts)
+    ]
+    return [*helpers, *workers]
 
 
 def launch_words(
-    job: RemoteJob, command: Sequence[str] = (), *, helper: bool = False, place: Sequence[str] = ()
+    job: RemoteJob, command: Sequence[str] = (), *, helper: bool = False, node_rank: int = 0
 ) -> list[str]:
     """Return the words of ``shoal launch`` for a host."""
     rdzv = f"--rdzv={name_of(job.hosts[0])}:{job.port}"
     common = ["--stdin-secret", rdzv, *([f"--interface={job.interface}"] if job.interface else [])]
     if helper:
         return [job.shoal, "launch", *common, "--role=helper", f"--helper-port={HELPER_PORT}"]
+    number = (f"--nnodes={len(job.hosts)}", f"--node-rank={node_rank}")
     servers = ",".join(f"{name_of(host)}:{HELPER_PORT}" for host in job.helper_hosts)
     named = ["env", f"SHOAL_HELPERS={servers}"] if servers else []
-    return [*named, job.shoal, "launch", *common, *place, *job.launch_options(), "--", *command]
+    return [*named, job.shoal, "launch", *common, *number, *job.launch_options(), "--", *command]
 
 
 def _remote(job: RemoteJob, words: Sequence[str]) -> str:
-    """Return a line for the shell that sshd starts."""
+    """Return the command line for the remote shell."""
     return f"cd {shlex.quote(str(job.folder or Path.cwd()))} && exec {shlex.join(words)}"
 
 
 def check_versions(job: RemoteJob, version: str) -> None:
-    """Ask all hosts by ssh for their shoal.
+    """Compare the versions of shoal on all hosts, by ssh.
 
     Raises:
-        ShoalError: a host is not reached, has none or another version; with its name.
+        ShoalError: a host cannot be reached, or has no shoal or another version.
     """
     asked = {
         host: subprocess.Popen(
@@ -197,10 +197,10 @@ def check_versions(job: RemoteJob, version: str) -> None:
 
 
 def run(starts: Sequence[Start]) -> int:
-    """Run all starts to their end and return the exit code of the job.
+    """Run all starts until they end and return the exit code of the job.
 
-    Their lines go to this process's stdout and stderr with the host's name in front. A signal that asks to
-    stop, or 15 s after the failure of a start of workers, closes the stdin of all.
+    Their output goes to this process's stdout and stderr, each line after its host's name. The stdin of all
+    is closed by a signal, or 15 s after a worker host has failed.
     """
     secret = secrets.token_hex(32)
     running: list[tuple[Start, subprocess.Popen[str]]] = []
@@ -254,7 +254,7 @@ def run(starts: Sequence[Start]) -> int:
 
 
 def _await_all(workers: Sequence[subprocess.Popen[str]], close: Callable[[], None]) -> list[int]:
-    """Return the exit codes of the workers' starts; some time after a failure, ask the others to leave."""
+    """Return the exit codes of the worker hosts; some time after a failure, stop the others."""
     failed_at = None
     while any(process.poll() is None for process in workers):
         if failed_at is None and any(process.poll() for process in workers):

@@ -16,7 +16,7 @@ from typing import Any
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.launch import kubernetes, sagemaker, slurm
-from shoal.launch.meeting import Meeting
+from shoal.launch.job_folder import JobFolder
 from shoal.launch.slurm import SUBMITTED
 
 _ENDED = "ENDED"
@@ -83,7 +83,7 @@ def jobs(folder: Path) -> list[Submitted]:
     """
     found = []
     for path in sorted(folder.glob(f"*/{SUBMITTED}")):
-        job, meeting = read(path.parent), Meeting(path.parent, "")
+        job, job_folder = read(path.parent), JobFolder(path.parent, "")
         outputs = sorted(path.parent.glob("output*.log"), key=lambda file: file.stat().st_mtime)
         found.append(
             Submitted(
@@ -91,8 +91,8 @@ def jobs(folder: Path) -> list[Submitted]:
                 backend=job.backend,
                 id=job.id,
                 state=_state_or_reason(job),
-                starts=len(meeting.starts()),
-                step=meeting.progress(),
+                starts=len(job_folder.starts()),
+                step=job_folder.progress(),
                 run=Path(job.where["run"]) if "run" in job.where else None,
                 last_line=_last_line(outputs[-1]) if outputs else "",
             )

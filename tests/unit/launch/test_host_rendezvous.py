@@ -22,12 +22,12 @@ from shoal.comm.store import PrefixStore, SignedStore
 from shoal.comm.tcp_store import TcpStore, TcpStoreServer, listening_socket
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import host_rendezvous
-from shoal.launch.host_rendezvous import Membership, await_workers_end, join_hosts, listen
+from shoal.launch.host_rendezvous import HostGroup, await_workers_end, join_hosts, listen
 
 SECRET = b"the secret of these hosts"
 
 
-Host = Callable[[], Membership]
+Host = Callable[[], HostGroup]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def _closed() -> Iterator[None]:
 _opened = ExitStack()
 
 
-def join(**settings: Any) -> Membership:
+def join(**settings: Any) -> HostGroup:
     member = join_hosts(**settings)
     _opened.callback(member.resources.close)
     return member
@@ -57,7 +57,7 @@ def host(port: int, num_hosts: int = 3, *, workers: int = 2, secret: bytes = SEC
     )
 
 
-def meet(*hosts: Host) -> list[Membership]:
+def meet(*hosts: Host) -> list[HostGroup]:
     """Return the memberships of the hosts, by rank; one of them keeps the store."""
     with ThreadPoolExecutor(len(hosts)) as pool:
         return sorted(pool.map(lambda host: host(), hosts), key=lambda met: met.rank)
@@ -155,7 +155,7 @@ def test_the_host_with_the_store_leaves_last() -> None:
     port, left = free_port(), []
     first, second, third = meet(*(host(port) for _ in range(3)))
 
-    def leave(member: Membership) -> None:
+    def leave(member: HostGroup) -> None:
         member.leave(wait=True)
         left.append(member.rank)
 

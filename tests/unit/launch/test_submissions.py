@@ -15,7 +15,7 @@ from shoal import record
 from shoal.cli.runs import pace, runs
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import sagemaker, submissions
-from shoal.launch.meeting import Meeting
+from shoal.launch.job_folder import JobFolder
 from shoal.launch.submissions import Submitted, jobs, logs, note, stop
 
 NAME = "bert-20261123-164000"
@@ -49,7 +49,7 @@ def test_jobs_of_all_back_ends_in_one_table(
 ) -> None:
     folder = tmp_path / "jobs"
     note(folder / "a", "slurm", "4711", run=str(tmp_path / "run"))
-    meeting = Meeting(folder / "a", "4711.0")
+    meeting = JobFolder(folder / "a", "4711.0")
     meeting.begin()
     meeting.progress_file.write_text("200\n")
     (folder / "a" / "output.log").write_text("step 1\nstep 210  loss 1.0\x1b[0m\n\n")

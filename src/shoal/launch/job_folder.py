@@ -1,4 +1,4 @@
-"""Brings the hosts of a job together through a folder that all of them share.
+"""Exchanges a job's secret and its helpers' addresses through a folder that all hosts share.
 
 The job's folder outlives its starts (a requeued job starts again); each start has a folder of its own in it:
 
@@ -6,9 +6,9 @@ The job's folder outlives its starts (a requeued job starts again); each start h
     starts.json           the starts so far, each with the progress at its beginning
     starts/4711.2/secret  made by the first worker host, new for each start
     starts/4711.2/helper-00003   address of a helper's server
-    starts/4711.2/helpers        those that the first worker host waited for, which all workers use
+    starts/4711.2/helpers        helpers that answered in time, which all workers use
 
-Whatever a host reads here was renamed into place, so that it is complete.
+Every file is renamed into place, so that readers find it complete.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
-
-T = TypeVar("T")
 
 SHARED_DEADLINE_S = 90.0
 """Time for the first worker host's files to appear on the others."""
@@ -35,7 +31,7 @@ MAX_IDLE_STARTS = 3
 """Starts in a row without progress after which a job does not start again."""
 NEXT = ".next"
 """End of the name of a start that has no number."""
-_SAY_AFTER_S = 10.0
+_NOTICE_AFTER_S = 10.0
 _PAUSES_S = (0.1, 2.0)
 _SERVER = re.compile(r"[0-9a-zA-Z.:_-]{1,256}:[1-9][0-9]{0,4}")
 _MAX_BYTES = 1 << 20
@@ -52,11 +48,11 @@ class Start:
     """True if workers that write no progress finished, or left with the exit code for "saved"."""
 
 
-class Meeting:
-    """The shared folder of one start of a job.
+class JobFolder:
+    """The folder of a job, for one of its starts.
 
     Args:
-        job: folder of the job; made if missing.
+        job: folder of the job; created if missing.
         run_id: name of this start, the same on all its hosts. ``JOB.next`` is for schedulers that do not
             number starts: the first worker host takes the next number, which the others never learn.
     """
@@ -73,7 +69,7 @@ class Meeting:
     # ---- the first worker host ---------------------------------------------------------------------------
 
     def begin(self, *, with_secret: bool = True) -> Path:
-        """Write down this start, make its secret unless the job has one, and return the secret's file.
+        """Record this start, create its secret unless the job has one, and return the secret's file.
 
         Raises:
             ShoalError: the last starts have made no progress, or the folder cannot be written.
@@ -105,7 +101,7 @@ class Meeting:
         return self.secret_file
 
     def saved(self) -> None:
-        """Note that the workers saved or finished, which counts as progress where they report none."""
+        """Record that the workers saved or finished, which counts as progress where they report none."""
         starts = self.starts()
         self._write_starts([replace(s, saved=s.saved or s.run_id == self.run_id) for s in starts])
 
@@ -116,12 +112,12 @@ class Meeting:
             ShoalError: some did not come and are required.
         """
         names = [f"helper-{number:05}" for number in range(count)]
-        until, begun, said = time.monotonic() + deadline_s, time.monotonic(), False
+        until, begun, noticed = time.monotonic() + deadline_s, time.monotonic(), False
         while missing := [name for name in names if not (self.folder / name).exists()]:
             if time.monotonic() > until:
                 break
-            if not said and time.monotonic() - begun > _SAY_AFTER_S:
-                said = True
+            if not noticed and time.monotonic() - begun > _NOTICE_AFTER_S:
+                noticed = True
                 print(f"shoal launch: waiting for {len(missing)} of {count} helpers", file=sys.stderr)
             time.sleep(_PAUSES_S[0])
         if missing and required:
@@ -136,8 +132,8 @@ class Meeting:
                 + ("" if len(missing) < count else ": the workers' hosts do all the sums"),
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-        there = [self.folder / name for name in names if name not in missing]
-        servers = ",".join(_server(path, _read(path).strip()) for path in there)
+        paths = [self.folder / name for name in names if name not in missing]
+        servers = ",".join(_server(path, _read(path).strip()) for path in paths)
         _write(self.folder / "helpers", servers)
         return servers
 
@@ -149,18 +145,18 @@ class Meeting:
         return self.folder / "secret"
 
     def await_secret(self) -> Path:
-        """Return the secret's file when the first worker host has made it.
+        """Wait until the first worker host has created the secret's file, and return it.
 
         Raises:
             ShoalError: it does not come.
         """
-        _await(lambda: self.secret_file.exists() or None, self.secret_file, SHARED_DEADLINE_S)
+        _await(self.secret_file, SHARED_DEADLINE_S)
         return self.secret_file
 
     def await_helpers(self, *, deadline_s: float) -> str:
         """Return the value of SHOAL_HELPERS that the first worker host has published."""
         path = self.folder / "helpers"
-        _await(lambda: path.exists() or None, path, deadline_s + SHARED_DEADLINE_S)
+        _await(path, deadline_s + SHARED_DEADLINE_S)
         servers = [entry.strip() for entry in _read(path).split(",")]
         return ",".join(_server(path, server) for server in servers if server)
 
@@ -169,7 +165,7 @@ class Meeting:
         _write(self.folder / f"helper-{number:05}", server)
 
     def progress(self) -> str:
-        """Return the last text of the first worker; empty if there is none."""
+        """Return the step of the last checkpoint, as the first worker wrote it; empty if there is none."""
         try:
             return _read(self.progress_file).strip()[:64]
         except OSError:
@@ -201,7 +197,7 @@ def may_start(starts: list[Start], progress: str, *, job: str) -> bool:
 
     Args:
         starts: of the folder, in their order; those of jobs with another ``job`` do not count.
-        progress: what the first worker has written; empty: nothing.
+        progress: step of the last checkpoint; empty: there is none.
         job: part of the run's name before the last dot.
     """
     own = [start for start in starts if start.run_id.rpartition(".")[0] == job]
@@ -234,7 +230,7 @@ def usable_hosts(num_hosts: int, workers_per_host: int, global_batch: int | None
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file, which may be anybody's: of bounded length, and whatever bytes it has."""
+    """Return the first MiB of a file as text; other bytes than UTF-8's are replaced."""
     with path.open("rb") as file:
         return file.read(_MAX_BYTES).decode("utf-8", "replace")
 
@@ -245,9 +241,9 @@ def _server(path: Path, text: str) -> str:
     return text
 
 
-def _await(find: Callable[[], T | None], path: Path, deadline_s: float) -> T:
-    begun, pause_s, said = time.monotonic(), _PAUSES_S[0], False
-    while (found := find()) is None:
+def _await(path: Path, deadline_s: float) -> None:
+    begun, pause_s, noticed = time.monotonic(), _PAUSES_S[0], False
+    while not path.exists():
         waited_s = time.monotonic() - begun
         if waited_s > deadline_s:
             raise ShoalError(
@@ -255,18 +251,17 @@ def _await(find: Callable[[], T | None], path: Path, deadline_s: float) -> T:
                 "worker host did not start (see its output), or this folder is not shared; --job has to name "
                 "one on a file system that all hosts mount"
             )
-        if not said and waited_s > _SAY_AFTER_S:
-            said = True
+        if not noticed and waited_s > _NOTICE_AFTER_S:
+            noticed = True
             print(f"shoal launch: {os.uname().nodename} waits for {path}", file=sys.stderr, flush=True)
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _PAUSES_S[1])
-    return found
 
 
 def _write(path: Path, text: str) -> None:
     """Write a file that only its owner can read, complete from the moment it has its name.
 
-    Who may write to the folder cannot guess the name before, and a link there is not followed.
+    The temporary name is random, and a link there is not followed: others may write to the folder.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY

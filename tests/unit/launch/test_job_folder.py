@@ -11,12 +11,12 @@ import pytest
 
 from shoal.env.secret import SECRET_FILE, job_secret
 from shoal.errors import ShoalError, UsageError
-from shoal.launch import meeting
-from shoal.launch.meeting import Meeting, Start, may_start, usable_hosts
+from shoal.launch import job_folder
+from shoal.launch.job_folder import JobFolder, Start, may_start, usable_hosts
 
 
 def test_each_start_has_a_secret_of_its_own_for_its_owner_only(tmp_path: Path) -> None:
-    first, again = Meeting(tmp_path, "7.0"), Meeting(tmp_path, "7.1")
+    first, again = JobFolder(tmp_path, "7.0"), JobFolder(tmp_path, "7.1")
     secrets = [first.begin().read_text(), again.begin().read_text()]
     assert len(set(secrets)) == 2 and all(len(text.strip()) == 64 for text in secrets)
     assert stat.S_IMODE(first.secret_file.stat().st_mode) == 0o600
@@ -24,44 +24,44 @@ def test_each_start_has_a_secret_of_its_own_for_its_owner_only(tmp_path: Path) -
 
 
 def test_a_second_command_in_the_same_allocation_has_the_first_ones_secret(tmp_path: Path) -> None:
-    secrets = [Meeting(tmp_path, "7.0").begin().read_text() for _ in range(5)]
+    secrets = [JobFolder(tmp_path, "7.0").begin().read_text() for _ in range(5)]
     assert len(set(secrets)) == 1, "and is no further start"
 
 
 def test_the_fourth_start_without_progress_is_refused(tmp_path: Path) -> None:
     for restart in range(3):
-        Meeting(tmp_path, f"7.{restart}").begin()
+        JobFolder(tmp_path, f"7.{restart}").begin()
     with pytest.raises(ShoalError, match=r"last 3 starts ended without a new checkpoint \(there is none\)"):
-        Meeting(tmp_path, "7.3").begin()
-    Meeting(tmp_path, "8.0").begin()  # another job in the same folder
+        JobFolder(tmp_path, "7.3").begin()
+    JobFolder(tmp_path, "8.0").begin()  # another job in the same folder
 
 
 def test_starts_without_numbers_are_counted_too(tmp_path: Path) -> None:
     for number in range(3):
-        start = Meeting(tmp_path, "bert.next")
+        start = JobFolder(tmp_path, "bert.next")
         start.begin(with_secret=False)
         assert start.run_id == f"bert.{number}" and start.folder.is_dir()
-    Meeting(tmp_path, "t5.next").begin(with_secret=False)  # another job in the same folder
+    JobFolder(tmp_path, "t5.next").begin(with_secret=False)  # another job in the same folder
     with pytest.raises(ShoalError, match="last 3 starts ended without a new checkpoint"):
-        Meeting(tmp_path, "bert.next").begin(with_secret=False)
+        JobFolder(tmp_path, "bert.next").begin(with_secret=False)
     (tmp_path / "progress").write_text("100\n")
-    Meeting(tmp_path, "bert.next").begin(with_secret=False)
+    JobFolder(tmp_path, "bert.next").begin(with_secret=False)
 
 
 def test_progress_between_starts_lets_them_go_on(tmp_path: Path) -> None:
     for restart in range(8):
-        current = Meeting(tmp_path, f"7.{restart}")
+        current = JobFolder(tmp_path, f"7.{restart}")
         current.begin()
         if restart % 3 == 2:
             current.progress_file.write_text(f"{restart * 100}\n")
-    Meeting(tmp_path, "7.8").begin()
+    JobFolder(tmp_path, "7.8").begin()
     with pytest.raises(ShoalError, match=r"the last is of step 500"):
-        Meeting(tmp_path, "7.9").begin()
+        JobFolder(tmp_path, "7.9").begin()
 
 
 def test_workers_that_write_no_progress_but_save_go_on(tmp_path: Path) -> None:
     for restart in range(8):
-        current = Meeting(tmp_path, f"7.{restart}")
+        current = JobFolder(tmp_path, f"7.{restart}")
         current.begin()
         current.saved()
 
@@ -84,7 +84,7 @@ def test_may_start(progress: list[str], saved: bool, now: str, allowed: bool) ->
 
 
 def test_helpers_that_come_are_published_to_all(tmp_path: Path) -> None:
-    first, other = Meeting(tmp_path, "7.0"), Meeting(tmp_path, "7.0")
+    first, other = JobFolder(tmp_path, "7.0"), JobFolder(tmp_path, "7.0")
     first.begin()
     other.publish_helper(1, "10.0.0.9:4001")
     later = threading.Timer(0.3, other.publish_helper, (0, "10.0.0.8:4000"))
@@ -96,7 +96,7 @@ def test_helpers_that_come_are_published_to_all(tmp_path: Path) -> None:
 def test_helpers_that_do_not_come_are_one_loud_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = Meeting(tmp_path, "7.0")
+    first = JobFolder(tmp_path, "7.0")
     first.begin()
     first.publish_helper(1, "10.0.0.9:4001")
     assert first.gather_helpers(2, deadline_s=0.1, required=False) == "10.0.0.9:4001"
@@ -108,7 +108,7 @@ def test_helpers_that_do_not_come_are_one_loud_line(
 
 @pytest.mark.parametrize("text", ["", "10.0.0.9", "10.0.0.9:0", "a b:1", "a:1,b:2", "x" * 400])
 def test_an_address_that_is_none(tmp_path: Path, text: str) -> None:
-    first = Meeting(tmp_path, "7.0")
+    first = JobFolder(tmp_path, "7.0")
     first.begin()
     first.publish_helper(0, text)
     with pytest.raises(ShoalError, match=r"helper-00000 has .* which is no ADDRESS:PORT"):
@@ -117,7 +117,7 @@ def test_an_address_that_is_none(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["10.0.0.9:4001,10.0.0.9", "a:1;b:2", "$(id):1", "\udcff:1"])
 def test_published_helpers_are_checked_too(tmp_path: Path, text: str) -> None:
-    first = Meeting(tmp_path, "7.0")
+    first = JobFolder(tmp_path, "7.0")
     first.begin()
     (first.folder / "helpers").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ShoalError, match=r"helpers has .* which is no ADDRESS:PORT"):
@@ -132,21 +132,21 @@ def test_published_helpers_are_checked_too(tmp_path: Path, text: str) -> None:
 def test_starts_of_other_types(tmp_path: Path, text: str) -> None:
     (tmp_path / "starts.json").write_text(text)
     if text == "{}":  # nothing in it
-        assert Meeting(tmp_path, "7.0").starts() == []
+        assert JobFolder(tmp_path, "7.0").starts() == []
         return
     with pytest.raises(ShoalError, match=r"starts\.json is not what shoal launch writes; remove it"):
-        Meeting(tmp_path, "7.0").begin()
+        JobFolder(tmp_path, "7.0").begin()
 
 
 def test_progress_of_any_bytes_is_bounded(tmp_path: Path) -> None:
-    job = Meeting(tmp_path, "7.0")
+    job = JobFolder(tmp_path, "7.0")
     job.progress_file.write_bytes(b"\xff" * 1_000)
     assert job.progress() == "\ufffd" * 64
 
 
 def test_a_file_is_written_under_a_name_that_nobody_can_take(tmp_path: Path) -> None:
     """Another user who may write to the folder would have laid links there to a file of this one."""
-    job = Meeting(tmp_path, "7.0")
+    job = JobFolder(tmp_path, "7.0")
     job.begin()
     own = tmp_path / "own"
     own.write_text("precious")
@@ -163,7 +163,7 @@ def test_a_file_is_written_under_a_name_that_nobody_can_take(tmp_path: Path) -> 
 def test_a_secret_that_another_user_laid_there_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Meeting(tmp_path, "7.0")
+    job = JobFolder(tmp_path, "7.0")
     job.folder.mkdir(parents=True)
     job.secret_file.touch(mode=0o600)
     job.secret_file.write_text("known to its owner")
@@ -176,9 +176,9 @@ def test_a_secret_that_another_user_laid_there_is_refused(
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "SHARED_DEADLINE_S", 0.2)
+    monkeypatch.setattr(job_folder, "SHARED_DEADLINE_S", 0.2)
     with pytest.raises(ShoalError, match=r"starts/7.0/secret did not appear .* --job has to name one"):
-        Meeting(tmp_path, "7.0").await_secret()
+        JobFolder(tmp_path, "7.0").await_secret()
 
 
 def test_the_wait_for_a_folder_says_so_and_asks_less_and_less_often(
@@ -193,26 +193,26 @@ def test_the_wait_for_a_folder_says_so_and_asks_less_and_less_often(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("time.sleep", sleep)
     with pytest.raises(ShoalError, match=rf"did not appear on {os.uname().nodename} in 90 s: .* not shared"):
-        Meeting(tmp_path, "7.0").await_secret()
+        JobFolder(tmp_path, "7.0").await_secret()
     assert pauses[0] == 0.1 and pauses == sorted(pauses) and max(pauses) == 2.0
     assert 90 < now[0] <= 92
     said = capsys.readouterr().err
     assert said == f"shoal launch: {os.uname().nodename} waits for {tmp_path}/starts/7.0/secret\n"
-    Meeting(tmp_path, "7.1").begin()  # the next start does not see the file of this one
-    assert not Meeting(tmp_path, "7.2").secret_file.exists()
+    JobFolder(tmp_path, "7.1").begin()  # the next start does not see the file of this one
+    assert not JobFolder(tmp_path, "7.2").secret_file.exists()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ShoalError, match=r"--job .*/file/job cannot be made: Not a directory"):
-        Meeting(tmp_path / "file" / "job", "7.0").begin()
+        JobFolder(tmp_path / "file" / "job", "7.0").begin()
 
 
 @pytest.mark.parametrize("text", ["{}x", '[{"run": 1}]'])
 def test_a_list_of_starts_of_somebody_else(tmp_path: Path, text: str) -> None:
     (tmp_path / "starts.json").write_text(text)
     with pytest.raises(ShoalError, match=r"starts\.json"):
-        Meeting(tmp_path, "7.0").begin()
+        JobFolder(tmp_path, "7.0").begin()
 
 
 @pytest.mark.parametrize(
