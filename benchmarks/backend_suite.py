@@ -8,16 +8,12 @@ more with the name hidden from them. Engines count what passes through them.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Benchmark, peer_module
+from benchmarks.worker import run_alone
 
 NAME_CHECKS = dict.fromkeys(
     (
@@ -46,26 +42,12 @@ ENGINE_KINDS = (
 Result = dict[str, Any]
 
 
-def run_suite(backend: str, match: str, *options: str) -> Result:
-    """Run the tests whose names match, in a process of its own, and return its result file."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.backend_suite_worker", backend, str(out)]
-        with (Path(folder) / "log").open("w+") as log:
-            status = subprocess.run(
-                [*command, "--match", match, *options],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-                check=False,
-            ).returncode
-            if status:
-                log.seek(0)
-                raise SystemExit(
-                    f"the tests with {backend} ended with status {status}:\n{log.read()[-4000:]}"
-                )
-        found: Result = json.loads(out.read_text())
-        return found
+def run_suite(backend: str, match: str, *, called_gloo: bool = False) -> Result:
+    """Run the tests whose names match, in a process of its own, and return their outcomes and counters."""
+    spec = {"backend": backend, "match": match, "called_gloo": called_gloo}
+    settings = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    result: Result = run_alone("benchmarks.backend_suite_worker:run", spec, settings=settings)
+    return result
 
 
 def passed(result: Result) -> set[str]:
@@ -100,7 +82,7 @@ def main() -> int:
     shoal = run_suite("shoal", match)
     print(describe("shoal", shoal), flush=True)
     again = sorted((passed(gloo) - passed(shoal)) & NAME_CHECKS.keys())
-    hidden = run_suite("shoal", f"^({'|'.join(again)})$", "--called-gloo") if again else None
+    hidden = run_suite("shoal", f"^({'|'.join(again)})$", called_gloo=True) if again else None
     if hidden:
         print(describe("shoal, name hidden", hidden))
     print_differences(gloo, shoal, hidden)

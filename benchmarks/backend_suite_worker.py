@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import re
-import sys
 import tempfile
 import time
 import traceback
@@ -26,7 +24,7 @@ class _Outcomes(unittest.TestResult):
 
     def __init__(self, num_tests: int) -> None:
         super().__init__()
-        self.found: dict[str, dict[str, Any]] = {}
+        self.outcomes: dict[str, dict[str, Any]] = {}
         self._num_tests = num_tests
         self._begin_s = 0.0
 
@@ -37,9 +35,9 @@ class _Outcomes(unittest.TestResult):
     def _note(self, test: unittest.TestCase, outcome: str, why: str = "") -> None:
         name = test.id().rpartition(".")[2]
         seconds = round(time.monotonic() - self._begin_s, 2)
-        self.found[name] = {"outcome": outcome, "why": why, "seconds": seconds}
+        self.outcomes[name] = {"outcome": outcome, "why": why, "seconds": seconds}
         if outcome != "skipped":
-            print(f"{len(self.found)}/{self._num_tests} {name}: {outcome} {seconds} s", flush=True)
+            print(f"{len(self.outcomes)}/{self._num_tests} {name}: {outcome} {seconds} s", flush=True)
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         self._note(test, "passed")
@@ -58,8 +56,8 @@ def suite_class(backend: str, counters: Path, *, called_gloo: bool) -> type[unit
 
     The conditions of the tests are evaluated as for gloo, so that none is skipped for our name. Those of
     all_to_all in CPU memory run too: torch 2.15 skips them for every backend but MPI, though gloo has the
-    operation. With ``called_gloo`` the tests also believe to run on gloo, and only the groups are made with
-    ``backend``; their name is what torch calls them.
+    operation. With ``called_gloo`` the name is hidden: the groups are made with ``backend``, and torch
+    calls them gloo.
     """
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), TEMP_DIR=tempfile.mkdtemp(prefix="suite-"))
     import torch
@@ -100,7 +98,7 @@ def suite_class(backend: str, counters: Path, *, called_gloo: bool) -> type[unit
 
 
 def _record_counters(path: Path) -> None:
-    """Let every group append its engine's counters to a file when it ends."""
+    """Make every group append its engine's counters to a file when it ends."""
     from shoal.comm.backend import ShoalProcessGroup
 
     original = ShoalProcessGroup.shutdown
@@ -118,33 +116,24 @@ def _record_counters(path: Path) -> None:
     ShoalProcessGroup.shutdown = shutdown  # type: ignore[method-assign]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("backend")
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--match", default="", help="regular expression of the tests' names")
-    parser.add_argument("--called-gloo", action="store_true", help="hide the backend's name from the tests")
-    args = parser.parse_args()
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the outcome of each test, and the counters of all engines.
+
+    The spec: ``{"backend": "shoal", "match": "test_all_reduce", "called_gloo": false}``: a regular expression
+    of the tests' names, and whether the backend's name is hidden from them.
+    """
     warnings.simplefilter("ignore")
-    counters = args.result.with_suffix(".counters")
-    counters.unlink(missing_ok=True)
+    counters = Path(spec["folder"]) / "counters.jsonl"
     tests = unittest.defaultTestLoader.loadTestsFromTestCase(
-        suite_class(args.backend, counters, called_gloo=args.called_gloo)
+        suite_class(spec["backend"], counters, called_gloo=spec["called_gloo"])
     )
     chosen = [
         test
         for test in tests
-        if isinstance(test, unittest.TestCase) and re.search(args.match, test.id().rpartition(".")[2])
+        if isinstance(test, unittest.TestCase) and re.search(spec["match"], test.id().rpartition(".")[2])
     ]
     outcomes = _Outcomes(len(chosen))
     for test in chosen:
         test.run(outcomes)
     lines = counters.read_text().splitlines() if counters.exists() else []
-    args.result.write_text(
-        json.dumps({"tests": outcomes.found, "counters": [json.loads(line) for line in lines]})
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"tests": outcomes.outcomes, "counters": [json.loads(line) for line in lines]}

@@ -10,19 +10,14 @@ a row's name is the share of the Trainer's places that hold one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.harness import Benchmark, peer_module
 from benchmarks.machine import ForeignCores
+from benchmarks.worker import run_alone
 from shoal.env.settings import TEST_DATA, test_data_dir
-from shoal.env.variables import child_environment
 
 Device = Literal["cpu", "cuda"]
 
@@ -82,14 +77,12 @@ MOST_RETAKEN = 1
 
 
 def measure(case: str, device: Device, size: str, num_steps: int) -> tuple[dict[str, Any], float]:
-    """Run one case in a process of its own; return what it wrote (see the worker), and foreign cores."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "samples.json"
-        command = [sys.executable, "-m", "benchmarks.bert_step_worker", case, device, size, str(num_steps)]
-        with ForeignCores() as watch:
-            threads = "1" if size == "tiny" else str(os.cpu_count() or 1)
-            subprocess.run([*command, str(out)], check=True, env=child_environment(OMP_NUM_THREADS=threads))
-        return json.loads(out.read_text()), watch.cores or 0.0
+    """Run one case in a process of its own; return its result (see the worker), and foreign cores."""
+    spec = {"case": case, "device": device, "size": size, "num_steps": num_steps}
+    threads = "1" if size == "tiny" else str(os.cpu_count() or 1)
+    with ForeignCores() as watch:
+        result = run_alone("benchmarks.bert_step_worker:measure", spec, settings={"OMP_NUM_THREADS": threads})
+    return result, watch.cores or 0.0
 
 
 def require_data(case: Case) -> None:

@@ -6,8 +6,6 @@ Our step has what a recipe's has, of the same functions: read and pack the batch
 
 from __future__ import annotations
 
-import argparse
-import json
 import socket
 import statistics
 import tempfile
@@ -226,27 +224,20 @@ def run(
     return {**kept, "fill": sum(num_tokens) / sum(num_places)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("case", choices=tuple(CASES))
-    parser.add_argument("device", choices=("cpu", "cuda"))
-    parser.add_argument("size", choices=tuple(SIZES))
-    parser.add_argument("num_steps", type=int)
-    parser.add_argument("out", type=Path)
-    args = parser.parse_args()
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return both sides' tokens per second of each step, and the fill of the Trainer's batches.
+
+    The spec: ``{"case": "squad", "device": "cpu", "size": "tiny", "num_steps": 2}``.
+    """
+    case, device = CASES[spec["case"]], spec["device"]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(SEED)
-    batch_size = TINY_BATCH if args.size == "tiny" else CASES[args.case].batch_size[args.device]
+    batch_size = TINY_BATCH if spec["size"] == "tiny" else case.batch_size[device]
     with (
         tempfile.TemporaryDirectory() as name,
-        join_world(alone(), DistributedConfig(device=args.device)) as world,
+        join_world(alone(), DistributedConfig(device=device)) as world,
     ):
-        sides = MAKERS[args.case](Path(name), SIZES[args.size], batch_size)
-        compiled = CASES[args.case].compiled and args.device == "cuda"
-        found = run(world, sides, Path(name), batch_size, args.num_steps, compiled=compiled)
-        args.out.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        sides = MAKERS[spec["case"]](Path(name), SIZES[spec["size"]], batch_size)
+        compiled = case.compiled and device == "cuda"
+        return run(world, sides, Path(name), batch_size, spec["num_steps"], compiled=compiled)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -114,8 +113,8 @@ def meet(folder: Path, host: int, num_hosts: int, own: list[dict[str, Any]]) -> 
     return records
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
+def measure(spec: dict[str, Any]) -> list[list[float]]:
+    """Return the seconds of each size of buckets."""
     host, local = int(os.environ["RANK"]), spec["workers_per_host"]
     secret = job_secret()
     assert secret is not None
@@ -145,10 +144,5 @@ def main() -> None:
             samples[which].append(seconds[0])
     if not (sums == len(records)).all():
         raise SystemExit("wrong sums")
-    if host == 0:
-        (Path(spec["folder"]) / "samples").write_text(json.dumps(samples))
     on_all(workers, lambda worker: worker.engine.close())
-
-
-if __name__ == "__main__":
-    main()
+    return samples

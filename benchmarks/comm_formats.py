@@ -12,8 +12,6 @@ with all curves.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comm_formats_worker import FORMATS
-from benchmarks.comm_runs import run_on, watched
+from benchmarks.comm_runs import watched
 from benchmarks.ddp_emulated_worker import BATCH, COMPUTATION
 from benchmarks.harness import Benchmark
 from benchmarks.pretraining_gain import shoal
+from benchmarks.worker import run_on_hosts
 from shoal.comm.int8_blocks import BLOCK, BLOCK_BYTES
 from shoal.env.settings import TEST_DATA, test_data_dir
 from shoal.launch.emulated import Cluster
@@ -55,14 +54,9 @@ CASES = (Case("albert-base", 8, 8, 7, 3), Case("bert-base", 4, 32, 3, 1))
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Train on a cluster; return seconds and bytes of each step."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Cluster(hosts=case.num_hosts, nic=NIC, announce_rates=False) as cluster,
-    ):
-        out = Path(folder) / "result.json"
-        spec = {"model": case.model, "sequence": case.sequence, "repeats": repeats}
-        run_on(cluster, [sys.executable, "-m", "benchmarks.comm_formats_worker", json.dumps(spec), str(out)])
-        result: dict[str, Any] = json.loads(out.read_text())
+    spec = {"model": case.model, "sequence": case.sequence, "repeats": repeats}
+    with Cluster(hosts=case.num_hosts, nic=NIC, announce_rates=False) as cluster:
+        result: dict[str, Any] = run_on_hosts(cluster, "benchmarks.comm_formats_worker:measure", spec)
     return result
 
 

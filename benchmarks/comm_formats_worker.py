@@ -1,30 +1,25 @@
 """One worker of ``comm_formats``: trains under DDP, its gradients in one format after the other.
 
-    python -m benchmarks.comm_formats_worker SPEC OUT
-
-SPEC is JSON: ``{"model": "albert-base", "sequence": 8, "repeats": 5}``. One group of backend shoal, with
-servers beside the workers, serves all formats.
+Its spec: ``{"model": "albert-base", "sequence": 8, "repeats": 5}``. One group of backend shoal, with
+servers on the workers' hosts, serves all formats.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from benchmarks.comm_worker import with_groups
 from benchmarks.ddp_emulated_worker import COMPUTATION, batch_of, build
 from benchmarks.ddp_training import Training
 from shoal.bench.collectives import Groups
 from shoal.bench.comm_options import COLOCATED
 from shoal.comm.hooks import EightBitWire, bf16_wire
-from shoal.env.launcher import worker_env
 
 FORMATS = ("fp32", "bf16", "int8")
 _INTERFACE = "eth0"
@@ -41,12 +36,9 @@ def wire_bytes() -> int:
     raise SystemExit(f"this host has no interface {_INTERFACE}: run it on emulated hosts")
 
 
-def main() -> None:
-    spec: dict[str, Any] = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    place = worker_env()
-    assert place is not None
-    groups = Groups(place, (COLOCATED,))
+@with_groups(COLOCATED)
+def measure(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    """Return seconds and sent bytes of each step by format, and the number of weights."""
     draw = torch.Generator().manual_seed(groups.rank)
 
     def loss(model: nn.Module) -> torch.Tensor:
@@ -76,16 +68,8 @@ def main() -> None:
                     sent[name].append(wire_bytes() - before)
     training.group = group
     training.check()
-    result = {
+    return {
         "samples": {name: groups.largest(seconds) for name, seconds in samples.items()},
         "sent": {name: groups.largest(counts) for name, counts in sent.items()},
         "count": sum(p.numel() for p in training.ddp.parameters()),
     }
-    if groups.rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps(result))
-    groups.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

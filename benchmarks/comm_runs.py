@@ -6,25 +6,27 @@ import importlib.util
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Benchmark
 from benchmarks.machine import ForeignCores
+from benchmarks.worker import TIMEOUT_S, Spec, command, meeting_point, run_here, run_on_hosts
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import MASTER_PORT
 
 MAX_FOREIGN = 0.3
 KIB, MIB = 1 << 10, 1 << 20
 ALL_REDUCE = "all_reduce"
-TIMEOUT_S = 540.0
+WORKER = "benchmarks.comm_worker:measure"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _WIRE_PORT = 9_000
 _MPI_PORT = MASTER_PORT + 2_000
 _MPIRUN = Path(sys.executable).with_name("mpirun")
@@ -33,7 +35,7 @@ MPI_AS_ROOT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Measured:
     """Measurements of one run of the workers. ``samples`` are seconds, by case and backend."""
 
@@ -91,71 +93,22 @@ def watched(run: Callable[[], Any], *, most_retaken: int) -> tuple[Any, float, i
 Backends = Mapping[str, int | dict[str, Any] | None]
 
 
-def spec_of(backends: Backends, cases: list[tuple[str, int]], repeats: int) -> str:
-    return json.dumps({"backends": backends, "cases": cases, "repeats": repeats})
+def spec_of(backends: Backends, cases: list[tuple[str, int]], repeats: int) -> Spec:
+    return {"backends": backends, "cases": cases, "repeats": repeats}
 
 
-def on_cluster(cluster: Cluster, spec: str, *, most_retaken: int) -> Measured:
+def on_cluster(cluster: Cluster, spec: Spec, *, most_retaken: int) -> Measured:
     """Run the workers, one on each worker host."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "samples.json"
-        argv = [sys.executable, "-m", "benchmarks.comm_worker", spec, str(out)]
-
-        def run() -> None:
-            run_on(cluster, argv)
-
-        _, foreign, num_retaken = watched(run, most_retaken=most_retaken)
-        return Measured(samples=json.loads(out.read_text()), foreign=foreign, num_retaken=num_retaken)
+    return Measured(*watched(partial(run_on_hosts, cluster, WORKER, spec), most_retaken=most_retaken))
 
 
-def run_on(cluster: Cluster, argv: list[str]) -> None:
-    """Run one worker a host to its end.
-
-    Raises:
-        SystemExit: one failed; the message is what the first of them said.
-    """
-    results = cluster.run(argv, timeout_s=TIMEOUT_S)
-    failed = [result for result in results if result.exit_code]
-    if failed:
-        texts = [result.stderr for result in failed if "Error" in result.stderr] or [failed[0].stderr]
-        raise SystemExit(f"{len(failed)} workers failed; one said:\n{texts[0][-4000:]}")
-
-
-def on_this_host(num_workers: int, spec: str, *, most_retaken: int) -> Measured:
+def on_this_host(num_workers: int, spec: Spec, *, most_retaken: int) -> Measured:
     """Run the workers as processes of this host, by mpirun if OpenMPI is measured; they meet on loopback."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "samples.json"
-
-        def run() -> None:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = str(free.getsockname()[1])
-            argv = [sys.executable, "-m", "benchmarks.comm_worker", spec, str(out)]
-            environment = {
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-            }
-            if "openmpi" in json.loads(spec)["backends"]:
-                command = [*mpirun_here(num_workers), *argv]
-                code = subprocess.run(
-                    command, env={**environment, **MPI_AS_ROOT}, timeout=TIMEOUT_S
-                ).returncode
-                if code:
-                    raise SystemExit(f"mpirun failed with {code}")
-                return
-            workers = []
-            for rank in range(num_workers):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_workers))
-                workers.append(subprocess.Popen(argv, env={**environment, **place}))
-            codes = [worker.wait() for worker in workers]
-            if any(codes):
-                raise SystemExit(f"workers failed with {codes}")
-
-        _, foreign, num_retaken = watched(run, most_retaken=most_retaken)
-        return Measured(samples=json.loads(out.read_text()), foreign=foreign, num_retaken=num_retaken)
+    if "openmpi" in spec["backends"]:
+        run = partial(_by_mpirun_here, num_workers, spec)
+    else:
+        run = partial(run_here, WORKER, spec, num_workers, settings=ONE_THREAD)
+    return Measured(*watched(run, most_retaken=most_retaken))
 
 
 def wire_bytes_per_s(cluster: Cluster, *, repeats: int) -> list[float]:
@@ -163,9 +116,9 @@ def wire_bytes_per_s(cluster: Cluster, *, repeats: int) -> list[float]:
     rates = []
     for turn in range(repeats):
         where = [cluster.address(1), str(_WIRE_PORT + turn)]
-        command = [sys.executable, "-m", "benchmarks.comm_wire"]
-        receiver = cluster.start(1, [*command, "receive", *where], stdout=subprocess.PIPE)
-        sender = cluster.start(0, [*command, "send", *where])
+        argv = [sys.executable, "-m", "benchmarks.comm_wire"]
+        receiver = cluster.start(1, [*argv, "receive", *where], stdout=subprocess.PIPE)
+        sender = cluster.start(0, [*argv, "send", *where])
         text, _ = receiver.communicate(timeout=TIMEOUT_S)
         if receiver.returncode or sender.wait():
             raise SystemExit("the plain TCP transfer failed")
@@ -180,6 +133,16 @@ def missing_for_openmpi() -> list[str]:
     """Return the packages of OpenMPI that are not there."""
     missing = [name for name in ("mpi4py",) if importlib.util.find_spec(name) is None]
     return missing if _MPIRUN.exists() else [*missing, "openmpi"]
+
+
+def _by_mpirun_here(num_workers: int, spec: Spec) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "samples.json"
+        environment = {**os.environ, **meeting_point(), **ONE_THREAD, **MPI_AS_ROOT}
+        argv = [*mpirun_here(num_workers), *command(WORKER, spec, out)]
+        if code := subprocess.run(argv, env=environment, timeout=TIMEOUT_S).returncode:
+            raise SystemExit(f"mpirun failed with {code}")
+        return json.loads(out.read_text())
 
 
 def mpirun_here(num_workers: int) -> list[str]:
@@ -203,7 +166,7 @@ def mpirun_here(num_workers: int) -> list[str]:
     ]
 
 
-def by_mpirun(cluster: Cluster, spec: str, *, most_retaken: int) -> Measured:
+def by_mpirun(cluster: Cluster, spec: Spec, *, most_retaken: int) -> Measured:
     """Run the workers, started by mpirun on the first worker host, one on each.
 
     Each emulated host has a host name of its own already; it also gets a TMPDIR of its own, or the daemons
@@ -216,13 +179,13 @@ def by_mpirun(cluster: Cluster, spec: str, *, most_retaken: int) -> Measured:
         agent = folder / "agent"
         agent.write_text(_agent(cluster, folder))
         agent.chmod(0o755)
-        command = _mpirun(cluster, agent, [sys.executable, "-m", "benchmarks.comm_worker", spec, str(out)])
+        argv = _mpirun(cluster, agent, command(WORKER, spec, out))
         log = folder / "log"
 
         def run() -> None:
             with log.open("w") as file:
                 process = cluster.start(
-                    0, command, env=_mpi_environment(cluster, folder), stdout=file, stderr=subprocess.STDOUT
+                    0, argv, env=_mpi_environment(cluster, folder), stdout=file, stderr=subprocess.STDOUT
                 )
                 until = time.monotonic() + TIMEOUT_S
                 while process.poll() is None and time.monotonic() < until:
@@ -231,7 +194,7 @@ def by_mpirun(cluster: Cluster, spec: str, *, most_retaken: int) -> Measured:
                 raise SystemExit(f"mpirun failed ({process.poll()}):\n{log.read_text()[-4000:]}")
 
         _, foreign, num_retaken = watched(run, most_retaken=most_retaken)
-        return Measured(samples=json.loads(out.read_text()), foreign=foreign, num_retaken=num_retaken)
+        return Measured(json.loads(out.read_text()), foreign, num_retaken)
 
 
 def _agent(cluster: Cluster, folder: Path) -> str:

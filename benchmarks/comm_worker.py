@@ -1,20 +1,16 @@
-"""One worker of ``comm``: runs collectives on several backends by turns; rank 0 writes the samples.
+"""One worker of ``comm``: runs collectives on several backends by turns.
 
-    python -m benchmarks.comm_worker SPEC OUT
-
-SPEC is JSON: ``{"backends": {"gloo": null, "shoal": 8, "openmpi": null}, "cases": [["all_reduce", 16777216]],
+Its spec: ``{"backends": {"gloo": null, "shoal": 8, "openmpi": null}, "cases": [["all_reduce", 16777216]],
 "repeats": 7}``. A number says how many of the helper hosts a shoal group uses; an object holds settings of
 its ``EngineOptions``. ``openmpi`` needs mpirun. ``copy`` copies the case's bytes on each rank.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import wraps
 from typing import Any
 
 import torch
@@ -55,6 +51,26 @@ PROCESSOR = "processor seconds of "
 """Prefix of a case's samples of processor time: that of the rank that used most."""
 
 Call = Callable[[], object]
+
+
+def with_groups(*backends: str) -> Callable[[Callable[[Any, Groups], Any]], Callable[[Any], Any]]:
+    """Return a decorator: the function joins the groups of a benchmark's workers, on one thread each."""
+
+    def decorate(function: Callable[[Any, Groups], Any]) -> Callable[[Any], Any]:
+        @wraps(function)
+        def run(spec: Any) -> Any:
+            torch.set_num_threads(1)
+            worker = worker_env()
+            assert worker is not None
+            groups = Groups(worker, backends)
+            result = function(spec, groups)
+            groups.barrier()
+            dist.destroy_process_group()
+            return result
+
+        return run
+
+    return decorate
 
 
 def shoal_group(given: int | dict[str, Any], *, in_python: bool = False) -> dist.ProcessGroup:
@@ -222,12 +238,9 @@ def call_of(name: str, group: dist.ProcessGroup | None, case: Case) -> Call | No
     return prepare(case, group, torch.float32, name)
 
 
-def main() -> None:
-    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    place = worker_env()
-    assert place is not None
-    groups = Groups(place, ("gloo",))
+@with_groups("gloo")
+def measure(spec: dict[str, Any], groups: Groups) -> dict[str, Samples]:
+    """Return the samples of each case, and of its processor time, by backend."""
     backends = dict(groups.of_backend)
     for name, given in spec["backends"].items():
         if given is not None:
@@ -240,11 +253,4 @@ def main() -> None:
                 calls[name] = call
         key = f"{collective} {num_bytes}"
         result[key], result[PROCESSOR + key] = samples_of(calls, groups, spec["repeats"])
-    groups.barrier()
-    if groups.rank == 0:
-        out.write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return result

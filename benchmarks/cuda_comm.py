@@ -13,11 +13,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from datetime import timedelta
 from functools import partial
@@ -28,6 +23,7 @@ import torch
 
 from benchmarks.harness import Benchmark
 from benchmarks.memory_device import MemoryDevice
+from benchmarks.worker import run_here
 from shoal.comm.collectives import collective
 from shoal.comm.cuda_device import CudaDevice
 from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
@@ -143,25 +139,11 @@ def add_overlap(bench: Benchmark) -> None:
         "repeats": 3 if bench.quick else 10,
         "trace": str(bench.args.trace.absolute()) if bench.args.trace else "",
     }
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "samples.json"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        common = os.environ | {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(HOSTS)),
-        }  # fmt: skip
-        if memory:  # only the group in Python can be given a device that is none
-            common[NATIVE_GROUP] = "0"
-        argv = [sys.executable, "-m", "benchmarks.cuda_comm_worker", json.dumps(spec), str(out)]
-        workers = [
-            subprocess.Popen(argv, env=common | {"RANK": str(rank), "SHOAL_HOST_ID": host})
-            for rank, host in enumerate(HOSTS)
-        ]
-        codes = [worker.wait() for worker in workers]
-        if any(codes):
-            raise SystemExit(f"a worker of cuda_comm ended with status {max(codes, key=abs)}; see above")
-        samples: dict[str, list[float]] = json.loads(out.read_text())
+    # Only the group in Python can be given a device that is none.
+    settings = {NATIVE_GROUP: "0"} if memory else {}
+    samples: dict[str, list[float]] = run_here(
+        "benchmarks.cuda_comm_worker:train", spec, len(HOSTS), settings=settings, hosts=HOSTS
+    )
     bench.add(
         f"a step of {spec['layers']} layers of {spec['width']}², two hosts on this device",
         ours=[1e3 * s for s in samples["step"]],

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -86,11 +83,11 @@ def write_trace(worker: Worker, path: Path) -> None:
     profile.export_chrome_trace(str(path))
 
 
-def main() -> None:
-    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    rank = int(os.environ["RANK"])
+def train(spec: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the slowest rank's seconds of a step, of its computation, and of averaging."""
     shoal.comm.register()
     dist.init_process_group("shoal")
+    rank = dist.get_rank()
     worker = Worker(spec, rank)
     samples = measure(worker, spec)
     if spec["trace"] and rank == 0:
@@ -99,13 +96,5 @@ def main() -> None:
         worker.step()
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, samples)
-    if rank == 0:  # the slowest counts
-        slowest = {
-            name: [max(each) for each in zip(*(s[name] for s in everybody), strict=True)] for name in samples
-        }
-        out.write_text(json.dumps(slowest))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return {name: [max(each) for each in zip(*(s[name] for s in everybody), strict=True)] for name in samples}

@@ -10,17 +10,14 @@ which takes gloo half a minute: it gets fewer samples than ALBERT.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.comm_runs import run_on, watched
+from benchmarks.comm_runs import watched
 from benchmarks.ddp_emulated_worker import BATCH, COMPUTATION, memory_of
 from benchmarks.harness import Benchmark
+from benchmarks.worker import run_on_hosts
 from shoal.launch.emulated import Cluster
 
 NUM_HOSTS = 8
@@ -49,14 +46,9 @@ CASES = (
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Train on a cluster; return samples and memory, that of the helpers' servers included."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Cluster(hosts=NUM_HOSTS, helpers=8, nic=NIC, announce_rates=False) as cluster,
-    ):
-        out = Path(folder) / "result.json"
-        spec = {"model": case.model, "sequence": case.sequence, "backends": BACKENDS, "repeats": repeats}
-        run_on(cluster, [sys.executable, "-m", "benchmarks.ddp_emulated_worker", json.dumps(spec), str(out)])
-        result: dict[str, Any] = json.loads(out.read_text())
+    spec = {"model": case.model, "sequence": case.sequence, "backends": BACKENDS, "repeats": repeats}
+    with Cluster(hosts=NUM_HOSTS, helpers=8, nic=NIC, announce_rates=False) as cluster:
+        result: dict[str, Any] = run_on_hosts(cluster, "benchmarks.ddp_emulated_worker:measure", spec)
         result["memory"] += [memory_of(helper.pid) for helper in cluster.helpers]
     return result
 

@@ -1,16 +1,12 @@
 """One worker of ``ddp_emulated``: trains under DDP, its buckets summed by one backend after the other.
 
-    python -m benchmarks.ddp_emulated_worker SPEC OUT
-
-SPEC is JSON: ``{"model": "albert-base", "sequence": 32, "backends": {"gloo": null, "colocated": 0,
+Its spec: ``{"model": "albert-base", "sequence": 32, "backends": {"gloo": null, "colocated": 0,
 "8 helpers": 8}, "repeats": 5}``; a number says how many helper hosts a shoal group uses. A step that sums
 nothing is measured beside them.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AlbertConfig, AlbertForPreTraining, BertConfig, BertForPreTraining
 
-from benchmarks.comm_worker import shoal_group
+from benchmarks.comm_worker import shoal_group, with_groups
 from benchmarks.ddp_training import Training
 from shoal.bench.collectives import Groups
-from shoal.env.launcher import worker_env
 
 BATCH = 1
 COMPUTATION = "computation alone"
@@ -61,12 +56,9 @@ def memory_of(pid: int | str = "self") -> tuple[int, int]:
     return peak - sum(shared), sum(shared)
 
 
-def main() -> None:
-    spec: dict[str, Any] = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    place = worker_env()
-    assert place is not None
-    groups = Groups(place, ("gloo",))
+@with_groups("gloo")
+def measure(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    """Return samples of steps by backend, the memory of each worker, and the bytes of the gradient."""
     backends: dict[str, dist.ProcessGroup | None] = {
         name: groups.of_backend["gloo"] if num_helpers is None else shoal_group(num_helpers)
         for name, num_helpers in spec["backends"].items()
@@ -85,12 +77,4 @@ def main() -> None:
     training.check()
     memory = groups.gather_json(memory_of())
     num_bytes = sum(p.numel() * 4 for p in training.ddp.parameters())
-    if groups.rank == 0:
-        result = {"samples": samples, "memory": memory, "gradient_bytes": num_bytes}
-        Path(sys.argv[2]).write_text(json.dumps(result))
-    groups.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return {"samples": samples, "memory": memory, "gradient_bytes": num_bytes}

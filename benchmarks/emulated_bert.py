@@ -8,18 +8,15 @@ at once. Each turn has processes of its own.
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.comm_runs import run_on, watched
+from benchmarks.comm_runs import watched
 from benchmarks.harness import Benchmark
 from benchmarks.priority_shapes import bytes_of, parts_of_bert
+from benchmarks.worker import run_on_hosts
 from shoal.launch.emulated import Cluster
 
 NIC, BITS_PER_S = "200mbit", 200e6
@@ -27,10 +24,10 @@ NIC, BITS_PER_S = "200mbit", 200e6
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Hosts, a model, and the module of their workers.
+    """Hosts, a model, and the function of their workers.
 
     Attributes:
-        worker: module that gets the spec and a file for its results.
+        worker: function of ``benchmarks.worker``.
         num_hosts: with a worker each; as many helper hosts.
         compute: seconds of computing for each second of sums, as long as those take the link.
     """
@@ -50,17 +47,13 @@ class Setup:
 
     def measure(self, side: str, num_steps: int) -> dict[str, Any]:
         """Train on a cluster; return the worker's measurements."""
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Cluster(hosts=self.num_hosts, helpers=self.num_hosts, nic=NIC, announce_rates=False) as cluster,
-        ):
-            out = Path(folder) / "result.json"
-            spec = {
-                "helpers": self.num_hosts, "layers": self.num_layers, "compute_s": self.compute_s,
-                "steps": num_steps, "side": side,
-            }  # fmt: skip
-            run_on(cluster, [sys.executable, "-m", self.worker, json.dumps(spec), str(out)])
-            result: dict[str, Any] = json.loads(out.read_text())
+        spec = {
+            "helpers": self.num_hosts, "layers": self.num_layers, "compute_s": self.compute_s,
+            "steps": num_steps, "side": side,
+        }  # fmt: skip
+        hosts = self.num_hosts
+        with Cluster(hosts=hosts, helpers=hosts, nic=NIC, announce_rates=False) as cluster:
+            result: dict[str, Any] = run_on_hosts(cluster, self.worker, spec)
         return result
 
 

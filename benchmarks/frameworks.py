@@ -12,29 +12,22 @@ for the emulated hosts.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks.comm_runs import run_on, watched
+from benchmarks.comm_runs import watched
 from benchmarks.harness import Benchmark
+from benchmarks.worker import free_port, run_here, run_on_hosts
 from shoal.errors import import_extra
 from shoal.launch.emulated import Cluster
 
 KIB, MIB = 256, 1 << 18
 """Elements of float32."""
-DEADLINE_S = 300.0
 NIC = "200mbit"
 NUM_HOSTS = 8
 MOST_MICROSECONDS = 60.0
-WORKER = [sys.executable, "-m", "benchmarks.frameworks_worker"]
+WORKERS = "benchmarks.frameworks_worker:"
 SETTINGS = {
     "OMP_NUM_THREADS": "1", "PJRT_NPROC": "1", "TF_NUM_INTRAOP_THREADS": "1", "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow",
@@ -42,50 +35,19 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def on_this_host(name: str, size: int, **spec: Any) -> Any:
-    """Run a function of the workers in ``size`` processes; return what rank 0 has found."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        shared = {
-            **os.environ, **SETTINGS, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCH_PORT": str(free_port()),
-            "SHOAL_SECRET": "of a benchmark on one host",
-        }  # fmt: skip
-        spec = {"port": free_port(), **spec}
-        workers = [
-            subprocess.Popen(
-                [*WORKER, name, str(out), json.dumps(spec)],
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for rank in range(size)
-        ]  # fmt: skip
-        try:
-            said = [worker.communicate(timeout=DEADLINE_S)[0] for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-        if any(worker.returncode for worker in workers):
-            raise SystemExit(f"a worker of {name} failed:\n" + "\n".join(text[-3000:] for text in said))
-        return json.loads(out.read_text())
+    """Run a job in ``size`` processes; return the result of rank 0."""
+    ports = {"port": free_port(), "torch_port": free_port()}
+    settings = {**SETTINGS, "SHOAL_SECRET": "of a benchmark on one host"}
+    return run_here(WORKERS + name, ports | spec, size, settings=settings)
 
 
 def on_hosts(helpers: int, **spec: Any) -> Any:
     """Run ``seam`` on emulated hosts."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Cluster(hosts=NUM_HOSTS, helpers=helpers, nic=NIC) as cluster,
-    ):
-        out = Path(folder) / "found.json"
-        spec["addresses"] = [cluster.address(host) for host in range(NUM_HOSTS)]
-        env_command = ["/usr/bin/env", *(f"{name}={value}" for name, value in SETTINGS.items())]
-        run_on(cluster, [*env_command, *WORKER, "seam", str(out), json.dumps({"port": 9911, **spec})])
-        return json.loads(out.read_text())
+    with Cluster(hosts=NUM_HOSTS, helpers=helpers, nic=NIC) as cluster:
+        addresses = [cluster.address(host) for host in range(NUM_HOSTS)]
+        spec |= {"port": 9911, "addresses": addresses}
+        return run_on_hosts(cluster, f"{WORKERS}seam", spec, settings=SETTINGS)
 
 
 def by_turns(

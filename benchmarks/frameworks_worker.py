@@ -1,18 +1,13 @@
-"""Workers of ``benchmarks.frameworks``: ``python -m benchmarks.frameworks_worker NAME FILE SPEC``.
-
-Rank 0 writes its figures to FILE, as JSON.
-"""
+"""Workers of ``frameworks``: each function is a job, and imports the frameworks that it uses."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -41,7 +36,7 @@ def paths(spec: dict[str, Any]) -> dict[str, Any]:
     import shoal.jax
 
     shoal.jax.init()
-    os.environ["MASTER_PORT"] = os.environ["TORCH_PORT"]
+    os.environ["MASTER_PORT"] = str(spec["torch_port"])
     dist.init_process_group("shoal", init_method="env://")
     reduce = shoal.jax.jit(lambda x: shoal.jax.all_reduce(x, "sum"), donate_argnums=0)
     samples: dict[str, dict[str, list[float]]] = {}
@@ -234,10 +229,3 @@ def classifier(keras: Any, optimizer: Any) -> Any:
     model = keras.Sequential([keras.Input((FEATURES,)), *layers])
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
-
-
-if __name__ == "__main__":
-    name, file, text = sys.argv[1:]
-    result = globals()[name](json.loads(text))
-    if RANK == 0:
-        Path(file).write_text(json.dumps(result), encoding="utf-8")

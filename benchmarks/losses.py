@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.comm_runs import run_on
 from benchmarks.harness import Benchmark
 from benchmarks.pretraining_gain import shoal
+from benchmarks.worker import run_command_on
 from shoal.env.settings import test_data_dir
 from shoal.launch.emulated import Cluster
 from shoal.record import FILE_NAME, Contributions, Evaluation, read_record
@@ -67,7 +67,7 @@ def train(text: Path, run: Path, seed: int, steps: int, options: tuple[str, ...]
         "--distributed.backend", "shoal", *options,
     ]  # fmt: skip
     with Cluster(hosts=HOSTS, helpers=0) as cluster:
-        run_on(cluster, argv)
+        run_command_on(cluster, argv)
     loss = loss_of(run)
     assert loss is not None
     return loss

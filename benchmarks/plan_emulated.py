@@ -29,9 +29,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comm_runs import run_on, watched
+from benchmarks.comm_runs import watched
 from benchmarks.harness import Benchmark
 from benchmarks.plan_emulated_worker import BATCH, COMPUTATION, MODELS
+from benchmarks.worker import run_on_hosts
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import parse_rate
 from shoal.planner.convergence import Convergence
@@ -83,17 +84,12 @@ SETTINGS = (
 
 
 def measure(setting: Setting, repeats: int) -> dict[str, Any]:
-    """Train on the cluster; return what the worker of rank 0 wrote."""
+    """Train on the cluster; return the result of rank 0."""
     spec = {"cases": setting.cases, "backends": setting.backends, "repeats": repeats}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Cluster(
-            hosts=setting.num_hosts, helpers=setting.num_hosts, nic=setting.nic, announce_rates=False
-        ) as cluster,
-    ):
-        out = Path(folder) / "result.json"
-        run_on(cluster, [sys.executable, "-m", "benchmarks.plan_emulated_worker", json.dumps(spec), str(out)])
-        result: dict[str, Any] = json.loads(out.read_text())
+    with Cluster(
+        hosts=setting.num_hosts, helpers=setting.num_hosts, nic=setting.nic, announce_rates=False
+    ) as cluster:
+        result: dict[str, Any] = run_on_hosts(cluster, "benchmarks.plan_emulated_worker:measure", spec)
     return result
 
 

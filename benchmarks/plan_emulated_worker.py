@@ -1,16 +1,12 @@
 """One worker of ``plan_emulated``: what a step takes with each backend, and what the planner is given.
 
-    python -m benchmarks.plan_emulated_worker SPEC OUT
-
-SPEC is JSON: ``{"cases": [["even", 1]], "backends": {"gloo": null, "shoal": 0, "8 helpers": 8}, "repeats":
+Its spec: ``{"cases": [["even", 1]], "backends": {"gloo": null, "shoal": 0, "8 helpers": 8}, "repeats":
 5}``: models with the MiB of their buckets; a number says how many helper hosts a shoal group uses.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.comm_worker import samples_of, shoal_group
+from benchmarks.comm_worker import samples_of, shoal_group, with_groups
 from benchmarks.ddp_training import Training
 from shoal.bench.collectives import Case, Groups, prepare
-from shoal.env.launcher import worker_env
 
 BATCH = 32
 COMPUTATION = "computation"
@@ -127,12 +122,9 @@ def measure_case(
     return {"samples": samples, "busy": busy.shares}
 
 
-def main() -> None:
-    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    place = worker_env()
-    assert place is not None
-    groups = Groups(place, ("gloo",))
+@with_groups("gloo")
+def measure(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    """Return the latency of small all-reduces, the memory's rate, and samples of each case's steps."""
     backends = {
         name: groups.of_backend["gloo"] if num_helpers is None else shoal_group(num_helpers)
         for name, num_helpers in spec["backends"].items()
@@ -140,7 +132,7 @@ def main() -> None:
     small = Case(collective="all_reduce", num_elements=_SMALL, num_bytes=4 * _SMALL)
     calls = {name: prepare(small, group, torch.float32, name) for name, group in backends.items()}
     small_s, _ = samples_of(calls, groups, spec["repeats"])
-    result = {
+    return {
         "small_s": small_s,
         "memory_bytes_per_s": memory_bytes_per_s(groups),
         "cases": [
@@ -148,11 +140,3 @@ def main() -> None:
             for name, bucket_mib in spec["cases"]
         ],
     }
-    groups.barrier()
-    if groups.rank == 0:
-        out.write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

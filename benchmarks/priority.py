@@ -30,7 +30,7 @@ SIDES = ("plain", "priority")
 
 def add_row(bench: Benchmark, compute: float, num_layers: int) -> None:
     setup = Setup(
-        worker="benchmarks.priority_worker", num_hosts=NUM_HOSTS, num_layers=num_layers, compute=compute
+        worker="benchmarks.priority_worker:train", num_hosts=NUM_HOSTS, num_layers=num_layers, compute=compute
     )
     turns = by_turns(bench, setup, SIDES)
     turns.require_equal_weights(SIDES)

@@ -1,19 +1,14 @@
 """One worker of ``priority``: trains under plain DDP, or with ``shoal.comm.priority``.
 
-    python -m benchmarks.priority_worker SPEC OUT
-
-SPEC is JSON: ``{"helpers": 8, "layers": 12, "compute_s": 8.8, "steps": 3, "side": "plain"}``.
+Its spec: ``{"helpers": 8, "layers": 12, "compute_s": 8.8, "steps": 3, "side": "plain"}``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comm_worker import shoal_group
+from benchmarks.comm_worker import shoal_group, with_groups
 from benchmarks.priority_shapes import Part, parts_of_bert
 from shoal.bench.collectives import Groups
 from shoal.comm.priority import prioritize
-from shoal.env.launcher import worker_env
 
 LEARNING_RATE = 1e-3
 WARM_UPS = 2
@@ -74,11 +68,19 @@ def model_of(spec: dict[str, Any]) -> nn.Sequential:
     return nn.Sequential(*(Emulated(part, part.work * second) for part in parts))
 
 
-def digest_of(model: nn.Module) -> str:
+def common_digest(model: nn.Module, groups: Groups) -> str:
+    """Return the digest of the weights.
+
+    Raises:
+        SystemExit: those of another rank differ.
+    """
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    digests = groups.gather_json(digest.hexdigest()[:16])
+    if len(set(digests)) != 1:
+        raise SystemExit(f"the weights of the ranks differ: {digests}")
+    return str(digests[0])
 
 
 def seconds_of(
@@ -100,26 +102,12 @@ def seconds_of(
     return groups.largest([end - begin for begin, end in itertools.pairwise(ends[WARM_UPS - 1 :])])
 
 
-def main() -> None:
-    spec: dict[str, Any] = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    place = worker_env()
-    assert place is not None
-    groups = Groups(place, ("gloo",))
+@with_groups("gloo")
+def train(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    """Return the seconds of each step, the digest of the weights, and the bytes of the gradient."""
     group = shoal_group(spec["helpers"])
     torch.manual_seed(0)
     model = model_of(spec)
     seconds = seconds_of(model, group, spec, groups)
-    digests = groups.gather_json(digest_of(model))
-    if len(set(digests)) != 1:
-        raise SystemExit(f"the weights of the ranks differ: {digests}")
-    if groups.rank == 0:
-        num_bytes = sum(math.prod(parameter.shape) * 4 for parameter in model.parameters())
-        result = {"seconds": seconds, "weights": digests[0], "gradient_bytes": num_bytes}
-        Path(sys.argv[2]).write_text(json.dumps(result))
-    groups.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    num_bytes = sum(math.prod(parameter.shape) * 4 for parameter in model.parameters())
+    return {"seconds": seconds, "weights": common_digest(model, groups), "gradient_bytes": num_bytes}

@@ -34,7 +34,7 @@ COPIES_TARGET = 0.9
 
 def add_rows(bench: Benchmark, num_layers: int, sides: Sequence[str] = SIDES) -> None:
     setup = Setup(
-        worker="benchmarks.served_worker", num_hosts=NUM_HOSTS, num_layers=num_layers, compute=COMPUTE
+        worker="benchmarks.served_worker:train", num_hosts=NUM_HOSTS, num_layers=num_layers, compute=COMPUTE
     )
     turns = by_turns(bench, setup, sides)
     turns.require_equal_weights([side for side in sides if side != "clipped, bf16"])
@@ -69,7 +69,7 @@ def add_rows(bench: Benchmark, num_layers: int, sides: Sequence[str] = SIDES) ->
 
 def add_copies(bench: Benchmark, num_layers: int) -> None:
     setup = Setup(
-        worker="benchmarks.served_worker", num_hosts=NUM_HOSTS, num_layers=num_layers, compute=COMPUTE
+        worker="benchmarks.served_worker:train", num_hosts=NUM_HOSTS, num_layers=num_layers, compute=COMPUTE
     )
     turns = by_turns(bench, setup, COPIES)
     turns.require_equal_weights(COPIES)

@@ -1,29 +1,22 @@
 """One worker of ``served``: trains under DDP whose workers step, or with weights on servers.
 
-    python -m benchmarks.served_worker SPEC OUT
-
-SPEC is JSON: ``{"helpers": 4, "layers": 12, "compute_s": 8.8, "steps": 3, "side": "workers"}``; the other
+Its spec: ``{"helpers": 4, "layers": 12, "compute_s": 8.8, "steps": 3, "side": "workers"}``; the other
 sides are those of ``served``.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comm_worker import shoal_group
-from benchmarks.priority_worker import WARM_UPS, digest_of, model_of
+from benchmarks.comm_worker import shoal_group, with_groups
+from benchmarks.priority_worker import WARM_UPS, common_digest, model_of
 from shoal.bench.collectives import Groups
-from shoal.env.launcher import worker_env
 from shoal.optim.adamw import AdamW
 from shoal.train.served_update import update_on_servers
 
@@ -55,8 +48,10 @@ def time_alone(optimizer: AdamW, groups: Groups) -> float:
     return groups.largest([took_s])[0]
 
 
-def train(spec: dict[str, Any], groups: Groups, group: dist.ProcessGroup) -> dict[str, Any]:
+@with_groups("gloo")
+def train(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
     """Return the seconds of each step after the warm-up on the slowest rank, and what the optimizer takes."""
+    group = shoal_group(spec["helpers"])
     torch.manual_seed(0)
     model = model_of(spec)
     ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
@@ -83,7 +78,7 @@ def train(spec: dict[str, Any], groups: Groups, group: dist.ProcessGroup) -> dic
         optimizer.zero_grad(set_to_none=False)
         ends.append(time.perf_counter())
     seconds = [end - begin for begin, end in itertools.pairwise(ends[WARM_UPS - 1 :])]
-    state_bytes, digest = bytes_of_state(optimizer), digest_of(model)
+    state_bytes, digest = bytes_of_state(optimizer), common_digest(model, groups)
     alone_s = 0.0
     if training is None:
         ddp(torch.tensor(0.0)).sin().backward()
@@ -93,23 +88,3 @@ def train(spec: dict[str, Any], groups: Groups, group: dist.ProcessGroup) -> dic
     else:
         seconds = groups.largest(seconds)
     return {"seconds": seconds, "optimizer_s": alone_s, "state_bytes": state_bytes, "weights": digest}
-
-
-def main() -> None:
-    spec: dict[str, Any] = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    place = worker_env()
-    assert place is not None
-    groups = Groups(place, ("gloo",))
-    result = train(spec, groups, shoal_group(spec["helpers"]))
-    digests = groups.gather_json(result["weights"])
-    if len(set(digests)) != 1:
-        raise SystemExit(f"the weights of the ranks differ: {digests}")
-    if groups.rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps(result))
-    groups.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -13,18 +13,15 @@ takes. ``--only`` chooses among the parts: ``shares``, and ways to wait, always 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from benchmarks.comm_runs import run_on, watched
+from benchmarks.comm_runs import watched
 from benchmarks.harness import Benchmark
+from benchmarks.worker import run_on_hosts
 from shoal.decide.bounded_waiting import WaitingRule, simulate
 from shoal.decide.shares import balanced_shares
 from shoal.launch.emulated import Cluster
@@ -52,10 +49,8 @@ WAITING: dict[str, tuple[dict[str, Any] | None, float | None]] = {
 def measure(shares: str, steps: int) -> dict[str, Any]:
     """Train on a cluster; return the losses, when each step ended, and the changes of shares."""
     spec = {"batch": BATCH, "micro_batch": MICRO_BATCH, "steps": steps, "shares": shares, "speeds": SPEEDS}
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=len(SPEEDS), helpers=0) as cluster:
-        out = Path(folder) / "result.json"
-        run_on(cluster, [sys.executable, "-m", "benchmarks.stragglers_worker", json.dumps(spec), str(out)])
-        result: dict[str, Any] = json.loads(out.read_text())
+    with Cluster(hosts=len(SPEEDS), helpers=0) as cluster:
+        result: dict[str, Any] = run_on_hosts(cluster, "benchmarks.stragglers_worker:share", spec)
     return result
 
 
@@ -109,11 +104,8 @@ def add_shares(bench: Benchmark) -> None:
 def with_pauses(options: dict[str, Any] | None, seconds: list[list[float]], num_steps: int) -> float:
     """Train on a cluster; return the gradients per second, as a part of what is possible."""
     spec = {"steps": num_steps, "seconds": seconds, "options": options}
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=len(seconds), helpers=0) as cluster:
-        out = Path(folder) / "result.json"
-        argv = [sys.executable, "-m", "benchmarks.stragglers_waiting_worker", json.dumps(spec), str(out)]
-        run_on(cluster, argv)
-        result = json.loads(out.read_text())
+    with Cluster(hosts=len(seconds), helpers=0) as cluster:
+        result = run_on_hosts(cluster, "benchmarks.stragglers_worker:wait", spec)
     (begin_s, begin), (end_s, end) = result["ends"][1], result["ends"][-1]
     used: int = sum(result["used"][begin:end])
     took_s: float = end_s - begin_s

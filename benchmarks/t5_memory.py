@@ -8,14 +8,13 @@ what it had when torch, transformers and the recipe were imported.
 from __future__ import annotations
 
 import argparse
-import json
-import socket
-import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.harness import Benchmark
+from benchmarks.worker import free_port, run_alone
 
 STAGES = 4
 MIB = 2**20
@@ -46,18 +45,14 @@ def prepare(folder: Path, size: str) -> tuple[int, Path, Path]:
 
 def measure(folder: Path, model: Path, pairs: Path, *, pipeline: int) -> list[float]:
     """Return the growth of each worker of a run, in MiB."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spec = {"model": str(model), "pairs": str(pairs), "run": str(folder / f"run-{pipeline}"), "port": port}
-    command = [sys.executable, "-m", "benchmarks.t5_memory_worker", json.dumps(spec | {"pipeline": pipeline})]
-    workers = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(pipeline)
-    ]
-    outputs = [worker.communicate()[0] for worker in workers]
-    if any(worker.returncode for worker in workers):
-        raise SystemExit("a worker failed; its output is above")
-    return [float(output.splitlines()[-1]) / MIB for output in outputs]
+    spec = {
+        "model": str(model), "pairs": str(pairs), "run": str(folder / f"run-{pipeline}"),
+        "pipeline": pipeline, "port": free_port(),
+    }  # fmt: skip
+    function = "benchmarks.t5_memory_worker:growth"
+    with ThreadPoolExecutor(pipeline) as pool:
+        growths = pool.map(lambda rank: run_alone(function, spec | {"rank": rank}), range(pipeline))
+        return [growth / MIB for growth in growths]
 
 
 def main() -> int:

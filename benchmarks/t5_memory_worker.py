@@ -1,11 +1,9 @@
-"""Runs one worker of ``benchmarks.t5_memory`` and prints by how many bytes its resident memory grew."""
+"""One worker of ``t5_memory``."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,29 +22,24 @@ def resident(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def main(spec: dict[str, object], rank: int) -> None:
+def growth(spec: dict[str, Any]) -> int:
+    """Finetune as worker ``rank`` of ``pipeline``; return by how many bytes the resident memory grew."""
     torch.set_num_threads(1)
-    pipeline = int(str(spec["pipeline"]))
-    pairs = Path(str(spec["pairs"]))
+    pairs, pipeline, rank = Path(spec["pairs"]), spec["pipeline"], spec["rank"]
     config = t5_classify.T5ClassifyConfig(
-        model=SourceConfig(path=Path(str(spec["model"]))),
+        model=SourceConfig(path=Path(spec["model"])),
         data=t5_classify.T5DataConfig(path=pairs, eval=(pairs,), max_seq_length=32),
         train=FinetuneTrainConfig(
             total_steps=2, global_batch_size=8, micro_batch_size=2, precision="fp32", compile=False
         ),
-        run=FinetuneRunConfig(dir=Path(str(spec["run"])), evaluation_batch_size=8),
+        run=FinetuneRunConfig(dir=Path(spec["run"]), evaluation_batch_size=8),
         distributed=DistributedConfig(device="cpu", backend="gloo"),
         parallel=ParallelConfig(pipeline=pipeline),
     )
     place = WorkerPlace(rank=rank, num_workers=pipeline, local_rank=rank, num_local_workers=pipeline)
-    port = int(str(spec["port"]))
-    worker = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    worker = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=spec["port"], launcher="test")
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1).step()  # imports dynamo, as any optimizer
     before = resident("VmRSS")
-    code = t5_classify.main(config, worker)
-    print(resident("VmHWM") - before, flush=True)
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), int(sys.argv[2]))
+    if code := t5_classify.main(config, worker):
+        raise SystemExit(code)
+    return resident("VmHWM") - before

@@ -14,14 +14,13 @@ import bz2
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from benchmarks.harness import Benchmark, peer_module
+from benchmarks.worker import run_alone
 from shoal.data.progress import Progress
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.data.text.prepare import BUILTIN, read_sample, training_sentences
@@ -70,10 +69,11 @@ def measured(side: str, source: Path, work: Path, tokenizer: Path, processes: in
     """Run one side in a process of its own; return its seconds and its peak memory."""
     out = work / side
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "benchmarks.text_intake_worker", side, source, out, tokenizer, processes]
-    done = subprocess.run([*map(str, command)], check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    spec = {"side": side, "source": str(source), "out": str(out), "tokenizer": str(tokenizer)}
+    result: dict[str, float] = run_alone(
+        "benchmarks.text_intake_worker:measure", spec | {"processes": processes}
+    )
+    return result
 
 
 def main() -> int:

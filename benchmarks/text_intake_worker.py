@@ -1,12 +1,10 @@
-"""One side of ``text_intake``, in a process of its own: prints its seconds and its peak memory as JSON."""
+"""One side of ``text_intake``, in a process of its own."""
 
 from __future__ import annotations
 
 import bz2
-import json
 import re
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,17 @@ from xml.etree import ElementTree
 from tokenizers import Tokenizer
 
 from shoal.data.text.prepare import PrepareConfig, prepare_text
+
+
+def measure(spec: dict[str, Any]) -> dict[str, float]:
+    """Run a side; return its seconds and its peak memory.
+
+    The spec: ``{"side": "ours", "source": FILE, "out": DIR, "tokenizer": FILE, "processes": 2}``.
+    """
+    begin_s = time.perf_counter()
+    run = prepare if spec["side"] == "ours" else map_dataset
+    run(spec["source"], Path(spec["out"]), Path(spec["tokenizer"]), spec["processes"])
+    return {"seconds": time.perf_counter() - begin_s, "peak_mib": peak_mib()}
 
 
 def prepare(source: str, out: Path, tokenizer: Path, processes: int) -> None:
@@ -68,11 +77,3 @@ def peak_mib() -> float:
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found
     return max(int(found[1]), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1024
-
-
-if __name__ == "__main__":
-    side, source, out, tokenizer, processes = sys.argv[1:]
-    begin_s = time.perf_counter()
-    run = prepare if side == "ours" else map_dataset
-    run(source, Path(out), Path(tokenizer), int(processes))
-    print(json.dumps({"seconds": time.perf_counter() - begin_s, "peak_mib": peak_mib()}))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.harness import Benchmark, peer_module
 from benchmarks.machine import ForeignCores
+from benchmarks.worker import command
 
 TARGETS = {
     # (preset, compiled): ratio
@@ -38,16 +39,16 @@ def measure(
     """Run one case in processes of its own; return both sides' milliseconds a step, and foreign cores."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "samples.json"
-        command = [sys.executable, "-m", "benchmarks.train_step_worker", preset, str(num_steps), str(out)]
-        command += ["--compiled"] if compiled else []
+        spec = {"preset": preset, "num_steps": num_steps, "compiled": compiled}
+        argv = command("benchmarks.train_step_worker:main", spec, out)
         if num_workers > 1:
-            command = [
+            argv = [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", str(num_workers), "-m", *command[2:]),
+                *("--nproc-per-node", str(num_workers), *argv[1:]),
             ]
         threads = str(max((os.cpu_count() or 1) // num_workers, 1))
         with ForeignCores() as watch:
-            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": threads})
+            subprocess.run(argv, check=True, env={**os.environ, "OMP_NUM_THREADS": threads})
         return json.loads(out.read_text()), watch.cores or 0.0
 
 

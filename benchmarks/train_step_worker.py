@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -170,23 +168,15 @@ def measure(
     return {side: times[WARM_UP_STEPS:][:num_steps] for side, times in turns.samples.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("preset", choices=tuple(MODELS))
-    parser.add_argument("num_steps", type=int)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--compiled", action="store_true")
-    args = parser.parse_args()
+def main(spec: dict[str, Any]) -> dict[str, list[float]]:
+    """Return both sides' milliseconds of each step.
+
+    The spec: ``{"preset": "tiny", "num_steps": 20, "compiled": false}``.
+    """
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_synthetic_text(folder, MODELS[args.preset].vocab_size)
-        config = settings(args.preset, folder, args.compiled)
+        write_synthetic_text(folder, MODELS[spec["preset"]].vocab_size)
+        config = settings(spec["preset"], folder, spec["compiled"])
         with opened(config) as (run, reader):
-            samples = measure(run, config, reader, args.num_steps, args.compiled)
-            if run.world.is_main:
-                args.out.write_text(json.dumps(samples))
-
-
-if __name__ == "__main__":
-    main()
+            return measure(run, config, reader, spec["num_steps"], spec["compiled"])
