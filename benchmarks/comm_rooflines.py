@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.comm_runs import MIB
-from benchmarks.harness import Benchmark
-from benchmarks.optimizers import parameters_like, settled_ms
+from benchmarks.harness import Benchmark, settled_ms
+from benchmarks.optimizers import parameters_like
 from shoal import native
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lars import Lars
@@ -37,10 +37,10 @@ def roofline_rows(bench: Benchmark) -> None:
     against_copy(bench, "sum of 8 × 25 MiB", sum_ms, (num_inputs + 1) * 4 * count)
     albert = parameters_like("albert-base")
     lamb = Lamb(parameter_groups(albert, 0.01), lr=1e-4, max_grad_norm=None)
-    against_copy(bench, "LAMB, ALBERT-base", settled_ms(lamb), 7 * bytes_of(albert))
+    against_copy(bench, "LAMB, ALBERT-base", settled_ms(lamb.step), 7 * bytes_of(albert))
     resnet = parameters_like("resnet50")
     lars = Lars(parameter_groups(resnet, 5e-5), lr=1e-4)
-    against_copy(bench, "LARS, ResNet-50", settled_ms(lars), 5 * bytes_of(resnet))
+    against_copy(bench, "LARS, ResNet-50", settled_ms(lars.step), 5 * bytes_of(resnet))
 
 
 def bytes_of(named: list[tuple[str, torch.nn.Parameter]]) -> int:

@@ -33,6 +33,8 @@ MAX_FOREIGN_CORES = 0.3
 MIN_REPETITION_S = 0.3
 """A shorter repetition cannot be watched: processor time is counted in ticks of 10 ms."""
 _SETTLE_S = 0.5
+_THREADS_REST_S = 0.01
+"""The threads of torch's last operation spin for some milliseconds."""
 _UNITS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
 Better = Literal["lower", "higher"]
@@ -218,6 +220,18 @@ class Benchmark:
         if any(row.noisy for row in self.rows):
             print(f"~ other processes used more than {MAX_FOREIGN_CORES} processors: run it again when quiet")
         return 0 if self.rows and all(row.holds for row in self.rows) else 1
+
+
+def settled_ms(call: Callable[[], object]) -> Callable[[], float]:
+    """Return a measurement of ``call`` in ms, which first waits until torch's threads have come to rest."""
+
+    def measure() -> float:
+        time.sleep(_THREADS_REST_S)
+        begin_s = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin_s) * 1e3
+
+    return measure
 
 
 def peer_module(name: str) -> ModuleType:

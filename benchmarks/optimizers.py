@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,13 +20,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.harness import Benchmark, peer_module
+from benchmarks.harness import Benchmark, peer_module, settled_ms
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
 
-_SETTLE_S = 0.01
-"""The threads of torch's last operation spin for some milliseconds; neither side starts among them."""
 _LR = 1e-4
 
 
@@ -55,19 +52,9 @@ def parameters_like(model: str) -> list[tuple[str, nn.Parameter]]:
     return named
 
 
-def settled_ms(optimizer: Optimizer) -> Callable[[], float]:
-    def measure() -> float:
-        time.sleep(_SETTLE_S)
-        begin_s = time.perf_counter()
-        optimizer.step()
-        return (time.perf_counter() - begin_s) * 1e3
-
-    return measure
-
-
 def faster_form(makes: dict[str, Callable[[], Optimizer]]) -> tuple[Callable[[], float], str]:
     """Return the fastest of some forms and its name, by three steps of each after one to warm up."""
-    forms = {name: settled_ms(make()) for name, make in makes.items()}
+    forms = {name: settled_ms(make().step) for name, make in makes.items()}
     for step in forms.values():
         step()
     medians = {name: statistics.median(step() for _ in range(3)) for name, step in forms.items()}
@@ -166,7 +153,7 @@ def add_row(
     peer, form = faster_form(forms)
     bench.compare(
         f"{name}, {num_millions:.0f} M parameters, {bench.args.threads} threads" + (detail and f", {detail}"),
-        ours=settled_ms(ours),
+        ours=settled_ms(ours.step),
         peer=peer,
         peer_name=f"{library}, {form}",
         target=target,

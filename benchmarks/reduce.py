@@ -8,32 +8,17 @@ of DistributedDataParallel, and leave their result in the same kind of output bu
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import Benchmark
+from benchmarks.harness import Benchmark, settled_ms
 from shoal import native
-
-_SETTLE_S = 0.01
-"""The threads of torch's last operation spin for some milliseconds; neither side starts among them."""
 
 
 def chain(out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     torch.add(inputs[0], inputs[1], out=out)
     for tensor in inputs[2:]:
         out.add_(tensor)
-
-
-def settled_ms(call: Callable[[], None]) -> Callable[[], float]:
-    def measure() -> float:
-        time.sleep(_SETTLE_S)
-        begin_s = time.perf_counter()
-        call()
-        return (time.perf_counter() - begin_s) * 1e3
-
-    return measure
 
 
 def main() -> int:

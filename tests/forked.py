@@ -139,6 +139,14 @@ def _torchrun(command: tuple[str, ...], output: Path) -> None:
     main(["--standalone", "--nproc-per-node", "2", *command])
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def free_port() -> int:
     """Return a port of this host that nobody listens at, and that the system gives to nobody else.
 

@@ -19,6 +19,7 @@ import pytest
 from prepare_jobs import DEADLINE_S, DRIVER, SMALL_SAMPLE, command, contents, prepare, write_corpus
 from tokenizers import Tokenizer
 
+from forked import is_running
 from shoal.data.manifest import Manifest
 from shoal.data.text.corpus import find_files
 from shoal.data.text.sentences import split_sentences
@@ -356,10 +357,3 @@ def workers_of(pid: int) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 yield child
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from forked import is_running
 from shoal.data.loader import LoaderConfig, held_out_batches, training_steps
 from shoal.data.steps import DataShard, StepReader
 from shoal.data.text.examples import ExampleConfig, ExampleReader
@@ -271,13 +272,6 @@ if __name__ == "__main__":
         print("step", flush=True)
         sys.stdin.readline()
 """
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_loader_processes_outlive_signals_but_not_their_worker(reader):
