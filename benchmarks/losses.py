@@ -27,24 +27,24 @@ HOSTS = 4
 SEEDS = (1, 2, 3)
 STEPS, QUICK_STEPS = 800, 200
 MODES: dict[str, tuple[tuple[str, ...], float]] = {
-    "one backup worker": (("--distributed.wait-for", str(HOSTS - 1)), 0.005),
+    "one backup worker": (("--servers.mode", "bounded", "--servers.wait-for", str(HOSTS - 1)), 0.005),
     "staleness 2, extrapolated": (
-        ("--distributed.staleness", "2", "--distributed.extrapolation", "1"),
+        ("--servers.mode", "bounded", "--servers.staleness", "2", "--servers.extrapolation", "1"),
         0.01,
     ),
-    "staleness 2": (("--distributed.staleness", "2"), 0.01),
+    "staleness 2": (("--servers.mode", "bounded", "--servers.staleness", "2"), 0.01),
     "exchanges every 20 steps": (
         (
-            *("--distributed.local-steps", "20"),
-            *("--distributed.outer-rate", "1", "--distributed.outer-momentum", "0.3"),
+            *("--servers.mode", "local", "--servers.local-steps", "20"),
+            *("--servers.outer-rate", "1", "--servers.outer-momentum", "0.3"),
         ),
         0.01,
     ),
     "the same in 4 fragments, 2 steps late": (
         (
-            *("--distributed.local-steps", "20"),
-            *("--distributed.local-fragments", "4", "--distributed.local-delay", "2"),
-            *("--distributed.outer-rate", "1", "--distributed.outer-momentum", "0.3"),
+            *("--servers.mode", "local", "--servers.local-steps", "20"),
+            *("--servers.fragments", "4", "--servers.delay", "2"),
+            *("--servers.outer-rate", "1", "--servers.outer-momentum", "0.3"),
         ),
         0.01,
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from benchmarks.comm_worker import shoal_group, with_groups
 from benchmarks.priority_worker import WARM_UPS, common_digest, model_of
 from shoal.bench.collectives import Groups
 from shoal.optim.adamw import AdamW
-from shoal.train.served_update import update_on_servers
+from shoal.train.servers.update import update_on_servers
 
 MAX_NORM = 1e6
 """No gradient is so long: the bits are those without clipping."""
@@ -56,31 +57,30 @@ def train(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
     model = model_of(spec)
     ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    training = None
-    if spec["side"] != "workers":
-        training = update_on_servers(
-            ddp, optimizer, max_norm=MAX_NORM if spec["side"].startswith("clipped") else None,
-            weights="bf16" if spec["side"].endswith("bf16") else "fp32",
-            replicas=2 if spec["side"].endswith("copies") else 1,
-        )  # fmt: skip
-    groups.barrier()
+    on_servers = spec["side"] != "workers"
     ends, stepping = [], []
-    for step in range(WARM_UPS + spec["steps"]):
-        ddp(torch.tensor(float(groups.rank + step))).sin().backward()
-        begin = time.perf_counter()
-        if training is None:
+    with ExitStack() as stack:
+        if on_servers:
+            update = update_on_servers(
+                ddp, optimizer, max_norm=MAX_NORM if spec["side"].startswith("clipped") else None,
+                weights="bf16" if spec["side"].endswith("bf16") else "fp32",
+                replicas=2 if spec["side"].endswith("copies") else 1,
+            )  # fmt: skip
+            stack.enter_context(update)
+        groups.barrier()
+        for step in range(WARM_UPS + spec["steps"]):
+            ddp(torch.tensor(float(groups.rank + step))).sin().backward()
+            begin = time.perf_counter()
             optimizer.step()
-            groups.barrier()  # the hosts share processors: all have stepped before one goes on
+            if not on_servers:
+                groups.barrier()  # the hosts share processors: all have stepped before one goes on
             stepping.append(time.perf_counter() - begin)
-        else:
-            training.step()
-            stepping.append(0.0)
-        optimizer.zero_grad(set_to_none=False)
-        ends.append(time.perf_counter())
+            optimizer.zero_grad(set_to_none=False)
+            ends.append(time.perf_counter())
+        state_bytes, digest = bytes_of_state(optimizer), common_digest(model, groups)
     seconds = [end - begin for begin, end in itertools.pairwise(ends[WARM_UPS - 1 :])]
-    state_bytes, digest = bytes_of_state(optimizer), common_digest(model, groups)
     alone_s = 0.0
-    if training is None:
+    if not on_servers:
         ddp(torch.tensor(0.0)).sin().backward()
         alone_s = time_alone(optimizer, groups)
         rest = [whole - own for whole, own in zip(seconds, stepping[WARM_UPS:], strict=True)]

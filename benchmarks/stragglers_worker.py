@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch.utils.data import TensorDataset
 from shoal.env.launcher import worker_env
 from shoal.optim.adamw import AdamW
 from shoal.record import Shares, Step, read_record
-from shoal.train.bounded_waiting import BoundedWaiting, bound_waiting
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig
 from shoal.train.run import Run, Sizes
+from shoal.train.servers.waiting import BoundedSteps, bound_waiting
 
 
 def share(spec: dict[str, Any]) -> dict[str, Any]:
@@ -83,22 +84,22 @@ def wait(spec: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 2)))
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    training: BoundedWaiting | None = None
+    bounded: BoundedSteps | None = None
     batches: Iterable[int] = range(1, spec["steps"] + 1)
-    if spec["options"] is not None:
-        training = bound_waiting(model, optimizer, **spec["options"], log=log)
-        batches = training.batches(batches)
-    ends, computed = [(time.monotonic(), 0)], itertools.count()
-    for batch in batches:
-        model(torch.full((4, 16), batch / spec["steps"])).square().mean().backward()
-        time.sleep(seconds[next(computed) % len(seconds)])
-        (training or optimizer).step()
-        optimizer.zero_grad()
-        ends.append((time.monotonic(), batch if training is None else training.next_step - 1))
+    with ExitStack() as stack:
+        if spec["options"] is not None:
+            bounded = bound_waiting(model, optimizer, **spec["options"], log=log)
+            stack.enter_context(bounded)
+            batches = bounded.batches(batches)
+        ends, computed = [(time.monotonic(), 0)], itertools.count()
+        for batch in batches:
+            model(torch.full((4, 16), batch / spec["steps"])).square().mean().backward()
+            time.sleep(seconds[next(computed) % len(seconds)])
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append((time.monotonic(), batch if bounded is None else bounded.next_step - 1))
     used = [dist.get_world_size()] * spec["steps"]
-    if training is not None:
-        training.finish()
-    if training is not None and dist.get_rank() == 0:
+    if bounded is not None and dist.get_rank() == 0:
         rows = [json.loads(line) for line in log.read_text().splitlines()[1:]]
         used = [len(row["used"]) for row in rows if row["used"]]
     dist.barrier()

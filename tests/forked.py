@@ -48,7 +48,7 @@ PRELOADED = [
     "shoal.recipes.resnet50_export",
     "shoal.recipes.resnet50_score",
     "shoal.report.page",
-    "shoal.train.bounded_replay",
+    "shoal.train.servers.log",
     "shoal.train.optimizers",
     "shoal.train.run",
     "preloaded",  # the last

@@ -37,11 +37,11 @@ from shoal.recipes.resnet50_config import ResNetTrainConfig, make_plan
 from shoal.recipes.resnet50_data import open_training
 from shoal.recipes.t5 import T5Config
 from shoal.record import Contributions, Evaluation, Step, read_record
-from shoal.train import bounded_steps
-from shoal.train.bounded_replay import replay, summary
 from shoal.train.gradients import choose_precision
 from shoal.train.optimizers import build_optimizer
 from shoal.train.run import Run
+from shoal.train.servers import waiting
+from shoal.train.servers.log import replay, summary
 
 WORKERS = 3
 CPU = torch.device("cpu")
@@ -63,11 +63,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(
-    shapes: Path, run_dir: Path, distributed: dict[str, Any], average_decay: float, **run: Any
+    shapes: Path, run_dir: Path, servers: dict[str, Any], average_decay: float, **run: Any
 ) -> ResNetTrainConfig:
     """Return settings for 13 steps of 12 images, whose epochs end with steps 4, 8 and 13."""
     return image_jobs.small_config(
-        shapes, run_dir, distributed={"backend": "shoal", **distributed}, run=run,
+        shapes, run_dir, distributed={"backend": "shoal"}, servers=servers, run=run,
         train={"global_batch_size": 12, "average_decay": average_decay},
     )  # fmt: skip
 
@@ -130,7 +130,7 @@ def replayed(config: ResNetTrainConfig) -> nn.Module:
     groups = [{key: group[key] for key in ("params", "weight_decay")} for group in theirs.param_groups]
     optimizer = SGD(groups, momentum=0.9, nesterov=True)
     taken = replay(
-        config.run.dir / bounded_steps.LOG, model, optimizer,
+        config.run.dir / waiting.LOG, model, optimizer,
         gradients_of(source, config.train.global_batch_size, loss_of),
         max_norm=config.optim.max_grad_norm,
         schedule=lambda number: set_learning_rate(optimizer, learning_rate(schedule, number - 1)),
@@ -139,12 +139,12 @@ def replayed(config: ResNetTrainConfig) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("distributed", [{"wait_for": 2}, {"staleness": 2}], ids=str)
+@pytest.mark.parametrize("option", ["wait_for", "staleness"])
 def test_the_log_of_a_network_with_norms_is_replayed_to_the_bit(
-    shapes: Path, tmp_path: Path, distributed: dict[str, Any]
+    shapes: Path, tmp_path: Path, option: str
 ) -> None:
     """A late worker passes over ends of epochs, whose lines, scores and checkpoints all take part in."""
-    config = settings(shapes, tmp_path, distributed, 0.0, log_frequency=5)
+    config = settings(shapes, tmp_path, {"mode": "bounded", option: 2}, 0.0, log_frequency=5)
     run_killed(config, tmp_path, 4)
     model = replayed(config)  # compares weights and statistics where all workers met
     exported = resnet50_export.read_export(tmp_path / "model").model.state_dict()
@@ -153,7 +153,7 @@ def test_the_log_of_a_network_with_norms_is_replayed_to_the_bit(
     assert [row.step for row in rows if isinstance(row, Step)] == [4, 5, 8, 10, 13]
     assert [row.step for row in rows if isinstance(row, Contributions)] == [4, 5, 8, 10, 13]
     assert [row.step for row in rows if isinstance(row, Evaluation)] == [4, 8, 13]
-    assert summary(tmp_path / bounded_steps.LOG).num_steps == 13
+    assert summary(tmp_path / waiting.LOG).num_steps == 13
 
 
 def test_local_steps_of_a_network_with_norms_and_averages_continue_exactly(
@@ -161,7 +161,7 @@ def test_local_steps_of_a_network_with_norms_and_averages_continue_exactly(
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for run_dir in (whole, killed):
-        config = settings(shapes, run_dir, {"local_steps": 3}, 0.8)
+        config = settings(shapes, run_dir, {"mode": "local", "local_steps": 3}, 0.8)
         if run_dir == killed:
             run_killed(config, run_dir, 4)
         else:
@@ -173,7 +173,7 @@ def test_local_steps_of_a_network_with_norms_and_averages_continue_exactly(
 
 def test_a_detector_whose_norms_learn_is_replayed_to_the_bit(scenes: Path, tmp_path: Path) -> None:
     config = mask_rcnn_jobs.small_config(
-        scenes, tmp_path, distributed={"backend": "shoal", "wait_for": 2},
+        scenes, tmp_path, distributed={"backend": "shoal"}, servers={"mode": "bounded", "wait_for": 2},
         train={"global_batch_size": 6, "total_steps": 3}, run={"log_frequency": 2},
     )  # fmt: skip
     assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
@@ -199,7 +199,7 @@ def replayed_detector(config: MaskRCNNTrainConfig) -> nn.Module:
     plan = plan_of_scenes(config, num_examples=source.reader.num_examples, num_workers=WORKERS)
     optimizer = build_optimizer(model.named_parameters(), config.optim)
     replay(
-        config.run.dir / bounded_steps.LOG, model, optimizer,
+        config.run.dir / waiting.LOG, model, optimizer,
         gradients_of(source, config.train.global_batch_size, loss_of),
         max_norm=config.optim.max_grad_norm,
         schedule=lambda number: set_learning_rate(optimizer, learning_rate(plan.schedule, number - 1)),
@@ -233,7 +233,7 @@ def _replay_t5(config: T5Config, alone: T5Config, port: int) -> None:
                 stage.step(**{name: batch[name] for name in MODEL_INPUTS})
 
         replay(
-            config.run.dir / bounded_steps.LOG,
+            config.run.dir / waiting.LOG,
             stage.module,
             optimizer,
             backward,
@@ -247,12 +247,13 @@ def _replay_t5(config: T5Config, alone: T5Config, port: int) -> None:
 
 def test_the_log_of_t5_is_replayed_to_the_bit(text: Path, tmp_path: Path) -> None:
     config = small_t5(
-        text, tmp_path / "run", 12, distributed={"backend": "shoal", "wait_for": 2}, run={"log_frequency": 3}
-    )
+        text, tmp_path / "run", 12, distributed={"backend": "shoal"}, run={"log_frequency": 3},
+        servers={"mode": "bounded", "wait_for": 2},
+    )  # fmt: skip
     run_killed(config, tmp_path / "run", 3)
     again = fork_process(_replay_t5, config, small_t5(text, tmp_path / "again", 4), free_port())
     assert jobs.wait([again]) == [EXIT_OK]
-    assert summary(tmp_path / "run" / bounded_steps.LOG).num_steps == config.train.total_steps
+    assert summary(tmp_path / "run" / waiting.LOG).num_steps == config.train.total_steps
 
 
 def test_local_steps_of_t5_with_adafactor_continue_exactly(text: Path, tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_local_steps_of_t5_with_adafactor_continue_exactly(text: Path, tmp_path:
     for run_dir in (whole, killed):
         config = jobs.small_t5_config(
             text, run_dir, model={"dropout": 0.0}, train={"global_batch_size": 12},
-            distributed={"backend": "shoal", "local_steps": 2},
+            distributed={"backend": "shoal"}, servers={"mode": "local", "local_steps": 2},
         )  # fmt: skip
         if run_dir == killed:
             run_killed(config, run_dir, 3)

@@ -28,14 +28,14 @@ from shoal.recipes import albert, masked_lm
 from shoal.recipes.albert import AlbertConfig
 from shoal.record import Checkpoint, Contributions, Step, read_record
 from shoal.report.page import write_report
-from shoal.train import bounded_steps, local_run
 from shoal.train import step as steps
-from shoal.train.bounded_replay import replay, require_workers, summary
 from shoal.train.checkpoint_files import StoredTensor
-from shoal.train.config import DistributedConfig, schedule_of
+from shoal.train.config import schedule_of
 from shoal.train.gradients import clip_factor, parameters_of, scale_all
-from shoal.train.local_steps import set_moves
 from shoal.train.optimizers import build_optimizer
+from shoal.train.servers import local, waiting
+from shoal.train.servers.local import set_moves
+from shoal.train.servers.log import replay, require_workers, summary
 
 WORKERS = 3
 
@@ -45,8 +45,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.prepare_small(tmp_path_factory.mktemp("data"))
 
 
-def settings(data: Path, run_dir: Path, distributed: dict[str, Any], **changes: Any) -> AlbertConfig:
-    return jobs.small_config(data, run_dir, distributed={"backend": "shoal", **distributed}, **changes)
+BACKUP = {"mode": "bounded", "wait_for": 2}
+STALE = {"mode": "bounded", "staleness": 2}
+
+
+def settings(
+    data: Path, run_dir: Path, servers: dict[str, Any], *, backend: str = "shoal", **changes: Any
+) -> AlbertConfig:
+    return jobs.small_config(data, run_dir, distributed={"backend": backend}, servers=servers, **changes)
 
 
 def _work(config: AlbertConfig, rank: int, num_workers: int, port: int) -> None:
@@ -87,32 +93,30 @@ def replayed(config: AlbertConfig, log: Path) -> nn.Module:
     taken = replay(
         log, model, optimizer, gradients_of(config, model), max_norm=config.optim.max_grad_norm,
         schedule=lambda number: set_learning_rate(optimizer, learning_rate(schedule, number - 1)),
-        extrapolation=config.distributed.extrapolation,
+        extrapolation=config.servers.extrapolation,
     )  # fmt: skip
     assert taken == config.train.total_steps
     return model
 
 
 @pytest.mark.parametrize(
-    "distributed",
-    [{"wait_for": 2}, {"wait_for": 2, "late": "next"}, {"staleness": 2, "extrapolation": 1.0}],
-    ids=str,
+    "servers", [BACKUP, {**BACKUP, "late": "next"}, {**STALE, "extrapolation": 1.0}], ids=str
 )
 def test_the_log_of_a_run_that_was_killed_is_replayed_to_the_bit(
-    data: Path, tmp_path: Path, distributed: dict[str, Any]
+    data: Path, tmp_path: Path, servers: dict[str, Any]
 ) -> None:
-    config = settings(data, tmp_path / "run", distributed, run={"log_frequency": 3})
+    config = settings(data, tmp_path / "run", servers, run={"log_frequency": 3})
     workers = start(config)
     jobs.wait_for_checkpoint(tmp_path / "run", 6, workers)
     jobs.kill(workers)
     assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
-    log = tmp_path / "run" / bounded_steps.LOG
+    log = tmp_path / "run" / waiting.LOG
     counts = summary(log)  # replay() compares the weights at each checkpoint
     assert replayed(config, log) is not None
     assert counts.num_steps == config.train.total_steps
-    assert max(counts.staleness) <= distributed.get("staleness", int("late" in distributed))
-    if "late" not in distributed:
-        assert sum(counts.used) == distributed.get("wait_for", WORKERS) * counts.num_steps
+    assert max(counts.staleness) <= servers.get("staleness", int("late" in servers))
+    if "late" not in servers:
+        assert sum(counts.used) == servers.get("wait_for", WORKERS) * counts.num_steps
     rows = [row for row in read_record(tmp_path / "run") if isinstance(row, Contributions)]
     assert [row.step for row in rows] == [3, 6, 9, 12]
     assert [sum(column) for column in zip(*(row.used for row in rows), strict=True)] == counts.used
@@ -123,13 +127,13 @@ def test_the_log_of_a_run_that_was_killed_is_replayed_to_the_bit(
     assert "of the gradients used" in page and "Staleness" in page
 
 
-@pytest.mark.parametrize("fragments", [{}, {"local_fragments": 3, "local_delay": 1}], ids=str)
+@pytest.mark.parametrize("fragments", [{}, {"fragments": 3, "delay": 1}], ids=str)
 def test_local_steps_of_a_run_that_was_killed_end_as_those_of_one_that_was_not(
     data: Path, tmp_path: Path, fragments: dict[str, Any]
 ) -> None:
     """Each worker's own state is in the checkpoints. Exchanges come early at lines."""
     for name in ("whole", "killed"):
-        options = {"local_steps": 3, "outer_momentum": 0.8, **fragments}
+        options = {"mode": "local", "local_steps": 3, "outer_momentum": 0.8, **fragments}
         config = settings(data, tmp_path / name, options, run={"log_frequency": 2})
         workers = start(config)
         if name == "killed":
@@ -143,7 +147,7 @@ def test_local_steps_of_a_run_that_was_killed_end_as_those_of_one_that_was_not(
     assert jobs.losses(whole) == jobs.losses(killed)
     exchanges = [
         [(row["step"], row["weights"]) for row in map(json.loads, log.read_text().splitlines())]
-        for log in (whole / local_run.LOG, killed / local_run.LOG)
+        for log in (whole / local.LOG, killed / local.LOG)
     ]
     assert exchanges[0] == exchanges[1]
     write_report([whole], tmp_path / "report.html")
@@ -160,7 +164,7 @@ def test_local_steps_of_a_run_that_was_killed_end_as_those_of_one_that_was_not(
 
 def replayed_rounds(config: AlbertConfig, log: Path) -> int:
     """Make the local steps of a recipe's log again, those that were dropped too, and the exchanges."""
-    every = config.distributed.local_steps
+    every = config.servers.local_steps
     assert every is not None
     torch.manual_seed(config.train.seed)
     model = AlbertPretraining(config.model)
@@ -179,14 +183,14 @@ def replayed_rounds(config: AlbertConfig, log: Path) -> int:
             inner[rank].step()
         set_moves(parameters, begin)
 
-    outer = SGD(parameters, lr=config.distributed.outer_rate, momentum=0.9, nesterov=True)
+    outer = SGD(parameters, lr=config.servers.outer_rate, momentum=0.9, nesterov=True)
     return replay(log, model, outer, move, dropped=True)
 
 
 def test_the_log_of_an_asynchronous_run_that_was_killed_is_replayed_to_the_bit(
     data: Path, tmp_path: Path
 ) -> None:
-    options = {"asynchronous": True, "compensation": 0.04}
+    options = {"mode": "async", "compensation": 0.04}
     config = settings(data, tmp_path / "run", options, optim={"beta1": 0.0}, run={"log_frequency": 3})
     workers = start(config)
     jobs.wait_for_checkpoint(tmp_path / "run", 6, workers)
@@ -202,7 +206,7 @@ def test_the_log_of_an_asynchronous_run_that_was_killed_is_replayed_to_the_bit(
         set_learning_rate(optimizer, learning_rate(schedule, number - 1))  # by the run's steps
         gradient(rank, number)
 
-    log = tmp_path / "run" / bounded_steps.LOG
+    log = tmp_path / "run" / waiting.LOG
     taken = replay(
         log, model, optimizer, backward, max_norm=config.optim.max_grad_norm, compensation=0.04
     )  # compares the weights at each checkpoint
@@ -215,13 +219,13 @@ def test_the_log_of_an_asynchronous_run_that_was_killed_is_replayed_to_the_bit(
 def test_local_steps_with_a_quorum_that_were_killed_are_replayed_to_the_bit(
     data: Path, tmp_path: Path, late: str
 ) -> None:
-    options = {"local_steps": 3, "quorum": 2, "late": late}
+    options = {"mode": "local", "local_steps": 3, "wait_for": 2, "late": late}
     config = settings(data, tmp_path / "run", options, run={"log_frequency": 3})
     workers = start(config)
     jobs.wait_for_checkpoint(tmp_path / "run", 6, workers)
     jobs.kill(workers)
     assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
-    log = tmp_path / "run" / bounded_steps.LOG
+    log = tmp_path / "run" / waiting.LOG
     taken = replayed_rounds(config, log)  # compares the weights at each checkpoint
     assert taken == summary(log).num_steps == config.train.total_steps / 3
     rows = [row for row in read_record(tmp_path / "run") if isinstance(row, Contributions)]
@@ -230,105 +234,74 @@ def test_local_steps_with_a_quorum_that_were_killed_are_replayed_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    "distributed",
-    [
-        {"wait_for": 2},
-        {"staleness": 2},
-        {"asynchronous": True},
-        {"local_steps": 2, "quorum": 2},
-    ],
+    "servers",
+    [BACKUP, STALE, {"mode": "async"}, {"mode": "local", "local_steps": 2, "wait_for": 2}],
     ids=str,
 )
 def test_a_signal_ends_a_run_before_its_next_line(
-    data: Path, tmp_path: Path, distributed: dict[str, Any]
+    data: Path, tmp_path: Path, servers: dict[str, Any]
 ) -> None:
     changes: dict[str, dict[str, Any]] = {
         "train": {"total_steps": 100_000},
         "run": {"log_frequency": 50_000, "validation_frequency": 50_000, "checkpoint_frequency": 50_000},
     }
-    if "asynchronous" in distributed:
+    if servers["mode"] == "async":
         changes["optim"] = {"beta1": 0.0}
-    workers = start(settings(data, tmp_path, distributed, **changes))
-    log = tmp_path / bounded_steps.LOG
+    workers = start(settings(data, tmp_path, servers, **changes))
+    log = tmp_path / waiting.LOG
     while not log.exists() or len(log.read_text().splitlines()) < 5:
         assert all(worker.is_alive() for worker in workers)
     os.kill(workers[1].pid, signal.SIGTERM)
     assert jobs.wait(workers) == [EXIT_STOPPED] * WORKERS
     (saved,) = [row.step for row in read_record(tmp_path) if isinstance(row, Checkpoint)]
-    rounds = saved // distributed.get("local_steps", 1)
-    assert summary(log).num_steps == (WORKERS if "asynchronous" in distributed else 1) * rounds
+    rounds = saved // servers.get("local_steps", 1)
+    assert summary(log).num_steps == (WORKERS if servers["mode"] == "async" else 1) * rounds
 
 
 @pytest.mark.parametrize(
-    ("distributed", "changes", "message"),
+    ("servers", "changes", "message"),
     [
-        ({"staleness": 1}, {"optim": {"clip": "worker"}}, "staleness 1 with optim.clip worker"),
-        ({"staleness": 1}, {"train": {"precision": "fp16"}}, "staleness 1 with train.precision fp16"),
-        ({"local_steps": 2}, {"optim": {"clip": "worker"}}, "local_steps 2 with optim.clip worker"),
+        (STALE, {"optim": {"clip": "worker"}}, "mode bounded with optim.clip worker"),
+        (STALE, {"train": {"precision": "fp16"}}, "mode bounded with train.precision fp16"),
+        ({"mode": "local", "local_steps": 2}, {"optim": {"clip": "worker"}}, "local with optim.clip worker"),
     ],
 )
 def test_what_does_not_go_together_is_named(
-    data: Path, tmp_path: Path, distributed: dict[str, Any], changes: dict[str, Any], message: str
+    data: Path, tmp_path: Path, servers: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    config = settings(data, tmp_path, distributed, **changes)
+    config = settings(data, tmp_path, servers, **changes)
     with pytest.raises(UsageError, match=re.escape(message)):
         albert.main(config, jobs.joined(0, 1, free_port()))
 
 
 @pytest.mark.parametrize(
-    ("distributed", "changes", "message"),
+    ("servers", "changes", "message"),
     [
-        ({"staleness": 1}, {"optim": {"optimizer": "lans"}}, "no kernel for shoal.optim.lans.Lans"),
-        ({"local_steps": 2, "quorum": 3}, {}, "quorum 3 must be from 1 to one less than"),
-        ({"local_steps": 5, "quorum": 2}, {}, "quorum with run.log_frequency 1: all workers meet at"),
-        ({"asynchronous": True}, {}, "with momentum 0.9, gradients that are late"),
-        ({"wait_for": 4}, {}, "wait_for=4 must be from 1 to the number of workers, 3"),
-        ({"wait_for": 2, "backend": "gloo"}, {}, 'need a process group of backend "shoal"'),
+        (STALE, {"optim": {"optimizer": "lans"}}, "no kernel for shoal.optim.lans.Lans"),
+        ({"mode": "local", "local_steps": 2, "wait_for": 3}, {}, "wait_for 3 must be from 1 to 2 with 3"),
+        (
+            {"mode": "local", "local_steps": 5, "wait_for": 2},
+            {},
+            "servers.wait_for with run.log_frequency 1: all workers synchronize at",
+        ),
+        ({"mode": "async"}, {}, "with momentum 0.9, gradients that are late"),
+        ({"mode": "bounded", "wait_for": 4}, {}, "wait_for 4 must be from 1 to 3 with 3 workers"),
+        (BACKUP, {"backend": "gloo"}, 'need a process group of backend "shoal"'),
     ],
 )
 def test_what_servers_cannot_do_is_named_by_all_workers(
-    data: Path, tmp_path: Path, distributed: dict[str, Any], changes: dict[str, Any], message: str
+    data: Path, tmp_path: Path, servers: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    config = settings(data, tmp_path, distributed, **changes)
+    config = settings(data, tmp_path, servers, **changes)
     assert jobs.wait(start(config)) == [EXIT_USAGE] * WORKERS
     assert message in (tmp_path / "worker-0.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"late": "next"}, "no gradient is late"),
-        ({"grace_s": 1.0}, "steps wait for all workers in any case"),
-        ({"wait_for": 2, "staleness": 1}, "gradients that are dropped have none"),
-        ({"wait_for": 2, "wire": "bf16"}, "gradients go to the servers in fp32"),
-        ({"staleness": 1, "shares": "by-speed"}, "have equal parts"),
-        ({"staleness": -1}, "at least 0"),
-        ({"staleness": 0}, "each step would wait for all workers; give at least 1"),
-        ({"asynchronous": True, "staleness": 1}, "wait for nobody"),
-        ({"compensation": 0.04}, "is for asynchronous steps"),
-        ({"wait_for": 2, "extrapolation": 1.0}, "set --distributed.staleness, without wait-for"),
-        ({"local_steps": 2, "asynchronous": True}, "each worker steps by itself"),
-        ({"quorum": 2}, "set --distributed.local-steps too"),
-        ({"replicas": 2}, "kept once or twice"),
-        ({"replicas": 3, "update": "servers"}, "kept once or twice"),
-        ({"local_steps": 2, "staleness": 1}, "each worker steps by itself"),
-        ({"local_steps": 2, "update": "servers"}, "each worker steps by itself"),
-        ({"local_steps": 2, "outer_momentum": 1.0}, "below 1"),
-        ({"local_fragments": 2}, "set --distributed.local-steps too"),
-        ({"local_steps": 4, "local_delay": 1, "quorum": 2}, "fragments are exchanged by all workers"),
-        ({"local_steps": 4, "local_fragments": 0}, "at least 1"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_named(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DistributedConfig(**given)
-
-
 def test_one_state_for_all_workers_is_none_of_local_steps() -> None:
     model = nn.Linear(2, 2)
-    state = local_run.InnerState(SGD(model.parameters(), lr=0.1), model, rank=0)
+    state = local.InnerState(SGD(model.parameters(), lr=0.1), model, rank=0)
     stored = StoredTensor(dtype="F32", size=(2, 2), chunks=())
     of_each = {f"{rank}.momentum_buffer.weight": stored for rank in (0, 1)}
     assert list(state.tensors_to_read(of_each)) == ["0.momentum_buffer.weight"]
-    with pytest.raises(UsageError, match=r"continue without --distributed\.local-steps"):
+    with pytest.raises(UsageError, match=r"continue without --servers\.mode local"):
         state.tensors_to_read({"state.weight.momentum_buffer": stored})

@@ -25,8 +25,8 @@ from shoal.errors import ShoalError, UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.sgd import SGD
-from shoal.train.bounded_replay import replay, summary
-from shoal.train.bounded_waiting import BoundedWaiting, bound_waiting
+from shoal.train.servers.log import replay, summary
+from shoal.train.servers.waiting import BoundedSteps, bound_waiting
 
 HOSTS = ("a", "a", "b", "c")
 STEPS = 24
@@ -83,17 +83,19 @@ def train(
     model = DistributedDataParallel(net(norms), broadcast_buffers=False)
     optimizer = OPTIMIZERS[name](model)
     log = folder / "log.jsonl"
-    training = bound_waiting(model, optimizer, max_norm=max_norm, log=log, **options)
     pauses = random.Random(rank)
     done = []
-    for half in range(2):  # the state is there in between, as for a checkpoint
-        for batch in training.batches(range(1 + half * STEPS // 2, 1 + (1 + half) * STEPS // 2)):
-            set_rate(optimizer, training.next_step)
-            backward(model, rank, batch)
-            time.sleep(PAUSE_S * (pauses.random() < 0.2 or (rank == 3 and batch == 5)))
-            training.step()
-            done.append(batch)
-        training.finish(ends=half == 1)
+    with bound_waiting(model, optimizer, max_norm=max_norm, log=log, **options) as bounded:
+        for half in range(2):
+            for batch in bounded.batches(range(1 + half * STEPS // 2, 1 + (1 + half) * STEPS // 2)):
+                set_rate(optimizer, bounded.next_step)
+                backward(model, rank, batch)
+                time.sleep(PAUSE_S * (pauses.random() < 0.2 or (rank == 3 and batch == 5)))
+                optimizer.step()
+                done.append(batch)
+            if half == 0:
+                bounded.bring_state()  # as for a checkpoint
+                assert optimizer.state
     dist.barrier()  # rank 0 has written its last line
     require_replay(model, optimizer, log, name, max_norm, options.get("extrapolation", 0.0))
     rows, counts = read(log)[1:], summary(log)
@@ -107,7 +109,7 @@ def train(
     settled = [each for row in rows for each in (*row["used"], *row["dropped"])]
     assert sorted(batch for who, batch, _ in settled if who == rank) == done, "used or dropped, once"
     assert counts.used[rank] + counts.dropped[rank] == len(done)
-    assert training.num_dropped == counts.dropped[rank]
+    assert bounded.num_dropped == counts.dropped[rank]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +145,13 @@ def take_asynchronous_steps(rank: int, folder: Path, compensation: float) -> Non
     model = DistributedDataParallel(net())
     optimizer, log = SGD(model.parameters(), lr=0.1), folder / "log.jsonl"
     options = {"asynchronous": True, "compensation": compensation}
-    training = bound_waiting(model, optimizer, log=log, max_norm=1.0, **options)
     pauses, num_workers = random.Random(rank), dist.get_world_size()
-    for batch in training.batches(range(1, 1 + STEPS)):
-        set_rate(optimizer, training.next_step)
-        backward(model, rank, batch)
-        time.sleep(PAUSE_S * (pauses.random() < 0.2))
-        training.step()
-    training.finish()
+    with bound_waiting(model, optimizer, log=log, max_norm=1.0, **options) as bounded:
+        for batch in bounded.batches(range(1, 1 + STEPS)):
+            set_rate(optimizer, bounded.next_step)
+            backward(model, rank, batch)
+            time.sleep(PAUSE_S * (pauses.random() < 0.2))
+            optimizer.step()
     dist.barrier()  # rank 0 has written its last line
     rows, counts = read(log)[1:], summary(log)
     assert counts.used == [STEPS] * num_workers and sum(counts.dropped) == 0
@@ -235,11 +236,11 @@ def wait_for_file(path: Path) -> None:
         time.sleep(0.002)
 
 
-def wait_for_worker_2(training: BoundedWaiting, rank: int, folder: Path, batch: int) -> None:
+def wait_for_worker_2(bounded: BoundedSteps, rank: int, folder: Path, batch: int) -> None:
     """Return when rank 0 knows that worker 2 has the gradient of a batch: no step goes without it then."""
     ready = folder / f"ready-{batch}"
     if rank == 0:
-        coordinator = training._line._coordinator
+        coordinator = bounded._line._coordinator
         assert coordinator is not None
         while not coordinator._decider._ready[2] and coordinator._decider._last[2] < batch:
             time.sleep(0.002)
@@ -250,19 +251,19 @@ def wait_for_worker_2(training: BoundedWaiting, rank: int, folder: Path, batch: 
 def hold_up(rank: int, folder: Path, options: dict[str, Any], most: int) -> None:
     """Worker 2 stops in its third batch until the others have gone as far as they may."""
     model = DistributedDataParallel(net())
-    training = bound_waiting(model, OPTIMIZERS["adamw"](model), **options)
-    for batch in training.batches(range(1, 13)):
-        backward(model, rank, batch)
-        if rank == 2 and batch == 3:
-            for other in (0, 1):
-                wait_for_file(folder / f"batch-{most}-of-{other}")
-            time.sleep(0.2)  # they would go on now
-            assert len(list(folder.glob(f"batch-{most + 1}-*"))) == 0
-        elif rank != 2 and batch <= 2:
-            wait_for_worker_2(training, rank, folder, batch)
-        (folder / f"batch-{batch}-of-{rank}").touch()
-        training.step()
-    training.finish()
+    optimizer = OPTIMIZERS["adamw"](model)
+    with bound_waiting(model, optimizer, **options) as bounded:
+        for batch in bounded.batches(range(1, 13)):
+            backward(model, rank, batch)
+            if rank == 2 and batch == 3:
+                for other in (0, 1):
+                    wait_for_file(folder / f"batch-{most}-of-{other}")
+                time.sleep(0.2)  # they would go on now
+                assert len(list(folder.glob(f"batch-{most + 1}-*"))) == 0
+            elif rank != 2 and batch <= 2:
+                wait_for_worker_2(bounded, rank, folder, batch)
+            (folder / f"batch-{batch}-of-{rank}").touch()
+            optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -317,30 +318,33 @@ def refuse(rank: int) -> None:
         with pytest.raises(UsageError, match=match):
             bound_waiting(model, AdamW(model.parameters()), **options)
 
-    refused("give wait_for or staleness", DistributedDataParallel(net()))
     model = DistributedDataParallel(net())
-    with pytest.raises(UsageError, match=r"asynchronous steps with AdamW\(betas="):
-        bound_waiting(model, AdamW(model.parameters()), asynchronous=True)
-    refused("wait for nobody", model, asynchronous=True, wait_for=2)
-    refused("staleness=0 waits for all", model, staleness=0)
-    refused("compensation=0.1 must be", model, staleness=1, compensation=0.1)
-    refused("extrapolation=1 must be", model, wait_for=1, extrapolation=1)
-    refused("extrapolation=-1 must be", model, staleness=1, extrapolation=-1)
-    refused("wait_for=4 must be from 1", DistributedDataParallel(net()), wait_for=4)
-    refused("max_norm=0", DistributedDataParallel(net()), wait_for=1, max_norm=0.0)
+    refused("set --servers.wait-for or --servers.staleness", model)
+    refused(r"asynchronous steps with AdamW\(betas=", model, asynchronous=True)
+    refused("wait_for 2 is for --servers.mode bounded or local", model, asynchronous=True, wait_for=2)
+    refused("servers.staleness 0: each step would wait for all workers", model, staleness=0)
+    refused("compensation 0.1 is for --servers.mode async", model, staleness=1, compensation=0.1)
+    refused("extrapolation 1 is for workers that run ahead", model, wait_for=1, extrapolation=1)
+    refused("extrapolation -1 must be at least 0", model, staleness=1, extrapolation=-1)
+    refused("wait_for 4 must be from 1 to 2", model, wait_for=4)
+    refused("max_norm=0", model, wait_for=1, max_norm=0.0)
     batch_norm = DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7)))
     refused("broadcast_buffers=False", batch_norm, wait_for=1)
-    model = DistributedDataParallel(net())
     hooked = DistributedDataParallel(net())
-    training = bound_waiting(hooked, AdamW(hooked.parameters()), wait_for=1)
-    for batch in training.batches([1]):
-        hooked.module[-1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
-        backward(hooked, rank, batch)
-        with pytest.raises(UsageError, match="a hook that reads its gradient"):
-            training.step()
-        break
-    with pytest.raises(CommError, match=r"staleness=[12], .*staleness=[12], "):
-        bound_waiting(model, AdamW(model.parameters()), staleness=1 + rank)
+    optimizer = AdamW(hooked.parameters())
+    with (
+        pytest.raises(UsageError, match="a hook that reads its gradient"),
+        bound_waiting(hooked, optimizer, wait_for=1) as bounded,
+    ):
+        for batch in bounded.batches([1]):
+            hooked.module[-1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+            backward(hooked, rank, batch)
+            optimizer.step()
+    with (
+        pytest.raises(CommError, match=r"staleness=[12], .*staleness=[12], "),
+        bound_waiting(model, AdamW(model.parameters()), staleness=1 + rank),
+    ):
+        raise AssertionError("the ranks differ")
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -350,14 +354,15 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 def disagree(rank: int, about: str) -> None:
     model = DistributedDataParallel(net())
     optimizer = AdamW(model.parameters(), lr=0.01)
-    training = bound_waiting(model, optimizer, staleness=1)
     message = "options of step 3 differ" if about == "options" else "has finished after batch 4"
-    with pytest.raises(UsageError, match=message):
-        for batch in training.batches(range(1, 5 + (rank if about == "batches" else 0))):
+    with (
+        pytest.raises(UsageError, match=message),
+        bound_waiting(model, optimizer, staleness=1) as bounded,
+    ):
+        for batch in bounded.batches(range(1, 5 + (rank if about == "batches" else 0))):
             optimizer.param_groups[0]["lr"] = 0.02 if about == "options" and (rank, batch) == (1, 3) else 0.01
             backward(model, rank, batch)
-            training.step()
-        training.finish()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("about", ["options", "batches"])

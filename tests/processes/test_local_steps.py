@@ -22,10 +22,9 @@ from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.sgd import SGD
-from shoal.train import bounded_replay
-from shoal.train.bounded_replay import summary
-from shoal.train.local_steps import set_moves, take_local_steps
-from shoal.train.served_tensors import checksum
+from shoal.train.servers import log as logs
+from shoal.train.servers.local import RoundsOfLocalSteps, local_steps, set_moves
+from shoal.train.servers.tensors import checksum
 from shoal.train.weight_averaging import statistics_of
 
 HOSTS = ("a", "a", "b")
@@ -99,12 +98,12 @@ def unite_norms(models: list[nn.Module]) -> None:
 def compare(rank: int, folder: Path) -> None:
     model = DistributedDataParallel(net(), broadcast_buffers=False)
     outer, inner = outer_of(model), inner_of(model)
-    training = take_local_steps(model, inner, outer, every=EVERY, log=folder / "log.jsonl")
-    for step in range(STEPS):
-        backward(model, rank, step)
-        training.step()
-        inner.zero_grad()
-    training.finish()
+    with local_steps(model, inner, outer, every=EVERY, log=folder / "log.jsonl"):
+        for step in range(STEPS):
+            backward(model, rank, step)
+            inner.step()
+            inner.zero_grad()
+    assert model.require_backward_grad_sync and not inner._optimizer_step_post_hooks
     want, reference, log = replay(dist.get_world_size())
     for found, wanted in zip(model.parameters(), want.parameters(), strict=True):
         assert torch.equal(found, wanted)
@@ -190,12 +189,11 @@ class FragmentReplay:
 def compare_fragments(rank: int, folder: Path, options: Any, layers: Any, sends: Any) -> None:
     model = DistributedDataParallel(net(), broadcast_buffers=False)
     outer, inner = outer_of(model), inner_of(model)
-    training = take_local_steps(model, inner, outer, log=folder / "log.jsonl", **options)
-    for step in range(STEPS):
-        backward(model, rank, step)
-        training.step()
-        inner.zero_grad()
-    training.finish()
+    with local_steps(model, inner, outer, log=folder / "log.jsonl", **options):
+        for step in range(STEPS):
+            backward(model, rank, step)
+            inner.step()
+            inner.zero_grad()
     want = FragmentReplay(dist.get_world_size(), layers, options.get("delay", 0), options.get("mix", 0.5))
     want.run(sends)
     for found, wanted in zip(model.parameters(), want.whole.parameters(), strict=True):
@@ -235,17 +233,17 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
     """Workers are late by turns; the state of their own optimizers is that of all their rounds."""
     model = DistributedDataParallel(net(), broadcast_buffers=False)
     outer, inner, log = outer_of(model), inner_of(model), folder / "log.jsonl"
-    training = take_local_steps(model, inner, outer, every=EVERY, log=log, **options)
     pauses, done = random.Random(rank), []
-    for step in training.batches(range(ROUNDS * EVERY + 1)):  # the last round has one step
-        backward(model, rank, step)
-        time.sleep(PAUSE_S * (pauses.random() < 0.3))
-        training.step()
-        inner.zero_grad()
-        done.append(step)
-    training.finish()
+    with local_steps(model, inner, outer, every=EVERY, log=log, **options) as rounds:
+        assert isinstance(rounds, RoundsOfLocalSteps)
+        for step in rounds.batches(range(ROUNDS * EVERY + 1)):  # the last round has one step
+            backward(model, rank, step)
+            time.sleep(PAUSE_S * (pauses.random() < 0.3))
+            inner.step()
+            inner.zero_grad()
+            done.append(step)
     dist.barrier()  # rank 0 has written its last line
-    counts = summary(log)
+    counts = logs.summary(log)
     assert counts.num_steps == ROUNDS + 1
     assert counts.used[rank] + counts.dropped[rank] == -(-len(done) // EVERY)
     assert max(counts.staleness) <= (1 if options.get("late") == "next" else 0)
@@ -263,7 +261,7 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
             inners[rank].zero_grad()
         set_moves(list(want.parameters()), begin)
 
-    assert bounded_replay.replay(log, want, reference, round_of, dropped=True) == ROUNDS + 1
+    assert logs.replay(log, want, reference, round_of, dropped=True) == ROUNDS + 1
     for have, wanted in zip(model.parameters(), want.parameters(), strict=True):
         assert torch.equal(have, wanted)
         assert torch.equal(outer.state[have]["momentum_buffer"], reference.state[wanted]["momentum_buffer"])
@@ -271,7 +269,9 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
             assert torch.equal(inner.state[have][key], value), key
 
 
-@pytest.mark.parametrize("options", [{"quorum": 2}, {"quorum": 2, "late": "next", "grace_s": 0.005}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"wait_for": 2}, {"wait_for": 2, "late": "next", "grace_s": 0.005}], ids=str
+)
 def test_exchanges_with_a_quorum_are_replayed_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     run_group(take_rounds, len(HOSTS), tmp_path / "group", tmp_path, options, hosts=HOSTS)
 
@@ -282,7 +282,7 @@ def test_exchanges_of_other_numbers_of_workers_are_replayed_to_the_bit(tmp_path:
     fragments, layers = {"every": 3, "fragments": 2, "delay": 1, "mix": 0.25}, [[0], [2, 3]]
     for name, function, arguments in (
         ("fragments", compare_fragments, (fragments, layers, {1: 0, 3: 1, 4: 0, 6: 1, 7: 0})),
-        ("quorum", take_rounds, ({"quorum": len(hosts) - 1},)),
+        ("wait_for", take_rounds, ({"wait_for": len(hosts) - 1},)),
     ):
         (tmp_path / name).mkdir()
         group = tmp_path / name / "group"
@@ -290,29 +290,27 @@ def test_exchanges_of_other_numbers_of_workers_are_replayed_to_the_bit(tmp_path:
 
 
 def refuse(rank: int) -> None:
-    def refused(match: str, model: Any, outer: Any = SGD, every: int = 2) -> None:
-        with pytest.raises(UsageError, match=match):
-            take_local_steps(model, inner_of(model), outer(model.parameters(), lr=0.7), every=every)
+    def refused(match: str, model: Any, outer: Any = SGD, error: Any = UsageError, **options: Any) -> None:
+        with (
+            pytest.raises(error, match=match),
+            local_steps(model, inner_of(model), outer(model.parameters(), lr=0.7), **{"every": 6, **options}),
+        ):
+            raise AssertionError("it was not refused")
 
-    with pytest.raises(UsageError, match=r"grace_s=1.0 and late='drop' are for exchanges with a quorum"):
-        model = DistributedDataParallel(net(), broadcast_buffers=False)
-        take_local_steps(model, inner_of(model), outer_of(model), every=2, grace_s=1.0)
     model = DistributedDataParallel(net(), broadcast_buffers=False)
+    refused("4 fragments: a fragment has whole layers, and the model has 3", model, fragments=4)
     for options, match in (
-        ({"fragments": 4}, "a fragment has whole layers, and the model has 3"),
-        ({"fragments": 7}, "fragments 7 in every 6 steps"),
+        ({"grace_s": 1.0}, "late drop and grace_s 1: no gradient is late .* set --servers.wait-for"),
+        ({"fragments": 7}, "fragments 7 in every 6 local steps"),
         ({"fragments": 3, "delay": 3}, "one is sent 2 steps after the other; give 0 to 2"),
-        ({"delay": 1, "mix": 1.0}, "mix 1.0 is the part of its own weights"),
-        ({"fragments": 2, "quorum": 1}, "fragments are exchanged by all workers"),
+        ({"delay": 1, "mix": 1.0}, "mix 1.0 must be at least 0 and below 1"),
+        ({"fragments": 2, "wait_for": 1}, "fragments are exchanged by all workers"),
+        ({"every": 0}, "local_steps 0 must be at least 1"),
     ):
-        with pytest.raises(UsageError, match=match):
-            take_local_steps(model, inner_of(model), outer_of(model), every=6, **options)
-    refused("every=0 local steps", DistributedDataParallel(net(), broadcast_buffers=False), every=0)
-    refused("Lamb needs norms", DistributedDataParallel(net(), broadcast_buffers=False), Lamb)
+        refused(match, model, **options)
+    refused("Lamb needs norms", model, Lamb)
     refused("broadcast_buffers=False", DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7))))
-    model = DistributedDataParallel(net(), broadcast_buffers=False)
-    with pytest.raises(CommError, match=r"after 2 local steps.*after 3 local steps"):
-        take_local_steps(model, inner_of(model), outer_of(model), every=2 + rank)
+    refused(r"after 2 local steps.*after 3 local steps", model, error=CommError, every=2 + rank)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

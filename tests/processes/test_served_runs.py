@@ -1,4 +1,4 @@
-"""Trains recipes with weights on servers (``shoal.train.served_steps``): exact record, model and resume."""
+"""Trains recipes with weights on servers (``shoal.train.servers.update``): exact record, model and resume."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.prepare_small(tmp_path_factory.mktemp("data"))
 
 
-def settings(data: Path, run_dir: Path, *, update: str = "servers", **changes: Any) -> BertConfig:
+def settings(data: Path, run_dir: Path, *, mode: str = "sync", **changes: Any) -> BertConfig:
     return jobs.small_bert_config(
-        data, run_dir, distributed={"backend": "shoal", "update": update}, **changes
+        data, run_dir, distributed={"backend": "shoal"}, servers={"mode": mode}, **changes
     )
 
 
@@ -45,7 +45,7 @@ def steps(run_dir: Path) -> list[tuple[Any, ...]]:
 def test_a_served_run_that_was_killed_ends_as_one_whose_workers_step(data: Path, tmp_path: Path) -> None:
     """BERT's two phases: the second begins with a fresh optimizer, whose state the servers then have."""
     whole, served = tmp_path / "whole", tmp_path / "served"
-    assert jobs.wait(start(settings(data, whole, update="workers"))) == [EXIT_OK, EXIT_OK]
+    assert jobs.wait(start(settings(data, whole, mode="off"))) == [EXIT_OK, EXIT_OK]
     workers = start(settings(data, served))
     jobs.wait_for_checkpoint(served, 9, workers)
     jobs.kill(workers)
@@ -58,16 +58,16 @@ def test_a_served_run_that_was_killed_ends_as_one_whose_workers_step(data: Path,
 @pytest.mark.slow
 def test_three_workers_and_servers_take_the_same_steps(data: Path, tmp_path: Path) -> None:
     """A third is rounded: dividing by 3 and multiplying by 1 / 3 have other bits."""
-    for update in ("workers", "servers"):
-        assert jobs.wait(start(settings(data, tmp_path / update, update=update), 3)) == [EXIT_OK] * 3
-    assert steps(tmp_path / "servers") == steps(tmp_path / "workers")
+    for mode in ("off", "sync"):
+        assert jobs.wait(start(settings(data, tmp_path / mode, mode=mode), 3)) == [EXIT_OK] * 3
+    assert steps(tmp_path / "sync") == steps(tmp_path / "off")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"optim": {"optimizer": "lans"}}, "no kernel for shoal.optim.lans.Lans"),
-        ({"optim": {"clip": "worker"}}, "update servers with optim.clip worker"),
+        ({"optim": {"clip": "worker"}}, "servers.mode sync with optim.clip worker"),
     ],
 )
 def test_what_cannot_be_served_is_named(

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread, Timer
@@ -37,7 +37,7 @@ from shoal.optim.lars import Lars
 from shoal.optim.moments import norm_of
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
-from shoal.train.config import DistributedConfig
+from shoal.train.config import DistributedConfig, ServersConfig
 from shoal.train.gradients import (
     Precision,
     Update,
@@ -46,8 +46,7 @@ from shoal.train.gradients import (
     scale_all,
     wrap_model,
 )
-from shoal.train.served_steps import ServedUpdate
-from shoal.train.served_update import Served, update_on_servers
+from shoal.train.servers.update import ServedUpdate, update_on_servers
 from shoal.train.world import World
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -126,7 +125,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 def train(
     model: DistributedDataParallel,
-    stepper: Optimizer | Served | Clipping | Rounding | OfRecipe,
+    stepper: Optimizer | Clipping | Rounding | OfRecipe,
     rank: int,
     steps: range,
 ) -> None:
@@ -198,11 +197,13 @@ def compare(rank: int, name: str, max_norm: float | None) -> None:
     want, have = wrapped(), wrapped()
     reference, optimizer = unserved(groups_of(want)), served(groups_of(have))
     train(want, reference if max_norm is None else Clipping(reference, max_norm), rank, range(STEPS))
-    training = update_on_servers(have, optimizer, max_norm=max_norm)
-    train(have, training, rank, range(STEPS))
-    assert not optimizer.state, "a worker keeps no state"
-    training.finish()
+    with update_on_servers(have, optimizer, max_norm=max_norm):
+        train(have, optimizer, rank, range(STEPS))
+        assert not optimizer.state, "a worker keeps no state"
     require_same(have, optimizer, want, reference)
+    for model, stepper in ((want, reference), (have, optimizer)):  # the context has ended
+        train(model, stepper, rank, range(1))
+    assert all(torch.equal(a, b) for a, b in zip(have.parameters(), want.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -249,14 +250,21 @@ def compare_in_recipe(rank: int, name: str) -> None:
     assert control is not None
     world = World(place=place, device=torch.device("cpu"), backend="shoal", control=control)
     precision = Precision(name="fp32", device_type="cpu", dtype=None)
-    config = DistributedConfig(backend="shoal", update="servers", bucket_mb=0.05)
+    config = DistributedConfig(backend="shoal", bucket_mb=0.05)
     steppers = []
     for served in (False, True):
         torch.manual_seed(3)
         model = wrap_model(Net(), world, config, precision, lambda _: None)
         optimizer = OPTIMIZERS[name][1](groups_of(model))
-        update = ServedUpdate([model], optimizer, config) if served else Update()
+        update: Update = Update()
+        if served:
+            update = model.served = ServedUpdate(
+                model, optimizer, ServersConfig(mode="sync"), max_norm=math.inf
+            )
         update.open(0)
+        if served:
+            with pytest.raises(UsageError, match=r"in a run whose steps are on servers: call step\.update"):
+                optimizer.step()
         steppers.append((model, OfRecipe(update, optimizer)))
         train(*steppers[-1], rank, range(STEPS))
         update.bring_state()
@@ -288,21 +296,19 @@ def compare_rounded(rank: int, name: str, max_norm: float | None) -> None:
     reference = Rounding(OPTIMIZERS[name][0](groups), masters)
     reference.round()
     train(want, reference, rank, range(STEPS))
-    training = update_on_servers(
-        have, OPTIMIZERS[name][1](groups_of(have)), max_norm=max_norm, weights="bf16"
-    )
-    train(have, training, rank, range(3))
-    training.finish()
-    assert any(not torch.equal(p, p.bfloat16().float()) for p in have.parameters())
-    train(have, training, rank, range(3, STEPS))
-    for found, parameter in zip(have.parameters(), want.parameters(), strict=True):
-        assert torch.equal(found, parameter)
-    training.finish()
+    optimizer = OPTIMIZERS[name][1](groups_of(have))
+    with update_on_servers(have, optimizer, max_norm=max_norm, weights="bf16") as update:
+        train(have, optimizer, rank, range(3))
+        update.bring_state()
+        assert any(not torch.equal(p, p.bfloat16().float()) for p in have.parameters())
+        train(have, optimizer, rank, range(3, STEPS))
+        for found, parameter in zip(have.parameters(), want.parameters(), strict=True):
+            assert torch.equal(found, parameter)
     for found, parameter in zip(have.parameters(), want.parameters(), strict=True):
         if (master := masters.get(parameter)) is not None:
             assert torch.equal(found, master)
             for key, value in reference.optimizer.state[master].items():
-                assert torch.equal(training.optimizer.state[found][key], value), key
+                assert torch.equal(optimizer.state[found][key], value), key
 
 
 @pytest.mark.parametrize(
@@ -318,21 +324,23 @@ def test_weights_in_bf16_are_those_of_float32_masters(
 def overflow(rank: int) -> None:
     """Takes no step on any rank with a gradient that is infinite on one of them; the next one is as ever."""
     model = wrapped()
-    training = update_on_servers(model, AdamW(groups_of(model), lr=0.01), max_norm=1.0)
-    train(model, training, rank, range(1))
-    before = [p.detach().clone() for p in model.parameters()]
-    factor = math.inf if rank == 1 else 1.0
-    (model(torch.zeros(2, 12, dtype=torch.long)).sum() * factor).backward()
-    training.step(grad_scale=0.5)
-    assert not math.isfinite(training.grad_norm)
-    assert training.num_skipped == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    train(model, training, rank, range(1, 2))
+    optimizer = AdamW(groups_of(model), lr=0.01)
+    with update_on_servers(model, optimizer, max_norm=1.0) as update:
+        train(model, optimizer, rank, range(1))
+        before = [p.detach().clone() for p in model.parameters()]
+        factor = math.inf if rank == 1 else 1.0
+        (model(torch.zeros(2, 12, dtype=torch.long)).sum() * factor).backward()
+        update.loss_scale = 2.0
+        optimizer.step()
+        update.loss_scale = 1.0
+        assert not math.isfinite(update.grad_norm)
+        assert update.num_skipped == 1
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        train(model, optimizer, rank, range(1, 2))
     want = wrapped()
     reference = Clipping(AdamW(groups_of(want), lr=0.01), 1.0)
     train(want, reference, rank, range(2))
-    training.finish()
-    require_same(model, training.optimizer, want, reference.optimizer)
+    require_same(model, optimizer, want, reference.optimizer)
 
 
 def two_models(rank: int) -> None:
@@ -342,13 +350,15 @@ def two_models(rank: int) -> None:
         want, have = wrapped(), wrapped()
         reference, optimizer = OPTIMIZERS[name][0](groups_of(want)), OPTIMIZERS[name][1](groups_of(have))
         train(want, reference, rank, range(3))
-        pairs.append((update_on_servers(have, optimizer), have, want, reference))
-    for step in range(3):
-        for training, have, _, _ in pairs:
-            train(have, training, rank, range(step, step + 1))
-    for training, have, want, reference in pairs:
-        training.finish()
-        require_same(have, training.optimizer, want, reference)
+        pairs.append((optimizer, have, want, reference))
+    with ExitStack() as stack:
+        for optimizer, have, _, _ in pairs:
+            stack.enter_context(update_on_servers(have, optimizer))
+        for step in range(3):
+            for optimizer, have, _, _ in pairs:
+                train(have, optimizer, rank, range(step, step + 1))
+    for optimizer, have, want, reference in pairs:
+        require_same(have, optimizer, want, reference)
 
 
 @pytest.mark.parametrize("check", [overflow, two_models])
@@ -371,13 +381,11 @@ def exchange(rank: int, folder: Path, name: str) -> None:
     for part in range(3):
         model = wrapped()
         optimizer = make(groups_of(model))
-        stepper: Optimizer | Served = update_on_servers(model, optimizer) if part == 1 else optimizer
-        if saved:
-            model.module.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-        train(model, stepper, rank, range(2 * part, 2 * part + 2))
-        if isinstance(stepper, Served):
-            stepper.finish()
+        with update_on_servers(model, optimizer) if part == 1 else nullcontext():
+            if saved:
+                model.module.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+            train(model, optimizer, rank, range(2 * part, 2 * part + 2))
         if rank == 0:  # only one rank takes the state, as checkpoints are written
             torch.save(
                 {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, folder / "x"
@@ -398,13 +406,16 @@ def test_served_and_unserved_training_go_on_from_each_other(tmp_path: Path, name
 
 def lose(rank: int, meeting: Path) -> None:
     model = wrapped()
-    training = update_on_servers(model, AdamW(groups_of(model), lr=0.01))
-    train(model, training, rank, range(2))
-    dist.barrier()
-    (meeting / str(rank)).touch()
-    with pytest.raises(CommError, match=r"helper .* was lost .* with it the weights .* last checkpoint"):
+    optimizer = AdamW(groups_of(model), lr=0.01)
+    with (
+        pytest.raises(CommError, match=r"helper .* was lost .* with it the weights .* last checkpoint"),
+        update_on_servers(model, optimizer),
+    ):
+        train(model, optimizer, rank, range(2))
+        dist.barrier()
+        (meeting / str(rank)).touch()
         for step in range(2, 2000):
-            train(model, training, rank, range(step, step + 1))
+            train(model, optimizer, rank, range(step, step + 1))
 
 
 def test_a_lost_helper_is_named(tmp_path: Path) -> None:
@@ -428,19 +439,18 @@ def survive(rank: int, name: str, max_norm: float | None, helper_pids: tuple[int
     want, have = wrapped(), wrapped()
     reference, optimizer = unserved(groups_of(want)), served(groups_of(have))
     train(want, reference if max_norm is None else Clipping(reference, max_norm), rank, range(STEPS))
-    training = update_on_servers(have, optimizer, max_norm=max_norm, replicas=2)
-    train(have, training, rank, range(2))
-    killers = [Timer(random.uniform(0, 0.03), os.kill, (pid, signal.SIGKILL)) for pid in helper_pids]
-    if rank == 0:
-        killers[0].start()
-    train(have, training, rank, range(2, 4))
-    if rank == 0:
-        killers[1].start()
-    training.finish()
-    for killer in killers[: 2 if rank == 0 else 0]:
-        killer.join()
-    train(have, training, rank, range(4, STEPS))
-    training.finish()
+    with update_on_servers(have, optimizer, max_norm=max_norm, replicas=2) as update:
+        train(have, optimizer, rank, range(2))
+        killers = [Timer(random.uniform(0, 0.03), os.kill, (pid, signal.SIGKILL)) for pid in helper_pids]
+        if rank == 0:
+            killers[0].start()
+        train(have, optimizer, rank, range(2, 4))
+        if rank == 0:
+            killers[1].start()
+        update.bring_state()
+        for killer in killers[: 2 if rank == 0 else 0]:
+            killer.join()
+        train(have, optimizer, rank, range(4, STEPS))
     require_same(have, optimizer, want, reference)
     assert len(lost_helpers()) == 2
 
@@ -459,11 +469,16 @@ def test_killed_helpers_change_no_bit_where_workers_have_copies(
         run_group(survive, len(hosts), tmp_path, name, max_norm, pids, hosts=hosts, environment=environment)
 
 
+def enter(update: ServedUpdate) -> None:
+    with update:
+        raise AssertionError("it was not refused")
+
+
 def refuse_copies(rank: int) -> None:
-    for replicas, message in ((2, "has none: a worker that is lost"), (3, "replicas=3: .* give 1 or 2")):
-        model = wrapped()
+    for replicas, message in ((2, "has none: a worker that is lost"), (3, "replicas 3 must be one of 1, 2")):
+        model, options = wrapped(), {"replicas": replicas}
         with pytest.raises(UsageError, match=message):
-            update_on_servers(model, SGD(groups_of(model), lr=0.1), replicas=replicas)
+            enter(update_on_servers(model, SGD(groups_of(model), lr=0.1), **options))
 
 
 def test_copies_without_helpers_are_refused(tmp_path: Path) -> None:
@@ -475,7 +490,7 @@ def need_memory(rank: int) -> None:
     with pytest.raises(
         CommError, match=r"has no memory left: .* more than the 65536 bytes .* use more helpers"
     ):
-        update_on_servers(model, SGD(groups_of(model), lr=0.01))
+        enter(update_on_servers(model, SGD(groups_of(model), lr=0.01)))
 
 
 def test_a_server_without_memory_is_named(tmp_path: Path) -> None:
@@ -524,7 +539,7 @@ def refuse(rank: int) -> None:
     def refused(match: str, make: Callable[[DistributedDataParallel], Optimizer], model: Any = None) -> None:
         model = model or wrapped()
         with pytest.raises(UsageError, match=match):
-            update_on_servers(model, make(model))
+            enter(update_on_servers(model, make(model)))
 
     refused("no kernel for torch.optim.adamax.Adamax", lambda m: torch.optim.Adamax(groups_of(m)))
     refused("no amsgrad=True", lambda m: torch.optim.AdamW(groups_of(m), amsgrad=True))
@@ -538,32 +553,35 @@ def refuse(rank: int) -> None:
     refused("find_unused_parameters", lambda m: SGD(groups_of(m)),
             DistributedDataParallel(Net(), find_unused_parameters=True))  # fmt: skip
 
-    model = wrapped()
-    training = update_on_servers(model, SGD(groups_of(model), lr=0.1))
-    refused("has the communication hook update_on_servers", lambda m: SGD(groups_of(m)), model)
-    with pytest.raises(UsageError, match="give update_on_servers max_norm"):
-        training.step(grad_scale=0.5)
     with pytest.raises(UsageError, match="set one of them"):
         other = wrapped()
         update_on_servers(other, Lamb(groups_of(other), lr=0.1, max_grad_norm=1.0), max_norm=1.0)
-    with pytest.raises(UsageError, match="step\\(\\) without gradients"):
-        training.step()
-    with pytest.raises(UsageError, match="call step\\(\\) of what it returned"):
-        training.optimizer.step()
-    backward(model)
-    with pytest.raises(UsageError, match="call step\\(\\) first"):
-        training.finish()
-    for group in training.optimizer.param_groups:
-        group["lr"] *= 2
-    with pytest.raises(UsageError, match="options were changed between"):
-        training.step()
-    for group in training.optimizer.param_groups:
-        group["lr"] /= 2
-    with pytest.raises(UsageError, match="a second backward pass before step"):
+    model = wrapped()
+    optimizer = SGD(groups_of(model), lr=0.1)
+    with (
+        pytest.raises(UsageError, match="gradients were changed"),
+        update_on_servers(model, optimizer) as update,
+    ):
+        refused("has the communication hook ServedUpdate", lambda m: SGD(groups_of(m)), model)
+        update.loss_scale = 2.0
+        with pytest.raises(UsageError, match="give update_on_servers max_norm"):
+            optimizer.step()
+        update.loss_scale = 1.0
+        with pytest.raises(UsageError, match="without gradients: it belongs after"):
+            optimizer.step()
         backward(model)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    with pytest.raises(UsageError, match="gradients were changed"):
-        training.step()
+        with pytest.raises(UsageError, match="take the step first"):
+            update.bring_state()
+        for group in optimizer.param_groups:
+            group["lr"] *= 2
+        with pytest.raises(UsageError, match="options were changed between"):
+            optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
+        with pytest.raises(UsageError, match="a second backward pass before"):
+            backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
 
 
 def _with_double_bias() -> DistributedDataParallel:
@@ -574,12 +592,13 @@ def _with_double_bias() -> DistributedDataParallel:
 
 def refuse_hooks(rank: int) -> None:
     model = wrapped()
-    training = update_on_servers(model, SGD(groups_of(model), lr=0.1))
-    model.module.head.bias.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(UsageError, match="register_post_accumulate_grad_hook"):
-        backward(model)
-    with pytest.raises(UsageError, match="without gradients"):
-        training.step()
+    optimizer = SGD(groups_of(model), lr=0.1)
+    with update_on_servers(model, optimizer):
+        model.module.head.bias.register_post_accumulate_grad_hook(lambda p: None)
+        with pytest.raises(UsageError, match="register_post_accumulate_grad_hook"):
+            backward(model)
+        with pytest.raises(UsageError, match="without gradients"):
+            optimizer.step()
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
@@ -590,7 +609,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
 def one_host(rank: int) -> None:
     model = wrapped()
     with pytest.raises(UsageError, match="share a host"):
-        update_on_servers(model, SGD(groups_of(model), lr=0.1))
+        enter(update_on_servers(model, SGD(groups_of(model), lr=0.1)))
 
 
 def test_one_host_is_refused(tmp_path: Path) -> None:
@@ -600,13 +619,13 @@ def test_one_host_is_refused(tmp_path: Path) -> None:
 def differ(rank: int) -> None:
     model = wrapped()
     with pytest.raises(CommError, match=r"rank 0 .*an update on servers by SGD\(lr=0.1.*rank 1 .*lr=0.2"):
-        update_on_servers(model, SGD(groups_of(model), lr=0.1 * (1 + rank)))
+        enter(update_on_servers(model, SGD(groups_of(model), lr=0.1 * (1 + rank))))
 
 
 def differ_in_copies(rank: int) -> None:
     model = wrapped()
     with pytest.raises(CommError, match=r"of 4 tensors, rank 1 .* of 4 tensors, replicas=2; under"):
-        update_on_servers(model, SGD(groups_of(model), lr=0.1), replicas=1 + rank)
+        enter(update_on_servers(model, SGD(groups_of(model), lr=0.1), replicas=2 if rank else 1))
 
 
 def test_ranks_with_other_options_are_named(tmp_path: Path) -> None:

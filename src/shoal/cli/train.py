@@ -29,6 +29,7 @@ _TITLES = {
     "data": "Data",
     "run": "Run directory, lines, checkpoints",
     "distributed": "Devices and communication",
+    "servers": "Updates by servers",
     "parallel": "Layout on several devices",
     "optim": "Optimizer and learning rate",
     "augment": "Augmentation",

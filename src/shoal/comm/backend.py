@@ -239,7 +239,7 @@ class ShoalProcessGroup(ProcessGroup):
         return self._submit(self._build.reduce([tensor], AllreduceOptions(), priority=priority))
 
     def submit(self, operation: Operation) -> Work:
-        """Submit an operation on memory of the host, such as those of ``train.served_update``."""
+        """Submit an operation on memory of the host, such as those of ``train.servers.update``."""
         return self._submit_one(operation)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:

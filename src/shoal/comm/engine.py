@@ -214,7 +214,7 @@ class Operation:
         source_rank: of a receive, address of the int32 that gets the number of the rank that has sent.
         served: table, step, rule and place of an operation on weights that servers keep: configure, load,
             dump, update, collect, measure and apply (``csrc/engine/served_weights.h``), which are made by
-            ``train.served_tensors``.
+            ``train.servers.tensors``.
         weights: dtype in which an update or an apply answers: float32 or bfloat16.
         copied: whether ranks have a second copy of the weights that helpers keep.
         text: names the options of a configure, for messages.

@@ -48,7 +48,7 @@ def serve(
         metrics: PORT, on the loopback interface, or ADDRESS:PORT, at which counters are served over HTTP for
             Prometheus; default: none.
         weights_mib: Maximum MiB of weights, optimizer state and options, where servers update weights
-            (``shoal.train.served_update``); 0: half of the host's memory.
+            (``shoal.train.servers.update``); 0: half of the host's memory.
 
     Raises:
         UsageError: there is no secret, or the transport, the place of the metrics or a number is malformed.

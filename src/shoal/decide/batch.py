@@ -205,7 +205,7 @@ class StagesConfig:
         """Check that the other settings go with a model in stages or shards, if it is to be divided so.
 
         Args:
-            config: has the sections ``distributed``, ``optim``, ``train`` and ``model``.
+            config: has the sections ``distributed``, ``servers``, ``optim``, ``train`` and ``model``.
 
         Raises:
             UsageError: one does not.
@@ -215,7 +215,7 @@ class StagesConfig:
                 raise UsageError("parallel.micro_batches needs a pipeline: set the micro_batch_size instead")
             return
         self.check_wire(config.distributed.wire)
-        self.check_steps(config.distributed.step_option)
+        self.check_steps(config.servers.option)
         for setting, value, plain in (
             ("distributed.shares", config.distributed.shares, "equal"),
             ("optim.clip", config.optim.clip, "global"),
@@ -227,13 +227,13 @@ class StagesConfig:
                 )
 
     def check_steps(self, option: str) -> None:
-        """Check that steps are taken on the workers if a worker holds less than the whole model.
+        """Check that no servers update the weights if a worker holds less than the whole model.
 
         Args:
-            option: that has them taken elsewhere, with its value; empty if none.
+            option: the mode of servers that update, for the message; empty if none do.
 
         Raises:
-            UsageError: they are not.
+            UsageError: they do.
         """
         if option and self.splits:
             raise UsageError(

@@ -9,14 +9,11 @@ The planner simulates with the same code.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
-
-from shoal.errors import UsageError
 
 Late = Literal["drop", "next"]
 
@@ -42,9 +39,6 @@ class WaitingRule:
         staleness: largest staleness of a gradient.
         grace_s: seconds for which a step that has enough gradients goes on waiting for the others.
         asynchronous: each gradient is a step, whatever its staleness.
-
-    Raises:
-        UsageError: the values do not go together.
     """
 
     num_workers: int
@@ -53,34 +47,6 @@ class WaitingRule:
     staleness: int = 0
     grace_s: float = 0.0
     asynchronous: bool = False
-
-    def __post_init__(self) -> None:
-        if self.asynchronous:
-            if (self.wait_for, self.late, self.staleness, self.grace_s) != (1, "next", 0, 0.0):
-                raise UsageError(f"asynchronous steps wait for nobody: {self.text} do not go with them")
-            return
-        if not 1 <= self.wait_for <= self.num_workers:
-            raise UsageError(
-                f"wait_for={self.wait_for} must be from 1 to the number of workers, {self.num_workers}"
-            )
-        if self.late not in ("drop", "next"):
-            raise UsageError(f"late={self.late!r} must be 'drop' or 'next'")
-        if self.staleness < 0:
-            raise UsageError(f"staleness={self.staleness} must be at least 0")
-        if not 0 <= self.grace_s < math.inf:
-            raise UsageError(f"grace_s={self.grace_s} must be a number of seconds, at least 0")
-        if self.waits_for_all and self.grace_s:
-            raise UsageError(f"grace_s={self.grace_s} is for wait_for below the number of workers")
-        if self.waits_for_all and self.late == "next":
-            raise UsageError(
-                f"late='next' with wait_for={self.wait_for} of {self.num_workers} workers: no gradient is "
-                "late; leave it out"
-            )
-        if not self.waits_for_all and (self.staleness > 0) != (self.late == "next"):
-            raise UsageError(
-                f"staleness={self.staleness} with wait_for={self.wait_for} and late={self.late!r}: a late "
-                "gradient that is dropped has no staleness, one that the next step takes has at least 1"
-            )
 
     @property
     def text(self) -> str:

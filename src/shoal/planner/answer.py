@@ -135,10 +135,10 @@ def _advice(divisions: Sequence[Division]) -> str:
         return "the parts of a pipeline cannot follow the speed of its hosts"
     if chosen.kind == "loose":
         saved = duration(best.total_s - chosen.total_s)
-        options = chosen.name.replace("_", "-").replace("=", " ").split(", ")
+        options = f"mode={chosen.name}".replace("_", "-").replace("=", " ").split(", ")
         return (
             f"keep {best.name} shares for plain training. With another algorithm\n  "
-            f"{' '.join(f'--distributed.{option}' for option in options)} would save {saved}, since\n  "
+            f"{' '.join(f'--servers.{option}' for option in options)} would save {saved}, since\n  "
             f"{chosen.why}.\n  Its rate may have to be lower, and it is for CPUs only so far"
         )
     if best.name == "equal":

@@ -47,7 +47,7 @@ _GRACE = 0.1
 """Grace of steps that do not wait for all, in units of a step of a host at full speed."""
 LOCAL_STEPS = 50
 _FRAGMENTS, _DELAY = 5, 5
-_STREAMED = f", local_fragments={_FRAGMENTS}, local_delay={_DELAY}"
+_STREAMED = f", fragments={_FRAGMENTS}, delay={_DELAY}"
 _SEED = 0
 
 
@@ -56,7 +56,7 @@ class Division:
     """Training in one way on hosts of unequal speed."""
 
     name: str
-    """Value of ``--distributed.shares``, or other options of ``--distributed``."""
+    """Value of ``--distributed.shares``; or ``--servers.mode``, and other options of ``--servers``."""
     kind: Literal["shares", "served", "loose", "compared"] = "shares"
     """Plain training with shares of the batch, or on servers; another algorithm; or one for comparison
     only."""
@@ -214,7 +214,7 @@ def _served(plan: Plan, slow: Sequence[float], possible: float) -> list[Division
             back_s = _exchange_s(plan, number, step.backward_s / step.micro_batches, copies=copies)
             optimizer_s = step.optimizer_s / plan.workers.count
             times.append(slow[number] * _computed_s(step) + back_s + optimizer_s)
-        name = "update=servers" + ", replicas=2" * copies
+        name = "sync" + ", replicas=2" * copies
         found.append(_division(name, plan, times, possible / slow[0], "served"))
     return found
 
@@ -230,19 +230,21 @@ def _loose(plan: Plan, speeds: Sequence[float], jitter: float, possible: float) 
     Where hosts are slow, those modes are left out that would always drop the same hosts' samples.
     """
     num_hosts, per_host = len(speeds), plan.workers.instance.num_accelerators
-    rules = {f"staleness={s}": (WaitingRule(num_hosts, num_hosts, staleness=s), 1) for s in (1, 2, 4)}
+    rules = {
+        f"bounded, staleness={s}": (WaitingRule(num_hosts, num_hosts, staleness=s), 1) for s in (1, 2, 4)
+    }
     few, text = num_hosts - 1, (num_hosts - 1) * per_host
     drop = WaitingRule(num_hosts, few, grace_s=_GRACE) if few > 1 else None
-    rounds = f"local_steps={LOCAL_STEPS}"
+    rounds = f"local, local_steps={LOCAL_STEPS}"
     if drop and len(set(speeds)) == 1:
-        rules[f"wait_for={text}"] = (drop, 1)
+        rules[f"bounded, wait_for={text}"] = (drop, 1)
     if drop:
         late = WaitingRule(num_hosts, few, late="next", staleness=4, grace_s=_GRACE)
-        rules[f"wait_for={text}, late=next"] = (late, 1)
+        rules[f"bounded, wait_for={text}, late=next"] = (late, 1)
     rules[rounds] = rules[f"{rounds}{_STREAMED}"] = (WaitingRule(num_hosts, num_hosts), LOCAL_STEPS)
     if drop and len(set(speeds)) == 1:
-        rules[f"{rounds}, quorum={text}"] = (drop, LOCAL_STEPS)
-    rules["asynchronous"] = (WaitingRule(num_hosts, 1, "next", asynchronous=True), 1)
+        rules[f"{rounds}, wait_for={text}"] = (drop, LOCAL_STEPS)
+    rules["async"] = (WaitingRule(num_hosts, 1, "next", asynchronous=True), 1)
     num_steps = max(100, min(NUM_STEPS, _MOST_SIMULATED // num_hosts))
     found = []
     for name, (rule, every) in rules.items():

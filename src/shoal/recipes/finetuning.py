@@ -25,6 +25,7 @@ from shoal.train.config import (
     LoopConfig,
     OptimConfig,
     RunOutputConfig,
+    ServersConfig,
     check_warmup,
     check_wire,
     load_toml,
@@ -132,6 +133,7 @@ class FinetuneConfig:
     optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)
     run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    servers: ServersConfig = field(default_factory=ServersConfig)
 
     def batch(self, num_workers: int) -> BatchPlan:
         """Return the division of a global batch over this number of workers.
@@ -142,7 +144,7 @@ class FinetuneConfig:
         return plan_batch(self.train, num_workers)
 
     def __post_init__(self) -> None:
-        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
+        check_wire(self.distributed, self.servers, precision=self.train.precision, clip=self.optim.clip)
         if not self.train.epochs > 0:
             raise UsageError(f"train.epochs {self.train.epochs} must be above 0")
         require_positive("optim", self.optim, "warmup_share", least=0, most=1)

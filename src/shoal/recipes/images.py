@@ -26,6 +26,7 @@ from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
     RunOutputConfig,
+    ServersConfig,
     VisionOptimizerConfig,
     check_wire,
     required,
@@ -91,9 +92,10 @@ class ImageTrainConfig:
     optim: VisionOptimizerConfig = field(default_factory=VisionOptimizerConfig)
     run: RunOutputConfig = field(default_factory=RunOutputConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    servers: ServersConfig = field(default_factory=ServersConfig)
 
     def __post_init__(self) -> None:
-        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
+        check_wire(self.distributed, self.servers, precision=self.train.precision, clip=self.optim.clip)
 
 
 # ------------------------------------------------------------------------------------------------- data

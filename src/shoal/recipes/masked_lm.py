@@ -24,6 +24,7 @@ from shoal.train.config import (
     LoopConfig,
     PhasesOptimConfig,
     RunConfig,
+    ServersConfig,
     activation_bytes,
     check_wire,
     settings_lines,
@@ -101,6 +102,7 @@ class MaskedLMConfig:
     parallel: StagesConfig = field(default_factory=StagesConfig)
     run: RunConfig = field(default_factory=RunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    servers: ServersConfig = field(default_factory=ServersConfig)
 
     @property
     def sentence_task(self) -> Literal["sop", "nsp"] | None:
@@ -120,7 +122,7 @@ class MaskedLMConfig:
         Raises:
             UsageError: a number out of its range, or two that do not go together.
         """
-        check_wire(self.distributed, precision=self.train.precision, clip=self.optim.clip)
+        check_wire(self.distributed, self.servers, precision=self.train.precision, clip=self.optim.clip)
         longest, short = self.model.max_position_embeddings, self.finetune
         require_positive("finetune", short, "total_steps", "global_batch_size", "micro_batch_size")
         lengths = [*sequence_lengths, *([("finetune", short.max_seq_length)] if short.at else [])]

@@ -94,8 +94,9 @@ def pretrain(
         example = as_tensors(reader.micro_batch(reader.batch(0, rows)), pin_memory=False)
         example["samples_per_target"] = torch.ones(())
         stage = open_stages(
-            PaddedPretraining(model), example, run, parallel, batch, distributed=config.distributed
-        )
+            PaddedPretraining(model), example, run, parallel, batch,
+            distributed=config.distributed, servers=config.servers,
+        )  # fmt: skip
         stack.callback(stage.close)
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
         schedule = schedule_of(phase.rates, config.optim, phase.sizes.total_steps)

@@ -348,6 +348,7 @@ def short_config(config: MaskedLMConfig) -> SquadConfig:
         ),
         optim=FinetuneOptimConfig(learning_rate=short.learning_rate),
         distributed=replace(config.distributed, wire="fp32"),  # 8-bit gradients make a group each time
+        servers=config.servers,
     )
 
 

@@ -12,7 +12,7 @@ from shoal.decide.batch import BatchPlan, StagesConfig
 from shoal.pipelining.api import make_mesh, pipeline
 from shoal.pipelining.runtime import Pipeline
 from shoal.pipelining.stage import replace_tensors
-from shoal.train.config import DistributedConfig
+from shoal.train.config import DistributedConfig, ServersConfig
 from shoal.train.pipeline_update import PipelineUpdate
 from shoal.train.run import Run
 
@@ -28,6 +28,7 @@ def open_stages(
     *,
     fill: Callable[[nn.Module], object] | None = None,
     distributed: DistributedConfig,
+    servers: ServersConfig,
 ) -> Pipeline:
     """Return this worker's stages with their weights; the run's update is theirs. A collective call.
 
@@ -37,7 +38,8 @@ def open_stages(
         batch: its ``num_workers`` are the replicas.
         fill: loads the weights of a part of a model that is on the meta device; default: weights drawn from
             the run's seed, the same in every layout.
-        distributed: says how replicas send gradients, and whether they wait for each other.
+        distributed: the wire format of the replicas' gradients.
+        servers: whether servers update the weights, with the gradients of each worker.
 
     Raises:
         UsageError: the model cannot be split so, or the weights are of another one.
@@ -67,7 +69,7 @@ def open_stages(
     # The model would keep the weights of its stages, which FSDP2 has replaced by shards.
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     run.use(PipelineUpdate(stage, mesh["pp"]))
-    if distributed.is_loose:  # the servers take a worker's own gradients; DDP names the group and the weights
+    if not servers.is_synchronous:  # of a worker's own gradients; DDP names the group and the weights
         stage.is_alone = True
         run.data_parallel(stage.module)
     return stage

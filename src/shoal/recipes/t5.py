@@ -37,6 +37,7 @@ from shoal.train.config import (
     DistributedConfig,
     OptimizerConfig,
     RunConfig,
+    ServersConfig,
     TrainConfig,
     activation_bytes,
     check_wire,
@@ -116,22 +117,23 @@ class T5Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    servers: ServersConfig = field(default_factory=ServersConfig)
 
     def __post_init__(self) -> None:
         require_positive("optim", self.optim, "hold_steps")
         self.parallel.check_wire(self.distributed.wire)
-        check_wire(self.distributed, precision=self.train.precision, clip="global")
+        check_wire(self.distributed, self.servers, precision=self.train.precision, clip="global")
         if self.distributed.shares != "equal":
             raise UsageError(
                 f"distributed.shares {self.distributed.shares}: the stages of T5 are built for parts of one "
                 "size; leave it out"
             )
-        self.parallel.check_steps(self.distributed.step_option)
-        if self.distributed.update == "servers":
+        self.parallel.check_steps(self.servers.option)
+        if self.servers.mode == "sync":
             raise UsageError(
-                "distributed.update servers: T5 adds its gradients up itself, and servers take those of "
-                "DistributedDataParallel; use --distributed.wait-for with the number of workers, which has "
-                "servers step too"
+                "servers.mode sync: T5 adds its gradients up itself, and servers take those of "
+                "DistributedDataParallel; use --servers.mode bounded with --servers.wait-for the number of "
+                "workers, where servers step too"
             )
         self.spans()
 
@@ -292,6 +294,7 @@ def open_model(config: T5Config, run: "Run", train: "SpanReader", batch: BatchPl
         batch,
         fill=None if weights is None else lambda part: load_weights(part, model, weights),
         distributed=config.distributed,
+        servers=config.servers,
     )
     return model, stage
 

@@ -259,6 +259,7 @@ def divided(
         batch,
         fill=None if config.model.from_scratch else lambda part: load_weights(part, model, source),
         distributed=config.distributed,
+        servers=config.servers,
     )
 
 

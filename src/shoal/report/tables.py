@@ -257,11 +257,11 @@ def _is_loose(run: Run) -> bool:
 
 def _exchanges(run: Run) -> str:
     """``all, once in 20 steps, in 4 fragments, 2 steps late``, if there are local steps."""
-    distributed: Mapping[str, Any] = run.start.config.get("distributed") or {}
-    every = distributed.get("local_steps")
+    servers: Mapping[str, Any] = run.start.config.get("servers") or {}
+    every = servers.get("local_steps")
     if every is None:
         return _EACH_STEP
-    fragments, delay = distributed.get("local_fragments", 1), distributed.get("local_delay", 0)
+    fragments, delay = servers.get("fragments", 1), servers.get("delay", 0)
     parts = f", in {fragments} fragments" * (fragments > 1) + f", {formatting.plural(delay, 'step')} late" * (
         delay > 0
     )

@@ -354,7 +354,7 @@ def check_optimizer(key: str, parts: Sequence[Values], stored: Values | None) ->
     if stored is None:
         raise UsageError(
             f"the checkpoint holds no {key}: it cannot be continued with other options than it was written "
-            "with (--distributed.local-steps keeps one for each worker), only its model can be loaded"
+            "with (--servers.mode local keeps one for each worker), only its model can be loaded"
         )
     if other := next((part["class"] for part in parts if part["class"] != stored["class"]), None):
         raise UsageError(

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from cyclopts import Group
 
 from shoal.decide.batch import MicroBatch
+from shoal.decide.bounded_waiting import WaitingRule
 from shoal.env.machine import num_gpus
 from shoal.errors import UsageError, require_positive
 from shoal.optim.lr_schedules import Schedule
@@ -243,10 +244,6 @@ class RunConfig(RunOutputConfig):
     """Maximum number of held-out sequences per evaluation."""
 
 
-_STEP_OPTIONS = ("local_steps", "asynchronous", "wait_for", "staleness", "update")
-"""Options of :class:`DistributedConfig` that have steps taken elsewhere than on every worker."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
     """Devices of workers and communication between them."""
@@ -263,158 +260,187 @@ class DistributedConfig:
     shares: str = "equal"
     """Division of the global batch among workers: equal; by-speed: proportional to the measured speed of
     each; or the directory of a run, whose shares are repeated."""
-    update: Literal["workers", "servers"] = "workers"
-    """Processes that run the optimizer: all workers, or the servers of backend shoal, which then keep its
-    state (on CPUs of at least two hosts)."""
-    replicas: int = 1
-    """Copies of weights on servers; with 2, workers keep a copy of the helper hosts' weights, and the loss of
-    a helper does not change the result."""
-    wait_for: int | None = None
-    """Number of gradients with which servers take a step; later ones are late. Default: all workers."""
-    late: Literal["drop", "next"] = "drop"
-    """With wait-for or quorum: drop late gradients, or add them to the next step."""
-    staleness: int | None = None
-    """Let workers continue with weights on servers that lack up to this number of steps. With late next:
-    maximum staleness of a late gradient, default 1."""
-    grace_s: float = 0.0
-    """With wait-for or quorum: seconds that a step with enough gradients waits for the others."""
-    asynchronous: bool = False
-    """Apply each worker's gradient on arrival, with any staleness; the optimizer must have no momentum
-    (--optim.beta1 0)."""
-    compensation: float = 0.0
-    """With asynchronous: strength of the correction for weights that changed since the gradient (DC-ASGD)."""
-    extrapolation: float = 0.0
-    """With staleness alone: compute gradients at extrapolated weights, moved on by this multiple of the last
-    step for each step that they lack."""
-    local_steps: int | None = None
-    """Let each worker take this number of steps on its own between averages (DiLoCo; backend shoal)."""
-    local_fragments: int = 1
-    """With local-steps: number of parts of the model, each averaged at its own time within the steps; the
-    largest average has about 1/N of the bytes."""
-    local_delay: int = 0
-    """With local-steps: steps that workers take while an average is under way."""
-    local_mix: float = 0.5
-    """With local-delay: part of a worker's own weights that it keeps when it merges an average."""
-    quorum: int | None = None
-    """With local-steps: number of workers with which an average is made; late and grace-s apply to the
-    others. Default: all."""
-    outer_rate: float = 0.7
-    """With local-steps: learning rate of the outer optimizer; 1 with momentum 0 averages the weights."""
-    outer_momentum: float = 0.9
-    """With local-steps: Nesterov momentum of the outer optimizer."""
     bucket_mb: float | None = None
     """Size of DistributedDataParallel's buckets in MiB; default: 25, larger from about 100 workers on."""
 
+
+_MODES = ("off", "sync", "bounded", "async", "local")
+_MODES_OF: Mapping[str, tuple[str, ...]] = {
+    "replicas": ("sync", "bounded", "async", "local"),
+    **dict.fromkeys(("wait_for", "late", "grace_s"), ("bounded", "local")),
+    **dict.fromkeys(("staleness", "extrapolation"), ("bounded",)),
+    "compensation": ("async",),
+    **dict.fromkeys(("local_steps", "fragments", "delay", "mix", "outer_rate", "outer_momentum"), ("local",)),
+}
+"""By option of :class:`ServersConfig`: the modes that have it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersConfig:
+    """Updates by the servers of backend shoal, which keep weights in the memory of at least two hosts.
+
+    Options that only some modes have are refused in the others.
+
+    Raises:
+        UsageError: an option does not go with the mode or with another option.
+    """
+
+    mode: Literal["off", "sync", "bounded", "async", "local"] = "off"
+    """Gradients with which servers step: off: none, each worker runs the optimizer; sync: those of all
+    workers; bounded: those of wait-for workers, or stale ones; async (experimental): each on arrival; local:
+    the changes of local steps (DiLoCo)."""
+    replicas: Literal[1, 2] = 1
+    """Copies of weights on servers; with 2, workers keep a copy of the helper hosts' weights, and the loss of
+    a helper does not change the result."""
+    wait_for: int | None = None
+    """Number of workers that a step (bounded) or an average (local) waits for; the others are late. Default:
+    all."""
+    late: Literal["drop", "next"] = "drop"
+    """With wait-for: drop late gradients, or add them to the next step."""
+    grace_s: float = 0.0
+    """With wait-for: seconds that a step with enough gradients waits for the others."""
+    staleness: int | None = None
+    """Mode bounded: steps that the weights of a gradient may lack, so that workers run ahead. With late next:
+    maximum staleness of a late gradient, default 1."""
+    extrapolation: float = 0.0
+    """With staleness alone: compute gradients at extrapolated weights, moved on by this multiple of the last
+    step for each step that they lack."""
+    compensation: float = 0.0
+    """Mode async: strength of the correction for weights that changed since the gradient (DC-ASGD)."""
+    local_steps: int | None = None
+    """Mode local: steps of each worker on its own between averages."""
+    fragments: int = 1
+    """Mode local: parts of the model, each averaged at its own time within the steps; the largest average has
+    about 1/N of the bytes."""
+    delay: int = 0
+    """Mode local: steps that workers take while an average is under way."""
+    mix: float = 0.5
+    """With delay: part of a worker's own weights that it keeps when it merges an average."""
+    outer_rate: float = 0.7
+    """Mode local: learning rate of the outer optimizer; 1 with momentum 0 averages the weights."""
+    outer_momentum: float = 0.9
+    """Mode local: Nesterov momentum of the outer optimizer."""
+
     def __post_init__(self) -> None:
-        require_positive("distributed", self, "wait_for", "local_steps", "local_fragments", "quorum")
-        require_positive("distributed", self, "local_delay", "local_mix", least=0)
-        require_positive("distributed", self, "outer_rate", least=0)
-        require_positive("distributed", self, "outer_momentum", least=0, below=1)
-        require_positive("distributed", self, "staleness", "grace_s", least=0)
-        if self.replicas not in (1, 2) or (self.replicas == 2 and not self.step_option):
-            raise UsageError(
-                f"distributed.replicas {self.replicas}: weights on servers are kept once or twice; give 1, "
-                "or 2 with --distributed.update servers, wait-for, staleness or local-steps"
-            )
-        if (self.local_fragments, self.local_delay) != (1, 0):
-            given = f"local_fragments {self.local_fragments} and local_delay {self.local_delay}"
-            if self.local_steps is None:
+        for name, choices in (("mode", _MODES), ("late", ("drop", "next")), ("replicas", (1, 2))):
+            if (value := getattr(self, name)) not in choices:
+                shown = ", ".join(map(str, choices))
+                raise UsageError(f"servers.{name} {value!r} must be one of {shown}")
+        require_positive("servers", self, "wait_for", "local_steps", "fragments")
+        require_positive("servers", self, "staleness", "grace_s", "delay", "outer_rate", least=0)
+        require_positive("servers", self, "compensation", "extrapolation", least=0)
+        require_positive("servers", self, "mix", "outer_momentum", least=0, below=1)
+        for field in fields(self):
+            value, modes = getattr(self, field.name), _MODES_OF.get(field.name, _MODES)
+            if value != field.default and self.mode not in modes:
                 raise UsageError(
-                    f"distributed.{given} are for workers that step by themselves; set "
-                    "--distributed.local-steps too"
+                    f"servers.{field.name} {value} is for --servers.mode {' or '.join(modes)}, not for mode "
+                    f"{self.mode}"
                 )
-            if self.quorum is not None:
-                raise UsageError(
-                    f"distributed.quorum {self.quorum} with {given}: fragments are exchanged by all workers; "
-                    "leave one of them out"
-                )
-        if self.quorum is not None and self.local_steps is None:
+        if self.wait_for is None and (self.late != "drop" or self.grace_s):
             raise UsageError(
-                f"distributed.quorum {self.quorum} is for workers that step by themselves; set "
-                "--distributed.local-steps too, or use --distributed.wait-for"
+                f"servers.late {self.late} and grace_s {self.grace_s:g}: no gradient is late where steps "
+                "wait for all workers; set --servers.wait-for too"
             )
-        if self.wait_for is None and self.quorum is None and self.late != "drop":
+        if self.mode == "bounded":
+            self._check_bounded()
+        elif self.mode == "local":
+            self._check_local()
+
+    def _check_bounded(self) -> None:
+        if self.wait_for is None and self.staleness is None:
             raise UsageError(
-                "distributed.late next: no gradient is late where steps wait for all workers; set "
-                "--distributed.wait-for too, or with local steps --distributed.quorum"
-            )
-        if self.wait_for is None and self.quorum is None and self.grace_s:
-            raise UsageError(
-                f"distributed.grace_s {self.grace_s}: steps wait for all workers in any case; set "
-                "--distributed.wait-for too, or with local steps --distributed.quorum"
+                "servers.mode bounded: set --servers.wait-for or --servers.staleness; mode sync waits for all"
             )
         if self.staleness == 0:
             raise UsageError(
-                "distributed.staleness 0: each step would wait for all workers; give at least 1, or leave it "
-                "out (--distributed.update servers has servers take such steps)"
+                "servers.staleness 0: each step would wait for all workers; give at least 1, or use "
+                "--servers.mode sync"
             )
         if self.wait_for is not None and self.staleness is not None and self.late == "drop":
             raise UsageError(
-                f"distributed.wait_for {self.wait_for} with staleness {self.staleness}: gradients that are "
-                "dropped have none; set --distributed.late next, or leave one of them out"
+                f"servers.wait_for {self.wait_for} with staleness {self.staleness}: gradients that are "
+                "dropped have none; set --servers.late next, or leave one of them out"
             )
-        if self.asynchronous and not (self.wait_for is None is self.staleness):
+        if self.extrapolation and self.wait_for is not None:
             raise UsageError(
-                "distributed.asynchronous with wait_for or staleness: asynchronous steps wait for nobody; "
-                "leave one of them out"
+                f"servers.extrapolation {self.extrapolation} is for workers that run ahead, whose staleness "
+                "is known before the gradient; set --servers.staleness, without wait-for"
             )
-        require_positive("distributed", self, "compensation", "extrapolation", least=0)
-        if self.extrapolation and not (self.wait_for is None and self.staleness):
+
+    def _check_local(self) -> None:
+        if self.local_steps is None:
+            raise UsageError("servers.mode local: set --servers.local-steps, such as 50")
+        if not self.fragments <= self.local_steps:
             raise UsageError(
-                f"distributed.extrapolation {self.extrapolation} is for workers that go on with stale "
-                "weights; set --distributed.staleness, without wait-for"
+                f"servers.fragments {self.fragments} in every {self.local_steps} local steps: each is sent "
+                f"after a step of its own; give 1 to {self.local_steps}"
             )
-        if self.compensation and not self.asynchronous:
+        if self.delay > (most := self.local_steps // self.fragments):
             raise UsageError(
-                f"distributed.compensation {self.compensation} is for asynchronous steps; set "
-                "--distributed.asynchronous too"
+                f"servers.delay {self.delay}: of {self.fragments} fragments in every {self.local_steps} "
+                f"local steps, one is sent {most} steps after the other; give 0 to {most}"
             )
-        if self.local_steps is not None:
-            for name in _STEP_OPTIONS[1:]:
-                if (value := getattr(self, name)) not in (None, False, "workers"):
-                    raise UsageError(
-                        f"distributed.local_steps {self.local_steps} with {name} {value}: each worker "
-                        "steps by itself; leave one of them out"
-                    )
-        if not self.is_loose:
-            return
-        if self.wire != "fp32":
+        if self.wait_for is not None and self.streams:
             raise UsageError(
-                f"{self.step_option} with distributed.wire {self.wire}: gradients go to the servers in fp32; "
-                "use --distributed.wire fp32"
-            )
-        if self.shares != "equal":
-            raise UsageError(
-                f"{self.step_option} with distributed.shares {self.shares}: workers that do not wait for "
-                "each other have equal parts; leave one of them out"
+                f"servers.wait_for {self.wait_for} with fragments {self.fragments} and delay {self.delay}: "
+                "fragments are exchanged by all workers; leave one of them out"
             )
 
     @property
-    def is_loose(self) -> bool:
-        """True if workers step without agreeing before each step."""
-        return self.step_option not in ("", "distributed.update servers")
+    def option(self) -> str:
+        """The mode as messages name it; empty if it is off."""
+        return "" if self.mode == "off" else f"servers.mode {self.mode}"
 
     @property
-    def step_option(self) -> str:
-        """The option, with its value, that has steps taken elsewhere than on every worker; empty if none."""
-        for name in _STEP_OPTIONS:
-            if (value := getattr(self, name)) not in (None, False, "workers"):
-                return f"distributed.{name} {value}"
-        return ""
+    def is_synchronous(self) -> bool:
+        """True if each step takes the gradients of all workers."""
+        return self.mode in ("off", "sync")
+
+    @property
+    def streams(self) -> bool:
+        """True if exchanges of local steps are in fragments, or overlap the next steps."""
+        return self.fragments > 1 or self.delay > 0
+
+    def rule(self, num_workers: int) -> WaitingRule:
+        """Return which gradients a step takes, of this number of workers.
+
+        Raises:
+            UsageError: ``wait_for`` is more than there are workers.
+        """
+        if self.mode == "async":
+            return WaitingRule(num_workers, 1, "next", asynchronous=True)
+        most = num_workers - (self.mode == "local")
+        wait_for = most if self.wait_for is None else self.wait_for
+        if wait_for > most:
+            raise UsageError(
+                f"servers.wait_for {wait_for} must be from 1 to {most} with {num_workers} workers; leave it "
+                "out to wait for all"
+            )
+        if wait_for == num_workers and (self.late != "drop" or self.grace_s):
+            raise UsageError(
+                f"servers.wait_for {wait_for} with late {self.late} and grace_s {self.grace_s:g}: no "
+                f"gradient of {num_workers} workers is late; leave them out"
+            )
+        staleness = int(self.late == "next") if self.staleness is None else self.staleness
+        return WaitingRule(num_workers, wait_for, self.late, staleness, self.grace_s)
 
 
-def refuses_fp16(config: object, loop: LoopConfig, distributed: DistributedConfig) -> str:
-    """Return what cannot take fp16 with its loss scale, if something: a recipe, or an option.
+def refuses_fp16(
+    config: object, loop: LoopConfig, distributed: DistributedConfig, servers: ServersConfig
+) -> str:
+    """Return the recipe or the option that cannot take fp16 with its loss scale; empty if none.
 
     Args:
         config: all settings; a recipe that cannot has the name in an attribute ``refuses_fp16``.
-        loop: a fixed loss scale is one that steps without agreement can take.
-        distributed: how workers communicate.
+        loop: workers that step apart can take a static loss scale.
+        distributed: communication between workers.
+        servers: updates by servers.
     """
     if distributed.wire == "int8":
         return "distributed.wire int8"
-    if distributed.is_loose and loop.loss_scale is None:
-        return distributed.step_option
+    if not servers.is_synchronous and loop.loss_scale is None:
+        return servers.option
     return getattr(config, "refuses_fp16", "")
 
 
@@ -434,7 +460,7 @@ def activation_bytes(config: Any) -> int:
     """Return the bytes of an activation, for a dry run, in the precision in which this host would train.
 
     Args:
-        config: settings with the sections ``train`` and ``distributed``.
+        config: settings with the sections ``train`` and ``distributed``, and ``servers`` if it has modes.
     """
     name, capability = config.train.precision, None
     if name == "auto":
@@ -442,15 +468,18 @@ def activation_bytes(config: Any) -> int:
             from torch import cuda
 
             capability = cuda.get_device_capability(0)
-        name = auto_precision(capability, refuses_fp16(config, config.train, config.distributed))
+        servers = getattr(config, "servers", ServersConfig())
+        no_fp16 = refuses_fp16(config, config.train, config.distributed, servers)
+        name = auto_precision(capability, no_fp16)
     return 4 if name == "fp32" else 2
 
 
-def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> None:
-    """Check that the wire format works with the precision and the clipping.
+def check_wire(distributed: DistributedConfig, servers: ServersConfig, *, precision: str, clip: str) -> None:
+    """Check that the wire format and the parts of workers go with the other settings.
 
     Raises:
-        UsageError: int8 with fp16, or a format other than fp32 with clipping per worker.
+        UsageError: int8 with fp16; a format other than fp32 with clipping per worker or with servers that
+            update; or unequal parts for workers that do not wait for each other.
     """
     if distributed.wire == "int8" and precision == "fp16":
         raise UsageError(
@@ -461,6 +490,16 @@ def check_wire(distributed: DistributedConfig, *, precision: str, clip: str) -> 
         raise UsageError(
             f"distributed.wire {distributed.wire} with optim.clip worker: gradients clipped per worker are "
             "averaged in fp32; use --optim.clip global or --distributed.wire fp32"
+        )
+    if distributed.wire != "fp32" and servers.option:
+        raise UsageError(
+            f"{servers.option} with distributed.wire {distributed.wire}: gradients go to the servers in "
+            "fp32; use --distributed.wire fp32"
+        )
+    if distributed.shares != "equal" and not servers.is_synchronous:
+        raise UsageError(
+            f"{servers.option} with distributed.shares {distributed.shares}: workers that do not wait for "
+            "each other have equal parts; leave one of them out"
         )
 
 

@@ -51,7 +51,7 @@ class DataParallel(DistributedDataParallel):
         average: whether backward averages; otherwise the update does, after clipping per worker.
         has_averaged: whether a backward pass has averaged gradients since :class:`~shoal.train.step.Step` set
             it to false.
-        served: sends gradients to servers that update the weights (:mod:`shoal.train.served_steps`), if any.
+        served: sends gradients to servers that update the weights (``shoal.train.servers.update``), if any.
         precision: autocast type of the forward pass, whose 16-bit outputs become fp32 (:func:`in_fp32`).
         norms: batch norms with running statistics, of which each worker has its own (:func:`own_norms`).
     """

@@ -64,7 +64,9 @@ from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
     RunOutputConfig,
+    ServersConfig,
     as_tree,
+    check_wire,
     refuses_fp16,
     required,
 )
@@ -170,6 +172,7 @@ class Run:
         settings: RunOutputConfig,
         loop: LoopConfig,
         distributed: DistributedConfig,
+        servers: ServersConfig,
         precision: Precision,
         recipe: str,
         stop: StopRequest,
@@ -184,7 +187,8 @@ class Run:
         self.stopped = self.is_over = self.reached = False
         self.lines: Sequence[int] = ()
         self._evaluations = Evaluations(directory, world, target)
-        self._config, self._settings, self._loop, self._distributed = config, settings, loop, distributed
+        self._config, self._settings, self._loop = config, settings, loop
+        self._distributed, self._servers = distributed, servers
         self.stop_request, self._tree = stop, _tree(config, precision)
         self._checkpointer: Checkpointer | None = None
         if directory is not None and settings.save:
@@ -229,6 +233,7 @@ class Run:
         settings: RunOutputConfig | None = None,
         loop: LoopConfig | None = None,
         distributed: DistributedConfig | None = None,
+        servers: ServersConfig | None = None,
         recipe: str = "script",
         immutable: Sequence[str] = (),
         scores: Mapping[str, Sequence[str]] | None = None,
@@ -240,13 +245,14 @@ class Run:
             directory: on a file system that all hosts share; the same directory continues the run. Default:
                 ``dir`` of the settings.
             config: a dataclass of dataclasses to write beside the run and into checkpoints. Its sections
-                ``run``, ``train`` and ``distributed`` are the next three arguments by default. Messages use
-                its attributes ``unit`` (what samples are called, such as ``images``), ``memory_remedy`` (an
-                option to name beside the micro-batch size when memory runs out), ``longer`` (the option
-                that makes a finished run longer) and ``scores``, where it has them.
+                ``run``, ``train``, ``distributed`` and ``servers`` are the next four arguments by default.
+                Messages use its attributes ``unit`` (what samples are called, such as ``images``),
+                ``memory_remedy`` (an option to name beside the micro-batch size when memory runs out),
+                ``longer`` (the option that makes a finished run longer) and ``scores``, where it has them.
             settings: how often to write lines and checkpoints.
             loop: seed, precision, loss scale.
             distributed: backend, device, timeouts, wire format.
+            servers: updates by servers; default: each worker runs the optimizer.
             recipe: written into the record.
             immutable: dotted names of settings that must not differ when a run continues.
             scores: names of the scores passed to :meth:`evaluation`, by split; ``until`` of the settings may
@@ -263,6 +269,8 @@ class Run:
             settings = replace(settings, save=False, until=None, validation_beside=0, mlperf_log=None)
         loop = loop or _section(config, "train", LoopConfig)
         distributed = distributed or _section(config, "distributed", DistributedConfig)
+        servers = servers or _section(config, "servers", ServersConfig)
+        check_wire(distributed, servers, precision=loop.precision, clip="global")
         scores = getattr(config, "scores", {}) if scores is None else scores
         target = read_target(settings.until, scores)
         directory = Path(directory or required(settings.dir))
@@ -272,7 +280,7 @@ class Run:
             world = stack.enter_context(join_world(worker, distributed))
             end_in_one_line()
             precision = agree_on_precision(
-                loop.precision, world, no_fp16=refuses_fp16(config, loop, distributed)
+                loop.precision, world, no_fp16=refuses_fp16(config, loop, distributed, servers)
             )
             stack.enter_context(owned(directory, world))
             tree = _tree(config, precision)
@@ -281,7 +289,7 @@ class Run:
             )
             run = cls(
                 world, directory, config=config, settings=settings, loop=loop, distributed=distributed,
-                precision=precision, recipe=recipe, stop=stop, target=target,
+                servers=servers, precision=precision, recipe=recipe, stop=stop, target=target,
             )  # fmt: skip
             stack.enter_context(run._stack)
             if (path := settings.mlperf_log) is not None:
@@ -409,8 +417,8 @@ class Run:
         from shoal.train.servers.choice import choose_update
 
         update = choose_update(
-            self._distributed, self._kept, self._training.models, scale=self._training.scale,
-            world=self.world, directory=self.directory,
+            self._servers, self._kept, self._training.models, scale=self._training.scale,
+            directory=self.directory,
         )  # fmt: skip
         if update is not None:
             self.use(update)
@@ -983,5 +991,6 @@ def inner_run(run: Run, config: Any) -> Run:
     """Return a run on the workers of another that writes nothing, for a short training inside that one."""
     return Run(
         run.world, None, config=config, settings=run._settings, loop=config.train,
-        distributed=config.distributed, precision=run.precision, recipe=run.recipe, stop=run.stop_request,
+        distributed=config.distributed, servers=config.servers, precision=run.precision,
+        recipe=run.recipe, stop=run.stop_request,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from shoal.decide.batch import BatchPlan
 from shoal.env.settings import debug
 from shoal.errors import ShoalError, UsageError, did_you_mean
-from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig
+from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, ServersConfig
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -69,8 +69,13 @@ def end_in_one_line() -> None:
 
 def _in_a_script(text: str) -> str:
     """Return what the options of commands that ``text`` names are in a script."""
-    kinds = {"run": RunOutputConfig, "train": LoopConfig, "distributed": DistributedConfig}
-    named = re.findall(r"--(run|train|distributed)\.([\w-]+)", text)
+    kinds = {
+        "run": RunOutputConfig,
+        "train": LoopConfig,
+        "distributed": DistributedConfig,
+        "servers": ServersConfig,
+    }
+    named = re.findall(rf"--({'|'.join(kinds)})\.([\w-]+)", text)
     fields = dict.fromkeys((kinds[section], option.replace("-", "_")) for section, option in named)
     settings = [f"{kind.__name__}({name}=...)" for kind, name in fields if hasattr(kind, name)]
     return f" (in a script: {', '.join(settings)})" if settings else ""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from shoal.decide.bounded_waiting import Contribution, Decision, StepDecider, WaitingRule, simulate
-from shoal.errors import UsageError
 
 
 def offer(decider: StepDecider, *gradients: tuple[int, int, int]) -> list[Decision]:
@@ -161,26 +159,6 @@ def test_a_worker_far_behind_rests_until_the_next_step_which_does_not_wait_for_i
     late = Contribution(2, 3, 2) if rests else Contribution(2, 2, 1)
     decider.offer(late, 30.0)
     assert decider.drop_late() == (() if rests else (late,)), "at the end, it waits for no other step"
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"wait_for": 0}, "wait_for=0 must be from 1 to the number of workers, 3"),
-        ({"wait_for": 4}, "wait_for=4"),
-        ({"wait_for": 2, "late": "soon"}, "late='soon' must be"),
-        ({"wait_for": 2, "staleness": 1}, "a late gradient that is dropped has no staleness"),
-        ({"wait_for": 2, "late": "next"}, "has at least 1"),
-        ({"wait_for": 3, "late": "next", "staleness": 1}, "no gradient is late"),
-        ({"wait_for": 3, "staleness": -1}, "at least 0"),
-        ({"wait_for": 2, "grace_s": -1.0}, "grace_s=-1.0 must be a number of seconds"),
-        ({"wait_for": 2, "asynchronous": True}, "asynchronous steps wait for nobody"),
-        ({"wait_for": 3, "grace_s": 1.0}, "is for wait_for below the number of workers"),
-    ],
-)
-def test_rules_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        WaitingRule(3, **values)
 
 
 @pytest.mark.parametrize("gradient", [(0, 2, 0), (0, 1, 1), (0, 1, -1), (0, 0, -1)])

@@ -48,7 +48,7 @@ def test_equal_shares_wait_for_the_slowest(
 
 def test_one_host_at_half_speed_is_worth_dividing_by_speed(plan: Plan) -> None:
     best, equal, served = divisions(plan, host_speeds(8, ["1x0.5"]), jitter=0.0)
-    assert (best.name, equal.name, served.name) == ("by-speed", "equal", "update=servers")
+    assert (best.name, equal.name, served.name) == ("by-speed", "equal", "sync")
     assert best.of_possible > 0.99
     step = plan.steps[0]
     computed_s = step.total_s - step.exposed_s - step.optimizer_s
@@ -75,27 +75,32 @@ def test_little_jitter_alone_is_not(plan: Plan) -> None:
 def test_jitter_is_worth_staleness(plan: Plan) -> None:
     """The published shares are those of a simulation of its own (8 hosts, σ = 0.3)."""
     found = {each.name: each for each in divisions(plan, host_speeds(8, []), jitter=0.3)}
-    for name, published in (("staleness=1", 0.90), ("staleness=2", 0.94), ("staleness=4", 0.96)):
+    for name, published in (
+        ("bounded, staleness=1", 0.90),
+        ("bounded, staleness=2", 0.94),
+        ("bounded, staleness=4", 0.96),
+    ):
         assert found[name].of_possible == pytest.approx(published, abs=0.035)
     chosen = recommended(list(found.values()))
     assert not chosen.exact
     assert chosen.total_s < 0.9 * found["equal"].total_s
     text = text_of([plan], unequal=list(found.values()))
-    assert f"--distributed.staleness {chosen.name.removeprefix('staleness=')} would save" in text
-    assert f"hosts go on for {chosen.name.removeprefix('staleness=')} steps while another is late" in text
+    staleness = chosen.name.removeprefix("bounded, staleness=")
+    assert f"--servers.mode bounded --servers.staleness {staleness} would save" in text
+    assert f"hosts go on for {staleness} steps while another is late" in text
 
 
 def test_local_steps_wait_for_the_sum_of_their_times(plan: Plan) -> None:
     """The simulation's published shares (8 hosts, σ = 0.3, H = 50), and a worker-by-worker sum of its own."""
     found = {each.name: each for each in divisions(plan, host_speeds(8, []), jitter=0.3)}
-    local = found["local_steps=50"]
+    local = found["local, local_steps=50"]
     assert local.of_possible == pytest.approx(0.94, abs=0.01)
     draw = random.Random(2)
     rounds = [[fmean(draw.lognormvariate(0, 0.3) for _ in range(50)) for _ in range(8)] for _ in range(400)]
     share = fmean(f for each in rounds for f in each) / fmean(max(each) for each in rounds)
     assert local.of_possible == pytest.approx(share, abs=0.01)
-    assert found["local_steps=50, quorum=56"].exact is False
-    assert found["asynchronous"].of_possible == pytest.approx(1.0, abs=0.01)
+    assert found["local, local_steps=50, wait_for=56"].exact is False
+    assert found["async"].of_possible == pytest.approx(1.0, abs=0.01)
 
 
 def test_modes_on_servers_take_what_the_formulas_say(plan: Plan) -> None:
@@ -106,17 +111,19 @@ def test_modes_on_servers_take_what_the_formulas_say(plan: Plan) -> None:
     workload, layout = plan.training.parts[0].workload, plan.layouts[0]
     sent_s = served_s(workload, plan.workers, None, layout)
     on_servers_s = sent_s + step.optimizer_s / hosts
-    assert found["staleness=2"].step_s == pytest.approx(2 * computed_s, rel=1e-3)
-    assert found["local_steps=50"].step_s == pytest.approx(2 * computed_s + step.optimizer_s + sent_s / 50)
+    assert found["bounded, staleness=2"].step_s == pytest.approx(2 * computed_s, rel=1e-3)
+    assert found["local, local_steps=50"].step_s == pytest.approx(
+        2 * computed_s + step.optimizer_s + sent_s / 50
+    )
     of_own_s = 2 * computed_s + step.optimizer_s
-    streamed = found["local_steps=50, local_fragments=5, local_delay=5"]
+    streamed = found["local, local_steps=50, fragments=5, delay=5"]
     assert streamed.step_s == pytest.approx(of_own_s + max(0, sent_s - 25 * of_own_s) / 50)
     # the slow host makes half as many gradients, so a batch takes 8 / 7.5 of an equal part's time
-    assert found["asynchronous"].step_s == pytest.approx(
+    assert found["async"].step_s == pytest.approx(
         max(hosts / 7.5 * computed_s + on_servers_s, hosts * on_servers_s), rel=0.01
     )
     window_s = step.backward_s / step.micro_batches
-    served = found["update=servers"]
+    served = found["sync"]
     back_s = served_s(workload, plan.workers, None, layout, window_s=window_s)
     slowest_s = found["by-speed"].step_s - step.exposed_s - step.optimizer_s
     assert served.step_s == pytest.approx(slowest_s + back_s + step.optimizer_s / hosts)
@@ -147,8 +154,12 @@ def test_an_update_on_servers_sends_there_and_back() -> None:
 def test_a_slow_host_is_no_case_for_staleness(plan: Plan) -> None:
     found = divisions(plan, host_speeds(8, ["1x0.5"]), jitter=0.01)
     names = {each.name for each in found}
-    assert not names & {"wait_for=56", "local_steps=50, quorum=56"}, "its samples would never be learned"
-    assert {each.name: each.of_possible for each in found}["staleness=4"] == pytest.approx(0.533, abs=0.01)
+    assert not names & {"bounded, wait_for=56", "local, local_steps=50, wait_for=56"}, (
+        "its samples would never be learned"
+    )
+    assert {each.name: each.of_possible for each in found}["bounded, staleness=4"] == pytest.approx(
+        0.533, abs=0.01
+    )
     assert recommended(found).name == "by-speed"
 
 

@@ -22,7 +22,7 @@ from shoal.recipes.t5 import (
     find_layouts,
     with_layout,
 )
-from shoal.train.config import DistributedConfig, RunConfig, TrainConfig
+from shoal.train.config import DistributedConfig, RunConfig, ServersConfig, TrainConfig
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
 from synthetic_text import prepare, random_documents
 
@@ -38,6 +38,7 @@ def preset(name: str, **sections: dict[str, Any]) -> T5Config:
         "parallel": ParallelConfig,
         "run": RunConfig,
         "distributed": DistributedConfig,
+        "servers": ServersConfig,
     }
     return T5Config(**{s: kind(**{**tree.get(s, {}), **sections.get(s, {})}) for s, kind in kinds.items()})
 
@@ -99,10 +100,10 @@ def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, mess
             {"distributed": {"shares": "by-speed"}},
             "by-speed: the stages of T5 are built for parts of one size",
         ),
-        ({"distributed": {"update": "servers"}}, "update servers: T5 adds its gradients up itself"),
+        ({"servers": {"mode": "sync"}}, "servers.mode sync: T5 adds its gradients up itself"),
         (
-            {"distributed": {"staleness": 1}, "parallel": {"pipeline": 2}},
-            "staleness 1 does not go with a model in stages or shards: each stage would have servers",
+            {"servers": {"mode": "bounded", "staleness": 1}, "parallel": {"pipeline": 2}},
+            "mode bounded does not go with a model in stages or shards: each stage would have servers",
         ),
         (
             {"distributed": {"wire": "bf16"}, "parallel": {"shard": True}},

@@ -30,6 +30,7 @@ from shoal.train import world
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
+    ServersConfig,
     TrainConfig,
     as_tree,
     check_wire,
@@ -307,13 +308,13 @@ def test_backends() -> None:
 
 def test_wires_that_cannot_be_are_refused() -> None:
     int8, bf16 = DistributedConfig(wire="int8"), DistributedConfig(wire="bf16")
-    check_wire(int8, precision="bf16", clip="global")
-    check_wire(bf16, precision="fp16", clip="global")
-    check_wire(DistributedConfig(), precision="fp16", clip="worker")
+    check_wire(int8, ServersConfig(), precision="bf16", clip="global")
+    check_wire(bf16, ServersConfig(), precision="fp16", clip="global")
+    check_wire(DistributedConfig(), ServersConfig(), precision="fp16", clip="worker")
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
-        check_wire(int8, precision="fp16", clip="global")
+        check_wire(int8, ServersConfig(), precision="fp16", clip="global")
     with pytest.raises(UsageError, match=r"wire bf16 with optim\.clip worker"):
-        check_wire(bf16, precision="fp32", clip="worker")
+        check_wire(bf16, ServersConfig(), precision="fp32", clip="worker")
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
         AlbertConfig(distributed=int8, train=TrainConfig(precision="fp16"))
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):

@@ -33,6 +33,7 @@ from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
     RunOutputConfig,
+    ServersConfig,
     activation_bytes,
     load_toml,
     refuses_fp16,
@@ -82,17 +83,20 @@ def test_auto_on_a_cpu_is_fp32_whatever_the_processor_has(
 
 
 def test_what_cannot_take_fp16_with_a_dynamic_scale() -> None:
-    def found(config: object | None = None, scale: float | None = None, **options: Any) -> str:
-        return refuses_fp16(config, LoopConfig(loss_scale=scale), DistributedConfig(**options))
+    def found(
+        config: object | None = None, scale: float | None = None, wire: Any = "fp32", **servers: Any
+    ) -> str:
+        loop, distributed = LoopConfig(loss_scale=scale), DistributedConfig(wire=wire)
+        return refuses_fp16(config, loop, distributed, ServersConfig(**servers))
 
-    assert found() == found(AlbertConfig()) == found(update="servers") == ""
+    assert found() == found(AlbertConfig()) == found(mode="sync") == ""
     assert found(T5Config()) == found(T5ClassifyConfig()) == "T5"
     assert found(wire="int8") == "distributed.wire int8"
-    assert found(staleness=2) == "distributed.staleness 2"
-    assert found(wait_for=2) == "distributed.wait_for 2"
-    assert found(asynchronous=True) == "distributed.asynchronous True"
-    assert found(local_steps=4) == "distributed.local_steps 4"
-    assert found(staleness=2, scale=128.0) == ""  # a fixed scale follows nobody
+    assert found(mode="bounded", staleness=2) == "servers.mode bounded"
+    assert found(mode="bounded", wait_for=2) == "servers.mode bounded"
+    assert found(mode="async") == "servers.mode async"
+    assert found(mode="local", local_steps=4) == "servers.mode local"
+    assert found(mode="bounded", staleness=2, scale=128.0) == ""  # a fixed scale follows nobody
 
 
 @pytest.mark.parametrize(

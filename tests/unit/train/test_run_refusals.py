@@ -23,7 +23,7 @@ from shoal import record
 from shoal.data.sources import digest_of_rows
 from shoal.env.worker import alone
 from shoal.errors import RetryStep, ShoalError, UsageError
-from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig
+from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, ServersConfig
 from shoal.train.run import Run, Sizes
 from shoal.train.step import Step
 
@@ -53,6 +53,7 @@ class Script:
         self.update: Callable[[Step], object] = lambda step: step.update(self.sgd, self.adamw)
         self.loop = LoopConfig(precision="fp32", max_nonfinite_steps=2)
         self.distributed = DistributedConfig(device="cpu")
+        self.servers = ServersConfig()
         self.checkpoint_frequency = 1
 
     def run(self, until: int = 2) -> list[record.Row]:
@@ -61,7 +62,7 @@ class Script:
         (meeting := self.folder / "meeting").mkdir()
         with Run.open(
             self.folder / "run", settings=settings, loop=self.loop, distributed=self.distributed,
-            worker=alone(meeting),
+            servers=self.servers, worker=alone(meeting),
         ) as run:  # fmt: skip
             ddp = self.wrap(run)
             self.keep(run)
@@ -234,15 +235,18 @@ def use_mpi(script: Script) -> None:
 
 
 def serve_two(script: Script) -> None:
-    script.distributed = DistributedConfig(device="cpu", update="servers", backend="shoal")
+    script.distributed = DistributedConfig(device="cpu", backend="shoal")
+    script.servers = ServersConfig(mode="sync")
 
 
 def go_ahead_with_two(script: Script) -> None:
-    script.distributed = DistributedConfig(device="cpu", staleness=1, backend="shoal")
+    script.distributed = DistributedConfig(device="cpu", backend="shoal")
+    script.servers = ServersConfig(mode="bounded", staleness=1)
 
 
 def step_locally_with_two(script: Script) -> None:
-    script.distributed = DistributedConfig(device="cpu", local_steps=2, backend="shoal")
+    script.distributed = DistributedConfig(device="cpu", backend="shoal")
+    script.servers = ServersConfig(mode="local", local_steps=2)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +270,9 @@ def step_locally_with_two(script: Script) -> None:
         (wrap_what_is_frozen, "a Linear without parameters that require gradients"),
         (wrap_shards, r"parameters are sharded \(DTensor\): FSDP2"),
         (use_mpi, r"distributed\.backend 'mpi': torch .* is built without it; it has .*gloo"),
-        (serve_two, r"distributed\.update servers is for one optimizer, .* keeps sgd, adamw: leave it out"),
-        (go_ahead_with_two, r"distributed\.staleness 1 is for one optimizer"),
-        (step_locally_with_two, r"distributed\.local_steps 2 is for one optimizer"),
+        (serve_two, r"servers\.mode sync is for one optimizer, .* keeps sgd, adamw: leave it out"),
+        (go_ahead_with_two, r"servers\.mode bounded is for one optimizer"),
+        (step_locally_with_two, r"servers\.mode local is for one optimizer"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_refused(

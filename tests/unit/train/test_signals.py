@@ -44,18 +44,22 @@ def test_signals_leave_a_note_and_the_exit_code_stays(first: str, second: str) -
 ENDS = """
 import sys
 from shoal.errors import ShoalError, UsageError
-from shoal.train.config import DistributedConfig
+from shoal.train.config import DistributedConfig, ServersConfig, check_wire
 from shoal.train.stopping import end_in_one_line
 end_in_one_line()
 {fails}
 """
-WIRE = "DistributedConfig(backend='shoal', wire='int8', staleness=1)"
+WIRE = (
+    "check_wire(DistributedConfig(wire='bf16'), ServersConfig(mode='sync'), precision='fp32', clip='global')"
+)
+MODE = "ServersConfig(mode='bounded')"
 
 
 @pytest.mark.parametrize(
     ("fails", "variables", "code", "said"),
     [
         (WIRE, {}, 2, "shoal: .*use --distributed.wire fp32 (in a script: DistributedConfig(wire=...))"),
+        (MODE, {}, 2, "shoal: .*set --servers.wait-for or .*(in a script: ServersConfig(wait_for=...), .*"),
         ("raise ShoalError('the disk is full')", {}, 1, "shoal: the disk is full"),
         (
             "raise UsageError('no')",

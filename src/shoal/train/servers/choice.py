@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,63 +10,68 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.errors import UsageError
-from shoal.train.bounded_steps import BoundedUpdate
-from shoal.train.config import DistributedConfig
-from shoal.train.gradients import DataParallel, LossScale, Update
-from shoal.train.local_run import LocalStepsUpdate
-from shoal.train.quorum_run import QuorumUpdate
-from shoal.train.served_steps import ServedUpdate
-from shoal.train.world import World
+from shoal.optim.sgd import SGD
+from shoal.train.config import ServersConfig
+from shoal.train.gradients import DataParallel, LossScale, Update, parameters_of
+from shoal.train.servers import local, waiting
+from shoal.train.servers.rules import check_run
+from shoal.train.servers.update import ServedUpdate, ServersUpdate
 
 
 def choose_update(
-    config: DistributedConfig,
+    config: ServersConfig,
     kept: Mapping[str, Any],
     models: Sequence[DataParallel],
     *,
     scale: LossScale,
-    world: World,
     directory: Path | None,
 ) -> Update | None:
-    """Return the update that the settings ask for, which is not open yet; ``None``: each worker steps.
+    """Return the update of the mode, which :meth:`Update.open` begins; ``None``: each worker steps.
 
     Args:
         config: the mode and its options.
         kept: the objects in checkpoints, by name.
         models: those of :meth:`Run.data_parallel`.
         scale: the loss scale.
-        world: the workers.
         directory: of the run; ``None``: a short training inside another run, in which workers wait for all.
 
     Raises:
-        UsageError: the model, the optimizer or the settings do not go with it.
+        UsageError: the model, the optimizer or the settings do not suit the mode.
     """
-    option = config.step_option
-    if not option:
+    if config.mode == "off":
         return None
-    names = [name for name, each in kept.items() if isinstance(each, Optimizer)]
-    if names != ["optimizer"]:
-        raise UsageError(
-            f"{option} is for one optimizer, run.keep(optimizer=...), and the run keeps "
-            f"{', '.join(names) or 'none'}: leave it out"
-        )
-    optimizer = kept["optimizer"]
-    if not config.is_loose:
-        return ServedUpdate(models, optimizer, config)
-    if directory is None:
-        return None
-    kind: type[BoundedUpdate | LocalStepsUpdate] = BoundedUpdate
-    if config.local_steps is not None:
-        kind = LocalStepsUpdate if config.quorum is None else QuorumUpdate
-    return kind(
-        models, optimizer, config, scale=scale, world=world, directory=directory,
-        own=_own_tensors(kept, models),
-    )  # fmt: skip
+    check_run(config, kept, models, scale)
+    model, optimizer = models[0], kept["optimizer"]
+    update: ServersUpdate | None = None
+    if config.mode == "sync":
+        update = model.served = ServedUpdate(model, optimizer, config, max_norm=math.inf)
+    elif directory is not None:
+        update = _apart(config, model, optimizer, directory, _own_tensors(kept, model))
+    if update is not None and config.replicas == 2:
+        update.note += "; workers have copies of the helper hosts' weights"
+    return update
 
 
-def _own_tensors(kept: Mapping[str, Any], models: Sequence[DataParallel]) -> list[Tensor]:
+def _apart(
+    config: ServersConfig, model: DataParallel, optimizer: Optimizer, directory: Path, own: list[Tensor]
+) -> ServersUpdate:
+    """Return the update of a mode in which workers do not wait for each other in every step."""
+    log = directory / waiting.LOG
+    if config.mode != "local":
+        return waiting.BoundedSteps(model, optimizer, config, max_norm=math.inf, log=log, own=own)
+    outer = _outer_of(optimizer, config)
+    if config.wait_for is not None:
+        return local.RoundsOfLocalSteps(model, optimizer, outer, config, log=log, own=own)
+    return local.LocalSteps(model, optimizer, outer, config, log=directory / local.LOG, own=own)
+
+
+def _outer_of(inner: Optimizer, config: ServersConfig) -> Optimizer:
+    """Return the outer optimizer of local steps."""
+    momentum = config.outer_momentum
+    return SGD(parameters_of(inner), lr=config.outer_rate, momentum=momentum, nesterov=momentum > 0)
+
+
+def _own_tensors(kept: Mapping[str, Any], model: DataParallel) -> list[Tensor]:
     """Return the tensors of kept models that no servers have, such as averages of weights."""
-    trained = {id(ddp.module) for ddp in models}
-    others = [each for each in kept.values() if isinstance(each, nn.Module)]
-    return [t for each in others if id(each) not in trained for t in each.state_dict().values()]
+    others = [each for each in kept.values() if isinstance(each, nn.Module) and each is not model.module]
+    return [tensor for each in others for tensor in each.state_dict().values()]

@@ -1,4 +1,4 @@
-"""Agrees on the gradients of each step: workers tell rank 0 what they have, and rank 0 tells all what to do.
+"""Coordinates each step: workers report their gradients to rank 0, which broadcasts which ones to use.
 
 Messages are JSON of one length. From a worker:
 
@@ -55,7 +55,7 @@ class Mail:
     """Sends and receives the messages of a process group in Python of backend ``"shoal"``.
 
     Args:
-        group: used for nothing else but what the messages say.
+        group: for these messages and the steps alone.
         max_bytes: of a message; the same on all ranks.
     """
 
@@ -66,7 +66,7 @@ class Mail:
         self._under_way: list[MessageWork] = []
 
     def send(self, message: Message, to: int, tag: int) -> None:
-        """Begin to send; never waits for the other rank."""
+        """Begin to send a message; does not wait for the other rank."""
         text = json.dumps(message).encode()
         if len(text) > self._max_bytes:
             raise CommError(f"a message of {len(text)} bytes, {message['kind']}, exceeds {self._max_bytes}")
@@ -88,7 +88,7 @@ class Mail:
 
 
 def max_bytes_of(num_workers: int, num_groups: int) -> int:
-    """Return a length that all messages fit: options of groups, and three numbers of each worker."""
+    """Return a length that fits all messages: options of groups, and three numbers of each worker."""
     return 1024 + 1024 * num_groups + 2 * 64 * num_workers
 
 
@@ -117,14 +117,14 @@ class Coordinator:
         self._until: int | None = None  # whether a worker asks to synchronize, and after which step
 
     def listen(self) -> None:
-        """Hear the other ranks, on a thread of its own, until all have ended; a lost one ends it."""
+        """Handle the other ranks' messages, on a thread of its own, until all have ended or one is lost."""
         has_ended = False
         while not has_ended:
             rank, message = self._mail.receive(None, _TO_COORDINATOR)
-            has_ended = self.hear(rank, message)
+            has_ended = self.handle(rank, message)
 
-    def hear(self, rank: int, message: Message) -> bool:
-        """Take a worker's message, and tell all what follows; return whether all have ended."""
+    def handle(self, rank: int, message: Message) -> bool:
+        """Handle a worker's message, and broadcast what follows; return whether all have ended."""
         with self._lock:
             try:
                 if message["kind"] == "ready":
@@ -136,13 +136,13 @@ class Coordinator:
                 self._advance()
                 return self._end()
             except (ValueError, KeyError, TypeError) as problem:
-                self._tell({"kind": "abort", "reason": str(problem)[:500]})
+                self._broadcast({"kind": "abort", "reason": str(problem)[:500]})
                 return True
 
     def _advance(self) -> None:
-        """Tell all the steps that can be taken, and come again when the next one is due."""
+        """Broadcast the steps that can be taken, and set the timer for the next one."""
         while decision := self._decider.decide(time.monotonic()):
-            self._tell_step(decision)
+            self._broadcast_step(decision)
         if self._decider.due is not None and not self._timer.is_alive():
             self._timer = threading.Timer(self._decider.due - time.monotonic(), self._on_time)
             self._timer.daemon = True
@@ -168,8 +168,8 @@ class Coordinator:
                 )
         self._last_batch = max(self._last_batch, gradient.batch)
         self._decider.offer(gradient, time.monotonic())
-        if self._rule.late == "drop" and self._rule.grace_s:  # one that does not rest waits for this
-            self._tell_late(self._decider.take_dropped())
+        if self._rule.late == "drop" and self._rule.grace_s:  # a worker that does not rest waits for this
+            self._broadcast_late(self._decider.take_dropped())
 
     def _require_same_end(self) -> None:
         ends = sorted({batch for batch, _, _ in self._ended.values()})
@@ -181,34 +181,36 @@ class Coordinator:
                 f"{max(ends[-1], last)}; give all workers as many batches"
             )
 
-    def _tell_step(self, decision: Decision) -> None:
+    def _broadcast_step(self, decision: Decision) -> None:
         _, options = self._options[decision.step]
         self._options = {batch: each for batch, each in self._options.items() if batch > decision.step}
         dropped = decision.dropped
         if len(dropped) > self._rule.num_workers:  # a worker far behind has several
-            self._tell_late(dropped)
+            self._broadcast_late(dropped)
             dropped = ()
         if self._asked and self._until is None:  # no worker that has not heard of it has begun a later batch
             self._until = decision.step + (self._rule.staleness if self._rule.waits_for_all else 0)
             if self._rule.asynchronous:  # the batch of a worker that is under way is the next one at most
                 self._until = self._last_batch + 1
-        self._tell(
+        self._broadcast(
             {
                 "kind": "step", "step": decision.step, "used": as_lists(decision.used),
                 "dropped": as_lists(dropped), "options": options, "until": self._until,
             }
         )  # fmt: skip
 
-    def _tell_late(self, dropped: Sequence[Contribution]) -> None:
+    def _broadcast_late(self, dropped: Sequence[Contribution]) -> None:
         for begin in range(0, len(dropped), self._rule.num_workers):
-            self._tell({"kind": "late", "dropped": as_lists(dropped[begin : begin + self._rule.num_workers])})
+            self._broadcast(
+                {"kind": "late", "dropped": as_lists(dropped[begin : begin + self._rule.num_workers])}
+            )
 
     def _end(self) -> bool:
-        """Release who waits for a step that does not come; when all have ended, tell them to synchronize."""
+        """Release workers that wait for a step that does not come; synchronize when all have ended."""
         if not self._ended:
             return False
         if self._decider.step == next(iter(self._ended.values()))[0]:
-            self._tell_late(self._decider.drop_late())
+            self._broadcast_late(self._decider.drop_late())
         if len(self._ended) < self._rule.num_workers:
             return False
         wishes = {(then, ends) for _, then, ends in self._ended.values()}
@@ -217,11 +219,11 @@ class Coordinator:
         ((then, ends),) = wishes
         self._ended, self._until, self._asked = {}, None, False
         self._decider.synchronize()
-        self._tell_late(self._decider.take_dropped())
-        self._tell({"kind": "synchronize", "step": self._decider.step, "then": then, "ends": ends})
+        self._broadcast_late(self._decider.take_dropped())
+        self._broadcast({"kind": "synchronize", "step": self._decider.step, "then": then, "ends": ends})
         return ends
 
-    def _tell(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         for rank in range(1, self._rule.num_workers):
             self._mail.send(message, rank, _TO_WORKERS)
         self.own.put(message)
@@ -238,9 +240,9 @@ class Line:
     def __init__(self, mail: Mail, coordinator: Coordinator | None) -> None:
         self._mail, self._coordinator = mail, coordinator
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         if self._coordinator is not None:
-            self._coordinator.hear(0, message)
+            self._coordinator.handle(0, message)
         else:
             self._mail.send(message, 0, _TO_COORDINATOR)
 
@@ -256,7 +258,7 @@ def as_lists(gradients: Sequence[Contribution]) -> list[list[int]]:
 
 
 def group_beside(model: DistributedDataParallel) -> Any:
-    """Return a group of the model's ranks for the steps alone, which another thread takes."""
+    """Return a new group of the model's ranks for the thread that takes the steps."""
     beside = dist.new_group(
         dist.get_process_group_ranks(model.process_group),
         backend=BACKEND_NAME,

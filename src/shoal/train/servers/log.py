@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal import record
 from shoal.atomic_io import write_atomically
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.optim.moments import norm_of
 from shoal.train.gradients import clip_factor, scale_all
-from shoal.train.served_tensors import checksum
+from shoal.train.servers.tensors import checksum
 from shoal.train.weight_averaging import statistics_of
 
 
@@ -41,7 +42,7 @@ class Summary:
 
 
 class Counts:
-    """Counts the gradients of steps.
+    """Counts the gradients in steps.
 
     Args:
         num_workers: of the group.
@@ -63,6 +64,14 @@ class Counts:
             self.staleness[row["step"] - 1 - version] += 1
         for rank, _, _ in row["dropped"]:
             self.dropped[rank] += 1
+
+    def row(self, step: int) -> record.Contributions:
+        """Return the record's row of these counts, after ``step``."""
+        most = max(self.staleness, default=0)
+        return record.Contributions(
+            step=step, used=self.used, dropped=self.dropped,
+            staleness=[self.staleness.get(each, 0) for each in range(most + 1)],
+        )  # fmt: skip
 
 
 def summary(log: Path) -> Summary:
@@ -141,7 +150,7 @@ def replay(
     compensation: float = 0.0,
     extrapolation: float = 0.0,
 ) -> int:
-    """Repeat the steps of :func:`shoal.train.bounded_waiting.bound_waiting`, and return their number.
+    """Repeat the steps of :func:`shoal.train.servers.waiting.bound_waiting`, and return their number.
 
     The weights, and the optimizer's state, are those of the workers to the last bit. Averages of weights over
     steps (:class:`~shoal.train.weight_averaging.WeightAverage`) are not repeated.
@@ -157,8 +166,8 @@ def replay(
             ``next_step`` was when the worker set them.
         max_norm: as it was there.
         dropped: also compute the gradients that no step has taken, in the order of each worker's batches:
-            for local steps with a quorum, where ``backward`` makes the local steps of a round. A model with
-            batch normalization has them computed in any case.
+            for local steps with ``wait_for``, where ``backward`` takes the local steps of a round. They are
+            computed in any case for a model with batch normalization.
         compensation: as it was there.
         extrapolation: as it was there.
 

@@ -1,26 +1,28 @@
-"""Steps without waiting for all workers: when most have their gradients, or with workers that run ahead.
+"""Updates on servers without waiting for all workers: backup workers, bounded staleness, asynchronous steps.
 
     ddp = DistributedDataParallel(model, broadcast_buffers=False)
     optimizer = AdamW(ddp.parameters(), lr=1e-4)
-    training = bound_waiting(ddp, optimizer, wait_for=7)  # of 8; or staleness=2
-    for inputs in training.batches(loader):
-        loss_of(ddp(inputs)).backward()
-        training.step()  # replaces optimizer.step(); schedulers follow training.next_step
-    training.finish()
+    with bound_waiting(ddp, optimizer, wait_for=7) as steps:  # of 8; or staleness=2
+        for inputs in steps.batches(loader):
+            loss_of(ddp(inputs)).backward()
+            optimizer.step()  # schedulers follow steps.next_step
+            optimizer.zero_grad()
 
-1.  Weights and the optimizer's state are on the servers (:mod:`shoal.train.served_update`). A backward pass
-    sends nothing; ``step()`` tells rank 0 that this worker has a gradient.
-2.  Rank 0 decides which gradients the next step takes (:mod:`shoal.decide.bounded_waiting`) and tells all.
+1.  Weights and the optimizer's state are on the servers (:mod:`shoal.train.servers.update`). A backward pass
+    sends nothing; ``optimizer.step()`` reports to rank 0 that this worker has a gradient.
+2.  Rank 0 decides which gradients the next step takes (:mod:`shoal.decide.bounded_waiting`), and broadcasts
+    it.
 3.  A thread of each worker then sends its gradient, or zeros if it is not in the step, and receives the new
     weights. It does so while the worker still computes: only its computation is late, its zeros are not.
-4.  ``step()`` returns when the worker may go on, with the newest weights.
+4.  ``optimizer.step()`` returns when the worker may continue, with the newest weights.
 
-Rank 0 writes which gradients of which weights each step has taken; from this log
-:func:`shoal.train.bounded_replay.replay` makes the same bits in one process.
+Rank 0 writes a log of the gradients in each step, from which :func:`shoal.train.servers.log.replay` repeats
+the training in one process, bit for bit.
 
 Sources: Chen et al., "Revisiting Distributed Synchronous SGD" (arXiv 1604.00981) for ``wait_for``; Ho et al.,
 "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (NIPS 2013) for
-``staleness``, here with steps that always take the gradients of a whole batch.
+``staleness``, here with steps that always take the gradients of a whole batch. Asynchronous steps are
+experimental: they usually train worse than the other modes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,9 +41,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.decide.bounded_waiting import Late, WaitingRule
+from shoal import record
+from shoal.decide.bounded_waiting import Late
 from shoal.errors import UsageError
-from shoal.train.bounded_messages import (
+from shoal.optim.moments import norm_of
+from shoal.train.config import ServersConfig
+from shoal.train.gradients import parameters_of, require_same, scale_all
+from shoal.train.servers.log import Counts, compensate, extrapolate, go_back, require_workers
+from shoal.train.servers.messages import (
     Coordinator,
     Line,
     Mail,
@@ -51,19 +58,24 @@ from shoal.train.bounded_messages import (
     hosts_of,
     max_bytes_of,
 )
-from shoal.train.bounded_replay import Counts, compensate, extrapolate
-from shoal.train.served_checks import (
+from shoal.train.servers.rules import (
+    check_buffers,
+    check_gradient_hooks,
     check_max_norm,
     check_model,
     check_no_momentum,
     check_optimizer,
-    forbid_gradient_hooks,
-    forbid_hook,
+    factor_of,
+    kernel_of,
+    set_values,
+    values_of,
 )
-from shoal.train.served_optimizers import factor_of, kernel_of, set_values, values_of
-from shoal.train.served_tensors import ServedTensors, checksum
+from shoal.train.servers.tensors import ServedTensors, checksum
+from shoal.train.servers.update import ServersUpdate
 from shoal.train.weight_averaging import statistics_of, unite
 
+LOG = "contributions.jsonl"
+"""Name of the log of steps in a run's directory; :func:`shoal.train.servers.log.replay` reads it."""
 _Batch = TypeVar("_Batch")
 _POLL_S = 1.0
 
@@ -80,38 +92,39 @@ def bound_waiting(
     compensation: float = 0.0,
     extrapolation: float = 0.0,
     max_norm: float | None = None,
-    replicas: int = 1,
+    replicas: Literal[1, 2] = 1,
     log: Path | None = None,
-) -> BoundedWaiting:
-    """Step with servers as soon as enough workers have gradients, or let workers run ahead of the steps.
+) -> BoundedSteps:
+    """Update on servers as soon as enough workers have gradients, or with workers that run ahead.
 
-    Call it on all ranks, before the first backward pass. The workers' copies of the weights become rank 0's.
+    All ranks enter the context before the first backward pass. The workers' copies of the weights become
+    rank 0's. The options are those of :class:`shoal.train.config.ServersConfig`.
 
     Args:
         model: of float32 parameters on the CPU, without a communication hook, on at least two hosts of
             backend ``"shoal"``; with buffers it needs ``broadcast_buffers=False``.
-        optimizer: one that :func:`shoal.train.served_update.update_on_servers` takes; its state goes to the
+        optimizer: one that :func:`shoal.train.servers.update.update_on_servers` takes; its state goes to the
             servers.
-        wait_for: a step is taken when so many workers have their gradients; its gradient is their mean. A
-            worker that is late goes on with the batch of the next step, so it sees fewer batches.
+        wait_for: a step is taken when this number of workers have their gradients, with their mean. A worker
+            that is late continues with the batch of the next step, so it sees fewer batches.
         late: ``"drop"`` drops late gradients, ``"next"`` adds them to the next step.
         staleness: without ``wait_for``, a step takes the gradients of all workers, and a worker begins with
-            weights that lack at most so many steps. With ``late="next"``, the largest staleness of a late
-            gradient, 1 by default: steps then wait for the worker that would exceed it.
-        grace_s: with ``wait_for``, seconds for which a step that has enough gradients goes on waiting for the
-            others: a tenth of a step's time, so that workers as fast as others are not late by chance.
-        asynchronous: instead of ``wait_for`` or ``staleness``: each gradient is a step of its own, when it
-            comes, whatever its staleness. The optimizer must have no momentum.
+            weights that lack at most this number of steps. With ``late="next"``, the largest staleness of a
+            late gradient, 1 by default: steps then wait for the worker that would exceed it.
+        grace_s: with ``wait_for``, seconds for which a step that has enough gradients waits for the others: a
+            tenth of a step's time, so that workers as fast as others are not late by chance.
+        asynchronous: experimental; instead of ``wait_for`` or ``staleness``: each gradient is a step of its
+            own on arrival, with any staleness. The optimizer must have no momentum.
         compensation: with ``asynchronous``, the strength λ of the correction for weights that have changed
             meanwhile (DC-ASGD): g + λ g² (w - w of the gradient); 0.04 in MXNet. 4 bytes a parameter more.
         extrapolation: with ``staleness`` alone: compute a gradient that lacks s steps with weights that are s
-            times this many of the last step further on; 1 takes steps for alike. 4 bytes a parameter more.
+            times this many of the last step further on; 1 assumes equal steps. 4 bytes a parameter more.
         max_norm: clip the norm of a step's mean gradient to this. A norm that is not finite skips the step.
-        replicas: as in :func:`shoal.train.served_update.update_on_servers`.
+        replicas: as in :func:`shoal.train.servers.update.update_on_servers`.
         log: file to which rank 0 appends a line of JSON for each step.
 
     Returns:
-        An object whose ``step()`` replaces the optimizer's.
+        A context in which ``optimizer.step()`` takes part in these steps.
 
     Raises:
         UsageError: the options do not go together, or the model or optimizer cannot be served.
@@ -121,84 +134,27 @@ def bound_waiting(
 
         model = DistributedDataParallel(nn.Linear(4, 2))
         optimizer = AdamW(model.parameters(), lr=0.1)
-        training = bound_waiting(model, optimizer, wait_for=2, log=Path("steps.jsonl"))
-        for inputs in training.batches(torch.randn(10, 3, 4)):
-            model(inputs).square().mean().backward()
-            training.step()
-        training.finish()
+        with bound_waiting(model, optimizer, wait_for=2, log=Path("steps.jsonl")) as steps:
+            for inputs in steps.batches(torch.randn(10, 3, 4)):
+                model(inputs).square().mean().backward()
+                optimizer.step()
     """
-    forbid_hook(model)
-    check_model(model)
-    check_optimizer(optimizer, model)
-    check_max_norm(optimizer, max_norm)
-    size = dist.get_world_size(model.process_group)
-    rule = _waiting_rule(size, wait_for, late, staleness, grace_s, asynchronous)
-    if asynchronous:
-        check_no_momentum(optimizer)
-    _check_corrections(compensation, extrapolation, wait_for, staleness, asynchronous)
-    if model.broadcast_buffers and any(True for _ in model.buffers()):
-        raise UsageError(
-            "bound_waiting: the model has buffers, which DDP broadcasts in each forward pass; give it "
-            "broadcast_buffers=False"
-        )
-    return BoundedWaiting(
-        model, optimizer, rule, max_norm=max_norm, log=log, compensation=compensation,
-        extrapolation=extrapolation, replicas=replicas,
+    config = ServersConfig(
+        mode="async" if asynchronous else "bounded", wait_for=wait_for, late=late, staleness=staleness,
+        grace_s=grace_s, compensation=compensation, extrapolation=extrapolation, replicas=replicas,
     )  # fmt: skip
-
-
-def _check_corrections(
-    compensation: float,
-    extrapolation: float,
-    wait_for: int | None,
-    staleness: int | None,
-    asynchronous: bool,
-) -> None:
-    """Check the two corrections for stale weights against the mode that they are for."""
-    if not 0 <= compensation < math.inf or (compensation and not asynchronous):
-        raise UsageError(
-            f"bound_waiting: compensation={compensation} must be at least 0, and is for asynchronous steps"
-        )
-    if not 0 <= extrapolation < math.inf or (extrapolation and not (wait_for is None and staleness)):
-        raise UsageError(
-            f"bound_waiting: extrapolation={extrapolation} must be at least 0, and is for staleness of at "
-            "least 1 without wait_for, where a gradient's is known before it is computed"
-        )
-
-
-def _waiting_rule(
-    size: int,
-    wait_for: int | None,
-    late: Late,
-    staleness: int | None,
-    grace_s: float,
-    asynchronous: bool,
-) -> WaitingRule:
-    """Return the rule of one mode, with the defaults that the others leave open."""
-    if asynchronous:
-        if wait_for is not None or staleness is not None or late != "drop" or grace_s:
-            raise UsageError(
-                "bound_waiting: asynchronous steps wait for nobody; leave wait_for, staleness, late and "
-                "grace_s out"
-            )
-        return WaitingRule(size, 1, "next", 0, grace_s, True)
-    if wait_for is None and staleness is None:
-        raise UsageError("bound_waiting: give wait_for or staleness; update_on_servers waits for all")
-    if staleness == 0:
-        raise UsageError(
-            "bound_waiting: staleness=0 waits for all; give at least 1, or use update_on_servers"
-        )
-    if staleness is None:
-        staleness = 1 if late == "next" else 0
-    return WaitingRule(size, size if wait_for is None else wait_for, late, staleness, grace_s, False)
+    return BoundedSteps(model, optimizer, config, max_norm=max_norm, log=log)
 
 
 @dataclass(eq=False)
 class _Gradient:
-    """A gradient that this worker has handed over; ``step`` is the one that has taken or dropped it.
+    """A gradient that this worker has handed over.
 
-    ``batch`` is the number of the step for which it is meant; of asynchronous steps, this worker's number of
-    batches. ``weights`` are those that it is the gradient of, where it is to be compensated.
+    Attributes:
+        batch: number of the step for which it is meant; of asynchronous steps, of this worker's batches.
+        tensors: one for each parameter.
+        weights: those that it is the gradient of, for compensation.
+        step: the step that has taken or dropped it.
     """
 
     batch: int
@@ -207,67 +163,72 @@ class _Gradient:
     step: int | None = None
 
 
-class BoundedWaiting:
-    """Replaces the optimizer's ``step()``; made by :func:`bound_waiting`.
+class BoundedSteps(ServersUpdate):
+    """Servers step with the gradients of some workers, or of older weights (modes ``bounded``, ``async``).
+
+    Checkpoints hold what they hold without servers. Of an asynchronous run, a step is a batch of each worker,
+    and as many updates of the weights.
+
+    Args:
+        model: as in :func:`bound_waiting`.
+        optimizer: as there. It holds the options; its state is on the servers until :meth:`bring_state`.
+        config: the mode and its options; of mode ``local`` those of its exchanges.
+        max_norm: as in :func:`bound_waiting`; ``math.inf`` only measures.
+        log: as there.
+        own: tensors that each worker changes on its own, besides the statistics of batch norms: averaged, as
+            those, where all workers synchronize.
 
     Attributes:
-        optimizer: holds the options. Its state is on the servers until :meth:`finish`.
         num_dropped: gradients of this worker that no step has taken.
-        num_skipped: steps not taken because the norm of their gradient was not finite.
-        grad_norm: norm of the last step's gradient before clipping, where it is measured; else NaN.
+        step: of a run: the steps that this worker has passed.
+
+    Raises:
+        UsageError: the options do not go together, or the model or optimizer cannot be served.
     """
+
+    is_synchronous = False
 
     def __init__(
         self,
         model: DistributedDataParallel,
         optimizer: Optimizer,
-        rule: WaitingRule,
+        config: ServersConfig,
         *,
-        max_norm: float | None,
-        log: Path | None,
-        after: int = 0,
-        compensation: float = 0.0,
-        extrapolation: float = 0.0,
-        replicas: int = 1,
+        max_norm: float | None = None,
+        log: Path | None = None,
         own: Sequence[Tensor] = (),
     ) -> None:
-        """Load the weights to the servers, and begin to follow rank 0.
-
-        Args:
-            model: as in :func:`bound_waiting`.
-            optimizer: as there.
-            rule: for whom steps wait.
-            max_norm: as there; ``math.inf`` only measures.
-            log: as there.
-            after: steps that the weights have seen.
-            compensation: as there.
-            extrapolation: as there.
-            replicas: as there.
-            own: tensors that each worker changes by itself, besides the statistics of batch norms: averaged,
-                as those, where all workers meet.
-        """
+        super().__init__(model, optimizer, max_norm=max_norm)
+        check_model(model)
+        check_optimizer(optimizer, model)
+        check_max_norm(optimizer, max_norm)
+        check_buffers(model)
+        self._rule = config.rule(dist.get_world_size(model.process_group))
+        if self._rule.asynchronous:
+            check_no_momentum(optimizer)
+        self.note = f"servers step with {self._rule.text}; the gradients of each step are in {LOG}"
+        self._log, self._replicas = log, config.replicas
+        self._compensation, self._extrapolation = config.compensation, config.extrapolation
         self._statistics, self._own, self._model_group = statistics_of(model), own, model.process_group
-        self._compensation = compensation
-        self._num_handed = after // rule.num_workers  # of asynchronous steps, all have had as many
-        self._extrapolation = extrapolation
-        self.optimizer = optimizer
-        self.num_dropped = self.num_skipped = 0
-        self.grad_norm = math.nan
-        self._rule, self._max_norm, self._log = rule, max_norm, log
         self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
-        self._group = group_beside(model)
+        self.num_dropped = 0
+        self._first = self.step = 0
+        self._is_settled, self._asks = True, False
+
+    def _begin(self, step: int) -> None:
+        """Load the weights to the servers, and begin to follow rank 0."""
+        optimizer, rule = self.optimizer, self._rule
+        after = step * rule.num_workers if rule.asynchronous else step
+        self._first = self.step = self._num_handed = step  # of asynchronous steps, all have had as many
+        self._group = group_beside(self.model)
         self._stepper = _copy_of(optimizer)  # with the options of the step that the servers take
-        self._servers = ServedTensors(self._group, self._stepper, replicas=replicas)
+        self._servers = ServedTensors(self._group, self._stepper, replicas=self._replicas)
         self._parameters = [table.parameter for table in self._servers.tables]
-        try:
-            more = f", with {rule.text}, max_norm={max_norm}, compensation={compensation}"
-            self._servers.configure(self._stepper, f"{more}, extrapolation={extrapolation}")
-        except ValueError as problem:  # such as all ranks on one host
-            raise UsageError(f"bound_waiting: {problem}") from None
+        more = f", with {rule.text}, max_norm={self._max_norm}, compensation={self._compensation}"
+        self._servers.configure(self._stepper, f"{more}, extrapolation={self._extrapolation}")
         self._servers.load(optimizer)
         optimizer.state.clear()
-        optimizer.register_step_pre_hook(_refuse_step)
-        model.require_backward_grad_sync = False  # DDP then neither sends nor waits
+        self.model.require_backward_grad_sync = False  # DDP then neither sends nor waits
         self._newest = [parameter.detach().clone() for parameter in self._parameters]
         self._spare = [torch.empty_like(each) for each in self._newest]
         self._batch = after + 1  # that comes next, on this worker
@@ -276,16 +237,82 @@ class BoundedWaiting:
         self._united = after  # the step after which all had the same statistics
         self._changed = threading.Condition()
         # what follows is shared by this worker's two threads, under that lock
-        self._move = [torch.zeros_like(each) for each in self._newest if extrapolation]  # the last step's
+        self._move = [
+            torch.zeros_like(each) for each in self._newest if self._extrapolation
+        ]  # the last step's
         self._version = after  # of self._newest
         self._until: int | None = None
         self._counts = Counts(rule.num_workers)
         self._handed: list[_Gradient] = []
         self._num_synchronized = 0
         self._problem: Exception | None = None
-        self._line = self._begin_threads()
+        self._line = self._start_threads()
 
-    # ---- called by the training loop ----------------------------------------------------------------------
+    # ---- of a run ---------------------------------------------------------------------------------
+
+    def open(self, step: int) -> None:
+        if self._log is not None and dist.get_rank(self._model_group) == 0:
+            if self._rule.asynchronous:
+                require_workers(self._log, self._rule.num_workers)
+            go_back(self._log, step * (self._rule.num_workers if self._rule.asynchronous else 1))
+        super().open(step)
+
+    def runs_ahead(self, *, asks: bool) -> bool:
+        self._asks = asks
+        if self.until == self.step:
+            self.settle()
+        return not self._is_settled
+
+    def settle(self) -> bool:
+        if not self._is_settled:
+            self.synchronize()
+            self._is_settled = True
+        return True
+
+    def step_after(self, number: int) -> int:
+        return self.step
+
+    def finish_gradients(
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> Tensor:
+        """Hand the gradients over; return the norm of those of the newest step that this worker knows."""
+        require_same(self.optimizer, optimizers)
+        check_max_norm(self.optimizer, max_norm)
+        gradients = [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
+        scale_all(gradients, 1.0 / loss_scale)
+        own = norm_of(gradients) if self.step == self._first else math.nan
+        self._is_settled = False
+        self.hand_over(max_norm, asks=self._asks)
+        norm = self.grad_norm
+        return torch.tensor(own if math.isnan(norm) and self.step == self._first else norm)
+
+    def apply(self, *optimizers: Optimizer) -> None:
+        self.take_newest()
+        self.step = self.step + 1 if self._rule.asynchronous else self.next_step - 1
+
+    def row(self) -> record.Contributions:
+        """Return the counts of gradients since the last such row."""
+        return self.take_row(self.step)
+
+    # ---- of a context -----------------------------------------------------------------------------
+
+    def _take_step(self) -> None:
+        """Hand the gradients over, and wait until this worker may continue, with the newest weights.
+
+        Raises:
+            UsageError: a parameter has no gradient, or the batch is not one of :meth:`batches`.
+            CommError: a rank or a server was lost, or the ranks disagree.
+        """
+        if self._passed != self._batch:
+            raise UsageError(
+                "bound_waiting: optimizer.step() belongs after each batch of "
+                "`for ... in steps.batches(loader)`"
+            )
+        self.hand_over(self._max_norm)
+        self.take_newest()
+
+    def _end(self) -> None:
+        self._bring_state(ends=True)
 
     @property
     def next_step(self) -> int:
@@ -302,36 +329,24 @@ class BoundedWaiting:
             if self._passed == self._batch:
                 yield batch
                 if self._passed == self._batch:
-                    raise UsageError("bound_waiting: a batch without step(), which all of batches() need")
+                    raise UsageError(
+                        "bound_waiting: a batch without optimizer.step(), which all of batches() need"
+                    )
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Hand the gradients over, and wait until this worker may go on; it then has the newest weights.
-
-        Raises:
-            UsageError: a parameter has no gradient, or the batch is not one of :meth:`batches`.
-            CommError: a rank or a server was lost, or the ranks disagree.
-        """
-        if self._passed != self._batch:
-            raise UsageError(
-                "bound_waiting: step() belongs after each batch of `for ... in training.batches(loader)`"
-            )
-        self.hand_over(self._max_norm)
-        self.take_newest()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # checked by torch's schedulers
+    # ---- of both ----------------------------------------------------------------------------------
 
     def hand_over(self, max_norm: float | None, *, asks: bool = False) -> None:
-        """Hand the gradients over, and wait until this worker may go on.
+        """Hand the gradients over, and wait until this worker may continue.
 
         Args:
             max_norm: to which the step clips; the same on all workers.
             asks: ask all workers to synchronize soon, after step :attr:`until`.
         """
         gradient = self._collect()
-        self.optimizer.state.clear()  # what finish() has brought
+        self.optimizer.state.clear()  # of bring_state()
         limit = max_norm if max_norm is not None and math.isfinite(max_norm) else None
         options = {"groups": values_of(self.optimizer), "max_norm": limit}
-        self._line.tell(
+        self._line.send(
             {
                 "kind": "ready", "batch": gradient.batch, "version": self._own_version, "asks": asks,
                 "options": options,
@@ -347,65 +362,68 @@ class BoundedWaiting:
 
     @property
     def until(self) -> int | None:
-        """The batch after which all workers are to synchronize, because one has asked for it.
+        """The batch after which all workers synchronize, because one has asked for it.
 
         Of asynchronous steps, the number of batches of each worker.
         """
         with self._changed:
             return self._until
 
-    def take_counts(self) -> Counts:
+    def take_row(self, step: int) -> record.Contributions:
         """Return counts of the gradients that steps have taken or dropped since the last call."""
         with self._changed:
             counts, self._counts = self._counts, Counts(self._rule.num_workers)
-        return counts
+        return counts.row(step)
 
-    def finish(self, *, ends: bool = True) -> None:
+    def bring_state(self) -> None:
         """Wait for all workers; all then have the same weights, and the optimizer its state.
 
         All ranks call it after as many batches.
 
-        Args:
-            ends: ``False`` goes on afterwards, as at a checkpoint.
-
         Raises:
             CommError: a rank or a server was lost, or the ranks have different numbers of batches.
         """
+        self._bring_state(ends=False)
+
+    def _bring_state(self, *, ends: bool) -> None:
         self.synchronize("dump", ends=ends)
         self.optimizer.state.clear()
         self.optimizer.state.update(self._stepper.state)
         self._stepper.state.clear()
+        self._is_settled = True
 
     def synchronize(self, then: Then = "nothing", *, ends: bool = False) -> None:
         """Wait for all workers, which then have the same weights; all call it after as many batches.
 
         Args:
-            then: what the servers do with the optimizer's state: nothing, dump it, or load it.
+            then: the action of the servers on the optimizer's state: nothing, dump it, or load it.
             ends: whether no batch follows.
         """
         before = self._num_synchronized
         last = self._num_handed if self._rule.asynchronous else self._batch - 1
-        self._line.tell({"kind": "synchronize", "batch": last, "then": then, "ends": ends})
+        self._line.send({"kind": "synchronize", "batch": last, "then": then, "ends": ends})
         self._wait_until(lambda: self._num_synchronized > before)
         self._copy_newest()
         self._passed, self._batch = self._own_version, self._own_version + 1
 
     def renew(self, optimizer: Optimizer) -> None:
-        """Train on with another optimizer of the same kind and groups, from its state, on all ranks."""
-        optimizer.register_step_pre_hook(_refuse_step)
+        """Continue with another optimizer of the same kind and groups, from its state. A collective."""
+        self.settle()
+        self._remove_hooks()
         self.optimizer, self._stepper = optimizer, _copy_of(optimizer)
+        self._hook_steps()
         self._stepper.state.update(optimizer.state)
         self.synchronize("load")
         self._stepper.state.clear()
         optimizer.state.clear()
 
     def _collect(self) -> _Gradient:
-        forbid_gradient_hooks(self._parameters, "bound_waiting")
+        check_gradient_hooks(self._parameters)
         for parameter in self._parameters:
             if parameter.grad is None:
                 raise UsageError(
-                    f"bound_waiting: a parameter of shape {list(parameter.shape)} has no gradient; all have "
-                    "to be used in each step, or frozen"
+                    f"weights on servers: a parameter of shape {list(parameter.shape)} has no gradient; all "
+                    "have to be used in each step, or frozen"
                 )
         tensors = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
@@ -443,9 +461,9 @@ class BoundedWaiting:
                 num_lacking = batch - 1 - self._version
                 extrapolate(self._parameters, self._move, self._extrapolation * num_lacking)
 
-    # ---- the thread that follows rank 0 -------------------------------------------------------------------
+    # ---- the thread that follows rank 0 -----------------------------------------------------------
 
-    def _begin_threads(self) -> Line:
+    def _start_threads(self) -> Line:
         mail = Mail(self._group, max_bytes_of(self._rule.num_workers, len(self.optimizer.param_groups)))
         is_first = self._group.rank() == 0
         coordinator = Coordinator(mail, self._rule, after=self._version) if is_first else None
@@ -457,12 +475,12 @@ class BoundedWaiting:
                     "asynchronous": self._rule.asynchronous,
                 }
             )  # fmt: skip
-            self._begin(coordinator.listen, "shoal-coordinator")
+            self._start(coordinator.listen, "shoal-coordinator")
         line = Line(mail, coordinator)
-        self._begin(lambda: self._follow(line), "shoal-steps")
+        self._start(lambda: self._follow(line), "shoal-steps")
         return line
 
-    def _begin(self, run: Callable[[], None], name: str) -> None:
+    def _start(self, run: Callable[[], None], name: str) -> None:
         def guarded() -> None:
             try:
                 run()
@@ -480,7 +498,7 @@ class BoundedWaiting:
             order = line.next_order()
             kind = order["kind"]
             if kind == "step":
-                self._take_step(order)
+                self._apply_order(order)
             elif kind == "synchronize":
                 self._synchronize(order)
                 has_ended = order["ends"]
@@ -491,9 +509,9 @@ class BoundedWaiting:
                     self._counts.add(row)
                 self._write(row)
             else:
-                raise UsageError(f"bound_waiting: {order.get('reason')}")
+                raise UsageError(f"weights on servers: {order.get('reason')}")
 
-    def _take_step(self, order: Message) -> None:
+    def _apply_order(self, order: Message) -> None:
         """Send this worker's part of a step, or zeros, and receive the weights after it."""
         step, used, servers = order["step"], order["used"], self._servers
         own = self._settle(used, step)
@@ -581,7 +599,7 @@ class BoundedWaiting:
             self._until = None
             self._changed.notify_all()
 
-    # ---- the log ------------------------------------------------------------------------------------------
+    # ---- the log ----------------------------------------------------------------------------------
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._log is None or self._group.rank() != 0:
@@ -602,7 +620,3 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
     copy.param_groups = [dict(group) for group in optimizer.param_groups]
     copy.state = type(optimizer.state)(optimizer.state.default_factory)
     return copy
-
-
-def _refuse_step(*_: Any) -> None:
-    raise UsageError("optimizer.step() was called after bound_waiting(): call step() of what it returned")

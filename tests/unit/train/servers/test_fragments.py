@@ -10,8 +10,8 @@ from torch import nn
 
 from shoal.errors import UsageError
 from shoal.optim.sgd import SGD
-from shoal.train.fragments import fragments_of
-from shoal.train.served_tensors import tables_of
+from shoal.train.servers.local import fragments_of
+from shoal.train.servers.tensors import tables_of
 
 
 def test_fragments_are_of_whole_layers_in_the_models_order_and_as_even_as_can_be() -> None:

@@ -16,7 +16,7 @@ from shoal import native
 from shoal.comm.engine import Operation
 from shoal.comm.priority import trained
 from shoal.errors import UsageError
-from shoal.train.served_optimizers import Totals, describe, kernel_of, options_of
+from shoal.train.servers.rules import Totals, describe, kernel_of, options_of
 
 _BLOCK = 16384
 """Elements that one server keeps together, as in csrc/engine/topology.cc."""
@@ -24,10 +24,6 @@ _UNIT, _SUMS = 2048, 3
 """Elements whose squares are summed together, and sums of each such unit, as in csrc/engine/types.h."""
 _COEFFICIENTS = 8
 """Numbers that a measure or an apply sends for a tensor, as there."""
-
-
-COPIES = "; workers have copies of what helper hosts keep"
-"""Added to the note about an update with two replicas."""
 
 
 @dataclass(eq=False)
@@ -88,8 +84,8 @@ _numbers: WeakKeyDictionary[Any, _Numbers] = WeakKeyDictionary()
 class ServedTensors:
     """The tensors of one model on the servers of a process group.
 
-    All ranks call the same methods in the same order. Those that return a work have it wait for the servers;
-    what it reads and writes must stay as it is until then.
+    All ranks call the same methods in the same order. Where a method returns a work, the memory that it reads
+    and writes must not change before the work is done.
 
     Attributes:
         tables: one for each tensor.
@@ -103,15 +99,8 @@ class ServedTensors:
             group: backend ``"shoal"``'s process group in Python.
             optimizer: over the tensors; its kind stays.
             half: whether weights come in bfloat16.
-            replicas: 2: workers have a copy of what helper hosts keep, and go on with it when one is lost.
-
-        Raises:
-            UsageError: ``replicas`` is neither 1 nor 2.
+            replicas: with 2, workers have a copy of the helper hosts' tensors, and use it if one is lost.
         """
-        if replicas not in (1, 2):
-            raise UsageError(
-                f"replicas={replicas}: helper hosts' weights are kept once or twice; give 1 or 2"
-            )
         self._group, self._copied = group, replicas == 2
         self._kernel = kernel_of(optimizer)
         self.tables = tables_of(optimizer)
@@ -127,16 +116,23 @@ class ServedTensors:
         self.options: list[tuple[float, ...]] = []
 
     def configure(self, optimizer: Optimizer, more: str = "") -> None:
-        """Send the options of the next step to all servers; ranks that differ in it or ``more`` are named."""
+        """Send the options of the next step to all servers.
+
+        Raises:
+            UsageError: servers cannot update here, such as where all ranks share a host.
+            CommError: ranks differ in the options, or in ``more``.
+        """
         self._rule += 1
         self.options = options_of(optimizer)
         packed = struct.pack("<4I", self._rule, self._kernel.number, len(self.options), 0)
         packed += b"".join(struct.pack("<6d", *options) for options in self.options)
         memory = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        self._submit(
-            memory, kind="configure", dtype="uint8", op="bor", served=(self._number, 0, self._rule, 0),
-            text=describe(optimizer, len(self.tables)) + (", replicas=2" if self._copied else "") + more,
-        )  # fmt: skip
+        text = describe(optimizer, len(self.tables)) + (", replicas=2" if self._copied else "") + more
+        served = self._number, 0, self._rule, 0
+        try:
+            self._submit(memory, kind="configure", dtype="uint8", op="bor", served=served, text=text)
+        except ValueError as problem:
+            raise UsageError(f"weights on servers: {problem}") from None
 
     @torch.no_grad()
     def load(self, optimizer: Optimizer) -> None:

@@ -1,0 +1,619 @@
+"""Takes optimizer steps locally on each worker, and averages the weight changes every H steps (DiLoCo).
+
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    inner = AdamW(ddp.parameters(), lr=4e-4)  # of each worker
+    outer = SGD(ddp.parameters(), lr=0.7, momentum=0.9, nesterov=True)  # its state is on the servers
+    with local_steps(ddp, inner, outer, every=50):
+        for inputs in loader:
+            loss_of(ddp(inputs)).backward()
+            inner.step()  # averages after every 50th; schedulers work as usual
+            inner.zero_grad()
+
+1.  A backward pass sends nothing, and ``inner.step()`` is the worker's own.
+2.  After every H steps each worker sends the change of its weights since the last exchange.
+3.  The servers use the mean over the workers as a gradient, step with ``outer``, and answer with the new
+    weights, from which all workers continue. The inner state stays on its worker.
+
+The result is bit-identical to that of one process which takes the workers' local steps one after the other,
+adds the changes in rank order, and steps with :class:`shoal.optim.sgd.SGD`. The log has a checksum of the
+weights after each exchange, which such a replay can compare.
+
+With ``fragments=K``, fragment k of K is sent after step (k + 1) H / K of every H, and with ``delay`` it is
+merged that number of steps later; until then the worker does not wait. Weights are then
+``mix * own + (1 - mix) * servers'``. With ``wait_for`` an exchange does not wait for all workers
+(:mod:`shoal.train.servers.waiting`).
+
+Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
+(arXiv 2311.08105), algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication"
+(arXiv 2501.18512), algorithm 2; its fragments are of transformer blocks, these of any layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoal import record
+from shoal.comm.native_group import python_group
+from shoal.decide.bounded_waiting import Late
+from shoal.errors import UsageError
+from shoal.formatting import plural
+from shoal.optim.moments import norm_of
+from shoal.train.checkpoint_files import StoredTensor
+from shoal.train.config import RunOutputConfig, ServersConfig
+from shoal.train.gradients import clip_factor, parameters_of, require_same, scale_all
+from shoal.train.servers.log import go_back
+from shoal.train.servers.rules import check_buffers, check_model, check_outer
+from shoal.train.servers.tensors import ServedTensors, Table, checksum
+from shoal.train.servers.update import ServersUpdate
+from shoal.train.servers.waiting import LOG as ROUNDS_LOG
+from shoal.train.servers.waiting import BoundedSteps
+from shoal.train.weight_averaging import statistics_of, unite
+
+LOG = "exchanges.jsonl"
+"""Name of the log of exchanges in a run's directory."""
+
+_Batch = TypeVar("_Batch")
+
+
+def local_steps(
+    model: DistributedDataParallel,
+    inner: Optimizer,
+    outer: Optimizer,
+    *,
+    every: int,
+    fragments: int = 1,
+    delay: int = 0,
+    mix: float = 0.5,
+    wait_for: int | None = None,
+    late: Late = "drop",
+    grace_s: float = 0.0,
+    replicas: Literal[1, 2] = 1,
+    log: Path | None = None,
+) -> LocalSteps:
+    """Update each worker's weights locally, and average them with an outer optimizer every few steps.
+
+    All ranks enter the context before the first backward pass. The workers' copies of the weights become
+    rank 0's. The options are those of :class:`shoal.train.config.ServersConfig`.
+
+    Args:
+        model: of float32 parameters on the CPU, without a communication hook, on at least two hosts of
+            backend ``"shoal"``; with buffers it needs ``broadcast_buffers=False``.
+        inner: any optimizer over the model's parameters; each worker has its own state.
+        outer: ``shoal.optim``'s SGD or AdamW, or torch's, over the same parameters. DiLoCo's is SGD with
+            ``lr=0.7, momentum=0.9, nesterov=True``; SGD with ``lr=1.0`` averages the weights.
+        every: local steps between exchanges, H.
+        fragments: number of parts of the model, of whole layers and about equal size. Each is exchanged at
+            its own time within the H steps, so that one exchange has about 1/``fragments`` of the bytes.
+        delay: local steps that a worker takes while a fragment is exchanged; at most ``every // fragments``.
+        mix: part of the worker's own weights in those after a delayed exchange; the rest are the servers'.
+        wait_for: number of workers that an exchange waits for; the mean is over these. A late worker
+            continues with the steps of the next round: ``for inputs in steps.batches(loader)``.
+        late: ``"drop"`` drops the changes of late workers, ``"next"`` adds them to the next exchange.
+        grace_s: with ``wait_for``, seconds that an exchange with enough workers waits for the others.
+        replicas: as in :func:`shoal.train.servers.update.update_on_servers`.
+        log: file to which rank 0 appends a line of JSON for each exchange: its number, the number of local
+            steps since the last one and in all, its bytes, and a checksum (CRC-32C) of the weights after it;
+            of a fragment also its number and the step of the merge. With ``wait_for``, the log of
+            :func:`shoal.train.servers.waiting.bound_waiting`, with rounds for steps.
+
+    Returns:
+        A context in which ``inner.step()`` counts the worker's steps, and averages after every few.
+
+    Raises:
+        UsageError: the model or the outer optimizer is not supported; the message says why.
+        CommError: the ranks pass different options, or the servers lack memory.
+
+    Example (needs two hosts)::
+
+        model = DistributedDataParallel(nn.Linear(4, 2))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with local_steps(model, inner, SGD(model.parameters(), lr=1.0), every=2):
+            for _ in range(4):
+                model(torch.ones(3, 4)).sum().backward()
+                inner.step()
+                inner.zero_grad()
+    """
+    config = ServersConfig(
+        mode="local", local_steps=every, fragments=fragments, delay=delay, mix=mix, wait_for=wait_for,
+        late=late, grace_s=grace_s, replicas=replicas,
+    )  # fmt: skip
+    kind = LocalSteps if wait_for is None else RoundsOfLocalSteps
+    return kind(model, inner, outer, config, log=log)
+
+
+class LocalSteps(ServersUpdate):
+    """Each worker steps on its own, and all exchange every few steps (mode ``local``; DiLoCo).
+
+    In a run, exchanges come early where all workers need the same weights: at lines of the record,
+    evaluations and checkpoints.
+
+    Args:
+        model: as in :func:`local_steps`.
+        inner: as there.
+        outer: as there.
+        config: the number of local steps, and the options of exchanges.
+        log: as there.
+        own: tensors that each worker changes on its own, besides the statistics of batch norms: averaged, as
+            those, in each exchange of all weights.
+
+    Attributes:
+        num_exchanges: exchanges so far; with fragments, each of a fragment counts.
+        num_local: local steps since the last exchange of all weights.
+        has_met: whether this worker has waited for all others since its last step.
+        step: of a run: the steps done.
+
+    Raises:
+        UsageError: the model or the outer optimizer is not supported.
+    """
+
+    is_synchronous = False
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        inner: Optimizer,
+        outer: Optimizer,
+        config: ServersConfig,
+        *,
+        log: Path | None = None,
+        own: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__(model, inner)
+        check_model(model)
+        check_outer(outer, model)
+        check_buffers(model)
+        assert config.local_steps is not None
+        self._config, self._outer, self._log, self._own = config, outer, log, own
+        self._every, self._group = config.local_steps, python_group(model.process_group)
+        self.note = (
+            f"each worker steps on its own, and all exchange every {self._every} steps{_streaming(config)}, "
+            f"and at lines, evaluations and checkpoints; the exchanges are in {LOG}"
+        )
+        self.step = 0
+
+    def _begin(self, step: int) -> None:
+        config = self._config
+        self._statistics = statistics_of(self.model)
+        self._servers = ServedTensors(self._group, self._outer, replicas=config.replicas)
+        self._fragments = fragments_of(self.model.module, self._servers.tables, config.fragments)
+        self._ends = [self._every * (k + 1) // config.fragments for k in range(config.fragments)]
+        self.num_exchanges = self.num_local = 0
+        self.has_met = True
+        self.step = self._met_at = step
+        self._configure()
+        self._servers.load(self._outer)
+        self._outer.state.clear()
+        # the weights after the last exchange; while one is under way, the moves
+        self._begun = [table.parameter.detach().clone() for table in self._servers.tables]
+        self._sent_at = [0] * config.fragments  # local steps, as num_local
+        self._under_way: _UnderWay | None = None
+        self.model.require_backward_grad_sync = False  # DDP then neither sends nor waits
+
+    def _hook_steps(self) -> None:
+        self._hooks.append(self.optimizer.register_step_post_hook(lambda *_: self._end_step()))
+
+    def _end_step(self) -> None:
+        """Count a step that the worker has taken, or skipped, and exchange what is due after it.
+
+        Raises:
+            CommError: a rank or a server was lost.
+        """
+        self.step += 1
+        self.num_local, self.has_met = self.num_local + 1, False
+        if not self._config.streams:
+            if self.num_local == self._every:
+                self.exchange()
+            return
+        self._merge_due()
+        position = (self.num_local - 1) % self._every + 1
+        if position in self._ends:
+            self._send(self._ends.index(position))
+            self._merge_due()
+
+    def bring_state(self) -> None:
+        """Average the remaining local steps and fetch the outer optimizer's state. A collective.
+
+        The weights of all workers are then equal. A script that is to continue saves ``inner.state_dict()``
+        of each worker.
+        """
+        self.exchange()
+        self._servers.dump(self._outer)
+
+    # ---- of a run ---------------------------------------------------------------------------------
+
+    def open(self, step: int) -> None:
+        if self._log is not None and self._group.rank() == 0:
+            go_back(self._log, step)
+        self._begin(step)
+
+    def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what checkpoints hold: each worker's optimizer, and the outer one."""
+        inner = InnerState(self.optimizer, self.model.module, self._group.rank())
+        return {**kept, "optimizer": inner, "outer": self._outer}
+
+    def runs_ahead(self, *, asks: bool) -> bool:
+        return not self.has_met
+
+    def settle(self) -> bool:
+        self.exchange()
+        return True
+
+    def step_after(self, number: int) -> int:
+        return self.step
+
+    def renew(self, optimizer: Optimizer) -> None:
+        """Continue with another optimizer on each worker; the outer one stays. A collective."""
+        self.settle()
+        self.optimizer = optimizer
+
+    def finish_gradients(
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> Tensor:
+        """Clip this worker's gradients; return their norm."""
+        require_same(self.optimizer, optimizers)
+        gradients = [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
+        self.grad_norm = norm_of(gradients) / loss_scale
+        if math.isfinite(self.grad_norm):
+            scale_all(gradients, clip_factor(self.grad_norm, max_norm) / loss_scale)
+        return torch.tensor(self.grad_norm)
+
+    def apply(self, *optimizers: Optimizer) -> None:
+        """Take this worker's step, unless its norm is not finite, and exchange what is due after it."""
+        if math.isfinite(self.grad_norm):
+            self.optimizer.step()
+        self._end_step()
+
+    # ---- exchanges --------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Exchange all weights, if there were local steps since the last time; all ranks call it.
+
+        With fragments, the one that is under way is merged first.
+
+        Raises:
+            CommError: a rank or a server was lost.
+        """
+        if not self.num_local:
+            return
+        self._merge()
+        left = [k for k, sent_at in enumerate(self._sent_at) if sent_at < self.num_local]
+        places = [place for k in left for place in self._fragments[k]]
+        self._configure()
+        for work in self._take_moves(places):
+            work.wait()
+        torch._foreach_copy_([table.parameter.data for table in self._servers.tables], self._begun)
+        unite([*self._statistics, *self._own], self.model.process_group)
+        self._met_at, local_steps = self._met_at + self.num_local, self.num_local
+        self.num_local, self.has_met, self._sent_at = 0, True, [0] * len(self._fragments)
+        self._write(self._met_at, local_steps, places)
+
+    def _send(self, number: int) -> None:
+        """Begin the exchange of a fragment's moves."""
+        self._configure()
+        works = self._take_moves(self._fragments[number])
+        self._under_way = _UnderWay(number, self.num_local, works)
+
+    def _merge_due(self) -> None:
+        """Merge the fragment under way, if its delay is over."""
+        under_way = self._under_way
+        if under_way is not None and self.num_local - under_way.sent_at == self._config.delay:
+            self._merge()
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        """Wait for the fragment under way, if there is one, and mix its weights with this worker's own."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        for work in under_way.works:
+            work.wait()
+        self.has_met = True
+        places = self._fragments[under_way.number]
+        begun = [self._begun[place] for place in places]
+        own = [self._servers.tables[place].parameter.data for place in places]
+        if self._config.delay and self._config.mix:
+            torch._foreach_lerp_(own, begun, 1.0 - self._config.mix)
+        else:
+            torch._foreach_copy_(own, begun)
+        number, sent_at = under_way.number, under_way.sent_at
+        since, self._sent_at[number] = sent_at - self._sent_at[number], sent_at
+        self._write(self._met_at + sent_at, since, places, fragment=number)
+
+    @torch.no_grad()
+    def _take_moves(self, places: Iterable[int]) -> list[Any]:
+        """Send the moves of these tensors since they were last sent; return works for the weights."""
+        tables = [self._servers.tables[place] for place in places]
+        if not tables:
+            return []
+        moves = [self._begun[table.index] for table in tables]
+        torch._foreach_sub_(moves, [table.parameter.data for table in tables])
+        torch._foreach_mul_(moves, 1.0 / self._group.size())
+        works = [self._servers.update(*each) for each in zip(tables, moves, strict=True)]
+        for table in tables:
+            table.step, table.has_state = table.step + 1, True
+        return works
+
+    def _configure(self) -> None:
+        more = f", after {self._every} local steps{_streaming(self._config)}"
+        self._servers.configure(self._outer, more)
+
+    def _write(
+        self, step: int, local_steps: int, places: Sequence[int], *, fragment: int | None = None
+    ) -> None:
+        """Write a line about an exchange of these tensors, after ``step``."""
+        self.num_exchanges += 1
+        if self._log is None or self._group.rank() != 0:
+            return
+        sent = [self._begun[place] for place in places]
+        row = {"exchange": self.num_exchanges, "step": step, "local_steps": local_steps}
+        row["bytes"] = sum(tensor.nbytes for tensor in sent)
+        if fragment is None:
+            row["weights"] = checksum(self._begun)
+            if self._statistics:
+                row["norms"] = checksum(self._statistics)
+        else:
+            row |= {"fragment": fragment, "merged": self._met_at + self.num_local, "weights": checksum(sent)}
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+@dataclass
+class _UnderWay:
+    """A fragment's exchange that has begun: its number, after how many local steps, and works to wait for."""
+
+    number: int
+    sent_at: int
+    works: list[Any]
+
+
+class RoundsOfLocalSteps(LocalSteps):
+    """Local steps with exchanges that wait for some workers only (``wait_for``).
+
+    A round of local steps is what a batch is in :mod:`shoal.train.servers.waiting`, and the change of the
+    weights in it is its gradient: a late worker continues with the steps of the newest round. All workers
+    synchronize at ends of rounds only, so a run has its lines, evaluations, checkpoints and last step there.
+
+    Args:
+        model: as of :class:`LocalSteps`, as all others are.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        inner: Optimizer,
+        outer: Optimizer,
+        config: ServersConfig,
+        *,
+        log: Path | None = None,
+        own: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__(model, inner, outer, config, log=log, own=own)
+        self._rounds = BoundedSteps(model, outer, config, log=log, own=own)
+        self._parameters: list[Tensor] = [p for p in parameters_of(outer) if p.requires_grad]
+        self.note = (
+            f"each worker steps on its own, and exchanges come every {self._every} steps, with "
+            f"{config.rule(self._group.size()).text}; the moves of each are in {ROUNDS_LOG}"
+        )
+        self._passed = 0  # batches of the loader
+
+    @property
+    def num_dropped(self) -> int:
+        """Rounds of this worker that no exchange has taken."""
+        return self._rounds.num_dropped
+
+    def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield the loader's batches, without those of rounds that were exchanged while this worker was late.
+
+        All workers' loaders have as many batches.
+        """
+        for batch in loader:
+            number, self._passed = self._passed // self._every + 1, self._passed + 1
+            if number == self._rounds.next_step:
+                yield batch
+
+    def open(self, step: int) -> None:
+        self._rounds.open(step // self._every)
+        self._begin_rounds(step)
+
+    def _begin(self, step: int) -> None:
+        self._rounds._begin(0)
+        self._begin_rounds(step)
+
+    def _begin_rounds(self, step: int) -> None:
+        self.step, self.num_local, self._asks = step, 0, False
+        self.has_met = True
+        self._begun = [parameter.detach().clone() for parameter in self._parameters]
+
+    def check_synchronized(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
+        for name in ("log_frequency", "checkpoint_frequency", "validation_frequency"):
+            self._require_end(f"run.{name}", getattr(settings, name, 0))
+        for step in steps:
+            self._require_end("the end of an epoch or of the run at step", step)
+
+    def _require_end(self, name: str, step: int) -> None:
+        if step % self._every:
+            raise UsageError(
+                f"servers.wait_for with {name} {step}: all workers synchronize at ends of rounds only; give "
+                f"a multiple of servers.local_steps {self._every}"
+            )
+
+    def runs_ahead(self, *, asks: bool) -> bool:
+        self._asks = asks
+        if self.step == (self._rounds.until or 0) * self._every:
+            self.settle()
+        return not self.has_met
+
+    def settle(self) -> bool:
+        if not self.has_met:
+            self._require_end("an evaluation or a checkpoint after step", self.step)
+            self._rounds.synchronize()
+            self._note_weights()
+            self.has_met = True
+        return True
+
+    def _end_step(self) -> None:
+        self.step, self.num_local, self.has_met = self.step + 1, self.num_local + 1, False
+        if self.num_local == self._every:
+            self.exchange()
+            self.step = (self._rounds.next_step - 1) * self._every
+
+    def exchange(self) -> None:
+        if self.num_local:
+            set_moves(self._parameters, self._begun)
+            self._rounds.hand_over(None, asks=self._asks)
+            self._rounds.take_newest()
+            self._note_weights()
+
+    def bring_state(self) -> None:
+        self._rounds.bring_state()
+        self._note_weights()
+        self.has_met = True
+
+    def _end(self) -> None:
+        self.exchange()  # the steps of a round that is not whole
+        self._rounds._end()
+
+    def row(self) -> record.Contributions:
+        """Return the counts of rounds since the last such row."""
+        return self._rounds.take_row(self.step)
+
+    @torch.no_grad()
+    def _note_weights(self) -> None:
+        """Note the weights from which the next round begins."""
+        torch._foreach_copy_(self._begun, self._parameters)
+        self.num_local = 0
+
+
+@torch.no_grad()
+def set_moves(parameters: Sequence[Tensor], begun: Sequence[Tensor]) -> None:
+    """Set the gradient of each parameter to the negative of its change since ``begun``."""
+    for parameter, before in zip(parameters, begun, strict=True):
+        parameter.grad = before - parameter.detach()
+
+
+def _streaming(config: ServersConfig) -> str:
+    """Return words that follow "exchange every 50 steps"; empty if all weights are exchanged at once."""
+    if not config.streams:
+        return ""
+    kept = config.mix if config.delay else 0.0
+    mixed = f" ({kept:g} of the own weights kept)" if config.delay else ""
+    return f" in {config.fragments} fragments, each merged {plural(config.delay, 'step')} later{mixed}"
+
+
+class InnerState:
+    """State of each worker's own optimizer in checkpoints, named ``RANK.ENTRY.PARAMETER``.
+
+    A worker that continues reads the state of its rank; a rank without one begins without state.
+
+    Args:
+        optimizer: of this worker.
+        model: whose parameters it steps.
+        rank: of this worker.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, rank: int) -> None:
+        self._optimizer, self._rank = optimizer, rank
+        self._parameters = dict(model.named_parameters())
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Return this worker's tensors, for a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if value is None:
+                    continue
+                tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+                tensors[f"{self._rank}.{key}.{name}"] = tensor
+        return tensors
+
+    def tensors_to_read(self, saved: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """Return empty tensors for those that the worker of this rank has saved.
+
+        Those of a parameter's shape have its memory layout, as the optimizer expects.
+
+        Raises:
+            UsageError: the checkpoint has one state for all workers.
+        """
+        wanted = {}
+        for full, stored in saved.items():
+            rank, _, name = full.split(".", 2)
+            if not rank.isdecimal():
+                raise UsageError(
+                    "servers.mode local: the checkpoint was written without, and holds one state of the "
+                    "optimizer for all workers; continue without --servers.mode local, or start a new run "
+                    "from its model"
+                )
+            if int(rank) == self._rank and name in self._parameters:
+                parameter = self._parameters[name]
+                if stored.size == tuple(parameter.shape):
+                    wanted[full] = torch.empty_like(parameter)
+                else:  # a count of steps, or the rows and columns of Adafactor
+                    dtype = parameter.dtype if stored.size else torch.float32
+                    wanted[full] = torch.empty(stored.size, dtype=dtype, device=parameter.device)
+        return wanted
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the optimizer's state."""
+        self._optimizer.state.clear()
+        for full, tensor in tensors.items():
+            _, key, name = full.split(".", 2)
+            self._optimizer.state[self._parameters[name]][key] = tensor
+
+
+def fragments_of(model: nn.Module, tables: Sequence[Table], count: int) -> list[list[int]]:
+    """Divide tensors into fragments of whole layers, in the order of the model, of about equal size.
+
+    Args:
+        model: the module that DDP has wrapped. The parameters of one of its modules are a layer.
+        tables: of its parameters.
+        count: number of fragments. The sum of their squared sizes is as small as possible.
+
+    Returns:
+        Indices of the tensors of each fragment.
+
+    Raises:
+        UsageError: there are fewer layers.
+    """
+    if count == 1:
+        return [list(range(len(tables)))]
+    index_of = {id(table.parameter): table.index for table in tables}
+    named = [(name, index_of[id(p)]) for name, p in model.named_parameters() if id(p) in index_of]
+    grouped = itertools.groupby(named, key=lambda each: each[0].rpartition(".")[0])
+    layers = [[index for _, index in group] for _, group in grouped]
+    if count > len(layers):
+        raise UsageError(
+            f"local steps in {count} fragments: a fragment has whole layers, and the model has "
+            f"{len(layers)}; take at most {len(layers)} fragments"
+        )
+    sizes = [sum(tables[index].parameter.numel() for index in layer) for layer in layers]
+    ranges = itertools.pairwise(_even_cuts(sizes, count))
+    return [[index for layer in layers[begin:end] for index in layer] for begin, end in ranges]
+
+
+def _even_cuts(sizes: Sequence[int], count: int) -> list[int]:
+    """Return the bounds of ``count`` ranges, of which the sum of squared sizes is the least (by dynamic
+    programming)."""
+    sums = np.array([0.0, *sizes]).cumsum()
+    squares = (sums[None, :] - sums[:, None]) ** 2
+    squares[np.tril_indices(len(sums))] = np.inf  # of ranges that are empty
+    best, choices = squares[0], []
+    for _ in range(count - 1):
+        totals = best[:, None] + squares
+        choices.append(totals.argmin(axis=0))
+        best = totals.min(axis=0)
+    cuts = [len(sizes)]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return [0, *reversed(cuts)]

@@ -1,0 +1,100 @@
+"""Tests the settings of updates by servers: what each mode takes, and which gradients its steps take."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from shoal.decide.bounded_waiting import WaitingRule
+from shoal.errors import UsageError
+from shoal.train.config import _MODES, _MODES_OF, DistributedConfig, ServersConfig, check_wire
+
+BOUNDED: dict[str, Any] = {"mode": "bounded"}
+LOCAL: dict[str, Any] = {"mode": "local", "local_steps": 4}
+
+
+def test_every_option_says_which_modes_have_it() -> None:
+    assert set(_MODES_OF) == {field.name for field in fields(ServersConfig)} - {"mode"}
+    assert {mode for modes in _MODES_OF.values() for mode in modes} == set(_MODES) - {"off"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "asynchronous"}, "mode 'asynchronous' must be one of off, sync, bounded, async, local"),
+        ({"wait_for": 2}, "wait_for 2 is for --servers.mode bounded or local, not for mode off"),
+        ({"late": "next"}, "late next is for"),
+        ({"grace_s": 1.0}, "grace_s 1.0 is for"),
+        ({"replicas": 2}, "replicas 2 is for --servers.mode sync or bounded or async or local"),
+        ({"mode": "sync", "replicas": 3}, "replicas 3 must be one of 1, 2"),
+        ({"mode": "sync", "staleness": 1}, "staleness 1 is for --servers.mode bounded, not for mode sync"),
+        ({"mode": "async", "staleness": 1}, "staleness 1 is for"),
+        ({"mode": "async", "wait_for": 2}, "wait_for 2 is for"),
+        ({**BOUNDED, "staleness": 1, "compensation": 0.04}, "compensation 0.04 is for --servers.mode async"),
+        (BOUNDED, "set --servers.wait-for or --servers.staleness; mode sync waits for all"),
+        ({**BOUNDED, "wait_for": 0}, "wait_for 0 must be at least 1"),
+        ({**BOUNDED, "wait_for": 2, "late": "soon"}, "late 'soon' must be one of drop, next"),
+        ({**BOUNDED, "wait_for": 2, "grace_s": -1.0}, "grace_s -1.0 must be at least 0"),
+        ({**BOUNDED, "staleness": 1, "late": "next"}, "no gradient is late"),
+        ({**BOUNDED, "staleness": 1, "grace_s": 1.0}, "no gradient is late"),
+        ({**BOUNDED, "wait_for": 2, "staleness": 1}, "gradients that are dropped have none"),
+        ({**BOUNDED, "staleness": -1}, "at least 0"),
+        ({**BOUNDED, "staleness": 0}, "each step would wait for all workers; give at least 1"),
+        ({**BOUNDED, "wait_for": 2, "extrapolation": 1.0}, "set --servers.staleness, without wait-for"),
+        ({"mode": "local"}, "set --servers.local-steps"),
+        ({**LOCAL, "staleness": 1}, "staleness 1 is for --servers.mode bounded, not for mode local"),
+        ({**LOCAL, "outer_momentum": 1.0}, "below 1"),
+        ({"fragments": 2}, "fragments 2 is for --servers.mode local"),
+        ({**LOCAL, "delay": 1, "wait_for": 2}, "fragments are exchanged by all workers"),
+        ({**LOCAL, "fragments": 0}, "at least 1"),
+        ({**LOCAL, "fragments": 5}, "fragments 5 in every 4 local steps: .* give 1 to 4"),
+        ({**LOCAL, "fragments": 2, "delay": 3}, "give 0 to 2"),
+        ({**LOCAL, "delay": 1, "mix": 1.0}, "mix 1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ServersConfig(**given)
+
+
+def test_the_wire_and_the_shares_go_with_the_mode() -> None:
+    backup, sync = ServersConfig(mode="bounded", wait_for=2), ServersConfig(mode="sync")
+    for servers in (backup, sync):
+        with pytest.raises(UsageError, match="gradients go to the servers in fp32"):
+            check_wire(DistributedConfig(wire="bf16"), servers, precision="fp32", clip="global")
+    by_speed = DistributedConfig(shares="by-speed")
+    check_wire(by_speed, sync, precision="fp32", clip="global")
+    with pytest.raises(UsageError, match="have equal parts"):
+        check_wire(by_speed, backup, precision="fp32", clip="global")
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"mode": "async"}, WaitingRule(3, 1, "next", asynchronous=True)),
+        ({**BOUNDED, "wait_for": 2}, WaitingRule(3, 2)),
+        ({**BOUNDED, "wait_for": 3}, WaitingRule(3, 3)),
+        ({**BOUNDED, "wait_for": 2, "late": "next"}, WaitingRule(3, 2, "next", 1)),
+        ({**BOUNDED, "wait_for": 2, "late": "next", "staleness": 3}, WaitingRule(3, 2, "next", 3)),
+        ({**BOUNDED, "staleness": 2}, WaitingRule(3, 3, staleness=2)),
+        ({**LOCAL, "wait_for": 2, "grace_s": 0.5}, WaitingRule(3, 2, grace_s=0.5)),
+    ],
+)
+def test_the_gradients_that_a_step_takes(given: dict[str, Any], rule: WaitingRule) -> None:
+    assert ServersConfig(**given).rule(3) == rule
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({**BOUNDED, "wait_for": 4}, "wait_for 4 must be from 1 to 3 with 3 workers"),
+        ({**LOCAL, "wait_for": 3}, "wait_for 3 must be from 1 to 2 with 3 workers"),
+        ({**BOUNDED, "wait_for": 3, "late": "next"}, "no gradient of 3 workers is late"),
+        ({**BOUNDED, "wait_for": 3, "grace_s": 1.0}, "no gradient of 3 workers is late"),
+    ],
+)
+def test_rules_that_the_number_of_workers_forbids(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ServersConfig(**given).rule(3)
