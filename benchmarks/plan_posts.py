@@ -21,6 +21,7 @@ from shoal.planner.prediction import ASSUMED_UTILISATION, achieved
 from shoal.planner.recipe_workloads import workload
 from shoal.planner.step_time import Layout, step_time
 from shoal.planner.workload import Workload
+from shoal.recipes.workloads import count_recipe
 
 FACTS = Path(__file__).with_suffix(".toml")
 IMAGENET = 1281167
@@ -125,7 +126,7 @@ def _row(entry: dict[str, Any], source: str, hosts: int, value: float, batch: in
 
 def _with_helpers(row: Row, recipe: str, workers: Machines, helpers: Machines, flops: float) -> float:
     """Return samples/s with servers on helper hosts too, as ``decide.server_assignment`` shares them out."""
-    model = workload(recipe)
+    model = workload(recipe, None, count_recipe)
     layout = replace(layout_of(row, recipe, model, workers), algorithm="two-hop-helpers")
     step = step_time(model, workers, layout, achieved_flops=flops, helpers=helpers)
     return layout.global_batch / step.total_s
@@ -152,7 +153,7 @@ def rented(facts: dict[str, Any], catalog: Catalog) -> list[Rented]:
 
 def _rented(entry: dict[str, Any], catalog: Catalog) -> Rented:
     machines = catalog.machines(entry["cluster"])
-    model = workload(entry["recipe"], 512)
+    model = workload(entry["recipe"], 512, count_recipe)
     p3dn = catalog.machines("1xp3dn.24xlarge").instance
     flops, _ = achieved(model, entry["recipe"], p3dn)
     own, given = (require_accelerators(Machines(count=1, instance=i)) for i in (machines.instance, p3dn))

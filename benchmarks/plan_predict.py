@@ -15,6 +15,7 @@ from shoal.planner.prediction import START_S, Part, run_time
 from shoal.planner.recipe_workloads import workload
 from shoal.planner.step_time import Layout, achieved_flops_for, step_time
 from shoal.planner.workload import Workload
+from shoal.recipes.workloads import count_recipe
 
 MIB = 1 << 20
 
@@ -88,7 +89,7 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
     name = re.sub(r"\(.*", "", row.model)
     if "phase1+2" in row.model:
         return _phases(row, recipe, workers, achieved_flops)
-    model = workload(recipe, _length(row, recipe))
+    model = workload(recipe, _length(row, recipe), count_recipe)
     layout = layout_of(row, recipe, model, workers)
     step_s = _step_s(model, workers, layout, achieved_flops)
     if row.kind == THROUGHPUT:
@@ -155,7 +156,7 @@ def in_samples(row: Row, workers: Machines) -> Row:
     """Return the row with its value in samples a second (a device), where it is in tokens or utilisation."""
     recipe = recipe_of(row)
     assert recipe
-    factor = unit_factor(row, workload(recipe, _length(row, recipe)), workers)
+    factor = unit_factor(row, workload(recipe, _length(row, recipe), count_recipe), workers)
     return replace(row, value=row.value / factor)
 
 
@@ -188,7 +189,7 @@ def _phases(row: Row, recipe: str, workers: Machines, achieved_flops: float) -> 
     """Return minutes of BERT's two phases, each with its own sequence length, batch and steps."""
     total_s = START_S
     for phase in convergence_of(recipe).phases:
-        model = workload(recipe, phase.sequence_length)
+        model = workload(recipe, phase.sequence_length, count_recipe)
         part = replace(row, global_batch=phase.batch)
         layout = layout_of(part, recipe, model, workers)
         total_s += phase.steps * _step_s(model, workers, layout, achieved_flops)

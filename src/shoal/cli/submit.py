@@ -24,7 +24,7 @@ from shoal.launch.remote import RemoteJob, Start
 from shoal.launch.sagemaker import SageMakerJob
 from shoal.launch.slurm import SlurmJob
 from shoal.launch.source import ARCHIVE, pack
-from shoal.recipes import RECIPES, recipe_of_command
+from shoal.recipes import RECIPES, recipe_of_command, script
 
 submit = App(name="submit", config=(settings_from(lambda _: ""),))
 _CHECKED = ("train", "finetune")
@@ -348,7 +348,7 @@ def _prediction(
     """Return the planner's time and cost of a recipe's preset on the given machines; empty: no recipe."""
     own = _own_words(command)
     recipe = recipe_of_command(*own[:2]) if len(own) > 1 else None
-    if machine is None or recipe is None:
+    if machine is None or recipe is None or not hasattr(script(recipe), "sample"):
         return ""
     from shoal.planner import answer
     from shoal.recipes.workloads import plan, workload_name

@@ -71,7 +71,13 @@ def _keeps_one_moment(config: Any) -> bool:
 
 
 def preset_settings(recipe: str, preset: str) -> Any:
-    """Return the settings of a recipe's preset."""
+    """Return the settings of a recipe's preset.
+
+    Raises:
+        UsageError: the recipe has no such preset.
+    """
+    if preset not in (presets := script(recipe).PRESETS):
+        raise UsageError(f"{recipe} has no preset {preset}: choose one of {', '.join(presets)}")
     default = getattr(script(recipe), RECIPES[recipe].config)()
     return _with_values(default, tomllib.loads(preset_file(recipe, preset).read_text(encoding="utf-8")))
 
@@ -103,11 +109,10 @@ def workload_name(recipe: str, preset: str, config: Any = None, size: str | None
         size: of a model to finetune; default: the size of the preset, if the recipe of the model has it, or
             base.
     """
-    found = RECIPES[recipe]
-    if found.starts_from:
+    if RECIPES[recipe].starts_from:
         return f"{recipe}-{model_to_finetune(recipe, preset, size)}"
     config = preset_settings(recipe, preset) if config is None else config
-    return found.workload.format(name=recipe, size=size_of(preset), config=config)
+    return RECIPES[recipe].workload.format(name=recipe, size=size_of(preset), config=config)
 
 
 def model_to_finetune(recipe: str, preset: str, size: str | None) -> str:
@@ -119,12 +124,12 @@ def model_to_finetune(recipe: str, preset: str, size: str | None) -> str:
 
 def _find(name: str) -> tuple[str, str, str] | None:
     """Return (recipe, preset, model to finetune or nothing) of a name of :func:`workload_name`."""
-    for recipe, found in RECIPES.items():
-        for source in found.starts_from:
+    for recipe, entry in RECIPES.items():
+        for source in entry.starts_from:
             for preset in script(source).PRESETS:
                 if name == f"{recipe}-{source}-{size_of(preset)}":
-                    return recipe, found.preset, f"{source}-{size_of(preset)}"
-        if not found.starts_from and hasattr(script(recipe), "sample"):
+                    return recipe, entry.preset, f"{source}-{size_of(preset)}"
+        if not entry.starts_from and hasattr(script(recipe), "sample"):
             for preset in script(recipe).PRESETS:
                 if name == workload_name(recipe, preset):
                     return recipe, preset, ""
@@ -146,10 +151,10 @@ def count_recipe(name: str, sequence_length: int | None = None) -> Workload | No
         UsageError: the model has no sequences, or none of this length.
         ShoalError: the library that provides the model is not installed.
     """
-    found = _find(name)
-    if found is None:
+    parts = _find(name)
+    if parts is None:
         return None
-    recipe, preset, model = found
+    recipe, preset, model = parts
     config, length = preset_settings(recipe, preset), RECIPES[recipe].length
     with tempfile.TemporaryDirectory() as folder:
         if model:
