@@ -48,6 +48,7 @@ def write_shards(source: Path, out: Path, tokenizer_file: Path, processes: int) 
         seed=0,
         held_out=0.05,
         tfrecord=False,
+        on_bad="refuse",
     )
     parts = cut_chunks(find_files([str(source)], "lines"), _CHUNK_BYTES)
     tasks = list(enumerate(parts))

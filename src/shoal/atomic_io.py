@@ -1,16 +1,18 @@
 """Writes files that are either complete or absent: temporary name, fsync, rename.
 
-It also opens folders that only this user may write to, for what is trusted by its name.
+It also locks files, and opens folders that only this user may write to, for what is trusted by its name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +27,7 @@ MAX_WHOLE_BYTES = 64 << 20
 
 _BUFFER_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def write_error(path: Path, error: OSError) -> ShoalError:
@@ -111,6 +114,35 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise UsageError(f"{path}: the file is empty")
     return text
+
+
+def take_lock(file: int, path: Path, *, wait: bool) -> bool:
+    """Lock an open file until it is closed, among threads and processes; return whether it is held.
+
+    Some file systems of clusters have no locks (NFS without a lock daemon, Lustre without ``flock``). There
+    nothing is locked, which is said, and the lock counts as held.
+
+    Args:
+        file: its descriptor.
+        path: its name.
+        wait: whether to wait for another process that holds it.
+
+    Raises:
+        ShoalError: it cannot be locked for another reason.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise write_error(path, error) from error
+        print(
+            f"{path}: not locked, since its file system has no locks ({error.strerror}); let no other "
+            "process write there",
+            file=sys.stderr,
+        )
+    return True
 
 
 def open_private_folder(folder: Path, remedy: str) -> int:

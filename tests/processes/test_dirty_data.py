@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from shoal.cli.app import app
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import decode
+from shoal.data.manifest import Manifest
 from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
@@ -104,3 +106,31 @@ def test_images_that_share_a_shortened_name_are_refused(tmp_path: Path) -> None:
              "--out", str(tmp_path / "out"), "--keep-empty", "--on-bad", "refuse"],
             result_action="return_value", exit_on_error=False,
         )  # fmt: skip
+
+
+def prepare_text(source: Path, out: Path) -> Manifest:
+    tokenizer = REPORTS / "A11" / "good.txt"
+    command = ["prepare", "text", source, "--out", out, "--tokenizer", tokenizer, "--processes", "1"]
+    app([*map(str, command)], result_action="return_value", exit_on_error=False)
+    return Manifest.load(out)
+
+
+def test_text_with_nulls_and_of_other_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("A10/view.parquet", "A10/dict.parquet", "B38/t.txt.xz", "B38/null.jsonl"):
+        assert prepare_text(REPORTS / name, tmp_path / Path(name).name).splits["train"]
+    said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert len(said) == 1 and "null.jsonl: left out 12: row whose text is null: 12 (line " in said[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("t.tar.gz", "its content, compressed as .gz, is a tar and no text; unpack it"),
+        ("t.zip", "its content is a zip and no text"),
+        ("cr.txt", "its lines end in CR alone"),
+        ("arr.json", "there must be a JSON object on each line, as `jq -c .[]` makes"),
+    ],
+)
+def test_what_is_no_text_is_named(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        prepare_text(REPORTS / "B38" / name, tmp_path / "out")

@@ -246,8 +246,8 @@ def test_a_data_set_is_prepared_as_its_rows_are(articles: list[str], whole: Path
         ("a.txt.zst", lambda text: text, "a.txt.zst: is damaged, or not compressed as .zst"),
         (
             "a.jsonl.bz2",
-            lambda text: bz2.compress(b'{"text": "Good."}\n{"text": 3}\n'),
-            "a.jsonl.bz2, line 2: ",
+            lambda text: bz2.compress(b'{"txt": "Good."}\n{"text": "Good."}\n'),
+            "a.jsonl.bz2, line 1: ",
         ),
         (
             "a.txt.bz2",

@@ -7,7 +7,7 @@ it is read by a wrong option. What was left out is said once, with the first pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -24,14 +24,14 @@ NO_AREA = "an annotation whose box has no area inside its image"
 NO_LABEL = "an example without a label"
 OTHER_WIDTH = "a line with another number of columns than the first line"
 NOT_PARSED = "a page that the parser of wikitext refuses"
-NOT_FOUND = "an answer that is not found at its answer_start"
+NO_TEXT = "a row whose text is null"
 
 STANDARD = {
     NO_AREA: "COCO train2017: 2",
     NO_LABEL: "SNLI: 785 in the training set; MNLI's '-'",
     OTHER_WIDTH: "GLUE's QQP; SNLI",
     NOT_PARSED: "dumps of Wikipedia",
-    NOT_FOUND: "SQuAD, converted or translated",
+    NO_TEXT: "corpora on the hub",
 }
 """Kinds that standard sets have as published, and where; they are left out at any share."""
 
@@ -89,15 +89,19 @@ class BadEntries:
         first = kind not in self._kinds
         self._count(kind, 1, [f"{place}: {value}" if first and value else place])
 
-    def add_counts(self, counts: Mapping[str, tuple[int, Iterable[str]]]) -> None:
-        """Add what another process counted: number and first places by kind."""
+    def add_counts(self, counts: Mapping[str, tuple[int, Sequence[str]]]) -> None:
+        """Add what another process counted, as its ``as_counts`` returned it."""
         for kind, (count, places) in counts.items():
             self._count(kind, count, places)
 
-    def _count(self, kind: str, count: int, places: Iterable[str]) -> None:
+    def as_counts(self) -> dict[str, tuple[int, Sequence[str]]]:
+        """Return the number and the first places of each kind, for JSON."""
+        return {kind: (counted.count, counted.places) for kind, counted in self._kinds.items()}
+
+    def _count(self, kind: str, count: int, places: Sequence[str]) -> None:
         counted = self._kinds.setdefault(kind, _Kind())
         counted.count += count
-        counted.places += list(places)[: _SHOWN - len(counted.places)]
+        counted.places += places[: _SHOWN - len(counted.places)]
 
     @property
     def counts(self) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import re
 import shutil
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.atomic_io import PARTIAL, write_atomically, write_error
+from shoal.atomic_io import PARTIAL, take_lock, write_atomically, write_error
 from shoal.data.manifest import MANIFEST
 from shoal.data.progress import Progress
 from shoal.errors import ShoalError, UsageError
@@ -32,7 +31,6 @@ T = TypeVar("T")
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Create ``out`` and hold a lock on it; the system releases the lock when the process ends.
-
     Raises:
         ShoalError: the directory cannot be created or written, or another process prepares into it.
     """
@@ -43,10 +41,8 @@ def locked(out: Path) -> Iterator[None]:
     except OSError as error:
         raise write_error(path, error) from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ShoalError(f"{out}: another process is preparing data into it; wait for its end") from None
+        if not take_lock(file.fileno(), path, wait=False):
+            raise ShoalError(f"{out}: another process is preparing data into it; wait for its end")
         yield
 
 

@@ -69,6 +69,6 @@ def test_the_first_is_refused_on_demand() -> None:
 
 def test_counts_of_other_processes_add_up() -> None:
     bad = some(OTHER, 2)
-    bad.add_counts({OTHER: (7, ["line 50", "line 51", "line 52"])})
+    bad.add_counts(some(OTHER, 7).as_counts())
     assert bad.counts == {OTHER: 9}
-    assert bad.lines() == ["a.tsv: left out 9: row that is no object: 9 (line 2, line 3, line 50 and 6 more)"]
+    assert bad.lines() == ["a.tsv: left out 9: row that is no object: 9 (line 2, line 3, line 2 and 6 more)"]

@@ -20,7 +20,6 @@ reported once.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import mmap
 import os
@@ -33,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.atomic_io import PARTIAL, open_private_folder, publish
+from shoal.atomic_io import PARTIAL, open_private_folder, publish, take_lock
 from shoal.data.images.manifest import TAR, ImageShardInfo
 from shoal.errors import UsageError
 
@@ -272,11 +271,6 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            is_held = True
-        except BlockingIOError:
-            is_held = False
-        yield is_held
+        yield take_lock(file, path, wait=wait)
     finally:
         os.close(file)

@@ -78,11 +78,18 @@ class FolderSource:
         if self._left_alone:
             used, others = self._roots[VALIDATION].name, ", ".join(self._left_alone)
             lines.append(f"validation images are those of {used}; {others} is left alone")
-        suffixes = (path.suffix.lower() for root in self._roots.values() for path in _visible(root))
+        leading_back: list[Path] = []
+        each = (path for root in self._roots.values() for path in _visible(root, leading_back))
+        suffixes = (path.suffix.lower() for path in each)
         counts = Counter(suffix or "without suffix" for suffix in suffixes if suffix not in SUFFIXES)
         if counts:
             listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items())[:8])
             lines.append(f"files that are no images by their suffix are left alone: {listed}")
+        if leading_back:
+            listed = ", ".join(map(str, leading_back[:3])) + " …" * (len(leading_back) > 3)
+            lines.append(
+                f"links to folders that are read already, or that lead back, are left alone: {listed}"
+            )
         return tuple(lines)
 
     def state(self) -> str:
@@ -182,11 +189,27 @@ def _files(folder: Path) -> list[_File]:
     return sorted(found)
 
 
-def _visible(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are not hidden, nor in a hidden folder."""
+def _visible(folder: Path, leading_back: list[Path] | None = None) -> Iterator[Path]:
+    """Yield the files below a folder that are not hidden, nor in a hidden folder.
+
+    Links are followed, but into no folder twice, nor into one around ``folder``: such links have no end. They
+    are appended to ``leading_back``.
+    """
+    visited = {_identity(one) for one in (folder, *folder.resolve().parents)}
     for root, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        found, folders[:] = sorted(name for name in folders if not name.startswith(".")), []
+        for path in (Path(root, name) for name in found):
+            if (identity := _identity(path)) not in visited:
+                visited.add(identity)
+                folders.append(path.name)
+            elif leading_back is not None:
+                leading_back.append(path)
         yield from (Path(root, name) for name in names if not name.startswith("."))
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    facts = folder.stat()
+    return facts.st_dev, facts.st_ino
 
 
 def _unreadable(error: OSError) -> NoReturn:

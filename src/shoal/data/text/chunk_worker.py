@@ -21,6 +21,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from shoal.atomic_io import write_atomically
+from shoal.data.bad_entries import BadEntries, OnBad
 from shoal.data.manifest import ShardInfo
 from shoal.data.prepare_dir import RECORDS, check_finished, read_record
 from shoal.data.process_pool import advance
@@ -43,7 +44,13 @@ SPLITS = ("train", "validation")
 _BATCH_CHARACTERS = 1 << 18
 """Articles are encoded together up to this length: bounds memory, and reduces calls into the tokenizer."""
 
-Shards = dict[str, ShardInfo]
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """The shards of a chunk by split, and what was left out (:meth:`BadEntries.as_counts`)."""
+
+    shards: dict[str, ShardInfo]
+    bad: dict[str, tuple[int, Sequence[str]]]
 
 
 class SentenceEncoder:
@@ -164,6 +171,7 @@ class ChunkJob:
     seed: int
     held_out: float
     tfrecord: bool
+    on_bad: OnBad
 
 
 def article_rank(article: str, seed: int) -> float:
@@ -180,15 +188,16 @@ def start_worker(job: ChunkJob) -> None:
     _encoder = SentenceEncoder(tokenizer, unknown_id=job.unknown_id, unknown_word=job.unknown_word)
 
 
-def prepare_chunk(numbered: tuple[int, Chunk]) -> Shards:
-    """Write the shards and the record of a chunk; return the shards by split.
+def prepare_chunk(numbered: tuple[int, Chunk]) -> ChunkResult:
+    """Write the shards and the record of a chunk, and return its result.
 
     Raises:
-        UsageError: bytes are not UTF-8, an article is too long.
+        UsageError: bytes are not UTF-8, an article is too long, invalid entries are refused.
         ShoalError: a source can no longer be read, the disk is full.
     """
     number, chunk = numbered
-    shards: Shards = {}
+    shards: dict[str, ShardInfo] = {}
+    bad = BadEntries("the source", _job.on_bad)
     with contextlib.ExitStack() as stack:
         writers = {
             split: stack.enter_context(
@@ -201,19 +210,19 @@ def prepare_chunk(numbered: tuple[int, Chunk]) -> Shards:
             )
             for split in SPLITS
         }
-        for batch in _batches(read_articles(chunk, _job.errors)):
+        for batch in _batches(read_articles(chunk, _job.errors, bad)):
             _write_batch(batch, writers)
             advance(sum(map(len, batch)))
         for split, writer in writers.items():
             if writer.num_tokens:
                 shards[split] = writer.finish()
-    record = {split: dataclasses.asdict(shard) for split, shard in shards.items()}
-    write_atomically(_record_path(_job.out, number), json.dumps(record).encode())
-    return shards
+    result = ChunkResult(shards, bad.as_counts())
+    write_atomically(_record_path(_job.out, number), json.dumps(dataclasses.asdict(result)).encode())
+    return result
 
 
-def finished_chunk(out: Path, number: int) -> Shards | None:
-    """Return the shards of a chunk that an earlier run finished, or ``None``.
+def finished_chunk(out: Path, number: int) -> ChunkResult | None:
+    """Return the result of a chunk that an earlier run finished, or ``None``.
 
     Raises:
         ShoalError: one of its files is missing or has another size.
@@ -221,10 +230,15 @@ def finished_chunk(out: Path, number: int) -> Shards | None:
     path = _record_path(out, number)
     if not path.is_file():
         return None
-    shards = read_record(path, lambda record: {split: ShardInfo(**value) for split, value in record.items()})
-    for shard in shards.values():
+
+    def make(record: dict[str, Any]) -> ChunkResult:
+        shards = {split: ShardInfo(**value) for split, value in record["shards"].items()}
+        return ChunkResult(shards, {kind: (count, places) for kind, (count, places) in record["bad"].items()})
+
+    result = read_record(path, make)
+    for shard in result.shards.values():
         check_finished(out, shard.name, shard.files)
-    return shards
+    return result
 
 
 def _record_path(out: Path, number: int) -> Path:

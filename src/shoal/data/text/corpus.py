@@ -21,9 +21,10 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from shoal.data.bad_entries import NO_TEXT, BadEntries, BadEntry
 from shoal.data.text.hub import PREFIX, parse_hub
 from shoal.data.text.mediawiki import PAGE, hidden_namespaces, is_dump, page_text
-from shoal.data.text.packed import PACKINGS, peek, split_packing
+from shoal.data.text.packed import PACKINGS, archive_of, peek, split_packing
 from shoal.data.text.rows import TEXT, column_bytes, column_texts, json_line_text
 from shoal.data.text.sentences import normalise
 from shoal.errors import ShoalError, UsageError
@@ -177,12 +178,15 @@ def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool
     guess: Format = "wikitext" if _TITLE.search(head) else "lines" if alone else "files"
     if is_dump(head):
         guess = "mediawiki"
-    if form == "auto" and (suffix := Path(plain).suffix.lower()) in _TABLES:
+    suffix = Path(plain).suffix.lower()
+    if form == "auto" and suffix in _TABLES:
         raise UsageError(
             f"{path}: of a table in {suffix} the column names, quotes and other columns would become text; "
             "convert it to .jsonl or .parquet and name the column as FILE:COLUMN, or take its lines as they "
             "are by --format lines"
         )
+    if form != "parquet" and suffix != ".parquet":
+        _refuse_binary(path, head, packing)
     file = SourceFile(
         path=path,
         format=_ROWS_OF.get(Path(plain).suffix, guess) if form == "auto" else form,
@@ -197,6 +201,20 @@ def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool
             "do"
         )
     return file if packing or not head else replace(file, num_bytes=content_bytes(file))
+
+
+def _refuse_binary(path: Path, head: bytes, packing: str) -> None:
+    """Raise if the content of a file is no text, but an archive, or has line ends that no reader knows."""
+    if kind := archive_of(head):
+        inside = f", compressed as {packing}," if packing else ""
+        raise UsageError(
+            f"{path}: its content{inside} is {kind} and no text; unpack it, or name a compressed file by its "
+            f"kind ({', '.join(PACKINGS)})"
+        )
+    if head.count(b"\r") > 1 and b"\n" not in head:
+        raise UsageError(
+            f"{path}: its lines end in CR alone, which would make it one line; convert it: tr '\\r' '\\n'"
+        )
 
 
 def _split_field(source: str) -> tuple[str, str]:
@@ -227,38 +245,50 @@ def cut_chunks(files: Sequence[SourceFile], chunk_bytes: int) -> list[Chunk]:
     return chunks
 
 
-def read_articles(chunk: Chunk, errors: Errors) -> Iterator[str]:
+def read_articles(chunk: Chunk, errors: Errors, bad: BadEntries | None = None) -> Iterator[str]:
     """Yield the articles of a chunk that are not empty; holds one at a time in memory.
 
     Paragraphs of an article are separated by a line end, and white space inside them is one blank.
 
+    Args:
+        errors: what bytes that are not UTF-8 are: an error, or U+FFFD ("replace").
+        bad: counts rows and pages without a text that can be used; default: they are left out.
+
     Raises:
-        UsageError: bytes that are not UTF-8 (unless ``errors`` is "replace", which puts U+FFFD for them), an
-            article longer than ``MAX_ARTICLE_BYTES``, a row without text, or a damaged page.
+        UsageError: bytes that are not UTF-8, an article longer than ``MAX_ARTICLE_BYTES``, a damaged page, or
+            an entry that ``bad`` refuses.
         ShoalError: a file can no longer be read.
     """
     for span in chunk:
         try:
-            yield from filter(None, _articles(span, errors))
+            yield from filter(None, _articles(span, errors, bad or BadEntries(span.file.name)))
         except OSError as error:
             raise _unreadable(span.file.path, error) from error
 
 
-def _articles(span: Span, errors: Errors) -> Iterator[str]:
+def _articles(span: Span, errors: Errors, bad: BadEntries) -> Iterator[str]:
     file = span.file
     if file.format == "parquet":
-        for text in column_texts(file.path, file.field, file.name, span.start, span.end):
-            yield _article(text, file.format)
+        for number, row in enumerate(column_texts(file.path, file.field, file.name, span.start, span.end)):
+            if row is None:
+                bad.add(BadEntry(NO_TEXT, ""), f"row {number + 1} from byte {span.start:,} of {file.name}")
+            else:
+                yield _article(row, file.format)
         return
     take: Callable[..., str] | None = None
     if file.format == "jsonl":
-        take = partial(json_line_text, field=file.field)
+        take = partial(json_line_text, field=file.field, is_first=span.start == 0)
     elif file.format == "mediawiki":
         take = partial(page_text, hidden=hidden_namespaces(peek(file.path, "", _PEEK_BYTES)))
     with file.path.open("rb") as stream:
         for offset, data in _read_span(stream, span):
             text = _decode(data, offset, file, errors)
-            yield _article(_taken(take, text, offset, file) if take else text, file.format)
+            if offset and file.format == "jsonl":
+                take = partial(json_line_text, field=file.field, is_first=False)
+            try:
+                yield _article(_taken(take, text, offset, file) if take else text, file.format)
+            except BadEntry as error:
+                bad.add(error, f"line {_line_at(file.path, offset)[0]} of {file.name}")
 
 
 def _paths_of(source: str) -> tuple[list[Path], bool]:

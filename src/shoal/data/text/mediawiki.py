@@ -18,6 +18,7 @@ from collections import Counter
 from typing import Any
 from xml.etree import ElementTree
 
+from shoal.data.bad_entries import NOT_PARSED, BadEntry
 from shoal.data.text.sentences import word_set
 from shoal.errors import UsageError, import_extra
 
@@ -96,6 +97,7 @@ def page_text(page: str, hidden: frozenset[str], where: str) -> str:
         where: name of the page's place, for messages.
 
     Raises:
+        BadEntry: the parser of wikitext gives up.
         UsageError: the page is cut short or no XML; mwparserfromhell is missing.
     """
     if not page.lstrip().startswith("<page>"):
@@ -175,12 +177,17 @@ def plain_text(wikitext: str, hidden: frozenset[str]) -> str:
     """Return ``wikitext`` without markup; links into the namespaces ``hidden`` are left out.
 
     Raises:
-        UsageError: mwparserfromhell is missing.
+        BadEntry: mwparserfromhell gives up.
+        UsageError: it is missing.
     """
     parser = import_extra("mwparserfromhell", "corpora", "MediaWiki's dumps need mwparserfromhell")
     parts: list[str] = []
-    # quotes of bold and italic are removed from the text: unbalanced ones cost the parser much time
-    _collect(parser.parse(wikitext, skip_style_tags=True), hidden, parts)
+    try:
+        # quotes of bold and italic are removed from the text: unbalanced ones cost the parser much time
+        code = parser.parse(wikitext, skip_style_tags=True)
+    except parser.parser.ParserError as error:  # of single pages in real dumps
+        raise BadEntry(NOT_PARSED, f"{error!s:.60}") from None
+    _collect(code, hidden, parts)
     return "".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Decompresses ``.gz``, ``.bz2`` and ``.zst`` in small pieces, whatever the size of file and content.
+"""Decompresses ``.gz``, ``.bz2``, ``.xz`` and ``.zst`` in small pieces, whatever the size of the content.
 
 A few compressed bytes may stand for gigabytes. No piece has more than 8 MiB, and a file whose content is out
 of all proportion to its size is refused.
@@ -10,6 +10,7 @@ to their end.
 from __future__ import annotations
 
 import bz2
+import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ _ZSTD_INPUT_BYTES = 256
 """Compressed bytes that zstd gets at a time: it has no limit of its output, 128 KiB for 4 bytes at most."""
 _ZSTD_WINDOW_BYTES = 128 << 20
 """As in the command zstd; a file's header asks for it."""
+_XZ_MEMORY_BYTES = 256 << 20
+"""Four times the memory that the command xz asks for at its highest level."""
 _GZIP = 31
 """``wbits`` of zlib for a window of 32 KiB in gzip's format."""
 _SUSPECT_BYTES, _MOST_RATIO = 256 << 20, 5_000
@@ -38,10 +41,41 @@ def _zstd() -> Any:
 _DECODERS: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(_GZIP),
     ".bz2": bz2.BZ2Decompressor,
+    ".xz": lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES),
     ".zst": _zstd,
 }
 PACKINGS = tuple(_DECODERS)
 """Suffixes of compressed files."""
+
+
+_ARCHIVES = {
+    b"PK\x03\x04": "a zip",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!\x1a\x07": "a rar archive",
+    b"\x1f\x8b": "compressed by gzip",
+    b"BZh": "compressed by bzip2",
+    b"\xfd7zXZ\x00": "compressed by xz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"%PDF-": "a PDF",
+    b"\x89HDF": "an HDF5 file",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"SQLite format 3": "a database of SQLite",
+}
+_TAR_MAGIC = slice(257, 262), b"ustar"
+
+
+def archive_of(head: bytes) -> str:
+    """Return in words what the content of a file is if it is an archive or a binary format, else ``""``.
+
+    Example:
+        >>> archive_of(b"PK\\x03\\x04..."), archive_of(b"Packed once.")
+        ('a zip', '')
+    """
+    place, magic = _TAR_MAGIC
+    if head[place] == magic:
+        return "a tar"
+    return next((words for magic, words in _ARCHIVES.items() if head.startswith(magic)), "")
 
 
 def split_packing(name: str) -> tuple[str, str]:

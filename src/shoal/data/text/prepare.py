@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shoal.atomic_io import sha256_of, write_atomically
+from shoal.data.bad_entries import MOST_BAD, BadEntries, OnBad
 from shoal.data.manifest import TFRECORD, VERSION, Manifest, TokenizerInfo
 from shoal.data.prepare_dir import RECORDS, preparing, read_record
 from shoal.data.process_pool import run_unfinished
@@ -71,7 +72,7 @@ _NUM_CHUNKS = 16
 _WIKITEXT_UNKNOWN = "<unk>"
 _FEW_SENTENCES = 2.0
 """Sentences per article below which ``too_short`` warns."""
-_NOT_IN_PLAN = ("out", "processes", "overwrite", "errors")
+_NOT_IN_PLAN = ("out", "processes", "overwrite", "errors", "on_bad", "most_bad")
 """Fields that do not change the result of a finished chunk: one that met no wrong byte is the same with
 ``--errors replace``, so that a run stopped by such a byte can continue."""
 
@@ -98,6 +99,10 @@ class PrepareOptions:
     """``tfrecord`` writes each shard also as TFRecord, for TensorFlow."""
     errors: Errors = "strict"
     """``replace`` replaces bytes that are not UTF-8 by U+FFFD; ``strict`` stops and names them."""
+    on_bad: OnBad = "skip"
+    """Leave out and count rows and pages without a text that can be used, or stop at the first."""
+    most_bad: float = MOST_BAD
+    """Largest share that may be left out, beside flaws that standard sets are known for."""
     seed: int = 0
     """Seed of the choice of held-out articles."""
     processes: int = 0
@@ -113,6 +118,8 @@ class PrepareOptions:
         """
         if not 0 <= self.validation < 1:
             raise UsageError(f"validation={self.validation} must be at least 0 and below 1")
+        if not 0 <= self.most_bad <= 1:
+            raise UsageError(f"most_bad={self.most_bad} must be a share from 0 to 1")
         for name, least in (("vocab_size", 16), ("shard_bytes", 1 << 16), ("processes", 0), ("seed", 0)):
             if not least <= getattr(self, name) < 1 << 63:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least {least}")
@@ -135,7 +142,7 @@ class PrepareConfig(PrepareOptions):
 
     sources: tuple[str, ...]
     """Files, directories or globs of text, JSON lines, Parquet or MediaWiki's dumps, also compressed (.gz,
-    .bz2, .zst); rows are read from the field ``text``, or from that of ``FILE:FIELD``;
+    .bz2, .xz, .zst); rows are read from the field ``text``, or from that of ``FILE:FIELD``;
     ``hf:NAME[:CONFIG][:SPLIT][:FIELD]`` through ``datasets``. ``builtin`` is the English of this Python
     installation."""
     out: Path
@@ -174,7 +181,7 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
         chunk_bytes = max(sum(file.num_bytes for file in files) // _NUM_CHUNKS, _MIN_CHUNK_BYTES)
         chunks = cut_chunks(files, min(chunk_bytes, config.shard_bytes))
         job = _make_job(config, files, chunks, shown)
-        shards = run_unfinished(
+        results = run_unfinished(
             chunk_worker.prepare_chunk,
             list(enumerate(chunks)),
             lambda task: chunk_worker.finished_chunk(job.out, task[0]),
@@ -185,7 +192,7 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
             initializer=chunk_worker.start_worker,
             initargs=(job,),
         )
-        return _finish(config, job, shards, shown)
+        return _finish(config, job, results, shown)
 
 
 def _plan(config: PrepareConfig, files: Sequence[SourceFile]) -> dict[str, Any]:
@@ -239,15 +246,26 @@ def _make_job(
         errors=config.errors,
         seed=config.seed,
         tfrecord=config.container == TFRECORD,
+        on_bad=config.on_bad,
         held_out=read_record(records / _SAMPLE, lambda record: float(record["held_out"])),
     )
 
 
 def _finish(
-    config: PrepareConfig, job: chunk_worker.ChunkJob, shards: list[chunk_worker.Shards], shown: Progress
+    config: PrepareConfig,
+    job: chunk_worker.ChunkJob,
+    results: list[chunk_worker.ChunkResult],
+    shown: Progress,
 ) -> Manifest:
     """Write the manifest and remove the records."""
+    shards = [result.shards for result in results]
     splits = {split: tuple(one[split] for one in shards if split in one) for split in chunk_worker.SPLITS}
+    bad = BadEntries(", ".join(config.sources), config.on_bad, config.most_bad)
+    for result in results:
+        bad.add_counts(result.bad)
+    bad.check(sum(shard.num_documents for some in splits.values() for shard in some))
+    for line in bad.lines():
+        shown.say(line)
     if not splits["train"]:
         raise UsageError(
             f"{', '.join(config.sources)}: no article is left for training; the source needs more different "

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.data.bad_entries import NO_TEXT, BadEntry
 from shoal.errors import UsageError, did_you_mean, import_extra
 from shoal.json_text import parse_json
 
 TEXT = "text"
 """The field that is read if none is named."""
 
+_ARRAY = "there must be a JSON object on each line, as `jq -c .[]` makes of an array"
 _BATCH_BYTES = 1 << 20
 """Text that is decoded together, about."""
 _READ_BYTES = 1 << 20
@@ -25,28 +27,33 @@ _ROWS_AT_ONCE = 1024
 """Rows that become Python's objects together."""
 
 
-def json_line_text(line: str, field: str, where: str) -> str:
-    """Return the string ``field`` of a line with a JSON object; empty for ``null`` and an empty line.
+def json_line_text(line: str, field: str, where: str, *, is_first: bool) -> str:
+    """Return the string ``field`` of a line with a JSON object; empty for an empty line.
 
     Raises:
-        UsageError: it is not JSON, not an object, or has no such string; ``where`` names the line.
+        BadEntry: it is not JSON, not an object, or has no such string.
+        UsageError: it is the first line of the file, and no object with such a field.
     """
     if not line or line.isspace():
         return ""
-    row = parse_json(
-        line,
-        where,
-        error=UsageError,
-        remedy="there must be a JSON object on each line, as `jq -c .[]` makes of an array",
-    )
-    if not isinstance(row, dict):
-        raise UsageError(f"{where}: holds {type(row).__name__}, and not an object with the text as a field")
-    if field not in row:
-        raise _no_field(where, field, [key for key, value in row.items() if isinstance(value, str)])
+    try:
+        row = parse_json(line, where, error=UsageError, remedy=_ARRAY)
+        if not isinstance(row, dict):
+            raise UsageError(f"{where}: holds {type(row).__name__}, and not an object with texts; {_ARRAY}")
+        if field not in row:
+            raise _no_field(where, field, [key for key, value in row.items() if isinstance(value, str)])
+    except UsageError as error:
+        if is_first:
+            raise
+        raise BadEntry(
+            "a line without a JSON object with the text", str(error).removeprefix(f"{where}: ")
+        ) from None
     text = row[field]
-    if not isinstance(text, str | None):
-        raise UsageError(f"{where}: field {field!r} is {text!r:.60}, which is no text")
-    return text or ""
+    if text is None:
+        raise BadEntry(NO_TEXT, "")
+    if not isinstance(text, str):
+        raise BadEntry("a row whose text is no string", f"{text!r:.60}")
+    return text
 
 
 def column_bytes(path: Path, field: str, name: str) -> int:
@@ -60,8 +67,8 @@ def column_bytes(path: Path, field: str, name: str) -> int:
         return sum(size for size, _ in _groups(file.metadata, field))
 
 
-def column_texts(path: Path, field: str, name: str, start: int, end: int) -> Iterator[str]:
-    """Yield the texts of the rows that begin in the virtual bytes ``[start, end)``; empty ones for nulls.
+def column_texts(path: Path, field: str, name: str, start: int, end: int) -> Iterator[str | None]:
+    """Yield the texts of the rows that begin in the virtual bytes ``[start, end)``.
 
     Raises:
         UsageError: as :func:`column_bytes`, or the file is damaged.
@@ -106,7 +113,7 @@ def _groups(metadata: Any, field: str) -> Iterator[tuple[int, int]]:
         yield (max(size, 1) if group.num_rows else 0), group.num_rows
 
 
-def _rows(file: Any, group: int, field: str, first: int, last: int, row_bytes: int) -> Iterator[str]:
+def _rows(file: Any, group: int, field: str, first: int, last: int, row_bytes: int) -> Iterator[str | None]:
     """Yield the texts of the rows ``[first, last)`` of a row group."""
     batch_size = min(max(_BATCH_BYTES // row_bytes, 1), 4096)
     begin = 0
@@ -114,7 +121,7 @@ def _rows(file: Any, group: int, field: str, first: int, last: int, row_bytes: i
         end = begin + batch.num_rows
         if end > first:
             some = batch.column(0).slice(max(first - begin, 0), min(last, end) - max(first, begin))
-            yield from (text or "" for text in some.to_pylist())
+            yield from some.to_pylist()
         if end >= last:
             return
         begin = end

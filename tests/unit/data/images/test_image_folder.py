@@ -71,6 +71,24 @@ def test_other_files_are_left_alone_and_told(tmp_path):
     )
 
 
+@pytest.mark.parametrize("target", ["../b", "..", "../..", "sub"])
+def test_links_that_lead_back_are_left_alone(tmp_path, target):
+    path = folder(tmp_path, "a/1.jpg", "b/1.jpg", "b/2.jpg", "b/sub/3.jpg")
+    (path / "b" / "zloop").symlink_to(target)
+    source = FolderSource(path, validation=0)
+    assert listed(source, "train") == [("a/1", 0), ("b/1", 1), ("b/2", 1), ("b/sub/3", 1)]
+    (line,) = source.remarks
+    assert line.endswith(f"or that lead back, are left alone: {path / 'b' / 'zloop'}")
+
+
+def test_a_link_to_a_folder_elsewhere_is_followed(tmp_path):
+    path = folder(tmp_path, "a/1.jpg", "b/1.jpg")
+    write_folder(tmp_path / "elsewhere", {"2.jpg": JPEG})
+    (path / "b" / "more").symlink_to(tmp_path / "elsewhere")
+    source = FolderSource(path, validation=0)
+    assert listed(source, "train") == [("a/1", 0), ("b/1", 1), ("b/more/2", 1)] and source.remarks == ()
+
+
 def test_the_state_changes_with_the_source(tmp_path):
     path = folder(tmp_path, "train/a/1.jpg", "val/a/2.jpg")
     states = [detect_source(path).state(), detect_source(path).state()]

@@ -14,6 +14,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from shoal.data.bad_entries import NO_TEXT, BadEntries
 from shoal.data.text import corpus, prepare
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.env.settings import test_data_dir as data_dir
@@ -138,15 +139,50 @@ def test_json_of_broken_surrogates_becomes_utf8(tmp_path: Path) -> None:
     assert articles_of(cut_chunks(find_files([str(path)], "auto"), 1 << 20)) == ["Half \ufffd of 😀."]
 
 
-def test_wrong_row_is_named_with_file_and_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", JSON_LINES + '{"bdy": "x"}\n')
+def test_wrong_rows_are_counted_and_a_wrong_field_is_refused(tmp_path: Path) -> None:
+    wrong = '{"bdy": "x"}\n{"body": null}\n{"body": 3}\n[1]\n{"bo\n{"body": "Last."}\n'
+    path = write(tmp_path / "a.jsonl", JSON_LINES + wrong)
     line = JSON_LINES.count("\n") + 1
-    for field, words in (
-        ("body", f"a.jsonl, line {line}: .*'body'; its texts are bdy"),
-        ("text", "a.jsonl, line 1:"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            articles_of(cut_chunks(find_files([f"{path}:{field}"], "auto"), 200))
+    expected = articles_of(
+        cut_chunks(find_files([f"{write(tmp_path / 'b.jsonl', JSON_LINES)}:body"], "auto"), 99)
+    )
+    for chunk_bytes in (20, 200, 1 << 20):
+        bad = BadEntries("a.jsonl")
+        chunks = cut_chunks(find_files([f"{path}:body"], "auto"), chunk_bytes)
+        found = [article for chunk in chunks for article in read_articles(chunk, "strict", bad)]
+        assert found == [*expected, "Last."]
+        assert list(bad.counts.values()) == [3, 1, 1] and bad.counts[NO_TEXT] == 1
+        assert f"(line {line} of {path}: there is no text" in bad.lines()[0]
+    with pytest.raises(UsageError, match=r"a\.jsonl, line 1:"):
+        articles_of(cut_chunks(find_files([f"{path}:text"], "auto"), 200))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"PK\x03\x04 and more", "its content is a zip and no text; unpack it"),
+        ("a.txt", b"a.txt".ljust(257, b"\0") + b"ustar  \0", "its content is a tar"),
+        ("a.tar.gz", gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar  \0"), "compressed as .gz, is a tar"),
+        ("a.txt", gzip.compress(b"text"), "is compressed by gzip and no text; .*by its kind .*gz"),
+        ("a.txt", b"\xfd7zXZ\x00...", "is compressed by xz"),
+        ("a.pdf", b"%PDF-1.7 ...", "is a PDF"),
+        ("a.txt", b"One.\rTwo.\rThree.", "its lines end in CR alone"),
+    ],
+)
+def test_archives_and_odd_line_ends_are_no_text(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        find_files([str(tmp_path / name)], "auto")
+
+
+def test_parquet_counts_nulls(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": ["One.", None, "Two.", None]}), tmp_path / "a.parquet")
+    bad = BadEntries("a.parquet")
+    (chunk,) = cut_chunks(find_files([str(tmp_path)], "auto"), 1 << 20)
+    assert list(read_articles(chunk, "strict", bad)) == ["One.", "Two."]
+    assert bad.counts == {NO_TEXT: 2} and "(row 2 from byte 0 of " in bad.lines()[0]
 
 
 def test_parquet_is_cut_and_empty_rows_are_no_articles(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 import pytest
 
+from shoal.data.bad_entries import NOT_PARSED, BadEntries
 from shoal.data.text import mediawiki
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.data.text.mediawiki import hidden_namespaces, is_dump, page_text, plain_text
@@ -42,6 +44,27 @@ def page(title: str, text: str, ns: int = 0, extra: str = "") -> str:
 
 def dump(*pages: str) -> str:
     return HEAD + "".join(pages) + "</mediawiki>\n"
+
+
+def test_a_page_that_the_parser_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mwparserfromhell
+
+    parse = mwparserfromhell.parse
+
+    def with_bug(text: str, **options: bool) -> Any:
+        if "TRIGGER" in text:
+            raise mwparserfromhell.parser.ParserError("a bug")
+        return parse(text, **options)
+
+    monkeypatch.setattr(mwparserfromhell, "parse", with_bug)
+    path = tmp_path / "a.xml"
+    path.write_text(dump(page("One", "First."), page("Two", "TRIGGER."), page("Three", "Last.")))
+    (chunk,) = cut_chunks(find_files([str(path)], "auto"), 1 << 30)
+    bad = BadEntries(path)
+    assert list(read_articles(chunk, "strict", bad)) == ["One\nFirst.", "Three\nLast."]
+    assert bad.counts == {NOT_PARSED: 1}
+    with pytest.raises(UsageError, match=r"a page that the parser of wikitext refuses: .*a bug"):
+        list(read_articles(chunk, "strict", BadEntries(path, "refuse")))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import lzma
 import random
 import struct
 import tracemalloc
@@ -21,6 +22,7 @@ from shoal.errors import UsageError
 PACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": lambda data: gzip.compress(data, mtime=0),
     ".bz2": bz2.compress,
+    ".xz": lzma.compress,
     ".zst": zstandard.compress,
 }
 

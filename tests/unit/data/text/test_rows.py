@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from shoal.data.bad_entries import NO_TEXT, BadEntry
 from shoal.data.text.rows import column_bytes, column_texts, json_line_text
 from shoal.errors import UsageError
 
@@ -22,20 +23,21 @@ def write_rows(path: Path, columns: dict[str, Any], **options: Any) -> Path:
 TEXTS = ["One.", None, "", "Two two.", "Ü" * 50, *(f"Text {number}. " * number for number in range(40))]
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
 @pytest.mark.parametrize("rows_per_group", [1, 7, 1000])
 def test_every_row_once_for_any_cuts(tmp_path: Path, kind: pa.DataType, rows_per_group: int) -> None:
     columns = {"id": list(range(len(TEXTS))), "body": pa.array(TEXTS, pa.string()).cast(kind)}
     path = write_rows(tmp_path / "a.parquet", columns, row_group_size=rows_per_group)
     num_bytes = column_bytes(path, "body", "a")
     assert num_bytes > 1000 or rows_per_group > 1
-    expected = [text or "" for text in TEXTS]
     for step in (num_bytes // 60, num_bytes // 7, num_bytes // 2 + 1, num_bytes):
         found = [
             list(column_texts(path, "body", "a", start, min(start + step, num_bytes)))
             for start in range(0, num_bytes, step)
         ]
-        assert list(chain.from_iterable(found)) == expected
+        assert list(chain.from_iterable(found)) == TEXTS
     assert rows_per_group < 1000 or sum(map(bool, found)) == 1
 
 
@@ -71,20 +73,31 @@ def test_wrong_parquet_is_named(tmp_path: Path) -> None:
 
 
 def test_json_lines() -> None:
-    assert json_line_text('{"id": 1, "text": "One.\\n\\nTwo."}\n', "text", "a") == "One.\n\nTwo."
-    assert json_line_text('{"text": null}', "text", "a") == json_line_text(" \n", "text", "a") == ""
+    line = '{"id": 1, "text": "One.\\n\\nTwo."}\n'
+    assert json_line_text(line, "text", "a", is_first=True) == "One.\n\nTwo."
+    assert json_line_text(" \n", "text", "a", is_first=True) == ""
+    with pytest.raises(BadEntry) as null:
+        json_line_text('{"text": null}', "text", "a", is_first=True)
+    assert null.value.args == (NO_TEXT, "")
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"text": "x"', "a, line 3: is not JSON.*jq -c"),
-        ('[{"text": "x"}]', "holds list"),
+        ('{"text": "x"', "is not JSON.*jq -c"),
+        ('[{"text": "x"}]', "holds list, and not an object with texts; .*jq -c"),
         ('{"body": "x", "id": 1}', "'text'; its texts are body. Name one as FILE:FIELD"),
-        ('{"text": 1}', "'text' is 1, which is no text"),
         ('{"id": 1}', "it has no texts"),
     ],
 )
-def test_wrong_lines_are_named(line: str, words: str) -> None:
+def test_wrong_lines_are_refused_first_and_counted_later(line: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        json_line_text(line, "text", "a, line 3")
+        json_line_text(line, "text", "a, line 3", is_first=True)
+    with pytest.raises(BadEntry, match=words):
+        json_line_text(line, "text", "a, line 3", is_first=False)
+
+
+def test_a_text_that_is_a_number_is_counted() -> None:
+    with pytest.raises(BadEntry) as number:
+        json_line_text('{"text": 1}', "text", "a", is_first=True)
+    assert number.value.args == ("a row whose text is no string", "1")

@@ -1,0 +1,46 @@
+"""Locks of files, also where the file system has none."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from shoal.atomic_io import take_lock
+from shoal.errors import ShoalError
+
+
+def test_a_lock_is_held_until_the_file_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first, second = (os.open(path, os.O_RDWR | os.O_CREAT) for _ in range(2))
+    assert take_lock(first, path, wait=False)
+    assert not take_lock(second, path, wait=False)
+    os.close(first)
+    assert take_lock(second, path, wait=False)
+    os.close(second)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert take_lock(0, Path("out/prepare.lock"), wait=False)
+    said = capsys.readouterr().err
+    assert said.startswith("out/prepare.lock: not locked") and os.strerror(number) in said
+    assert said.count("\n") == 1
+
+
+def test_other_failures_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ShoalError, match=r"out/prepare.lock: cannot be written: Input/output error"):
+        take_lock(0, Path("out/prepare.lock"), wait=True)
