@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.bench.step_timing import KIND, TrainBench, TrainResult
-from shoal.cli.bench_train import timed_settings, with_few_lines
+from shoal.cli.bench_train import command_for, timed_settings, with_few_lines
 from shoal.errors import UsageError
 from shoal.recipes import script
 from shoal.recipes.resnet50_config import ResNetTrainConfig, make_plan
@@ -101,6 +101,19 @@ def test_phases_and_batches(tmp_path: Path) -> None:
     # text that is named is read as it is
     named = replace(BertConfig(), data=replace(BertConfig().data, path=tmp_path / "mine"))
     assert timed_settings("bert", named, tmp_path / "made", TrainBench(), num_workers=1).data == named.data
+
+
+def test_options_of_other_recipes_are_refused(tmp_path: Path) -> None:
+    from shoal.recipes.squad import SquadConfig
+
+    named = SquadConfig(model=replace(SquadConfig().model, path=tmp_path))
+    for recipe, options, message in (
+        ("t5", {"phase": 2}, "--phase 2 is for a recipe with phases"),
+        ("albert", {"size": "large"}, "--size large is for finetuning: here choose a --preset"),
+        ("squad", {"size": "large", "settings": named}, "--size large is for a new model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            command_for(recipe)(**options)
 
 
 def test_one_phase_is_timed_without_the_other() -> None:
