@@ -31,6 +31,15 @@ class BatchPlan:
     def worker_batch_size(self) -> int:
         return self.micro_batch_size * self.accumulation_steps
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes as fields of rows of the record."""
+        return {
+            "global_batch_size": self.global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "accumulation_steps": self.accumulation_steps,
+        }
+
     def __str__(self) -> str:
         counted = [
             (self.micro_batch_size, self.unit.removesuffix("s"), self.unit),

@@ -73,13 +73,13 @@ class Evaluations:
         self._beside: Beside | None = None
         self.scores: dict[str, Mapping[str, float]] = {}
 
-    @property
-    def has_target(self) -> bool:
-        return self._goal is not None
-
     def is_reached(self) -> bool:
         """Return whether the target is reached; false on all workers but the first."""
         return self._goal is not None and self._world.is_main and self._goal.holds(self.scores)
+
+    def have_reached(self) -> bool:
+        """Return whether the target is reached, on all workers. A collective."""
+        return self._goal is not None and self._on_main(self.is_reached)
 
     def has_ended(self, step: int, total: int) -> bool:
         """Return whether an earlier process group has ended the run at ``step``. A collective."""
@@ -168,6 +168,18 @@ class Evaluations:
         if self._beside is not None:
             self._beside.close()
             self._beside = None
+
+
+def final_scores(last: Mapping[str, record.Evaluation]) -> dict[str, float]:
+    """Return the scores of the last step by name: those of the validation, or of all splits."""
+    scores = {
+        split: row.metrics for split, row in last.items() if split == "validation" or "validation" not in last
+    }
+    return {
+        name if len(scores) == 1 else f"{split}/{name}": value
+        for split, values in scores.items()
+        for name, value in values.items()
+    }
 
 
 def as_numbers(metrics: Mapping[str, float | Tensor]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from shoal import record
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
+from shoal.env.machine import compiler_problem
 from shoal.errors import UsageError
 from shoal.optim.moments import device_norm, norm_of
 from shoal.train.config import DistributedConfig, RunOutputConfig, auto_precision
@@ -39,6 +40,9 @@ _SYNC_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+
+_MOST_GRAPHS = 64
+"""Graphs of one compiled function."""
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -213,6 +217,34 @@ def _require_replica(model: nn.Module) -> None:
             f"run.data_parallel was given a {type(model).__name__} without parameters that require "
             "gradients: only models that are trained need it"
         )
+
+
+def compile_model(module: nn.Module, world: World, wanted: bool | None, *, dynamic: bool | None) -> list[str]:
+    """Compile ``module`` in place with ``torch.compile``.
+
+    Args:
+        module: a wrapped model, or a part of one.
+        world: the workers.
+        wanted: whether to compile; ``None``: on a GPU, if there is a C compiler.
+        dynamic: whether shapes vary; ``None``: torch detects it.
+
+    Returns:
+        Lines to print: the reason if a model on a GPU is not compiled by default.
+    """
+    if wanted is None and world.device.type == "cuda":
+        if problem := compiler_problem():
+            return [f"not compiled: {problem}"]
+        wanted = True
+    if not wanted:
+        return []
+    # Dynamo cuts a graph at DDP's buckets, so that sums begin early. One worker sums nothing, and of a
+    # model that compiles its layers one by one they begin early anyway.
+    if world.num_workers == 1 or type(module).compile is not nn.Module.compile:
+        torch._dynamo.config.optimize_ddp = False
+    # The layers of a text model share one function, with a graph for each kind of layer and of batch.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+    module.compile(dynamic=dynamic)
+    return []
 
 
 def mean_of_workers(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:

@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -26,10 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from tensorboardX import SummaryWriter
 from tensorboardX.summary import hparams
-from torch import Tensor
 
 import shoal
-from shoal.atomic_io import write_error
+from shoal.atomic_io import write_atomically, write_error
 from shoal.errors import ShoalError
 from shoal.record import (
     FILE_NAME,
@@ -46,6 +45,7 @@ from shoal.record import (
     Stop,
     Target,
     check_format,
+    read_record,
 )
 from shoal.train.run_dir import flat_settings, own
 
@@ -134,70 +134,6 @@ class StepTimer:
         return event
 
 
-class RunningMetrics:
-    """Averages losses and metrics over the steps since the last line of the record.
-
-    Sums stay on the device in float64 until :meth:`means` sums them over all workers.
-
-    Args:
-        sum_over_workers: sums a CPU tensor ``[n]`` over all workers.
-    """
-
-    def __init__(self, sum_over_workers: Callable[[Tensor], list[float]]) -> None:
-        self._sum_over_workers = sum_over_workers
-        self.reset()
-
-    def reset(self) -> None:
-        """Discard all steps."""
-        self.grad_norms: list[float] = []
-        self._loss = 0.0
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = defaultdict(int)
-
-    def add_step(
-        self, loss: float, sums: dict[str, Tensor], counts: dict[str, int], grad_norm: float
-    ) -> None:
-        """Add one step.
-
-        Args:
-            loss: this worker's part of the mean loss over the global batch.
-            sums: this worker's part of the sum of each metric, float64 scalars.
-            counts: number of items of the global batch over which each metric is a mean.
-            grad_norm: not finite if the update was skipped.
-        """
-        self._loss += loss
-        self.grad_norms.append(grad_norm)
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-            self._counts[name] += counts[name]
-
-    def means(self, *, uneven: int = 0) -> tuple[float, dict[str, float]]:
-        """Return the mean loss and the mean metrics over all workers. A collective.
-
-        Args:
-            uneven: the number of workers, if they have not taken the same steps.
-        """
-        values = [torch.tensor(self._loss, dtype=torch.float64), *(s.cpu() for s in self._sums.values())]
-        counts: list[float] = [len(self.grad_norms), *(self._counts[name] for name in self._sums)]
-        if uneven:  # the mean of what the workers have counted
-            own = torch.tensor(counts, dtype=torch.float64) / uneven
-            sums = self._sum_over_workers(torch.cat([torch.stack(values), own]))
-            sums, counts = sums[: len(counts)], sums[len(counts) :]
-        else:
-            sums = self._sum_over_workers(torch.stack(values))
-        loss, *means = (value / max(count, 1) for value, count in zip(sums, counts, strict=True))
-        return loss, dict(zip(self._sums, means, strict=True))
-
-    def num_skipped(self) -> int:
-        """Return the number of steps whose update was skipped because the gradient was not finite."""
-        return sum(not math.isfinite(norm) for norm in self.grad_norms)
-
-    def mean_grad_norm(self) -> float:
-        """Return the mean gradient norm over the steps that were not skipped."""
-        finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
-        return sum(finite) / len(finite) if finite else math.nan
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory in bytes: allocated by torch on a GPU, of the process on the CPU."""
     if device.type == "cuda":
@@ -221,7 +157,7 @@ class RowWriter(Protocol):
     """Writes the rows of a run somewhere."""
 
     def write(self, row: Row) -> None:
-        """Write a row."""
+        """Write a row; of some kinds nothing."""
 
 
 class RecordWriter:
@@ -265,44 +201,20 @@ class RecordWriter:
         self._file.close()
 
 
-class RunLog(AbstractContextManager["RunLog"]):
-    """Writes rows to ``record.jsonl``, scalars to TensorBoard and lines to the terminal.
+class EventWriter:
+    """Writes scores and figures as TensorBoard events.
 
     Args:
-        run_dir: an existing run directory; this process becomes its owner.
-        progress: the progress bar, closed with the log.
-        mlperf: gets each row, too; its owner closes it.
+        folder: of the event files.
     """
 
-    def __init__(self, run_dir: Path, progress: Progress, mlperf: RowWriter | None = None) -> None:
-        self._owner = own(run_dir)
-        self._record = RecordWriter(run_dir)
-        self._events_dir = run_dir / "tensorboard"
-        self._events = SummaryWriter(str(self._events_dir), flush_secs=10)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._events = SummaryWriter(str(folder), flush_secs=10)
         self._settings: dict[str, Any] = {}
-        self._mlperf = mlperf
-        self.progress = progress
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.progress.close()
-        self._record.close()
-        try:
-            self._events.close()
-        except OSError as problem:
-            if error is None:
-                raise write_error(self._events_dir, problem) from None
 
     def write(self, row: Row) -> None:
-        """Write a row, its figures and what it tells.
-
-        Raises:
-            ShoalError: another job has taken over the run directory, or the record cannot be written.
-        """
-        if self._owner.is_lost.is_set():
-            self._owner.require()
-        self._record.write(row)
-        if self._mlperf is not None:
-            self._mlperf.write(row)
+        """Write the scalars of a row, and at the end the settings with the last scores."""
         if isinstance(row, Start):
             self._settings = flat_settings(row.config)
         elif isinstance(row, Step | Evaluation):
@@ -313,10 +225,67 @@ class RunLog(AbstractContextManager["RunLog"]):
             parameters = {k: v for k, v in self._settings.items() if isinstance(v, bool | int | float | str)}
             for summary in hparams(parameters, metrics):
                 self._events.file_writer.add_summary(summary)
-        if isinstance(row, Step):
-            self.progress.step(row)
-        elif text := _told(row):
-            self.progress.say(text)
+
+    def close(self) -> None:
+        """Close the files.
+
+        Raises:
+            ShoalError: they cannot be written.
+        """
+        try:
+            self._events.close()
+        except OSError as problem:
+            raise write_error(self._folder, problem) from None
+
+
+class CheckpointNotice:
+    """Writes the step of the newest checkpoint to a file, from which the launcher sees that a run advances.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, row: Row) -> None:
+        """Write the step of a checkpoint."""
+        if isinstance(row, Checkpoint):
+            write_atomically(self._path, f"{row.step}\n".encode())
+
+
+class RunLog(AbstractContextManager["RunLog"]):
+    """Writes the rows of a run: to ``record.jsonl``, TensorBoard, the terminal, and to other writers.
+
+    Args:
+        run_dir: an existing run directory; this process becomes its owner.
+        progress: the progress bar, closed with the log.
+        others: further writers; their owners close them.
+    """
+
+    def __init__(self, run_dir: Path, progress: Progress, others: Sequence[RowWriter] = ()) -> None:
+        self._owner = own(run_dir)
+        self.progress = progress
+        record, events = RecordWriter(run_dir), EventWriter(run_dir / "tensorboard")
+        self._writers: list[RowWriter] = [record, *others, events, progress]
+        self._stack = contextlib.ExitStack()
+        for own_writer in (record, events, progress):
+            self._stack.callback(own_writer.close)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        with contextlib.nullcontext() if error is None else contextlib.suppress(ShoalError):
+            self._stack.close()
+
+    def write(self, row: Row) -> None:
+        """Write a row, its figures and a line for the terminal.
+
+        Raises:
+            ShoalError: another job has taken over the run directory, or the record cannot be written.
+        """
+        if self._owner.is_lost.is_set():
+            self._owner.require()
+        for writer in self._writers:
+            writer.write(row)
 
 
 def _scalars(row: Step | Evaluation) -> dict[str, float]:
@@ -335,8 +304,8 @@ def _scalars(row: Step | Evaluation) -> dict[str, float]:
     }
 
 
-def _told(row: Row) -> str:
-    """Return a row in words for the terminal; empty for rows that say nothing there."""
+def _text_of(row: Row) -> str:
+    """Return a row in words for the terminal; empty for rows that are not shown."""
     match row:
         case Start():
             return (
@@ -373,6 +342,18 @@ def _told(row: Row) -> str:
     return ""
 
 
+def changed_precision(run_dir: Path, step: int, precision: str) -> list[str]:
+    """Return a line if the run has computed in another precision up to ``step``."""
+    rows = read_record(run_dir) if (run_dir / FILE_NAME).is_file() else []
+    before = next((row.precision for row in reversed(rows) if isinstance(row, Start)), precision)
+    if before == precision:
+        return []
+    return [
+        f"precision: {before} up to step {step:,}, {precision} from here on, so the results are not "
+        f"those of one run in {before} (--train.precision)"
+    ]
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the packages that results depend on."""
     found = {"shoal": shoal.__version__, "torch": torch.__version__}
@@ -407,6 +388,12 @@ class Speed:
     waited_s: float = 0.0
     """For other workers."""
     samples: int = 0
+
+    def add(self, timer: StepTimer, samples: int) -> None:
+        """Add the steps of a timer, of ``samples`` each."""
+        self.seconds += timer.total_s
+        self.waited_s += timer.num_steps * timer.parts_s()["gradient_wait"]
+        self.samples += timer.num_steps * samples
 
     def line(self, num_workers: int, unit: str) -> str:
         """Return the throughput, and the share of time not spent waiting for gradients.
@@ -458,6 +445,13 @@ class Progress:
         """Advance the bar to ``step``."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
+
+    def write(self, row: Row) -> None:
+        """Show a row: a step in the bar or every 15 s, others as text."""
+        if isinstance(row, Step):
+            self.step(row)
+        elif text := _text_of(row):
+            self.say(text)
 
     def step(self, row: Step) -> None:
         """Show the loss, accuracies and speed of a line of the record."""

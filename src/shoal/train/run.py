@@ -31,7 +31,6 @@ The loop, the loss and the update are in the script: ``Run`` never calls back in
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,14 +46,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal import record
-from shoal.atomic_io import write_atomically
 from shoal.data.loader import copies_to
 from shoal.data.sources import IterableSource, StepSource, as_source, digest_of_rows
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, Shares, plan_batch
 from shoal.decide.rng import Stream, random_keys
 from shoal.env.launcher import worker_env
-from shoal.env.machine import compiler_problem
 from shoal.env.settings import progress_file
 from shoal.env.worker import WorkerEnv, alone
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
@@ -70,29 +67,32 @@ from shoal.train.config import (
     refuses_fp16,
     required,
 )
-from shoal.train.evaluations import Evaluations, as_numbers, load_weights
+from shoal.train.evaluations import Evaluations, as_numbers, final_scores, load_weights
 from shoal.train.gradients import (
     DataParallel,
     LossScale,
     Precision,
     Update,
     agree_on_precision,
+    compile_model,
     wrap_model,
 )
 from shoal.train.mlperf_log import MLPerfLog
 from shoal.train.reporting import (
+    CheckpointNotice,
     Progress,
     RowWriter,
     RunLog,
-    RunningMetrics,
     Speed,
     StepTimer,
+    changed_precision,
     device_name,
     peak_memory_bytes,
     versions,
 )
 from shoal.train.run_dir import open_run_dir, owned
-from shoal.train.step import Step, Training
+from shoal.train.shares import advice_on_shares, open_shares
+from shoal.train.step import RunningMetrics, Step, Training
 from shoal.train.stopping import (
     StopRequest,
     Target,
@@ -105,10 +105,6 @@ from shoal.train.world import World, join_world, run_on_all
 
 end_in_one_line()  # settings, which a script makes before it opens a run, are checked too
 
-_MOST_GRAPHS = 64
-"""Of one compiled function."""
-_FEW_MICRO_BATCHES = 4
-"""With fewer micro-batches per step, one more for a faster worker is a large change of its share."""
 _FOLLOW_STEPS = 8
 """Steps between two adaptations of the shares of backend shoal's servers."""
 
@@ -123,6 +119,68 @@ class Sizes:
     global_batch_size: int
     micro_batch_size: int | None = None
     """Default: the largest divisor of a worker's share up to 64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of a run: the sections that it reads itself, and the whole that it stores."""
+
+    config: object | None
+    """A dataclass of dataclasses."""
+    output: RunOutputConfig
+    loop: LoopConfig
+    distributed: DistributedConfig
+    servers: ServersConfig
+    recipe: str = "script"
+
+    @property
+    def unit(self) -> str:
+        """Name of the samples."""
+        return getattr(self.config, "unit", "samples")
+
+    def section_with(self, section: str, field: str) -> str | None:
+        """Return the section if the settings have the field there, which makes it an option of a command."""
+        return section if hasattr(getattr(self.config, section, None), field) else None
+
+    def start_row(self, directory: Path, world: World, batch: BatchPlan, **more: Any) -> record.Start:
+        """Return the row with which a record begins.
+
+        Args:
+            more: its other fields.
+        """
+        return record.Start(
+            run=self.output.name or directory.name,
+            recipe=self.recipe,
+            command=sys.orig_argv,
+            num_workers=world.num_workers,
+            num_hosts=world.num_hosts,
+            backend=world.backend,
+            device=device_name(world.device),
+            versions=versions(),
+            unit=batch.unit,
+            **(more | batch.sizes),
+        )
+
+    def ended(self, directory: Path, steps: str, reached: str) -> str:
+        """Return that a run has ended before, for the command that starts it again.
+
+        Args:
+            steps: the steps that were done.
+            reached: the target as its end; may be empty.
+        """
+        longer = "--run.until or leave it out" if reached else getattr(self.config, "longer", "until")
+        other = "--run.dir" if self.section_with("run", "dir") else "directory"
+        return (
+            f"{directory} {reached or 'is finished'}: {steps}. To train longer, raise {longer}; to begin "
+            f"again, name another {other} or remove {directory}"
+        )
+
+    def tree(self, precision: Precision) -> dict[str, Any]:
+        """Return the settings with the precision that ``auto`` stands for, as nested dictionaries."""
+        tree = {} if self.config is None else as_tree(self.config)
+        if "precision" in tree.get("train", {}):
+            tree["train"]["precision"] = precision.name
+        return tree
 
 
 class Run:
@@ -167,19 +225,14 @@ class Run:
         self,
         world: World,
         directory: Path | None,
+        settings: Settings,
         *,
-        config: object | None,
-        settings: RunOutputConfig,
-        loop: LoopConfig,
-        distributed: DistributedConfig,
-        servers: ServersConfig,
         precision: Precision,
-        recipe: str,
         stop: StopRequest,
         target: Target | None = None,
     ) -> None:
-        self.world, self.directory, self.seed = world, directory, loop.seed
-        self.recipe, self.unit = recipe, getattr(config, "unit", "samples")
+        self.world, self.directory, self.seed = world, directory, settings.loop.seed
+        self._settings, self._tree = settings, settings.tree(precision)
         self._precision, self._is_autocast = precision, False
         self.timer = StepTimer(world.device)
         self.log: RunLog | None = None
@@ -187,26 +240,23 @@ class Run:
         self.stopped = self.is_over = self.reached = False
         self.lines: Sequence[int] = ()
         self._evaluations = Evaluations(directory, world, target)
-        self._config, self._settings, self._loop = config, settings, loop
-        self._distributed, self._servers = distributed, servers
-        self.stop_request, self._tree = stop, _tree(config, precision)
+        self.stop_request = stop
         self._checkpointer: Checkpointer | None = None
-        if directory is not None and settings.save:
-            self._checkpointer = Checkpointer(directory, keep=settings.keep_checkpoints)
-        self._progress_file = progress_file() if world.is_main else None
-        self._nonfinite_steps = self._own_bad_steps = 0
+        if directory is not None and settings.output.save:
+            self._checkpointer = Checkpointer(directory, keep=settings.output.keep_checkpoints)
+        self._nonfinite_steps = 0
         self._metrics = RunningMetrics(self.sum)
         self._speed = Speed()
-        self._mlperf_log: RowWriter | None = None
+        self._writers: list[RowWriter] = []
         self.to_device = copies_to(world.device)
         self._kept: dict[str, Any] = {}
         self._training = Training(
             world=world,
             timer=self.timer,
             copies=self.to_device,
-            scale=self._fresh_scale(),
+            scale=_loss_scale(self._precision, self._settings.loop),
             update=Update(on_device=world.device.type == "cuda"),
-            seed_key=int(random_keys(loop.seed, Stream.DROPOUT, world.place.rank).item()),
+            seed_key=int(random_keys(self.seed, Stream.DROPOUT, world.place.rank).item()),
             kept=self._kept,
             saves=self._checkpointer is not None,
         )
@@ -218,7 +268,6 @@ class Run:
         self._checked: StepSource | None = None  # its first micro-batches were looked at
         self._section = "train"
         self.num_parameters, self.epoch_samples = 0, 0
-        self._unread: list[Step] = []  # done, but their losses and norms are not counted yet
         self._current: Step | None = None
         self._stack = ExitStack()
         self._began = self._last_end = time.monotonic()
@@ -264,44 +313,35 @@ class Run:
                 ``until`` names a score that the run will not have, or workers differ in their precision.
             ShoalError: a worker was lost, or memory ran out.
         """
-        settings = settings or _section(config, "run", RunOutputConfig)
-        if settings.evaluate is not None:
-            settings = replace(settings, save=False, until=None, validation_beside=0, mlperf_log=None)
-        loop = loop or _section(config, "train", LoopConfig)
-        distributed = distributed or _section(config, "distributed", DistributedConfig)
-        servers = servers or _section(config, "servers", ServersConfig)
-        check_wire(distributed, servers, precision=loop.precision, clip="global")
-        scores = getattr(config, "scores", {}) if scores is None else scores
-        target = read_target(settings.until, scores)
-        directory = Path(directory or required(settings.dir))
+        everything = _settings(config, settings, loop, distributed, servers, recipe)
+        output, loop, distributed = everything.output, everything.loop, everything.distributed
+        check_wire(distributed, everything.servers, precision=loop.precision, clip="global")
+        target = read_target(output.until, getattr(config, "scores", {}) if scores is None else scores)
+        directory = Path(directory or required(output.dir))
         stop = StopRequest()
         with ExitStack() as stack:
             worker = worker or worker_env() or alone(Path(stack.enter_context(TemporaryDirectory())))
             world = stack.enter_context(join_world(worker, distributed))
             end_in_one_line()
-            precision = agree_on_precision(
-                loop.precision, world, no_fp16=refuses_fp16(config, loop, distributed, servers)
-            )
+            no_fp16 = refuses_fp16(config, loop, distributed, everything.servers)
+            precision = agree_on_precision(loop.precision, world, no_fp16=no_fp16)
             stack.enter_context(owned(directory, world))
-            tree = _tree(config, precision)
+            tree = everything.tree(precision)
             run_on_all(
                 world.control, lambda: open_run_dir(directory, tree, immutable) if world.is_main else None
             )
-            run = cls(
-                world, directory, config=config, settings=settings, loop=loop, distributed=distributed,
-                servers=servers, precision=precision, recipe=recipe, stop=stop, target=target,
-            )  # fmt: skip
+            run = cls(world, directory, everything, precision=precision, stop=stop, target=target)
             stack.enter_context(run._stack)
-            if (path := settings.mlperf_log) is not None:
-                names = target.names if target is not None else frozenset()
-                run_on_all(world.control, lambda: run._log_for_mlperf(path, names))
+            run_on_all(
+                world.control, lambda: run._writers.extend(_open_writers(run._stack, world, output, target))
+            )
             try:
                 yield run
             except (RuntimeError, MemoryError) as error:
                 if run._batch is None or not is_out_of_memory(error):
                     raise
                 remedy = getattr(config, "memory_remedy", "a smaller model")
-                section = run._section if run._has(run._section, "micro_batch_size") else None
+                section = everything.section_with(run._section, "micro_batch_size")
                 raise out_of_memory(error, run._batch, remedy, section=section) from error
             finally:  # what has threads of its own ends before the process groups do
                 run._evaluations.close()
@@ -338,7 +378,11 @@ class Run:
             UsageError: 8-bit gradients on a GPU.
         """
         ddp = wrap_model(
-            model.to(self.world.device), self.world, self._distributed, self.precision, self.timer.lap
+            model.to(self.world.device),
+            self.world,
+            self._settings.distributed,
+            self.precision,
+            self.timer.lap,
         )
         ddp.average = average
         ddp.settle_buckets()
@@ -353,21 +397,8 @@ class Run:
             dynamic: whether shapes vary; default: torch detects it.
             by_default: if the settings have no value, compile on a GPU if there is a C compiler.
         """
-        wanted = self._loop.compile
-        if wanted is None and by_default and self.world.device.type == "cuda":
-            problem = compiler_problem()
-            wanted = not problem
-            if problem:
-                self._notes.append(f"not compiled: {problem}")
-        if not wanted:
-            return
-        # Dynamo cuts a graph at DDP's buckets, so that sums begin early. One worker sums nothing, and of a
-        # model that compiles its layers one by one they begin early anyway.
-        if self.world.num_workers == 1 or type(module).compile is not nn.Module.compile:
-            torch._dynamo.config.optimize_ddp = False
-        # The layers of a text model share one function, with a graph for each kind of layer and of batch.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
-        module.compile(dynamic=dynamic)
+        if self._settings.loop.compile is not None or by_default:
+            self._notes += compile_model(module, self.world, self._settings.loop.compile, dynamic=dynamic)
 
     def keep(self, **stateful: Any) -> None:
         """Register the state of checkpoints, and restore it if the run has a checkpoint.
@@ -390,16 +421,16 @@ class Run:
                 "is given: give all to one call"
             )
         self._kept.update(stateful)
-        if first and self._settings.evaluate is None:
+        if first and self._settings.output.evaluate is None:
             self._choose_update()
         named = {"model": stateful["model"]} if "model" in stateful else stateful
         models = [each for each in named.values() if isinstance(each, nn.Module)]
         self.num_parameters = self.num_parameters or sum(p.numel() for m in models for p in m.parameters())
-        if self._settings.evaluate is not None:
-            self.step, self._samples = load_weights(self._settings.evaluate, self._kept, self.world)
+        if self._settings.output.evaluate is not None:
+            self.step, self._samples = load_weights(self._settings.output.evaluate, self._kept, self.world)
             return
         if not first:
-            self._training.scale = self._fresh_scale()
+            self._training.scale = _loss_scale(self._precision, self._settings.loop)
         elif self._checkpointer is not None:
             self._restored = self._checkpointer.restore(self._state())
         if first and self._restored:
@@ -417,7 +448,7 @@ class Run:
         from shoal.train.servers.choice import choose_update
 
         update = choose_update(
-            self._servers, self._kept, self._training.models, scale=self._training.scale,
+            self._settings.servers, self._kept, self._training.models, scale=self._training.scale,
             directory=self.directory,
         )  # fmt: skip
         if update is not None:
@@ -476,33 +507,32 @@ class Run:
             )
         index, num_replicas = replica or (self.world.place.rank, self.world.num_workers)
         if not isinstance(batch, BatchPlan):
-            batch = plan_batch(batch, num_replicas, section=section, unit=self.unit)
-        if self._settings.evaluate is not None:
+            batch = plan_batch(batch, num_replicas, section=section, unit=self._settings.unit)
+        if self._settings.output.evaluate is not None:
             until = total = self.step
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
-        self._training.update.check_synchronized(self._settings, [*self.lines, until])
-        self._count_steps()
+        self._training.update.check_synchronized(self._settings.output, [*self.lines, until])
+        self._metrics.read()
         if (restored := self._restored) is not None and self.step == restored.step:
             self.is_over = self._evaluations.has_ended(self.step, self._total)
         if self.is_over:
             return
         source = as_source(data, seed=self.seed)
-        self._shares = self._open_shares(source, replace(batch, replicas=replica is not None))
-        self._evaluations.open_beside(self._settings.validation_beside, self.step)
+        setting = self._settings.distributed.shares
+        self._shares = open_shares(
+            setting, directory=self.directory, world=self.world, step=self.step, source=source,
+            batch=replace(batch, replicas=replica is not None), models=self._training.models,
+        )  # fmt: skip
+        advice = advice_on_shares(self._shares, setting, batch, section)
+        self._evaluations.open_beside(self._settings.output.validation_beside, self.step)
         if self.directory is not None and not self.stopped:
-            self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *notes])
+            self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *advice, *notes])
         if phase is not None and self.log and self.step == since:
-            self.log.write(
-                record.Phase(
-                    step=since + 1,
-                    last_step=until,
-                    name=phase[0],
-                    sequence_length=phase[1],
-                    global_batch_size=batch.global_batch_size,
-                    micro_batch_size=batch.micro_batch_size,
-                    accumulation_steps=batch.accumulation_steps,
-                )
+            name, length = phase
+            row = record.Phase(
+                step=since + 1, last_step=until, name=name, sequence_length=length, **batch.sizes
             )
+            self.log.write(row)
         self.timer.reset()
         while self.step < until and not self.stopped and not self.reached:
             left = range(self.step - since, until - since)
@@ -514,12 +544,8 @@ class Run:
                 shares=self._shares.current if self._shares else (),
             )
             yield from self._attempt(source, shard, left, targets, on_host)
-        if (
-            self.step == until
-            and self._evaluations.has_target
-            and self.sum([self._evaluations.is_reached()])[0]
-        ):
-            self._reach()
+        if self.step == until and self._evaluations.have_reached():
+            self._end_early(is_reached=True)
 
     def _attempt(
         self,
@@ -541,8 +567,11 @@ class Run:
                 self._evaluations.poll(self.log)
                 num_targets = own_targets * self.world.num_workers  # the mean is over this worker's part
                 update = self._training.update
-                if not update.runs_ahead(asks=self._wants_to_end()):
-                    self._require_own_rows(source, micro_batches, shard, index)
+                is_bad = self._metrics.num_nonfinite >= self._settings.loop.max_nonfinite_steps
+                if not update.runs_ahead(asks=is_bad or self.stop_request.requested is not None):
+                    if source is not self._checked:
+                        check_own_rows(source, micro_batches, shard, self.world, is_first=index == 0)
+                        self._checked = source
                     total = self._agree(own_targets, source, shard, index)
                     if total is None:
                         return
@@ -560,72 +589,58 @@ class Run:
                 yield step
                 if not step.is_done:
                     return
-                if self.due(self._settings.checkpoint_frequency):
+                if self.due(self._settings.output.checkpoint_frequency):
                     self.save()
                 self._report_checkpoints()
                 self.timer.begin_step()
-
-    def _require_own_rows(self, source: StepSource, batches: Any, shard: DataShard, index: int) -> None:
-        """Check the first micro-batches of an iterable; all workers call it."""
-        if not isinstance(source, IterableSource) or not source.checked or source is self._checked:
-            return
-        self._checked = source
-        size = shard.micro_batch_size if index == 0 else None  # later one may be the last of an epoch
-        found = run_on_all(self.world.control, lambda: digest_of_rows(batches, size))
-        if 1 < self.world.num_workers == shard.num_workers and found[0] and len(set(found)) == 1:
-            raise UsageError(
-                f"all {len(found)} workers were given the same rows by the {type(source.batches).__name__} "
-                "of run.steps: give each its own part, as DataLoader(..., sampler=DistributedSampler(...)) "
-                "or datasets.distributed.split_dataset_by_node do, or an indexable dataset, which run.steps "
-                "divides; data that has to be the same: IterableSource(batches=..., checked=False) of "
-                "shoal.data.sources"
-            )
 
     def _agree(self, num_targets: int, source: StepSource, shard: DataShard, index: int) -> int | None:
         """Agree with all workers before a step; return the targets of its global batch.
 
         ``None``: the step is not to come, or not from these batches.
         """
-        most, update = self._loop.max_nonfinite_steps, self._training.update
+        most, update = self._settings.loop.max_nonfinite_steps, self._training.update
         counted = 1 if update.is_synchronous else most  # steps of this worker since the last agreement
-        bad = self._own_bad_steps >= counted
+        bad = self._metrics.num_nonfinite >= counted
         stops = self.stop_request.requested is not None
-        sums = self.sum([num_targets, bad, stops, self._evaluations.is_reached(), *self._busy_s()])
+        times = self.world.by_rank(self.timer.busy_s) if self._shares is not None else []
+        sums = self.sum([num_targets, bad, stops, self._evaluations.is_reached(), *times])
         self.timer.lap("other")
         total, num_bad, num_stops, num_reached = map(int, sums[:4])
         self._nonfinite_steps = self._nonfinite_steps + counted if num_bad else 0
         if self._nonfinite_steps >= most:
             rates = "optim" if self._section == "train" else self._section
-            section = rates if self._has(rates, "learning_rate") else None
-            behind = 1 + len(self._unread)  # the step whose loss it is
+            section = self._settings.section_with(rates, "learning_rate")
+            behind = 1 + self._metrics.num_unread  # the step whose loss it is
             names = source.names(shard, index - behind)
             raise not_finite(self._nonfinite_steps, self.step + 1 - behind, names, section=section)
-        if num_reached:
-            self._reach()
-            return None
-        if num_stops:
-            self._save_and_stop()
+        if num_reached or num_stops:
+            self._end_early(is_reached=num_reached > 0)
             return None
         if self._shares is not None and self._shares.observe(self.step + 1, sums[4:]):
-            self._tell_shares(self._shares)
+            if self.log:
+                samples, seconds = list(self._shares.current), self._shares.seconds
+                self.log.write(record.Shares(step=self.step + 1, samples=samples, seconds=seconds))
             return None
         if not update.on_servers and self.step % _FOLLOW_STEPS == 0:
             self.world.follow_rates()
         return total
 
-    def _has(self, section: str, field: str) -> bool:
-        """Return whether the settings have it, and so the command an option; a script has its own."""
-        return hasattr(getattr(self._config, section, None), field)
-
-    def _wants_to_end(self) -> bool:
-        """Return whether this worker has a reason to end the run."""
-        is_bad = self._own_bad_steps >= self._loop.max_nonfinite_steps
-        return is_bad or self.stop_request.requested is not None
-
     def _settle(self) -> None:
         """Wait until all workers have taken the same steps. A collective."""
         if self._training.update.settle():
             self.timer.lap("gradient_wait")
+
+    def _end_early(self, *, is_reached: bool) -> None:
+        """Save the last step, since it reached the target, or since a signal asked some worker to stop."""
+        self.reached, self.stopped = is_reached, not is_reached
+        self.save(wait=self.stopped)
+        if self.reached:
+            self._evaluations.report_target(self.step, self.log)
+        elif self.log:
+            signal = self.stop_request.requested or "a signal to another worker"
+            reason = f"{signal}; the same command continues"
+            self.log.write(record.Stop(step=self.step, reason=reason, exit_code=EXIT_STOPPED))
 
     def due(self, every: int | Sequence[int] | None, *, evaluation: bool = False) -> bool:
         """Return whether the last step is a multiple of ``every``, or one of the listed steps.
@@ -638,7 +653,9 @@ class Run:
             evaluation: whether the loop evaluates the model if the result is true. If evaluations run beside
                 training, the call requests one there and returns true only for the last step.
         """
-        if (self._current is not None and not self._current.is_done) or not self._is_due(every):
+        if self._current is not None and not self._current.is_done:
+            return False
+        if not _is_due(every, self.step, self._until):
             return False
         self._settle()
         if not evaluation or self.step == self._until:
@@ -647,11 +664,6 @@ class Run:
             return True
         self.timer.lap("other")
         return False
-
-    def _is_due(self, every: int | Sequence[int] | None) -> bool:
-        if isinstance(every, Sequence):
-            return self.step in every
-        return self.step == self._until or bool(every and self.step % every == 0)
 
     def evaluation(self, split: str, metrics: Mapping[str, float | Tensor], *, num_samples: int) -> None:
         """Write scores of the step just done to the record and the terminal.
@@ -687,7 +699,7 @@ class Run:
         """
         if self.directory is None or self.stopped or self.is_over:
             return False
-        if self._settings.evaluate is not None:
+        if self._settings.output.evaluate is not None:
             return not self._evaluations.scores
         self._settle()
         return self._evaluations.lacks(self.step, split)
@@ -697,11 +709,6 @@ class Run:
         total = torch.as_tensor(values, dtype=torch.float64).cpu()
         dist.all_reduce(total, group=self.world.control)
         return [float(value) for value in total]
-
-    def _note(self, text: str) -> None:
-        """Print lines above the progress bar, on the first worker."""
-        if self.log:
-            self.log.progress.say(text)
 
     def save(self, *, wait: bool = False) -> None:
         """Save a checkpoint of the last step, in addition to those that :meth:`steps` saves when due.
@@ -735,14 +742,8 @@ class Run:
         assert self.directory is not None, "an inner run has no end of its own"
         if self.is_over:
             if self.world.is_main:
-                ended, longer = "is finished", f"raise {getattr(self._config, 'longer', 'until')}"
-                if reached := self._evaluations.end_of_run():
-                    ended, longer = reached, "raise --run.until or leave it out"
-                other = "--run.dir" if self._has("run", "dir") else "directory"
-                print(
-                    f"{self.directory} {ended}: {self.step:,} of {self._total:,} steps. To train longer, "
-                    f"{longer}; to begin again, name another {other} or remove {self.directory}"
-                )
+                steps = f"{self.step:,} of {self._total:,} steps"
+                print(self._settings.ended(self.directory, steps, self._evaluations.end_of_run()))
             return EXIT_OK
         self._evaluations.finish(self.log)
         self._evaluations.report_target(self.step, self.log)
@@ -750,36 +751,18 @@ class Run:
             self._checkpointer.finish()
         self._report_checkpoints()
         if self.log:
-            if export and self._settings.save:
+            if export and self._settings.output.save:
                 export(self.directory)
             last = self._evaluations.last(self.step)
-            found = {split: row.metrics for split, row in last.items()}
-            if "validation" in found:
-                found = {"validation": found["validation"]}
-            metrics = {
-                name if len(found) == 1 else f"{split}/{name}": value
-                for split, values in found.items()
-                for name, value in values.items()
-            }
-            self._note(self._speed.line(self.world.num_workers, self.unit))
+            self.log.progress.say(self._speed.line(self.world.num_workers, self._settings.unit))
             self.log.write(
-                record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=metrics)
+                record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=final_scores(last))
             )
             if summary:
-                self._note(summary(last))
+                self.log.progress.say(summary(last))
         return EXIT_OK
 
     # ---- inside -----------------------------------------------------------------------------------------
-
-    def _fresh_scale(self) -> LossScale:
-        return LossScale(enabled=self._precision.name == "fp16", static=self._loop.loss_scale)
-
-    def _log_for_mlperf(self, path: Path, watched: frozenset[str]) -> None:
-        """Begin the log lines of MLPerf on the first worker."""
-        if self.world.is_main:
-            log = MLPerfLog(path, watched)
-            self._stack.callback(log.close)
-            self._mlperf_log = log
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint holds; the state of the data is the one integer ``samples``."""
@@ -792,12 +775,6 @@ class Run:
             "config": self._tree,
         }
 
-    def _reach(self) -> None:
-        """End the steps because the last evaluations reached the target."""
-        self.reached = True
-        self.save()
-        self._evaluations.report_target(self.step, self.log)
-
     def _begin(self, batch: BatchPlan, references: Mapping[str, float], notes: Sequence[str]) -> None:
         """Begin the record on the first worker, once: the settings, the arithmetic, where it goes on from."""
         if not self.world.is_main:
@@ -805,27 +782,19 @@ class Run:
         if self.log is None:  # the first phase
             assert self.directory is not None
             precision = self._precision.name if self._is_autocast else "the script's own types"
-            notes = [*self._changes_precision(precision), *notes]
-            progress = Progress(self._total, self.step, unit=self.unit)
-            self.log = self._stack.enter_context(RunLog(self.directory, progress, self._mlperf_log))
+            if self._restored is not None:
+                notes = [*changed_precision(self.directory, self.step, precision), *notes]
+            progress = Progress(self._total, self.step, unit=self._settings.unit)
+            self.log = self._stack.enter_context(RunLog(self.directory, progress, self._writers))
             self.log.write(
-                record.Start(
-                    run=self._settings.name or self.directory.name,
-                    recipe=self.recipe,
-                    command=sys.orig_argv,
+                self._settings.start_row(
+                    self.directory,
+                    self.world,
+                    batch,
                     config=self._tree,
-                    num_workers=self.world.num_workers,
-                    num_hosts=self.world.num_hosts,
-                    backend=self.world.backend,
-                    device=device_name(self.world.device),
                     precision=precision,
-                    versions=versions(),
                     num_parameters=self.num_parameters,
                     total_steps=self._total,
-                    global_batch_size=batch.global_batch_size,
-                    micro_batch_size=batch.micro_batch_size,
-                    accumulation_steps=batch.accumulation_steps,
-                    unit=batch.unit,
                     epoch_samples=self.epoch_samples,
                     references=dict(references),
                 )
@@ -842,78 +811,20 @@ class Run:
                 )
             )
 
-    def _changes_precision(self, precision: str) -> list[str]:
-        """Return a line if a run that continues has computed in another precision until now."""
-        directory = required(self.directory)
-        if self._restored is None or not (directory / record.FILE_NAME).is_file():
-            return []
-        rows = record.read_record(directory)
-        before = next((row.precision for row in reversed(rows) if isinstance(row, record.Start)), precision)
-        if before == precision:
-            return []
-        return [
-            f"precision: {before} up to step {self.step:,}, {precision} from here on, so the results are not "
-            f"those of one run in {before} (--train.precision)"
-        ]
-
-    def _open_shares(self, source: StepSource, batch: BatchPlan) -> Shares | None:
-        """Return how the global batch is divided, unless equally; all workers call it."""
-        setting = self._distributed.shares
-        if setting == "equal" or self.world.num_workers == 1 or self.directory is None:
-            return None
-        if batch.accumulation_steps < _FEW_MICRO_BATCHES:
-            self._notes.append(
-                f"shares {setting}: a part that grows takes one more micro-batch, and a step has "
-                f"{batch.accumulation_steps}: with --{self._section}.micro-batch-size of at most "
-                f"{max(1, batch.worker_batch_size // _FEW_MICRO_BATCHES)} it costs less"
-            )
-        from shoal.train.shares import open_shares
-
-        return open_shares(
-            setting, directory=self.directory, world=self.world, step=self.step, batch=batch, source=source,
-            models=self._training.models,
-        )  # fmt: skip
-
-    def _busy_s(self) -> list[float]:
-        """Return the times of the workers, by rank, as far as this one knows: its own, if shares need it."""
-        if self._shares is None:
-            return []
-        times = [0.0] * self.world.num_workers
-        times[self.world.place.rank] = self.timer.busy_s
-        return times
-
-    def _tell_shares(self, shares: Shares) -> None:
-        """Write that the workers have other parts of the batch from the next step on, on the first worker."""
-        if self.log:
-            row = record.Shares(step=self.step + 1, samples=list(shares.current), seconds=shares.seconds)
-            self.log.write(row)
-
-    def _save_and_stop(self) -> None:
-        """Save because a signal asked some worker to stop."""
-        self.stopped = True
-        self.save(wait=True)
-        if self.log and self.directory is not None:
-            reason = (
-                f"{self.stop_request.requested or 'a signal to another worker'}; the same command continues"
-            )
-            self.log.write(record.Stop(step=self.step, reason=reason, exit_code=EXIT_STOPPED))
-
     def _report_checkpoints(self) -> None:
         if self._checkpointer is not None:
             for row in self._checkpointer.poll():
                 if self.log:
                     self.log.write(row)
-                if self._progress_file:
-                    write_atomically(self._progress_file, f"{row.step}\n".encode())
 
     def _commit(self, step: Step) -> None:
         """Count a step that was done, and write its line if one is due."""
         before, self.step = self.step, self._training.update.step_after(step.number)
         self._evaluations.scores.clear()
         self._samples += step.num_samples * (self.step - before)
-        self._unread.append(step)
-        self._count_steps(all_but=int(step.is_unread))  # a GPU has passed the step before
-        writes_line = self._is_due(self._settings.log_frequency) or self.step in self.lines
+        self._metrics.add(step)
+        frequency = self._settings.output.log_frequency
+        writes_line = _is_due(frequency, self.step, self._until) or self.step in self.lines
         if writes_line:
             self._settle()
         self.timer.end_step(self.step - before)
@@ -923,24 +834,13 @@ class Run:
             self._write_line(step)
         self._last_end = time.monotonic()
 
-    def _count_steps(self, all_but: int = 0) -> None:
-        """Read and count losses and norms of the steps that were done, without the ``all_but`` newest."""
-        while len(self._unread) > all_but:
-            step = self._unread.pop(0)
-            self._own_bad_steps = 0 if math.isfinite(step.loss) else self._own_bad_steps + 1
-            self._metrics.add_step(step.loss, step.sums, step.counts, step.grad_norm)
-
     def _write_line(self, step: Step) -> None:
-        self._count_steps()
         update = self._training.update
         loss, figures = self._metrics.means(uneven=0 if update.is_synchronous else self.world.num_workers)
         weight_norm = update.weight_norm(*step.optimizers)
         if len(step.optimizers) > 1:
-            figures |= self._learning_rates(step.optimizers)
-        step_s, parts_s, num_steps = self.timer.step_s(), self.timer.parts_s(), self.timer.num_steps
-        self._speed.seconds += num_steps * step_s
-        self._speed.waited_s += num_steps * parts_s["gradient_wait"]
-        self._speed.samples += num_steps * step.num_samples
+            figures |= _learning_rates(step.optimizers, self._kept)
+        self._speed.add(self.timer, step.num_samples)
         if self.log:
             self.log.write(
                 record.Step(
@@ -952,9 +852,9 @@ class Run:
                     loss_scale=self._training.scale.value,
                     grad_norm=self._metrics.mean_grad_norm(),
                     weight_norm=weight_norm,
-                    samples_per_s=step.num_samples / step_s,
-                    step_s=step_s,
-                    parts_s=parts_s,
+                    samples_per_s=step.num_samples / self.timer.step_s(),
+                    step_s=self.timer.step_s(),
+                    parts_s=self.timer.parts_s(),
                     num_skipped=self._metrics.num_skipped(),
                     peak_memory_bytes=peak_memory_bytes(self.world.device),
                 )
@@ -964,33 +864,107 @@ class Run:
         self._metrics.reset()
         self.timer.reset()
 
-    def _learning_rates(self, optimizers: Sequence[Optimizer]) -> dict[str, float]:
-        """Return the learning rates of several optimizers, by the names under which they are kept."""
-        names = {id(kept): name for name, kept in self._kept.items()}
-        return {
-            f"learning_rate_{names.get(id(each), number)}": float(each.param_groups[0]["lr"])
-            for number, each in enumerate(optimizers, start=1)
-        }
+
+def _is_due(every: int | Sequence[int] | None, step: int, last: int) -> bool:
+    if isinstance(every, Sequence):
+        return step in every
+    return step == last or bool(every and step % every == 0)
+
+
+def check_own_rows(
+    source: StepSource, batches: Any, shard: DataShard, world: World, *, is_first: bool
+) -> None:
+    """Check the first micro-batches that an iterable yields in this process. A collective.
+
+    Args:
+        source: the data; others than iterables are not checked.
+        batches: this worker's micro-batches of a step.
+        shard: their sizes.
+        world: the workers.
+        is_first: whether it is the first step of the data; a later one may be the last of an epoch.
+
+    Raises:
+        UsageError: a micro-batch has another size than the run's, or all workers have the same rows.
+    """
+    if not isinstance(source, IterableSource) or not source.checked:
+        return
+    size = shard.micro_batch_size if is_first else None
+    digests = run_on_all(world.control, lambda: digest_of_rows(batches, size))
+    if 1 < world.num_workers == shard.num_workers and digests[0] and len(set(digests)) == 1:
+        raise UsageError(
+            f"all {len(digests)} workers were given the same rows by the {type(source.batches).__name__} "
+            "of run.steps: give each its own part, as DataLoader(..., sampler=DistributedSampler(...)) "
+            "or datasets.distributed.split_dataset_by_node do, or an indexable dataset, which run.steps "
+            "divides; data that has to be the same: IterableSource(batches=..., checked=False) of "
+            "shoal.data.sources"
+        )
+
+
+def _loss_scale(precision: Precision, loop: LoopConfig) -> LossScale:
+    return LossScale(enabled=precision.name == "fp16", static=loop.loss_scale)
+
+
+def _learning_rates(optimizers: Sequence[Optimizer], kept: Mapping[str, Any]) -> dict[str, float]:
+    """Return the learning rates of several optimizers, by the names under which they are kept."""
+    names = {id(each): name for name, each in kept.items()}
+    return {
+        f"learning_rate_{names.get(id(each), number)}": float(each.param_groups[0]["lr"])
+        for number, each in enumerate(optimizers, start=1)
+    }
+
+
+def _open_writers(
+    stack: ExitStack, world: World, output: RunOutputConfig, target: Target | None
+) -> list[RowWriter]:
+    """Return what else the first worker writes rows to: the launcher's file, MLPerf's log.
+
+    Args:
+        stack: closes them.
+    """
+    writers: list[RowWriter] = []
+    if world.is_main and (path := progress_file()) is not None:
+        writers.append(CheckpointNotice(path))
+    if world.is_main and (path := output.mlperf_log) is not None:
+        watched = target.names if target is not None else frozenset()
+        writers.append(stack.enter_context(closing(MLPerfLog(path, watched))))
+    return writers
+
+
+def _settings(
+    config: object | None,
+    output: RunOutputConfig | None,
+    loop: LoopConfig | None,
+    distributed: DistributedConfig | None,
+    servers: ServersConfig | None,
+    recipe: str,
+) -> Settings:
+    """Return all settings: sections that are not given are those of ``config``, or the defaults."""
+    output = output or _section(config, "run", RunOutputConfig)
+    if output.evaluate is not None:
+        output = replace(output, save=False, until=None, validation_beside=0, mlperf_log=None)
+    return Settings(
+        config=config,
+        output=output,
+        loop=loop or _section(config, "train", LoopConfig),
+        distributed=distributed or _section(config, "distributed", DistributedConfig),
+        servers=servers or _section(config, "servers", ServersConfig),
+        recipe=recipe,
+    )
 
 
 def _section(config: object, name: str, kind: type[T]) -> T:
-    """Return a section of the settings, or the defaults where there is none of this kind."""
-    found = getattr(config, name, None)
-    return found if isinstance(found, kind) else kind()
-
-
-def _tree(config: object | None, precision: Precision) -> dict[str, Any]:
-    """Return the settings with the precision that ``auto`` has become."""
-    tree = {} if config is None else as_tree(config)
-    if "precision" in tree.get("train", {}):
-        tree["train"]["precision"] = precision.name
-    return tree
+    """Return a section of the settings, or the defaults if they have none of this kind."""
+    section = getattr(config, name, None)
+    return section if isinstance(section, kind) else kind()
 
 
 def inner_run(run: Run, config: Any) -> Run:
     """Return a run on the workers of another that writes nothing, for a short training inside that one."""
-    return Run(
-        run.world, None, config=config, settings=run._settings, loop=config.train,
-        distributed=config.distributed, servers=config.servers, precision=run.precision,
-        recipe=run.recipe, stop=run.stop_request,
-    )  # fmt: skip
+    settings = replace(
+        run._settings,
+        config=config,
+        loop=config.train,
+        distributed=config.distributed,
+        servers=config.servers,
+    )
+    return Run(run.world, None, settings, precision=run.precision, stop=run.stop_request)

@@ -28,6 +28,8 @@ from shoal.train.reporting import StepTimer
 from shoal.train.world import World, run_on_all
 
 BY_SPEED = "by-speed"
+_FEW_MICRO_BATCHES = 4
+"""With fewer micro-batches per step, one more for a faster worker is a large change of its share."""
 
 
 def open_shares(
@@ -39,11 +41,11 @@ def open_shares(
     batch: BatchPlan,
     source: StepSource,
     models: Sequence[DataParallel],
-) -> Shares:
-    """Return the shares of a training that begins or continues after ``step``; all workers call it.
+) -> Shares | None:
+    """Return the shares of a run that begins or continues after ``step``; ``None``: equal ones. A collective.
 
     Args:
-        setting: ``by-speed``, or the directory of a run whose shares are to be repeated.
+        setting: ``equal``; ``by-speed``; or the directory of a run whose shares are to be repeated.
         directory: of this run, whose record has the shares that it had so far.
         world: the workers.
         step: steps done, counted over the whole run.
@@ -54,6 +56,8 @@ def open_shares(
     Raises:
         UsageError: workers cannot be given unequal parts, or the recorded run had others.
     """
+    if setting == "equal" or world.num_workers == 1 or directory is None:
+        return None
     _check_divisible(source, models, batch, setting)
     by_speed = setting == BY_SPEED
     equal = [batch.worker_batch_size] * batch.num_workers
@@ -80,6 +84,17 @@ def open_shares(
         return ReplayedShares(fitting, equal, step)
     last = next((shares for first, shares in reversed(fitting) if first <= step), equal)
     return SharesBySpeed(last, unit=_unit(models, batch))
+
+
+def advice_on_shares(shares: Shares | None, setting: str, batch: BatchPlan, section: str) -> list[str]:
+    """Return a line to print if the micro-batches are too large for unequal shares."""
+    if shares is None or batch.accumulation_steps >= _FEW_MICRO_BATCHES:
+        return []
+    return [
+        f"shares {setting}: a part that grows takes one more micro-batch, and a step has "
+        f"{batch.accumulation_steps}: with --{section}.micro-batch-size of at most "
+        f"{max(1, batch.worker_batch_size // _FEW_MICRO_BATCHES)} it costs less"
+    ]
 
 
 def _listed(numbers: Sequence[int]) -> str:

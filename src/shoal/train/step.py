@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -296,3 +297,91 @@ class Step:
         self.is_done = True
         self._commit(self)
         return False
+
+
+class RunningMetrics:
+    """Averages losses, norms and metrics over the steps since the last line of the record.
+
+    A GPU may not have computed those of the newest step, which are read one step later. Sums stay on the
+    device in float64 until :meth:`means` sums them over all workers.
+
+    Args:
+        sum_over_workers: sums a CPU tensor ``[n]`` over all workers.
+
+    Attributes:
+        num_nonfinite: consecutive steps, up to the last one read, in which this worker's loss is not finite.
+    """
+
+    def __init__(self, sum_over_workers: Callable[[Tensor], list[float]]) -> None:
+        self._sum_over_workers = sum_over_workers
+        self._unread: list[Step] = []
+        self.num_nonfinite = 0
+        self.reset()
+
+    @property
+    def num_unread(self) -> int:
+        """Number of steps that are not read yet."""
+        return len(self._unread)
+
+    def add(self, step: Step) -> None:
+        """Add a step that was done, and read those that a GPU has passed."""
+        self._unread.append(step)
+        self.read(all_but=int(step.is_unread))
+
+    def read(self, all_but: int = 0) -> None:
+        """Read the losses and norms of the steps that were added, without the ``all_but`` newest."""
+        while len(self._unread) > all_but:
+            step = self._unread.pop(0)
+            self.num_nonfinite = 0 if math.isfinite(step.loss) else self.num_nonfinite + 1
+            self.add_step(step.loss, step.sums, step.counts, step.grad_norm)
+
+    def reset(self) -> None:
+        """Discard all steps."""
+        self.grad_norms: list[float] = []
+        self._loss = 0.0
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = defaultdict(int)
+
+    def add_step(
+        self, loss: float, sums: dict[str, Tensor], counts: dict[str, int], grad_norm: float
+    ) -> None:
+        """Add one step.
+
+        Args:
+            loss: this worker's part of the mean loss over the global batch.
+            sums: this worker's part of the sum of each metric, float64 scalars.
+            counts: number of items of the global batch over which each metric is a mean.
+            grad_norm: not finite if the update was skipped.
+        """
+        self._loss += loss
+        self.grad_norms.append(grad_norm)
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+            self._counts[name] += counts[name]
+
+    def means(self, *, uneven: int = 0) -> tuple[float, dict[str, float]]:
+        """Return the mean loss and the mean metrics over all workers. A collective.
+
+        Args:
+            uneven: the number of workers, if they have not taken the same steps.
+        """
+        self.read()
+        values = [torch.tensor(self._loss, dtype=torch.float64), *(s.cpu() for s in self._sums.values())]
+        counts: list[float] = [len(self.grad_norms), *(self._counts[name] for name in self._sums)]
+        if uneven:  # the mean of what the workers have counted
+            own = torch.tensor(counts, dtype=torch.float64) / uneven
+            sums = self._sum_over_workers(torch.cat([torch.stack(values), own]))
+            sums, counts = sums[: len(counts)], sums[len(counts) :]
+        else:
+            sums = self._sum_over_workers(torch.stack(values))
+        loss, *means = (value / max(count, 1) for value, count in zip(sums, counts, strict=True))
+        return loss, dict(zip(self._sums, means, strict=True))
+
+    def num_skipped(self) -> int:
+        """Return the number of steps whose update was skipped because the gradient was not finite."""
+        return sum(not math.isfinite(norm) for norm in self.grad_norms)
+
+    def mean_grad_norm(self) -> float:
+        """Return the mean gradient norm over the steps that were not skipped."""
+        finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
+        return sum(finite) / len(finite) if finite else math.nan

@@ -70,6 +70,12 @@ class World:
         """Wait until all workers have called this."""
         dist.barrier(group=self.control)
 
+    def by_rank(self, value: float) -> list[float]:
+        """Return zeros with ``value`` at this worker's rank; summed over all workers, they are all values."""
+        values = [0.0] * self.num_workers
+        values[self.place.rank] = value
+        return values
+
     def follow_rates(self) -> None:
         """Let backend shoal move sums away from late servers. All workers call it between steps."""
         backend = sys.modules.get("shoal.comm.native_group")  # not loaded for another backend

@@ -38,9 +38,10 @@ from shoal.train.config import (
     to_toml,
 )
 from shoal.train.parallel_config import ParallelConfig
-from shoal.train.reporting import Progress, RunningMetrics, StepTimer, duration, peak_memory_bytes
+from shoal.train.reporting import Progress, StepTimer, duration, peak_memory_bytes
 from shoal.train.run import Run
 from shoal.train.run_dir import open_run_dir
+from shoal.train.step import RunningMetrics
 from shoal.train.world import choose_backend, choose_device
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def test_a_run_on_a_gpu_is_compiled_where_there_is_a_compiler(
             ("", False, False, []),
         )
     ):
-        monkeypatch.setattr("shoal.train.run.compiler_problem", lambda problem=problem: problem)
+        monkeypatch.setattr("shoal.train.gradients.compiler_problem", lambda problem=problem: problem)
         folder = tmp_path / f"{number}"
         with Run.open(folder, loop=LoopConfig(compile=asked), worker=alone(tmp_path)) as run:
             run.world = replace(run.world, device=torch.device("cuda", 0))
