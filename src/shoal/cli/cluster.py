@@ -88,11 +88,7 @@ def cloudformation(
 
 
 def _write(plan: ParallelCluster | CloudFormation, out: Path) -> None:
-    """Write the files and print their names.
-
-    Raises:
-        UsageError: botocore, where it is installed, does not know an instance type.
-    """
+    """Write the files and print their names."""
     known = allowed("ec2", "InstanceType") if find_spec("botocore") is not None else []
     for field in fields(plan):
         value = getattr(plan, field.name)

@@ -58,8 +58,8 @@ def push(
 ) -> int:
     """Push an image that was built, and print its name by digest: `shoal image push --repository …`.
 
-    For Amazon's ECR it logs in first, with the credentials of the AWS configuration; to another registry log
-    in yourself.
+    For Amazon's ECR it logs in first, with the credentials of the AWS configuration. For another registry,
+    log in before.
 
     Parameters
     ----------

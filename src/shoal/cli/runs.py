@@ -20,8 +20,8 @@ def runs(folder: Path = Path("jobs")) -> int:
     """
     from shoal.launch import submissions
 
-    found = submissions.jobs(folder)
-    if not found:
+    jobs = submissions.jobs(folder)
+    if not jobs:
         print(f"{folder} has no submitted job")
         return EXIT_OK
     rows = [("name", "on", "job", "state", "starts", "saved step", "steps/s", "left", "last line")]
@@ -36,7 +36,7 @@ def runs(folder: Path = Path("jobs")) -> int:
             *pace(job.run),
             job.last_line,
         )
-        for job in found
+        for job in jobs
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -45,7 +45,7 @@ def runs(folder: Path = Path("jobs")) -> int:
 
 
 def pace(run: Path | None) -> tuple[str, str]:
-    """Return steps a second and the time left of a run, as texts; ``-`` where they are not known."""
+    """Return steps per second and remaining time of a run, as texts; ``-`` if they are unknown."""
     from shoal.formatting import duration
     from shoal.record import Start, Step, read_record
 
@@ -68,7 +68,7 @@ def logs(name: str, /, *, follow: bool = False, folder: Path = Path("jobs")) -> 
     name
         Name of the job, that of its folder.
     follow
-        Go on with what it writes, until Ctrl-C.
+        Print new output until Ctrl-C.
     folder
         The folder with a folder for each job.
     """
@@ -78,7 +78,7 @@ def logs(name: str, /, *, follow: bool = False, folder: Path = Path("jobs")) -> 
 
 
 def stop(name: str, /, *, folder: Path = Path("jobs")) -> int:
-    """Let a submitted job save and leave; it is not queued again. Submitting it again continues it.
+    """Stop a submitted job after it has saved; it is not requeued. Submitting it again continues it.
 
     Parameters
     ----------

@@ -279,11 +279,7 @@ def _require_command(command: Sequence[str]) -> None:
 
 
 def _check_instance(job: SageMakerJob) -> None:
-    """Compare the number of workers with the GPUs of an instance type that the planner's catalog knows.
-
-    Raises:
-        UsageError: there are more workers.
-    """
+    """Check that an instance type in the planner's catalog has a GPU for each worker."""
     from shoal.planner.hardware import Catalog
 
     known = Catalog().instances.get(job.instance.removeprefix("ml."))
@@ -296,7 +292,7 @@ def _check_instance(job: SageMakerJob) -> None:
 
 
 def _own_words(command: Sequence[str]) -> list[str]:
-    """Return the words after ``shoal``, by whatever path it is named; empty for another program."""
+    """Return the words after ``shoal``, for any path of it; empty for another program."""
     if Path(command[0]).name == "shoal":
         return list(command[1:])
     is_python = Path(command[0]).name.startswith("python")
@@ -304,15 +300,7 @@ def _own_words(command: Sequence[str]) -> list[str]:
 
 
 def _check_settings(command: Sequence[str], job: SlurmJob) -> list[str]:
-    """Run the recipe's own check of its settings for all workers, and return what it says of the run.
-
-    Args:
-        command: its words after ``shoal``.
-        job: has the number of workers.
-
-    Raises:
-        UsageError: they cannot work together or with the data.
-    """
+    """Check a recipe's settings (the words after ``shoal``) for all workers; return the run's description."""
     if "--workers" in command:
         raise UsageError("leave --workers out of the command: --workers-per-host N goes before the --")
     words = [word.replace(queue.SEED, "0") for word in command]
@@ -326,8 +314,8 @@ def _check_settings(command: Sequence[str], job: SlurmJob) -> list[str]:
     )
     if checked.returncode != 0:
         raise UsageError(f"{checked.stderr.strip().removeprefix('shoal: ')} (--no-check submits it anyway)")
-    what_it_does = checked.stdout.strip().rpartition("\n\n")[2]  # after the settings
-    return [f"# {line}" for line in what_it_does.splitlines()]
+    description = checked.stdout.strip().rpartition("\n\n")[2]  # after the settings
+    return [f"# {line}" for line in description.splitlines()]
 
 
 def _summarise(

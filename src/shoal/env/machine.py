@@ -34,7 +34,7 @@ def cores_per_worker(environ: Environ = None) -> int:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs of this host. Torch, slow to import, is asked only if there is a driver."""
+    """Return the number of GPUs of this host. Torch, slow to import, is used only if there is a driver."""
     if not any(Path(file).exists() for file in (*GPU_DEVICES, _WSL_DEVICE)):
         return 0
     from torch import cuda

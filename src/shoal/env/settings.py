@@ -32,7 +32,7 @@ DEBUG = "SHOAL_DEBUG"
 CACHE_DIR = "SHOAL_CACHE_DIR"
 """Folder for libraries and data built once per machine; default: ``~/.cache/shoal``."""
 MEMORY = "SHOAL_MEMORY"
-"""Memory of a worker, such as 8GB, to fill where there is no GPU or not all of it may be used."""
+"""Memory that a worker may fill, such as 8GB; without it, the memory of its GPU."""
 TEST_DATA = "SHOAL_TEST_DATA"
 
 
@@ -101,7 +101,7 @@ def network_threads(environ: Environ = None) -> int:
     """Return the number of threads in ``SHOAL_NETWORK_THREADS``, or 0.
 
     Raises:
-        UsageError: it is no number from 1 to 16.
+        UsageError: it is not a number from 1 to 16.
     """
     value = text(NETWORK_THREADS, environ)
     if value is None:

@@ -1,4 +1,4 @@
-"""Calls AWS through boto3; what it refuses becomes one error with the remedy."""
+"""Calls AWS through boto3, and makes its errors one with a remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def called(call: Callable[[], T]) -> T:
     """Call AWS and return the response.
 
     Raises:
-        ShoalError: it fails; with what AWS says and, where one is known, the remedy.
+        ShoalError: it fails; with AWS's message and, if one is known, a remedy.
     """
     errors = import_extra("botocore.exceptions", "aws", "AWS is asked through boto3")
     try:

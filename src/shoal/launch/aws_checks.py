@@ -1,7 +1,7 @@
-"""Checks requests to AWS by the rules in botocore's own models, without a call.
+"""Checks requests to AWS by the rules in botocore's models, without a call.
 
-botocore itself checks names and types. Values of an enumeration, patterns and limits it leaves to the
-service, which refuses after the image has been pushed and the data uploaded.
+botocore itself checks names and types only. The service would refuse wrong values of enumerations, patterns
+and limits after the image has been pushed and the data uploaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal.errors import did_you_mean, import_extra
 
 
 def problems(service: str, operation: str, request: Mapping[str, Any]) -> list[str]:
-    """Return the violations of an operation's model by a request; empty if there are none.
+    """Return a request's violations of the model of its operation.
 
     Raises:
         ShoalError: botocore is not installed.
@@ -40,34 +40,34 @@ def _model(service: str) -> Any:
 
 
 def _limits(shape: Any, value: Any, where: str) -> list[str]:
-    """Check what the model says beside names and types."""
-    found = []
+    """Check sizes, enumerations and patterns."""
+    violations = []
     limits = shape.metadata
     size = value if shape.type_name in ("integer", "long", "float") else _size(value)
     if size is not None and not limits.get("min", size) <= size <= limits.get("max", size):
         what = "" if size is value else " long"
         rule = f"{limits.get('min', 0)} to {limits.get('max', 'any')}"
-        found.append(f"{where} is {size}{what} and must be {rule}")
+        violations.append(f"{where} is {size}{what} and must be {rule}")
     if shape.type_name == "string":
         choices = getattr(shape, "enum", None)
         if choices and value not in choices:
             few = f" Known are {', '.join(choices)}." if len(choices) <= 6 else ""
-            found.append(f"{where} {value!r} is not known.{did_you_mean(value, choices)}{few}")
+            violations.append(f"{where} {value!r} is not known.{did_you_mean(value, choices)}{few}")
         pattern = limits.get("pattern")
         if pattern and "\\p{" not in pattern and not re.fullmatch(pattern, value):
-            found.append(f"{where} {value!r} does not match {pattern}")
+            violations.append(f"{where} {value!r} does not match {pattern}")
     elif shape.type_name == "list":
         for number, each in enumerate(value):
-            found += _limits(shape.member, each, f"{where}[{number}]")
+            violations += _limits(shape.member, each, f"{where}[{number}]")
     elif shape.type_name == "map":
         for key, each in value.items():
-            found += _limits(shape.key, key, f"{where}: the name") + _limits(
+            violations += _limits(shape.key, key, f"{where}: the name") + _limits(
                 shape.value, each, f"{where}.{key}"
             )
     elif shape.type_name == "structure":
         for name, each in value.items():
-            found += _limits(shape.members[name], each, f"{where}.{name}".lstrip("."))
-    return found
+            violations += _limits(shape.members[name], each, f"{where}.{name}".lstrip("."))
+    return violations
 
 
 def _size(value: Any) -> int | None:

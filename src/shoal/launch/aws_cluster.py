@@ -55,7 +55,7 @@ class AwsCluster:
     key: str
     """EC2 key pair to log in with."""
     bucket: str
-    """S3 bucket that appears as /fsx/data, and takes back what is written there."""
+    """S3 bucket that is linked to /fsx/data: new files there are exported to it."""
     name: str = "shoal"
     """Name of the cluster."""
     workers: int = 8

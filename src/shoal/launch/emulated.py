@@ -5,9 +5,9 @@
         cluster.link(3, up=False)                           # disconnect host 3
 
 Each host has its own network namespace with an interface ``eth0`` and a loopback, and its own host name.
-Processor, memory, files, shared memory and process ids are this machine's. Hosts are numbered: those of
-the workers from 0, then the helper hosts. :mod:`shoal.launch.emulated_network` holds the namespaces and
-removes them when this process ends, also when it is killed. Needs Linux, root and iproute2.
+Processor, memory, files, shared memory and process ids are this machine's. Worker hosts are numbered from
+0, and helper hosts after them. :mod:`shoal.launch.emulated_network` holds the namespaces and removes them
+when this process ends, even if it is killed. Needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Cluster:
         helpers: number of helper hosts.
         nic: rate of every host's link in each direction, such as ``"200mbit"``; ``None``: not shaped.
         helper_nic: the same for helper hosts; ``None``: as ``nic``.
-        burst_bytes: bytes that a shaped link lets through at once after a pause, as links of clouds do.
-        interfaces: number of links of each worker host, each shaped by itself and in a network of its own:
+        burst_bytes: bytes that a shaped link sends at once after a pause, as links of clouds do.
+        interfaces: number of links of each worker host, each shaped separately and in a network of its own:
             ``eth0``, ``eth1``, …; helper hosts have one.
         announce_rates: pass the ratio of the helpers' rate to the workers' in SHOAL_HELPERS. Without it the
             engine has to measure the ratio.
@@ -108,7 +108,7 @@ class Cluster:
 
     Raises:
         UsageError: a number or a rate is invalid, or this machine cannot emulate hosts.
-        ShoalError: making the hosts failed.
+        ShoalError: the hosts could not be created.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Cluster:
     # ---- hosts -------------------------------------------------------------------------------------------
 
     def address(self, host: int, interface: int = 0) -> str:
-        """Return the IPv4 address of a host, that of its first interface unless told otherwise."""
+        """Return the IPv4 address of a host's interface."""
         return self.plan[host].links()[interface][3]
 
     def name(self, host: int) -> str:
@@ -269,7 +269,7 @@ class Cluster:
         Its environment is this process's, updated by :meth:`environment` and ``env``. Its stdin is empty.
 
         Raises:
-            ShoalError: the hosts have not been made, or are gone.
+            ShoalError: the hosts have not been created yet, or are gone.
         """
         if self._keeper is None or self._keeper.poll() is not None:
             raise ShoalError("the emulated cluster is not running: its hosts are gone")
@@ -288,7 +288,7 @@ class Cluster:
         return process
 
     def start_helpers(self) -> list[subprocess.Popen[str]]:
-        """Start the server of each helper host unless done already, and wait until they listen.
+        """Start the servers of the helper hosts, unless they run, and wait until they listen.
 
         Raises:
             ShoalError: one has ended, or does not listen after 60 s.
@@ -347,7 +347,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
     ) -> list[Result]:
-        """Run ``argv`` as every worker to its end, with the helpers' servers started.
+        """Run ``argv`` as every worker until all have ended, with the helpers' servers started.
 
         Failures are in the results, not raised. Workers that still run after ``timeout_s`` are killed.
 
@@ -384,9 +384,9 @@ class Cluster:
         while not re.search(rf"{re.escape(sign)}\b", text := _text(log)):
             code = process.poll()
             if code is not None or time.monotonic() > until:
-                how = "does not listen" if code is None else f"ended with exit code {code}"
+                state = "does not listen" if code is None else f"ended with exit code {code}"
                 output = "".join(f"\n  {line}" for line in text.splitlines()[-10:]) or " none"
-                raise ShoalError(f"the server of helper host {index} {how}; its output:{output}")
+                raise ShoalError(f"the server of helper host {index} {state}; its output:{output}")
             time.sleep(POLL_S / 2)
 
 
@@ -395,16 +395,12 @@ def _text(path: Path) -> str:
 
 
 def _require_tools() -> dict[str, str]:
-    """Return the paths of the programs that emulated hosts need.
-
-    Raises:
-        UsageError: one is missing, this is not Linux, or not root.
-    """
+    """Return the paths of the required programs."""
     if sys.platform != "linux":
         raise UsageError(f"emulated hosts are Linux network namespaces and this is {sys.platform}")
     names = ("ip", "tc", "nsenter")
-    found = {name: shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin") for name in names}
-    if missing := [name for name, path in found.items() if path is None]:
+    paths = {name: shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin") for name in names}
+    if missing := [name for name, path in paths.items() if path is None]:
         raise UsageError(
             f"emulated hosts need the programs {', '.join(missing)}, not found here: install iproute2 and "
             "util-linux (Debian and Ubuntu: apt-get install iproute2 util-linux)"
@@ -414,7 +410,7 @@ def _require_tools() -> dict[str, str]:
             "emulated hosts need root, to make network namespaces: run the same command as root, for "
             "instance with sudo -E"
         )
-    return {name: path for name, path in found.items() if path is not None}
+    return {name: path for name, path in paths.items() if path is not None}
 
 
 def _cannot_make(reason: str) -> ShoalError:

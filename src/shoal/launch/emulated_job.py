@@ -1,4 +1,4 @@
-"""Runs a command as the workers of an emulated cluster to its end: ``shoal emulate`` and ``--on emulated``.
+"""Runs a command as the workers of an emulated cluster: ``shoal emulate`` and ``--on emulated``.
 
 :class:`shoal.launch.supervision.Job` applies the same rules as on this host.
 """
@@ -41,7 +41,7 @@ class Hosts:
         Raises:
             UsageError: a number or a rate is invalid.
         """
-        from shoal.launch.emulated_network import describe, plan_cluster  # --help does without them
+        from shoal.launch.emulated_network import describe, plan_cluster  # not for --help
 
         if workers_per_host < 1:
             raise UsageError(f"{workers_per_host} workers per host must be at least 1")
@@ -58,7 +58,7 @@ def emulate(
 
     Raises:
         UsageError: a number or a rate is invalid, or this machine cannot emulate hosts.
-        ShoalError: the hosts could not be made or a helper's server did not start.
+        ShoalError: the hosts could not be created or a helper's server did not start.
     """
     hosts.check(workers_per_host)
     if not command:
@@ -89,7 +89,7 @@ def launch_emulated(command: Sequence[str], hosts: Hosts, *, workers_per_host: i
 
     Raises:
         UsageError: a number or a rate is invalid, or this machine cannot emulate hosts.
-        ShoalError: the hosts could not be made or a helper's server did not start.
+        ShoalError: the hosts could not be created or a helper's server did not start.
     """
     hosts.check(workers_per_host)
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))
@@ -110,7 +110,7 @@ def _run(
     log_dir: Path,
     env: Mapping[str, str] | None = None,
 ) -> None:
-    """Make the hosts, run the command to its end on each, and remove the hosts."""
+    """Create the hosts, run the command on each until it ends, and remove the hosts."""
     from shoal.launch.emulated import Cluster
 
     with Cluster(**asdict(hosts), log_dir=log_dir) as cluster:

@@ -1,13 +1,12 @@
-"""Plans the network of an emulated cluster, and makes and holds it in a keeper process.
+"""Plans the network of an emulated cluster, and creates and holds it in a keeper process.
 
 The plan is pure: worker host i has the address 10.77.0.(i+1), helper host j 10.77.1.(j+1), in one network
 /16. Every cluster uses the same addresses: its bridge lives in a network namespace of its own.
 
 The keeper is ``python -m shoal.launch.emulated_network``. Network namespaces without names live while a
-process is in them or holds them open, so nothing has to be removed: when the keeper and the processes on the
-hosts are gone, the kernel removes namespaces, links and bridge. The keeper outlives the launcher, also a
-killed one, until it has ended what still runs on the hosts. It leads a session of its own, out of reach of
-the terminal's Ctrl-C.
+process is in them or holds them open: when the keeper and the processes on the hosts are gone, the kernel
+removes namespaces, links and bridge. The keeper outlives the launcher, even a killed one, until it has
+ended the processes on the hosts. It leads a session of its own, which the terminal's Ctrl-C does not reach.
 
 It reads the plan from stdin, one line of JSON, and answers with one line: file descriptors, or the error.
 Then it waits for the line ``close``, for the end of stdin, or for the launcher's death.
@@ -44,7 +43,7 @@ MAX_INTERFACES = 8
 MAX_HOSTS = 250
 _NETWORK = "10.77"
 BURST_BYTES = 256 << 10
-"""Bytes that a link lets through at once after a pause."""
+"""Bytes that a link sends at once after a pause."""
 _QUEUE = "latency 50ms"
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
@@ -105,7 +104,7 @@ def plan_cluster(
         helpers: number of helper hosts.
         nic: rate of each host's link in each direction, such as ``200mbit``; ``None``: not shaped.
         helper_nic: the same for helper hosts; ``None``: as ``nic``.
-        burst_bytes: bytes that a shaped link lets through at once after a pause.
+        burst_bytes: bytes that a shaped link sends at once after a pause.
         interfaces: number of links of each worker host; helper hosts have one.
         prefix: prefix of the host names, unique among running clusters.
 
@@ -171,9 +170,9 @@ def describe(plan: Sequence[HostPlan], *, workers_per_host: int) -> str:
     for index, host in enumerate(plan):
         first = index * workers_per_host
         ranks = str(first) if workers_per_host == 1 else f"{first}-{first + workers_per_host - 1}"
-        what = f"server, port {HELPER_PORT}" if host.is_helper else f"rank {ranks}"
+        processes = f"server, port {HELPER_PORT}" if host.is_helper else f"rank {ranks}"
         rate = format_rate(host.rate_bps)
-        lines.append(f"{host.port:<10} {host.address:<12} {rate:<12} {what}")
+        lines.append(f"{host.port:<10} {host.address:<12} {rate:<12} {processes}")
     return "\n".join(lines)
 
 
@@ -193,7 +192,7 @@ def helpers_setting(plan: Sequence[HostPlan], *, announce_rates: bool) -> str:
 
 
 def bridge_links(hosts: list[HostPlan], namespaces: list[str]) -> str:
-    """Return the ``ip -batch`` lines that make the bridges and the links to the hosts' namespaces (paths)."""
+    """Return the ``ip -batch`` lines for the bridges and the links to the hosts' namespaces (paths)."""
     lines = []
     for bridge in dict.fromkeys(bridge for host in hosts for bridge, *_ in host.links()):
         lines += [f"link add {bridge} type bridge mcast_snooping 0", f"link set {bridge} up"]
@@ -216,22 +215,22 @@ def hardware_address(address: str) -> str:
 def host_links(host: HostPlan, hosts: list[HostPlan]) -> str:
     """Return the ``ip -batch`` lines for the inside of a host.
 
-    It is told the hardware addresses of all others. The kernel keeps at most 1024 addresses that it has asked
-    for, of all namespaces together: 33 hosts that all send to each other would have too many.
+    The hardware addresses of all other hosts are set. The kernel keeps at most 1024 addresses that it has
+    resolved itself, of all namespaces together: too few for 33 hosts that all send to each other.
     """
     lines = "link set lo up\n"
     for index, (_, _, interface, address) in enumerate(host.links()):
         lines += f"address add {address}/16 brd + dev {interface}\nlink set {interface} up\n"
         for other in hosts:
             if other is not host and index < other.num_interfaces:
-                there = other.links()[index][3]
-                mac = hardware_address(there)
-                lines += f"neighbor add {there} lladdr {mac} nud permanent dev {interface}\n"
+                peer = other.links()[index][3]
+                mac = hardware_address(peer)
+                lines += f"neighbor add {peer} lladdr {mac} nud permanent dev {interface}\n"
     return lines
 
 
 def shaping(device: str, host: HostPlan) -> str:
-    """Return the ``tc -batch`` line that shapes what a device of the host's link sends, or nothing."""
+    """Return the ``tc -batch`` line that limits the sending rate of a device of the host's link, if any."""
     if host.rate_bps is None:
         return ""
     return f"qdisc add dev {device} root tbf rate {host.rate_bps}bit burst {host.burst_bytes} {_QUEUE}\n"
@@ -248,27 +247,27 @@ def identity(path: str | int) -> Namespace:
 
 def processes_in(namespaces: Collection[Namespace]) -> list[int]:
     """Return the ids of all other processes in these network namespaces."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with suppress(OSError):  # it has ended meanwhile, or is a zombie
                 if identity(f"{entry}/ns/net") in namespaces:
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 def end_processes(namespaces: Collection[Namespace], *, grace_s: float) -> None:
-    """End every process in these namespaces: SIGTERM, and after ``grace_s`` SIGKILL; wait until none is left.
+    """End every process in these namespaces: SIGTERM, and after ``grace_s`` SIGKILL; wait for all.
 
-    Processes are found by namespace, not by parent, so that daemons are found too.
+    Processes are searched by namespace, not by parent, to include daemons.
     """
     kill_at = time.monotonic() + grace_s
     asked: set[int] = set()
-    num_empty = 0  # a second look finds a process that was just entering
+    num_empty = 0  # a second scan sees a process that was just entering
     while num_empty < 2:
-        found = processes_in(namespaces)
-        num_empty = 0 if found else num_empty + 1
-        for pid in found:
+        pids = processes_in(namespaces)
+        num_empty = 0 if pids else num_empty + 1
+        for pid in pids:
             number = signal.SIGKILL if time.monotonic() >= kill_at else signal.SIGTERM
             if number == signal.SIGKILL or pid not in asked:
                 asked.add(pid)
@@ -278,7 +277,7 @@ def end_processes(namespaces: Collection[Namespace], *, grace_s: float) -> None:
 
 
 class Keeper:
-    """Makes the namespaces and links of the hosts and holds them open."""
+    """Creates the namespaces and links of the hosts and holds them open."""
 
     def __init__(self, hosts: list[HostPlan], *, ip: str, tc: str) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -301,7 +300,7 @@ class Keeper:
         return {identity(file) for file in (self.bridge, *(network for network, _ in self.files))}
 
     def release(self) -> None:
-        """Restore all links, and make the kernel drop data that was still to be sent.
+        """Restore all links, and make the kernel drop unsent data.
 
         A socket without a process holds its namespace until the peer has acknowledged all data, or until the
         kernel has retransmitted 8 times, which takes minutes if a cable was pulled.
@@ -354,7 +353,7 @@ class Keeper:
 
 
 def main() -> int:
-    """Make the hosts that stdin describes, answer, hold them, and end the processes that are left."""
+    """Create the hosts that stdin describes, answer, hold them, and finally end the processes on them."""
     request: dict[str, Any] = parse_json(sys.stdin.readline(), "what the launcher asks for")
     # readable when the launcher ends; the end of stdin is no sign of it, if the launcher has forked
     launcher = os.pidfd_open(request["launcher"])

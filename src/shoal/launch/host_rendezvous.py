@@ -140,7 +140,7 @@ def join_hosts(
     1. The leader publishes a challenge, and the settings on which all launchers must agree.
     2. Each other launcher takes a number by the store's atomic add and answers under this number.
     3. The leader checks the answers and publishes the ranks, its own being 0. The others are in the order of
-       their names, so that a host keeps its rank, and what it has cached for it, in the next job.
+       their names, so that a host keeps its rank, and the data cached for it, in the next job.
 
     The challenge and a nonce in each answer reject values of an earlier job.
 

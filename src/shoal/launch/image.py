@@ -41,7 +41,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """An image: what it holds, and its place in a registry."""
+    """An image: its content, and its name in a registry."""
 
     repository: str
     """Registry and repository, like 123456789012.dkr.ecr.us-east-1.amazonaws.com/shoal."""
@@ -73,18 +73,16 @@ class Image:
         return match[1] if match else None
 
     def reference(self, version: str) -> str:
-        """Return repository and tag, by default a tag of the version, in which ``+`` cannot be."""
+        """Return repository and tag, by default a tag of the version with ``-`` for ``+``."""
         own = re.sub(r"[^\w.-]", "-", version)
         return f"{self.repository}:{self.tag or (f'helper-{own}' if self.target == 'helper' else own)}"
 
 
 def find_tool(wanted: str | None = None) -> str:
-    """Return the program to use: the wanted one, or the first that is here and answers.
-
-    Docker's command alone does not: it needs its daemon.
+    """Return the wanted tool, or the first that is installed and answers; docker needs its daemon.
 
     Raises:
-        UsageError: there is none.
+        UsageError: none is usable.
     """
     problems = []
     for tool in (wanted,) if wanted else TOOLS:
@@ -111,7 +109,7 @@ def build_command(
     """Return the command that builds an image from ``docker/Dockerfile`` and the wheel of a checkout.
 
     Args:
-        image: what to build.
+        image: the image.
         tool: from :func:`find_tool`.
         version: of shoal, for the tag.
         folder: root of a checkout; its ``dist`` has the wheel.
@@ -151,10 +149,10 @@ def _transport(tool: str, reference: str) -> list[str]:
 
 
 def log_in(image: Image, tool: str) -> None:
-    """Log in to ECR with a password of twelve hours, which goes from AWS to the tool's stdin.
+    """Log in to ECR with a password for twelve hours, which is passed through the tool's stdin.
 
     Raises:
-        ShoalError: AWS refuses, or the tool does.
+        ShoalError: AWS or the tool refuses.
     """
     registry = client("ecr", image.region)
     answer = called(lambda: registry.get_authorization_token(registryIds=[image.host.partition(".")[0]]))
@@ -175,22 +173,22 @@ def push(image: Image, tool: str, version: str) -> str:
     """Push an image and return its name by digest, ``REPOSITORY@sha256:…``.
 
     Raises:
-        ShoalError: it fails, or the tool does not say the digest.
+        ShoalError: it fails, or the tool returns no digest.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "digest"
         _run(image, tool, push_command(image, tool, version, file))
-        noted = file.read_text("ascii").strip() if file.exists() else ""
-        said = _digest_of(image, version) if tool == "docker" else noted
-    if not _DIGEST.fullmatch(said):
+        written = file.read_text("ascii").strip() if file.exists() else ""
+        digest = _digest_of(image, version) if tool == "docker" else written
+    if not _DIGEST.fullmatch(digest):
         raise ShoalError(
-            f"{tool} has pushed {image.reference(version)} and does not say its digest: {said!r:.100}"
+            f"{tool} has pushed {image.reference(version)} and does not say its digest: {digest!r:.100}"
         )
-    return f"{image.repository}@{said}"
+    return f"{image.repository}@{digest}"
 
 
 def _digest_of(image: Image, version: str) -> str:
-    """Return the digest that docker has noted for this repository; what it says instead, if it has none."""
+    """Return the digest that docker stores for this repository, or its error message."""
     each = "{{range .RepoDigests}}{{println .}}{{end}}"
     asked = ["docker", "image", "inspect", "--format", each, image.reference(version)]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S)
@@ -199,11 +197,7 @@ def _digest_of(image: Image, version: str) -> str:
 
 
 def _run(image: Image, tool: str, command: Sequence[str], *, stdin: str | None = None) -> None:
-    """Run a command with its stdout shown; what it says of a failure becomes the error.
-
-    Raises:
-        ShoalError: it fails.
-    """
+    """Run a command; its stdout is shown, and its stderr becomes the text of the error."""
     done = subprocess.run(command, input=stdin, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode == 0:
         return

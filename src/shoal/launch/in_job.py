@@ -27,7 +27,7 @@ from shoal.env.launcher import rendezvous
 from shoal.env.machine import promised_gpus
 from shoal.env.mpi import mpi_place
 from shoal.env.secret import SECRET_FILE, job_secret
-from shoal.env.settings import HELPERS, INTERFACE, PROGRESS_FILE, helpers
+from shoal.env.settings import HELPERS, PROGRESS_FILE, helpers
 from shoal.env.slurm import SlurmStep, slurm_step, workers_first_node
 from shoal.env.variables import child_environment, set_variables, without_brackets
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
@@ -35,11 +35,10 @@ from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.host_rendezvous import await_workers_end
 from shoal.launch.job_folder import NEXT, JobFolder, usable_hosts
 from shoal.launch.job_size import check_counts
-from shoal.launch.local import launch, parse_rendezvous
+from shoal.launch.local import INTERFACE_VARIABLES, launch, parse_rendezvous
 from shoal.launch.stdin_secret import take_secret
 from shoal.launch.supervision import worker_variables
 
-_LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NAME_DEADLINE_S = 60.0
 _REACH_PAUSE_S = 0.5
 _WORKERS_DEADLINE_S = 900.0
@@ -113,7 +112,7 @@ def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path |
         set_variables({SECRET_FILE: str(take_secret(sys.stdin))})
     _check(command, options, step)
     if options.interface:
-        set_variables(dict.fromkeys(_LISTENS_ON, options.interface))
+        set_variables(dict.fromkeys(INTERFACE_VARIABLES, options.interface))
     job = options.job or (Path("jobs") / str(step.job) if step else None)
     folder = JobFolder(job, options.run_id or (step.run_id if step else "0.0")) if job else None
     if options.is_helper:
@@ -124,11 +123,7 @@ def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path |
 
 
 def _numbered(options: HostOptions) -> HostOptions:
-    """Return the options with this host's number from mpirun, which starts a launcher per host, or Kubeflow.
-
-    Raises:
-        UsageError: mpirun has started several.
-    """
+    """Return the options with this host's number from mpirun or Kubeflow, which start a launcher per host."""
     if options.node_rank is not None:
         return options
     ranks, pod = mpi_place(), kubeflow_host()
@@ -296,11 +291,7 @@ def _job_variables(folder: JobFolder | None, options: HostOptions, *, is_first: 
 
 
 def _await_named_helpers(options: HostOptions) -> None:
-    """Wait until the servers of SHOAL_HELPERS accept connections; name those that do not.
-
-    Raises:
-        ShoalError: some do not, and they are required.
-    """
+    """Wait until the servers of SHOAL_HELPERS accept connections; name those that do not."""
     until = time.monotonic() + options.helpers_wait_s
     left = [(helper.address, helper.port) for helper in helpers()]
     while left and time.monotonic() < until:
@@ -328,11 +319,7 @@ def _accepts(server: tuple[str, int]) -> bool:
 
 
 def _num_gpus() -> int:
-    """Return the number of GPUs that torch sees, or 1, for a worker on the CPU.
-
-    Raises:
-        UsageError: torch sees none, and the job has asked for some.
-    """
+    """Return the number of GPUs that torch sees, or 1, for a worker on the CPU."""
     try:
         from torch import cuda  # takes seconds, which --workers saves
     except ModuleNotFoundError:  # workers of JAX or TensorFlow, which run on the CPU

@@ -4,7 +4,7 @@ The job's folder outlives its starts (a requeued job starts again); each start h
 
     progress              step of the last checkpoint, from the first worker
     starts.json           the starts so far, each with the progress at its beginning
-    starts/4711.2/secret  made by the first worker host, new for each start
+    starts/4711.2/secret  written by the first worker host, new for each start
     starts/4711.2/helper-00003   address of a helper's server
     starts/4711.2/helpers        helpers that answered in time, which all workers use
 

@@ -11,6 +11,8 @@ from cyclopts import Group, Parameter
 
 from shoal.errors import UsageError
 
+HELPER_PORT, RENDEZVOUS_PORT = 7070, 29_400
+"""Ports of helpers' servers and of the first worker host, on schedulers that give each job its own hosts."""
 SIZE = Parameter(group=Group("Size of the job", sort_key=1))
 """Puts an option into this group of ``--help``."""
 _COUNTS = (

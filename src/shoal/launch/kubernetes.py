@@ -97,18 +97,18 @@ def job_name(job: KubernetesJob, command: Sequence[str]) -> str:
 
 
 def submit(path: Path, name: str, namespace: str | None, queue: str | None = None) -> None:
-    """Create the job's secret, which goes to kubectl by a pipe, and what the manifest holds.
+    """Create the job's secret, which is piped to kubectl, and the objects of the manifest.
 
     Raises:
-        ShoalError: kubectl is not here, the cluster refuses, or it has no such queue, in which a job would
-            wait for ever.
+        ShoalError: kubectl is not installed, the cluster refuses, or it has no such queue, for which a job
+            would wait forever.
     """
     where = _in(namespace)
     if queue is not None:
         try:
             _kubectl(["kubectl", "get", *where, "localqueues.kueue.x-k8s.io", queue, "--output=name"], "")
         except ShoalError as problem:
-            if "forbidden" not in str(problem).lower():  # who may not look can still submit
+            if "forbidden" not in str(problem).lower():  # some may submit to queues that they cannot list
                 raise
     secret = {
         "apiVersion": "v1",
@@ -141,10 +141,10 @@ _WORKERS = {"jobset": "workers-0", "trainjob": "node-0"}
 
 
 def state_of(api: str, name: str, namespace: str | None) -> str:
-    """Return the conditions of a job that hold, such as ``Completed``, or ``RUNNING``; empty: it is gone.
+    """Return the true conditions of a job, such as ``Completed``, or ``RUNNING``; empty if it was deleted.
 
     Raises:
-        ShoalError: kubectl is not here, or the cluster refuses.
+        ShoalError: kubectl is not installed, the cluster refuses, or the job is of another kind.
     """
     _check_kind(api, name)
     path = '{range .status.conditions[?(@.status=="True")]}{.type} {end}'
@@ -158,10 +158,10 @@ def state_of(api: str, name: str, namespace: str | None) -> str:
 
 
 def delete(manifest: Path, name: str, namespace: str | None) -> None:
-    """Delete what a manifest has made, and the secret; pods get SIGTERM and their time to save.
+    """Delete the objects of a manifest, and the secret; pods get SIGTERM and time to save.
 
     Raises:
-        ShoalError: kubectl is not here, or the cluster refuses.
+        ShoalError: kubectl is not installed, or the cluster refuses.
     """
     gone = ["--ignore-not-found", "--wait=false"]
     _kubectl(["kubectl", "delete", *_in(namespace), "--filename", str(manifest), *gone], "")

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from textwrap import indent
 
+from shoal.launch.job_size import HELPER_PORT, RENDEZVOUS_PORT
 from shoal.launch.kubernetes import KubernetesJob, job_name
 
-HELPER_PORT, MEETING_PORT = 7070, 29_400
 _GRACE_MARGIN_S = 60
 _RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
 
@@ -171,7 +171,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
         mount=job.mount,
         claim=job.claim,
         shm=job.shared_memory,
-        port=MEETING_PORT,
+        port=RENDEZVOUS_PORT,
         grace=job.save_s + _GRACE_MARGIN_S,
         restarts=_RESTARTS,
         gpus=f'      - {{name: SHOAL_GPUS, value: "{job.gpus_per_host}"}}\n' if job.gpus_per_host else "",
@@ -198,13 +198,13 @@ def _common(job: KubernetesJob, name: str) -> dict[str, str]:
 
 
 def _flow(command: Sequence[str]) -> str:
-    """Return the words of the command for a list in brackets, an option a line if they are many."""
+    """Return the words of the command for a YAML list; a long one has each option on a line of its own."""
     text = ", ".join(map(_word, ["--", *command]))
     return text if len(text) <= 90 else re.sub(r", (?=--[a-z])", ",\n         ", text)
 
 
 def _word(word: str) -> str:
-    """Return a word of the command for YAML; ``$$(`` keeps Kubernetes from replacing ``$(NAME)``."""
+    """Return a word of the command for YAML; ``$$(`` prevents Kubernetes from replacing ``$(NAME)``."""
     word = word.replace("$(", "$$(")
     plain = re.fullmatch(r"[A-Za-z/][\w./-]*|--([A-Za-z][\w.-]*)?", word) and word.lower() not in _YAML_WORDS
     return word if plain else json.dumps(word, ensure_ascii=False)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shoal.launch.host_rendezvous import HostGroup
 
 _LOOPBACK = "127.0.0.1"
-_LISTENS_ON = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ELSEWHERE = "192.0.2.1"
 """An address for documentation, which no host has: it is reached by the default route."""
 _SIOCGIFADDR = 0x8915
@@ -244,7 +244,7 @@ def _one_host_env(folder: Path) -> dict[str, str]:
     inherited = child_environment()
     return {
         STORE_FILE: str(folder / "store"),
-        **{name: loopback for name in _LISTENS_ON if not inherited.get(name)},
+        **{name: loopback for name in INTERFACE_VARIABLES if not inherited.get(name)},
     }
 
 

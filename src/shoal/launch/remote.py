@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, ShoalError, UsageError
-from shoal.launch.job_size import SIZE, Workers
+from shoal.launch.job_size import HELPER_PORT, RENDEZVOUS_PORT, SIZE, Workers
 
-HELPER_PORT, MEETING_PORT = 7070, 29_400
 _HOST = re.compile(r"([\w.-]+@)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?")
 _ASK_S = 60.0
 _HELPERS_LEAVE_S = 20.0
@@ -49,7 +48,7 @@ class RemoteJob(Workers):
     """Path of shoal on the hosts, such as /opt/venv/bin/shoal."""
     interface: str | None = None
     """Network interface for shoal, gloo and NCCL."""
-    port: int = MEETING_PORT
+    port: int = RENDEZVOUS_PORT
     """Port of the first host to which the launchers connect."""
     option: tuple[str, ...] = ()
     """More options of ssh, as in --option=-F --option=config, or of mpirun."""

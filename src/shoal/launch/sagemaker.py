@@ -127,7 +127,7 @@ def base_name(job: SageMakerJob, command: Sequence[str]) -> str:
 
 
 def job_name(base: str, now: datetime | None = None) -> str:
-    """Return a name that no earlier job has: SageMaker keeps names for ever."""
+    """Return a unique name: SageMaker never forgets the names of jobs."""
     return f"{base}-{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}"
 
 
@@ -182,15 +182,15 @@ def _channels(job: SageMakerJob, name: str) -> list[dict[str, Any]]:
     given = [channel.split("=", 1) for channel in job.channel]
     if job.source:
         given.append([SOURCE_CHANNEL, source_uri(job, name)])
-    found: list[dict[str, Any]] = [
+    channels: list[dict[str, Any]] = [
         {"ChannelName": key, "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri}}}
         for key, uri in given
     ]
     if job.fsx:
         system = {"FileSystemId": job.fsx, "FileSystemType": "FSxLustre", "FileSystemAccessMode": "rw"}
         source = {"FileSystemDataSource": {**system, "DirectoryPath": job.fsx_path}}
-        found.append({"ChannelName": FSX_CHANNEL, "DataSource": source})
-    return found
+        channels.append({"ChannelName": FSX_CHANNEL, "DataSource": source})
+    return channels
 
 
 def source_uri(job: SageMakerJob, name: str) -> str:
@@ -208,13 +208,13 @@ def _instances(job: SageMakerJob) -> dict[str, Any]:
 
 
 def checked(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the request if the service's model has nothing against it.
+    """Return the request if it conforms to the service's model.
 
     Raises:
-        UsageError: with all that it has.
+        UsageError: it does not, with all violations.
     """
-    if found := problems("sagemaker", "CreateTrainingJob", request):
-        raise UsageError("SageMaker would refuse the job: " + "; ".join(found))
+    if violations := problems("sagemaker", "CreateTrainingJob", request):
+        raise UsageError("SageMaker would refuse the job: " + "; ".join(violations))
     return request
 
 
@@ -268,7 +268,7 @@ def submit(job: SageMakerJob, request: dict[str, Any]) -> None:
 
 
 def make_secret(name: str, region: str | None) -> None:
-    """Make the job's secret in Secrets Manager; one of that name is kept.
+    """Create the job's secret in Secrets Manager, unless one of that name exists.
 
     Raises:
         ShoalError: AWS refuses.
@@ -284,8 +284,8 @@ def make_secret(name: str, region: str | None) -> None:
 def state_of(name: str, region: str | None) -> str:
     """Return SageMaker's state of a job, such as ``InProgress: Training``."""
     service = client("sagemaker", region)
-    found = called(lambda: service.describe_training_job(TrainingJobName=name))
-    states = dict.fromkeys((found["TrainingJobStatus"], found.get("SecondaryStatus", "")))
+    answer = called(lambda: service.describe_training_job(TrainingJobName=name))
+    states = dict.fromkeys((answer["TrainingJobStatus"], answer.get("SecondaryStatus", "")))
     return ": ".join(filter(None, states))
 
 
@@ -296,23 +296,23 @@ def log_lines(name: str, region: str | None, *, since: int) -> Iterator[tuple[st
         ShoalError: AWS refuses.
     """
     service = client("logs", region)
-    asked: dict[str, Any] = {"logGroupName": _LOGS, "logStreamNamePrefix": f"{name}/", "startTime": since}
+    request: dict[str, Any] = {"logGroupName": _LOGS, "logStreamNamePrefix": f"{name}/", "startTime": since}
     while True:
         try:
-            found = called(lambda: service.filter_log_events(**asked))
+            answer = called(lambda: service.filter_log_events(**request))
         except ShoalError as problem:
-            if "ResourceNotFound" in str(problem):  # nothing was written yet
+            if "ResourceNotFound" in str(problem):  # no output yet
                 return
             raise
-        for event in found["events"]:
+        for event in answer["events"]:
             host = event["logStreamName"].partition("/")[2].rpartition("-")[0]
             yield f"{host}: {event['message'].rstrip()}", event["timestamp"]
-        if not (token := found.get("nextToken")):
+        if not (token := answer.get("nextToken")):
             return
-        asked["nextToken"] = token
+        request["nextToken"] = token
 
 
 def stop(name: str, region: str | None) -> None:
-    """Ask a job to stop: its containers get SIGTERM and two minutes to save."""
+    """Stop a job: its containers get SIGTERM and two minutes to save."""
     service = client("sagemaker", region)
     called(lambda: service.stop_training_job(TrainingJobName=name))

@@ -18,11 +18,11 @@ from shoal.errors import EXIT_LOST, EXIT_STOPPED, ShoalError
 from shoal.json_text import parse_json
 from shoal.launch.aws_calls import called, client
 from shoal.launch.in_job import HostOptions, in_job
+from shoal.launch.job_size import HELPER_PORT, RENDEZVOUS_PORT
 from shoal.launch.sagemaker import HELPERS as HELPER_GROUP
 from shoal.launch.sagemaker import SOURCE_CHANNEL
 from shoal.launch.source import ARCHIVE, unpack
 
-HELPER_PORT, MEETING_PORT = 7070, 29_400
 _CONFIG = Path("input/config/resourceconfig.json")
 _STOPPED_WAIT_S = 300.0
 """SageMaker sends SIGKILL 120 s after SIGTERM."""
@@ -53,21 +53,21 @@ def read_instance(path: Path) -> Instance:
     Raises:
         ShoalError: the file is not one of SageMaker's.
     """
-    found = parse_json(path.read_bytes(), str(path))
+    stored = parse_json(path.read_bytes(), str(path))
     try:
         groups = {
-            group["instance_group_name"]: group["hosts"] for group in found.get("instance_groups") or ()
+            group["instance_group_name"]: group["hosts"] for group in stored.get("instance_groups") or ()
         }
         helpers = tuple(map(str, groups.get(HELPER_GROUP, ())))
-        workers = tuple(str(host) for host in found["hosts"] if host not in helpers)
-        host = str(found["current_host"])
+        workers = tuple(str(host) for host in stored["hosts"] if host not in helpers)
+        host = str(stored["current_host"])
         own = helpers if host in helpers else workers
         return Instance(
             role="helper" if host in helpers else "worker",
             number=own.index(host),
             workers=workers,
             helpers=helpers,
-            interface=found.get("network_interface_name"),
+            interface=stored.get("network_interface_name"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise ShoalError(f"{path}: is not what SageMaker writes ({problem!r})") from None
@@ -76,12 +76,12 @@ def read_instance(path: Path) -> Instance:
 def run(command: Sequence[str], options: HostOptions) -> int:
     """Run this instance's part of the job and return the exit code.
 
-    SageMaker starts the containers of an interrupted spot job again, and counts any exit code but 0 as a
-    failure. So a container that has saved, or that misses another host, waits until it is killed.
+    SageMaker restarts the containers of an interrupted spot job, but takes any exit code except 0 as a
+    failure. So a container that has saved, or that has lost another host, waits until it is killed.
 
     Raises:
         UsageError: the command or the options are wrong.
-        ShoalError: the secret or the source cannot be had, or in_job fails.
+        ShoalError: the secret or the source cannot be read, or in_job fails.
     """
     base = sagemaker_base()
     try:
@@ -107,15 +107,15 @@ def _run(base: Path, command: Sequence[str], options: HostOptions) -> int:
     fetch_secret()
     if instance.helpers and not is_helper:
         set_variables({HELPERS: ",".join(f"{host}:{HELPER_PORT}" for host in instance.helpers)})
-    if (sum_ := source_sha256()) and not is_helper:
-        unpack(base / "input" / "data" / SOURCE_CHANNEL / ARCHIVE, base / "code", sum_)
+    if (sha256 := source_sha256()) and not is_helper:
+        unpack(base / "input" / "data" / SOURCE_CHANNEL / ARCHIVE, base / "code", sha256)
         os.chdir(base / "code")
     options = replace(
         options,
         role=instance.role,
         nnodes=len(instance.workers),
         node_rank=instance.number,
-        rdzv=f"{instance.workers[0]}:{MEETING_PORT}",
+        rdzv=f"{instance.workers[0]}:{RENDEZVOUS_PORT}",
         helper_port=HELPER_PORT if is_helper else None,
         interface=options.interface or instance.interface,
         log_dir=options.log_dir or base / "output" / "data" / "logs",
@@ -125,7 +125,7 @@ def _run(base: Path, command: Sequence[str], options: HostOptions) -> int:
 
 
 def fetch_secret() -> None:
-    """Read the job's secret from Secrets Manager into a file, unless there is one."""
+    """Write the job's secret from Secrets Manager to a file, unless it is given already."""
     name = secret_id()
     if job_secret() is not None or not name:
         return

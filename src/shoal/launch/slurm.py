@@ -1,4 +1,4 @@
-"""Writes and submits batch scripts for Slurm. The script is the interface: it can be read and edited."""
+"""Writes batch scripts for Slurm, which users can read and edit, and submits them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shoal.json_text import parse_json
 from shoal.launch.job_size import SIZE, JobSize, name_of, option
 
 SEED = "{seed}"
-"""Part of the command that stands for the number of an array's task."""
+"""Part of the command that is replaced by the number of an array's task."""
 SCRIPT, SUBMITTED, STOP = "job.sbatch", "submitted.json", "stop"
 _SIGNAL_MARGIN_S = 60
-"""Slurm's man page: a signal may come up to 60 s early; 10 s late was seen."""
+"""A signal may come up to 60 s early, by Slurm's man page; one came 10 s late."""
 _WORD = re.compile(r"[\w.,:/@%+=~*\[\]-]+")
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED", re.IGNORECASE)
 _ARRAY = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*(%\d+)?")
@@ -114,7 +114,7 @@ def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
 
     Args:
         job: the job.
-        command: of the workers; ``{seed}`` in it stands for an array's number.
+        command: of the workers; ``{seed}`` in it is replaced by an array's number.
         folder: absolute path of the job's folder, which all nodes share.
 
     Raises:
@@ -201,12 +201,12 @@ def job_name(job: SlurmJob, command: Sequence[str]) -> str:
 
 
 def output_name(job: SlurmJob) -> str:
-    """Return the name of the output's file in the job's folder; ``%a`` stands for an array's number."""
+    """Return the name of the output file in the job's folder; Slurm replaces ``%a`` by an array's number."""
     return "output.log" if job.array is None else "output-%a.log"
 
 
 def _quoted(command: Sequence[str]) -> str:
-    """Return the command for bash: its words quoted, options on lines of their own if it is long."""
+    """Return the command for bash, with quoted words; a long one has each option on a line of its own."""
     seed = '"$SLURM_ARRAY_TASK_ID"'
     words = [seed.join(shlex.quote(p) if p else "" for p in w.split(SEED)) or "''" for w in command]
     text = " ".join(words)
@@ -225,10 +225,10 @@ def write(script: str, folder: Path) -> Path:
 
 
 def submit(path: Path) -> str:
-    """Submit a script and return the job's id, which ``submitted.json`` beside it keeps.
+    """Submit a script and return the job's id, which is also written to ``submitted.json`` beside it.
 
     Raises:
-        ShoalError: there is no Slurm here, it refuses the job, or a job of this folder still exists.
+        ShoalError: Slurm is not installed, refuses the job, or still has a job of this folder.
     """
     if (earlier := submitted(path.parent)) and (state := state_of(earlier["id"])):
         raise ShoalError(
@@ -245,12 +245,12 @@ def submit(path: Path) -> str:
 
 
 def stop(folder: Path) -> str:
-    """Ask the job of a folder to save and leave for good; return what was done.
+    """Stop the job of a folder after it has saved; return a message.
 
-    A file ``stop`` in the folder keeps its script from queueing it again, until it is submitted again.
+    A file ``stop`` in the folder prevents its script from requeueing it until it is submitted again.
 
     Raises:
-        UsageError: no job was submitted from this folder, or none is left.
+        UsageError: no job was submitted from this folder, or it has ended.
         ShoalError: Slurm refuses.
     """
     job = submitted(folder)
@@ -267,7 +267,7 @@ def stop(folder: Path) -> str:
 
 
 def test_only(path: Path) -> str:
-    """Return the output of ``sbatch --test-only`` for a script: when and where it would start.
+    """Return the output of ``sbatch --test-only`` for a script: expected start and nodes.
 
     Raises:
         ShoalError: Slurm would refuse it.
@@ -280,14 +280,14 @@ def submitted(folder: Path) -> dict[str, Any] | None:
     path = folder / SUBMITTED
     if not path.exists():
         return None
-    found = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
-    if not isinstance(found, dict) or not re.fullmatch(r"\d{1,12}", str(found.get("id"))):
+    stored = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
+    if not isinstance(stored, dict) or not re.fullmatch(r"\d{1,12}", str(stored.get("id"))):
         raise ShoalError(f"{path} has no job id; remove it")
-    return found
+    return stored
 
 
 def state_of(number: str) -> str:
-    """Return the state of a job that waits or runs, such as ``PENDING``; empty: there is none any more."""
+    """Return the state of a job that waits or runs, such as ``PENDING``; empty if it has ended."""
     try:
         return _slurm("squeue", "--noheader", "--format=%T", "--jobs", number).partition("\n")[0].strip()
     except ShoalError as problem:
@@ -297,16 +297,12 @@ def state_of(number: str) -> str:
 
 
 def is_here() -> bool:
-    """Return whether this machine has Slurm's commands."""
+    """Return whether Slurm's commands are installed."""
     return shutil.which("sbatch") is not None
 
 
 def _slurm(*command: str) -> str:
-    """Run a command of Slurm and return its stdout and stderr.
-
-    Raises:
-        ShoalError: it is not here, fails, or does not end.
-    """
+    """Run a command of Slurm and return its stdout and stderr."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
     except FileNotFoundError:

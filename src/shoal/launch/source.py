@@ -1,4 +1,4 @@
-"""Packs a folder with a user's own script for a container, and unpacks it there after a check of its sum."""
+"""Packs a folder with a user's script for a container, and unpacks it there after checking its hash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pack(folder: Path) -> bytes:
     Hidden files and folders, such as ``.env`` and ``.git``, caches, links and special files are left out.
 
     Raises:
-        UsageError: it is no folder, has no files, or more than 100 MiB.
+        UsageError: it is not a folder, has no files, or more than 100 MiB.
     """
     if not folder.is_dir():
         raise UsageError(f"--source {folder} is no folder")
@@ -47,12 +47,12 @@ def pack(folder: Path) -> bytes:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = []
+    paths: list[Path] = []
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-        paths = [Path(root, name) for name in files if not name.startswith(".")]
-        found += [path for path in paths if path.is_file() and not path.is_symlink()]
-    return sorted(path for path in found if path.suffix != ".pyc")
+        visible = [Path(root, name) for name in files if not name.startswith(".")]
+        paths += [path for path in visible if path.is_file() and not path.is_symlink()]
+    return sorted(path for path in paths if path.suffix != ".pyc")
 
 
 def digest(packed: bytes) -> str:
@@ -61,18 +61,18 @@ def digest(packed: bytes) -> str:
 
 
 def unpack(archive: Path, folder: Path, wanted: str) -> None:
-    """Unpack an archive whose sum is ``wanted`` into ``folder``.
+    """Unpack an archive whose SHA-256 is ``wanted`` into ``folder``.
 
     Raises:
-        ShoalError: it cannot be read, has another sum, or would write outside of the folder.
+        ShoalError: it cannot be read, has another hash, or would write outside of the folder.
     """
     try:
         packed = archive.read_bytes()
     except OSError as problem:
         raise ShoalError(f"{archive}: cannot be read: {problem.strerror}") from None
-    if (found := digest(packed)) != wanted:
+    if (actual := digest(packed)) != wanted:
         raise ShoalError(
-            f"{archive}: its SHA-256 is {found} and the job was submitted with {wanted}; submit it again"
+            f"{archive}: its SHA-256 is {actual} and the job was submitted with {wanted}; submit it again"
         )
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from shoal.errors import UsageError
+from shoal.launch.supervision import write_secret
 
 
 def take_secret(stdin: IO[str]) -> Path:
@@ -32,9 +33,7 @@ def take_secret(stdin: IO[str]) -> Path:
         )
     folder = Path(tempfile.mkdtemp(prefix="shoal-secret-"))  # 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = folder / "secret"
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(secret)
+    path = write_secret(folder, secret.encode())
 
     def wait() -> None:
         with suppress(OSError, ValueError):

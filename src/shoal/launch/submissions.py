@@ -1,6 +1,6 @@
-"""Knows the jobs that were submitted from here, on all back-ends: state, output, and how they stop.
+"""Lists and stops the jobs that were submitted from here, on all schedulers, and prints their output.
 
-All is read from the jobs' folders and from the schedulers' own commands; nothing runs in between.
+It reads the jobs' folders and calls the schedulers' commands; no process runs in between.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ class Submission:
     backend: str
     id: str
     where: dict[str, Any]
-    """Region, namespace, kind of manifest; ``run``: the run's directory, as the command names it."""
+    """Region, namespace, kind of manifest; ``run``: the run directory in the command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A job as its folder and its scheduler show it."""
+    """A submitted job with its state and progress."""
 
     name: str
     backend: str
     id: str
     state: str
-    """The scheduler's, or ``ENDED``, or why it is not known."""
+    """The scheduler's state; ``ENDED``; or the reason why it is unknown."""
     starts: int
     step: str
-    """Of the last checkpoint; empty: there is none, or the workers do not say."""
+    """Of the last checkpoint; empty: there is none, or the workers do not report it."""
     run: Path | None
     last_line: str
 
 
 def note(folder: Path, backend: str, number: str, **where: str | None) -> None:
-    """Write down that a job of this folder was submitted."""
+    """Record that a job of this folder was submitted."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"backend": backend, "id": number, **{key: value for key, value in where.items() if value}}
-    (folder / SUBMITTED).write_text(json.dumps(found) + "\n", encoding="utf-8")
+    submission = {"backend": backend, "id": number, **{key: value for key, value in where.items() if value}}
+    (folder / SUBMITTED).write_text(json.dumps(submission) + "\n", encoding="utf-8")
 
 
 def read(folder: Path) -> Submission:
@@ -68,11 +68,11 @@ def read(folder: Path) -> Submission:
     path = folder / SUBMITTED
     if not path.exists():
         raise UsageError(f"{folder} has no job that waits or runs")
-    found = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
-    if not isinstance(found, dict) or not isinstance(found.get("id"), str):
+    stored = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
+    if not isinstance(stored, dict) or not isinstance(stored.get("id"), str):
         raise ShoalError(f"{path} has no job id; remove it")
-    where = {key: value for key, value in found.items() if isinstance(value, str)}
-    return Submission(folder=folder, backend=where.get("backend", "slurm"), id=found["id"], where=where)
+    where = {key: value for key, value in stored.items() if isinstance(value, str)}
+    return Submission(folder=folder, backend=where.get("backend", "slurm"), id=stored["id"], where=where)
 
 
 def jobs(folder: Path) -> list[Submitted]:
@@ -81,11 +81,11 @@ def jobs(folder: Path) -> list[Submitted]:
     Raises:
         ShoalError: a folder's files are damaged.
     """
-    found = []
+    submitted = []
     for path in sorted(folder.glob(f"*/{SUBMITTED}")):
         job, job_folder = read(path.parent), JobFolder(path.parent, "")
         outputs = sorted(path.parent.glob("output*.log"), key=lambda file: file.stat().st_mtime)
-        found.append(
+        submitted.append(
             Submitted(
                 name=path.parent.name,
                 backend=job.backend,
@@ -97,11 +97,11 @@ def jobs(folder: Path) -> list[Submitted]:
                 last_line=_last_line(outputs[-1]) if outputs else "",
             )
         )
-    return found
+    return submitted
 
 
 def _state_or_reason(job: Submission) -> str:
-    """Return the state; a scheduler that does not answer must not hide the jobs of the others."""
+    """Return the state, or a scheduler's error, which must not hide the jobs of the others."""
     try:
         return state_of(job) or _ENDED
     except ShoalError as problem:
@@ -109,7 +109,7 @@ def _state_or_reason(job: Submission) -> str:
 
 
 def state_of(job: Submission) -> str:
-    """Return the scheduler's state of a job; empty: it is not known there any more."""
+    """Return the scheduler's state of a job; empty if it has forgotten the job."""
     if job.backend == "kubernetes":
         return kubernetes.state_of(job.where.get("api", "jobset"), job.id, job.where.get("namespace"))
     if job.backend == "sagemaker":
@@ -118,10 +118,10 @@ def state_of(job: Submission) -> str:
 
 
 def stop(folder: Path) -> str:
-    """Let the job of a folder save and leave for good; return what was done.
+    """Stop the job of a folder after it has saved; it is not requeued. Return a message.
 
     Raises:
-        UsageError: no job was submitted from this folder, or none is left.
+        UsageError: no job was submitted from this folder, or it has ended.
         ShoalError: the scheduler refuses.
     """
     job = read(folder)
@@ -135,7 +135,7 @@ def stop(folder: Path) -> str:
 
 
 def logs(folder: Path, *, follow: bool) -> int:
-    """Print the output of the job of a folder, with ``follow`` until it ends or Ctrl-C; return the exit code.
+    """Print the output of a folder's job, with ``follow`` until it ends or Ctrl-C, and return the exit code.
 
     Raises:
         UsageError: no job was submitted from this folder, or it has written nothing.

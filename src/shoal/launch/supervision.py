@@ -1,7 +1,7 @@
-"""Supervises the worker processes of a job: signals, deadlines, and the exit code that explains a failure.
+"""Supervises the worker processes of a job: signals, deadlines, and the exit code of the first failure.
 
-The launchers for this host and for emulated hosts start processes; :class:`Job` does what comes after.
-Standard library only.
+The launchers for this host and for emulated hosts start the processes; :class:`Job` supervises them. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shoal.launch.worker import WorkerError, read_errors
 
 POLL_S = 0.05
 AFTER_FAILURE_S = 5.0
-"""Time that the other workers may go on after one has failed."""
+"""Time until the other workers are killed after one has failed."""
 _AFTER_STOP_S = 120.0
-"""The same after one has saved and left."""
+"""The same after one has saved and exited."""
 _AFTER_SIGNAL_S = 10.0
 THREADS = ("OMP_NUM_THREADS", "PJRT_NPROC", "TF_NUM_INTRAOP_THREADS")
-"""Variables that say how many threads a worker's libraries use: PyTorch's and NumPy's, JAX, TensorFlow."""
+"""Variables with the number of threads of a worker's libraries: PyTorch and NumPy, JAX, TensorFlow."""
 
 _FORWARDED_AS = {
     signal.SIGTERM: signal.SIGTERM,
@@ -36,7 +36,7 @@ _FORWARDED_AS = {
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGINT: signal.SIGTERM,
 }
-"""Signals to the launcher, and what it sends to the workers."""
+"""Signals to the launcher, and those that it sends to the workers."""
 _TAIL_LINES = 20
 
 Output = int | IO[Any] | None
@@ -61,21 +61,21 @@ class Job:
     """The workers of one launcher, from start to exit; a context that receives the launcher's signals.
 
     Signals are forwarded once each; a second Ctrl-C kills. When a worker fails, the others get a grace
-    period. Workers lead process groups, so that a kill reaches their children; leaving the context kills
-    those that still run. Enter it in the main thread.
+    period. Workers lead process groups, so that a kill reaches their children; workers that still run are
+    killed at the end of the context. Enter it in the main thread.
 
     Args:
-        log_dir: folder for the output of all workers but rank 0, made if missing.
+        log_dir: folder for the output of all workers but rank 0, created if missing.
         error_dir: folder in which workers report errors (:func:`shoal.launch.worker.write_error`); ``None``
-            for a command that reports none: its stdout and stderr go to one file, its exit code 75 means
-            nothing special, a request to stop gives it 10 s, and only the first failure counts.
+            for a command that reports none: its stdout and stderr go to one file, its exit code 75 has no
+            meaning, a request to stop gives it 10 s, and only the first failure counts.
     """
 
     def __init__(self, log_dir: Path, *, error_dir: Path | None) -> None:
         self.exit_codes: dict[int, int] = {}
         """Exit codes by rank; minus the signal's number for a death by signal."""
         self.received: int | None = None
-        """The last signal that asked to stop."""
+        """The last signal that requests a stop."""
         self.num_interrupts = 0
         self._log_dir, self._error_dir = log_dir, error_dir
         self._workers: dict[int, subprocess.Popen[str]] = {}
@@ -99,7 +99,7 @@ class Job:
 
     @property
     def stop_requested(self) -> bool:
-        """True after a signal that asks to stop; start nothing then."""
+        """True after a signal that requests a stop; start no worker then."""
         return bool(self._forwarded)
 
     @property
@@ -143,7 +143,7 @@ class Job:
             time.sleep(POLL_S)
 
     def outcome(self) -> Outcome:
-        """Return the outcome of the job from the ends of its workers."""
+        """Return the outcome of the job, from its workers' exit codes and errors."""
         if not self.exit_codes:  # asked to stop before the start
             return Outcome(exit_code=EXIT_STOPPED)
         if self.num_interrupts > 1:
@@ -235,7 +235,7 @@ def decide_outcome(
     forwarded: Collection[int] = (),
     logs: Mapping[int, Path] | None = None,
 ) -> Outcome:
-    """Find the failure that caused the others.
+    """Return the failure that caused the others.
 
     A worker's own error comes first, the earliest of several; then a death by a signal that the launcher
     did not send, and an exit without an error; then the mere loss of another worker.
@@ -244,7 +244,7 @@ def decide_outcome(
         exit_codes: of this host's workers by rank; minus the signal's number for a death by signal.
         errors: reported by workers themselves, by rank.
         killed: ranks that the launcher has killed.
-        forwarded: signals sent by the launcher; a worker that died of one had nothing to save yet.
+        forwarded: signals sent by the launcher; a worker that died of one had not started to train.
         logs: files with the output of workers, by rank.
     """
     logs = logs or {}

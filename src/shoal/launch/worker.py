@@ -1,7 +1,7 @@
 """Runs the main function of a worker process and reports its error.
 
-Under shoal's launcher a worker writes its error to a file instead of the terminal, which then shows only the
-failure that caused the others. Under torchrun, mpirun or by hand it prints the error itself.
+Under shoal's launcher a worker writes its error to a file, and the launcher shows only the failure that
+caused the others. Under torchrun, mpirun or by hand the worker prints its error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WorkerError:
     message: str
     exit_code: int
     is_bug: bool
-    """True if nobody expected the error; the message says where the traceback is."""
+    """True for an unexpected error; the message names the file with the traceback."""
     lost_peer: bool
     """True if the error only reports that another worker is gone."""
 
@@ -47,12 +47,12 @@ class WorkerError:
 def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
     """Call ``main`` and exit with the code that it returns, or with that of its error.
 
-    Whatever the error, it is reported as one line (:func:`shoal.errors.ending`). If the launcher is killed,
-    the worker sends itself SIGTERM, so that it saves and exits.
+    Any error is reported as one line (:func:`shoal.errors.ending`). If the launcher is killed, the worker
+    sends itself SIGTERM, so that it saves and exits.
 
     Args:
-        main: a worker's work.
-        run: the run directory, whose ``logs`` get the traceback of an error that nobody expected.
+        main: main function of a worker.
+        run: the run directory, to whose ``logs`` tracebacks of unexpected errors are written.
     """
     folder = launch_dir()
     faulthandler.enable()
@@ -66,7 +66,7 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
     except SystemExit:
         _leave_groups()
         raise
-    except BaseException as error:  # noqa: BLE001  # the last net
+    except BaseException as error:  # noqa: BLE001  # every error is reported
         env = worker_env()
         report = describe_error(error, rank=env.place.rank if env else 0, run=run)
         if folder is not None:
@@ -83,7 +83,7 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
 
 
 def describe_error(error: BaseException, *, rank: int, run: Path | None = None) -> WorkerError:
-    """Return the report of an exception; the traceback of one that nobody expected is kept."""
+    """Return the report of an exception; the traceback of an unexpected one is written to a file."""
     end = ending(error, run=run, rank=rank, debug=debug())
     return WorkerError(
         rank=rank,
@@ -110,7 +110,7 @@ def read_errors(folder: Path) -> dict[int, WorkerError]:
 
 
 def _leave_groups() -> None:
-    """Free what main has left in reference cycles, and destroy its process groups.
+    """Free the reference cycles of main, and destroy its process groups.
 
     Threads of a group or of a model's reducer that are alive during the interpreter's shutdown end the
     process by SIGABRT: seen in 2 of 10 runs on a busy machine, each after the run had saved.
@@ -122,7 +122,7 @@ def _leave_groups() -> None:
 
 
 def _exit_soon(exit_code: int) -> None:
-    """Exit after :data:`EXIT_DEADLINE_S`, whatever the interpreter still waits for."""
+    """Exit after :data:`EXIT_DEADLINE_S`, even if the interpreter still waits."""
 
     def exit_now() -> None:
         flush_output()
