@@ -13,6 +13,7 @@ from shoal.cli.settings import settings_from
 from shoal.errors import EXIT_OK, UsageError, did_you_mean
 from shoal.launch.aws_checks import allowed
 from shoal.launch.aws_cluster import CLUSTER, FILE_SYSTEM, CloudFormation, ParallelCluster
+from shoal.launch.job_size import option
 
 _FSX_PER_GB_MONTH = 0.21
 """US dollars of persistent SSD storage at 250 MB/s per TiB in us-east-1; recalled, not confirmed."""
@@ -94,7 +95,7 @@ def _write(plan: ParallelCluster | CloudFormation, out: Path) -> None:
         value = getattr(plan, field.name)
         if known and field.name.endswith("_instance") and value not in known:
             raise UsageError(
-                f"--{field.name.replace('_', '-')} {value!r} is no instance type that botocore knows; "
+                f"{option(field.name)} {value!r} is no instance type that botocore knows; "
                 f"upgrade boto3 if it is new.{did_you_mean(value, known)}"
             )
     out.mkdir(parents=True, exist_ok=True)

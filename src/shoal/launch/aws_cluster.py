@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from shoal.errors import UsageError
+from shoal.launch.job_size import check_form
 
 FILE_SYSTEM, CLUSTER = "filesystem.yaml", "cluster.yaml"
 """Files of the two stacks, and of ParallelCluster's configuration."""
@@ -73,12 +74,9 @@ class AwsCluster:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            form, example = _FORMS.get(field.name, ("", ""))
-            if form and value is not None and not re.fullmatch(form, value):
-                raise UsageError(
-                    f"--{field.name.replace('_', '-')} {value!r} is not of the form {form}, like {example}"
-                )
+            if field.name in _FORMS:
+                form, example = _FORMS[field.name]
+                check_form(self, field.name, re.compile(form), f"is not of the form {form}, like {example}")
         if self.workers < 1 or self.helpers < 0:
             raise UsageError(
                 f"--workers {self.workers} must be at least 1, --helpers {self.helpers} at least 0"

@@ -14,6 +14,7 @@ from typing import Literal
 
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.aws_calls import called, client
+from shoal.launch.job_size import check_form
 
 DOCKERFILE = Path("docker") / "Dockerfile"
 TOOLS = ("docker", "podman", "buildah")
@@ -53,13 +54,10 @@ class Image:
     """Program that builds and pushes; default: the first of them that works here."""
 
     def __post_init__(self) -> None:
-        if not _REPOSITORY.fullmatch(self.repository):
-            raise UsageError(
-                f"--repository {self.repository!r} is not of the form REGISTRY/NAME in small letters, "
-                "such as 123456789012.dkr.ecr.us-east-1.amazonaws.com/shoal; --tag names the tag"
-            )
-        if self.tag is not None and not _TAG.fullmatch(self.tag):
-            raise UsageError(f"--tag {self.tag!r} must be 1 to 128 letters, digits, '.', '_' and '-'")
+        example = "123456789012.dkr.ecr.us-east-1.amazonaws.com/shoal"
+        rule = f"is not of the form REGISTRY/NAME in small letters, such as {example}; --tag names the tag"
+        check_form(self, "repository", _REPOSITORY, rule)
+        check_form(self, "tag", _TAG, "must be 1 to 128 letters, digits, '.', '_' and '-'")
 
     @property
     def host(self) -> str:

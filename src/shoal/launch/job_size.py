@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,18 @@ def check_counts(settings: object) -> None:
         value = getattr(settings, name, None)
         if isinstance(value, int) and value < least:
             raise UsageError(f"{option(name)} {value} must be at least {least}")
+
+
+def check_form(settings: object, field: str, form: re.Pattern[str], rule: str) -> None:
+    """Check the form of a text, or of each of several; ``None`` is not checked.
+
+    Raises:
+        UsageError: one is of another form; its text ends with ``rule``.
+    """
+    values = getattr(settings, field)
+    for value in values if isinstance(values, tuple) else (values,):
+        if value is not None and not form.fullmatch(value):
+            raise UsageError(f"{option(field)} {value!r} {rule}")
 
 
 def name_of(command: Sequence[str]) -> str:

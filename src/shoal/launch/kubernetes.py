@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.job_size import SIZE, JobSize, name_of, option
+from shoal.launch.job_size import SIZE, JobSize, check_form, name_of
 
 MANIFEST = "job.yaml"
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -78,11 +78,8 @@ class KubernetesJob(JobSize):
             "topology": _RESOURCE,
         }  # fmt: skip
         for name, form in forms.items():
-            if (value := getattr(self, name)) is not None and not form.fullmatch(value):
-                raise UsageError(f"{option(name)} {value!r} is not what Kubernetes takes ({form.pattern})")
-        for label in self.node_selector:
-            if not _SELECTOR.fullmatch(label):
-                raise UsageError(f"--node-selector {label!r} is not of the form KEY=VALUE")
+            check_form(self, name, form, f"is not what Kubernetes takes ({form.pattern})")
+        check_form(self, "node_selector", _SELECTOR, "is not of the form KEY=VALUE")
         if self.topology is not None and self.queue is None:
             raise UsageError(f"--topology {self.topology} is for Kueue: name its --queue too")
 

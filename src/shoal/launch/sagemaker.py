@@ -20,7 +20,7 @@ from shoal.env.settings import TRANSPORT
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.aws_calls import called, client
 from shoal.launch.aws_checks import problems
-from shoal.launch.job_size import SIZE, JobSize, name_of, option
+from shoal.launch.job_size import SIZE, JobSize, check_form, name_of
 from shoal.launch.source import ARCHIVE, digest, pack
 
 REQUEST = "request.json"
@@ -83,13 +83,9 @@ class SageMakerJob(JobSize):
         if self.max_wait_hours is not None and (not self.spot or self.max_wait_hours < self.max_hours):
             raise UsageError("--max-wait-hours goes with --spot, and includes --max-hours")
         for name in ("bucket", "checkpoints"):
-            if (value := getattr(self, name)) is not None and not _S3.fullmatch(value):
-                raise UsageError(f"{option(name)} {value!r} is not of the form s3://BUCKET/PREFIX")
-        for channel in self.channel:
-            if not _CHANNEL.fullmatch(channel):
-                raise UsageError(f"--channel {channel!r} is not of the form NAME=s3://BUCKET/PREFIX")
-        if self.name is not None and not _NAME.fullmatch(self.name):
-            raise UsageError(f"--name {self.name!r} must be 1 to 40 letters, digits and single hyphens")
+            check_form(self, name, _S3, "is not of the form s3://BUCKET/PREFIX")
+        check_form(self, "channel", _CHANNEL, "is not of the form NAME=s3://BUCKET/PREFIX")
+        check_form(self, "name", _NAME, "must be 1 to 40 letters, digits and single hyphens")
 
     def filled(self) -> SageMakerJob:
         """Return the job with missing fields filled from the environment.

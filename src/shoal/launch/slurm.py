@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
-from shoal.launch.job_size import SIZE, JobSize, name_of, option
+from shoal.launch.job_size import SIZE, JobSize, check_form, name_of
 
 SEED = "{seed}"
 """Part of the command that is replaced by the number of an array's task."""
@@ -22,6 +22,7 @@ SCRIPT, SUBMITTED, STOP = "job.sbatch", "submitted.json", "stop"
 _SIGNAL_MARGIN_S = 60
 """A signal may come up to 60 s early, by Slurm's man page; one came 10 s late."""
 _WORD = re.compile(r"[\w.,:/@%+=~*\[\]-]+")
+_OPTION = re.compile(rf"--{_WORD.pattern}")
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED", re.IGNORECASE)
 _ARRAY = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*(%\d+)?")
 _OWNED = (
@@ -79,23 +80,16 @@ class SlurmJob(JobSize):
                 "Slurm has no arrays of heterogeneous jobs: leave out --helpers, or submit each by itself"
             )
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, str) and not _WORD.fullmatch(value):
-                raise UsageError(f"{option(field.name)} {value!r} must be one word without quotes")
-        for name, form, example in (("time", _TIME, "1-12:00:00"), ("array", _ARRAY, "0-4")):
-            if (value := getattr(self, name)) is not None and not form.fullmatch(value):
-                raise UsageError(f"--{name} {value!r} is not of Slurm's form, like {example}")
+            if isinstance(getattr(self, field.name), str):
+                check_form(self, field.name, _WORD, "must be one word without quotes")
+        check_form(self, "time", _TIME, "is not of Slurm's form, like 1-12:00:00")
+        check_form(self, "array", _ARRAY, "is not of Slurm's form, like 0-4")
+        check_form(self, "option", _OPTION, "must be one word like --mem=0")
         for word in self.option:
-            self._check_option(word)
+            if (name := word.removeprefix("--").partition("=")[0]) in _OWNED:
+                raise UsageError(f"--option {word}: the script sets --{name} itself; edit it after --to DIR")
         if any("\n" in line for line in self.prolog):
             raise UsageError("--prolog is one line; give it several times for several lines")
-
-    def _check_option(self, word: str) -> None:
-        name = word.removeprefix("--").partition("=")[0]
-        if not word.startswith("--") or not _WORD.fullmatch(word):
-            raise UsageError(f"--option {word!r} must be one word like --mem=0")
-        if name in _OWNED:
-            raise UsageError(f"--option {word}: the script sets --{name} itself; edit it after --to DIR")
 
     def launch_options(self) -> list[str]:
         """Return the options of ``shoal launch``; the tasks of a node are its workers otherwise."""

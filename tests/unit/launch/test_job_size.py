@@ -1,0 +1,61 @@
+"""The options that all schedulers share: one set of checks, and one way to ``shoal launch``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.launch.in_job import HostOptions
+from shoal.launch.job_size import Workers, name_of, option
+from shoal.launch.kubernetes import KubernetesJob
+from shoal.launch.remote import RemoteJob
+from shoal.launch.sagemaker import SageMakerJob
+from shoal.launch.slurm import SlurmJob
+
+SCHEDULERS: dict[type[Workers], dict[str, Any]] = {
+    SlurmJob: {"hosts": 2},
+    KubernetesJob: {"hosts": 2, "image": "shoal:1", "claim": "runs", "cpus_per_host": "8"},
+    SageMakerJob: {"hosts": 2, "instance": "ml.p4d.24xlarge", "image": "shoal:1", "bucket": "s3://bucket"},
+    RemoteJob: {"hosts": ("n1", "n2")},
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("name", ["workers_per_host", "global_batch"])
+def test_counts_are_checked_for_all_schedulers(kind: type[Workers], name: str) -> None:
+    with pytest.raises(UsageError, match=f"{option(name)} 0 must be at least 1"):
+        kind(**SCHEDULERS[kind], **{name: 0})
+
+
+@pytest.mark.parametrize("kind", [SlurmJob, KubernetesJob, SageMakerJob])
+def test_hosts_and_helpers_are_checked_for_all_queues(kind: type[Workers]) -> None:
+    for name, value, least in (("hosts", 0, 1), ("helpers", -1, 0)):
+        with pytest.raises(UsageError, match=f"--{name} {value} must be at least {least}"):
+            kind(**{**SCHEDULERS[kind], name: value})
+
+
+@pytest.mark.parametrize("name", ["workers", "nnodes", "global_batch", "helper_port"])
+def test_counts_of_shoal_launch_are_checked_too(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{option(name)} 0 must be at least 1"):
+        HostOptions(**{name: 0})
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_options_of_shoal_launch(kind: type[Workers]) -> None:
+    assert kind(**SCHEDULERS[kind]).launch_options() == []
+    job = kind(**SCHEDULERS[kind], workers_per_host=8, global_batch=512, helpers_required=True)
+    assert job.launch_options() == ["--workers=8", "--global-batch=512", "--helpers-required"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("shoal", "train", "bert", "--preset", "large"), "bert"),
+        (("python3", "-u", "scripts/train_it.py"), "train_it"),
+        (("shoal",), "shoal"),
+    ],
+)
+def test_the_name_of_a_command(command: tuple[str, ...], name: str) -> None:
+    assert name_of(command) == name
