@@ -37,10 +37,10 @@ LINK = ("-ldl", "-lrt", "-Wl,--unresolved-symbols=ignore-all")
 """The optimizers of servers that keep weights are not built."""
 NOT_THE_GRADIENT = re.compile(r"TcpTransport::tick|Channel::tick")
 """Calls that recur on a timer, with or without a gradient; they are not counted."""
-NO_STATION = re.compile(r"(\w+)::~?\1\([^{]*$|::operator=\(|^shoal::(size_of|name_of)\(")
-"""Constructors, destructors and assignments, and two tables of constants."""
+NO_STATION = re.compile(r"(\w+)::\1\([^{]*$|::~\w+\(\)$|::operator=\(|^shoal::(size_of|name_of)\(")
+"""Constructors, destructors (those of lambdas too) and assignments, and two tables of constants."""
 ACCESSOR = 5
-OWN_SUM = "shoal::ChunkPath::deliver"
+OWN_GRADIENT = re.compile(r"^shoal::(ChunkPath::deliver|OpTable::complete)\(")
 """On the server's thread: the server's own gradient, not the one that is followed."""
 
 
@@ -128,7 +128,7 @@ def crossings(program: Path) -> tuple[list[str], list[tuple[int, Function, Funct
             continue
         if function.name.startswith("shoal::SumServer::"):
             server = thread
-        if thread == server and any(each.name.startswith(OWN_SUM) for each in seen):
+        if thread == server and any(OWN_GRADIENT.match(each.name) for each in seen):
             continue
         files[function.file] = None
         if len(seen) > 1 and seen[-2].file != function.file:

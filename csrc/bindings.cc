@@ -24,7 +24,6 @@
 #include "detection/match.h"
 #include "detection/paste.h"
 #include "detection/suppress.h"
-#include "engine/combine.h"
 #include "engine/engine.h"
 #include "engine/helper.h"
 #include "engine/reduce.h"
@@ -48,19 +47,19 @@ shoal::Level level_of(const std::optional<std::string>& name) {
   return *level;
 }
 
-std::optional<shoal::DType> dtype_named(const std::string& name) {
-  if (name == "float32") return shoal::DType::float32;
-  if (name == "bfloat16") return shoal::DType::bfloat16;
-  if (name == "float16") return shoal::DType::float16;
+std::optional<shoal::Element> dtype_named(const std::string& name) {
+  if (name == "float32") return shoal::Element::float32;
+  if (name == "bfloat16") return shoal::Element::bfloat16;
+  if (name == "float16") return shoal::Element::float16;
   return std::nullopt;
 }
 
-std::optional<shoal::DType> dtype_of(nb::dlpack::dtype dtype) {
+std::optional<shoal::Element> dtype_of(nb::dlpack::dtype dtype) {
   const auto code = static_cast<nb::dlpack::dtype_code>(dtype.code);
   if (dtype.lanes != 1) return std::nullopt;
-  if (code == nb::dlpack::dtype_code::Float && dtype.bits == 32) return shoal::DType::float32;
-  if (code == nb::dlpack::dtype_code::Float && dtype.bits == 16) return shoal::DType::float16;
-  if (code == nb::dlpack::dtype_code::Bfloat && dtype.bits == 16) return shoal::DType::bfloat16;
+  if (code == nb::dlpack::dtype_code::Float && dtype.bits == 32) return shoal::Element::float32;
+  if (code == nb::dlpack::dtype_code::Float && dtype.bits == 16) return shoal::Element::float16;
+  if (code == nb::dlpack::dtype_code::Bfloat && dtype.bits == 16) return shoal::Element::bfloat16;
   return std::nullopt;
 }
 
@@ -68,7 +67,7 @@ std::optional<shoal::DType> dtype_of(nb::dlpack::dtype dtype) {
 struct Span {
   const void* data;
   std::size_t num_bytes;
-  std::optional<shoal::DType> dtype;
+  std::optional<shoal::Element> dtype;
 };
 
 template <class Buffer>
@@ -90,7 +89,7 @@ void sum_in_rank_order(const OutBuffer& out, const std::vector<InBuffer>& inputs
                        const std::optional<std::string>& dtype_name, int num_threads,
                        const std::optional<std::string>& level_name) {
   const Span to = span_of(out, "the output");
-  const std::optional<shoal::DType> dtype = dtype_name ? dtype_named(*dtype_name) : to.dtype;
+  const std::optional<shoal::Element> dtype = dtype_name ? dtype_named(*dtype_name) : to.dtype;
   if (!dtype) throw std::invalid_argument("the element type must be float32, bfloat16 or float16");
   if (to.num_bytes % shoal::size_of(*dtype) != 0) {
     throw std::invalid_argument("the output's " + std::to_string(to.num_bytes) +
@@ -508,9 +507,28 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> server_times(const shoal::E
   return times;
 }
 
+// Returns name, minimum, maximum and divisor of the options that the core checks.
+std::vector<std::tuple<std::string, std::size_t, std::size_t, std::size_t>> option_ranges() {
+  std::vector<std::tuple<std::string, std::size_t, std::size_t, std::size_t>> ranges;
+  for (const shoal::OptionRange& each : shoal::option_ranges()) ranges.emplace_back(each.name, each.least, each.most, each.unit);
+  return ranges;
+}
+
 void bind_engine(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::register_exception_translator(raise_comm_error);
+  m.def("option_ranges", &option_ranges);
+  nb::dict optimizers;
+  optimizers["sgd"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::sgd);
+  optimizers["adamw"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::adamw);
+  optimizers["lamb"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::lamb);
+  optimizers["lars"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::lars);
+  optimizers["novograd"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::novograd);
+  m.attr("SERVED_OPTIMIZERS") = optimizers;
+  m.attr("SERVED_BLOCK") = shoal::kServedBlock;
+  m.attr("SERVED_UNIT") = shoal::kServedUnit;
+  m.attr("SERVED_SUMS") = shoal::kSums;
+  m.attr("SERVED_COEFFICIENTS") = shoal::kCoefficients;
   nb::class_<shoal::Engine>(m, "Engine")
       .def("__init__", [](shoal::Engine* self, const nb::dict& options) { new (self) shoal::Engine(options_of(options)); })
       .def_prop_ro("port", &shoal::Engine::port)
@@ -536,9 +554,8 @@ void bind_engine(nb::module_& m) {
       .def("__init__",
            [](shoal::HelperServer* self, const std::string& address, int port, const nb::bytes& secret,
               int send_buffer_bytes, const std::string& fabric, std::size_t max_weight_bytes, int network_threads) {
-             constexpr std::size_t kMaxGroups = 4096;
-             new (self) shoal::HelperServer(address, port, secret_of(secret), send_buffer_bytes, fabric, 0, kMaxGroups,
-                                            max_weight_bytes, network_threads);
+             new (self) shoal::HelperServer(address, port, secret_of(secret), send_buffer_bytes, fabric, 0,
+                                            shoal::HelperServer::kMaxGroups, max_weight_bytes, network_threads);
            },
            nb::arg("address"), nb::arg("port"), nb::arg("secret"), nb::arg("send_buffer_bytes"), nb::arg("fabric") = "",
            nb::arg("max_weight_bytes") = 0, nb::arg("network_threads") = 1)

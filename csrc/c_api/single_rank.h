@@ -33,14 +33,9 @@ class SingleRank {
 
   std::map<std::string, std::uint64_t> counters() {
     const std::lock_guard lock(mutex_);
-    std::map<std::string, std::uint64_t> found{{"bytes_sent", 0}, {"bytes_received", 0}};
-    for (std::size_t kind = 0; kind < kKinds; ++kind) {
-      if (!counts_[kind].num_operations) continue;
-      const std::string name(name_of(static_cast<Kind>(kind)));
-      found["ops_" + name] = counts_[kind].num_operations;
-      found["bytes_" + name] = counts_[kind].num_bytes;
-    }
-    return found;
+    auto counts = counts_.by_name();
+    counts["bytes_sent"] = counts["bytes_received"] = 0;
+    return counts;
   }
 
   // Refuses later operations.
@@ -55,19 +50,12 @@ class SingleRank {
     const bool moves = !by_messages(spec.kind) && spec.kind != Kind::barrier && spec.kind != Kind::delegated && spec.kind != Kind::broadcast;
     const std::size_t bytes = spec.count * size_of(spec.element);
     if (moves && bytes && spec.input != spec.output) std::memmove(spec.output, spec.input, bytes);
-    Count& count = counts_[static_cast<std::size_t>(spec.kind)];
-    count.num_operations += 1;
-    count.num_bytes += bytes;
+    counts_.add(spec);
   }
-
-  static constexpr std::size_t kKinds = kNumKinds;
-  struct Count {
-    std::uint64_t num_operations = 0, num_bytes = 0;
-  };
 
   std::mutex mutex_;
   std::uint64_t next_ = 0;
-  Count counts_[kKinds];
+  OpCounts counts_;
   std::string error_;
 };
 

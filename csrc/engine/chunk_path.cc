@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "base/clock.h"
-#include "engine/combine.h"
+#include "engine/reduce.h"
 
 namespace shoal {
 
@@ -17,11 +17,9 @@ ChunkPath::ChunkPath(Parts parts)
       answered_(static_cast<std::size_t>(with_.topology.size() + with_.topology.num_helpers())),
       flow_(with_.options, with_.topology, with_.liveness, with_.mailbox),
       server_(
-          with_.pool, budget_,
-          SumServer::Members{with_.topology.num_hosts(), [this](int rank) { return with_.topology.host_of(rank); }},
+          with_.pool, budget_, with_.topology.num_hosts(),
           [this](int peer, const FrameHeader& header, const Payload& payload) SHOAL_NO_ANALYSIS { answer(peer, header, payload); },
-          [this](const SumServer::Conflict& conflict) SHOAL_NO_ANALYSIS { with_.mismatch.on_conflict(conflict); },
-          [this](const FrameHeader& header, std::size_t bytes) SHOAL_NO_ANALYSIS { return place_for_sum(header, bytes); }),
+          [this](const SumServer::Conflict& conflict) SHOAL_NO_ANALYSIS { with_.mismatch.on_conflict(conflict); }),
       withheld_(static_cast<std::size_t>(with_.members.size())) {}
 
 // ---- contributions --------------------------------------------------------------------------------------
@@ -104,7 +102,8 @@ void ChunkPath::send_contribution(const OpPtr& op, std::uint64_t index) {
   part.sent_ns = now_ns();
   with_.journal.traced("push", part.sent_ns, op->seq, index);
   if (part.server != me_) return with_.mailbox.send(part.server, header, std::move(payload));
-  const std::string wrong = server_.contribute(me_, header, std::move(payload));
+  const std::string wrong =
+      server_.contribute({me_, with_.topology.my_host()}, header, std::move(payload), place_for_sum(op, index));
   if (!wrong.empty()) throw GroupFailure(with_.members.name_of(me_) + " made a malformed contribution: " + wrong);
 }
 
@@ -118,10 +117,10 @@ FrameHeader ChunkPath::header_of(const Op& op, std::uint64_t index, FrameType ty
   const Op::Part& part = op.parts[index];
   FrameHeader header;
   header.type = type;
-  header.kind = static_cast<std::uint8_t>(op.spec.kind);
-  header.element = static_cast<std::uint8_t>(returns_weights(op.spec.kind) ? op.spec.weights : op.spec.element);
-  header.input = static_cast<std::uint8_t>(part.input);
-  header.combine = static_cast<std::uint8_t>(op.spec.combine);
+  header.kind = op.spec.kind;
+  header.element = returns_weights(op.spec.kind) ? op.spec.weights : op.spec.element;
+  header.input = part.input;
+  header.combine = op.spec.combine;
   const bool copies = op.spec.copied && changes_weights(op.spec.kind) && with_.members.is_helper(part.server);
   header.redo = part.server != op.chunks[index].server ? 1 : copies ? 2 : 0;
   header.needed = static_cast<std::uint16_t>(op.sums() ? with_.topology.num_hosts() : 1);
@@ -143,7 +142,7 @@ FrameHeader ChunkPath::header_of(const Op& op, std::uint64_t index, FrameType ty
 // Checks what SumServer cannot know: the sender and the root.
 void ChunkPath::check_sender(int peer, const FrameHeader& header) const {
   if (with_.members.is_helper(peer)) throw ProtocolError(peer, "a helper contributes nothing");
-  const auto kind = static_cast<Kind>(header.kind);
+  const Kind kind = header.kind;
   const bool rooted = kind == Kind::broadcast || kind == Kind::reduce;
   if (!rooted || (0 <= header.root && header.root < with_.members.size())) return;
   throw ProtocolError(peer, "there is no rank " + std::to_string(header.root));
@@ -151,7 +150,7 @@ void ChunkPath::check_sender(int peer, const FrameHeader& header) const {
 
 void ChunkPath::on_push(int peer, const FrameHeader& header, Payload payload) {
   check_sender(peer, header);
-  const std::string wrong = server_.contribute(peer, header, std::move(payload));
+  const std::string wrong = server_.contribute({peer, with_.topology.host_of(peer)}, header, std::move(payload));
   if (!wrong.empty()) throw ProtocolError(peer, wrong);
 }
 
@@ -164,7 +163,7 @@ void ChunkPath::on_supply(int peer, const FrameHeader& header, Payload payload) 
     throw ProtocolError(peer, "it supplies chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq) + ", which " +
                                   with_.members.name_of(op->chunks[header.chunk].server) + " serves");
   }
-  const std::string wrong = server_.supply(peer, header, std::move(payload));
+  const std::string wrong = server_.supply({peer, with_.topology.host_of(peer)}, header, std::move(payload));
   if (!wrong.empty()) throw ProtocolError(peer, wrong);
 }
 
@@ -179,7 +178,7 @@ void ChunkPath::on_copy(int peer, const FrameHeader& header, Payload payload) {
 // Answers a contributor: with the result if it needs it, else with an empty confirmation.
 void ChunkPath::answer(int peer, const FrameHeader& header, const Payload& payload) {
   if (header.type == FrameType::copied) return with_.mailbox.send(peer, header, {});
-  const auto kind = static_cast<Kind>(header.kind);
+  const Kind kind = header.kind;
   with_.journal.traced("sum", now_ns(), header.seq, header.chunk);
   if (forwards(kind)) return forward(peer, header, payload);
   const bool needed = sums_for_all(kind) || (kind == Kind::reduce && peer == header.root) ||
@@ -190,7 +189,7 @@ void ChunkPath::answer(int peer, const FrameHeader& header, const Payload& paylo
 // Sends a contribution on to every other host. The contributor is confirmed when the last copy has been sent, so its
 // window also bounds the data queued here for a rank that does not read.
 void ChunkPath::forward(int peer, const FrameHeader& header, const Payload& payload) {
-  const auto kind = static_cast<Kind>(header.kind);
+  const Kind kind = header.kind;
   Payload forwarded = payload;
   if (peer == me_) {
     send_result(peer, header, {});
@@ -211,7 +210,7 @@ void ChunkPath::send_result(int peer, FrameHeader header, const Payload& payload
   header.type = FrameType::result;
   if (peer == me_) return deliver(peer, header, payload);
   Withheld& withheld = withheld_[static_cast<std::size_t>(peer)];
-  if (forwards(static_cast<Kind>(header.kind)) && payload.size() > 0 && with_.liveness.num_begun(peer) <= header.seq) {
+  if (forwards(header.kind) && payload.size() > 0 && with_.liveness.num_begun(peer) <= header.seq) {
     if (withheld.sent_bytes + payload.size() > with_.options.unexpected_bytes) {
       withheld.results.emplace_back(header, payload);
       return;
@@ -221,7 +220,7 @@ void ChunkPath::send_result(int peer, FrameHeader header, const Payload& payload
   with_.mailbox.send(peer, header, payload);
 }
 
-void ChunkPath::on_begun(int rank) {
+void ChunkPath::resume(int rank) {
   Withheld withheld = std::exchange(withheld_[static_cast<std::size_t>(rank)], {});
   for (auto& [header, payload] : withheld.results) send_result(rank, header, payload);
 }
@@ -263,25 +262,20 @@ void ChunkPath::deliver(int peer, const FrameHeader& header, Payload payload) {
 std::shared_ptr<std::byte> ChunkPath::place_for(int peer, const FrameHeader& header) {
   if (header.type != FrameType::result || with_.members.is_helper(peer) || with_.mismatch.diverged()) return nullptr;
   const OpPtr op = with_.ops.find(header.seq);
-  if (!op || header.chunk >= op->parts.size() || op->parts[header.chunk].server != peer) return nullptr;
-  return header.payload_bytes == op->result_bytes_of(header.chunk) ? place_of(op, header) : nullptr;
+  if (!op || header.chunk >= op->parts.size() || op->signature != header.signature) return nullptr;
+  const Op::Part& part = op->parts[header.chunk];
+  if (part.server != peer || part.step != Op::Step::waiting || !part.destination) return nullptr;
+  if (header.payload_bytes != op->result_bytes_of(header.chunk)) return nullptr;
+  return {with_.ops.held(op), part.destination};  // which holds the operation meanwhile
 }
 
 // The sum of a chunk that this rank serves is written in place too, and sent to the others from there. Not into a slot
 // of the shared memory, which is used again before it has been sent.
-std::shared_ptr<std::byte> ChunkPath::place_for_sum(const FrameHeader& header, std::size_t bytes) {
-  if (with_.topology.any_host_shared()) return nullptr;
-  const OpPtr op = with_.ops.find(header.seq);
-  if (!op || header.chunk >= op->parts.size() || op->parts[header.chunk].server != me_) return nullptr;
-  const bool same = !sends_coefficients(op->spec.kind) && !returns_sums(op->spec.kind);
-  if (!same || op->bytes_of(header.chunk) != op->result_bytes_of(header.chunk)) return nullptr;  // not in place of the sum
-  return bytes == op->bytes_of(header.chunk) ? place_of(op, header) : nullptr;
-}
-
-// Returns where a chunk's result goes if this rank waits for it, and holds the operation meanwhile.
-std::shared_ptr<std::byte> ChunkPath::place_of(const OpPtr& op, const FrameHeader& header) {
-  const Op::Part& part = op->parts[header.chunk];
-  if (part.step != Op::Step::waiting || !part.destination || op->signature != header.signature) return nullptr;
+std::shared_ptr<std::byte> ChunkPath::place_for_sum(const OpPtr& op, std::uint64_t index) const {
+  const Op::Part& part = op->parts[index];
+  const bool of_elements = op->sums() && !sends_coefficients(op->spec.kind) && !returns_sums(op->spec.kind);
+  const bool fits = of_elements && op->bytes_of(index) == op->result_bytes_of(index);
+  if (!fits || !part.destination || with_.topology.any_host_shared()) return nullptr;
   return {with_.ops.held(op), part.destination};
 }
 
@@ -371,7 +365,7 @@ void ChunkPath::reroute(int server, const OpPtr& op) {
       with_.mailbox.send(part.server, header, held->second);
       continue;
     }
-    const std::string wrong = server_.supply(me_, header, held->second);
+    const std::string wrong = server_.supply({me_, with_.topology.my_host()}, header, held->second);
     if (!wrong.empty()) throw GroupFailure(with_.members.name_of(me_) + " supplied a malformed result: " + wrong);
   }
 }

@@ -39,7 +39,7 @@ class ChunkPath {
     MismatchDetector& mismatch;
     Journal& journal;
     BufferPool& pool;
-    // Continues a chunk on the host stage once its result is there.
+    // Continues a chunk on the host stage once its result is there; none: the rank is alone on its host.
     std::function<void(const Op&, std::uint64_t index)> finish_on_host;
     // Runs a step of the protocol later on this thread.
     std::function<void(std::function<void()>)> post;
@@ -64,7 +64,9 @@ class ChunkPath {
   void on_order(int peer, const FrameHeader& header) REQUIRES(network_thread);
 
   // The rank has begun further operations: sends it the results that were withheld.
-  void on_begun(int rank) REQUIRES(network_thread);
+  void on_begun(int rank) REQUIRES(network_thread) {
+    if (withheld_[static_cast<std::size_t>(rank)].any()) resume(rank);
+  }
   // On shutdown: sends all withheld results.
   void send_withheld() REQUIRES(network_thread);
   // A helper is lost: its chunks go to stand-ins.
@@ -85,9 +87,12 @@ class ChunkPath {
   struct Withheld {
     std::size_t sent_bytes = 0;  // of results of operations that the rank has not begun
     std::deque<std::pair<FrameHeader, Payload>> results;
+
+    bool any() const { return sent_bytes || !results.empty(); }
   };
 
   void pump() REQUIRES(network_thread);
+  void resume(int rank) REQUIRES(network_thread);
   void send_contribution(const OpPtr& op, std::uint64_t index) REQUIRES(network_thread);
   int route(const Op& op, std::uint64_t index, int server) const REQUIRES(network_thread);
   FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
@@ -98,8 +103,7 @@ class ChunkPath {
   void replay_early(std::uint64_t seq) REQUIRES(network_thread);
   void check_result(int peer, const FrameHeader& header, const Op& op, std::size_t bytes) REQUIRES(network_thread);
   void finish(const OpPtr& op, std::uint64_t index, Payload payload) REQUIRES(network_thread);
-  std::shared_ptr<std::byte> place_for_sum(const FrameHeader& header, std::size_t bytes) REQUIRES(network_thread);
-  std::shared_ptr<std::byte> place_of(const OpPtr& op, const FrameHeader& header) REQUIRES(network_thread);
+  std::shared_ptr<std::byte> place_for_sum(const OpPtr& op, std::uint64_t index) const;
   void reroute(int server, const OpPtr& op) REQUIRES(network_thread);
 
   struct Answered {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
-#include "engine/combine.h"
+#include "engine/reduce.h"
 
 namespace shoal {
 

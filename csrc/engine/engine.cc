@@ -7,7 +7,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "engine/combine.h"
+#include "engine/reduce.h"
 
 namespace shoal {
 
@@ -87,12 +87,18 @@ Engine::Protocol::Protocol(Engine& engine)
       mismatch(engine.members_, engine.ops_, mailbox),
       path({engine.options_, engine.members_, *engine.topology_, router, engine.ops_, mailbox, liveness, mismatch,
             engine.journal_, engine.pool_,
-            [&engine](const Op& op, std::uint64_t index) {
-              if (HostStage* stage = engine.stage()) stage->finish(op, index);
-            },
+            engine.finish_on_host(),
             [&engine](std::function<void()> step) { engine.post(std::move(step)); }}),
       messages({engine.options_, engine.members_, *engine.topology_, engine.ops_, mailbox, mismatch, engine.journal_,
                 [&engine](std::function<void()> step) { engine.post(std::move(step)); }}) {}
+
+// Returns how a chunk continues on the host once its result is there: not at all where the rank is alone.
+std::function<void(const Op&, std::uint64_t)> Engine::finish_on_host() {
+  if (topology_->my_locals().size() == 1) return nullptr;
+  return [this](const Op& op, std::uint64_t index) {
+    if (HostStage* stage = this->stage()) stage->finish(op, index);
+  };
+}
 
 // ---- callers --------------------------------------------------------------------------------------------
 
@@ -137,8 +143,7 @@ std::vector<std::uint64_t> Engine::submit_all(std::vector<OpSpec> specs) {
 
 // Begins an operation that has its number. Adds to `steps` what the network thread does for it.
 void Engine::begin(const OpPtr& op, std::vector<std::function<void()>>& steps) {
-  journal_.count(op->spec);
-  if (!is_message(op->spec.kind) && protocol_->mismatch.issued(*op)) {
+  if (op->in_question) {
     steps.emplace_back([this, op]() SHOAL_NO_ANALYSIS { protocol_->mismatch.begun(*op); });
   }
   if (op->spec.kind == Kind::delegated) return;
@@ -195,27 +200,16 @@ void Engine::require_servers(const OpSpec& spec) const {
 }
 
 OpPtr Engine::make_op(OpSpec spec) {
-  auto op = std::make_shared<Op>();
-  op->spec = std::move(spec);
-  op->signature = signature_of(op->spec);
-  op->begun = Clock::now();
+  auto op = std::make_shared<Op>(std::move(spec));
   if (op->spec.kind == Kind::delegated || by_messages(op->spec.kind)) return op;
   const bool one_host = topology_->num_hosts() == 1;
   if (one_host && options_.size > 1 && HostStage::is_direct(op->spec, options_.size)) return op;  // it moves as a whole
   // where ranks share a host, the host stage emits chunks in call order
   op->ordered = op->spec.priority && op->spec.kind == Kind::all_reduce && !topology_->any_host_shared();
-  op->chunks = is_served(op->spec.kind) ? topology_->cut_served(op->spec, max_chunk_bytes(*op))
-                                        : topology_->cut(op->spec, max_chunk_bytes(*op), fused_);
+  op->chunks = topology_->divide(op->spec, options_, op->ordered, fused_);
   op->num_links = topology_->num_links(op->spec.kind);
   op->parts.resize(op->chunks.size());
   return op;
-}
-
-std::size_t Engine::max_chunk_bytes(const Op& op) const {
-  if (topology_->num_hosts() == 1) return options_.shared_chunk_bytes;
-  if (options_.chunk_bytes) return options_.chunk_bytes;
-  // an urgent operation goes before the next chunk; libfabric's buffers hold one message
-  return op.ordered || !options_.fabric.empty() ? topology_->usual_message_bytes() : topology_->message_bytes(op.spec);
 }
 
 void Engine::finish_delegated(std::uint64_t seq) {
@@ -275,7 +269,7 @@ void Engine::close() {
 
 std::map<std::string, std::uint64_t> Engine::counters() {
   auto counts = channel_->counters();
-  counts.merge(journal_.counters());
+  counts.merge(ops_.counters());
   counts["held_bytes"] = protocol_ ? protocol_->path.held_bytes() : 0;
   return counts;
 }

@@ -1,10 +1,10 @@
 // One rank's membership in a group of ranks that run collectives together. A process may have any number of engines,
 // which share its connections.
 //
-// Three threads meet here. Callers submit and wait: OpTable numbers and ends operations. The network thread runs
-// the protocol: ChunkPath moves chunks, FlowControl decides which goes next, Router where it goes, Messages moves what
-// goes from one rank to another, Liveness watches the peers, MismatchDetector compares what ranks issue. Where several ranks share the host, HostStage reduces inside
-// it, on its own thread or on that of a caller that waits.
+// Three threads meet here. Callers submit and wait: OpTable numbers and ends operations. The network thread runs the
+// protocol: ChunkPath moves chunks, FlowControl decides which goes next, Router where it goes, Messages transfers data
+// between two ranks, Liveness watches the peers, MismatchDetector compares the operations that ranks issue. Where several
+// ranks share the host, HostStage reduces inside it, on its own thread or on that of a caller that waits.
 #pragma once
 
 #include <unistd.h>
@@ -110,9 +110,9 @@ class Engine : private ChannelEvents {
   void require_servers(const OpSpec& spec) const;
   OpPtr make_op(OpSpec spec) REQUIRES(submit_mutex_);
   void begin(const OpPtr& op, std::vector<std::function<void()>>& steps) REQUIRES(submit_mutex_);
-  std::size_t max_chunk_bytes(const Op& op) const;
   std::string with_pending(const std::string& cause);
   HostStage* stage();
+  std::function<void(const Op&, std::uint64_t index)> finish_on_host();
 
   const int pid_ = static_cast<int>(getpid());
   const EngineOptions options_;

@@ -110,6 +110,7 @@ std::size_t FlowControl::room(const Window& window) const {
 
 std::optional<Outgoing> FlowControl::next() {
   if (auto next = outbox_.next(room(window_), options_.rank)) return next;
+  if (ordered_.empty()) return {};
   if (options_.rank == 0) set_order();
   return ordered_.next(room(ordered_window_), options_.rank);
 }

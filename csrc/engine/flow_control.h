@@ -127,6 +127,8 @@ class OrderedOutbox {
   // Bytes of chunks that are in runs and were not yet taken by next().
   std::size_t bytes_ahead() const { return ahead_; }
 
+  bool empty() const { return lines_.empty(); }
+
  private:
   struct Line {  // of one operation
     OpPtr op;

@@ -50,14 +50,7 @@ std::map<std::string, std::uint64_t> HelperServer::counters() {
 // ---- processes and members ------------------------------------------------------------------------------
 
 int HelperServer::on_introduction(const Introduction& who, std::string& why_not) {
-  if (who.name.empty() || (name_of_.size() >= kMaxProcesses && !peer_of_.count(who.name))) {
-    why_not = who.name.empty() ? "it has no name" : "too many processes are connected";
-    return -1;
-  }
-  const auto [known, fresh] = peer_of_.try_emplace(who.name, next_peer_);
-  if (fresh) name_of_[next_peer_++] = who.name;
-  why_not = arrivals_[known->second].add(who);
-  return why_not.empty() ? known->second : -1;
+  return processes_.introduce(who, why_not);
 }
 
 // Answers with a join of its own, which lets the member send.
@@ -72,7 +65,7 @@ void HelperServer::on_join(int peer, const FrameHeader& header, const Payload& p
   answer.type = FrameType::join;
   const std::string why_not = admit(peer, header.group, who);
   if (why_not.empty()) return send(peer, header.group, answer, join_payload(who));
-  log("refused " + name_of_[peer] + ": " + why_not);
+  log("refused " + name_of(peer) + ": " + why_not);
   answer.type = FrameType::leave;
   send(peer, header.group, answer, payload_of("it refused: " + why_not));
 }
@@ -100,8 +93,8 @@ std::string HelperServer::admit(int peer, std::uint32_t number, const Identity& 
   std::erase_if(group.members, [&](const auto& each) { return each.second.left && each.second.rank == who.rank; });
   for (const auto& [other, member] : group.members) {
     if ((other == peer) == (member.rank == who.rank) && (other != peer || member.host == who.host)) continue;
-    return "in group '" + who.group + "', " + name_of_[other] + " is rank " + std::to_string(member.rank) + " on host " +
-           std::to_string(member.host) + ", and " + name_of_[peer] + " wants to be rank " + std::to_string(who.rank) +
+    return "in group '" + who.group + "', " + name_of(other) + " is rank " + std::to_string(member.rank) + " on host " +
+           std::to_string(member.host) + ", and " + name_of(peer) + " wants to be rank " + std::to_string(who.rank) +
            " on host " + std::to_string(who.host);
   }
   group.members.try_emplace(peer, Member{who.rank, who.host});
@@ -114,9 +107,9 @@ void HelperServer::open_group(std::uint32_t number, const Identity& who) {
   group.size = who.size;
   group.num_hosts = who.num_hosts;
   group.server = std::make_unique<SumServer>(
-      pool_, budget_, SumServer::Members{who.num_hosts, [&group](int peer) { return group.members.at(peer).host; }},
+      pool_, budget_, who.num_hosts,
       [this, number](int peer, const FrameHeader& header, const Payload& payload) { send(peer, number, header, payload); },
-      [this, number](const SumServer::Conflict& conflict) { report_conflict(number, conflict); }, SumServer::PlaceFor{},
+      [this, number](const SumServer::Conflict& conflict) { report_conflict(number, conflict); },
       [this, number](const FrameHeader& header, const Payload& sum) { return send_copy(number, header, sum); });
   num_groups_ = groups_.size();
 }
@@ -146,28 +139,29 @@ void HelperServer::give_memory_back() {
 #endif
 }
 
+std::string HelperServer::name_of(int peer) {
+  const Process* const process = processes_.find(peer);
+  return process ? process->name : "a process that is gone";
+}
+
 void HelperServer::drop_peer(int peer, const std::string& why) {
   transport_->drop(peer);
   on_down(peer, why);
 }
 
 void HelperServer::on_down(int peer, const std::string& why) {
-  const auto name = name_of_.find(peer);
-  if (name == name_of_.end()) return;
-  peer_of_.erase(name->second);
+  if (!processes_.remove(peer)) return;
   for (auto group = groups_.begin(); group != groups_.end();) {
     const auto next = std::next(group);
     leave(group, peer, why);
     group = next;
   }
-  name_of_.erase(peer);
-  arrivals_.erase(peer);
 }
 
 // ---- frames ---------------------------------------------------------------------------------------------
 
 void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload) {
-  if (!name_of_.count(peer)) return;  // the rest of what a dropped peer has sent
+  if (!processes_.find(peer)) return;  // the rest of what a dropped peer has sent
   if (header.type == FrameType::fabric) return;  // of a process with libfabric; this one has none
   if (header.type == FrameType::join) return on_join(peer, header, payload);
   const auto group = groups_.find(header.group);
@@ -186,11 +180,12 @@ void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload
 
 void HelperServer::on_data(int peer, const FrameHeader& header, Payload payload) {
   Group& group = groups_.at(header.group);
+  const SumServer::Contributor from{peer, group.members.at(peer).host};
   std::string wrong;
   const std::uint64_t summed_before = group.server->num_summed();
   try {
-    if (header.type == FrameType::push) wrong = group.server->contribute(peer, header, std::move(payload));
-    if (header.type == FrameType::supply) wrong = group.server->supply(peer, header, std::move(payload));
+    if (header.type == FrameType::push) wrong = group.server->contribute(from, header, std::move(payload));
+    if (header.type == FrameType::supply) wrong = group.server->supply(from, header, std::move(payload));
     if (header.type == FrameType::copied) wrong = group.server->confirm_copy(peer, header);
   } catch (const GroupFailure& full) {
     FrameHeader fail;

@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 
 #include "base/log.h"
 #include "engine/sum_server.h"
@@ -16,11 +15,13 @@ namespace shoal {
 
 class HelperServer : private Sink {
  public:
+  static constexpr std::size_t kMaxGroups = 4096;
+
   // Starts listening. `max_weight_bytes` bounds the weights that it keeps for all groups; 0: half of the memory.
   // `num_threads` read and write its connections.
   // Throws std::runtime_error if it cannot.
   HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
-               const std::string& fabric = "", std::uint64_t shuffle = 0, std::size_t max_groups = 4096,
+               const std::string& fabric = "", std::uint64_t shuffle = 0, std::size_t max_groups = kMaxGroups,
                std::size_t max_weight_bytes = 0, int num_threads = 1);
   ~HelperServer() override;
 
@@ -58,6 +59,7 @@ class HelperServer : private Sink {
   void open_group(std::uint32_t number, const Identity& who);
   void on_data(int peer, const FrameHeader& header, Payload payload);
   void leave(Groups::iterator group, int peer, const std::string& why);
+  std::string name_of(int peer);
   void drop_peer(int peer, const std::string& why);
   void give_memory_back();
   int send_copy(std::uint32_t number, FrameHeader header, const Payload& sum);
@@ -72,10 +74,7 @@ class HelperServer : private Sink {
   LineLimit lines_;
   Groups groups_;
   LeftGroups left_;
-  std::map<int, std::string> name_of_;  // processes by peer
-  std::map<int, Arrivals> arrivals_;    // of these
-  std::unordered_map<std::string, int> peer_of_;
-  int next_peer_ = 0;
+  Processes processes_;
   bool group_ended_ = false;  // since the last tick
   std::atomic<std::uint64_t> num_groups_{0}, num_summed_{0}, held_bytes_{0};
   std::unique_ptr<Transport> transport_;

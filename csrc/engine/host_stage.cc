@@ -5,7 +5,7 @@
 
 #include "base/clock.h"
 #include "base/copy.h"
-#include "engine/combine.h"
+#include "engine/reduce.h"
 
 namespace shoal {
 

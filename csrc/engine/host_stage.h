@@ -1,7 +1,7 @@
-// Reduction inside a host through shared memory. Of a group on one host, small operations move as a whole
-// (direct_exchange.h), and what consists of blocks for single ranks through pipes (block_exchange.h). For the others each rank copies its contribution into a slot, the owner of a chunk reduces
-// them, and all ranks copy the result out. With several hosts, the owner sends the host's partial sum to the chunk's
-// server and writes the result into the slot.
+// Reduction inside a host through shared memory. In a group on one host, small operations move as a whole
+// (direct_exchange.h), and operations of blocks between two ranks through pipes (block_exchange.h). For the others each
+// rank copies its contribution into a slot, the owner of a chunk reduces them, and all ranks copy the result out. With
+// several hosts, the owner sends the host's partial sum to the chunk's server and writes the result into the slot.
 //
 // Chunks of successive operations form one stream with tickets 0, 1, ...; the slot of a chunk is its ticket modulo
 // the number of slots, so that the end of one operation overlaps with the start of the next.

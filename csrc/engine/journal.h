@@ -1,15 +1,12 @@
-// Record of an engine for its users: counters, log lines and the trace of chunks. Any thread.
+// Record of an engine for its users: log lines and the trace of chunks. Any thread.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <string>
 #include <vector>
 
 #include "base/mutex.h"
-#include "engine/types.h"
 
 namespace shoal {
 
@@ -20,10 +17,6 @@ struct TraceEvent {
 
 class Journal {
  public:
-  void count(const OpSpec& spec);
-  // "ops_<name>" and "bytes_<name>" of each kind of operation that was counted.
-  std::map<std::string, std::uint64_t> counters();
-
   // Writes a line to stderr and keeps it for take_events().
   void note(const std::string& text);
   std::vector<std::string> take_events();
@@ -37,14 +30,8 @@ class Journal {
  private:
   void add_trace(const char* what, std::uint64_t begin_ns, std::uint64_t seq, std::uint64_t chunk);
 
-  struct Count {
-    std::atomic<std::uint64_t> ops{0}, bytes{0};
-  };
-
-  std::array<Count, kNumKinds> counts_;
   std::atomic<bool> tracing_{false};
   Mutex mutex_;
-  std::map<std::string, std::uint64_t> delegated_ GUARDED_BY(mutex_);
   std::vector<std::string> events_ GUARDED_BY(mutex_);
   std::vector<TraceEvent> trace_ GUARDED_BY(mutex_);
 };

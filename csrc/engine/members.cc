@@ -34,12 +34,6 @@ std::string Members::name_of(int server) const {
 
 // ---- what is sent to them ----------------------------------------------------------------------------------
 
-void Mailbox::send(int peer, FrameHeader header, Payload payload) {
-  header.submitted = ops_.num_submitted();
-  header.completed = ops_.num_completed();
-  sender_.send(peer, header, std::move(payload));
-}
-
 void Mailbox::broadcast(const Notice& notice) {
   FrameHeader header;
   header.type = notice.type;
@@ -56,8 +50,7 @@ void Mailbox::broadcast(const Notice& notice) {
 
 // ---- lost helpers ------------------------------------------------------------------------------------------
 
-int Router::route(std::uint64_t seq, std::uint64_t index, int server) const {
-  if (!is_lost(server)) return server;
+int Router::stand_in(std::uint64_t seq, std::uint64_t index, int server) const {
   const int stand_in = topology_.stand_in(seq, index, lost_, workers_serve_);
   if (stand_in < 0) {
     throw GroupFailure("no server is left: " + members_.name_of(server) + " was lost, and workers do not serve");

@@ -64,7 +64,11 @@ class Mailbox {
   Mailbox(Sender& sender, const Members& members, const OpTable& ops)
       : sender_(sender), members_(members), ops_(ops) {}
 
-  void send(int peer, FrameHeader header, Payload payload) REQUIRES(network_thread);
+  void send(int peer, FrameHeader header, Payload payload) REQUIRES(network_thread) {
+    header.submitted = ops_.num_submitted();
+    header.completed = ops_.num_completed();
+    sender_.send(peer, header, std::move(payload));
+  }
   // Sends to all other ranks; a heartbeat and a goodbye to helpers too.
   void broadcast(const Notice& notice) REQUIRES(network_thread);
   void beat(int peer) REQUIRES(network_thread) { send(peer, {}, {}); }
@@ -82,7 +86,9 @@ class Router {
       : members_(members), topology_(topology), workers_serve_(workers_serve), lost_(members.helpers.size()) {}
 
   // Returns the server that reduces the chunk, where the pattern gives `server`. Throws GroupFailure if none is left.
-  int route(std::uint64_t seq, std::uint64_t index, int server) const REQUIRES(network_thread);
+  int route(std::uint64_t seq, std::uint64_t index, int server) const REQUIRES(network_thread) {
+    return is_lost(server) ? stand_in(seq, index, server) : server;
+  }
 
   bool is_lost(int server) const REQUIRES(network_thread) {
     return members_.is_helper(server) && lost_[static_cast<std::size_t>(server - members_.size())];
@@ -91,6 +97,8 @@ class Router {
   bool lose(int server) REQUIRES(network_thread);
 
  private:
+  int stand_in(std::uint64_t seq, std::uint64_t index, int server) const REQUIRES(network_thread);
+
   const Members& members_;
   const Topology& topology_;
   const bool workers_serve_;

@@ -42,7 +42,7 @@ void require_blocks_apart(const OpSpec& spec, int rank) {
 // Returns whether an offer is for a receive.
 bool fits(const FrameHeader& header, int peer, const OpPtr& op, int from) {
   if (from >= 0 && from != peer) return false;
-  if (is_message(op->spec.kind) != is_message(static_cast<Kind>(header.kind))) return false;
+  if (is_message(op->spec.kind) != is_message(header.kind)) return false;
   return header.seq == (is_message(op->spec.kind) ? static_cast<std::uint32_t>(op->spec.tag) : op->seq);
 }
 
@@ -147,8 +147,8 @@ void Messages::send(const OpPtr& op, int peer, const std::byte* data, std::uint6
   const std::size_t bytes = count * op->width();
   FrameHeader header;
   header.type = FrameType::offer;
-  header.kind = static_cast<std::uint8_t>(op->spec.kind);
-  header.element = header.input = static_cast<std::uint8_t>(op->spec.element);
+  header.kind = op->spec.kind;
+  header.element = header.input = op->spec.element;
   header.seq = is_message(op->spec.kind) ? static_cast<std::uint32_t>(op->spec.tag) : op->seq;
   header.chunk = to.num_offered++;
   header.signature = op->signature;
@@ -179,7 +179,7 @@ void Messages::receive(Receive receive) {
 
 void Messages::on_offer(int peer, const FrameHeader& header, Payload payload) {
   if (with_.members.is_helper(peer)) throw ProtocolError(peer, "a helper sends no messages");
-  const auto kind = static_cast<Kind>(header.kind);
+  const Kind kind = header.kind;
   if (!by_messages(kind) || kind == Kind::recv) throw ProtocolError(peer, "an offer of a " + std::string(name_of(kind)));
   Offer offer{peer, header, std::move(payload), 0};
   offer.bytes = offer.payload.size();
@@ -210,7 +210,7 @@ void Messages::consider(Offer offer) {
     receives_.erase(each);
     return take(offer, std::move(found));
   }
-  if (!is_message(static_cast<Kind>(offer.header.kind)) && is_due(offer)) return;
+  if (!is_message(offer.header.kind) && is_due(offer)) return;
   ++at(offer.peer).num_waiting;
   offers_.push_back(std::move(offer));
 }
@@ -229,11 +229,11 @@ bool Messages::is_due(const Offer& offer) {
 }
 
 void Messages::take(const Offer& offer, Receive receive) {
-  const auto kind = static_cast<Kind>(offer.header.kind);
+  const Kind kind = offer.header.kind;
   if (!is_message(kind) && receive.op->signature != offer.header.signature) {
     return with_.mismatch.on_unexpected_result(offer.peer, offer.header);
   }
-  check_fit(*receive.op, offer.peer, offer.bytes, static_cast<Element>(offer.header.element), receive.bytes);
+  check_fit(*receive.op, offer.peer, offer.bytes, offer.header.element, receive.bytes);
   if (receive.op->spec.source) *receive.op->spec.source = offer.peer;
   receive.peer = offer.peer;
   Peer& from = at(offer.peer);

@@ -10,25 +10,9 @@ constexpr std::size_t kAnnouncedBefore = 8;
 
 }  // namespace
 
-// ---- this rank's operations -----------------------------------------------------------------------------
-
-bool MismatchDetector::issued(const Op& op) {
-  const MutexLock lock(mutex_);
-  records_[op.seq % kRecords] = {op.seq, op.signature, op.spec};
-  num_issued_ = op.seq + 1;
-  return suspected_ahead_.erase(op.seq) > 0 || announced_.count(op.seq) > 0;
-}
-
-// Returns this rank's record of `seq`; one with another number if `seq` is too old or in the future.
-MismatchDetector::Record MismatchDetector::record_of(std::uint64_t seq) {
-  const MutexLock lock(mutex_);
-  return records_[seq % kRecords];
-}
-
 bool MismatchDetector::differs(const FrameHeader& header) {
-  const MutexLock lock(mutex_);
-  const Record& mine = records_[header.seq % kRecords];
-  return mine.seq == header.seq && mine.signature != header.signature;
+  const auto mine = ops_.issued(header.seq);
+  return mine && mine->signature != header.signature;
 }
 
 // ---- announcements --------------------------------------------------------------------------------------
@@ -45,28 +29,20 @@ void MismatchDetector::announce(const Op& op) {
 
 void MismatchDetector::on_announcement(int rank, const FrameHeader& header, const std::string& text) {
   if (members_.is_helper(rank)) throw ProtocolError(rank, "a helper issues no operations");
-  {
-    const MutexLock lock(mutex_);
-    if (announced_.size() >= kRecords && !announced_.count(header.seq)) return;
-    announced_[header.seq].insert_or_assign(rank, Announcement{header.signature, text});
-  }
+  if (announced_.size() >= OpTable::kRecords && !announced_.count(header.seq)) return;
+  announced_[header.seq].insert_or_assign(rank, Announcement{header.signature, text});
   compare(header.seq);
   diagnose(header.seq);
 }
 
-std::map<int, MismatchDetector::Announcement> MismatchDetector::announced(std::uint64_t seq) {
-  const MutexLock lock(mutex_);
-  const auto found = announced_.find(seq);
-  return found == announced_.end() ? std::map<int, Announcement>{} : found->second;
-}
-
 void MismatchDetector::compare(std::uint64_t seq) {
-  const Record mine = record_of(seq);
-  if (mine.seq != seq) return;
-  for (const auto& [rank, theirs] : announced(seq)) {
-    if (mine.signature == theirs.signature) continue;
+  const auto mine = ops_.issued(seq);
+  const auto said = announced_.find(seq);
+  if (!mine || said == announced_.end()) return;
+  for (const auto& [rank, theirs] : said->second) {
+    if (mine->signature == theirs.signature) continue;
     const bool first = members_.rank < rank;  // the message is the same on all ranks
-    const std::string a = members_.name_of(members_.rank) + " asks for " + describe(mine.spec);
+    const std::string a = members_.name_of(members_.rank) + " asks for " + describe(mine->spec);
     const std::string b = members_.name_of(rank) + " asks for " + theirs.text;
     throw GroupFailure("the ranks do not agree about " + numbered(seq) + ": " + (first ? a : b) + ", " + (first ? b : a));
   }
@@ -98,29 +74,24 @@ void MismatchDetector::on_mismatch(int reporter, const FrameHeader& header) {
 
 void MismatchDetector::on_unexpected_result(int peer, const FrameHeader& header) {
   if (members_.is_helper(peer)) throw ProtocolError(peer, "a result that does not match the contribution");
-  const bool forwarded = forwards(static_cast<Kind>(header.kind)) && 0 <= header.root && header.root < members_.size();
+  const bool forwarded = forwards(header.kind) && 0 <= header.root && header.root < members_.size();
   suspect(header.seq, forwarded ? header.root : peer, header.signature);
 }
 
 void MismatchDetector::add(std::uint64_t seq, const Suspicion& suspicion) {
-  if (suspicions_.size() >= kRecords && !suspicions_.count(seq)) return;
+  if (suspicions_.size() >= OpTable::kRecords && !suspicions_.count(seq)) return;
   std::vector<Suspicion>& known = suspicions_[seq];
   if (known.size() >= static_cast<std::size_t>(2 * members_.size())) return;  // enough for a diagnosis
   known.push_back(suspicion);
-  Record mine;
-  {
-    const MutexLock lock(mutex_);
-    mine = records_[seq % kRecords];
-    if (seq >= num_issued_) suspected_ahead_.insert(seq);
-  }
-  if (mine.seq != seq) return;
+  const auto mine = ops_.issued(seq);
+  if (!mine) return;
   diverged_ = true;
   if (known.size() == 1) {
     std::size_t count = 0;
     for (const OpPtr& op : ops_.pending()) {  // ranks may have diverged at an earlier operation
       if (op->seq < seq && ++count <= kAnnouncedBefore) announce(*op);
     }
-    mailbox_.broadcast({FrameType::announce, seq, 0, mine.signature, describe(mine.spec)});
+    mailbox_.broadcast({FrameType::announce, seq, 0, mine->signature, describe(mine->spec)});
   }
   diagnose(seq);
 }
@@ -130,10 +101,11 @@ void MismatchDetector::add(std::uint64_t seq, const Suspicion& suspicion) {
 void MismatchDetector::diagnose(std::uint64_t seq) {
   const auto found = suspicions_.find(seq);
   if (found == suspicions_.end()) return;
-  const Record mine = record_of(seq);
-  if (mine.seq != seq) return;
-  std::map<int, Announcement> asked = announced(seq);
-  asked.insert_or_assign(members_.rank, Announcement{mine.signature, describe(mine.spec)});
+  const auto mine = ops_.issued(seq);
+  if (!mine) return;
+  std::map<int, Announcement> asked;
+  if (const auto said = announced_.find(seq); said != announced_.end()) asked = said->second;
+  asked.insert_or_assign(members_.rank, Announcement{mine->signature, describe(mine->spec)});
   for (const Suspicion& each : found->second) {
     const auto of_rank = asked.find(each.rank);
     if (of_rank == asked.end() || of_rank->second.signature == each.signature) continue;
@@ -144,12 +116,11 @@ void MismatchDetector::diagnose(std::uint64_t seq) {
   if (asked.size() < static_cast<std::size_t>(members_.size())) return;  // different announcements would have failed it
   const Suspicion& first = found->second.front();
   throw GroupFailure(members_.name_of(first.reporter) + " reports that " + members_.name_of(first.rank) +
-                     " issued another operation as " + numbered(seq) + ", but all ranks issued " + describe(mine.spec));
+                     " issued another operation as " + numbered(seq) + ", but all ranks issued " + describe(mine->spec));
 }
 
 void MismatchDetector::forget_below(std::uint64_t seq) {
   suspicions_.erase(suspicions_.begin(), suspicions_.lower_bound(seq));
-  const MutexLock lock(mutex_);
   announced_.erase(announced_.begin(), announced_.lower_bound(seq));
 }
 

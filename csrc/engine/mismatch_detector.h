@@ -3,16 +3,14 @@
 // A frame that conflicts with another one, or with this rank's operation, raises a suspicion, which all ranks share.
 // Every rank then announces the operation that it issued. Different announcements fail the group with both; a frame
 // that contradicts its sender's own announcement fails it with that rank. Until then nothing completes, since a
-// result may be of tensors that do not belong together.
+// result may be of tensors that do not belong together. On the network thread; all throw GroupFailure with the diagnosis.
 #pragma once
 
 #include <cstdint>
 #include <map>
-#include <set>
 #include <string>
 #include <vector>
 
-#include "base/mutex.h"
 #include "engine/members.h"
 #include "engine/sum_server.h"
 
@@ -21,15 +19,9 @@ namespace shoal {
 class MismatchDetector {
  public:
   MismatchDetector(const Members& members, OpTable& ops, Mailbox& mailbox)
-      : members_(members), ops_(ops), mailbox_(mailbox), records_(kRecords) {}
+      : members_(members), ops_(ops), mailbox_(mailbox) {}
 
-  // ---- any thread ----
-
-  // This rank has issued an operation. Returns whether others have already said something about it: begun() is due.
-  bool issued(const Op& op);
-
-  // ---- network thread; all throw GroupFailure with the diagnosis ----
-
+  // This rank has issued an operation that was in question.
   void begun(const Op& op) REQUIRES(network_thread);
   // Tells the other ranks which operation this one has issued.
   void announce(const Op& op) REQUIRES(network_thread);
@@ -52,10 +44,6 @@ class MismatchDetector {
   void forget_below(std::uint64_t seq) REQUIRES(network_thread);
 
  private:
-  struct Record {  // a recent operation of this rank
-    std::uint64_t seq = ~std::uint64_t{0}, signature = 0;
-    OpSpec spec;
-  };
   struct Announcement {
     std::uint64_t signature;
     std::string text;
@@ -66,10 +54,6 @@ class MismatchDetector {
     int reporter;
   };
 
-  static constexpr std::size_t kRecords = 1024;
-
-  Record record_of(std::uint64_t seq);
-  std::map<int, Announcement> announced(std::uint64_t seq);
   void compare(std::uint64_t seq) REQUIRES(network_thread);
   void add(std::uint64_t seq, const Suspicion& suspicion) REQUIRES(network_thread);
   void diagnose(std::uint64_t seq) REQUIRES(network_thread);
@@ -78,11 +62,7 @@ class MismatchDetector {
   OpTable& ops_;
   Mailbox& mailbox_;
 
-  Mutex mutex_;
-  std::vector<Record> records_ GUARDED_BY(mutex_);
-  std::map<std::uint64_t, std::map<int, Announcement>> announced_ GUARDED_BY(mutex_);  // by operation and rank
-  std::set<std::uint64_t> suspected_ahead_ GUARDED_BY(mutex_);  // suspected, not issued by this rank yet
-  std::uint64_t num_issued_ GUARDED_BY(mutex_) = 0;
+  std::map<std::uint64_t, std::map<int, Announcement>> announced_ GUARDED_BY(network_thread);  // by operation and rank
   std::map<std::uint64_t, std::vector<Suspicion>> suspicions_ GUARDED_BY(network_thread);
   bool diverged_ GUARDED_BY(network_thread) = false;
 };

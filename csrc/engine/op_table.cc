@@ -8,30 +8,100 @@
 
 namespace shoal {
 
+namespace {
+
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // FNV-1a over eight bytes
+  for (int k = 0; k < 8; ++k) hash = (hash ^ ((value >> (8 * k)) & 0xff)) * 0x100000001b3ULL;
+  return hash;
+}
+
+std::uint64_t signature_of(const OpSpec& spec) {
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  hash = mix(hash, static_cast<std::uint64_t>(spec.kind));
+  if (spec.kind == Kind::barrier) return hash;
+  hash = mix(hash, static_cast<std::uint64_t>(spec.element));
+  hash = mix(hash, static_cast<std::uint64_t>(spec.combine));
+  hash = mix(hash, static_cast<std::uint64_t>(spec.root));
+  if (spec.kind == Kind::delegated) {  // shapes may differ between ranks: only the name must match
+    for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
+    return hash;
+  }
+  if (is_served(spec.kind)) {
+    for (const std::uint64_t value : {std::uint64_t{spec.table}, std::uint64_t{spec.step}, std::uint64_t{spec.rule}, spec.place,
+                                      static_cast<std::uint64_t>(spec.weights), std::uint64_t{spec.copied}}) {
+      hash = mix(hash, value);
+    }
+    for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
+    if (spec.kind == Kind::configure) {
+      for (std::uint64_t k = 0; k < spec.count; ++k) hash = mix(hash, static_cast<std::uint64_t>(spec.input[k]));
+    }
+    if (sends_coefficients(spec.kind)) {
+      for (std::size_t k = 0; k < kCoefficients * sizeof(float); ++k) hash = mix(hash, static_cast<std::uint64_t>(spec.input[k]));
+    }
+  }
+  if (by_messages(spec.kind)) return hash;  // sizes differ between ranks; the receiver of each message compares them
+  hash = mix(hash, spec.count);
+  return mix(hash, static_cast<std::uint64_t>(spec.priority != 0));
+}
+
+}  // namespace
+
+Op::Op(OpSpec of) : spec(std::move(of)), signature(signature_of(spec)) {}
+
+// ---- counts ---------------------------------------------------------------------------------------------
+
+void OpCounts::add(const OpSpec& spec) {
+  Count& counted = spec.kind == Kind::delegated ? delegated_[spec.name] : of_kinds_[static_cast<std::size_t>(spec.kind)];
+  counted.ops += 1;
+  counted.bytes += spec.count * size_of(spec.element);
+}
+
+std::map<std::string, std::uint64_t> OpCounts::by_name() const {
+  std::map<std::string, std::uint64_t> counts;
+  const auto give = [&](const std::string& name, const Count& counted) {
+    if (!counted.ops) return;
+    counts["ops_" + name] += counted.ops;
+    counts["bytes_" + name] += counted.bytes;
+  };
+  for (std::size_t kind = 0; kind < kNumKinds; ++kind) give(std::string(name_of(static_cast<Kind>(kind))), of_kinds_[kind]);
+  for (const auto& [name, counted] : delegated_) give(name, counted);
+  return counts;
+}
+
+// ---- the table ------------------------------------------------------------------------------------------
+
 void OpTable::open() {
   const MutexLock lock(mutex_);
   open_ = true;
 }
 
-void OpTable::check_open() {
-  if (!error_.empty()) throw GroupError(error_);
-  if (closed_ || !open_) throw GroupError("group '" + group_ + "' is not open");
+void OpTable::refuse() {
+  const MutexLock lock(mutex_);
+  throw GroupError(why_not_open());
 }
 
-void OpTable::require_open() {
-  const MutexLock lock(mutex_);
-  check_open();
-}
+std::string OpTable::why_not_open() const { return error_.empty() ? "group '" + group_ + "' is not open" : error_; }
 
 void OpTable::add(const std::vector<OpPtr>& ops) {
   const MutexLock lock(mutex_);
-  check_open();
+  if (!open_) throw GroupError(why_not_open());
   for (const OpPtr& op : ops) {
     const bool message = is_message(op->spec.kind);
     op->seq = message ? kFirstMessage + num_messages_++ : num_submitted_.load();
     ops_.emplace(op->seq, op);
-    if (!message) num_submitted_ = op->seq + 1;
+    counts_.add(op->spec);
+    if (message) continue;
+    num_submitted_ = op->seq + 1;
+    records_[op->seq % kRecords] = {op->seq, op->signature, op->spec};
+    op->in_question = !asked_for_.empty() && asked_for_.erase(op->seq) > 0;
   }
+}
+
+std::optional<OpTable::Record> OpTable::issued(std::uint64_t seq) {
+  const MutexLock lock(mutex_);
+  if (seq >= num_submitted_) asked_for_.insert(seq);
+  const Record& record = records_[seq % kRecords];
+  return record.seq == seq ? std::optional(record) : std::nullopt;
 }
 
 OpPtr OpTable::find(std::uint64_t seq) {
@@ -47,20 +117,12 @@ std::vector<OpPtr> OpTable::pending() {
   return ops;
 }
 
-void OpTable::release(const OpPtr& op) {
-  const int before = op->pending.fetch_sub(1);
-  if (before == 1) return complete(op);
-  if (before > 1) return;
-  std::fprintf(stderr, "shoal: %s was released more often than held\n", numbered(op->seq).c_str());
-  std::abort();
-}
-
-std::shared_ptr<const void> OpTable::held(const OpPtr& op) {
-  hold(*op);
-  return {static_cast<const void*>(op.get()), [this, op](const void*) { release(op); }};
-}
-
-void OpTable::complete(const OpPtr& op) {
+// The last of an operation's reasons was released: it is over.
+void OpTable::complete(const OpPtr& op, int reasons) {
+  if (reasons < 1) {
+    std::fprintf(stderr, "shoal: %s was released more often than held\n", numbered(op->seq).c_str());
+    std::abort();
+  }
   std::vector<std::function<void()>> then;
   {
     const MutexLock lock(mutex_);
@@ -130,6 +192,7 @@ void OpTable::end_all(const std::string& reason) {
   std::vector<std::function<void()>> then;
   {
     const MutexLock lock(mutex_);
+    open_ = false;
     if (error_.empty()) error_ = reason;
     for (const auto& [seq, op] : ops_) {
       failed_.insert(seq);
@@ -143,12 +206,18 @@ void OpTable::end_all(const std::string& reason) {
 
 bool OpTable::close() {
   const MutexLock lock(mutex_);
+  open_ = false;
   return !std::exchange(closed_, true);
 }
 
 bool OpTable::is_closed() {
   const MutexLock lock(mutex_);
   return closed_;
+}
+
+std::map<std::string, std::uint64_t> OpTable::counters() {
+  const MutexLock lock(mutex_);
+  return counts_.by_name();
 }
 
 std::string OpTable::error() {

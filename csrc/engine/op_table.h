@@ -1,4 +1,4 @@
-// This rank's operations: the state of each, and the table that numbers them, waits for them and ends them. Any thread.
+// This rank's operations: the state of each, and the table that numbers, counts, waits for and ends them. Any thread.
 //
 // Invariant of completion: `Op::pending` counts the reasons for which an operation is not over: its submission, each
 // chunk that this rank sends or receives, each queue that points into the caller's memory. Each reason is held once
@@ -7,6 +7,7 @@
 // into callers' memory any more. release() aborts the process for an operation with no reason left.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -16,6 +17,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -42,16 +44,19 @@ struct Op {
     std::uint64_t sent_ns = 0;
   };
 
+  explicit Op(OpSpec of = {});
+
   OpSpec spec;
   std::uint64_t seq = 0;
-  std::uint64_t signature = 0;
+  std::uint64_t signature;  // equal for two ranks exactly if they issued the same operation (shapes of equal size may differ)
+  std::chrono::steady_clock::time_point begun = std::chrono::steady_clock::now();
   std::vector<Chunk> chunks;
   int num_links = 1;                          // hosts and helpers that serve chunks of its kind
   std::vector<Part> parts;                    // network thread
   std::map<std::uint64_t, Payload> retained;  // results received from helpers, in case one is lost
   std::atomic<int> pending{1};                // see OpTable
   std::atomic<bool> ended{false};
-  std::chrono::steady_clock::time_point begun;
+  bool in_question = false;                   // other ranks spoke of it before this rank had issued it
   bool ordered = false;                       // sent in rank 0's order
   bool announced = false, named = false;      // to the other ranks; stragglers were logged
   bool has_messages = false;  // its receives are posted; network thread
@@ -67,17 +72,16 @@ struct Op {
     return spec.input + (chunks[index].begin - base) * width();
   }
   std::byte* output_at(std::uint64_t index, int rank) const {
-    if (returns_sums(spec.kind)) return spec.output + chunks[index].begin / kServedUnit * kSums * sizeof(double);
-    if (returns_weights(spec.kind)) return spec.output + chunks[index].begin * size_of(spec.weights);
     const std::uint64_t base = spec.kind == Kind::reduce_scatter ? static_cast<std::uint64_t>(rank) * spec.count : 0;
-    return spec.output + (chunks[index].begin - base) * width();
+    return spec.output + result_bytes(chunks[index].begin - base);
   }
   // Bytes of a chunk's contribution, and of its result.
   std::size_t bytes_of(std::uint64_t index) const {
     return sends_coefficients(spec.kind) ? kCoefficients * sizeof(float) : chunks[index].count * width();
   }
-  std::size_t result_bytes_of(std::uint64_t index) const {
-    const std::size_t count = chunks[index].count;
+  std::size_t result_bytes_of(std::uint64_t index) const { return result_bytes(chunks[index].count); }
+  // Bytes of the result of so many elements.
+  std::size_t result_bytes(std::uint64_t count) const {
     if (returns_sums(spec.kind)) return (count + kServedUnit - 1) / kServedUnit * kSums * sizeof(double);
     return count * (returns_weights(spec.kind) ? size_of(spec.weights) : width());
   }
@@ -98,14 +102,39 @@ inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) 
 // Kinds whose results go to ranks that contribute nothing, and so may not have begun the operation.
 inline bool forwards(Kind kind) { return kind == Kind::broadcast || kind == Kind::all_gather; }
 
+// Number and bytes of operations, for users.
+class OpCounts {
+ public:
+  void add(const OpSpec& spec);
+  // "ops_<name>" and "bytes_<name>" of each kind that was counted, and of each name of delegated operations.
+  std::map<std::string, std::uint64_t> by_name() const;
+
+ private:
+  struct Count {
+    std::uint64_t ops = 0, bytes = 0;
+  };
+
+  std::array<Count, kNumKinds> of_kinds_;
+  std::map<std::string, Count> delegated_;
+};
+
 class OpTable {
  public:
-  explicit OpTable(std::string group) : group_(std::move(group)) {}
+  // What remains of an operation once it has ended.
+  struct Record {
+    std::uint64_t seq = ~std::uint64_t{0}, signature = 0;
+    OpSpec spec;
+  };
+  static constexpr std::size_t kRecords = 1024;
+
+  explicit OpTable(std::string group) : group_(std::move(group)), records_(kRecords) {}
 
   // Accepts operations from now on.
   void open();
   // Throws GroupError if the group has failed or is not open.
-  void require_open();
+  void require_open() {
+    if (!open_) refuse();
+  }
   // Numbers and adds operations, all of them or, if it throws GroupError, none. Messages are numbered apart.
   void add(const std::vector<OpPtr>& ops);
 
@@ -115,11 +144,19 @@ class OpTable {
 
   OpPtr find(std::uint64_t seq);        // null unless pending
   std::vector<OpPtr> pending();         // in order
+  // Returns what this rank has issued as `seq`, no message, if that is among the last kRecords. If it has not issued it
+  // yet, the operation will be in_question.
+  std::optional<Record> issued(std::uint64_t seq);
 
   void hold(Op& op, int reasons = 1) { op.pending.fetch_add(reasons); }
-  void release(const OpPtr& op);
+  void release(const OpPtr& op) {
+    if (const int before = op->pending.fetch_sub(1); before <= 1) complete(op, before);
+  }
   // Holds the operation until the last copy of the result is gone.
-  std::shared_ptr<const void> held(const OpPtr& op);
+  std::shared_ptr<const void> held(const OpPtr& op) {
+    hold(*op);
+    return {static_cast<const void*>(op.get()), [this, op](const void*) { release(op); }};
+  }
 
   // Returns whether the operation has ended within `timeout_s` (negative: no limit). Throws GroupError if it failed.
   bool wait(std::uint64_t seq, double timeout_s);
@@ -136,10 +173,12 @@ class OpTable {
   bool close();
   bool is_closed();
   std::string error();  // why the group failed; empty for a group that has not, or is closed
+  std::map<std::string, std::uint64_t> counters();  // OpCounts
 
  private:
-  void check_open() REQUIRES(mutex_);
-  void complete(const OpPtr& op);
+  void refuse();
+  std::string why_not_open() const REQUIRES(mutex_);
+  void complete(const OpPtr& op, int reasons);
   // Adds to `then` what is to be called once the lock is gone.
   void end(std::uint64_t seq, Op& op, std::vector<std::function<void()>>& then) REQUIRES(mutex_);
 
@@ -153,7 +192,11 @@ class OpTable {
   std::map<std::uint64_t, std::function<void()>> on_end_ GUARDED_BY(mutex_);
   std::string error_ GUARDED_BY(mutex_);
   std::uint64_t num_messages_ GUARDED_BY(mutex_) = 0;
-  bool open_ GUARDED_BY(mutex_) = false, closed_ GUARDED_BY(mutex_) = false;
+  OpCounts counts_ GUARDED_BY(mutex_);
+  std::vector<Record> records_ GUARDED_BY(mutex_);              // by number modulo kRecords
+  std::set<std::uint64_t> asked_for_ GUARDED_BY(mutex_);        // by issued(), and not issued yet
+  std::atomic<bool> open_{false};                               // set with the lock
+  bool closed_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace shoal

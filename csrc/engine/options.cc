@@ -9,23 +9,33 @@ namespace shoal {
 
 namespace {
 
-constexpr std::size_t kChunkUnitBytes = 128;             // 16 elements of the widest type
 constexpr std::size_t kMaxChunkBytes = kMaxPayload / 2;  // 16-bit elements may be sent as 32-bit ones
 constexpr std::size_t kMaxThreads = 16;
 
 }  // namespace
 
-void require_possible(const EngineOptions& options) {
-  const auto within = [](const char* name, std::size_t value, std::size_t least, std::size_t most, std::size_t unit) {
-    if (least <= value && value <= most && value % unit == 0) return;
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it is a multiple of " +
-                                std::to_string(unit) + " from " + std::to_string(least) + " to " + std::to_string(most));
+const std::vector<OptionRange>& option_ranges() {
+  using Options = EngineOptions;
+  static const std::vector<OptionRange> ranges{
+      {"chunk_bytes", 0, kMaxChunkBytes, kChunkUnitBytes, [](const Options& o) { return o.chunk_bytes; }},
+      {"shared_chunk_bytes", kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes,
+       [](const Options& o) { return o.shared_chunk_bytes; }},
+      {"num_slots", 1, SharedSegment::kSignatures / kSlotsBetweenHosts, 1, [](const Options& o) { return o.num_slots; }},
+      {"connections_per_peer", 1, kMaxDataConnections, 1,
+       [](const Options& o) { return static_cast<std::size_t>(o.connections_per_peer); }},
+      {"network_threads", 1, kMaxThreads, 1, [](const Options& o) { return static_cast<std::size_t>(o.network_threads); }},
   };
-  if (options.chunk_bytes) within("chunk_bytes", options.chunk_bytes, kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes);
-  within("shared_chunk_bytes", options.shared_chunk_bytes, kChunkUnitBytes, kMaxChunkBytes, kChunkUnitBytes);
-  within("num_slots", options.num_slots, 1, SharedSegment::kSignatures / kSlotsBetweenHosts, 1);
-  within("connections_per_peer", static_cast<std::size_t>(options.connections_per_peer), 1, kMaxDataConnections, 1);
-  within("network_threads", static_cast<std::size_t>(options.network_threads), 1, kMaxThreads, 1);
+  return ranges;
+}
+
+void require_possible(const EngineOptions& options) {
+  for (const OptionRange& range : option_ranges()) {
+    const std::size_t value = range.value(options);
+    if (range.least <= value && value <= range.most && value % range.unit == 0) continue;
+    throw std::invalid_argument(std::string(range.name) + " is " + std::to_string(value) + "; it is a multiple of " +
+                                std::to_string(range.unit) + " from " + std::to_string(range.least) + " to " +
+                                std::to_string(range.most));
+  }
 }
 
 }  // namespace shoal

@@ -35,6 +35,14 @@ struct EngineOptions {
   bool share_connections = true;  // with the other groups of this process
 };
 
+// Range of an option, and the number that divides it.
+struct OptionRange {
+  const char* name;
+  std::size_t least, most, unit;
+  std::size_t (*value)(const EngineOptions& options);
+};
+const std::vector<OptionRange>& option_ranges();
+
 // Throws std::invalid_argument with the option, its value and its range.
 void require_possible(const EngineOptions& options);
 

@@ -8,7 +8,7 @@
 #include <span>
 #include <utility>
 
-#include "engine/combine.h"
+#include "engine/reduce.h"
 #include "engine/errors.h"
 #include "optim/elementwise.h"
 #include "optim/unit_sums.h"
@@ -20,7 +20,7 @@ namespace {
 using Optimizer = Rule::Optimizer;
 using Coefficients = std::array<float, kCoefficients>;
 
-constexpr std::size_t kGroupBytes = 6 * sizeof(double);
+constexpr std::size_t kGroupBytes = sizeof(GroupOptions);
 static_assert(kServedUnit == kSumUnit && sizeof(UnitSums) == kSums * sizeof(double));
 static_assert(sizeof(Motion) <= sizeof(Coefficients));
 
@@ -44,10 +44,10 @@ MomentsTensor moments_of(std::array<std::vector<float>, 3>& slots, const float* 
   return {slots[0].data(), grad, slots[1].data(), slots[2].data(), slots[0].size(), static_cast<double>(step)};
 }
 
-LambOptions lamb_options(const std::array<double, 6>& o) { return {o[0], o[1], o[2], o[3], o[4], 1.0, o[5] != 0.0, true}; }
+LambOptions lamb_options(const GroupOptions& o) { return {o[0], o[1], o[2], o[3], o[4], 1.0, o[5] != 0.0, true}; }
 
 // The kernels give the same bits for a tensor that is cut anywhere.
-void step_elementwise(std::array<std::vector<float>, 3>& slots, Optimizer optimizer, const std::array<double, 6>& o,
+void step_elementwise(std::array<std::vector<float>, 3>& slots, Optimizer optimizer, const GroupOptions& o,
                       const float* grad, std::uint32_t step) {
   if (optimizer == Optimizer::adamw) {
     const MomentsTensor tensor = moments_of(slots, grad, step);
@@ -83,7 +83,7 @@ void ServedWeights::clear() {
 }
 
 bool ServedWeights::is_early(const FrameHeader& header) const {
-  const auto kind = static_cast<Kind>(header.kind);
+  const Kind kind = header.kind;
   if (kind != Kind::update && kind != Kind::measure && kind != Kind::apply) return false;
   const auto piece = pieces_.find({header.table, header.chunk});
   if (piece == pieces_.end()) return false;
@@ -92,8 +92,8 @@ bool ServedWeights::is_early(const FrameHeader& header) const {
 }
 
 std::string ServedWeights::take(const FrameHeader& header, Payload& sum) {
-  const auto kind = static_cast<Kind>(header.kind);
-  const auto given = static_cast<Element>(header.input), answer = static_cast<Element>(header.element);
+  const Kind kind = header.kind;
+  const Element given = header.input, answer = header.element;
   const bool answers = returns_weights(kind) ? answer == Element::float32 || answer == Element::bfloat16 : answer == given;
   if (given != element_of(kind) || !answers || sum.size() == 0) {
     return "a " + std::string(name_of(kind)) + " of " + std::to_string(sum.size()) + " bytes of " +
@@ -112,6 +112,7 @@ std::string ServedWeights::take(const FrameHeader& header, Payload& sum) {
 
 std::string ServedWeights::configure(std::uint32_t model, const std::byte* data, std::size_t bytes) {
   std::array<std::uint32_t, 4> head{};
+  static_assert(sizeof head == kOptionHeadBytes);
   if (bytes < sizeof head) return "options of " + std::to_string(bytes) + " bytes";
   std::memcpy(head.data(), data, sizeof head);
   const auto [number, optimizer, num_groups, zero] = head;
@@ -158,7 +159,7 @@ void ServedWeights::make_room(std::vector<float>& slot, std::size_t count) {
   slot.assign(count, 0.0f);
 }
 
-void ServedWeights::make_state(Piece& piece, const Rule& rule, const std::array<double, 6>& options) {
+void ServedWeights::make_state(Piece& piece, const Rule& rule, const GroupOptions& options) {
   const bool moments = rule.optimizer == Optimizer::adamw || rule.optimizer == Optimizer::lamb;
   const bool plain = rule.optimizer == Optimizer::sgd && options[1] == 0.0;
   const std::size_t slots = moments ? 2 : plain ? 0 : 1;
@@ -167,7 +168,7 @@ void ServedWeights::make_state(Piece& piece, const Rule& rule, const std::array<
 
 // The weights of a piece, rounded to nearest even if they are asked for as bfloat16.
 Payload ServedWeights::weights_of(const Piece& piece, const FrameHeader& header) {
-  const auto answer = static_cast<Element>(header.element);
+  const Element answer = header.element;
   const std::vector<float>& weights = piece.slots[0];
   Payload reply = pool_.payload(weights.size() * size_of(answer));
   combine_in_order(reply.writable(), {weights.data()}, weights.size(), {Combine::sum, answer, Element::float32, 1});
@@ -229,7 +230,7 @@ ServedWeights::Target ServedWeights::target_of(const FrameHeader& header) {
     return {.wrong = "update number " + std::to_string(header.step) + " of " + name_of_piece(header) + ", which has taken " +
                      std::to_string(piece.step)};
   }
-  if (static_cast<Kind>(header.kind) == Kind::collect) return {&piece, nullptr, nullptr, ""};
+  if (header.kind == Kind::collect) return {&piece, nullptr, nullptr, ""};
   const Rule& rule = rules_[piece.model];
   if (header.rule != rule.number || header.root < 0 || static_cast<std::size_t>(header.root) >= rule.groups.size()) {
     return {.wrong = "an update by group " + std::to_string(header.root) + " of options number " +
@@ -252,7 +253,7 @@ std::string ServedWeights::update(const FrameHeader& header, Payload& sum) {
   piece.step = header.step;
   piece.phase = Phase::idle;
   step_elementwise(piece.slots, at.rule->optimizer, *at.options, reinterpret_cast<const float*>(sum.data()), piece.step);
-  if (static_cast<Element>(header.element) == Element::float32) std::memcpy(sum.writable(), piece.slots[0].data(), sum.size());
+  if (header.element == Element::float32) std::memcpy(sum.writable(), piece.slots[0].data(), sum.size());
   else sum = weights_of(piece, header);
   return "";
 }

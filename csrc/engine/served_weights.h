@@ -44,15 +44,19 @@ struct WeightBudget {
   std::atomic<std::size_t> used_bytes{0};
 };
 
-// Options of one step, as a configure carries them: u32 number, u32 optimizer, u32 number of groups, u32 0; then for each
-// group, of at most 4096, six doubles. SGD: learning rate, momentum, weight decay, nesterov (0 or 1), 0, 0. AdamW: learning rate,
-// beta1, beta2, eps, weight decay, 0. LAMB: as AdamW, and bias correction (0 or 1). LARS: weight decay, 0 ... NovoGrad: 0 ...
+// Options of a group of parameters. SGD: learning rate, momentum, weight decay, nesterov (0 or 1), 0, 0. AdamW: learning
+// rate, beta1, beta2, eps, weight decay, 0. LAMB: as AdamW, and bias correction (0 or 1). LARS: weight decay, 0 ...
+// NovoGrad: 0 ...
+using GroupOptions = std::array<double, kOptionsOfGroup>;
+
+// Options of one step, as a configure carries them: u32 number, u32 optimizer, u32 number of groups, u32 0; then the
+// options of each group, at most kMaxOptionGroups.
 struct Rule {
   enum class Optimizer : std::uint32_t { sgd, adamw, lamb, lars, novograd };
 
   std::uint32_t number = 0;
   Optimizer optimizer = Optimizer::sgd;
-  std::vector<std::array<double, 6>> groups;
+  std::vector<GroupOptions> groups;
 };
 inline constexpr std::size_t kPieceBytes = 256;  // of the budget, for a piece beside its numbers: tables, allocations
 
@@ -86,7 +90,7 @@ class ServedWeights {
   struct Target {
     Piece* piece = nullptr;
     const Rule* rule = nullptr;
-    const std::array<double, 6>* options = nullptr;
+    const GroupOptions* options = nullptr;
     std::string wrong;  // or empty
   };
   struct Key {
@@ -106,7 +110,7 @@ class ServedWeights {
   std::string measure(const FrameHeader& header, Payload& sum);
   std::string apply(const FrameHeader& header, Payload& sum);
   Target target_of(const FrameHeader& header);
-  void make_state(Piece& piece, const Rule& rule, const std::array<double, 6>& options);
+  void make_state(Piece& piece, const Rule& rule, const GroupOptions& options);
   void reserve(std::size_t bytes);
   void make_room(std::vector<float>& slot, std::size_t count);
   Payload weights_of(const Piece& piece, const FrameHeader& header);

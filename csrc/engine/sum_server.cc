@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "engine/combine.h"
+#include "engine/reduce.h"
 #include "engine/errors.h"
 #include "engine/types.h"
 
@@ -14,7 +14,7 @@ namespace {
 
 bool same_words(const FrameHeader& a, const FrameHeader& b) {
   return a.kind == b.kind && a.element == b.element && a.input == b.input && a.combine == b.combine && a.divisor == b.divisor &&
-         a.table == b.table && a.step == b.step && a.rule == b.rule && (!is_served(static_cast<Kind>(a.kind)) || a.root == b.root);
+         a.table == b.table && a.step == b.step && a.rule == b.rule && (!is_served(a.kind) || a.root == b.root);
 }
 
 bool fits(const FrameHeader& first, std::size_t first_count, const FrameHeader& header, std::size_t count) {
@@ -23,38 +23,39 @@ bool fits(const FrameHeader& first, std::size_t first_count, const FrameHeader& 
 
 // Returns the type of the sum: weights that answer may have another.
 Element sum_of(const FrameHeader& header) {
-  return static_cast<Element>(is_served(static_cast<Kind>(header.kind)) ? header.input : header.element);
+  return is_served(header.kind) ? header.input : header.element;
 }
 
 std::string describe(const FrameHeader& header, std::size_t count) {
-  return std::to_string(count) + " elements of " + std::string(name_of(static_cast<Element>(header.input))) +
-         " (" + std::string(name_of(static_cast<Kind>(header.kind))) + ", " +
-         std::string(name_of(static_cast<Combine>(header.combine))) + ")";
+  return std::to_string(count) + " elements of " + std::string(name_of(header.input)) +
+         " (" + std::string(name_of(header.kind)) + ", " +
+         std::string(name_of(header.combine)) + ")";
 }
 
 }  // namespace
 
 // Checks a frame's claims against the group and its length, since they decide who is answered and how elements are
 // read. Returns an empty string, or what is wrong.
-std::string SumServer::check(int peer, const FrameHeader& header, Element element, std::size_t bytes) const {
-  const bool sums = adds_up(static_cast<Kind>(header.kind));
-  const int needed = sums ? members_.num_hosts : 1, host = sums ? members_.host_of(peer) : 0;
+std::string SumServer::check(int host, const FrameHeader& header, Element element, std::size_t bytes) const {
+  const bool sums = adds_up(header.kind);
+  const int needed = sums ? num_hosts_ : 1;
+  if (!sums) host = 0;
   if (header.needed != needed || header.host != host) {
     return "a contribution of host " + std::to_string(header.host) + " of " + std::to_string(header.needed) +
            " where host " + std::to_string(host) + " of " + std::to_string(needed) + " was expected";
   }
-  const auto input = static_cast<Element>(header.input), result = sum_of(header);
+  const Element input = header.input, result = sum_of(header);
   if (input != result && !(input == Element::float32 && is_half(result))) {
     return "a contribution of " + std::string(name_of(input)) + " to a result of " + std::string(name_of(result));
   }
-  const auto kind = static_cast<Kind>(header.kind);
+  const Kind kind = header.kind;
   const bool supplied = header.type == FrameType::supply;
   const bool possible = send_copy_ ? !supplied && header.redo != 1 : !(supplied && changes_weights(kind));
   if (is_served(kind) && (needed < 2 || !possible)) return "weights that the server keeps, supplied or sent again";
   if (header.redo > 1 && !(send_copy_ && changes_weights(kind))) return "a contribution that is to be copied";
   if (bytes % size_of(element) != 0) return "a contribution that is not a whole number of elements";
   try {
-    require_possible({static_cast<Combine>(header.combine), result, input, header.divisor});
+    require_possible({header.combine, result, input, header.divisor});
   } catch (const std::invalid_argument& error) {
     return error.what();
   }
@@ -93,32 +94,33 @@ std::string SumServer::refuse_supply(const State& state, const FrameHeader& head
   return "";
 }
 
-std::string SumServer::contribute(int peer, const FrameHeader& header, Payload payload) {
-  const auto input = static_cast<Element>(header.input);
-  if (const std::string wrong = check(peer, header, input, payload.size()); !wrong.empty()) return wrong;
-  State* found = open(peer, header, payload.size() / size_of(input));
+std::string SumServer::contribute(Contributor from, const FrameHeader& header, Payload payload,
+                                  std::shared_ptr<std::byte> place) {
+  const Element input = header.input;
+  if (const std::string wrong = check(from.host, header, input, payload.size()); !wrong.empty()) return wrong;
+  State* found = open(from.peer, header, payload.size() / size_of(input));
   if (!found) return "";
   State& state = *found;
   state.kept = state.kept || header.redo == 1;
-  if (header.redo != 1 && state.asked_by < 0) state.asked_by = peer;
+  if (header.redo != 1 && state.asked_by < 0) state.asked_by = from.peer;
   if (state.asked_by >= 0 && state.supplied_by >= 0) return refuse_supply(state, header);
   if (state.summed) {
     const State done = state;  // a copy: an answer that fails the group clears all chunks
-    answer_to(peer, header, done);
+    answer_to(from.peer, header, done);
     return "";
   }
   Contribution& mine = state.contributions[header.host];
   if (mine.present) return "";
   held_bytes_ += payload.size();
-  mine = {peer, std::move(payload), true};
+  mine = {from.peer, std::move(payload), std::move(place), true};
   const bool is_complete = ++state.num_present == state.contributions.size() && state.copy_from < 0;
   return is_complete ? complete(header, state) : "";
 }
 
 std::string SumServer::take_copy(int peer, const FrameHeader& header, Payload sum) {
-  const auto kind = static_cast<Kind>(header.kind);
-  const std::size_t width = size_of(static_cast<Element>(header.input));
-  if (!changes_weights(kind) || header.needed != members_.num_hosts || header.needed < 2 || sum.size() % width != 0) {
+  const Kind kind = header.kind;
+  const std::size_t width = size_of(header.input);
+  if (!changes_weights(kind) || header.needed != num_hosts_ || header.needed < 2 || sum.size() % width != 0) {
     return "a copy of a " + std::string(name_of(kind)) + " of " + std::to_string(sum.size()) + " bytes from " +
            std::to_string(header.needed) + " hosts";
   }
@@ -145,12 +147,12 @@ std::string SumServer::confirm_copy(int peer, const FrameHeader& header) {
 
 // Options come before the updates by them, unless frames overtake each other.
 std::string SumServer::complete(const FrameHeader& header, State& state) {
-  if (weights_.is_early(header)) {
+  if (is_served(header.kind) && weights_.is_early(header)) {
     early_.push_back({header.seq, header.chunk});
     return "";
   }
   const std::string wrong = combine(header, state);
-  return wrong.empty() && static_cast<Kind>(header.kind) == Kind::configure ? combine_early() : wrong;
+  return wrong.empty() && header.kind == Kind::configure ? combine_early() : wrong;
 }
 
 std::string SumServer::combine_early() {
@@ -170,18 +172,21 @@ std::string SumServer::combine_early() {
 Payload SumServer::sum_up(const FrameHeader& header, State& state) {
   if (state.contributions.size() == 1) return state.contributions[0].payload;
   const Element result = sum_of(header);
-  const auto input = static_cast<Element>(header.input);
+  const Element input = header.input;
   const std::size_t bytes = state.count * size_of(result);
-  std::shared_ptr<std::byte> to = place_for_ && !state.kept ? place_for_(header, bytes) : nullptr;
-  if (!to) to = pool_.take(bytes);
+  std::shared_ptr<std::byte> to;
   std::vector<const void*> inputs;
-  for (const Contribution& each : state.contributions) inputs.push_back(each.payload.data());
-  combine_in_order(to.get(), inputs, state.count, {static_cast<Combine>(header.combine), result, input, header.divisor});
+  for (Contribution& each : state.contributions) {
+    inputs.push_back(each.payload.data());
+    if (each.place && !state.kept) to = std::move(each.place);
+  }
+  if (!to) to = pool_.take(bytes);
+  combine_in_order(to.get(), inputs, state.count, {header.combine, result, input, header.divisor});
   return Payload::of_buffer(std::move(to), bytes);
 }
 
 std::string SumServer::combine(const FrameHeader& header, State& state) {
-  const auto kind = static_cast<Kind>(header.kind);
+  const Kind kind = header.kind;
   if (state.copy_from < 0) state.result = sum_up(header, state);
   Payload copy;
   const bool sends_copy = send_copy_ && header.redo == 2;  // before the sum is replaced
@@ -194,6 +199,7 @@ std::string SumServer::combine(const FrameHeader& header, State& state) {
   for (Contribution& each : state.contributions) {
     held_bytes_ -= each.payload.size();
     each.payload = {};
+    each.place = nullptr;
   }
   if (!sends_copy) {
     answer_all(header, state);
@@ -228,17 +234,17 @@ void SumServer::answer_to(int peer, FrameHeader header, const State& state) {
   answer_(peer, header, state.result);
 }
 
-std::string SumServer::supply(int peer, const FrameHeader& header, Payload payload) {
-  const auto element = static_cast<Element>(header.element);
-  if (const std::string wrong = check(peer, header, element, payload.size()); !wrong.empty()) return wrong;
-  State* found = open(peer, header, payload.size() / size_of(element));
+std::string SumServer::supply(Contributor from, const FrameHeader& header, Payload payload) {
+  const Element element = header.element;
+  if (const std::string wrong = check(from.host, header, element, payload.size()); !wrong.empty()) return wrong;
+  State* found = open(from.peer, header, payload.size() / size_of(element));
   if (!found) return "";
   State& state = *found;
   state.kept = true;
-  const int before = std::exchange(state.supplied_by, peer);
+  const int before = std::exchange(state.supplied_by, from.peer);
   if (state.asked_by >= 0) return refuse_supply(state, header);
   if (state.summed && before >= 0 && payload.size() && std::memcmp(state.result.data(), payload.data(), payload.size()) != 0) {
-    on_conflict_({header.seq, header.chunk, {before, header.signature, "a result"}, {peer, header.signature, "another one"}});
+    on_conflict_({header.seq, header.chunk, {before, header.signature, "a result"}, {from.peer, header.signature, "another one"}});
   }
   if (state.summed) return "";
   state.summed = true;

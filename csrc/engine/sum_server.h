@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -21,10 +22,9 @@ class SumServer {
   // Answers a contributor: `header` is of type result; an empty payload is only a confirmation. `peer` is the number
   // passed to contribute().
   using Answer = std::function<void(int peer, const FrameHeader& header, const Payload& payload)>;
-  // The group's number of hosts, and the host of each peer.
-  struct Members {
-    int num_hosts = 1;
-    std::function<int(int peer)> host_of;
+  // A peer, and the host on which this process knows it to be.
+  struct Contributor {
+    int peer, host;
   };
   struct Sender {
     int peer = -1;
@@ -37,26 +37,26 @@ class SumServer {
     Sender first, second;
   };
   using OnConflict = std::function<void(const Conflict&)>;
-  // Returns where to write a result of so many bytes, which may be a contribution's place, or null: into a buffer.
-  using PlaceFor = std::function<std::shared_ptr<std::byte>(const FrameHeader&, std::size_t)>;
   // Sends the sum of a chunk to the peer that has a copy of the weights that it changes. Returns the peer, or -1.
   using SendCopy = std::function<int(const FrameHeader&, const Payload& sum)>;
 
-  // `budget` bounds the weights that the server keeps. `send_copy` is a helper's: there are no copies of what ranks keep.
-  SumServer(BufferPool& pool, WeightBudget& budget, Members members, Answer answer, OnConflict on_conflict,
-            PlaceFor place_for = {}, SendCopy send_copy = {})
+  // For a group on so many hosts. `budget` bounds the weights that the server keeps. `send_copy` is a helper's: there are
+  // no copies of what ranks keep.
+  SumServer(BufferPool& pool, WeightBudget& budget, int num_hosts, Answer answer, OnConflict on_conflict,
+            SendCopy send_copy = {})
       : pool_(pool),
         weights_(pool, budget),
-        members_(std::move(members)),
+        num_hosts_(num_hosts),
         answer_(std::move(answer)),
         on_conflict_(std::move(on_conflict)),
-        place_for_(std::move(place_for)),
         send_copy_(std::move(send_copy)) {}
 
   // Return an empty string, or why the frame is malformed. Throw GroupFailure if there is no memory for weights.
-  std::string contribute(int peer, const FrameHeader& header, Payload payload);
+  // `place`: where to write the sum, if this server's own rank contributes; may be the contribution's. Null: into a buffer.
+  std::string contribute(Contributor from, const FrameHeader& header, Payload payload,
+                         std::shared_ptr<std::byte> place = nullptr);
   // Accepts a result that a worker already has, after its server was lost: all contribute again, if at all.
-  std::string supply(int peer, const FrameHeader& header, Payload payload);
+  std::string supply(Contributor from, const FrameHeader& header, Payload payload);
   // Accepts the sum of a chunk from the helper `peer`, of whose weights there is a copy here: takes the same step, and
   // confirms it by an answer of type copied. Contributors are answered once they ask, when the helper is lost.
   std::string take_copy(int peer, const FrameHeader& header, Payload sum);
@@ -75,6 +75,7 @@ class SumServer {
   struct Contribution {
     int peer = -1;
     Payload payload;
+    std::shared_ptr<std::byte> place;
     bool present = false;
   };
   struct State {
@@ -99,7 +100,7 @@ class SumServer {
     std::size_t operator()(const Key& key) const { return key.seq * 0x9e3779b97f4a7c15ULL + key.chunk; }
   };
 
-  std::string check(int peer, const FrameHeader& header, Element element, std::size_t bytes) const;
+  std::string check(int host, const FrameHeader& header, Element element, std::size_t bytes) const;
   State& state_of(int peer, const FrameHeader& header, std::size_t count);
   State* open(int peer, const FrameHeader& header, std::size_t count);
   std::string refuse_supply(const State& state, const FrameHeader& header);
@@ -113,10 +114,9 @@ class SumServer {
   BufferPool& pool_;
   ServedWeights weights_;
   std::vector<Key> early_;  // complete updates whose options have not come
-  Members members_;
+  const int num_hosts_;
   Answer answer_;
   OnConflict on_conflict_;
-  PlaceFor place_for_;
   SendCopy send_copy_;
   std::unordered_map<Key, State, Hash> chunks_;
   std::atomic<std::size_t> held_bytes_{0};

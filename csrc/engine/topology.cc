@@ -6,6 +6,8 @@
 #include <set>
 #include <stdexcept>
 
+#include "engine/options.h"
+
 namespace shoal {
 
 namespace {
@@ -15,12 +17,9 @@ constexpr std::size_t kMaxMessageBytes = 256 << 10;
 constexpr std::size_t kBytesAtServer = 512 << 10;  // of the large messages that all hosts send to one server at once
 constexpr std::size_t kBytesQueued = 256 << 10;    // of the usual ones: they fit the queue of a slow link
 constexpr std::size_t kMessagesOfServer = 64;      // at least, of an operation with larger messages than usual
-constexpr std::size_t kMessageUnit = 128;          // bytes: 16 elements of the widest type
 constexpr std::size_t kMinSharedChunk = 16 << 10;
 constexpr std::int64_t kUnitBytes = 8 << 10;  // of the fused buffer
 constexpr std::size_t kLeastBytes = 64;       // an empty chunk still costs a frame
-constexpr std::uint64_t kServedBlock = 16384;  // elements that stay together, the unit of sums of squares
-constexpr std::uint64_t kChunkUnit = 16;      // elements; all chunks but the last are multiples
 
 std::uint64_t scramble(std::uint64_t x) {  // finalizer of splitmix64
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
@@ -73,11 +72,6 @@ void Topology::set_pattern(std::vector<int> pattern) {
   pattern_ = std::move(pattern);
 }
 
-int Topology::num_links(Kind kind) const {
-  const bool fixed = kind == Kind::all_gather || kind == Kind::reduce_scatter;
-  return fixed ? num_hosts() : num_links_;
-}
-
 int Topology::owner(int host, const OpSpec& spec, std::uint64_t index, const Chunk& chunk) const {
   return owner(host, spec.kind, spec.root, index, chunk.server);
 }
@@ -98,23 +92,30 @@ int Topology::server_beside_root(int server, const OpSpec& spec) const {
 
 std::size_t Topology::usual_message_bytes() const {
   const std::size_t share = kBytesQueued / static_cast<std::size_t>(num_hosts());
-  return std::clamp(share, kMinNetworkChunk, kMessageBytes) / kMessageUnit * kMessageUnit;
+  return std::clamp(share, kMinNetworkChunk, kMessageBytes) / kChunkUnitBytes * kChunkUnitBytes;
 }
 
 std::size_t Topology::message_bytes(const OpSpec& spec) const {
   const std::size_t usual = usual_message_bytes();
   if (any_host_shared_ || usual < kMessageBytes) return usual;
   const auto hosts = static_cast<std::size_t>(num_hosts());
-  const bool fixed = spec.kind == Kind::all_gather || spec.kind == Kind::reduce_scatter;
-  const std::size_t servers = fixed ? 1 : hosts + static_cast<std::size_t>(num_helpers_);
+  const std::size_t servers = is_fixed(spec.kind) ? 1 : hosts + static_cast<std::size_t>(num_helpers_);
   const std::size_t share = spec.count * size_of(spec.element) / servers / kMessagesOfServer;
   const std::size_t most = std::clamp(kBytesAtServer / hosts, usual, kMaxMessageBytes);
-  return std::clamp(share, usual, most) / kMessageUnit * kMessageUnit;
+  return std::clamp(share, usual, most) / kChunkUnitBytes * kChunkUnitBytes;
+}
+
+std::vector<Chunk> Topology::divide(const OpSpec& spec, const EngineOptions& options, bool urgent,
+                                     FusedBuffer& fused) const {
+  std::size_t most = num_hosts() == 1 ? options.shared_chunk_bytes : options.chunk_bytes;
+  // an urgent operation goes before the next chunk; libfabric's buffers hold one usual message
+  if (!most) most = urgent || !options.fabric.empty() ? usual_message_bytes() : message_bytes(spec);
+  return is_served(spec.kind) ? cut_served(spec, most) : cut(spec, most, fused);
 }
 
 std::vector<Chunk> Topology::cut(const OpSpec& spec, std::size_t max_chunk_bytes, FusedBuffer& fused) const {
   const std::size_t width = size_of(spec.element);
-  const bool fixed = spec.kind == Kind::all_gather || spec.kind == Kind::reduce_scatter;
+  const bool fixed = is_fixed(spec.kind);
   const bool shared_only = num_hosts() == 1;
   const std::size_t bytes = spec.count * width;
   const std::size_t servers = shared_only ? static_cast<std::size_t>(size())

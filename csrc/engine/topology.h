@@ -10,6 +10,8 @@
 
 namespace shoal {
 
+struct EngineOptions;
+
 // A part of an operation that is sent in one message. Offsets are in elements of the operation's whole range: the
 // tensor, or for all_gather and reduce_scatter the n tensors one after the other.
 struct Chunk {
@@ -32,6 +34,9 @@ class FusedBuffer {
   std::size_t place_ = 0;
   std::vector<std::int64_t> room_;  // bytes left for each position of the pattern
 };
+
+inline constexpr std::uint64_t kChunkUnit = 16;  // elements: all chunks but the last are multiples
+inline constexpr std::size_t kChunkUnitBytes = kChunkUnit * sizeof(double);  // of the widest type
 
 class Topology {
  public:
@@ -61,7 +66,11 @@ class Topology {
   int owner(int host, Kind kind, int root, std::uint64_t index, int server) const;
 
   // Returns the number of hosts and helpers that serve an operation's chunks: those in the pattern, or every host.
-  int num_links(Kind kind) const;
+  int num_links(Kind kind) const { return is_fixed(kind) ? num_hosts() : num_links_; }
+
+  // Divides an operation into chunks: all ranks alike, by options that are the same on all of them. One that is `urgent`
+  // goes before the next chunk of others.
+  std::vector<Chunk> divide(const OpSpec& spec, const EngineOptions& options, bool urgent, FusedBuffer& fused) const;
 
   // Returns the largest chunk between hosts, where nothing speaks for more: all hosts send to one server at once, and
   // what they send must fit the queue on its link. With 16 hosts at 50 Mbit/s and queues of 50 ms, 32 KiB from each
@@ -85,6 +94,8 @@ class Topology {
   int stand_in(std::uint64_t seq, std::uint64_t chunk, const std::vector<bool>& lost_helpers, bool use_ranks) const;
 
  private:
+  // Whether each rank's part of the operation has a server of its own: that rank.
+  static bool is_fixed(Kind kind) { return kind == Kind::all_gather || kind == Kind::reduce_scatter; }
   int server_beside_root(int server, const OpSpec& spec) const;
 
   int rank_;

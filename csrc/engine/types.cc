@@ -12,9 +12,9 @@ constexpr std::array<std::string_view, kNumKinds> kKinds = {
     "delegated",  "all_to_all", "gather",    "scatter",    "send",           "recv",
     "configure",  "load",       "dump",      "update",     "collect",        "measure",
     "apply"};
-constexpr std::array<std::string_view, 8> kElements = {"float32", "float64", "float16", "bfloat16",
+constexpr std::array<std::string_view, kNumElements> kElements = {"float32", "float64", "float16", "bfloat16",
                                                        "int8",    "uint8",   "int32",   "int64"};
-constexpr std::array<std::string_view, 8> kCombines = {"sum", "avg",  "prod", "min",
+constexpr std::array<std::string_view, kNumCombines> kCombines = {"sum", "avg",  "prod", "min",
                                                        "max", "band", "bor",  "bxor"};
 
 template <class Enum, std::size_t N>
@@ -27,15 +27,10 @@ Enum named(const std::array<std::string_view, N>& names, std::string_view name, 
   throw std::invalid_argument(std::string(what) + " '" + std::string(name) + "' must be one of " + all);
 }
 
-std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // FNV-1a over eight bytes
-  for (int k = 0; k < 8; ++k) hash = (hash ^ ((value >> (8 * k)) & 0xff)) * 0x100000001b3ULL;
-  return hash;
-}
-
 }  // namespace
 
 std::size_t size_of(Element element) {
-  constexpr std::array<std::size_t, 8> sizes = {4, 8, 2, 2, 1, 1, 4, 8};
+  constexpr std::array<std::size_t, kNumElements> sizes = {4, 8, 2, 2, 1, 1, 4, 8};
   return sizes[static_cast<std::size_t>(element)];
 }
 
@@ -68,35 +63,6 @@ std::string describe(const OpSpec& spec) {
   }
   if (is_message(spec.kind)) text += " of the group (tag " + std::to_string(spec.tag) + ")";
   return text;
-}
-
-std::uint64_t signature_of(const OpSpec& spec) {
-  std::uint64_t hash = 0xcbf29ce484222325ULL;
-  hash = mix(hash, static_cast<std::uint64_t>(spec.kind));
-  if (spec.kind == Kind::barrier) return hash;
-  hash = mix(hash, static_cast<std::uint64_t>(spec.element));
-  hash = mix(hash, static_cast<std::uint64_t>(spec.combine));
-  hash = mix(hash, static_cast<std::uint64_t>(spec.root));
-  if (spec.kind == Kind::delegated) {  // shapes may differ between ranks: only the name must match
-    for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
-    return hash;
-  }
-  if (is_served(spec.kind)) {
-    for (const std::uint64_t value : {std::uint64_t{spec.table}, std::uint64_t{spec.step}, std::uint64_t{spec.rule}, spec.place,
-                                      static_cast<std::uint64_t>(spec.weights), std::uint64_t{spec.copied}}) {
-      hash = mix(hash, value);
-    }
-    for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
-    if (spec.kind == Kind::configure) {
-      for (std::uint64_t k = 0; k < spec.count; ++k) hash = mix(hash, static_cast<std::uint64_t>(spec.input[k]));
-    }
-    if (sends_coefficients(spec.kind)) {
-      for (std::size_t k = 0; k < kCoefficients * sizeof(float); ++k) hash = mix(hash, static_cast<std::uint64_t>(spec.input[k]));
-    }
-  }
-  if (by_messages(spec.kind)) return hash;  // sizes differ between ranks; the receiver of each message compares them
-  hash = mix(hash, spec.count);
-  return mix(hash, static_cast<std::uint64_t>(spec.priority != 0));
 }
 
 }  // namespace shoal

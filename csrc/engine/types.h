@@ -7,13 +7,9 @@
 #include <string_view>
 #include <vector>
 
-namespace shoal {
+#include "transport/frame.h"
 
-enum class Kind : std::uint8_t {
-  all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated, all_to_all, gather, scatter, send, recv,
-  configure, load, dump, update, collect, measure, apply
-};
-inline constexpr std::size_t kNumKinds = 19;
+namespace shoal {
 
 // Returns whether every host contributes; the other kinds move one rank's data.
 inline bool adds_up(Kind kind) { return kind != Kind::broadcast && kind != Kind::all_gather; }
@@ -28,8 +24,11 @@ inline constexpr std::size_t kCoefficients = 8;
 // Returns whether a result consists of kSums doubles for each kServedUnit elements of a chunk, and not of elements.
 inline bool returns_sums(Kind kind) { return kind == Kind::collect || kind == Kind::measure; }
 inline constexpr std::size_t kServedUnit = 2048, kSums = 3;
-// Largest options of a configure: 4,096 groups.
-inline constexpr std::size_t kMaxOptionBytes = 16 + 4096 * 48;
+// Elements of a tensor that stay together on a server.
+inline constexpr std::uint64_t kServedBlock = 16384;
+// Options of a configure: a head, and for each of its groups some numbers (engine/served_weights.h).
+inline constexpr std::size_t kOptionHeadBytes = 4 * sizeof(std::uint32_t), kOptionsOfGroup = 6, kMaxOptionGroups = 4096;
+inline constexpr std::size_t kMaxOptionBytes = kOptionHeadBytes + kMaxOptionGroups * kOptionsOfGroup * sizeof(double);
 // Returns whether a result consists of weights.
 inline bool returns_weights(Kind kind) { return kind == Kind::update || kind == Kind::apply; }
 // Returns whether an operation changes what servers keep: where there is a second copy, it has to change first.
@@ -45,10 +44,7 @@ inline bool sums_for_all(Kind kind) {
 // Returns whether only two ranks take part: it has no number in the group's order.
 inline bool is_message(Kind kind) { return kind == Kind::send || kind == Kind::recv; }
 
-enum class Element : std::uint8_t { float32, float64, float16, bfloat16, int8, uint8, int32, int64 };
 inline bool is_half(Element element) { return element == Element::float16 || element == Element::bfloat16; }
-
-enum class Combine : std::uint8_t { sum, avg, prod, min, max, band, bor, bxor };
 
 std::size_t size_of(Element element);
 
@@ -102,8 +98,5 @@ inline constexpr std::uint64_t kFirstMessage = std::uint64_t{1} << 63;
 inline std::string numbered(std::uint64_t seq) {
   return seq < kFirstMessage ? "operation #" + std::to_string(seq) : "message #" + std::to_string(seq - kFirstMessage);
 }
-
-// Hash that is equal for two ranks exactly if they issued the same operation (shapes of equal size may differ).
-std::uint64_t signature_of(const OpSpec& spec);
 
 }  // namespace shoal

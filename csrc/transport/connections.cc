@@ -97,37 +97,30 @@ std::vector<Channel*> Connections::channels() {
   return all;
 }
 
-int Connections::peer_named(const std::string& name) {
-  const auto [found, fresh] = peer_of_.try_emplace(name, next_peer_);
-  if (fresh) processes_[next_peer_++].name = name;
-  return found->second;
-}
-
 int Connections::peer_of(const Place& place, bool calls) {
-  int peer = peer_named(place.name());
-  if (calls && processes_[peer].arrivals.any()) {  // somebody else, before this process knew that it is the one that calls
+  int peer = processes_.number_of(place.name());
+  if (calls && processes_.find(peer)->arrivals.any()) {  // somebody else, before this process knew that it is the one that calls
     drop_peer(peer, "it took the name of a process that opens no connections to this one");
-    peer = peer_named(place.name());
+    peer = processes_.number_of(place.name());
   }
-  processes_[peer].is_called = calls;
+  processes_.find(peer)->is_called = calls;
   transport_->set_peer(peer, place.address, place.port);
   return peer;
 }
 
-std::size_t Connections::num_connections(int peer) const {
-  const auto found = processes_.find(peer);
-  return found == processes_.end() ? 0 : found->second.num_connections;
+std::size_t Connections::num_connections(int peer) {
+  const Process* const process = processes_.find(peer);
+  return process ? process->num_connections : 0;
 }
 
 int Connections::begin_calls(int peer, int wanted) {
-  const auto found = processes_.find(peer);
-  if (found == processes_.end()) throw std::runtime_error("its connections have ended");
-  return std::exchange(found->second.num_called, std::max(found->second.num_called, wanted));
+  Process* const process = processes_.find(peer);
+  if (!process) throw std::runtime_error("its connections have ended");
+  return std::exchange(process->num_called, std::max(process->num_called, wanted));
 }
 
 void Connections::calls_failed(int peer, int num_called) {
-  const auto found = processes_.find(peer);
-  if (found != processes_.end()) found->second.num_called = num_called;
+  if (Process* const process = processes_.find(peer)) process->num_called = num_called;
 }
 
 void Connections::tell(int peer, FrameType type, std::uint32_t group, Payload payload) {
@@ -146,21 +139,14 @@ void Connections::drop_peer(int peer, const std::string& why) {
 
 int Connections::on_introduction(const Introduction& who, std::string& why_not) {
   assert_here();
-  if (who.name.empty() || (processes_.size() >= kMaxProcesses && !peer_of_.count(who.name))) {
-    why_not = who.name.empty() ? "it has no name" : "too many processes are connected";
-    return -1;
-  }
-  const int peer = peer_named(who.name);
-  Process& process = processes_[peer];
-  why_not = process.is_called ? "it takes the name of a process that opens no connections to this one" : process.arrivals.add(who);
-  return why_not.empty() ? peer : -1;
+  return processes_.introduce(who, why_not);
 }
 
 void Connections::on_connected(int peer) {
   assert_here();
-  const auto process = processes_.find(peer);
-  if (process == processes_.end()) return;
-  ++process->second.num_connections;
+  Process* const process = processes_.find(peer);
+  if (!process) return;
+  ++process->num_connections;
   for (Channel* channel : channels()) channel->connected(peer);
 }
 
@@ -172,7 +158,7 @@ std::shared_ptr<std::byte> Connections::place_for(int peer, const FrameHeader& h
 
 void Connections::on_frame(int peer, const FrameHeader& header, Payload payload) {
   assert_here();
-  if (!processes_.count(peer)) return;  // the rest of what a dropped peer has sent
+  if (!processes_.find(peer)) return;  // the rest of what a dropped peer has sent
   if (header.type == FrameType::join) return on_join(peer, header, payload);
   if (header.type == FrameType::leave) return on_leave(peer, header.group, printable(text_of(payload).substr(0, kMaxText)));
   if (header.type == FrameType::fabric) return;  // of a process with libfabric; this one has none
@@ -207,10 +193,7 @@ void Connections::on_leave(int peer, std::uint32_t group, const std::string& why
 
 void Connections::on_down(int peer, const std::string& why) {
   assert_here();
-  const auto process = processes_.find(peer);
-  if (process == processes_.end()) return;
-  peer_of_.erase(process->second.name);
-  processes_.erase(process);
+  if (!processes_.remove(peer)) return;
   std::erase_if(early_, [peer](const auto& each) { return each.first.second == peer; });
   for (Channel* channel : channels()) channel->lost(peer, why);
 }

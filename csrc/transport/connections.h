@@ -74,7 +74,7 @@ class Connections final : private Sink {
   void detach(Channel& channel) REQUIRES(network_thread);
   // `calls`: this process opens the connections.
   int peer_of(const Place& place, bool calls) REQUIRES(network_thread);
-  std::size_t num_connections(int peer) const REQUIRES(network_thread);
+  std::size_t num_connections(int peer) REQUIRES(network_thread);
   // Of `wanted` connections that this process calls, the first one that nobody has called yet. The caller calls them.
   int begin_calls(int peer, int wanted) REQUIRES(network_thread);
   void calls_failed(int peer, int num_called) REQUIRES(network_thread);
@@ -83,13 +83,6 @@ class Connections final : private Sink {
   void drop_peer(int peer, const std::string& why) REQUIRES(network_thread);
 
  private:
-  struct Process {
-    std::string name;
-    std::size_t num_connections = 0;  // established so far
-    int num_called = 0;               // by this process
-    bool is_called = false;           // by this process: it opens none itself
-    Arrivals arrivals;
-  };
   struct EarlyJoin {
     Identity who;
     bool left = false;
@@ -105,7 +98,6 @@ class Connections final : private Sink {
   void on_tick() override;
   void on_error(const std::string& what) override;
 
-  int peer_named(const std::string& name) REQUIRES(network_thread);
   void on_join(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(network_thread);
   void on_leave(int peer, std::uint32_t group, const std::string& why) REQUIRES(network_thread);
   std::vector<Channel*> channels() REQUIRES(network_thread);
@@ -114,9 +106,7 @@ class Connections final : private Sink {
   std::set<std::string> reserved_;  // groups; guarded by the registry's lock
   std::atomic<bool> tainted_{false};
   std::unordered_map<std::uint32_t, Channel*> channels_ GUARDED_BY(network_thread);
-  std::map<int, Process> processes_ GUARDED_BY(network_thread);
-  std::unordered_map<std::string, int> peer_of_ GUARDED_BY(network_thread);
-  int next_peer_ GUARDED_BY(network_thread) = 0;
+  Processes processes_ GUARDED_BY(network_thread);
   std::map<std::pair<std::uint32_t, int>, EarlyJoin> early_ GUARDED_BY(network_thread);  // by group and peer
   LeftGroups left_ GUARDED_BY(network_thread);
 

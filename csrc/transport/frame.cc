@@ -16,7 +16,6 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kCoveredBytes = offsetof(FrameHeader, header_crc);
-constexpr std::uint8_t kLastKind = 18;  // of engine/types.h
 constexpr std::size_t kKeptBytes = std::size_t{32} << 20;  // per size
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kChecked = true;
@@ -24,20 +23,12 @@ constexpr bool kChecked = true;
 constexpr bool kChecked = false;
 #endif
 
+template <class Code>
+bool is_below(Code code, std::size_t count) {
+  return static_cast<std::size_t>(code) < count;
+}
+
 }  // namespace
-
-Payload Payload::of_buffer(std::shared_ptr<std::byte> buffer, std::size_t size) {
-  Payload payload(buffer.get(), size);
-  payload.buffer_ = buffer.get();
-  payload.owner_ = std::move(buffer);
-  return payload;
-}
-
-Payload Payload::received(std::shared_ptr<std::byte> buffer, std::size_t size, std::uint32_t checksum) {
-  Payload payload = of_buffer(std::move(buffer), size);
-  payload.checksum_ = checksum;
-  return payload;
-}
 
 Payload Payload::owned_by(std::shared_ptr<const void> owner) const {
   Payload payload(data_, size_, std::move(owner));
@@ -83,11 +74,10 @@ std::string check_header(const FrameHeader& header) {
     return "a frame announces " + std::to_string(header.payload_bytes) + " bytes; at most " +
            std::to_string(kMaxPayload) + " are allowed";
   }
-  if (header.type > FrameType::path_lost || header.kind > kLastKind || header.element > 7 || header.input > 7 ||
-      header.combine > 7) {
-    return "a frame holds an unknown code";
-  }
-  return "";
+  const bool known = header.type <= FrameType::path_lost && is_below(header.kind, kNumKinds) &&
+                     is_below(header.element, kNumElements) && is_below(header.input, kNumElements) &&
+                     is_below(header.combine, kNumCombines);
+  return known ? "" : "a frame holds an unknown code";
 }
 
 Payload payload_of(const std::string& text) {

@@ -34,16 +34,27 @@ enum class FrameType : std::uint8_t {
   path_lost,    // interface number `chunk` of either side does not answer: no more on its connections; between transports only
 };
 
+// Codes of an operation: what it does (engine/types.h), the type of its elements, and how they are combined.
+enum class Kind : std::uint8_t {
+  all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated, all_to_all, gather, scatter, send, recv,
+  configure, load, dump, update, collect, measure, apply
+};
+enum class Element : std::uint8_t { float32, float64, float16, bfloat16, int8, uint8, int32, int64 };
+enum class Combine : std::uint8_t { sum, avg, prod, min, max, band, bor, bxor };
+inline constexpr std::size_t kNumKinds = static_cast<std::size_t>(Kind::apply) + 1;
+inline constexpr std::size_t kNumElements = static_cast<std::size_t>(Element::int64) + 1;
+inline constexpr std::size_t kNumCombines = static_cast<std::size_t>(Combine::bxor) + 1;
+
 // Little-endian on the wire, as on all supported machines. Fields that nothing sets yet are zero.
 struct FrameHeader {
   std::uint32_t magic = 0;
   FrameType type = FrameType::heartbeat;
-  std::uint8_t kind = 0;     // Kind
-  std::uint8_t element = 0;  // of the result
-  std::uint8_t input = 0;    // of the contribution
-  std::uint8_t combine = 0;
-  std::uint8_t redo = 0;     // 1: resent after its server was lost; 2: the copy of its weights takes the sum first
-  std::uint16_t host = 0;    // index of the contributing host
+  Kind kind{};
+  Element element{};  // of the result
+  Element input{};    // of the contribution
+  Combine combine{};
+  std::uint8_t redo = 0;  // 1: resent after its server was lost; 2: the copy of its weights takes the sum first
+  std::uint16_t host = 0;  // index of the contributing host
   std::uint16_t needed = 0;  // contributions of a complete chunk
   std::uint16_t divisor = 1;
   std::int32_t root = -1;
@@ -79,8 +90,10 @@ class Payload {
   Payload(const std::byte* data, std::size_t size, std::shared_ptr<const void> owner = nullptr)
       : data_(data), size_(size), owner_(std::move(owner)) {}
   // Bytes that writable() gives; with their checksum, as a connection has received them.
-  static Payload of_buffer(std::shared_ptr<std::byte> buffer, std::size_t size);
-  static Payload received(std::shared_ptr<std::byte> buffer, std::size_t size, std::uint32_t checksum);
+  static Payload of_buffer(std::shared_ptr<std::byte> buffer, std::size_t size) { return {std::move(buffer), size, {}}; }
+  static Payload received(std::shared_ptr<std::byte> buffer, std::size_t size, std::uint32_t checksum) {
+    return {std::move(buffer), size, checksum};
+  }
 
   const std::byte* data() const { return data_; }
   std::size_t size() const { return size_; }
@@ -97,6 +110,9 @@ class Payload {
   std::uint32_t checksum();
 
  private:
+  Payload(std::shared_ptr<std::byte> buffer, std::size_t size, std::optional<std::uint32_t> checksum)
+      : data_(buffer.get()), buffer_(buffer.get()), size_(size), owner_(std::move(buffer)), checksum_(checksum) {}
+
   const std::byte* data_ = nullptr;
   std::byte* buffer_ = nullptr;  // the same bytes, if they may be written
   std::size_t size_ = 0;

@@ -19,7 +19,6 @@ namespace shoal {
 
 using Bytes = std::vector<std::uint8_t>;
 
-inline constexpr std::size_t kMaxProcesses = 65536;  // whose names one process keeps
 inline constexpr std::size_t kMaxProcessName = 128;
 inline constexpr std::size_t kHelloBytes = 24;
 inline constexpr std::size_t kChallengeBytes = 48;

@@ -13,6 +13,7 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kWords = 4;         // rank, size, host, number of hosts; the name follows
+constexpr std::size_t kMaxProcesses = 65536;  // whose names one process keeps
 constexpr std::size_t kRemembered = 4096;  // groups that were left
 
 }  // namespace
@@ -36,6 +37,31 @@ std::string Arrivals::add(const Introduction& who) {
   }
   ++count_;
   return "";
+}
+
+int Processes::number_of(const std::string& name) {
+  const auto [found, fresh] = numbers_.try_emplace(name, next_);
+  if (fresh) processes_[next_++].name = name;
+  return found->second;
+}
+
+int Processes::introduce(const Introduction& who, std::string& why_not) {
+  if (who.name.empty() || (processes_.size() >= kMaxProcesses && !numbers_.count(who.name))) {
+    why_not = who.name.empty() ? "it has no name" : "too many processes are connected";
+    return -1;
+  }
+  const int peer = number_of(who.name);
+  Process& process = processes_[peer];
+  why_not = process.is_called ? "it takes the name of a process that opens no connections to this one" : process.arrivals.add(who);
+  return why_not.empty() ? peer : -1;
+}
+
+bool Processes::remove(int peer) {
+  const auto found = processes_.find(peer);
+  if (found == processes_.end()) return false;
+  numbers_.erase(found->second.name);
+  processes_.erase(found);
+  return true;
 }
 
 std::uint32_t group_number(const std::string& group) { return crc32c(group.data(), group.size()); }

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <set>
 #include <string>
+#include <unordered_map>
 
 #include "transport/transport.h"
 
@@ -36,6 +38,36 @@ class Arrivals {
  private:
   std::string first_;  // address
   std::size_t count_ = 0;
+};
+
+// Another process, from its introduction, or from when this process has been told of it, until its connections end.
+struct Process {
+  std::string name;
+  Arrivals arrivals;
+  std::size_t num_connections = 0;  // established so far
+  int num_called = 0;               // by this process
+  bool is_called = false;           // by this process: it opens none itself
+};
+
+// The processes that this one knows, by their numbers as peers in a Sink.
+class Processes {
+ public:
+  // Returns the number of the process with this name; a process that is not known gets one.
+  int number_of(const std::string& name);
+  // Returns the number of a process that opens a connection, or -1 with the reason why it may not.
+  int introduce(const Introduction& who, std::string& why_not);
+
+  Process* find(int peer) {  // null: its connections have ended
+    const auto found = processes_.find(peer);
+    return found == processes_.end() ? nullptr : &found->second;
+  }
+  // Returns whether the process was known.
+  bool remove(int peer);
+
+ private:
+  std::map<int, Process> processes_;
+  std::unordered_map<std::string, int> numbers_;
+  int next_ = 0;
 };
 
 // A member's claim when it joins a group.

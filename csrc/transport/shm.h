@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <string>
 
-#include "engine/types.h"
-
 namespace shoal {
 
 struct ShmLayout {

@@ -11,13 +11,12 @@
 #include <thread>
 #include <vector>
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "check.h"
 #include "engine_group.h"
+#include "transport/address.h"
 
 namespace connections_test {
 
@@ -337,13 +336,9 @@ class Delay {
  public:
   explicit Delay(int port) : to_(port) {
     listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    sockaddr_in at{};
-    at.sin_family = AF_INET;
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof at;
-    CHECK(bind(listener_, reinterpret_cast<sockaddr*>(&at), size) == 0 && listen(listener_, 16) == 0);
-    getsockname(listener_, reinterpret_cast<sockaddr*>(&at), &size);
-    port_ = ntohs(at.sin_port);
+    const shoal::SocketAddress any("127.0.0.1", 0);
+    CHECK(bind(listener_, any.get(), any.size) == 0 && listen(listener_, 16) == 0);
+    port_ = shoal::local_port(listener_);
     acceptor_ = std::thread([this] { accept_all(); });
   }
   ~Delay() {
@@ -363,12 +358,9 @@ class Delay {
  private:
   void accept_all() {
     for (int in; (in = accept(listener_, nullptr, nullptr)) >= 0;) {
-      sockaddr_in at{};
-      at.sin_family = AF_INET;
-      at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-      at.sin_port = htons(static_cast<std::uint16_t>(to_));
+      const shoal::SocketAddress to("127.0.0.1", to_);
       const int out = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-      CHECK_EQ(connect(out, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+      CHECK_EQ(connect(out, to.get(), to.size), 0);
       const bool control = fds_.empty();
       fds_.insert(fds_.end(), {in, out});
       threads_.emplace_back([this, in, out, control] { pass(in, out, control); });

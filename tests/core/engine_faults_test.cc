@@ -4,12 +4,11 @@
 #include <string>
 #include <vector>
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include "check.h"
 #include "engine_group.h"
+#include "transport/address.h"
 
 namespace engine_faults_test {
 
@@ -149,9 +148,9 @@ TEST(engine_weights_of_a_copy_have_a_checksum_of_their_own) {
   shoal::BufferPool pool;
   shoal::WeightBudget budget;
   shoal::SumServer server(
-      pool, budget, {3, [](int rank) { return rank; }},
+      pool, budget, 3,
       [&](int rank, const shoal::FrameHeader& header, const shoal::Payload& payload) { self->send(rank, header, payload); },
-      [](const shoal::SumServer::Conflict&) { check::fail(__FILE__, __LINE__, "a conflict"); }, {},
+      [](const shoal::SumServer::Conflict&) { check::fail(__FILE__, __LINE__, "a conflict"); },
       [&](shoal::FrameHeader header, const shoal::Payload& sum) {
         header.type = FrameType::copy;
         self->send(0, header, sum);
@@ -159,9 +158,9 @@ TEST(engine_weights_of_a_copy_have_a_checksum_of_their_own) {
       });
   PlayedHelper helper([&](int rank, const shoal::FrameHeader& header, shoal::Payload payload) {
     const bool copied = header.type == FrameType::copied;
-    if (header.type == FrameType::push) CHECK_EQ(server.contribute(rank, header, std::move(payload)), "");
-    if (copied && static_cast<Kind>(header.kind) != Kind::update) CHECK_EQ(server.confirm_copy(rank, header), "");
-    if (copied && static_cast<Kind>(header.kind) == Kind::update) {
+    if (header.type == FrameType::push) CHECK_EQ(server.contribute({rank, rank}, header, std::move(payload)), "");
+    if (copied && header.kind != Kind::update) CHECK_EQ(server.confirm_copy(rank, header), "");
+    if (copied && header.kind == Kind::update) {
       for (int each : {0, 1, 2}) self->drop(each);
     }
   });
@@ -401,11 +400,8 @@ TEST(engine_options_at_the_ends_of_their_ranges_work) {
 
 int knock(int port) {
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in to{};
-  to.sin_family = AF_INET;
-  to.sin_port = htons(static_cast<std::uint16_t>(port));
-  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  CHECK_EQ(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+  const shoal::SocketAddress to("127.0.0.1", port);
+  CHECK_EQ(connect(fd, to.get(), to.size), 0);
   return fd;
 }
 

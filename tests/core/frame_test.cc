@@ -11,12 +11,12 @@
 #include <vector>
 
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "check.h"
 #include "engine/types.h"
+#include "transport/address.h"
 #include "transport/connection.h"
 
 namespace frame_test {
@@ -30,8 +30,8 @@ using shoal::Payload;
 FrameHeader some_header(std::mt19937_64& random) {
   FrameHeader header;
   header.type = static_cast<FrameType>(random() % 10);
-  header.kind = static_cast<std::uint8_t>(random() % 7);
-  header.element = static_cast<std::uint8_t>(random() % 8);
+  header.kind = static_cast<shoal::Kind>(random() % 7);
+  header.element = static_cast<shoal::Element>(random() % 8);
   header.seq = random();
   header.chunk = random();
   return header;
@@ -67,11 +67,11 @@ TEST(frame_sealed_nonsense_is_refused) {
   };
   CHECK(!refused([](FrameHeader&, Payload&) {}));
   CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(20); }));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.kind = shoal::kNumKinds; }));
-  CHECK(!refused([](FrameHeader& h, Payload&) { h.kind = shoal::kNumKinds - 1; }));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.element = 8; }));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.input = 8; }));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.combine = 8; }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.kind = static_cast<shoal::Kind>(shoal::kNumKinds); }));
+  CHECK(!refused([](FrameHeader& h, Payload&) { h.kind = shoal::Kind::apply; }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.element = static_cast<shoal::Element>(shoal::kNumElements); }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.input = static_cast<shoal::Element>(shoal::kNumElements); }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.combine = static_cast<shoal::Combine>(shoal::kNumCombines); }));
   CHECK(refused([](FrameHeader&, Payload& p) { p = shoal::payload_of(std::string(shoal::kMaxPayload + 1, 0)); }));
 }
 
@@ -261,13 +261,10 @@ std::pair<int, int> tcp_pair() {
   const int listener = socket(AF_INET, SOCK_STREAM, 0), from = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const int small = 4096;
   setsockopt(listener, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
-  sockaddr_in at{};
-  at.sin_family = AF_INET;
-  at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof at;
-  auto* address = reinterpret_cast<sockaddr*>(&at);
-  CHECK(bind(listener, address, size) == 0 && listen(listener, 1) == 0 && getsockname(listener, address, &size) == 0);
-  CHECK(connect(from, address, size) == 0);
+  const shoal::SocketAddress any("127.0.0.1", 0);
+  CHECK(bind(listener, any.get(), any.size) == 0 && listen(listener, 1) == 0);
+  const shoal::SocketAddress at("127.0.0.1", shoal::local_port(listener));
+  CHECK(connect(from, at.get(), at.size) == 0);
   const int to = accept(listener, nullptr, nullptr);
   close(listener);
   fcntl(from, F_SETFL, O_NONBLOCK);

@@ -1,7 +1,5 @@
 #include "transport/handshake.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "transport/address.h"
 
 namespace handshake_test {
 
@@ -117,13 +116,9 @@ TEST(handshake_call_names_the_address_and_the_reason) {
 class Listener {
  public:
   Listener(std::size_t read, Bytes answer) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in at{};
-    at.sin_family = AF_INET;
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof at;
-    CHECK(bind(fd_, reinterpret_cast<sockaddr*>(&at), size) == 0 && listen(fd_, 16) == 0);
-    getsockname(fd_, reinterpret_cast<sockaddr*>(&at), &size);
-    port = ntohs(at.sin_port);
+    const shoal::SocketAddress any("127.0.0.1", 0);
+    CHECK(bind(fd_, any.get(), any.size) == 0 && listen(fd_, 16) == 0);
+    port = shoal::local_port(fd_);
     thread_ = std::thread([this, read, answer] {
       for (int fd; (fd = accept(fd_, nullptr, nullptr)) >= 0; close(fd)) {
         ++num_calls;

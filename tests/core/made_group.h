@@ -55,16 +55,15 @@ struct Parts {
 
   // Issues an all_reduce of `x`, as Engine::submit does.
   shoal::OpPtr all_reduce(std::vector<float>& x) {
-    auto op = std::make_shared<shoal::Op>();
-    op->spec.kind = shoal::Kind::all_reduce;
-    op->spec.element = shoal::Element::float32;
-    op->spec.count = x.size();
-    op->spec.shape = {static_cast<std::int64_t>(x.size())};
-    op->spec.input = reinterpret_cast<const std::byte*>(x.data());
-    op->spec.output = reinterpret_cast<std::byte*>(x.data());
-    op->signature = shoal::signature_of(op->spec);
-    op->begun = std::chrono::steady_clock::now();
-    op->chunks = topology.cut(op->spec, options.chunk_bytes ? options.chunk_bytes : shoal::Topology::kMessageBytes, fused);
+    shoal::OpSpec spec;
+    spec.kind = shoal::Kind::all_reduce;
+    spec.element = shoal::Element::float32;
+    spec.count = x.size();
+    spec.shape = {static_cast<std::int64_t>(x.size())};
+    spec.input = reinterpret_cast<const std::byte*>(x.data());
+    spec.output = reinterpret_cast<std::byte*>(x.data());
+    auto op = std::make_shared<shoal::Op>(spec);
+    op->chunks = topology.divide(op->spec, options, false, fused);
     op->num_links = topology.num_links(op->spec.kind);
     op->parts.resize(op->chunks.size());
     ops.add({op});

@@ -18,7 +18,7 @@ struct Watched : Parts {
 
   shoal::OpPtr issue() {
     const auto op = all_reduce(x);
-    if (detector.issued(*op)) detector.begun(*op);
+    if (op->in_question) detector.begun(*op);
     return op;
   }
   static FrameHeader about(std::uint64_t seq, std::uint64_t signature, std::uint64_t chunk = 0) {

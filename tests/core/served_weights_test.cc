@@ -22,9 +22,9 @@ FrameHeader header_of(Kind kind, int root = 0, std::uint32_t step = 0, std::uint
   const Element element = kind == Kind::configure ? Element::uint8 : sums ? Element::float32 : Element::int32;
   FrameHeader header;
   header.type = FrameType::push;
-  header.kind = static_cast<std::uint8_t>(kind);
-  header.input = static_cast<std::uint8_t>(element);
-  header.element = static_cast<std::uint8_t>(returns_weights(kind) ? Element::float32 : element);
+  header.kind = kind;
+  header.input = element;
+  header.element = returns_weights(kind) ? Element::float32 : element;
   header.root = root;
   header.step = step;
   header.rule = rule;
@@ -120,10 +120,10 @@ TEST(served_weights_name_what_a_correct_rank_never_sends) {
   wrong(header_of(Kind::update, 0, 2, 1), values, "which has taken 0");
   wrong(header_of(Kind::update, 0, 1, 1), other, "of which 12 bytes are kept");
   FrameHeader halves = header_of(Kind::update, 0, 1, 1);
-  halves.input = static_cast<std::uint8_t>(Element::bfloat16);
+  halves.input = Element::bfloat16;
   wrong(halves, values, "a update of 12 bytes of bfloat16");
   FrameHeader bytes = header_of(Kind::update, 0, 1, 1);
-  bytes.element = static_cast<std::uint8_t>(Element::int8);
+  bytes.element = Element::int8;
   wrong(bytes, values, "for int8");
 }
 
@@ -220,7 +220,7 @@ TEST(served_weights_answer_in_bfloat16_and_stay_float32) {
   CHECK_EQ(take(weights, header_of(Kind::configure), options(1, 0.5)), "");
   Payload sum = received(gradient.data(), 8);
   FrameHeader update = header_of(Kind::update, 0, 1, 1);
-  update.element = static_cast<std::uint8_t>(Element::bfloat16);
+  update.element = Element::bfloat16;
   CHECK_EQ(weights.take(update, sum), "");
   CHECK_EQ(sum.size(), 4u);
   std::uint16_t halves[2];
@@ -259,19 +259,19 @@ TEST(served_weights_wait_for_options_that_an_update_has_overtaken) {
   WeightBudget budget(1 << 20);
   std::vector<std::pair<Kind, std::vector<float>>> answers;
   SumServer server(
-      pool, budget, {2, [](int peer) { return peer; }},
+      pool, budget, 2,
       [&](int, const FrameHeader& header, const Payload& payload) {
         std::vector<float> values(payload.size() / sizeof(float));
         std::memcpy(values.data(), payload.data(), values.size() * sizeof(float));
-        answers.emplace_back(static_cast<Kind>(header.kind), std::move(values));
+        answers.emplace_back(header.kind, std::move(values));
       },
       [](const SumServer::Conflict&) { check::fail(__FILE__, __LINE__, "a conflict"); });
   const auto push = [&](FrameHeader header, std::uint64_t seq, int host, const void* data, std::size_t bytes) {
     header.seq = seq;
     header.host = static_cast<std::uint16_t>(host);
     header.needed = 2;
-    header.combine = static_cast<std::uint8_t>(static_cast<Kind>(header.kind) == Kind::update ? Combine::sum : Combine::bor);
-    CHECK_EQ(server.contribute(host, header, received(data, bytes)), "");
+    header.combine = header.kind == Kind::update ? Combine::sum : Combine::bor;
+    CHECK_EQ(server.contribute({host, host}, header, received(data, bytes)), "");
   };
   const std::vector<float> weights{4, 4}, none{0, 0}, gradient{1, 2};
   push(header_of(Kind::load), 0, 0, weights.data(), 8);
@@ -302,15 +302,12 @@ struct Pair {
   WeightBudget budget{1 << 20};
   Answers of_helper, of_rank;
   std::vector<std::pair<FrameHeader, Payload>> copies;
-  SumServer helper{pool, budget, members(), answers(of_helper), conflict, {}, [this](const FrameHeader& header, const Payload& sum) {
+  SumServer helper{pool, budget, 2, answers(of_helper), conflict, [this](const FrameHeader& header, const Payload& sum) {
                      copies.emplace_back(header, sum);
                      return 1;
                    }};
-  SumServer rank{pool, budget, members(), answers(of_rank), conflict};
+  SumServer rank{pool, budget, 2, answers(of_rank), conflict};
 
-  static SumServer::Members members() {
-    return {2, [](int peer) { return peer; }};
-  }
   static void conflict(const SumServer::Conflict&) { check::fail(__FILE__, __LINE__, "a conflict"); }
   static SumServer::Answer answers(Answers& to) {
     return [&to](int peer, const FrameHeader& header, Payload payload) {
@@ -327,13 +324,13 @@ struct Pair {
     header.redo = redo;
     header.host = static_cast<std::uint16_t>(host);
     header.needed = 2;
-    header.combine = static_cast<std::uint8_t>(kind == Kind::update ? Combine::sum : Combine::bor);
+    header.combine = kind == Kind::update ? Combine::sum : Combine::bor;
     return header;
   }
   static Payload payload(const void* data, std::size_t bytes) { return received(data, bytes); }
   static Payload payload(const std::vector<float>& values) { return payload(values.data(), values.size() * sizeof(float)); }
   static void push(SumServer& to, Kind kind, std::uint64_t seq, std::uint8_t redo, const Payload& given) {
-    for (int host : {0, 1}) CHECK_EQ(to.contribute(host, header(kind, seq, redo, host), given), "");
+    for (int host : {0, 1}) CHECK_EQ(to.contribute({host, host}, header(kind, seq, redo, host), given), "");
   }
   // Hands the newest copy to the rank.
   std::string copy() {
@@ -366,7 +363,7 @@ TEST(served_weights_with_a_copy_are_answered_when_the_copy_has_the_sum) {
   CHECK(on.of_helper.empty());
   // the helper is lost: rank 1 has no answer, while rank 0 might have
   on.of_rank.clear();
-  CHECK_EQ(on.rank.contribute(1, Pair::header(Kind::update, 2, 1, 1), Pair::payload(gradient)), "");
+  CHECK_EQ(on.rank.contribute({1, 1}, Pair::header(Kind::update, 2, 1, 1), Pair::payload(gradient)), "");
   CHECK(on.of_rank == (Pair::Answers{{1, FrameType::result, 2, stepped}}));
   for (SumServer* each : {&on.helper, &on.rank}) CHECK_EQ(each->held_bytes(), 0u);
 }
@@ -387,7 +384,7 @@ TEST(served_weights_of_a_lost_helper_go_on_from_the_copy) {
   CHECK(on.of_rank.back() == (Pair::Answer{1, FrameType::result, 4, stepped}));
   FrameHeader supplied = Pair::header(Kind::update, 5, 1);
   supplied.type = FrameType::supply;
-  CHECK(contains(on.rank.supply(0, supplied, Pair::payload(weights)), "supplied or sent again"));
+  CHECK(contains(on.rank.supply({0, 0}, supplied, Pair::payload(weights)), "supplied or sent again"));
 }
 
 TEST(served_weights_wait_for_options_that_a_copy_has_overtaken) {
@@ -415,9 +412,9 @@ TEST(served_weights_name_copies_that_cannot_be) {
   FrameHeader alone = Pair::header(Kind::load, 0, 2);
   alone.needed = 1;
   CHECK(contains(on.rank.take_copy(7, alone, Pair::payload(weights)), "from 1 hosts"));
-  CHECK(contains(on.rank.contribute(0, Pair::header(Kind::load, 0, 2), Pair::payload(weights)), "that is to be copied"));
-  CHECK(contains(on.helper.contribute(0, Pair::header(Kind::dump, 0, 2), Pair::payload(weights)), "that is to be copied"));
-  CHECK(contains(on.helper.contribute(0, Pair::header(Kind::load, 0, 1), Pair::payload(weights)), "supplied or sent again"));
+  CHECK(contains(on.rank.contribute({0, 0}, Pair::header(Kind::load, 0, 2), Pair::payload(weights)), "that is to be copied"));
+  CHECK(contains(on.helper.contribute({0, 0}, Pair::header(Kind::dump, 0, 2), Pair::payload(weights)), "that is to be copied"));
+  CHECK(contains(on.helper.contribute({0, 0}, Pair::header(Kind::load, 0, 1), Pair::payload(weights)), "supplied or sent again"));
 }
 
 }  // namespace served_weights_test

@@ -11,6 +11,8 @@
 namespace sum_server_test {
 
 using shoal::BufferPool;
+using shoal::Combine;
+using shoal::Element;
 using shoal::FrameHeader;
 using shoal::FrameType;
 using shoal::Payload;
@@ -31,13 +33,20 @@ struct Fixture {
   shoal::WeightBudget budget;
   std::vector<Answered> answers;
   std::vector<SumServer::Conflict> conflicts;
-  SumServer server{pool, budget, SumServer::Members{num_hosts, [](int peer) { return peer % 10; }},
+  SumServer server{pool, budget, num_hosts,
                    [this](int peer, const FrameHeader& header, const Payload& payload) {
                      std::vector<float> values(payload.size() / sizeof(float));
                      if (!values.empty()) std::memcpy(values.data(), payload.data(), values.size() * sizeof(float));
                      answers.push_back({peer, header, std::move(values)});
                    },
                    [this](const SumServer::Conflict& conflict) { conflicts.push_back(conflict); }};
+
+  std::string contribute(int peer, const FrameHeader& header, Payload payload) {
+    return server.contribute({peer, peer % 10}, header, std::move(payload));
+  }
+  std::string supply(int peer, const FrameHeader& header, Payload payload) {
+    return server.supply({peer, peer % 10}, header, std::move(payload));
+  }
 };
 
 FrameHeader header_of(int host, int needed, std::uint64_t seq = 3, std::uint64_t chunk = 4) {
@@ -65,7 +74,7 @@ TEST(sum_server_adds_in_host_order_whatever_arrives_first) {
     Fixture f(4);
     for (int host : order) {
       CHECK(f.answers.empty());
-      CHECK_EQ(f.server.contribute(10 + host, header_of(host, 4), payload_of({values[static_cast<std::size_t>(host)]})), "");
+      CHECK_EQ(f.contribute(10 + host, header_of(host, 4), payload_of({values[static_cast<std::size_t>(host)]})), "");
     }
     CHECK_EQ(f.answers.size(), 4u);
     for (const Answered& each : f.answers) {
@@ -80,10 +89,10 @@ TEST(sum_server_adds_in_host_order_whatever_arrives_first) {
 
 TEST(sum_server_a_duplicate_counts_once) {
   Fixture f;
-  for (int k = 0; k < 3; ++k) CHECK_EQ(f.server.contribute(0, header_of(0, 2), payload_of({5.0f})), "");
+  for (int k = 0; k < 3; ++k) CHECK_EQ(f.contribute(0, header_of(0, 2), payload_of({5.0f})), "");
   CHECK(f.answers.empty());
   CHECK_EQ(f.server.held_bytes(), sizeof(float));
-  f.server.contribute(1, header_of(1, 2), payload_of({2.0f}));
+  f.contribute(1, header_of(1, 2), payload_of({2.0f}));
   CHECK_EQ(f.answers.size(), 2u);
   CHECK(f.answers[1].values == std::vector<float>{7.0f});
 }
@@ -92,17 +101,17 @@ TEST(sum_server_late_contributors_are_answered_after_a_redo) {
   Fixture f;
   FrameHeader again = header_of(0, 2);
   again.redo = 1;
-  f.server.contribute(0, again, payload_of({1.0f}));
-  f.server.contribute(1, header_of(1, 2), payload_of({2.0f}));
+  f.contribute(0, again, payload_of({1.0f}));
+  f.contribute(1, header_of(1, 2), payload_of({2.0f}));
   CHECK_EQ(f.answers.size(), 2u);
-  f.server.contribute(1, header_of(1, 2), payload_of({2.0f}));
+  f.contribute(1, header_of(1, 2), payload_of({2.0f}));
   CHECK_EQ(f.answers.size(), 3u);
   CHECK(f.answers[2].peer == 1 && f.answers[2].values == std::vector<float>{3.0f});
   f.server.forget_below(3);
-  f.server.contribute(0, again, payload_of({1.0f}));
+  f.contribute(0, again, payload_of({1.0f}));
   CHECK_EQ(f.answers.size(), 4u);
   f.server.forget_below(4);  // now it begins again
-  f.server.contribute(0, again, payload_of({1.0f}));
+  f.contribute(0, again, payload_of({1.0f}));
   CHECK_EQ(f.answers.size(), 4u);
 }
 
@@ -114,15 +123,15 @@ TEST(sum_server_supplied_results_go_to_waiting_and_late_contributors) {
     header.redo = 1;
     return header;
   };
-  f.server.contribute(2, again(2), payload_of({1.0f, 1.0f}));
+  f.contribute(2, again(2), payload_of({1.0f, 1.0f}));
   FrameHeader supply = again(0);
   supply.type = FrameType::supply;
-  CHECK_EQ(f.server.supply(0, supply, payload_of({7.0f, 8.0f})), "");
-  CHECK_EQ(f.server.supply(0, supply, payload_of({7.0f, 8.0f})), "");
+  CHECK_EQ(f.supply(0, supply, payload_of({7.0f, 8.0f})), "");
+  CHECK_EQ(f.supply(0, supply, payload_of({7.0f, 8.0f})), "");
   CHECK_EQ(f.answers.size(), 1u);
   CHECK_EQ(f.answers[0].peer, 2);
   CHECK_EQ(static_cast<int>(f.answers[0].header.host), 2);
-  f.server.contribute(1, again(1), payload_of({1.0f, 1.0f}));
+  f.contribute(1, again(1), payload_of({1.0f, 1.0f}));
   CHECK_EQ(f.answers.size(), 2u);
   CHECK_EQ(f.answers[1].peer, 1);
   for (const Answered& each : f.answers) {
@@ -130,7 +139,7 @@ TEST(sum_server_supplied_results_go_to_waiting_and_late_contributors) {
     CHECK((each.values == std::vector<float>{7.0f, 8.0f}));
   }
   CHECK_EQ(f.server.held_bytes(), 0u);
-  CHECK_EQ(f.server.supply(1, again(1), payload_of({7.0f, 9.0f})), "");
+  CHECK_EQ(f.supply(1, again(1), payload_of({7.0f, 9.0f})), "");
   REQUIRE(f.conflicts.size() == 1);  // of two ranks that have the sum, one lies
   CHECK(f.conflicts[0].first.peer == 0 && f.conflicts[0].second.peer == 1);
 }
@@ -139,10 +148,10 @@ TEST(sum_server_a_supply_before_any_contribution) {
   Fixture f;
   FrameHeader again = header_of(0, 2), other = header_of(1, 2);
   again.redo = other.redo = 1;
-  CHECK_EQ(f.server.supply(0, again, payload_of({4.0f})), "");
+  CHECK_EQ(f.supply(0, again, payload_of({4.0f})), "");
   CHECK(f.answers.empty());
-  f.server.contribute(0, again, payload_of({1.0f}));
-  f.server.contribute(1, other, payload_of({1.0f}));
+  f.contribute(0, again, payload_of({1.0f}));
+  f.contribute(1, other, payload_of({1.0f}));
   CHECK_EQ(f.answers.size(), 2u);
 }
 
@@ -150,9 +159,9 @@ TEST(sum_server_a_supply_before_any_contribution) {
 TEST(sum_server_a_supply_of_what_it_sums_itself_is_a_lie) {
   for (const bool before : {true, false}) {
     Fixture f;
-    if (!before) f.server.contribute(0, header_of(0, 2), payload_of({1.0f}));
-    CHECK_EQ(f.server.supply(1, header_of(1, 2), payload_of({1e6f})), "");
-    if (before) f.server.contribute(0, header_of(0, 2), payload_of({1.0f}));
+    if (!before) f.contribute(0, header_of(0, 2), payload_of({1.0f}));
+    CHECK_EQ(f.supply(1, header_of(1, 2), payload_of({1e6f})), "");
+    if (before) f.contribute(0, header_of(0, 2), payload_of({1.0f}));
     CHECK(f.answers.empty());
     REQUIRE(f.conflicts.size() == 1);
     CHECK(f.conflicts[0].first.peer == 1 && f.conflicts[0].first.sent == "the result of a lost server");
@@ -162,11 +171,11 @@ TEST(sum_server_a_supply_of_what_it_sums_itself_is_a_lie) {
 
 TEST(sum_server_another_signature_names_both_senders) {
   Fixture f;
-  f.server.contribute(10, header_of(0, 2), payload_of({1.0f}));
+  f.contribute(10, header_of(0, 2), payload_of({1.0f}));
   FrameHeader other = header_of(1, 2);
   other.signature = 100;
-  CHECK_EQ(f.server.contribute(11, other, payload_of({1.0f})), "");
-  CHECK_EQ(f.server.supply(11, other, payload_of({1.0f})), "");
+  CHECK_EQ(f.contribute(11, other, payload_of({1.0f})), "");
+  CHECK_EQ(f.supply(11, other, payload_of({1.0f})), "");
   CHECK_EQ(f.conflicts.size(), 2u);
   for (const SumServer::Conflict& each : f.conflicts) {
     CHECK(each.seq == 3 && each.chunk == 4);
@@ -177,18 +186,18 @@ TEST(sum_server_another_signature_names_both_senders) {
 
 TEST(sum_server_contributions_that_do_not_fit_name_both_senders) {
   Fixture f;
-  CHECK_EQ(f.server.contribute(10, header_of(0, 2), payload_of({1.0f})), "");
-  CHECK_EQ(f.server.contribute(11, header_of(1, 2), payload_of({1.0f, 2.0f})), "");
+  CHECK_EQ(f.contribute(10, header_of(0, 2), payload_of({1.0f})), "");
+  CHECK_EQ(f.contribute(11, header_of(1, 2), payload_of({1.0f, 2.0f})), "");
   FrameHeader other = header_of(1, 2);
-  other.element = other.input = static_cast<std::uint8_t>(shoal::Element::int32);
-  CHECK_EQ(f.server.contribute(11, other, payload_of({1.0f})), "");
-  CHECK_EQ(f.server.supply(11, header_of(1, 2), payload_of({1.0f, 2.0f})), "");
+  other.element = other.input = Element::int32;
+  CHECK_EQ(f.contribute(11, other, payload_of({1.0f})), "");
+  CHECK_EQ(f.supply(11, header_of(1, 2), payload_of({1.0f, 2.0f})), "");
   REQUIRE(f.conflicts.size() == 3);
   CHECK_EQ(f.conflicts[0].first.sent, "1 elements of float32 (all_reduce, sum)");
   CHECK_EQ(f.conflicts[0].second.sent, "2 elements of float32 (all_reduce, sum)");
   CHECK_EQ(f.conflicts[1].second.sent, "1 elements of int32 (all_reduce, sum)");
   CHECK(f.answers.empty());
-  CHECK_EQ(f.server.contribute(11, header_of(1, 2), payload_of({2.0f})), "");  // the honest one is still heard
+  CHECK_EQ(f.contribute(11, header_of(1, 2), payload_of({2.0f})), "");  // the honest one is still heard
   CHECK_EQ(f.answers.size(), 2u);
 }
 
@@ -196,10 +205,10 @@ TEST(sum_server_contributions_that_do_not_fit_name_both_senders) {
 TEST(sum_server_frames_in_the_name_of_another_host) {
   Fixture f;
   for (const FrameHeader& wrong : {header_of(0, 0), header_of(2, 2), header_of(1, 2), header_of(0, 3), header_of(0, 60'000)}) {
-    CHECK(f.server.contribute(10, wrong, payload_of({1.0f})).find("where host 0 of 2 was expected") != std::string::npos);
-    CHECK(f.server.supply(10, wrong, payload_of({1.0f})).find("where host 0 of 2 was expected") != std::string::npos);
+    CHECK(f.contribute(10, wrong, payload_of({1.0f})).find("where host 0 of 2 was expected") != std::string::npos);
+    CHECK(f.supply(10, wrong, payload_of({1.0f})).find("where host 0 of 2 was expected") != std::string::npos);
   }
-  CHECK_EQ(f.server.contribute(10, header_of(0, 2), payload_of({1.0f})), "");
+  CHECK_EQ(f.contribute(10, header_of(0, 2), payload_of({1.0f})), "");
   CHECK(f.answers.empty());
 }
 
@@ -210,12 +219,12 @@ TEST(sum_server_averages_of_integers_are_refused) {
       Fixture f;
       for (int host = 0; host < 2; ++host) {
         FrameHeader header = header_of(host, 2);
-        header.element = header.input = static_cast<std::uint8_t>(element);
-        header.combine = static_cast<std::uint8_t>(shoal::Combine::avg);
+        header.element = header.input = static_cast<Element>(element);
+        header.combine = Combine::avg;
         header.divisor = static_cast<std::uint16_t>(divisor);
-        const std::string wrong = f.server.contribute(host, header, payload_of({1.0f, 2.0f}));
+        const std::string wrong = f.contribute(host, header, payload_of({1.0f, 2.0f}));
         CHECK(wrong.find("an average needs floating-point elements") != std::string::npos);
-        CHECK(!f.server.supply(host, header, payload_of({1.0f, 2.0f})).empty());
+        CHECK(!f.supply(host, header, payload_of({1.0f, 2.0f})).empty());
       }
       CHECK(f.answers.empty());
     }
@@ -235,12 +244,12 @@ TEST(sum_server_survives_every_combination_of_codes) {
           bool bad = false;
           for (int host = 0; host < 2; ++host) {
             FrameHeader header = header_of(host, 2);
-            header.element = static_cast<std::uint8_t>(element);
-            header.input = static_cast<std::uint8_t>(input);
-            header.combine = static_cast<std::uint8_t>(combine);
+            header.element = static_cast<Element>(element);
+            header.input = static_cast<Element>(input);
+            header.combine = static_cast<Combine>(combine);
             header.divisor = static_cast<std::uint16_t>(divisor);
             const auto owner = std::make_shared<std::vector<std::byte>>(bytes);
-            bad = bad || !f.server.contribute(host, header, {owner->data(), bytes, owner}).empty();
+            bad = bad || !f.contribute(host, header, {owner->data(), bytes, owner}).empty();
           }
           CHECK_EQ(f.answers.size(), bad ? 0u : 2u);
           ++(bad ? refused : summed);
@@ -254,8 +263,8 @@ TEST(sum_server_survives_every_combination_of_codes) {
 
 TEST(sum_server_chunks_do_not_mix) {
   Fixture f;
-  for (std::uint64_t chunk = 0; chunk < 50; ++chunk) f.server.contribute(0, header_of(0, 2, 1, chunk), payload_of({static_cast<float>(chunk)}));
-  for (std::uint64_t chunk = 50; chunk-- > 0;) f.server.contribute(1, header_of(1, 2, 1, chunk), payload_of({0.5f}));
+  for (std::uint64_t chunk = 0; chunk < 50; ++chunk) f.contribute(0, header_of(0, 2, 1, chunk), payload_of({static_cast<float>(chunk)}));
+  for (std::uint64_t chunk = 50; chunk-- > 0;) f.contribute(1, header_of(1, 2, 1, chunk), payload_of({0.5f}));
   CHECK_EQ(f.answers.size(), 100u);
   for (const Answered& each : f.answers) CHECK(each.values == std::vector<float>{static_cast<float>(each.header.chunk) + 0.5f});
 }

@@ -58,6 +58,15 @@ ALLOWED: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
 }
 
+# Directories of csrc that each one may include, besides itself. bindings.cc may include all.
+CORE_ALLOWED: dict[str, frozenset[str]] = {
+    "base": frozenset(),
+    **dict.fromkeys(("transport", "optim", "image", "detection"), frozenset({"base"})),
+    "engine": frozenset({"base", "transport", "optim"}),
+    "c_api": frozenset({"base", "transport", "engine"}),
+    "mpi_abi": frozenset({"c_api"}),
+}
+
 Graph = dict[str, set[str]]
 
 
@@ -271,6 +280,34 @@ def test_core_knows_neither_python_nor_torch_nor_xla() -> None:
             if match := foreign.search(line):
                 allowed = path == CSRC / "bindings.cc" and match[1] == "nanobind/"
                 assert allowed, f"{path.relative_to(ROOT)}, line {number}: {line.strip()}"
+
+
+def forbidden_includes(core: Path) -> list[str]:
+    """Return the includes in the core's sources that do not go down, each as "FILE: LINE"."""
+    include = re.compile(r'#\s*(?:include|define SHOAL_KERNELS)\s+"(\w+)/')
+    wrong = []
+    for part, allowed in CORE_ALLOWED.items():
+        for path in sorted((core / part).iterdir()):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if (match := include.match(line)) and match[1] not in allowed | {part}:
+                    wrong.append(f"{path.relative_to(core)}: {line}")
+    return wrong
+
+
+def test_includes_of_the_core_go_down() -> None:
+    assert {path.name for path in CSRC.iterdir() if path.is_dir()} == set(CORE_ALLOWED)
+    assert forbidden_includes(CSRC) == []
+
+
+def test_an_include_that_goes_up_is_found(tmp_path: Path) -> None:
+    for part in CORE_ALLOWED:
+        (tmp_path / part).mkdir()
+    (tmp_path / "transport" / "shm.h").write_text('#include "base/mutex.h"\n#include "engine/types.h"\n')
+    (tmp_path / "base" / "sum.cc").write_text('#define SHOAL_KERNELS "optim/lamb_kernels.inc"\n')
+    assert forbidden_includes(tmp_path) == [
+        'base/sum.cc: #define SHOAL_KERNELS "optim/lamb_kernels.inc"',
+        'transport/shm.h: #include "engine/types.h"',
+    ]
 
 
 # Refuses every import that is neither of the standard library, nor of shoal, nor named.

@@ -1,4 +1,4 @@
-#include "engine/combine.h"
+#include "engine/reduce.h"
 
 #include <bit>
 #include <cmath>
@@ -11,7 +11,7 @@
 
 #include "check.h"
 
-namespace combine_test {
+namespace reduce_test {
 
 using shoal::Combine;
 using shoal::combine_in_order;
@@ -74,7 +74,7 @@ std::vector<std::uint16_t> rounded(const Format& format, const std::vector<float
 }
 
 // Every code, the middle to the next code, and the floats beside both.
-TEST(combine_rounds_to_16_bits_like_the_definition) {
+TEST(reduce_rounds_to_16_bits_like_the_definition) {
   for (const Format& format : {kBrain, kHalf}) {
     std::vector<float> values;
     for (int code = 0; code < 0x10000; ++code) {
@@ -94,7 +94,7 @@ TEST(combine_rounds_to_16_bits_like_the_definition) {
   }
 }
 
-TEST(combine_widens_every_16_bit_code) {
+TEST(reduce_widens_every_16_bit_code) {
   std::vector<std::uint16_t> codes(0x10000);
   for (std::size_t k = 0; k < codes.size(); ++k) codes[k] = static_cast<std::uint16_t>(k);
   for (const Format& format : {kBrain, kHalf}) {
@@ -188,7 +188,7 @@ void against_loops(Element element) {
   }
 }
 
-TEST(combine_every_type_and_operation_against_plain_loops) {
+TEST(reduce_every_type_and_operation_against_plain_loops) {
   against_loops<float>(Element::float32);
   against_loops<double>(Element::float64);
   against_loops<std::int8_t>(Element::int8);
@@ -198,7 +198,7 @@ TEST(combine_every_type_and_operation_against_plain_loops) {
 }
 
 // 16-bit contributions, or fp32 partial sums of them: combined in fp32, rounded once.
-TEST(combine_16_bit_floats_round_once) {
+TEST(reduce_16_bit_floats_round_once) {
   std::mt19937_64 random(5);
   constexpr std::size_t kCount = 4100;
   for (const Format& format : {kBrain, kHalf}) {
@@ -236,7 +236,7 @@ TEST(combine_16_bit_floats_round_once) {
   }
 }
 
-TEST(combine_at_any_address_and_in_place) {
+TEST(reduce_at_any_address_and_in_place) {
   std::mt19937_64 random(6);
   constexpr std::size_t kCount = 3000;
   for (Element element : {Element::float32, Element::float64, Element::float16, Element::bfloat16, Element::int32, Element::int64}) {
@@ -262,7 +262,7 @@ TEST(combine_at_any_address_and_in_place) {
   }
 }
 
-TEST(combine_refuses_types_that_do_not_go_together) {
+TEST(reduce_refuses_types_that_do_not_go_together) {
   std::vector<double> x(10), out(10);
   for (int result = 0; result < 8; ++result) {
     for (int input = 0; input < 8; ++input) {
@@ -276,4 +276,4 @@ TEST(combine_refuses_types_that_do_not_go_together) {
   }
 }
 
-}  // namespace combine_test
+}  // namespace reduce_test
