@@ -26,8 +26,12 @@ _DEADLINE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesJob(JobSize):
-    """A job of pods, which count as hosts: their GPU requests decide how many share one."""
+    """A job of pods."""
 
+    hosts: Annotated[int, SIZE]
+    """Worker pods; their GPU requests decide how many share a host."""
+    helpers_required: Annotated[bool, SIZE] = False
+    """Start the workers only when all helpers serve. By default they wait a minute, then start without."""
     gpus_per_host: Annotated[int | None, SIZE] = None
     """GPUs of a worker pod."""
     efa_per_host: Annotated[int | None, SIZE] = None

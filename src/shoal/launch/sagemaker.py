@@ -38,6 +38,8 @@ _LOGS = "/aws/sagemaker/TrainingJobs"
 class SageMakerJob(JobSize):
     """A training job: its instances, its files and the role that it acts for."""
 
+    name: str | None = None
+    """Name of the job, to which the time is appended; default: the command's first words."""
     instance: Annotated[str, SIZE]
     """Type of the worker instances, like ml.p4d.24xlarge."""
     helper_instance: Annotated[str, SIZE] = "ml.c5n.18xlarge"
