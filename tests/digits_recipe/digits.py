@@ -1,14 +1,23 @@
 """Trains a network to read noisy digits of seven segments, which are drawn from their index."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decide.batch import plan_batch
 from shoal.env.worker import WorkerEnv
-from shoal.recipes import Sample
-from shoal.train.config import DistributedConfig, RunOutputConfig, TrainConfig, settings_lines
+from shoal.recipes import Row, Sample, Use
+from shoal.recipes.using import EvaluateConfig, PredictConfig
+from shoal.train.config import (
+    DistributedConfig,
+    RunOutputConfig,
+    TrainConfig,
+    load_toml,
+    required,
+    settings_lines,
+)
+from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -115,3 +124,47 @@ def sample(config: DigitsConfig) -> Sample:
 def trial(config: DigitsConfig, folder: Path) -> DigitsConfig:
     """Return the settings unchanged: the data is synthetic."""
     return config
+
+
+class Reading(Use):
+    """Reads digits from files; a line has seven segments and, for scores, the digit."""
+
+    Predict, Evaluate = PredictConfig, EvaluateConfig
+
+    def read_model(self) -> None:
+        from shoal.train.checkpoint import load_model
+
+        source = self.find(self.settings.model)
+        sizes = load_toml(required(source.run) / CONFIG_FILE)["model"]
+        self.model = new_model(DigitsConfig(model=ModelConfig(**sizes)))
+        load_model(required(source.checkpoint), self.model)
+
+    def read(self, inputs: tuple[Path, ...]) -> list[list[list[float]]]:
+        lines = (file.read_text().splitlines() for file in inputs)
+        return [[[float(number) for number in line.split()] for line in each] for each in lines]
+
+    def describe(self, data: list[list[float]]) -> str:
+        return f"digits       {len(data)}"
+
+    def outputs(self, data: list[list[float]]) -> list[int] | None:
+        import torch
+
+        with torch.inference_mode():
+            read = self.model(torch.tensor([line[:7] for line in data])).argmax(1).tolist()
+        return read if self.world.is_main else None
+
+    def rows(self, data: list[list[float]], outputs: list[int]) -> Iterator[Row]:
+        return ({"digit": digit} for digit in outputs)
+
+    def check_evaluation(self, inputs: tuple[Path, ...]) -> list[str]:
+        return [self.describe(each) for each in self.read(inputs)]
+
+    def labelled(self, inputs: tuple[Path, ...]) -> list[list[list[float]]]:
+        return self.read(inputs)
+
+    def scores(self, data: list[list[float]], outputs: list[int]) -> str:
+        right = sum(digit == line[7] for digit, line in zip(outputs, data, strict=True))
+        return f"accuracy {right / len(data)}"
+
+
+use = Reading

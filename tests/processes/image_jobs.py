@@ -10,7 +10,7 @@ import pretrain_jobs as jobs
 from shoal.data.images.augment import AugmentConfig
 from shoal.data.images.synthetic import make_images
 from shoal.models.resnet_config import ResNetConfig
-from shoal.recipes.resnet50_config import (
+from shoal.recipes.resnet50 import (
     DataConfig,
     OptimConfig,
     ResNetTrainConfig,

@@ -11,7 +11,7 @@ from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.synthetic import make_coco
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.recipes.images import ImageDataConfig
-from shoal.recipes.mask_rcnn_config import (
+from shoal.recipes.mask_rcnn import (
     DetectionRunConfig,
     MaskRCNNTrainConfig,
     OptimConfig,

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,13 +18,13 @@ from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.launch.worker import run_worker
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
+from shoal.recipes import RECIPES, main_of
 from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.bert import BertConfig, PhaseConfig
 from shoal.recipes.bert import DataConfig as BertDataConfig
 from shoal.recipes.bert import TrainConfig as BertTrainConfig
-from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
-from shoal.recipes.resnet50_config import ResNetTrainConfig
-from shoal.recipes.resnet50_score import Scoring
+from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.t5 import DataConfig as T5DataConfig
 from shoal.recipes.t5 import T5Config, T5OptimConfig
 from shoal.record import Step, read_record
@@ -189,17 +188,8 @@ def changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
 
 def start(config: AnyConfig, num_workers: int) -> list[BaseProcess]:
     """Start the workers of a job."""
-    return _start(_work, config, num_workers)
-
-
-def score(source: Path, what: Scoring, num_workers: int) -> list[int | None]:
-    """Score a network and return the workers' exit codes."""
-    return wait(_start(_score, (source, what), num_workers))
-
-
-def _start(target: Callable[..., None], what: Any, num_workers: int) -> list[BaseProcess]:
     port = free_port()
-    return [fork_process(target, what, rank, num_workers, port) for rank in range(num_workers)]
+    return [fork_process(_work, config, rank, num_workers, port) for rank in range(num_workers)]
 
 
 def wait(processes: list[BaseProcess], deadline_s: float = 240.0) -> list[int | None]:
@@ -257,33 +247,13 @@ def wait_for_checkpoint(run_dir: Path, step: int, processes: list[BaseProcess]) 
 
 
 def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
-    from shoal.recipes.albert import main as pretrain_albert
-    from shoal.recipes.bert import main as pretrain_bert
-    from shoal.recipes.mask_rcnn import main as train_mask_rcnn
-    from shoal.recipes.resnet50 import main as train_resnet
-    from shoal.recipes.t5 import main as pretrain_t5
-
     assert config.run.dir is not None
     config.run.dir.mkdir(parents=True, exist_ok=True)
     log = (config.run.dir / f"worker-{rank}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
     worker = joined(rank, num_workers, port)
-    if isinstance(config, T5Config):
-        run_worker(lambda: pretrain_t5(config, worker))
-    elif isinstance(config, MaskRCNNTrainConfig):
-        run_worker(lambda: train_mask_rcnn(config, worker))
-    elif isinstance(config, ResNetTrainConfig):
-        run_worker(lambda: train_resnet(config, worker))
-    elif isinstance(config, BertConfig):
-        run_worker(lambda: pretrain_bert(config, worker))
-    else:
-        run_worker(lambda: pretrain_albert(config, worker))
-
-
-def _score(what: tuple[Path, Scoring], rank: int, num_workers: int, port: int) -> None:
-    from shoal.recipes.resnet50_score import score
-
-    run_worker(lambda: score(*what, joined(rank, num_workers, port)))
+    name = next(name for name, recipe in RECIPES.items() if recipe.config == type(config).__name__)
+    run_worker(lambda: main_of(name, config)(config, worker))
 
 
 def joined(rank: int, num_workers: int, port: int) -> WorkerEnv:

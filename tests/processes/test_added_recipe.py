@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from digits_recipe.digits import Digits
 from forked import command, fork_process, wait_for
 from shoal import recipes
 from shoal.record import Evaluation, Start, read_record
@@ -53,15 +54,35 @@ def shoal(folder: Path, *arguments: str) -> str:
     return out
 
 
-def test_train(installed: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def run_dir(installed: Path) -> Path:
+    """A run of the recipe."""
+    shoal(installed, "train", "digits", "--run.dir", str(installed.parent / "run"), "--workers", "1")
+    return installed.parent / "run"
+
+
+def test_train(installed: Path, run_dir: Path) -> None:
     help_text = shoal(installed, "train", "--help")
     assert "digits" in help_text and "Train a network to read the digits of clocks." in help_text
-    shoal(installed, "train", "digits", "--run.dir", str(tmp_path), "--workers", "1")
-    rows = read_record(tmp_path)
+    rows = read_record(run_dir)
     assert next(row.recipe for row in rows if isinstance(row, Start)) == "digits"
     assert [row.step for row in rows if isinstance(row, Evaluation)] == [30]
     assert next(row for row in rows if isinstance(row, Evaluation)).metrics["accuracy"] > 0.5
-    assert (tmp_path / "model.pt").is_file()
+    assert (run_dir / "model.pt").is_file()
+
+
+def test_predict_and_evaluate_are_those_of_the_run(installed: Path, run_dir: Path, tmp_path: Path) -> None:
+    held_out, file = Digits(1_000, 200), tmp_path / "digits.txt"
+    file.write_text("".join(f"{' '.join(map(repr, x.tolist()))} {int(y)}\n" for x, y in held_out))
+    model = ("--model", str(run_dir), "--device", "cpu", "--workers", "1")
+    (last,) = (row for row in read_record(run_dir) if isinstance(row, Evaluation))
+    said = shoal(installed, "evaluate", "digits", str(file), *model)
+    assert float(said.removeprefix("accuracy ")) == pytest.approx(last.metrics["accuracy"], abs=1e-6)
+    rows = [
+        json.loads(line) for line in shoal(installed, "predict", "digits", str(file), *model).splitlines()
+    ]
+    right = [row["digit"] == int(digit) for row, (_, digit) in zip(rows, held_out, strict=True)]
+    assert sum(right) / 200 == pytest.approx(last.metrics["accuracy"], abs=1e-6)
 
 
 def test_bench_train_counts_its_sample(installed: Path, tmp_path: Path) -> None:

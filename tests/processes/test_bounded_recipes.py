@@ -29,12 +29,10 @@ from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.models.t5 import MODEL_INPUTS
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.optim.sgd import SGD
-from shoal.recipes import images, mask_rcnn, mask_rcnn_export, resnet50_export, t5
-from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
-from shoal.recipes.mask_rcnn_config import make_plan as plan_of_scenes
-from shoal.recipes.resnet50 import build_model
-from shoal.recipes.resnet50_config import ResNetTrainConfig, make_plan
-from shoal.recipes.resnet50_data import open_training
+from shoal.recipes import images, mask_rcnn, resnet50, t5
+from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
+from shoal.recipes.mask_rcnn import make_plan as plan_of_scenes
+from shoal.recipes.resnet50 import ResNetTrainConfig, build_model, make_plan, open_training
 from shoal.recipes.t5 import T5Config
 from shoal.record import Contributions, Evaluation, Step, read_record
 from shoal.train.gradients import choose_precision
@@ -147,7 +145,7 @@ def test_the_log_of_a_network_with_norms_is_replayed_to_the_bit(
     config = settings(shapes, tmp_path, {"mode": "bounded", option: 2}, 0.0, log_frequency=5)
     run_killed(config, tmp_path, 4)
     model = replayed(config)  # compares weights and statistics where all workers met
-    exported = resnet50_export.read_export(tmp_path / "model").model.state_dict()
+    exported = resnet50.use.read_export(tmp_path / "model").model.state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
     rows = read_record(tmp_path)
     assert [row.step for row in rows if isinstance(row, Step)] == [4, 5, 8, 10, 13]
@@ -178,7 +176,7 @@ def test_a_detector_whose_norms_learn_is_replayed_to_the_bit(scenes: Path, tmp_p
     )  # fmt: skip
     assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
     model = replayed_detector(config)
-    exported = mask_rcnn_export.read_export(tmp_path / "model").model.state_dict()
+    exported = mask_rcnn.use.read_export(tmp_path / "model").model.state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
 
 

@@ -14,7 +14,7 @@ from shoal.data.coco.annotations import read_annotations
 from shoal.data.coco.results import KINDS, read_results
 from shoal.env.settings import test_data_dir as data_dir
 from shoal.env.worker import WorkerPlace
-from shoal.recipes.mask_rcnn_score import score_across_workers
+from shoal.recipes.mask_rcnn import score_across_workers
 from shoal.train.world import World
 
 FILES = data_dir() / "coco_eval_golden" / "cocoapi"

@@ -26,8 +26,8 @@ from shoal.data.text.fill_mask import make_masked_texts, read_lines
 from shoal.errors import EXIT_OK, UsageError
 from shoal.models.albert_prelayernorm import AlbertPreLayerNormConfig, AlbertPreLayerNormForMaskedLM
 from shoal.models.tasks import MaskedLM, load_task_model
-from shoal.recipes import fill_mask_use
 from shoal.recipes.finetuning import read_source_tokenizer
+from shoal.recipes.masked_lm import read_masked_lm
 
 SIZES = {
     "vocab_size": made.VOCAB,
@@ -102,9 +102,9 @@ def test_bad_texts_and_models_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"texts\.tsv: is known by the end of its name"):
         read_lines(tmp_path / "texts.tsv")
     refused = use_jobs.refused("predict", "fill-mask", "--model", directory)
-    assert "give one text with --text" in refused
+    assert "give one input with --text: neither is" in refused
     torch.manual_seed(1)
     MODELS["bert"]().bert.save_pretrained(directory)
     assert load_task_model(MaskedLM, directory).new_parts
     with pytest.raises(UsageError, match="has no masked-LM head"):
-        fill_mask_use.read_model(directory)
+        read_masked_lm(directory)

@@ -17,8 +17,8 @@ from shoal.data.coco.score import score_results
 from shoal.data.coco.source import prepared_truth, read_categories
 from shoal.data.images.shards import ImageShards
 from shoal.errors import EXIT_OK, EXIT_USAGE
-from shoal.recipes.export import export_any
-from shoal.recipes.mask_rcnn_export import read_export
+from shoal.recipes.export import export_model
+from shoal.recipes.mask_rcnn import use
 from shoal.record import read_record
 
 
@@ -99,9 +99,9 @@ def test_what_must_stay_is_refused(whole_run: Path, scenes: Path) -> None:
 
 
 def test_what_is_exported(whole_run: Path, scenes: Path, tmp_path: Path) -> None:
-    found = read_export(whole_run / "model")
+    found = use.read_export(whole_run / "model")
     assert found.categories == read_categories(scenes) and (found.shorter, found.longer) == (64, 64)
-    again = read_export(export_any(whole_run / "checkpoints" / "step-00000005", tmp_path / "five"))
+    again = use.read_export(export_model(whole_run / "checkpoints" / "step-00000005", tmp_path / "five"))
     ours, theirs = again.model.state_dict(), found.model.state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -17,7 +17,7 @@ import torch
 from shoal import record
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.recipes.albert import AlbertConfig
-from shoal.recipes.export import export_run
+from shoal.recipes.export import export_model
 from shoal.record import read_record
 from shoal.report.page import write_report
 
@@ -297,16 +297,16 @@ def test_a_run_starts_from_the_weights_of_another(
 def test_export_of_any_checkpoint(whole_run: Path, tmp_path: Path) -> None:
     from transformers import AlbertForPreTraining, AutoTokenizer
 
-    newest = export_run(whole_run)
+    newest = export_model(whole_run)
     assert newest.name == "transformers-12"
     final = AlbertForPreTraining.from_pretrained(whole_run / "transformers").state_dict()
     for name, tensor in AlbertForPreTraining.from_pretrained(newest).state_dict().items():
         assert torch.equal(tensor, final[name]), name
     half = AlbertForPreTraining.from_pretrained(
-        export_run(whole_run, tmp_path / "half", precision="bf16"), dtype="auto"
+        export_model(whole_run, tmp_path / "half", precision="bf16"), dtype="auto"
     ).state_dict()
     assert all(torch.equal(tensor, final[name].bfloat16()) for name, tensor in half.items())
-    older = export_run(whole_run / "checkpoints" / "step-00000006", tmp_path / "six")
+    older = export_model(whole_run / "checkpoints" / "step-00000006", tmp_path / "six")
     other = AlbertForPreTraining.from_pretrained(older).state_dict()
     assert any(not torch.equal(other[name], tensor) for name, tensor in final.items())
     tokenizer = AutoTokenizer.from_pretrained(older)
@@ -318,7 +318,7 @@ def test_export_of_any_checkpoint(whole_run: Path, tmp_path: Path) -> None:
     ids = tokenizer("the moon [MASK]", add_special_tokens=False)["input_ids"]
     assert tokenizer.mask_token_id == ids[-1] and tokenizer.unk_token_id not in ids
     with pytest.raises(UsageError, match=r"is not a run of shoal \(with config\.toml\)"):
-        export_run(tmp_path)
+        export_model(tmp_path)
 
 
 def test_a_moved_run_is_exported_and_reported_from_elsewhere_without_its_data(
@@ -330,13 +330,13 @@ def test_a_moved_run_is_exported_and_reported_from_elsewhere_without_its_data(
     assert f'path = "{data}"' in settings
     (moved / "config.toml").write_text(settings.replace(str(data), "gone"))
     monkeypatch.chdir(tmp_path)
-    out = export_run(Path("moved"), Path("out"))
+    out = export_model(Path("moved"), Path("out"))
     for name in ("tokenizer.json", "model.safetensors"):
         assert (out / name).read_bytes() == (whole_run / "transformers" / name).read_bytes()
     assert write_report([Path("moved")]) == Path("moved", "report.html")
     shutil.rmtree(moved / "data")
     with pytest.raises(UsageError, match=r"moved/data is missing.* copy the whole directory"):
-        export_run(Path("moved"), Path("again"))
+        export_model(Path("moved"), Path("again"))
 
 
 def test_a_shard_with_a_wrong_byte_is_named(data: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from shoal import record
 from shoal.data.steps import evenly_spread
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.export import export_run
+from shoal.recipes.export import export_model
 from shoal.recipes.masked_lm import open_text
 from shoal.record import read_record
 from shoal.report.page import write_report
@@ -106,7 +106,7 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
 def test_export_knows_the_recipe(whole_run: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, BertForPreTraining
 
-    out = export_run(whole_run / "checkpoints" / "step-00000012", tmp_path / "twelve")
+    out = export_model(whole_run / "checkpoints" / "step-00000012", tmp_path / "twelve")
     BertForPreTraining.from_pretrained(out)
     assert AutoTokenizer.from_pretrained(out).mask_token_id is not None
     (tmp_path / "other").mkdir()
@@ -114,8 +114,8 @@ def test_export_knows_the_recipe(whole_run: Path, tmp_path: Path) -> None:
     record_file = whole_run / record.FILE_NAME
     line = record_file.read_text().splitlines()[0].replace('"recipe": "bert"', '"recipe": "resnet"')
     (tmp_path / "other" / record.FILE_NAME).write_text(line + "\n")
-    with pytest.raises(UsageError, match="is a run of resnet; pretraining runs"):
-        export_run(tmp_path / "other")
+    with pytest.raises(UsageError, match="is a run of resnet; those of albert, bert, t5,"):
+        export_model(tmp_path / "other")
 
 
 @pytest.mark.parametrize("scores", [True, False])

@@ -14,9 +14,8 @@ from shoal.data.manifest import Manifest
 from shoal.decide.order import ShuffledOrder
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.export import export_run
-from shoal.recipes.t5 import T5Config, open_text
-from shoal.recipes.t5_score import ACCURACY, LOSS
+from shoal.recipes.export import export_model
+from shoal.recipes.t5 import ACCURACY, LOSS, T5Config, open_text
 from shoal.record import read_record
 
 LAST = 6
@@ -97,7 +96,7 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
     tokenizer, manifest = AutoTokenizer.from_pretrained(whole_run / "transformers"), Manifest.load(data)
     assert tokenizer("the sun").input_ids[-1] == manifest.sep_id == model.config.eos_token_id
     assert set(tokenizer("the sun")) == {"input_ids", "attention_mask"}
-    exported = export_run(whole_run, whole_run.with_name("exported"))
+    exported = export_model(whole_run, whole_run.with_name("exported"))
     for length in (tokenizer.model_max_length, AutoTokenizer.from_pretrained(exported).model_max_length):
         assert length == batch["input_ids"].shape[1]
     assert batch["labels"][0, 0] == tokenizer.convert_tokens_to_ids("<extra_id_0>")

@@ -6,21 +6,22 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import image_jobs
 import pretrain_jobs as jobs
 import pytest
 import torch
+import use_jobs
 
 from shoal import record
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import CentreTransform
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE, UsageError
 from shoal.models.resnet8 import Patches
-from shoal.recipes.export import export_any
-from shoal.recipes.resnet50_export import read_checkpoint, read_export
+from shoal.recipes.export import export_model
+from shoal.recipes.resnet50 import use
 from shoal.record import read_record
 
 
@@ -64,7 +65,7 @@ def test_what_a_finished_run_leaves(whole_run: Path) -> None:
 
 
 def test_the_exported_network_scores_what_the_run_says(whole_run: Path, images: Path) -> None:
-    found = read_export(whole_run / "model")
+    found = use.read_export(whole_run / "model")
     shards = ImageShards(images, "validation")
     assert found.classes == shards.manifest.classes
     centre = CentreTransform(found.size, found.resize, mean=found.mean, std=found.std)
@@ -95,7 +96,9 @@ def test_a_signal_in_the_middle_of_an_epoch_and_the_run_continues_bitwise(
     assert jobs.run(config) == [EXIT_OK, EXIT_OK]
     assert jobs.losses(tmp_path / "run") == jobs.losses(whole_run)
     assert scores(tmp_path / "run") == scores(whole_run)
-    ours, theirs = (read_export(run / "model").model.state_dict() for run in (tmp_path / "run", whole_run))
+    ours, theirs = (
+        use.read_export(run / "model").model.state_dict() for run in (tmp_path / "run", whole_run)
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -162,42 +165,39 @@ def test_what_must_stay_is_refused_and_a_finished_run_says_so(images: Path, whol
 
 
 def test_a_checkpoint_is_exported_with_the_average_of_its_weights(whole_run: Path, tmp_path: Path) -> None:
-    out = export_any(whole_run / "checkpoints" / "step-00000006", tmp_path / "six")
-    found, step = read_checkpoint(whole_run / "checkpoints" / "step-00000006")
+    out = export_model(whole_run / "checkpoints" / "step-00000006", tmp_path / "six")
+    found, step = use.read_checkpoint(whole_run / "checkpoints" / "step-00000006")
     assert step == 6
-    exported = read_export(out).model.state_dict()
+    exported = use.read_export(out).model.state_dict()
     assert all(torch.equal(exported[name], tensor) for name, tensor in found.model.state_dict().items())
-    last = read_export(whole_run / "model").model.state_dict()
+    last = use.read_export(whole_run / "model").model.state_dict()
     assert not torch.equal(last["fc.weight"], exported["fc.weight"])
     tree = json.loads((out / "config.json").read_text())
     assert tree["dtype"] == "float32"
-    half = export_any(whole_run, tmp_path / "half", precision="bf16")
+    half = export_model(whole_run, tmp_path / "half", precision="bf16")
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
-    weight = read_export(half).model.state_dict()["fc.weight"]
+    weight = use.read_export(half).model.state_dict()["fc.weight"]
     assert torch.equal(weight, last["fc.weight"].bfloat16().float())
     (out / "config.json").write_text(json.dumps({**tree, "format": "another"}))
     with pytest.raises(UsageError, match="not that of a network"):
-        read_export(out)
+        use.read_export(out)
 
 
 def test_scores_are_the_same_counts_on_any_number_of_workers(
     images: Path, whole_run: Path, tmp_path: Path
 ) -> None:
-    from shoal.recipes.resnet50_score import Scoring
-
-    what = Scoring(
-        data=str(images), split="train", batch_size=8, precision="fp32", json=tmp_path / "scores.json"
-    )
+    options = ("--data", images, "--split", "train", "--batch-size", 8, "--precision", "fp32", "--json")
+    score = partial(use_jobs.said, tmp_path, "evaluate", "imagenet", whole_run, *options)
     found = []
     for num_workers in (1, 2, 3):
         out = tmp_path / f"{num_workers}.json"
-        assert jobs.score(whole_run, replace(what, json=out), num_workers) == [EXIT_OK] * num_workers
+        score(out, workers=num_workers)
         tree = json.loads(out.read_text())
         found.append((tree["num_images"], tree["top1"], tree["top5"]))
     assert found[0][0] == image_jobs.NUM_TRAIN and 0 < found[0][1] <= found[0][0]
     assert found == [found[0]] * 3
     losses = []
-    for mirror in (None, True, False):  # the run's is True
-        assert jobs.score(whole_run, replace(what, mirror=mirror), 1) == [EXIT_OK]
+    for mirror in ((), ("--mirror",), ("--no-mirror",)):  # the run's is True
+        score(tmp_path / "scores.json", *mirror)
         losses.append(json.loads((tmp_path / "scores.json").read_text())["loss"])
     assert losses[0] == losses[1] != losses[2]

@@ -29,11 +29,6 @@ RUN_BY_OTHERS = {
     "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
     "shoal.recipes.masked_lm_stages": ("processes/test_pretrain_stages.py", "**parallel"),
     "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
-    "shoal.recipes.classify_use": ("processes/test_predict.py", 'predicted("classify"'),
-    "shoal.recipes.t5_use": ("processes/test_predict.py", 'predicted("t5"'),
-    "shoal.recipes.mask_rcnn_use": ("processes/test_predict.py", '"mask_rcnn"'),
-    "shoal.recipes.resnet50_use": ("processes/test_predict.py", 'predicted("resnet50"'),
-    "shoal.recipes.squad_use": ("processes/test_predict.py", 'predicted("squad"'),
 }
 
 

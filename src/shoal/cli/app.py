@@ -59,8 +59,8 @@ tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which generates its answe
 
     shoal finetune t5 --task mnli --model t5/ --data train.tsv --eval dev_matched.tsv dev_mismatched.tsv
     """,
-    "cli.predict:predict": "Use a trained model on your files.",
-    "cli.evaluate:evaluate": "Score predictions or a trained network.",
+    "cli.use:predict": "Use a trained model on your files.",
+    "cli.use:evaluate": "Score predictions or a trained network.",
     "cli.pipeline:pipeline": "Show pipelines: models that are split over several devices.",
     "cli.launch:launch": "Start the workers of a job on this host: `srun shoal launch -- python train.py`.",
     "cli.submit:submit": "Submit a command to a cluster.",

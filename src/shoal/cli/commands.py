@@ -41,9 +41,9 @@ def export(
     # a wrong path is refused at once, before torch is imported
     find_model(source, "SOURCE", kinds=("run", "checkpoint", "export") if onnx else ("run", "checkpoint"))
     if onnx is None:
-        from shoal.recipes.export import export_any
+        from shoal.recipes.export import export_model
 
-        print(export_any(source, out, precision=precision))
+        print(export_model(source, out, precision=precision))
         return
     from shoal.recipes.onnx_export import export_onnx
 

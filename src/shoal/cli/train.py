@@ -16,7 +16,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 
 from shoal.cli.settings import settings_from, this_command
 from shoal.env.launcher import worker_env
-from shoal.recipes import RECIPES, recipe_of_command, script
+from shoal.recipes import RECIPES, main_of, recipe_of_command, script
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
 
@@ -189,7 +189,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
         command=command,
         run_dir=config.run.dir,
         describe=lambda num_workers: module.check(config, num_workers, launch.dry_run),
-        work=lambda worker: module.main(config, worker),
+        work=lambda worker: main_of(name, config)(config, worker),
     )
 
 

@@ -1,48 +1,131 @@
-"""Makes commands of the uses of trained models: ``shoal predict NAME`` and ``shoal evaluate NAME``."""
+"""Defines ``shoal predict`` and ``shoal evaluate``: a command for the trained models of each recipe."""
 
 # Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
 import inspect
+import os
+import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import App, Group, Parameter
 
-from shoal.recipes import using
-from shoal.recipes.model_source import find_model
-from shoal.recipes.start import Launch
-from shoal.train.config import load_toml
+from shoal.cli.settings import this_command
+from shoal.env.worker import WorkerEnv
+from shoal.errors import EXIT_OK, UsageError
+from shoal.recipes import RECIPES, Command, script, using
+from shoal.recipes.model_source import find_run, recipe_of
+from shoal.recipes.start import Launch, start
+from shoal.recipes.using import PrecisionName
+from shoal.train.config import REQUIRED, DistributedConfig, load_toml
 from shoal.train.run_dir import CONFIG_FILE
 
-LAUNCH = Annotated[Launch, Parameter(name="*", group=Group("Workers", sort_key=100))]
-"""The parameter of options of starting workers."""
+predict = App(name="predict", default_parameter=Parameter(consume_multiple=True))
+evaluate = App(name="evaluate", default_parameter=Parameter(consume_multiple=True))
+_LAUNCH = Annotated[Launch, Parameter(name="*", group=Group("Workers", sort_key=100))]
+
+# ------------------------------------------------------------------------------------------------- recipes
 
 
-def with_options(command: Callable[..., int], settings: type[Any], text: str) -> Callable[..., int]:
-    """Return ``command`` with the fields of ``settings`` as the options of its parameter ``what``.
+def __getattr__(name: str) -> Callable[..., int]:
+    """Return a command, such as ``predict_squad``; cyclopts asks for it when it is used."""
+    for recipe, group, command in _commands():
+        if name == f"{group}_{command.name}":
+            return _command_for(recipe, group, command)
+    raise AttributeError(name)
 
-    Args:
-        text: its docstring.
-    """
-    kind = Annotated[settings, Parameter(name="*")]  # type: ignore[valid-type]
+
+def _commands() -> list[tuple[str, str, Command]]:
+    """Return recipe, group and texts of each command."""
+    return [
+        (name, group, command)
+        for name, recipe in RECIPES.items()
+        for group, command in (("predict", recipe.predict), ("evaluate", recipe.evaluate))
+        if command is not None
+    ]
+
+
+def _command_for(recipe: str, group: str, texts: Command) -> Callable[..., int]:
+    """Return the command as a function with the recipe's settings as options."""
+    use, is_prediction = script(recipe).use, group == "predict"
+    check = using.check_prediction if is_prediction else using.check_evaluation
+    compute = using.predict if is_prediction else using.evaluate
+    kind = use.Predict if is_prediction else use.Evaluate
+
+    def command(
+        *inputs: Path,
+        settings: Annotated[kind, Parameter(name="*")],  # type: ignore[valid-type]
+        launch: _LAUNCH = Launch(),  # noqa: B008
+    ) -> int:
+        if texts.model:  # the only argument
+            settings, inputs = replace(settings, model=inputs[0]), ()
+        job = use(settings)
+        if not is_prediction and (scores := job.score_files()) is not None:
+            print(scores)
+            return EXIT_OK
+        return _run(
+            settings,
+            launch,
+            check=lambda: check(job, inputs),
+            work=lambda world, precision: compute(job, inputs, world, precision),
+        )
+
     signature = inspect.signature(command)
     parameters = dict(signature.parameters)
-    parameters["what"] = parameters["what"].replace(annotation=kind)
+    command.__doc__ = texts.help
+    if texts.model:
+        named = Parameter(name=("--model", "--source"), help=texts.model, group=REQUIRED)
+        command.__annotations__["model"] = Annotated[Path, named]
+        parameters["inputs"] = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    elif texts.inputs:
+        command.__doc__ += f"\n\nParameters\n----------\ninputs\n    {texts.inputs}\n"
+    else:
+        del parameters["inputs"]
     command.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
-    command.__annotations__["what"] = kind
-    command.__doc__ = text
     return command
 
 
-def settings_of_the_run(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
+def _run(
+    settings: Any, launch: Launch, *, check: Callable[[], list[str]], work: Callable[[Any, Any], None]
+) -> int:
+    """Join the workers if this process is one, else check and start them; return the exit code."""
+
+    def join(worker: WorkerEnv) -> int:
+        from shoal.train.gradients import agree_on_precision
+        from shoal.train.world import join_world
+
+        with join_world(worker, DistributedConfig(device=settings.device)) as world:
+            name = settings.precision_on(world.device.type)
+            work(world, agree_on_precision(name, world, no_fp16=settings.refuses_fp16))
+        return EXIT_OK
+
+    def describe(num_workers: int) -> list[str]:
+        return [f"workers      {num_workers}", *check()]
+
+    with tempfile.TemporaryDirectory(prefix="shoal-use-") as folder:
+        return start(launch, command=this_command(), run_dir=Path(folder), describe=describe, work=join)
+
+
+def _settings_of_the_run(
+    group: str, app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection
+) -> None:
     """Fill in the settings that the command line left open from those of the model's run, if it is of one."""
     given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
-    run_dir = find_model(Path(given["--model"])).run if "--model" in given else None
+    uses = {texts.name: recipe for recipe, its_group, texts in _commands() if its_group == group}
+    if "--model" not in given or commands[-1] not in uses:
+        return
+    try:
+        run_dir = script(uses[commands[-1]]).use.find(Path(given["--model"])).run
+    except UsageError:  # the command itself refuses it
+        return
     if run_dir is None:
         return
-    known = {argument.name for argument in arguments}
+    known = {argument.name for argument in arguments if argument.parse}
     tree: dict[str, Any] = {}
     for section, values in load_toml(run_dir / CONFIG_FILE).items():
         for key, value in values.items() if isinstance(values, dict) else ():
@@ -53,3 +136,84 @@ def settings_of_the_run(app: App, commands: tuple[str, ...], arguments: cyclopts
     for command in reversed(commands):
         tree = {command: tree}
     cyclopts.config.Dict(tree, source=str(run_dir / CONFIG_FILE))(app, commands, arguments)
+
+
+predict.config = (partial(_settings_of_the_run, "predict"),)
+evaluate.config = (partial(_settings_of_the_run, "evaluate"),)
+for _, _group, _texts in _commands():
+    {"predict": predict, "evaluate": evaluate}[_group].command(
+        f"{__name__}:{_group}_{_texts.name}", name=_texts.name, help=f"{_texts.help}\n\n{_texts.details}"
+    )
+
+# ------------------------------------------------------------------------------------------------- others
+
+
+@evaluate.command(name="coco")
+def evaluate_coco(
+    *,
+    annotations: Path,
+    results: Annotated[list[Path], Parameter(consume_multiple=True)],
+    on_bad: Literal["refuse", "skip"] = "refuse",
+    json: Path | None = None,
+) -> None:
+    """Compute COCO's twelve metrics for boxes and for masks, over all images.
+
+    Images without results count as images without detections.
+
+    Parameters
+    ----------
+    annotations
+        The ground truth, like instances_val2017.json.
+    results
+        Files of results in COCO's format, with boxes, masks or both; each image in only one of them.
+    on_bad
+        Invalid entries, such as results for unknown images: refuse the file, or skip and count them.
+    json
+        File for the figures in full precision and per category.
+    """
+    from shoal.data.coco import score as coco
+
+    print(coco.evaluate(annotations, results, on_bad=on_bad, out=json))
+
+
+@evaluate.command(name="checkpoint")
+def evaluate_checkpoint(
+    checkpoint: Path,
+    *,
+    run: Path | None = None,
+    out: Path | None = None,
+    precision: PrecisionName | None = None,
+    workers: int | None = None,
+) -> None:
+    """Score a checkpoint on the held-out data of its run, with the recipe that trained it.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint, or the directory of a run, whose newest checkpoint is scored.
+    run
+        The run with the settings; default: that of the checkpoint.
+    out
+        Folder for the record with the scores and the recipe's output; default: scores-STEP in the run.
+    precision
+        Autocast type; default: that of the run, as for the scores of its own evaluation. It is in the record.
+    workers
+        Workers on this host (default: one per GPU, or one).
+    """
+    from shoal.train.checkpoint_files import is_checkpoint, list_checkpoints
+
+    run = run or find_run(checkpoint, "CHECKPOINT")
+    if not is_checkpoint(checkpoint):
+        found = list_checkpoints(checkpoint)
+        if not found:
+            raise UsageError(f"{checkpoint} is neither a checkpoint nor the directory of a run that has one")
+        checkpoint = found[-1]
+    name = recipe_of(run)
+    if name not in RECIPES:
+        raise UsageError(f"{run} is a run of {name}, not of one of {', '.join(RECIPES)}")
+    out = out or run / checkpoint.name.replace("step", "scores")
+    words = [RECIPES[name].group, RECIPES[name].command or name, "--config", run / CONFIG_FILE]
+    words += ["--run.dir", out, "--run.evaluate", checkpoint]
+    words += [] if precision is None else ["--train.precision", precision]
+    words += [] if workers is None else ["--workers", workers]
+    os.execv(sys.executable, [sys.executable, "-m", "shoal", *map(str, words)])

@@ -33,6 +33,13 @@ from shoal.models.layers import fused_activation
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 
 PRETRAINING_INPUTS = (*PACKED_INPUTS, "masked_rows", "masked_ids", "labels")
+
+
+def pretraining_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a batch that a model takes, without those for the loader and the record."""
+    return {name: batch[name] for name in PRETRAINING_INPUTS}
+
+
 """Keys of a micro-batch that :class:`Pretraining` takes."""
 
 
@@ -127,7 +134,7 @@ def evaluate(
     num_masked = num_sequences = 0
     model.eval()
     for batch in batches:
-        inputs = {name: batch[name] for name in PRETRAINING_INPUTS}
+        inputs = pretraining_inputs(batch)
         inputs |= {name: v.to(device) for name, v in inputs.items() if isinstance(v, Tensor)}
         found = torch.stack(model(**inputs)).double()
         sums = found if sums is None else sums + found

@@ -9,13 +9,38 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, resources
 from importlib.metadata import entry_points
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.recipes.model_source import ModelSource
+    from shoal.train.gradients import Precision
+    from shoal.train.world import World
+
+Row = Mapping[str, Any]
+"""A line of the output of ``shoal predict``: a JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Registers ``shoal predict NAME`` or ``shoal evaluate NAME`` by names and texts."""
+
+    name: str
+    help: str
+    """One sentence for ``shoal predict --help``."""
+    details: str
+    """More for ``shoal predict NAME --help``."""
+    inputs: str = ""
+    """Text about the files that it takes; empty: it takes none."""
+    model: str = ""
+    """Text about the model, where it is an argument; empty: it is an option of the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +76,12 @@ class Recipe:
     as ``squad-bert-large``."""
     length: str = ""
     """The setting with the tokens of a sample, such as ``data.max_seq_length``."""
+    divided: str = ""
+    """Module whose ``main`` trains a model that ``parallel`` divides, unless the script does it itself."""
+    predict: Command | None = None
+    """Its command for inputs without labels."""
+    evaluate: Command | None = None
+    """Its command for labelled data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +103,107 @@ class Sample:
     """Kernels of a step that depend on data, which do not run on the meta device."""
 
 
+class Use:
+    """Defines how the models of a recipe are used; :mod:`shoal.recipes.using` has the commands.
+
+    ``shoal predict`` reads inputs, computes their outputs and formats these as rows; ``shoal evaluate`` reads
+    labelled data, computes outputs and scores them; ``shoal export`` writes the model of a checkpoint. A
+    recipe has a subclass with the methods of those that it offers, named ``use``. An instance is one command:
+    its settings and, on a worker, the model.
+    """
+
+    Predict: ClassVar[type[Any]]
+    """Settings of ``shoal predict``."""
+    Evaluate: ClassVar[type[Any]]
+    """Settings of ``shoal evaluate``."""
+    one_input: ClassVar[str] = ""
+    """Options that give one input instead of files, if there are any."""
+    export_folder: ClassVar[str] = ""
+    """Folder of an export, such as ``transformers``; empty: checkpoints are not exported."""
+
+    world: World
+    precision: Precision
+
+    def __init__(self, settings: Any) -> None:
+        """Take the settings, a ``Predict`` or an ``Evaluate``."""
+        self.settings = settings
+
+    @classmethod
+    def find(cls, path: Path) -> ModelSource:
+        """Return the files of a model; called before torch is imported."""
+        from shoal.recipes.model_source import find_model
+
+        return find_model(path)
+
+    @classmethod
+    def export(cls, source: Path, out: Path | None, dtype: torch.dtype) -> Path:
+        """Write the model of a checkpoint and return the directory.
+
+        Args:
+            source: a run directory, whose newest checkpoint is taken, or one of its checkpoints.
+            out: what to write; default: a folder of the run directory named after the step.
+        """
+        raise NotImplementedError
+
+    def open(self, world: World, precision: Precision) -> None:
+        """Read the model on a worker."""
+        self.world, self.precision = world, precision
+        self.read_model()
+
+    def read_model(self) -> None:
+        """Put the model on the worker's device, and read what its outputs depend on."""
+        raise NotImplementedError
+
+    def outputs(self, data: Any) -> Any:
+        """Return the outputs on the first worker, ``None`` on the others; all workers call it."""
+        raise NotImplementedError
+
+    # --------------------------------------------------------------------------------------------- predict
+
+    def read(self, inputs: tuple[Path, ...]) -> Sequence[Any]:
+        """Return the inputs of each file, or the one of the command line; before the model is read, too."""
+        raise NotImplementedError
+
+    def describe(self, data: Any) -> str:
+        """Return a line of a dry run about the inputs of a file."""
+        raise NotImplementedError
+
+    def rows(self, data: Any, outputs: Any) -> Iterator[Row]:
+        """Yield the rows of a file."""
+        raise NotImplementedError
+
+    # --------------------------------------------------------------------------------------------- evaluate
+
+    def score_files(self) -> str | None:
+        """Return the scores of predictions in a file, if the settings name one instead of a model."""
+        return None
+
+    def check_evaluation(self, inputs: tuple[Path, ...]) -> list[str]:
+        """Check the labelled data before torch is imported; return the lines of a dry run."""
+        raise NotImplementedError
+
+    def labelled(self, inputs: tuple[Path, ...]) -> Iterable[Any]:
+        """Yield the labelled data of each file."""
+        raise NotImplementedError
+
+    def score(self, data: Any) -> str | None:
+        """Return the scores of labelled data on the first worker; all workers call it."""
+        outputs = self.outputs(data)
+        return None if outputs is None else self.scores(data, outputs)
+
+    def scores(self, data: Any, outputs: Any) -> str:
+        """Return the scores of outputs as text, and write the files that the settings ask for."""
+        raise NotImplementedError
+
+
 class Script(Protocol):
-    """What the module of a recipe has; of ``sample`` and ``trial`` either both or none."""
+    """What the module of a recipe has; of ``sample`` and ``trial`` either both or none, ``use`` or not."""
 
     PRESETS: tuple[str, ...]
     IMMUTABLE: tuple[str, ...]
     """Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
+    use: type[Use]
+    """By which its models are used."""
 
     def main(self, config: Any, worker: Any = None) -> int:
         """Train until the last step or a signal; return the exit code.
@@ -131,6 +257,16 @@ _OWN = {
         help="Pretrain ALBERT: masked LM and sentence order.",
         example="shoal train albert --preset tiny --data.path runs/text --run.dir runs/first --workers 2",
         length="data.max_seq_length",
+        divided="masked_lm_stages",
+        predict=Command(
+            name="fill-mask",
+            help="Fill the masks of texts with a pretrained encoder.",
+            details="""Files are .txt with a text in each line. A line of the output: {"id": 1, "text": …,
+"masks": [{"token": …, "probability": …, "top": [the likeliest tokens]}, …]}.
+
+Example: `shoal predict fill-mask --model runs/first --text 'The [MASK] is on the table.'`""",
+            inputs="Files of texts.",
+        ),
     ),
     "bert": Recipe(
         config="BertConfig",
@@ -138,6 +274,7 @@ _OWN = {
         help="Pretrain BERT: masked LM and next sentence, in two phases.",
         example="shoal train bert --preset tiny --data.path runs/text --run.dir runs/bert --workers 2",
         length="phase1.max_seq_length",
+        divided="masked_lm_stages",
     ),
     "t5": Recipe(
         config="T5Config",
@@ -155,6 +292,24 @@ _OWN = {
         example="shoal train resnet50 --preset tiny --data.path runs/images --run.dir runs/resnet",
         details="The run is defined in epochs; its optimizer steps follow from the batch and are printed.",
         workload="{config.model.network}",
+        predict=Command(
+            name="resnet50",
+            help="Classify images with a residual network.",
+            details="""Inputs are images, or folders, which are searched recursively. A line
+of the output: {"image": "photos/1.jpg", "label": …, "probability": …, "top": [the likeliest classes]}.
+
+Example: `shoal predict resnet50 photos --model runs/resnet50 --out classes.jsonl --workers 2`""",
+            inputs="Image files, or folders of them.",
+        ),
+        evaluate=Command(
+            name="imagenet",
+            help="Compute the top-1 and top-5 accuracy of a network on all validation images.",
+            details="""The counts do not depend on the number of workers.
+
+Example: `shoal evaluate imagenet runs/resnet50 --data /data/imagenet --workers 8`""",
+            model="""A run of `shoal train resnet50`, one of its checkpoints, or a directory that `shoal
+export` wrote.""",
+        ),
     ),
     "mask_rcnn": Recipe(
         config="MaskRCNNTrainConfig",
@@ -163,6 +318,23 @@ _OWN = {
         example="shoal train mask_rcnn --preset tiny --data.path runs/coco --run.dir runs/detector",
         details="All workers score held-out images by COCO's rules.",
         workload="mask-rcnn",
+        predict=Command(
+            name="mask_rcnn",
+            help="Detect objects in images: list them in JSON and draw boxes, masks, names and scores.",
+            details="""For each image NAME.objects.png and NAME.objects.json are written. As in training,
+EXIF orientation is ignored.
+
+Example: `shoal predict mask_rcnn photos --model runs/detector --out found --classes person dog`""",
+            inputs="JPEG, PNG, GIF or WebP files, or folders of them.",
+        ),
+        evaluate=Command(
+            name="mask_rcnn",
+            help="Find objects in labelled images with a trained detector and compute COCO's metrics.",
+            details="""Objects and scores are bitwise those of its own training's end in the same precision,
+on any number of workers.
+
+Example: `shoal evaluate mask_rcnn --model runs/detector --data runs/coco --workers 2`""",
+        ),
     ),
     "squad": Recipe(
         config="SquadConfig",
@@ -174,6 +346,25 @@ _OWN = {
         shortcuts={"model": "model.path", "data": "data.path", "eval": "data.eval"},
         starts_from=("bert", "albert"),
         length="window.max_seq_length",
+        predict=Command(
+            name="squad",
+            help="Answer questions about paragraphs.",
+            details="""Files are .jsonl ({"question": …, "context": …} and, if you like, an id) or .json
+in the official format, with or without answers; --question and --context give one input instead. A line of
+the output: {"id": …, "question": …, "answer": …, "probability": …}, in 2.0 with the odds of no answer.
+
+Example: `shoal predict squad questions.jsonl --model runs/squad --out answers.jsonl --workers 2`""",
+            inputs="Files of questions.",
+        ),
+        evaluate=Command(
+            name="squad",
+            help="Score answers to SQuAD 1.1 or 2.0, or a model that answers, as the official scripts do.",
+            details="""Questions missing from the predictions file count as wrong by the rules of 1.1, and are
+left out by those of 2.0; the output says how many there are. A model answers all questions, on all workers;
+its scores are bitwise those of its own finetuning in the same precision, on any number of workers.
+
+Example: `shoal evaluate squad --model runs/squad --data dev-v2.0.json --out scored --workers 2`""",
+        ),
     ),
     "classify": Recipe(
         config="ClassifyConfig",
@@ -185,6 +376,25 @@ _OWN = {
         shortcuts=_CLASSIFY_SHORTCUTS,
         starts_from=("bert", "albert"),
         length="data.max_seq_length",
+        predict=Command(
+            name="classify",
+            help="Label texts or pairs of texts.",
+            details="""Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives
+one input instead. A line of the output: {"id": 1, "label": "entailment", "probabilities": {"neutral": 0.1,
+…}}.
+
+Example: `shoal predict classify pairs.tsv --model runs/mnli --out labels.jsonl --workers 2`""",
+            inputs="Files of texts.",
+        ),
+        evaluate=Command(
+            name="classify",
+            help="Compute the accuracy of a finetuned model on labelled texts, for each file separately.",
+            details="""Predictions and scores are bitwise those of its own finetuning in the same precision,
+on any number of workers.
+
+Example: `shoal evaluate classify pairs.tsv --model runs/mnli`""",
+            inputs="Files of texts and labels, .tsv (column names first), .jsonl or .parquet.",
+        ),
     ),
     "t5_classify": Recipe(
         config="T5ClassifyConfig",
@@ -203,6 +413,30 @@ _OWN = {
         run_name="t5-{config.data.task}-{preset}",
         starts_from=("t5",),
         length="data.max_seq_length",
+        predict=Command(
+            name="t5",
+            help="Label texts with a finetuned T5, or generate texts.",
+            details="""Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives
+one input instead. A line of the output: {"id": 1, "label": the likeliest, "probabilities": {…}}; with
+--data.labels-by generation {"id": 1, "generated_label": "entailment"}, or null if the output is no label. A
+text-to-text model, and one that was not finetuned, generates {"id": 1, "text": …}. A model that was not
+finetuned reads the first text unchanged, or in the form of --data.task.
+
+Example: `shoal predict t5 pairs.tsv --model runs/t5-mnli --out labels.jsonl --workers 2`""",
+            inputs="Files of texts.",
+        ),
+        evaluate=Command(
+            name="t5",
+            help="Score a finetuned T5 on each file separately: labels by accuracy, texts by four scores.",
+            details="""A label is the one whose tokens are likeliest, or, with --data.labels-by generation,
+the one that the model writes; the score is then called generated accuracy. Texts (--data.source-column,
+--data.target-column) are scored by exact match, token F1, ROUGE and BLEU. Predictions and scores are those of
+its own finetuning in the same precision, on any number of workers: bitwise, unless that had the model in
+stages, whose likelihoods are rounded otherwise.
+
+Example: `shoal evaluate t5 pairs.tsv --model runs/t5-mnli`""",
+            inputs="Files of texts and labels or targets, .tsv (column names first), .jsonl or .parquet.",
+        ),
     ),
 }
 
@@ -227,68 +461,6 @@ def installed() -> dict[str, Recipe]:
 RECIPES = _OWN | installed()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Use:
-    """Registers a use of trained models; its module has ``Predict``, ``check_prediction`` and ``predict``."""
-
-    module: str
-    help: str
-    """One sentence for ``shoal predict --help``."""
-    example: str
-    """A whole command, for ``shoal predict NAME --help``."""
-    details: str
-
-
-_TEXTS = """Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives one input
-instead. A line of the output: {"id": 1, "label": "entailment", "probabilities": {"neutral": 0.1, …}}."""
-
-USES = {
-    "squad": Use(
-        module="squad_use",
-        help="Answer questions about paragraphs.",
-        example="shoal predict squad questions.jsonl --model runs/squad --out answers.jsonl --workers 2",
-        details="""Files are .jsonl ({"question": …, "context": …} and, if you like, an id) or .json in the
-official format, with or without answers; --question and --context give one input instead. A line of the
-output: {"id": …, "question": …, "answer": …, "probability": …}, in 2.0 with the odds of no answer.""",
-    ),
-    "classify": Use(
-        module="classify_use",
-        help="Label texts or pairs of texts.",
-        example="shoal predict classify pairs.tsv --model runs/mnli --out labels.jsonl --workers 2",
-        details=_TEXTS,
-    ),
-    "fill-mask": Use(
-        module="fill_mask_use",
-        help="Fill the masks of texts with a pretrained encoder.",
-        example="shoal predict fill-mask --model runs/first --text 'The [MASK] is on the table.'",
-        details="""Files are .txt with a text in each line. A line of the output: {"id": 1, "text": …,
-"masks": [{"token": …, "probability": …, "top": [the likeliest tokens]}, …]}.""",
-    ),
-    "resnet50": Use(
-        module="resnet50_use",
-        help="Classify images with a residual network.",
-        example="shoal predict resnet50 photos --model runs/resnet50 --out classes.jsonl --workers 2",
-        details="""Inputs are images, or folders, which are searched recursively. A line
-of the output: {"image": "photos/1.jpg", "label": …, "probability": …, "top": [the likeliest classes]}.""",
-    ),
-    "t5": Use(
-        module="t5_use",
-        help="Label texts with a finetuned T5, or generate texts.",
-        example="shoal predict t5 pairs.tsv --model runs/t5-mnli --out labels.jsonl --workers 2",
-        details="""Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives one
-input instead. A line of the output: {"id": 1, "label": the likeliest, "probabilities": {…}}; with
---data.labels-by generation {"id": 1, "generated_label": "entailment"}, or null if the output is no label. A
-text-to-text model, and one that was not finetuned, generates {"id": 1, "text": …}. A model that was not
-finetuned reads the first text unchanged, or in the form of --data.task.""",
-    ),
-}
-
-
-def load(name: str) -> Any:
-    """Import and return the module ``name`` of this package: a recipe, or a use of models."""
-    return import_module(f"{__name__}.{name}")
-
-
 def recipe_of_command(group: str, command: str) -> str | None:
     """Return the name of the recipe that ``shoal GROUP COMMAND`` runs, if it runs one."""
     return next(
@@ -300,6 +472,20 @@ def recipe_of_command(group: str, command: str) -> str | None:
 def script(name: str) -> Script:
     """Import and return the module of a recipe."""
     return cast(Script, import_module(_module(name)))
+
+
+def main_of(name: str, config: Any) -> Callable[..., int]:
+    """Return the function that trains with these settings, ``main(config, worker=None)``."""
+    divided = RECIPES[name].divided
+    if not divided or not config.parallel.splits:
+        return script(name).main
+    main: Callable[..., int] = import_module(f"{__name__}.{divided}").main
+    return main
+
+
+def use_of(name: str) -> type[Use] | None:
+    """Return how the models of a recipe are used, or ``None`` if they cannot be, or it is not known."""
+    return getattr(script(name), "use", None) if name in RECIPES else None
 
 
 def _module(name: str) -> str:

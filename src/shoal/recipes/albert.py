@@ -15,17 +15,16 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from shoal.env.worker import WorkerEnv
-from shoal.errors import EXIT_STOPPED
 from shoal.models.text_config import AlbertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Sample, load, masked_lm, run_script
-from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
+from shoal.recipes import Sample, masked_lm, run_script
+from shoal.recipes.masked_lm import MaskedLMConfig, Phase, TextConfig
+from shoal.recipes.model_source import TRANSFORMERS
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights
 from shoal.train.config import (
     OptimConfig,
     TrainConfig,
     check_warmup,
-    required,
     schedule_of,
 )
 
@@ -50,6 +49,7 @@ class AlbertConfig(MaskedLMConfig):
 
     longer: ClassVar[str] = "--train.total-steps"
     pairs: ClassVar[Literal["sop", "nsp"]] = "sop"
+    recipe: ClassVar[str] = "albert"
 
     model: AlbertModelConfig = field(default_factory=AlbertModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -59,6 +59,10 @@ class AlbertConfig(MaskedLMConfig):
     def __post_init__(self) -> None:
         check_warmup("optim", self.optim.warmup_steps, "train", self.train.total_steps)
         self.check_common(self.train.total_steps, ("data", self.data.max_seq_length))
+
+    @property
+    def whole_phase(self) -> Phase:
+        return Phase(section="train", sizes=self.train, lengths=self.data, rates=self.optim, pairs="order")
 
 
 IMMUTABLE = (
@@ -83,21 +87,18 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
         UsageError: settings that do not go together, or with the data or the run that is there.
         ShoalError: damaged data or checkpoints, a lost worker, no memory, a loss that is not finite.
     """
-    if config.parallel.splits:
-        code: int = load("masked_lm_stages").pretrain(config, "albert", IMMUTABLE, worker)
-        return code
     import torch
 
     from shoal.data.loader import held_out_batches
     from shoal.data.sources import ReaderSource
-    from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining, evaluate
+    from shoal.models.pretraining import AlbertPretraining, evaluate, pretraining_inputs
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
     with Run.open(config=config, recipe="albert", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- data
         train, held_out = masked_lm.open_text(config, config.data, pairs="order", verify=run.world.is_main)
-        keep_tokenizer(config.data, run)
+        keep_tokenizer(train.shards, run)
         references = masked_lm.reference_lines("sop", held_out, config.run.validation_samples)
 
         # ----------------------------------------------------------------------------------------- model
@@ -131,14 +132,13 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
             references=references,
             notes=[f"data: {train.num_examples:,} training examples an epoch"],
         )
+        if config.finetune.at:
+            steps = masked_lm.scored_by_finetuning(steps, config, model, train.shards, run)
         for step in steps:
-            if run.step in config.finetune.at and run.lacks_scores("squad"):
-                load("squad").score_pretraining(config, model, run)
-                continue  # the run ends if they are its target or a signal came; else the step comes again
             with step:
                 set_learning_rate(optimizer, learning_rate(schedule, step.number - 1))
                 for batch in step:
-                    sums = ddp(**{name: batch[name] for name in PRETRAINING_INPUTS})
+                    sums = ddp(**pretraining_inputs(batch))
                     mlm_loss, mlm_correct, sop_loss, sop_correct = sums
                     step.backward(mlm_loss / step.num_targets + sop_loss / step.num_samples)
                     step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
@@ -149,17 +149,19 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
         if run.lacks_scores("validation"):
             score()
 
-        if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):
-            run.save(wait=True)
-            return EXIT_STOPPED
-
         # ----------------------------------------------------------------------------------------- export
         return run.finish(
             lambda directory: masked_lm.write_export(
-                model, required(config.data.path), directory / "transformers"
+                model, train.shards.tokenizer_file, directory / TRANSFORMERS
             ),
             lambda last: masked_lm.verdict("sop", last["validation"], references),
         )
+
+
+class use(masked_lm.Encoder):
+    """Uses the models of ALBERT."""
+
+    sizes = AlbertModelConfig
 
 
 def check(config: AlbertConfig, num_workers: int, dry_run: bool) -> list[str]:

@@ -19,17 +19,19 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoal.decide.batch import MicroBatch
 from shoal.env.worker import WorkerEnv
-from shoal.errors import EXIT_STOPPED, UsageError, require_positive
+from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Sample, load, masked_lm, run_script
-from shoal.recipes.masked_lm import MaskedLMConfig, TextConfig
-from shoal.recipes.prepared_text import keep_tokenizer, load_weights, read_manifest
-from shoal.train.config import LoopConfig, Rates, check_warmup, required, schedule_of
+from shoal.recipes import Sample, masked_lm, run_script
+from shoal.recipes.masked_lm import MaskedLMConfig, Phase, TextConfig
+from shoal.recipes.model_source import TRANSFORMERS
+from shoal.recipes.prepared_text import keep_tokenizer, load_weights, open_shards, read_manifest
+from shoal.train.config import LoopConfig, Rates, check_warmup, schedule_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from shoal.data.text.shards import TextShards
     from shoal.train.gradients import DataParallel
     from shoal.train.run import Run
 
@@ -82,6 +84,7 @@ class BertConfig(MaskedLMConfig):
     """All settings of BERT's pretraining; presets are TOML files in ``presets/bert``."""
 
     pairs: ClassVar[Literal["sop", "nsp"]] = "nsp"
+    recipe: ClassVar[str] = "bert"
 
     train: TrainConfig = field(default_factory=TrainConfig)
     model: BertModelConfig = field(default_factory=BertModelConfig)
@@ -129,6 +132,11 @@ class BertConfig(MaskedLMConfig):
         return replace(self, phase1=replace(self.phase1, total_steps=0))
 
     @property
+    def whole_phase(self) -> Phase:
+        ((section, phase),) = self.phases
+        return Phase(section=section, sizes=phase, lengths=phase, rates=phase, pairs=self.pair_task)
+
+    @property
     def longer(self) -> str:
         return f"--{self.phases[-1][0]}.total-steps"
 
@@ -162,9 +170,6 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
         UsageError: settings that do not go together, or with the data or the run that is there.
         ShoalError: damaged data or checkpoints, a lost worker, no memory, a loss that is not finite.
     """
-    if config.parallel.splits:
-        code: int = load("masked_lm_stages").pretrain(config, "bert", IMMUTABLE, worker)
-        return code
     import torch
 
     from shoal.models.pretraining import new_encoder
@@ -172,7 +177,10 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.train.run import Run
 
     with Run.open(config=config, recipe="bert", immutable=IMMUTABLE, worker=worker) as run:
-        keep_tokenizer(config.data, run)
+        # ----------------------------------------------------------------------------------------- data
+        shards = open_shards(config.data, config.model.vocab_size, verify=run.world.is_main)
+        keep_tokenizer(shards[0], run)
+
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
         model = new_encoder(config.model)
@@ -190,18 +198,14 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
             if run.step == end - phase.total_steps > 0:
                 optimizer = build_optimizer(model.named_parameters(), config.optim)
                 run.keep(optimizer=optimizer)
-            references = train_phase(config, run, ddp, optimizer, section, phase, end=end)
+            references = train_phase(config, run, shards, ddp, optimizer, section, phase, end=end)
             if run.reached:
                 break
-
-        if run.step in config.finetune.at and not load("squad").score_pretraining(config, model, run):
-            run.save(wait=True)
-            return EXIT_STOPPED
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(
             lambda directory: masked_lm.write_export(
-                model, required(config.data.path), directory / "transformers"
+                model, shards[0].tokenizer_file, directory / TRANSFORMERS
             ),
             lambda last: masked_lm.verdict(config.sentence_task, last["validation"], references),
         )
@@ -210,6 +214,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
 def train_phase(
     config: BertConfig,
     run: "Run",
+    shards: "tuple[TextShards, TextShards]",
     ddp: "DataParallel",
     optimizer: "Optimizer",
     section: str,
@@ -220,12 +225,11 @@ def train_phase(
     """Train to the step at which a phase ends, and evaluate; return what losses are compared with."""
     from shoal.data.loader import held_out_batches
     from shoal.data.sources import ReaderSource
-    from shoal.models.pretraining import PRETRAINING_INPUTS, evaluate
+    from shoal.models.pretraining import evaluate, pretraining_inputs
 
     task, begin = config.sentence_task, end - phase.total_steps
     # --------------------------------------------------------------------------------------------- data
-    verify = run.world.is_main and section == config.phases[0][0]
-    train, held_out = masked_lm.open_text(config, phase, pairs=config.pair_task, verify=verify)
+    train, held_out = masked_lm.open_examples(config, shards, phase, pairs=config.pair_task)
     references = masked_lm.reference_lines(task, held_out, config.run.validation_samples)
 
     # --------------------------------------------------------------------------------------------- evaluation
@@ -254,14 +258,13 @@ def train_phase(
         references=references,
         notes=[f"data: {train.num_examples:,} training examples an epoch"],
     )
+    if config.finetune.at:
+        steps = masked_lm.scored_by_finetuning(steps, config, ddp.module, train.shards, run)
     for step in steps:
-        if run.step in config.finetune.at and run.lacks_scores("squad"):
-            load("squad").score_pretraining(config, ddp.module, run)
-            continue  # the run ends if they are its target or a signal came; else it comes again
         with step:
             set_learning_rate(optimizer, learning_rate(schedule, step.number - begin - 1))
             for batch in step:
-                sums = ddp(**{name: batch[name] for name in PRETRAINING_INPUTS})
+                sums = ddp(**pretraining_inputs(batch))
                 mlm_loss, mlm_correct, nsp_loss, nsp_correct = sums
                 step.backward(mlm_loss / step.num_targets + nsp_loss / step.num_samples)
                 step.add(step.num_targets, mlm_loss=mlm_loss, mlm_accuracy=mlm_correct)
@@ -273,6 +276,12 @@ def train_phase(
     if run.lacks_scores("validation"):
         score()
     return references
+
+
+class use(masked_lm.Encoder):
+    """Uses the models of BERT."""
+
+    sizes = BertModelConfig
 
 
 def check(config: BertConfig, num_workers: int, dry_run: bool) -> list[str]:

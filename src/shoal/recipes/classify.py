@@ -10,6 +10,7 @@ global batch. Each evaluation file has its own scores: accuracy, confusion table
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,10 @@ from typing import TYPE_CHECKING
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Sample, finetuning, run_script
+from shoal.recipes import Row, Sample, Use, finetuning, run_script, using
 from shoal.recipes.finetuning import FinetuneConfig
+from shoal.recipes.model_source import ModelSource
+from shoal.recipes.using import EvaluateConfig, PredictConfig
 from shoal.train.config import required
 
 if TYPE_CHECKING:
@@ -262,6 +265,147 @@ def write_scores(
         tree = {name: scores.accuracy, "labels": list(labels), "counts": [*map(list, scores.counts)]}
         write_json(out / f"scores-{data.path.stem}.json", tree)
     return scores
+
+
+# ------------------------------------------------------------------------------------------------- use
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextsConfig(PredictConfig):
+    """Texts on the command line instead of files."""
+
+    text: str | None = None
+    """One text, or the first of a pair, instead of files."""
+    second_text: str | None = None
+    """The second text of the pair."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.second_text is not None and self.text is None:
+            raise UsageError("--second-text is the second of a pair: give the first with --text")
+
+    @property
+    def has_one_input(self) -> bool:
+        return self.text is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyPredictConfig(TextsConfig):
+    """Texts, and the form in which they are read."""
+
+    data: TextColumnsConfig = field(default_factory=TextColumnsConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateLabelsConfig(EvaluateConfig):
+    """The model, and where its predictions and scores go."""
+
+    out: Path | None = None
+    """Folder for predictions-NAME.txt and scores-NAME.json of each file; default: only print the tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyEvaluateConfig(EvaluateLabelsConfig):
+    """The form in which texts and labels are read."""
+
+    data: LabelledColumnsConfig = field(default_factory=LabelledColumnsConfig)
+
+
+class TextUse(Use):
+    """Reads and checks the inputs of models that label texts, which BERT and T5 share."""
+
+    one_input = "--text"
+    labels: tuple[str, ...] = ()
+    """Those of the model, once it is read."""
+
+    @classmethod
+    def find(cls, path: Path) -> ModelSource:
+        return using.find_trained(path)
+
+    def read_texts(self, inputs: tuple[Path, ...], columns: TextColumnsConfig) -> "list[ClassifyData]":
+        """Return the texts of the files, or the one of the command line.
+
+        Raises:
+            UsageError: a file cannot be read or is damaged.
+        """
+        from shoal.data.text.classify import ClassifyData, Columns, Example, read_texts
+
+        text, labels = self.settings.text, self.labels
+        if text is not None:
+            examples = (Example(text, self.settings.second_text, 0),)
+            return [ClassifyData(path=Path("--text"), labels=labels, examples=examples)]
+        names = Columns(first=columns.first, second=columns.second or None)
+        return [read_texts(path, names, labels=labels) for path in inputs]
+
+    def describe(self, data: "ClassifyData") -> str:
+        return f"{data.path}: {len(data.examples):,} texts"
+
+    def label_rows(self, logits: "Float32Array") -> Iterator[Row]:
+        """Yield the label of each row of logits, and the probabilities of all."""
+        chances_of = using.probabilities(logits)
+        for number, (row, chances) in enumerate(zip(logits, chances_of, strict=True), start=1):
+            probabilities = dict(zip(self.labels, chances.tolist(), strict=True))
+            yield {"id": number, "label": self.labels[int(row.argmax())], "probabilities": probabilities}
+
+    def check_evaluation(self, inputs: tuple[Path, ...]) -> list[str]:
+        using.check_files(inputs)
+        names = [path.stem for path in inputs]
+        if not inputs or len(set(names)) != len(names):
+            raise UsageError(
+                "name files of texts and labels, each of another name "
+                f"({', '.join(names) or 'none is named'})"
+            )
+        return [f"files        {', '.join(map(str, inputs))}"]
+
+    def label_scores(
+        self, data: "ClassifyData", names: tuple[str, ...], predicted: list[int], score: str = "accuracy"
+    ) -> str:
+        """Return the summary of the predictions of a file, and write both where they are wanted."""
+        scores = write_scores(self.settings.out, data, names, predicted, score)
+        accuracy = f"{score.replace('_', ' ')} {scores.accuracy:.2f} %"
+        text = f"{data.path}: {accuracy} of {len(data.examples):,} examples, in {self.precision.name}"
+        return f"{text}\n{scores.table()}"
+
+
+class Labelling(TextUse):
+    """Labels texts with a finetuned encoder."""
+
+    Predict, Evaluate = ClassifyPredictConfig, ClassifyEvaluateConfig
+
+    def read_model(self) -> None:
+        from shoal.models.tasks import SequenceClassification
+
+        model, directory = using.read_task_model(SequenceClassification, self.settings.model)
+        self.length: int = self.settings.data.max_seq_length
+        self.tokenizer = using.read_tokenizer(directory, "data.max_seq_length", self.length)
+        names: dict[int, str] = model.weights.config.id2label
+        self.labels = tuple(names[number] for number in sorted(names))
+        self.model = model.to(self.world.device)
+
+    def outputs(self, data: "ClassifyData") -> "Float32Array | None":
+        from shoal.data.text.classify import make_pairs
+
+        pairs = make_pairs(data, self.tokenizer, max_seq_length=self.length)
+        size = self.settings.batch_size
+        return label_logits(self.model, pairs, self.world, self.precision, batch_size=size)
+
+    def read(self, inputs: tuple[Path, ...]) -> "list[ClassifyData]":
+        return self.read_texts(inputs, self.settings.data)
+
+    def rows(self, data: "ClassifyData", outputs: "Float32Array") -> Iterator[Row]:
+        return self.label_rows(outputs)
+
+    def labelled(self, inputs: tuple[Path, ...]) -> "Iterator[ClassifyData]":
+        from shoal.data.text.classify import read_classify
+
+        columns = self.settings.data.columns()
+        return (read_classify(path, columns, labels=self.labels) for path in inputs)
+
+    def scores(self, data: "ClassifyData", outputs: "Float32Array") -> str:
+        return self.label_scores(data, self.labels, [int(label) for label in outputs.argmax(axis=1)])
+
+
+use = Labelling
 
 
 # ------------------------------------------------------------------------------------------------- dry run

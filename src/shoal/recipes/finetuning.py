@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from shoal.data.loader import Batch
     from shoal.data.text.sequences import Sequences
-    from shoal.models.t5 import T5
+    from shoal.models.directory import HasWeights
     from shoal.models.tasks import TaskModel
     from shoal.optim.lr_schedules import Schedule
     from shoal.train.gradients import Precision
@@ -210,12 +210,12 @@ def prepare_source(path: Path, run_dir: Path) -> Path:
         ShoalError: the run has no checkpoint, or it is damaged.
     """
     from shoal.models.directory import resolve
-    from shoal.recipes.export import export_run
+    from shoal.recipes.export import export_model
 
     source, start = find_source(path), run_dir / START
     if source.checkpoint is None:
         return resolve(required(source.directory))
-    return start if (start / MODEL_CONFIG).is_file() else export_run(path, start)
+    return start if (start / MODEL_CONFIG).is_file() else export_model(path, start, folders=(TRANSFORMERS,))
 
 
 def find_source(path: Path) -> ModelSource:
@@ -400,7 +400,7 @@ def outputs_of(
 # ------------------------------------------------------------------------------------------------- the end
 
 
-def finish(run: "Run", model: "TaskModel | T5", source: Path, max_length: int | None = None) -> int:
+def finish(run: "Run", model: "HasWeights", source: Path, max_length: int | None = None) -> int:
     """End the run with the finetuned model and its tokenizer in its directory; return the exit code.
 
     Args:

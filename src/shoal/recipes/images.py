@@ -19,7 +19,8 @@ from shoal.data.images.storage import open_storage
 from shoal.data.manifest import MANIFEST
 from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
-from shoal.recipes.model_source import MODEL_CONFIG, ModelSource, find_model
+from shoal.recipes import Use
+from shoal.recipes.model_source import MODEL_CONFIG, NETWORK, ModelSource, find_model, find_run
 from shoal.train import run_dir
 from shoal.train.config import (
     REQUIRED,
@@ -34,6 +35,7 @@ from shoal.train.config import (
 from shoal.train.parallel_config import parse_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from shoal.data.images.augment import AugmentConfig
@@ -246,11 +248,6 @@ def write_directory(out: Path, model: "nn.Module", tree: Mapping[str, Any]) -> N
     temporary.rename(out)
 
 
-def find_network(path: Path) -> ModelSource:
-    """Return the files of the network that ``path`` names; the hub has none of these recipes."""
-    return find_model(path, kinds=("run", "checkpoint", "export"))
-
-
 def read_tree(directory: Path, form: str) -> dict[str, Any]:
     """Return the configuration of a network of format ``form``; call it within :func:`reading`.
 
@@ -284,3 +281,71 @@ def reading(directory: Path) -> Iterator[None]:
         raise
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ShoalError(f"{directory} cannot be read: {' '.join(str(error).split())[:200]}") from None
+
+
+# ------------------------------------------------------------------------------------------------- use
+
+
+class ImageUse(Use):
+    """Uses the networks of a recipe for images: its runs, checkpoints and exports; the hub has none."""
+
+    export_folder = NETWORK
+
+    @classmethod
+    def read_checkpoint(cls, source: Path) -> tuple[Any, int]:
+        """Return the network of a run's newest checkpoint, or of one of its checkpoints, and the step.
+
+        Raises:
+            UsageError: it is not of a run of this recipe.
+            ShoalError: there is no checkpoint, or it is damaged.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def read_export(cls, directory: Path) -> Any:
+        """Load an exported network.
+
+        Raises:
+            UsageError: ``directory`` has none of this recipe.
+            ShoalError: its files are damaged.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def write_export(cls, network: Any, out: Path) -> None:
+        """Write a directory, whole or not at all; an older export in ``out`` is replaced."""
+        raise NotImplementedError
+
+    @classmethod
+    def find(cls, path: Path) -> ModelSource:
+        return find_model(path, kinds=("run", "checkpoint", "export"))
+
+    @classmethod
+    def read_network(cls, path: Path) -> Any:
+        """Return the network that ``path`` names."""
+        source = cls.find(path)
+        if source.checkpoint is not None:
+            return cls.read_checkpoint(source.checkpoint)[0]
+        return cls.read_export(required(source.directory))
+
+    @classmethod
+    def export(cls, source: Path, out: Path | None, dtype: "torch.dtype") -> Path:
+        network, step = cls.read_checkpoint(source)
+        network.model.to(dtype)
+        out = out or find_run(source, "SOURCE") / f"{NETWORK}-{step}"
+        cls.write_export(network, out)
+        return out
+
+    def read(self, inputs: tuple[Path, ...]) -> list[list[Path]]:
+        from shoal.data.images.files import image_files
+
+        if not inputs:
+            raise UsageError("no image is named: give image files, or folders of them")
+        return [image_files(inputs)]
+
+    def describe(self, data: list[Path]) -> str:
+        return f"images       {len(data):,}"
+
+    def check_evaluation(self, inputs: tuple[Path, ...]) -> list[str]:
+        shards = ImageShards(self.settings.data, self.settings.split)
+        return [f"images       {len(shards):,} of {self.settings.data}"]

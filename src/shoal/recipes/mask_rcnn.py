@@ -8,42 +8,63 @@ In an optimizer step each worker takes its part of the global batch as micro-bat
 which threads have decoded and augmented ahead. The loss of an image is a mean over its sampled anchors and
 regions, and the loss of the step is the mean over the images of the global batch. The last backward averages
 the gradients over the workers, and leaving the step updates the weights. All workers score the held-out
-images by COCO's rules. The settings are in ``mask_rcnn_config.py``.
+images by COCO's rules.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from shoal.decide.batch import known_size
+from cyclopts import Parameter
+
+from shoal.data.coco.augment import DetectionAugmentConfig
+from shoal.data.images.shards import ImageShards
+from shoal.decide.batch import BatchPlan, MicroBatch, known_size, plan_batch
 from shoal.decide.bucketing import GroupedOrder, aspect_groups
 from shoal.env.worker import WorkerEnv
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError, did_you_mean, require_positive
 from shoal.models.detection.config import MaskRCNNConfig
-from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Sample, images, run_script
-from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig, make_plan
-from shoal.recipes.model_source import NETWORK
+from shoal.optim.lr_schedules import Cosine, Steps, learning_rate, set_learning_rate
+from shoal.recipes import Row, Sample, images, run_script
+from shoal.recipes.model_source import NETWORK, find_run
+from shoal.recipes.using import EvaluateConfig, PredictConfig
 from shoal.train.config import (
+    REQUIRED,
+    LoopConfig,
+    RunOutputConfig,
+    VisionOptimizerConfig,
+    check_warmup,
+    load_toml,
     required,
     settings_lines,
 )
-from shoal.train.run_dir import CONFIG_FILE
+from shoal.train.run_dir import CONFIG_FILE, description_in, require_writable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from shoal.data.coco.annotations import CocoAnnotations
+    from shoal.data.coco.drawing import Drawn
     from shoal.data.coco.reader import DetectionReader
+    from shoal.data.coco.results import Detection, Kind
+    from shoal.data.coco.score import CocoScore
+    from shoal.data.images.pixels import Pixels
     from shoal.data.loader import Batch
     from shoal.data.sources import ReaderSource
-    from shoal.models.detection.mask_rcnn import MaskRCNN
-    from shoal.recipes.mask_rcnn_score import Scored
+    from shoal.models.detection.mask_rcnn import Detections, MaskRCNN
+    from shoal.train.gradients import Precision
     from shoal.train.run import Run
     from shoal.train.world import World
+
+    Objects = dict[Kind, dict[int, list[Detection]]]  # objects by kind and id of the image
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -56,6 +77,100 @@ PRESETS = (
     "coco-novograd-512",
     "tiny",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig):
+    """Length of the run, batch, and memory format."""
+
+    total_steps: int = 90_000
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 16
+    """Images in one optimizer step, over all workers."""
+    micro_batch_size: MicroBatch = 2
+    """Images per worker and forward pass, all wide or all tall; trained norms average over them; auto: the
+    largest that fits into memory."""
+    compile: bool | None = None
+    """Compile the backbone with torch.compile; default: no, because most batches differ in size."""
+    channels_last: bool = True
+    """Use the channels-last memory format, which matrix units prefer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(VisionOptimizerConfig):
+    """Optimizer and schedule, in optimizer steps."""
+
+    learning_rate: float = 0.02
+    """Learning rate at the end of the warm-up."""
+    warmup_steps: int = 1_000
+    """Steps of linear warm-up."""
+    warmup_factor: float = 0.001
+    """First learning rate of the warm-up, as a fraction of the learning rate."""
+    decay: Literal["steps", "cosine"] = "steps"
+    """Decay after the warm-up: steps at milestones, or half a cosine."""
+    milestones: tuple[int, ...] = (60_000, 80_000)
+    """With decay steps: optimizer steps after which the rate is multiplied by milestone_factor."""
+    milestone_factor: float = 0.1
+    """With decay steps: factor of the learning rate at a milestone."""
+    end_factor: float = 0.0
+    """With decay cosine: last learning rate, as a fraction of the learning rate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ("warmup_factor", "milestone_factor", "end_factor")
+        require_positive("optim", self, *names, least=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """Evaluation on held-out images."""
+
+    shorter: int = 800
+    """Length of an image's shorter side, in pixels, unless the longer one would exceed its limit."""
+    longer: int = 1_333
+    """Limit of the longer side, in pixels."""
+    batch_size: int = 1
+    """Images per worker and evaluation batch; independent of the number of workers, as are the scores. More
+    than one changes scores slightly, because images of a batch are padded to one size."""
+
+    def __post_init__(self) -> None:
+        require_positive("validation", self, "shorter", "longer", "batch_size")
+
+    @property
+    def view(self) -> DetectionAugmentConfig:
+        """Size of images in the evaluation; nothing is drawn at random."""
+        return DetectionAugmentConfig(shorter=(self.shorter,), longer=self.longer, flip=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionRunConfig(RunOutputConfig):
+    """Place of the run, and when it writes lines, scores and checkpoints."""
+
+    log_frequency: int = 20
+    """Steps between log lines."""
+    validation_frequency: int = 5_000
+    """Steps between evaluations on held-out images; 0: only at the end."""
+    checkpoint_frequency: int = 1_000
+    """Steps between checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskRCNNTrainConfig(images.ImageTrainConfig):
+    """All settings of training Mask R-CNN; presets are TOML files in ``presets/mask_rcnn``."""
+
+    longer: ClassVar[str] = "--train.total-steps"
+    prepare: ClassVar[str] = "shoal prepare coco"
+    scores: ClassVar[dict[str, tuple[str, ...]]] = {
+        "validation": ("box_AP", "box_AP50", "box_AP75", "mask_AP", "mask_AP50", "mask_AP75")
+    }
+
+    model: MaskRCNNConfig = field(default_factory=MaskRCNNConfig)
+    augment: DetectionAugmentConfig = field(default_factory=DetectionAugmentConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    run: DetectionRunConfig = field(default_factory=DetectionRunConfig)
+
 
 IMMUTABLE = (
     "model",
@@ -82,9 +197,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.coco.source import CATEGORIES
     from shoal.data.coco.synthetic import make_coco
     from shoal.data.images.normalise import Normalisation
-    from shoal.models.detection.mask_rcnn import MaskRCNN
-    from shoal.recipes.mask_rcnn_export import load_weights
-    from shoal.recipes.mask_rcnn_score import Scored, evaluate, gather_results, recorded
+    from shoal.models.detection.mask_rcnn import MaskRCNN, load_weights
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
     from shoal.train.world import run_on_all
@@ -149,7 +262,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         results = None
         if not run.stopped and not run.is_over:
             scored = scored or score()  # a kill came before the end
-            results = gather_results(run.world, scored.found)
+            results = gather_results(run.world, scored.objects)
         return export(config, run, model, categories, scored, results)
 
 
@@ -168,7 +281,7 @@ TARGETS = ("sizes", "boxes", "labels", "num_objects", "masks", "mask_places")
 """Tensors of a batch that the model learns from."""
 
 
-def mean_losses(found: "Mapping[str, Tensor]") -> "Tensor":
+def mean_losses(parts: "Mapping[str, Tensor]") -> "Tensor":
     """Return the parts of the loss, each the sum over images of the mean within one, ``[5]``.
 
     With a mean per image neither the number of workers nor the micro-batch changes the gradient (except by
@@ -176,7 +289,7 @@ def mean_losses(found: "Mapping[str, Tensor]") -> "Tensor":
     """
     import torch
 
-    return torch.stack([(found[name] / found[count].clamp(min=1)).sum() for name, count in LOSSES.items()])
+    return torch.stack([(parts[name] / parts[count].clamp(min=1)).sum() for name, count in LOSSES.items()])
 
 
 def sampling_keys(seed: int, batch: "Batch") -> "Tensor":
@@ -188,6 +301,62 @@ def sampling_keys(seed: int, batch: "Batch") -> "Tensor":
 
     keys = random_keys(seed, Stream.ROI_SAMPLING, batch["epoch"].numpy(), batch["index"].numpy())
     return torch.from_numpy(keys.view(np.int64))
+
+
+# ------------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Arithmetic of a run."""
+
+    batch: BatchPlan
+    schedule: Cosine | Steps
+    lines: tuple[str, ...]
+    """Epochs and learning rates in words."""
+
+
+def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: int) -> Plan:
+    """Return batch, schedule and epochs for so many training images.
+
+    Raises:
+        UsageError: the sizes do not divide, or the schedule does not fit the run.
+    """
+    train = config.train
+    batch = plan_batch(train, num_workers, unit="images")
+    schedule, decay = make_schedule(config.optim, train.total_steps)
+    epochs = train.total_steps * train.global_batch_size / num_examples
+    lines = (
+        f"steps        {train.total_steps:,} = {epochs:,.2f} epochs of {num_examples:,} images",
+        f"rate         {schedule.warmup_from:g} to {schedule.base:g} in {schedule.warmup_steps:,} steps, "
+        f"then {decay}",
+    )
+    return Plan(batch=batch, schedule=schedule, lines=lines)
+
+
+def make_schedule(optim: OptimConfig, total_steps: int) -> tuple[Cosine | Steps, str]:
+    """Return the schedule that the settings name, and its decay in words.
+
+    Raises:
+        UsageError: warm-up or milestones do not fit into the run.
+    """
+    check_warmup("optim", optim.warmup_steps, "train", total_steps)
+    base, end = optim.learning_rate, optim.end_factor * optim.learning_rate
+    warmed = {
+        "base": base,
+        "warmup_steps": optim.warmup_steps,
+        "warmup_from": optim.warmup_factor * base,
+    }
+    if optim.decay == "cosine":
+        return Cosine(**warmed, total_steps=total_steps, end=end), f"to {end:g} along a cosine"  # type: ignore[arg-type]
+    if optim.milestones and optim.milestones[-1] >= total_steps:
+        raise UsageError(
+            f"optim.milestones {optim.milestones} must lie within train.total_steps {total_steps}: lower "
+            "them, or choose --optim.decay cosine"
+        )
+    words = ", ".join(f"{step:,}" for step in optim.milestones)
+    steps = Steps(**warmed, milestones=optim.milestones, factor=optim.milestone_factor)  # type: ignore[arg-type]
+    return steps, f"times {optim.milestone_factor:g} after {words or 'no step'}"
 
 
 # ------------------------------------------------------------------------------------------------- data
@@ -227,7 +396,208 @@ def open_data(
     return source, make_reader(held_out, DetectionTransform(config.validation.view))
 
 
+# ------------------------------------------------------------------------------------------------- evaluation
+
+NAMES: "dict[Kind, str]" = {"bbox": "box", "segm": "mask"}
+_RECORDED = ("AP", "AP50", "AP75")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Objects that were found; on the main worker their scores, too."""
+
+    objects: "Objects"
+    """This worker's part."""
+    truth: "CocoAnnotations | None" = None
+    scores: "list[CocoScore]" = field(default_factory=list)
+    """Of boxes and of masks."""
+
+
+def evaluate(
+    model: "MaskRCNN",
+    reader: "DetectionReader",
+    world: "World",
+    precision: "Precision",
+    *,
+    batch_size: int,
+) -> Scored:
+    """Find objects in all images of ``reader`` and score them; all workers call it.
+
+    The images are cut into the same batches however many workers share them, and an image belongs to one of
+    them, so the figures are the same to the last digit. A batch has images of similar aspect, with little
+    padding, as in training.
+
+    Raises:
+        UsageError: an object of the ground truth has no mask.
+        ShoalError: an image or its annotations cannot be read.
+    """
+    import numpy as np
+
+    from shoal.data.coco.results import KINDS
+    from shoal.data.coco.source import prepared_truth
+    from shoal.train.world import infer
+
+    def detect(batch: "Batch") -> "tuple[Detections, Batch]":
+        inputs = images.like_weights(batch["images"], model)
+        with precision.autocast():
+            return model.detect(inputs, batch["sizes"].to(world.device, non_blocking=True)), batch
+
+    objects: Objects = {kind: {} for kind in KINDS}
+    numbers: list[int] = []
+    was_training = model.training
+    model.eval()
+    width, height = reader.shards.sizes.T
+    by_aspect = np.argsort(width / height, kind="stable")
+    batches = images.shared_batches(reader, world, batch_size, indices=by_aspect)
+    for detections, batch in infer(detect, batches, world.device):
+        add_objects(objects, detections, batch, list(reader.categories))
+        numbers += batch["index"].tolist()
+    model.train(was_training)
+    truth = prepared_truth(
+        reader.shards, reader.categories, range(reader.num_examples) if world.is_main else numbers
+    )
+    scores = [score_across_workers(world, truth, objects[kind], kind) for kind in KINDS]
+    there = [score for score in scores if score]
+    return Scored(objects=objects, truth=truth if there else None, scores=there)
+
+
+def score_across_workers(
+    world: "World",
+    annotations: "CocoAnnotations",
+    detections: "Mapping[int, Sequence[Detection]]",
+    kind: "Kind",
+) -> "CocoScore | None":
+    """Return the figures on the main worker, ``None`` on the others; to the last digit those of one worker.
+
+    Masks are not sent: each worker measures the overlaps of its own, and the main worker sums up scores,
+    areas and overlaps, some 50 bytes per detection.
+
+    Args:
+        detections: objects that this worker found, by id of the image. An image belongs to one worker.
+
+    Raises:
+        UsageError: two workers bring detections of the same image (on the main one); see
+            :func:`~shoal.data.coco.score.overlaps_of` too.
+    """
+    from shoal.data.coco.score import Overlaps, overlaps_of, summarise
+    from shoal.train.world import gather_arrays
+
+    own = overlaps_of(annotations, detections, kind)
+    columns = {field.name: gather_arrays(world, getattr(own, field.name)) for field in fields(Overlaps)}
+    parts = [
+        Overlaps(**{name: column[rank] for name, column in columns.items() if column is not None})
+        for rank in range(world.num_workers)
+        if world.is_main
+    ]
+    return summarise(annotations, parts, kind) if world.is_main else None
+
+
+def recorded(scores: "Sequence[CocoScore]") -> dict[str, float]:
+    """Return the figures for the record, without those that have no object to find."""
+    figures = {f"{NAMES[one.kind]}_{name}": one.figures[name] for one in scores for name in _RECORDED}
+    return {name: value for name, value in figures.items() if value >= 0}
+
+
+def add_objects(
+    objects: "Objects", detections: "Detections", batch: "Batch", categories: Sequence[int]
+) -> None:
+    """Add the detections of a batch, in the images' own sizes.
+
+    Args:
+        objects: by kind and id of the image; both kinds in the same order.
+        detections: of the batch.
+        batch: its ``sizes``, ``original_size`` and ``image_id``, as of ``DetectionReader.batch``.
+        categories: their ids in the order of the labels.
+    """
+    import numpy as np
+
+    from shoal.data.coco.masks import areas, encoded
+    from shoal.data.coco.results import Detection
+
+    sizes = batch["original_size"]
+    boxes = detections.scaled(batch["sizes"], sizes)
+    bitmaps = detections.bitmaps(boxes, [(int(height), int(width)) for height, width in sizes])
+    labels, scores, corners = detections.labels.tolist(), detections.scores.tolist(), boxes.tolist()
+    first = 0
+    for image, count, masks in zip(batch["image_id"].tolist(), detections.counts, bitmaps, strict=True):
+        part = slice(first, first + count)
+        names = [categories[label - 1] for label in labels[part]]
+        shapes = [[x1, y1, x2 - x1, y2 - y1] for x1, y1, x2, y2 in corners[part]]
+        objects["bbox"][image] = [
+            Detection(name, score, box, box[2] * box[3])
+            for name, score, box in zip(names, scores[part], shapes, strict=True)
+        ]
+        rles = encoded(masks.cpu().numpy().astype(np.uint8))
+        objects["segm"][image] = [
+            Detection(name, score, rle, area)
+            for name, score, rle, area in zip(names, scores[part], rles, areas(rles), strict=True)
+        ]
+        first += count
+
+
+def results_of(
+    objects: "Mapping[Kind, Mapping[int, Sequence[Detection]]]", image: int
+) -> list[dict[str, Any]]:
+    """Return the objects of an image as in COCO's results."""
+    return [
+        {"category_id": box.category_id, "score": box.score, "bbox": box.shape, "segmentation": mask.shape}
+        for box, mask in zip(objects["bbox"][image], objects["segm"][image], strict=True)
+    ]
+
+
+def gather_results(
+    world: "World", objects: "Mapping[Kind, Mapping[int, Sequence[Detection]]]"
+) -> list[Any] | None:
+    """Return COCO's results of all workers by image id on the main worker, ``None`` on the others."""
+    import numpy as np
+
+    from shoal.json_text import parse_json
+    from shoal.train.world import gather_arrays
+
+    own = [
+        {"image_id": image, **result} for image in objects["bbox"] for result in results_of(objects, image)
+    ]
+    parts = gather_arrays(world, np.frombuffer(json.dumps(own).encode(), dtype=np.uint8))
+    if not world.is_main or parts is None:
+        return None
+    entries = [
+        entry
+        for rank, part in enumerate(parts)
+        for entry in parse_json(part.tobytes(), f"the detections of worker {rank}")
+    ]
+    return sorted(entries, key=lambda entry: int(entry["image_id"]))
+
+
 # ------------------------------------------------------------------------------------------------- export
+
+FORMAT = "shoal-mask-rcnn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A detector, its categories, and the sizes of its inputs; images are normalised as ImageNet's."""
+
+    model: "MaskRCNN"
+    categories: dict[int, str]
+    """Names by id, in the order of the labels 1, 2, …."""
+    shorter: int
+    """Length of an image's shorter side, in pixels, unless the longer one would exceed its limit."""
+    longer: int
+    """Limit of the longer side, in pixels."""
+
+
+def _network(tree: Mapping[str, Any]) -> MaskRCNNConfig:
+    """Return the form of a network that was written; what depends on ``weights`` is spelt out."""
+    known = {one.name for one in fields(MaskRCNNConfig)}
+    if strange := [name for name in tree if name not in known]:
+        raise TypeError(f"no setting of a detector is called {strange[0]}")
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()
+    }
+    weights = values.pop("weights", None)
+    config = MaskRCNNConfig(**values, weights=Path(weights) if weights else None)
+    return replace(config, weights=None, frozen_stages=config.stages_frozen, frozen_norms=config.norms_frozen)
+
 
 RESULTS, SCORES = "results.json", "scores.json"
 """Files of the run directory: what was found at the end, in COCO's form, and all figures."""
@@ -245,18 +615,17 @@ def export(
     from shoal.atomic_io import write_json
     from shoal.data.coco import score as coco
     from shoal.data.coco.results import write_results
-    from shoal.recipes.mask_rcnn_export import Exported, write_export
 
     directory, validation = required(run.directory), config.validation
 
     def write(_: Path) -> None:
-        found = required(scored)
+        last = required(scored)
         write_results(directory / RESULTS, required(results))
-        write_json(directory / SCORES, coco.as_tree(required(found.truth), found.scores))
+        write_json(directory / SCORES, coco.as_tree(required(last.truth), last.scores))
         detector = Exported(
             model=model, categories=categories, shorter=validation.shorter, longer=validation.longer
         )
-        write_export(detector, directory / NETWORK)
+        use.write_export(detector, directory / NETWORK)
 
     return run.finish(
         write,
@@ -265,6 +634,311 @@ def export(
             f"{directory / SCORES}, the model in {directory / NETWORK}"
         ),
     )
+
+
+# ------------------------------------------------------------------------------------------------- use
+
+DETECTED = ".objects"
+"""Between the name of an image and those of the files about its objects."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskRCNNPredictConfig(PredictConfig):
+    """The detector, the objects to look for, and where pictures and lists of them go."""
+
+    model: Annotated[Path, Parameter(name=("--model", "--checkpoint"), group=REQUIRED)]
+    """A run of `shoal train mask_rcnn`, one of its checkpoints, or a directory that `shoal export` wrote."""
+    out: Path = Path("predictions")
+    """Output folder."""
+    min_score: float = 0.5
+    """Minimum score of an object."""
+    classes: tuple[str, ...] = ()
+    """Categories to detect; default: all."""
+    batch_size: Annotated[int, Parameter(parse=False)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.min_score <= 1:
+            raise UsageError(f"--min-score {self.min_score} must be from 0 to 1")
+
+    def check_out(self) -> None:
+        """Leave the folder to the workers, which make it."""
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Print a line for each image; its files are written."""
+        for row in rows:
+            print(f"{row['image']}: {row['found']} ({row['picture']})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskRCNNEvaluateConfig(EvaluateConfig):
+    """The detector, the images, and where figures go."""
+
+    model: Annotated[Path, Parameter(group=REQUIRED)]
+    """A run of `shoal train mask_rcnn`, one of its checkpoints, or a directory that `shoal export` wrote."""
+    data: Annotated[str, Parameter(group=REQUIRED)]
+    """Directory that `shoal prepare coco` wrote, or s3://BUCKET/PREFIX of one."""
+    split: Literal["validation", "train"] = "validation"
+    """Part of its images to score."""
+    batch_size: int = 1
+    """Images a worker computes at once. It does not follow the number of workers, so scores do not."""
+    channels_last: bool = False
+    """Compute with channels last."""
+    out: Path | None = None
+    """Folder for results.json, objects in COCO's form, and scores.json; default: only print the scores."""
+
+
+class Detecting(images.ImageUse):
+    """Detects objects in images, lists them in JSON and draws them."""
+
+    Predict, Evaluate = MaskRCNNPredictConfig, MaskRCNNEvaluateConfig
+
+    @classmethod
+    def read_checkpoint(cls, source: Path) -> tuple[Exported, int]:
+        from shoal.data.coco.source import read_categories
+        from shoal.models.detection.mask_rcnn import MaskRCNN
+        from shoal.train.checkpoint import load_model
+
+        run_dir = find_run(source, "--model")
+        config = load_toml(run_dir / CONFIG_FILE)
+        try:
+            network, validation = _network(config["model"]), config["validation"]
+            shorter, longer = int(validation["shorter"]), int(validation["longer"])
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{run_dir} is not a run of `shoal train mask_rcnn` ({error})") from None
+        categories = read_categories(description_in(run_dir))
+        model = MaskRCNN(network, len(categories))
+        step = load_model(source, model)
+        return Exported(model=model, categories=categories, shorter=shorter, longer=longer), step
+
+    @classmethod
+    def read_export(cls, directory: Path) -> Exported:
+        from safetensors.torch import load_file
+
+        from shoal.models.detection.mask_rcnn import MaskRCNN
+
+        with images.reading(directory):
+            tree = images.read_tree(directory, FORMAT)
+            categories = {int(one["id"]): str(one["name"]) for one in tree["categories"]}
+            model = MaskRCNN(_network(tree["model"]), len(categories))
+            model.load_state_dict(load_file(directory / images.WEIGHTS))
+            shorter, longer = int(tree["shorter"]), int(tree["longer"])
+        return Exported(model=model, categories=categories, shorter=shorter, longer=longer)
+
+    @classmethod
+    def write_export(cls, network: Exported, out: Path) -> None:
+        tree = {
+            "format": FORMAT,
+            "model": {
+                name: value for name, value in asdict(network.model.config).items() if name != "weights"
+            },
+            "categories": [{"id": number, "name": name} for number, name in network.categories.items()],
+            "shorter": network.shorter,
+            "longer": network.longer,
+        }
+        images.write_directory(out, network.model, tree)
+
+    def read(self, inputs: tuple[Path, ...]) -> list[list[Path]]:
+        """Return the images; two that would be written under one name are refused."""
+        (files,) = super().read(inputs)
+        names: dict[str, Path] = {}
+        for file in files:
+            other = names.setdefault(file.stem, file)
+            if other != file:
+                raise UsageError(
+                    f"{other} and {file}: both would be written as {file.stem}{DETECTED}.png; predict them "
+                    "into different folders (--out)"
+                )
+        return [list(dict.fromkeys(files))]
+
+    def read_model(self) -> None:
+        self.detector: Exported = self.read_network(self.settings.model)
+        self.detector.model.to(self.world.device).eval()
+
+    def outputs(self, data: list[Path]) -> list[Row] | None:
+        """Write the objects of this worker's images; return a row about each image of all workers."""
+        from shoal.train.world import all_gather_json, infer
+
+        world, precision, settings = self.world, self.precision, self.settings
+        classes = known_classes(settings.classes, settings.model, [*self.detector.categories.values()])
+        require_writable(settings.out)
+
+        def detect(path: Path) -> "tuple[Path, Pixels, list[dict[str, Any]]]":
+            pixels = pixels_of(path)
+            return path, pixels, objects_in(self.detector, pixels, world.device, precision)
+
+        rows = []
+        for path, pixels, detected in infer(
+            detect, data[world.place.rank :: world.num_workers], world.device
+        ):
+            sure = [one for one in detected if one["score"] >= settings.min_score]
+            objects = [one for one in sure if one["category"] in classes]
+            rows.append(write_objects(settings.out, path, pixels, objects, self.detector, precision))
+        parts = all_gather_json(world.control, rows)
+        in_order = [row for part in zip_longest(*parts) for row in part if row is not None]
+        return in_order if world.is_main else None
+
+    def rows(self, data: list[Path], outputs: list[Row]) -> Iterator[Row]:
+        return iter(outputs)
+
+    def labelled(self, inputs: tuple[Path, ...]) -> list[ImageShards]:
+        from shoal.data.coco.source import read_categories
+
+        model, data = self.settings.model, self.settings.data
+        if self.detector.categories != read_categories(data):
+            raise UsageError(f"--model {model}: its categories are not those of the images {data}")
+        return [ImageShards(data, self.settings.split)]
+
+    def score(self, data: ImageShards) -> str | None:
+        """Return COCO's metrics of boxes and masks."""
+        import torch
+
+        from shoal.atomic_io import write_json
+        from shoal.data.coco import score as coco
+        from shoal.data.coco.reader import DetectionReader
+        from shoal.data.coco.results import write_results
+        from shoal.data.coco.transform import DetectionTransform
+        from shoal.data.images.reader import default_decode_threads
+
+        detector, world, out = self.detector, self.world, self.settings.out
+        if self.settings.channels_last:
+            detector.model.to(memory_format=torch.channels_last)
+        reader = DetectionReader(
+            data,
+            DetectionTransform(ValidationConfig(shorter=detector.shorter, longer=detector.longer).view),
+            categories=detector.categories,
+            seed=0,
+            threads=default_decode_threads(world.place.num_local_workers),
+        )
+        size = self.settings.batch_size
+        scored = evaluate(detector.model, reader, world, self.precision, batch_size=size)
+        results = gather_results(world, scored.objects)
+        if results is None or scored.truth is None:
+            return None
+        if out is not None:
+            write_results(out / RESULTS, results)
+            write_json(out / SCORES, coco.as_tree(scored.truth, scored.scores))
+        return "\n".join(
+            f"{NAMES[score.kind]}, in {self.precision.name}\n{score.table()}" for score in scored.scores
+        )
+
+
+def objects_in(
+    detector: Exported, pixels: "Pixels", device: "torch.device", precision: "Precision"
+) -> list[dict[str, Any]]:
+    """Return the objects of a picture uint8 ``[H, W, 3]``, the surest first, as in COCO's results.
+
+    Each has ``category_id``, ``category`` (its name), ``score``, ``bbox`` (x, y, width, height in pixels) and
+    ``segmentation`` (run lengths). The picture is brought to the form of the run's validation images.
+    """
+    import numpy as np
+    import torch
+
+    from shoal.data.coco.augment import SIZE_STEP, placement
+    from shoal.data.coco.results import KINDS
+    from shoal.data.coco.transform import unflipped_pixels
+    from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
+    from shoal.data.images.pixels import finish
+    from shoal.data.images.transform import normalisation
+
+    height, width, _ = pixels.shape
+    view = DetectionAugmentConfig(shorter=(detector.shorter,), longer=detector.longer, flip=0.0)
+    place = placement(view, (0, 0, 0), height, width)
+    frame = [-(-side // SIZE_STEP) * SIZE_STEP for side in place.frame]
+    image = np.zeros((1, 3, *frame), dtype=np.float32)
+    scale, shift = normalisation(IMAGENET_MEAN, IMAGENET_STD)
+    part = image[0, :, : place.frame[0], : place.frame[1]]
+    finish(unflipped_pixels(pixels, place), part, scale=scale, shift=shift)
+    batch = {
+        "sizes": torch.tensor([place.frame]),
+        "original_size": torch.tensor([[height, width]]),
+        "image_id": torch.tensor([0]),
+    }
+    with torch.inference_mode(), precision.autocast():
+        detections = detector.model.detect(torch.from_numpy(image).to(device), batch["sizes"].to(device))
+    objects: Objects = {kind: {} for kind in KINDS}
+    add_objects(objects, detections, batch, list(detector.categories))
+    return [{"category": detector.categories[one["category_id"]], **one} for one in results_of(objects, 0)]
+
+
+def pixels_of(path: Path) -> "Pixels":
+    """Return an image as ``[H, W, 3]``, upright.
+
+    Raises:
+        UsageError: it cannot be decoded.
+    """
+    from shoal.data.images.files import read_image
+    from shoal.data.images.transform import decode
+
+    image = read_image(path)
+    try:
+        return decode(image)
+    except ShoalError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def known_classes(classes: Sequence[str], model: Path, known: Sequence[str]) -> set[str]:
+    """Return the categories to detect; those of ``classes``, or all.
+
+    Raises:
+        UsageError: the model does not know one.
+    """
+    for name in classes:
+        if name not in known:
+            raise UsageError(
+                f"--classes {name!r} is none of the {len(known)} that the model {model} knows: "
+                f"{', '.join(known[:5])}{', …' * (len(known) > 5)}.{did_you_mean(name, known)}"
+            )
+    return set(classes or known)
+
+
+def write_objects(
+    out: Path,
+    path: Path,
+    pixels: "Pixels",
+    objects: Sequence[dict[str, Any]],
+    detector: Exported,
+    precision: "Precision",
+) -> dict[str, str]:
+    """Write the objects of an image as JSON and drawn; return a row about them.
+
+    Raises:
+        ShoalError: a file cannot be written.
+    """
+    from shoal.atomic_io import write_atomically
+    from shoal.data.coco.drawing import drawn, png
+
+    height, width, _ = pixels.shape
+    tree = {"image": str(path), "height": height, "width": width, "objects": objects}
+    text = json.dumps({**tree, "precision": precision.name}, indent=1, ensure_ascii=False)
+    target = out / f"{path.stem}{DETECTED}"
+    write_atomically(target.with_name(f"{target.name}.json"), f"{text}\n".encode())
+    picture = target.with_name(f"{target.name}.png")
+    write_atomically(picture, png(drawn(pixels, _drawn_objects(objects, detector, height, width))))
+    counts = Counter(one["category"] for one in objects)
+    found = ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "nothing found"
+    return {"image": str(path), "found": found, "picture": str(picture)}
+
+
+def _drawn_objects(
+    objects: Sequence[dict[str, Any]], detector: Exported, height: int, width: int
+) -> "list[Drawn]":
+    """Return them as they are drawn, the surest last."""
+    from shoal.data.coco.drawing import Drawn
+    from shoal.data.coco.masks import bitmaps
+
+    labels = {number: label for label, number in enumerate(detector.categories, 1)}
+    masks = bitmaps([one["segmentation"] for one in objects], height, width).astype(bool)
+    found = []
+    for one, mask in zip(objects, masks, strict=True):
+        x, y, w, h = one["bbox"]
+        text = f"{one['category']} {one['score']:.0%}"
+        label = labels[one["category_id"]]
+        found.append(Drawn(label=label, text=text, box=(x, y, x + w, y + h), mask=mask))
+    return found[::-1]
+
+
+use = Detecting
 
 
 # ------------------------------------------------------------------------------------------------- dry run

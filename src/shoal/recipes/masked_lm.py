@@ -1,25 +1,32 @@
-"""Opens text, scores and exports for the scripts ``albert.py`` and ``bert.py``."""
+"""Opens text, scores, exports and uses models for the scripts ``albert.py`` and ``bert.py``."""
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+
+from cyclopts import Parameter
 
 from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
-from shoal.recipes import Sample, load
+from shoal.recipes import Row, Sample, Use, finetuning, squad, use_of
+from shoal.recipes.model_source import TRANSFORMERS, find_model, find_run, recipe_of
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
+    kept_tokenizer,
     open_shards,
     read_manifest,
     tokenizer_files,
     write_synthetic_text,
 )
+from shoal.recipes.squad import SQUAD_SCORES, ShortFinetuneConfig, SquadConfig
+from shoal.recipes.using import PredictConfig
 from shoal.train.config import (
+    REQUIRED,
     DistributedConfig,
     LoopConfig,
     PhasesOptimConfig,
@@ -27,20 +34,31 @@ from shoal.train.config import (
     ServersConfig,
     activation_bytes,
     check_wire,
+    load_toml,
+    required,
     settings_lines,
 )
+from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
     from torch import Tensor
 
     from shoal.data.text.examples import ExampleReader
+    from shoal.data.text.fill_mask import MaskedTexts
     from shoal.data.text.segments import PairTask
+    from shoal.data.text.shards import TextShards
     from shoal.models.pretraining import Pretraining
+    from shoal.models.tasks import MaskedLM
     from shoal.record import Evaluation
+    from shoal.train.run import Run
+    from shoal.train.step import Step
+    from shoal.train.world import Float32Array
+
+    Opened = tuple[Pretraining | MaskedLM, Tokenizer, int]
 
 SENTENCE_TASKS = {"sop": "sentence order", "nsp": "next sentence"}
-SQUAD_SCORES = ("exact_match", "f1")
-"""Scores of SQuAD, in percent; in 2.0 the first is called exact."""
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -60,29 +78,14 @@ class TextConfig(PreparedTextConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortFinetuneConfig:
-    """Scores during pretraining: a copy of the model is finetuned on SQuAD at chosen steps."""
+class Phase:
+    """A phase of pretraining, by the sections of the settings that define it."""
 
-    at: tuple[int, ...] = ()
-    """Steps after which the model is finetuned and scored, such as --finetune.at 5000 10000."""
-    data: Path | None = None
-    """Training questions, the official JSON of SQuAD 1.1 or 2.0."""
-    eval: Path | None = None
-    """Questions to score on."""
-    total_steps: int = 8_144
-    """Optimizer steps of each finetuning."""
-    global_batch_size: int = 48
-    """Windows in one finetuning step, over all workers."""
-    micro_batch_size: int | None = None
-    """Windows per worker and forward pass; default: the largest divisor of its share up to 64."""
-    learning_rate: float = 3e-5
-    """Learning rate of finetuning, after warm-up in a tenth of its steps."""
-    max_seq_length: int = 384
-    """Maximum tokens of a window of a paragraph, special tokens included."""
-    doc_stride: int = 128
-    """Tokens from the begin of a window to the begin of the next."""
-    max_question_length: int = 64
-    """Maximum tokens of a question; longer questions are truncated."""
+    section: str
+    sizes: Any
+    lengths: Any
+    rates: Any
+    pairs: "PairTask"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,8 @@ class MaskedLMConfig:
     memory_remedy: ClassVar[str] = "--model.activation-checkpointing"
     pairs: ClassVar[Literal["sop", "nsp"]]
     """The task about two sentences, in the names of its scores."""
+    recipe: ClassVar[str]
+    """Name of the recipe."""
 
     model: EncoderConfig
     data: TextConfig = field(default_factory=TextConfig)
@@ -103,6 +108,11 @@ class MaskedLMConfig:
     run: RunConfig = field(default_factory=RunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     servers: ServersConfig = field(default_factory=ServersConfig)
+
+    @property
+    def whole_phase(self) -> "Phase":
+        """The one phase of a run whose model is divided over workers."""
+        raise NotImplementedError
 
     @property
     def sentence_task(self) -> Literal["sop", "nsp"] | None:
@@ -178,10 +188,17 @@ def open_text(
         pairs: the sentence task, ALBERT's order or BERT's next sentence, or none.
         verify: read every byte once.
     """
+    shards = open_shards(config.data, config.model.vocab_size, verify=verify)
+    return open_examples(config, shards, lengths, pairs=pairs)
+
+
+def open_examples(
+    config: MaskedLMConfig, shards: "tuple[TextShards, TextShards]", lengths: Any, *, pairs: "PairTask"
+) -> tuple["ExampleReader", "ExampleReader"]:
+    """Return the readers of the examples of text that is open, as :func:`open_text` does."""
     from shoal.data.text.examples import ExampleConfig, ExampleReader
 
     data = config.data
-    read_manifest(data).check_vocabulary(config.model.vocab_size)
     examples = ExampleConfig(
         max_seq_length=lengths.max_seq_length,
         max_predictions_per_seq=lengths.max_predictions_per_seq,
@@ -192,7 +209,7 @@ def open_text(
         short_seq_prob=data.short_seq_prob,
         seed=config.train.seed,
     )
-    train, held_out = open_shards(data, verify=verify)
+    train, held_out = shards
     return ExampleReader(train, examples), ExampleReader(held_out, examples)
 
 
@@ -236,25 +253,60 @@ def verdict(task: str | None, scores: "Evaluation", references: dict[str, float]
     )
 
 
+# ------------------------------------------------------------------------------------------------- SQuAD
+
+
+def scored_by_finetuning(
+    steps: "Iterator[Step]",
+    config: MaskedLMConfig,
+    model: "Pretraining",
+    text: "TextShards",
+    run: "Run",
+) -> "Iterator[Step]":
+    """Yield the steps of a loop; after those of ``finetune.at``, score a copy of the model on SQuAD.
+
+    A signal stops the run in the middle of a finetuning; continued, it begins with the score.
+
+    Raises:
+        UsageError: the questions are not there, or do not go with the model.
+    """
+
+    def write(directory: Path) -> None:
+        write_export(model, text.tokenizer_file, directory)
+
+    def is_due() -> bool:
+        return run.step in config.finetune.at and run.lacks_scores("squad")
+
+    for step in steps:
+        if is_due():
+            squad.score_pretraining(short_finetuning(config), write, run)
+        else:  # after a score the run yields the step again, unless the score is its target
+            yield step
+    if is_due() and not squad.score_pretraining(short_finetuning(config), write, run):
+        run.end_early(is_reached=False)
+
+
+def short_finetuning(config: MaskedLMConfig) -> SquadConfig:
+    """Return the settings of a short finetuning inside a pretraining."""
+    return squad.short_config(config.finetune, config.train, config.distributed, config.servers)
+
+
 # ------------------------------------------------------------------------------------------------- export
 
 
 def write_export(
-    model: "Pretraining", data: Path, out: Path, read: "Callable[[str], Tensor] | None" = None
+    model: "Pretraining", tokenizer_file: Path, out: Path, read: "Callable[[str], Tensor] | None" = None
 ) -> None:
-    """Write ``model`` with the tokenizer of the prepared text ``data``, whole or not at all.
-
-    An older export in ``out`` is replaced.
+    """Write ``model`` with its tokenizer, whole or not at all; an older export in ``out`` is replaced.
 
     Args:
         read: returns a weight by its name in transformers; default: as the model has it.
     """
     from tokenizers import Tokenizer
 
-    from shoal.data.manifest import Manifest
     from shoal.models.directory import save
 
-    tokenizer = Tokenizer.from_file(str(data / Manifest.load(data).tokenizer.file))
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
     save(model, out, tokenizer=tokenizer_files(tokenizer, model), read=read)
 
 
@@ -310,6 +362,139 @@ def trial(config: ConfigT, folder: Path) -> ConfigT:
     return replace(config, data=replace(config.data, path=folder, short_seq_prob=0.0))
 
 
+# ------------------------------------------------------------------------------------------------- use
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillMaskConfig(PredictConfig):
+    """The model, and the texts with masks."""
+
+    model: Annotated[Path, Parameter(group=REQUIRED)]
+    """A run of `shoal train albert` or `shoal train bert`, one of its checkpoints, a transformers directory
+    with its tokenizer and a masked-LM head, or hub:NAME."""
+    text: str | None = None
+    """One text with [MASK] in it, instead of files."""
+    top: int = 5
+    """Tokens to list for each mask, the likeliest first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top < 1:
+            raise UsageError(f"--top {self.top} must be at least 1")
+
+    @property
+    def has_one_input(self) -> bool:
+        return self.text is not None
+
+
+class Encoder(Use):
+    """Fills masks with a pretrained encoder, and exports it."""
+
+    Predict = FillMaskConfig
+    one_input = "--text"
+    export_folder = TRANSFORMERS
+    sizes: ClassVar[type[Any]]
+    """Settings of the recipe's models."""
+
+    @classmethod
+    def export(cls, source: Path, out: Path | None, dtype: "torch.dtype") -> Path:
+        run = find_run(source, "SOURCE")
+        model, step = cls.read_checkpoint(source)
+        out = out or run / f"{TRANSFORMERS}-{step}"
+        write_export(model.to(dtype), kept_tokenizer(run), out)
+        return out
+
+    @classmethod
+    def read_checkpoint(cls, source: Path) -> "tuple[Pretraining, int]":
+        """Return the model of a checkpoint, and its step.
+
+        Raises:
+            ShoalError: there is no checkpoint, or it is damaged.
+        """
+        from shoal.models.pretraining import new_encoder
+        from shoal.train.checkpoint import load_model
+
+        sizes = dict(load_toml(find_run(source, "SOURCE") / CONFIG_FILE)["model"])
+        sizes.pop("checkpoint_path", None)
+        model = new_encoder(cls.sizes(**sizes))
+        return model, load_model(source, model)
+
+    def read_model(self) -> None:
+        model, self.tokenizer, self.length = read_masked_lm(self.settings.model)
+        self.model = model.to(self.world.device)
+
+    def read(self, inputs: tuple[Path, ...]) -> list[list[str]]:
+        from shoal.data.text.fill_mask import read_lines
+
+        text = self.settings.text
+        return [[text] if text is not None else [line for path in inputs for line in read_lines(path)]]
+
+    def describe(self, data: list[str]) -> str:
+        return f"texts        {len(data):,}"
+
+    def outputs(self, data: list[str]) -> "tuple[MaskedTexts, Float32Array] | None":
+        """Return the masks, and the likeliest tokens of each and their probabilities, ``[masks, 2 top]``."""
+        import torch
+
+        from shoal.data.text.fill_mask import make_masked_texts
+        from shoal.models.encoder import packed_inputs
+        from shoal.models.pretraining import at_least_fp32
+
+        model, top, size = self.model, self.settings.top, self.settings.batch_size
+        texts = make_masked_texts(data, self.tokenizer, max_seq_length=self.length)
+
+        def likeliest(batch: Any) -> torch.Tensor:
+            rows = batch["cu_seqlens"][:-1].long() + batch["masked"]
+            hidden = model.encoder(**packed_inputs(batch), wanted=rows)
+            best = at_least_fp32(model.mlm_logits(hidden)).softmax(1).topk(top)
+            return torch.cat([best.indices.float(), best.values], dim=1)  # ids below 2^24 are exact
+
+        best = finetuning.outputs_of(model, texts, likeliest, self.world, self.precision, batch_size=size)
+        return None if best is None else (texts, best)
+
+    def rows(self, data: list[str], outputs: "tuple[MaskedTexts, Float32Array]") -> Iterator[Row]:
+        (texts, best), top = outputs, self.settings.top
+        masks: list[list[Row]] = [[] for _ in data]
+        for text, row in zip(texts.text_of.tolist(), best, strict=True):
+            tokens, chances = row[:top].astype("int64").tolist(), row[top:].tolist()
+            listed = [
+                {"token": self.tokenizer.id_to_token(token), "probability": chance}
+                for token, chance in zip(tokens, chances, strict=True)
+            ]
+            masks[text].append({**listed[0], "top": listed})
+        for number, (shown, filled) in enumerate(zip(data, masks, strict=True), start=1):
+            yield {"id": number, "text": shown, "masks": filled}
+
+
+def read_masked_lm(path: Path) -> "Opened":
+    """Return the model that ``path`` names, its tokenizer and the most tokens of a sequence.
+
+    Raises:
+        UsageError: there is no such model, or it has no masked-LM head.
+        ShoalError: its files are damaged.
+    """
+    from shoal.data.text.tokenizer import read_tokenizer
+    from shoal.models.directory import resolve
+    from shoal.models.tasks import MaskedLM, load_task_model
+
+    source = find_model(path)
+    if source.checkpoint is not None:
+        run = required(source.run)
+        use = use_of(recipe := recipe_of(run))
+        if use is None or not issubclass(use, Encoder):
+            raise UsageError(f"{run} is a run of {recipe}, which fills no masks: name one of albert or bert")
+        model, _ = use.read_checkpoint(source.checkpoint)
+        tokenizer = read_tokenizer(kept_tokenizer(run), lowercase=True)
+        return model, tokenizer, model.config.max_position_embeddings
+    directory = resolve(required(source.directory))
+    masked = load_task_model(MaskedLM, directory)
+    if masked.new_parts:
+        raise UsageError(
+            f"--model {path} has no masked-LM head ({masked.new_parts[0]} is missing): name a pretrained one"
+        )
+    return masked, finetuning.read_source_tokenizer(directory), finetuning.longest_sequence(directory)
+
+
 # ------------------------------------------------------------------------------------------------- dry run
 
 
@@ -361,8 +546,7 @@ def describe(
         )
     if config.finetune.at:
         plan_batch(config.finetune, num_workers, section="finetune")
-        squad = load("squad")
-        squad.read_files(squad.short_config(config).data)
+        squad.read_files(short_finetuning(config).data)
     memory = max(memories, key=lambda estimate: estimate.total_bytes)
     parameters = f"parameters   {num_parameters:,}"
     return [*settings_lines(config), *lines, parameters, f"memory       {memory}"]

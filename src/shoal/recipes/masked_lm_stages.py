@@ -1,55 +1,33 @@
 """Pretrains ALBERT, BERT and their relatives divided over workers: pipeline stages, and shards of replicas.
 
-``albert.py`` and ``bert.py`` call :func:`pretrain` where ``parallel.pipeline`` or ``parallel.shard`` divides
+It trains instead of ``albert.py`` and ``bert.py`` where ``parallel.pipeline`` or ``parallel.shard`` divides
 the model. Sequences are padded, since stages have fixed shapes; losses, weights and dropout are those of
 a run whose workers have the whole model, and a run continues in any layout.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.decide.batch import BatchPlan
 from shoal.env.worker import WorkerEnv
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import masked_lm
-from shoal.recipes.bert import BertConfig
+from shoal.recipes import masked_lm, script
+from shoal.recipes.masked_lm import MaskedLMConfig
+from shoal.recipes.model_source import TRANSFORMERS
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights
-from shoal.train.config import required, schedule_of
+from shoal.train.config import schedule_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.data.text.padded_examples import PaddedExamples
     from shoal.pipelining.runtime import Pipeline
-    from shoal.recipes.albert import AlbertConfig
     from shoal.train.run import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Phase:
-    """The one phase of a run in stages, by the sections of the settings that it is made of."""
-
-    section: str
-    sizes: Any
-    lengths: Any
-    rates: Any
-    pairs: Any
-
-
-def _phase_of(config: "AlbertConfig | BertConfig") -> _Phase:
-    if isinstance(config, BertConfig):
-        ((section, phase),) = config.phases
-        return _Phase(section=section, sizes=phase, lengths=phase, rates=phase, pairs=config.pair_task)
-    return _Phase(section="train", sizes=config.train, lengths=config.data, rates=config.optim, pairs="order")
-
-
-def pretrain(
-    config: "AlbertConfig | BertConfig", recipe: str, immutable: Sequence[str], worker: WorkerEnv | None
-) -> int:
+def main(config: MaskedLMConfig, worker: WorkerEnv | None = None) -> int:
     """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code.
 
     Raises:
@@ -70,7 +48,9 @@ def pretrain(
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
-    phase, parallel, task = _phase_of(config), config.parallel, config.sentence_task
+    phase, parallel, task = config.whole_phase, config.parallel, config.sentence_task
+    recipe, immutable = config.recipe, script(config.recipe).IMMUTABLE
+    sizes: Any = config.model
     with (
         Run.open(config=config, recipe=recipe, immutable=immutable, worker=worker) as run,
         ExitStack() as stack,
@@ -80,13 +60,13 @@ def pretrain(
         train, held_out = masked_lm.open_text(
             config, phase.lengths, pairs=phase.pairs, verify=run.world.is_main
         )
-        keep_tokenizer(config.data, run)
+        keep_tokenizer(train.shards, run)
         references = masked_lm.reference_lines(task, held_out, config.run.validation_samples)
         replica = run.world.place.rank // parallel.pipeline
 
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)
-        model = new_encoder(config.model)
+        model = new_encoder(sizes)
         load_weights(model, config.model)
         run.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         reader = PaddedExamples(train)
@@ -135,12 +115,12 @@ def pretrain(
             score()
 
         return run.finish(
-            lambda directory: _export(model, required(config.data.path), directory),
+            lambda directory: _export(model, train.shards.tokenizer_file, directory),
             lambda last: masked_lm.verdict(task, last["validation"], references),
         )
 
 
-def _export(model: Any, text: Path, directory: Path) -> None:
+def _export(model: Any, tokenizer_file: Path, directory: Path) -> None:
     """Write the model of the last checkpoint, one tensor at a time: no worker has all weights."""
     from shoal.train.checkpoint import stored_model
 
@@ -150,7 +130,7 @@ def _export(model: Any, text: Path, directory: Path) -> None:
     def read(name: str) -> "Tensor":
         return stored[f"{prefix}.{name}"]()
 
-    masked_lm.write_export(model, text, directory / "transformers", read)
+    masked_lm.write_export(model, tokenizer_file, directory / TRANSFORMERS, read)
 
 
 def _evaluate(

@@ -21,8 +21,8 @@ from shoal.atomic_io import PARTIAL, publish
 from shoal.errors import UsageError, import_extra
 from shoal.models.directory import load_weights, model_type_of
 from shoal.models.text_config import input_names
-from shoal.recipes import resnet50_export
-from shoal.recipes.export import export_any
+from shoal.recipes import resnet50
+from shoal.recipes.export import export_model
 from shoal.recipes.finetuning import read_model_config
 from shoal.recipes.model_source import find_model
 
@@ -48,7 +48,7 @@ def export_onnx(source: Path, file: Path, out: Path | None = None) -> None:
         source: a directory that `shoal export` or a finetuning wrote, or a run or one of its checkpoints,
             which is exported first.
         file: to write.
-        out: of a run: the directory of that export, as for :func:`~shoal.recipes.export.export_any`.
+        out: of a run: the directory of that export, as for :func:`~shoal.recipes.export.export_model`.
 
     Raises:
         UsageError: the model has no form in ONNX here, or the extra ``onnx`` is not installed.
@@ -60,19 +60,19 @@ def export_onnx(source: Path, file: Path, out: Path | None = None) -> None:
         raise UsageError(f"--onnx {file}: there is no folder {file.resolve().parent}; make it first")
     found = find_model(source, "SOURCE", kinds=("run", "checkpoint", "export"))
     directory = None if found.kind == "checkpoint" else found.directory
-    directory = directory or export_any(source, out)
-    if (form := read_model_config(directory).get("format")) == resnet50_export.FORMAT:
-        _export_network(resnet50_export.read_export(directory), file)
+    directory = directory or export_model(source, out)
+    if (form := read_model_config(directory).get("format")) == resnet50.FORMAT:
+        _export_network(resnet50.use.read_export(directory), file)
     elif form is not None:
         raise UsageError(
             f"{directory}: networks of the form {form} are not written as ONNX, only encoders and "
-            f"{resnet50_export.FORMAT}"
+            f"{resnet50.FORMAT}"
         )
     else:
         _export_encoder(directory, file)
 
 
-def _export_network(found: resnet50_export.Exported, file: Path) -> None:
+def _export_network(found: resnet50.Exported, file: Path) -> None:
     model = found.model.eval()
     inputs = {"images": torch.zeros(_TRACED_BATCH, 3, found.size, found.size)}
     _write(model, inputs, ["logits"], {0: Dim("batch")}, file)

@@ -50,15 +50,14 @@ def read_manifest(data: PreparedTextConfig) -> "Manifest":
     return Manifest.load(data.path)
 
 
-def keep_tokenizer(data: PreparedTextConfig, run: "Run") -> None:
+def keep_tokenizer(text: "TextShards", run: "Run") -> None:
     """Copy the tokenizer and the manifest of the text into the run directory, for exports."""
     from shoal.data.manifest import MANIFEST
     from shoal.train.run_dir import keep_description
 
     if run.directory is not None and run.world.is_main:
-        folder = required(data.path)
-        files = (MANIFEST, read_manifest(data).tokenizer.file)
-        keep_description(run.directory, lambda name: (folder / name).read_bytes(), *files)
+        files = (MANIFEST, text.manifest.tokenizer.file)
+        keep_description(run.directory, lambda name: (text.directory / name).read_bytes(), *files)
 
 
 def write_synthetic_text(folder: Path, vocab_size: int) -> None:
@@ -96,13 +95,39 @@ def write_synthetic_text(folder: Path, vocab_size: int) -> None:
     ).save(folder)
 
 
-def open_shards(data: PreparedTextConfig, *, verify: bool) -> "tuple[TextShards, TextShards]":
-    """Return the shards of training and held-out text; ``verify`` compares them as the settings ask."""
+def kept_tokenizer(run_dir: Path) -> Path:
+    """Return the tokenizer that :func:`keep_tokenizer` copied.
+
+    Raises:
+        UsageError: the run has none.
+    """
+    from shoal.data.manifest import Manifest
+    from shoal.train.run_dir import description_in
+
+    folder = description_in(run_dir)
+    return folder / Manifest.load(folder).tokenizer.file
+
+
+def open_shards(
+    data: PreparedTextConfig, vocab_size: int, *, verify: bool, sentinels: int = 0
+) -> "tuple[TextShards, TextShards]":
+    """Return the shards of training and held-out text; the manifest is read once.
+
+    Args:
+        vocab_size: of the model.
+        verify: compare sizes or checksums, as the settings say; otherwise sizes only.
+        sentinels: tokens of the model that the text does not have.
+
+    Raises:
+        UsageError: there is no prepared text, or the model's vocabulary is too small for it.
+    """
     from shoal.data.text.shards import TextShards
 
-    how = data.verify if verify else "sizes"
-    path = required(data.path)
-    return TextShards(path, "train", verify=how), TextShards(path, "validation", verify=how)
+    manifest, path = read_manifest(data), required(data.path)
+    manifest.check_vocabulary(vocab_size, sentinels=sentinels)
+    level = data.verify if verify else "sizes"
+    train = TextShards(path, "train", verify=level, manifest=manifest)
+    return train, TextShards(path, "validation", verify=level, manifest=manifest)
 
 
 def load_weights(model: "nn.Module", config: EncoderConfig) -> None:
@@ -133,8 +158,7 @@ def tokenizer_files(
         tokenizer: with which it was trained.
         max_length: most tokens of a text, of a model without positions (T5).
     """
-    from shoal.data.text.text_to_text import with_end
-    from shoal.data.text.tokenizer import SPECIAL_TOKENS, transformers_files
+    from shoal.data.text.tokenizer import SPECIAL_TOKENS, transformers_files, with_end
 
     sizes = model.weights.config.to_dict()
     roles = {role: role for role in SPECIAL_TOKENS}

@@ -15,31 +15,39 @@ formats and scores them.
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from shoal.data.squad.config import AnswerConfig, WindowConfig
 from shoal.env.worker import WorkerEnv
+from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Sample, finetuning, masked_lm, run_script
+from shoal.recipes import Row, Sample, Use, finetuning, run_script, using
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig, FinetuneTrainConfig
-from shoal.recipes.masked_lm import MaskedLMConfig
-from shoal.train.config import required
+from shoal.recipes.model_source import ModelSource, find_model
+from shoal.recipes.using import ComputeConfig, PredictConfig
+from shoal.train.config import REQUIRED, DistributedConfig, LoopConfig, ServersConfig, required
 
 if TYPE_CHECKING:
     from shoal.data.squad.answers import Answers
     from shoal.data.squad.dataset import SquadData
     from shoal.data.squad.features import SquadFeatures
     from shoal.data.squad.score import Scores
-    from shoal.models.pretraining import Pretraining
     from shoal.models.tasks import QuestionAnswering
     from shoal.train.gradients import Precision
     from shoal.train.run import Run
     from shoal.train.world import Float32Array, World
 
+    Logits = tuple[SquadFeatures, Float32Array]
+
 PREDICTIONS, NBEST, NULL_ODDS, SCORES = "predictions.json", "nbest.json", "null_odds.json", "scores.json"
 """Files of the run directory with the answers of the last evaluation, and their scores."""
+SQUAD_SCORES = ("exact_match", "f1")
+"""Scores of SQuAD, in percent; in 2.0 the first is called exact."""
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -69,7 +77,7 @@ class SquadConfig(FinetuneConfig):
     @property
     def scores(self) -> dict[str, tuple[str, ...]]:
         """The names of the scores in the record, by split."""
-        return {self.data.eval.stem: masked_lm.SQUAD_SCORES} if self.data.eval else {}
+        return {self.data.eval.stem: SQUAD_SCORES} if self.data.eval else {}
 
 
 IMMUTABLE = (*finetuning.IMMUTABLE, "data.misplaced", "window")
@@ -270,6 +278,32 @@ def answer(
 # ------------------------------------------------------------------------------------------------ pretraining
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShortFinetuneConfig:
+    """Scores during pretraining: a copy of the model is finetuned on SQuAD at chosen steps."""
+
+    at: tuple[int, ...] = ()
+    """Steps after which the model is finetuned and scored, such as --finetune.at 5000 10000."""
+    data: Path | None = None
+    """Training questions, the official JSON of SQuAD 1.1 or 2.0."""
+    eval: Path | None = None
+    """Questions to score on."""
+    total_steps: int = 8_144
+    """Optimizer steps of each finetuning."""
+    global_batch_size: int = 48
+    """Windows in one finetuning step, over all workers."""
+    micro_batch_size: int | None = None
+    """Windows per worker and forward pass; default: the largest divisor of its share up to 64."""
+    learning_rate: float = 3e-5
+    """Learning rate of finetuning, after warm-up in a tenth of its steps."""
+    max_seq_length: int = 384
+    """Maximum tokens of a window of a paragraph, special tokens included."""
+    doc_stride: int = 128
+    """Stride between windows, in tokens."""
+    max_question_length: int = 64
+    """Maximum tokens of a question; longer questions are truncated."""
+
+
 def finetune_copy(source: Path, config: SquadConfig, run: "Run") -> dict[str, float] | None:
     """Finetune the model in ``source`` on the workers of ``run``, for a score in the middle of a pretraining.
 
@@ -293,14 +327,17 @@ def finetune_copy(source: Path, config: SquadConfig, run: "Run") -> dict[str, fl
     return None if inner.stopped else scores
 
 
-def score_pretraining(config: MaskedLMConfig, model: "Pretraining", run: "Run") -> bool:
-    """Finetune a copy of ``model`` and record its scores, unless the record has them already.
+def score_pretraining(config: SquadConfig, write: Callable[[Path], None], run: "Run") -> bool:
+    """Finetune a copy of a model that is being pretrained, and record its scores.
 
     The pretraining is not affected: its weights, optimizer and random numbers stay as they are.
 
+    Args:
+        config: from :func:`short_config`.
+        write: writes the model into a transformers directory; called on the first worker.
+
     Returns:
-        Whether the pretraining may go on; ``False`` if a signal came before the scores were there. A run that
-        is continued makes them then.
+        Whether the scores were made; ``False`` if a signal came before.
 
     Raises:
         UsageError: the questions are not there, or do not go with the model.
@@ -308,30 +345,34 @@ def score_pretraining(config: MaskedLMConfig, model: "Pretraining", run: "Run") 
     from shoal.data.squad.dataset import read_squad
     from shoal.train.world import run_on_all
 
-    if not run.lacks_scores("squad"):
-        return True
     directory = required(run.directory) / "finetune" / f"step-{run.step:08}"
 
     def export() -> None:
         if run.world.is_main:
             directory.parent.mkdir(exist_ok=True)
-            masked_lm.write_export(model, required(config.data.path), directory)
+            write(directory)
 
     run_on_all(run.world.control, export)
-    scores = finetune_copy(directory, short_config(config), run)
+    scores = finetune_copy(directory, config, run)
     run.world.barrier()
     if run.world.is_main:
         shutil.rmtree(directory)
     if scores is None:
         return False
-    num_questions = len(read_squad(required(config.finetune.eval), misplaced="keep").questions)
+    num_questions = len(read_squad(required(config.data.eval), misplaced="keep").questions)
     run.evaluation("squad", scores, num_samples=num_questions)
     return True
 
 
-def short_config(config: MaskedLMConfig) -> SquadConfig:
-    """Return the settings of a short finetuning inside a pretraining."""
-    short = config.finetune
+def short_config(
+    short: ShortFinetuneConfig, train: LoopConfig, distributed: DistributedConfig, servers: ServersConfig
+) -> SquadConfig:
+    """Return the settings of a short finetuning inside a pretraining.
+
+    Args:
+        train: of the pretraining, whose seed and precision it takes.
+        distributed, servers: of the pretraining.
+    """
     return SquadConfig(
         data=SquadDataConfig(path=short.data, eval=short.eval),
         window=WindowConfig(
@@ -343,13 +384,177 @@ def short_config(config: MaskedLMConfig) -> SquadConfig:
             total_steps=short.total_steps,
             global_batch_size=short.global_batch_size,
             micro_batch_size=short.micro_batch_size,
-            seed=config.train.seed,
-            precision=config.train.precision,
+            seed=train.seed,
+            precision=train.precision,
         ),
         optim=FinetuneOptimConfig(learning_rate=short.learning_rate),
-        distributed=replace(config.distributed, wire="fp32"),  # 8-bit gradients make a group each time
-        servers=config.servers,
+        distributed=replace(distributed, wire="fp32"),  # 8-bit gradients make a group each time
+        servers=servers,
     )
+
+
+# ------------------------------------------------------------------------------------------------- use
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadPredictConfig(PredictConfig):
+    """Questions, and how they are answered."""
+
+    question: str | None = None
+    """One question, instead of files."""
+    context: str | None = None
+    """The paragraph with its answer."""
+    rules: Literal["auto", "1.1", "2.0"] = "auto"
+    """2.0: a question may have no answer; auto: from the file's answers, or else from the run's scores."""
+    top: int = 1
+    """Number of answers to list for each question."""
+    window: WindowConfig = field(default_factory=WindowConfig)
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.top <= self.answers.n_best:
+            raise UsageError(f"--top {self.top} must be from 1 to --answers.n-best {self.answers.n_best}")
+        if (self.question is None) != (self.context is None):
+            raise UsageError("--question and --context go together: give both, or files")
+
+    @property
+    def has_one_input(self) -> bool:
+        return self.question is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadEvaluateConfig(ComputeConfig):
+    """Questions with answers, and what is scored on them: a file of predictions, or a model."""
+
+    data: Annotated[Path, Parameter(group=REQUIRED)]
+    """The official JSON file of questions and answers."""
+    predictions: Path | None = None
+    """JSON object: question id to answer, empty for "no answer"."""
+    model: Path | None = None
+    """A finetuned model to evaluate instead of predictions: run directory of shoal, one of its checkpoints, a
+    transformers directory with its tokenizer, or hub:NAME."""
+    null_odds: Path | None = None
+    """With predictions, 2.0 only: JSON object, question id to the odds of no answer; gives the best
+    thresholds."""
+    null_threshold: float = 1.0
+    """With null odds: a question above this threshold counts as unanswered."""
+    rules: Literal["auto", "1.1", "2.0"] = "auto"
+    """Rules of 1.1 or 2.0; auto: 2.0 if questions are marked as impossible or have no answer."""
+    json: Path | None = None
+    """File for the scores."""
+    out: Path | None = None
+    """With a model: folder for predictions.json, nbest.json, null_odds.json and scores.json."""
+    window: WindowConfig = field(default_factory=WindowConfig)
+    answers: AnswerConfig = field(default_factory=AnswerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model is None) == (self.predictions is None):
+            raise UsageError(
+                "give one of the two: --predictions, a file of answers, or --model, which answers"
+            )
+
+
+class Answering(Use):
+    """Answers questions with a finetuned model."""
+
+    Predict, Evaluate = SquadPredictConfig, SquadEvaluateConfig
+    one_input = "--question and --context"
+
+    @classmethod
+    def find(cls, path: Path) -> ModelSource:
+        return using.find_trained(path)
+
+    def read_model(self) -> None:
+        from shoal.models.tasks import QuestionAnswering
+
+        model, directory = using.read_task_model(QuestionAnswering, required(self.settings.model))
+        self.model = model.to(self.world.device)
+        self.window: WindowConfig = self.settings.window.fitted(finetuning.positions_of(directory))
+        self.tokenizer = using.read_tokenizer(directory, "window.max_seq_length", self.window.length)
+
+    def outputs(self, data: "SquadData") -> "Logits | None":
+        from shoal.data.squad.features import make_features
+
+        features, size = make_features(data, self.tokenizer, self.window), self.settings.batch_size
+        logits = span_logits(self.model, features, self.world, self.precision, batch_size=size)
+        return None if logits is None else (features, logits)
+
+    def read(self, inputs: tuple[Path, ...]) -> "list[SquadData]":
+        from shoal.data.squad.questions import questions_of, read_questions
+
+        question, context = self.settings.question, self.settings.context
+        if question is not None:
+            files = [questions_of(Path("--question"), [("1", question, context)])]
+        else:
+            files = [read_questions(path) for path in inputs]
+        return [replace(data, version=_version(self.settings, data)) for data in files]
+
+    def describe(self, data: "SquadData") -> str:
+        return f"{data.path}: {len(data.questions):,} questions"
+
+    def rows(self, data: "SquadData", outputs: "Logits") -> Iterator[Row]:
+        from shoal.data.squad.answers import choose_answers
+
+        (features, logits), top = outputs, self.settings.top
+        answers = choose_answers(features, logits[:, 0], logits[:, 1], self.settings.answers)
+        for question in data.questions:
+            text, nbest = answers.predictions[question.id], answers.nbest[question.id]
+            chosen = next((entry for entry in nbest if entry["text"] == text), {"probability": 0.0})
+            row: dict[str, Any] = {"id": question.id, "question": question.text, "answer": text}
+            row |= {"probability": chosen["probability"]}
+            if question.id in answers.null_odds:
+                row |= {"null_odds": answers.null_odds[question.id]}
+            yield row | ({"nbest": nbest[:top]} if top > 1 else {})
+
+    def score_files(self) -> str | None:
+        from shoal.data.squad import score
+
+        settings: SquadEvaluateConfig = self.settings
+        if settings.predictions is None:
+            return None
+        return score.evaluate(
+            settings.data,
+            settings.predictions,
+            null_odds=settings.null_odds,
+            null_threshold=settings.null_threshold,
+            version=None if settings.rules == "auto" else settings.rules,
+            out=settings.json,
+        )
+
+    def check_evaluation(self, inputs: tuple[Path, ...]) -> list[str]:
+        (data,) = self.labelled(inputs)
+        return [f"{data.path}: {len(data.questions):,} questions of SQuAD {data.version}"]
+
+    def labelled(self, inputs: tuple[Path, ...]) -> "list[SquadData]":
+        from shoal.data.squad.dataset import read_squad
+
+        data, rules = read_squad(self.settings.data, misplaced="keep"), self.settings.rules
+        return [data if rules == "auto" else replace(data, version=rules)]
+
+    def scores(self, data: "SquadData", outputs: "Logits") -> str:
+        """Return the scores as the official script prints them."""
+        from shoal.atomic_io import write_json
+
+        answers, scores = answer(*outputs, self.settings.answers)
+        if self.settings.out is not None:
+            write_answers(self.settings.out, answers, scores)
+        figures = {**scores.official, "precision": self.precision.name}
+        if self.settings.json is not None:
+            write_json(self.settings.json, figures)
+        return json.dumps(figures, indent=2)
+
+
+def _version(settings: SquadPredictConfig, data: "SquadData") -> Literal["1.1", "2.0"]:
+    if settings.rules != "auto":
+        return settings.rules
+    run, has_answers = find_model(settings.model).run, any(question.answers for question in data.questions)
+    scored_with_null = run is not None and (run / NULL_ODDS).is_file()
+    return "2.0" if scored_with_null and not has_answers else data.version
+
+
+use = Answering
 
 
 # ------------------------------------------------------------------------------------------------- dry run

@@ -50,7 +50,7 @@ class Launch:
 
 
 def start(
-    how: Launch,
+    options: Launch,
     *,
     command: list[str],
     run_dir: Path,
@@ -75,14 +75,14 @@ def start(
         from shoal.launch.worker import run_worker
 
         return run_worker(lambda: work(place), run=run_dir)
-    num_hosts, num_local, hosts = how.nnodes, how.workers, []
-    if how.on == "emulated":
-        num_hosts, num_local = required(how.emulated.hosts), 1 if num_local is None else num_local
-        hosts = ["emulated hosts", how.emulated.check(num_local)]
+    num_hosts, num_local, hosts = options.nnodes, options.workers, []
+    if options.on == "emulated":
+        num_hosts, num_local = required(options.emulated.hosts), 1 if num_local is None else num_local
+        hosts = ["emulated hosts", options.emulated.check(num_local)]
     elif not num_local:
         num_local = num_gpus() or 1
     lines = describe(num_hosts * num_local)
-    if how.dry_run:
+    if options.dry_run:
         print("\n".join([*lines, *hosts, "dry run: nothing was started"]))
         return EXIT_OK
     from shoal.launch.emulated_job import launch_emulated  # --help does without them
@@ -93,6 +93,6 @@ def start(
     require_writable(run_dir)
     require_free(run_dir)  # before the workers' logs are written over
     log_dir = run_dir / "logs"
-    if how.on == "emulated":
-        return launch_emulated(command, how.emulated, workers_per_host=num_local, log_dir=log_dir)
-    return launch(command, num_workers=num_local, nnodes=how.nnodes, rdzv=how.rdzv, log_dir=log_dir)
+    if options.on == "emulated":
+        return launch_emulated(command, options.emulated, workers_per_host=num_local, log_dir=log_dir)
+    return launch(command, num_workers=num_local, nnodes=options.nnodes, rdzv=options.rdzv, log_dir=log_dir)

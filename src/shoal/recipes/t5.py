@@ -24,7 +24,8 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate
-from shoal.recipes import Sample, run_script
+from shoal.recipes import Sample, Use, run_script
+from shoal.recipes.model_source import TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
     keep_tokenizer,
@@ -41,14 +42,16 @@ from shoal.train.config import (
     TrainConfig,
     activation_bytes,
     check_wire,
-    required,
+    load_toml,
     settings_lines,
 )
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
+from shoal.train.run_dir import CONFIG_FILE, description_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch import Tensor, nn
 
     from shoal.data.manifest import Manifest
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from shoal.decide.layout_search import Layout
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
+    from shoal.record import Evaluation
     from shoal.train.run import Run
 
 # ------------------------------------------------------------------------------------------------- config
@@ -177,9 +181,8 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from contextlib import ExitStack, nullcontext
 
     from shoal.data.sources import ReaderSource
-    from shoal.data.text.text_to_text import text_to_text_tokenizer
+    from shoal.data.text.tokenizer import text_to_text_tokenizer
     from shoal.models.t5 import MODEL_INPUTS
-    from shoal.recipes.t5_score import LOSS, evaluate, reference_loss, verdict
     from shoal.recipes.t5_stages import write_stored
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
@@ -196,7 +199,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- data
         batch = parallel.plan(config.train, run.world.num_workers)
         train, held_out = open_text(config, verify=run.world.is_main)
-        keep_tokenizer(config.data, run)
+        keep_tokenizer(train.shards, run)
         spans = config.spans()
         references = {LOSS: reference_loss(held_out)}
 
@@ -247,9 +250,9 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- export
         def export(directory: Path) -> None:
-            tokenizer = text_to_text_tokenizer(required(config.data.path))
+            tokenizer = text_to_text_tokenizer(train.shards.tokenizer_file, train.shards.manifest.vocab_size)
             files = tokenizer_files(tokenizer, model, spans.input_length)
-            write_stored(directory, model, directory / "transformers", files)
+            write_stored(directory, model, directory / TRANSFORMERS, files)
 
         return run.finish(export, lambda last: verdict(last["validation"], references[LOSS]))
 
@@ -265,8 +268,9 @@ def open_text(config: T5Config, *, verify: bool) -> "tuple[SpanReader, SpanReade
     """
     from shoal.data.text.span_corruption import SpanReader
 
-    train, held_out = open_shards(config.data, verify=verify)
-    train.manifest.check_vocabulary(config.model.vocab_size, sentinels=MAX_SENTINELS)
+    train, held_out = open_shards(
+        config.data, config.model.vocab_size, verify=verify, sentinels=MAX_SENTINELS
+    )
     return SpanReader(train, config.spans()), SpanReader(held_out, config.spans())
 
 
@@ -368,6 +372,105 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
         shard=parallel.shard,
     )
     return search.choose(num_devices, None if parallel.layout == "auto" else (parallel.pipeline,))
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+LOSS, ACCURACY = "span_loss", "span_accuracy"
+"""Cross-entropy per target token; part of them that is the likeliest token. Held-out without z-loss."""
+
+
+def evaluate(
+    stage: "Pipeline", reader: "SpanReader", run: "Run", pipeline: int, *, limit: int
+) -> tuple[dict[str, float], int]:
+    """Return loss and accuracy on the first global batches of the held-out stream, and their samples.
+
+    Whole global batches: the scores do not depend on the layout, and stages see the shapes of training. A
+    split that is smaller than one is gone through more than once, each time with other spans.
+    """
+    from contextlib import closing
+
+    from shoal.data.loader import LoaderConfig, to_device, training_steps
+    from shoal.data.steps import DataShard, StepReader
+    from shoal.models.t5 import MODEL_INPUTS
+
+    size = run.batch.global_batch_size
+    num_batches = max(min(limit, reader.num_examples) // size, 1)
+    shard = DataShard(
+        global_batch_size=size,
+        micro_batch_size=run.batch.worker_batch_size,
+        rank=run.world.place.rank // pipeline,
+        num_workers=run.batch.num_workers,
+    )
+    steps = StepReader(reader=reader, share=shard)
+    losses: list[float] = []
+    num_correct = num_targets = 0
+    with closing(training_steps(steps, LoaderConfig(), num_steps=num_batches)) as batches:
+        for (batch,) in batches:
+            inputs = to_device({name: batch[name] for name in MODEL_INPUTS}, run.world.device)
+            found = stage.evaluate(**inputs)
+            losses.append(float(found.loss))
+            if found.outputs is not None:  # on the workers of the last stage
+                num_correct += sum(int(output.num_correct.sum()) for output in found.outputs)
+                num_targets += batch["labels"].numel()
+    correct, targets = run.sum([num_correct, num_targets])
+    return {LOSS: sum(losses) / num_batches, ACCURACY: correct / targets}, num_batches * size
+
+
+def reference_loss(reader: "SpanReader") -> float:
+    """Return the loss of a model that knows where sentinels stand and how often each token of text occurs.
+
+    A loss below it has learnt from the context.
+    """
+    from shoal.data.text.examples import unigram_entropy
+
+    spans = reader.config
+    targets = reader.batch(0, range(min(reader.num_examples, 2_048)))["labels"][:, :-1]
+    text = targets[targets < reader.shards.manifest.vocab_size]
+    return spans.num_noise / spans.target_length * unigram_entropy(text)
+
+
+def verdict(scores: "Evaluation", reference: float) -> str:
+    """Compare the held-out loss with :func:`reference_loss`, in a line."""
+    loss = scores.metrics[LOSS]
+    return (
+        f"held-out loss {loss:.3f}: {abs(reference - loss):.2f} nats "
+        f"{'below' if loss < reference else 'above'} a model that knows how often tokens occur "
+        f"and where sentinels stand ({reference:.3f})"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- use
+
+
+class Exporting(Use):
+    """Exports checkpoints; ``shoal predict t5`` uses the models."""
+
+    export_folder = TRANSFORMERS
+
+    @classmethod
+    def export(cls, source: Path, out: Path | None, dtype: "torch.dtype") -> Path:
+        """Write a T5 one tensor at a time: it may be too large for this machine's memory."""
+        import torch
+
+        from shoal.data.manifest import Manifest
+        from shoal.data.text.tokenizer import text_to_text_tokenizer
+        from shoal.recipes.t5_stages import write_stored
+        from shoal.train.checkpoint import stored_model
+
+        run = find_run(source, "SOURCE")
+        data, (step, _), settings = description_in(run), stored_model(source), load_toml(run / CONFIG_FILE)
+        out, manifest = out or run / f"{TRANSFORMERS}-{step}", Manifest.load(data)
+        sizes = {name: value for name, value in settings["model"].items() if name != "checkpoint_path"}
+        with torch.device("meta"):
+            model = make_model(T5ModelConfig(**sizes), manifest).to(dtype)
+        tokenizer = text_to_text_tokenizer(data / manifest.tokenizer.file, manifest.vocab_size)
+        files = tokenizer_files(tokenizer, model, settings["data"]["input_length"])
+        write_stored(source, model, out, files)
+        return out
+
+
+use = Exporting
 
 
 # ------------------------------------------------------------------------------------------------- dry run

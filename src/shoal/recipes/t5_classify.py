@@ -18,10 +18,11 @@ continue in any layout.
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoal.data.text.text_scores import require_packages, score_names
 from shoal.decide.batch import BatchPlan, StagesConfig
@@ -29,12 +30,18 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Sample, classify, finetuning, run_script, t5_written
-from shoal.recipes.classify import ClassifyDataConfig
+from shoal.recipes import Row, Sample, classify, finetuning, run_script, t5_written, using
+from shoal.recipes.classify import (
+    ClassifyDataConfig,
+    EvaluateLabelsConfig,
+    LabelledColumnsConfig,
+    TextsConfig,
+    TextUse,
+)
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig
 from shoal.recipes.model_source import TRANSFORMERS
 from shoal.recipes.prepared_text import tokenizer_files
-from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search, T5WordingConfig
+from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search, SearchConfig, T5WordingConfig
 from shoal.train.config import required
 
 if TYPE_CHECKING:
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
     from shoal.train.run import Run
+    from shoal.train.world import Float32Array
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -350,6 +358,128 @@ def counts(settings: T5DataConfig, file: "TextToText") -> str:
         f"{file.data.path.name}: {len(file):,} examples, {file.num_cut:,} inputs cut to "
         f"{settings.max_seq_length} tokens, {file.num_targets_cut:,} targets to {settings.max_target_length}"
     )
+
+
+# ------------------------------------------------------------------------------------------------- use
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5TextsConfig(T5WordingConfig):
+    """Columns of texts, their wording and length; by default those with which the model was finetuned."""
+
+    task: str = ""
+    """The task's name, with which inputs begin, in T5's wording; default: the model's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5PredictConfig(TextsConfig):
+    """Texts, and the form in which they are read."""
+
+    refuses_fp16: ClassVar[str] = "T5"
+
+    data: T5TextsConfig = field(default_factory=T5TextsConfig)
+    generation: SearchConfig = field(default_factory=SearchConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5LabelledConfig(T5TextsConfig, LabelledColumnsConfig):
+    """Columns of texts and labels, their wording and length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5EvaluateConfig(EvaluateLabelsConfig):
+    """The form in which texts and labels are read."""
+
+    refuses_fp16: ClassVar[str] = "T5"
+
+    data: T5LabelledConfig = field(default_factory=T5LabelledConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+
+class Writing(TextUse):
+    """Labels texts with a finetuned T5, or generates texts."""
+
+    Predict, Evaluate = T5PredictConfig, T5EvaluateConfig
+    form: Form | None = None
+    """That of the model, once it is read."""
+
+    def read_model(self) -> None:
+        from shoal.models.t5 import read_t5
+
+        model, directory = using.read_trained(self.settings.model, read_t5)
+        length = self.settings.data.max_seq_length
+        self.tokenizer = using.read_tokenizer(directory, "data.max_seq_length", length)
+        self.model, self.form = model.to(self.world.device), t5_written.form_of(model)
+        self.labels = self.form.labels
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether outputs are labels: of an evaluation the columns decide, else the model."""
+        is_evaluation = isinstance(self.settings, T5EvaluateConfig)
+        return not self.settings.data.is_text if is_evaluation else bool(self.labels)
+
+    def outputs(self, data: "ClassifyData") -> "Float32Array | list[int] | list[str] | None":
+        """Return losses of all labels, or the generated labels or texts."""
+        form, columns, model = required(self.form), self.settings.data, self.model
+        asked = columns.template or columns.task
+        template = t5_written.wording(columns, data) if asked else form.template
+        file = t5_written.examples_of(columns, data, model, self.tokenizer, template=template)
+        compute, size = (self.world, self.precision), self.settings.batch_size
+        if not self.has_labels:
+            search = form.searched(self.settings.generation)
+            return t5_written.written_texts(model, file, self.tokenizer, search, *compute, batch_size=size)
+        if columns.labels_by == "likelihood":
+            return t5_written.label_losses(model, file, *compute, batch_size=size)
+        return t5_written.predicted_labels(model, file, "generation", *compute, batch_size=size)
+
+    def read(self, inputs: tuple[Path, ...]) -> "list[ClassifyData]":
+        columns = self.settings.data
+        if columns.is_text:
+            columns = replace(columns, first=columns.source_column, second="")
+        if self.form and not self.labels:
+            columns = replace(columns, second="")
+        return self.read_texts(inputs, columns)
+
+    def rows(self, data: "ClassifyData", outputs: Any) -> Iterator[Row]:
+        if self.labels and self.settings.data.labels_by == "likelihood":
+            yield from self.label_rows(-outputs)
+            return
+        for number, output in enumerate(outputs, start=1):
+            if self.labels:
+                yield {"id": number, "generated_label": (*self.labels, None)[output]}
+            else:
+                yield {"id": number, "text": output}
+
+    def check_evaluation(self, inputs: tuple[Path, ...]) -> list[str]:
+        columns = self.settings.data
+        if columns.is_text != bool(columns.target_column):
+            raise UsageError("scores of texts need --data.source-column and --data.target-column: give both")
+        if columns.is_text:
+            require_packages(self.settings.generation.metrics)
+        return super().check_evaluation(inputs)
+
+    def labelled(self, inputs: tuple[Path, ...]) -> "Iterator[ClassifyData]":
+        from shoal.data.text.classify import read_classify
+        from shoal.data.text.text_to_text import read_text_pairs
+
+        columns = self.settings.data
+        if columns.is_text:
+            source, target = columns.source_column, columns.target_column
+            return (read_text_pairs(path, source=source, target=target) for path in inputs)
+        labels = t5_written.require_labels(self.settings.model, self.model)
+        return (read_classify(path, columns.columns(), labels=labels) for path in inputs)
+
+    def scores(self, data: "ClassifyData", outputs: Any) -> str:
+        columns, metrics = self.settings.data, self.settings.generation.metrics
+        if columns.is_text:
+            scores = t5_written.write_text_scores(self.settings.out, data, outputs, metrics)
+            listed = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
+            return f"{data.path}: {listed} of {len(outputs):,} examples, in {self.precision.name}"
+        predicted = t5_written.likeliest(outputs) if columns.labels_by == "likelihood" else outputs
+        return self.label_scores(data, columns.names(self.labels), required(predicted), columns.accuracy)
+
+
+use = Writing
 
 
 # ------------------------------------------------------------------------------------------------- dry run

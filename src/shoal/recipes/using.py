@@ -1,27 +1,25 @@
-"""Uses trained models on inputs, on any number of workers: what ``shoal predict`` and ``evaluate`` share.
+"""Uses trained models on any number of workers: ``shoal predict`` and ``shoal evaluate`` of every recipe.
 
-Inputs are cut into the same micro-batches however many workers share them, by the functions with which
-training evaluates. So outputs are the same bits on any number of workers, and those of training's own scores.
+A recipe defines how its inputs are read and its outputs formatted (:class:`shoal.recipes.Use`). Inputs are
+cut into the same micro-batches however many workers share them, by the functions with which training
+evaluates. So outputs are the same bits on any number of workers, and those of training's own scores.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 import json
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from shoal.env.worker import WorkerEnv
-from shoal.errors import EXIT_OK, UsageError, require_positive
-from shoal.recipes import finetuning
+from shoal.errors import UsageError, require_positive
+from shoal.recipes import Row, Use, finetuning
 from shoal.recipes.model_source import TRANSFORMERS, ModelSource, find_model
-from shoal.recipes.start import Launch, start
-from shoal.train.config import REQUIRED, DistributedConfig, required
+from shoal.train.config import REQUIRED, required
 from shoal.train.run_dir import require_writable
 
 if TYPE_CHECKING:
@@ -39,9 +37,7 @@ if TYPE_CHECKING:
 else:
     Task = Model = TypeVar("Task")
 
-Row = Mapping[str, Any]
-"""A line of the output: a JSON object."""
-
+# ------------------------------------------------------------------------------------------------- settings
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -67,7 +63,7 @@ class ComputeConfig:
         require_positive("", self, "batch_size")
 
     def precision_on(self, device_type: str) -> str:
-        """Return the name of the precision: on GPUs that of the model's run, unless told."""
+        """Return the name of the precision: the one that was given, or on GPUs that of the model's run."""
         use_trained = self.precision == "auto" and device_type == "cuda"
         return self.trained_precision if use_trained else self.precision
 
@@ -88,6 +84,41 @@ class PredictConfig(UseConfig):
     out: Path | None = None
     """File for the output, one JSON object per line, in the order of the inputs; default: standard output."""
 
+    @property
+    def has_one_input(self) -> bool:
+        """Whether an input is given by options instead of files."""
+        return False
+
+    def check_out(self) -> None:
+        """Raise a :class:`UsageError` unless the output can be written."""
+        if self.out is not None and not self.out.resolve().parent.is_dir():
+            raise UsageError(
+                f"--out {self.out}: there is no folder {self.out.resolve().parent}; make it first"
+            )
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Write a JSON object per line to the file, whole or not at all, or to standard output.
+
+        Raises:
+            ShoalError: the file cannot be written.
+        """
+        from shoal.atomic_io import write_atomically
+
+        text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        if self.out is not None:
+            write_atomically(self.out, text.encode())
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(UseConfig):
+    """The model, how it computes, and where its predictions and scores go."""
+
+    out: Path | None = None
+    """Folder for predictions and scores; default: only print the scores."""
+
 
 SETTINGS = {
     "run.evaluation_batch_size": "batch_size",
@@ -97,6 +128,78 @@ SETTINGS = {
     "train.precision": "trained_precision",
 }
 """Settings of a run, and the options here that mean the same; all others have the same name."""
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+def check_prediction(use: Use, inputs: tuple[Path, ...]) -> list[str]:
+    """Check model, inputs and output before torch is imported; return the lines of a dry run.
+
+    Raises:
+        UsageError: one of them cannot be used.
+    """
+    use.find(use.settings.model)
+    if use.one_input:
+        if use.settings.has_one_input == bool(inputs):
+            both = "both are given" if inputs else "neither is"
+            raise UsageError(f"name files, or give one input with {use.one_input}: {both}")
+        check_files(inputs)
+    use.settings.check_out()
+    return [use.describe(data) for data in use.read(inputs)]
+
+
+def predict(use: Use, inputs: tuple[Path, ...], world: "World", precision: "Precision") -> None:
+    """Compute the outputs of inputs and write them on the first worker; all workers call it.
+
+    Raises:
+        UsageError: the model or an input cannot be used.
+        ShoalError: files are damaged or cannot be written.
+    """
+    use.open(world, precision)
+    rows: list[Row] = []
+    for data in use.read(inputs):
+        outputs = use.outputs(data)
+        if outputs is not None:
+            rows += use.rows(data, outputs)
+    if world.is_main:
+        use.settings.write({**row, "precision": precision.name} for row in rows)
+
+
+def check_evaluation(use: Use, inputs: tuple[Path, ...]) -> list[str]:
+    """Check model, labelled data and output before torch is imported; return the lines of a dry run.
+
+    Raises:
+        UsageError: one of them cannot be used.
+    """
+    use.find(use.settings.model)
+    lines = use.check_evaluation(inputs)
+    if use.settings.out is not None:
+        require_writable(use.settings.out)
+    return lines
+
+
+def evaluate(use: Use, inputs: tuple[Path, ...], world: "World", precision: "Precision") -> None:
+    """Score a model on labelled data and print the scores on the first worker; all workers call it.
+
+    Raises:
+        UsageError: the model or the data cannot be used.
+        ShoalError: files are damaged or cannot be written.
+    """
+    if use.settings.out is not None and world.is_main:
+        require_writable(use.settings.out)  # workers may have been started without a check
+    use.open(world, precision)
+    for data in use.labelled(inputs):
+        scores = use.score(data)
+        if scores is not None:
+            print(scores)
+
+
+def check_files(inputs: tuple[Path, ...]) -> None:
+    """Raise a :class:`UsageError` unless each of ``inputs`` is a file."""
+    for path in inputs:
+        if not path.is_file():
+            raise UsageError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: name files")
 
 
 # ------------------------------------------------------------------------------------------------- models
@@ -154,102 +257,6 @@ def read_task_model(kind: "type[Task]", source: Path) -> "tuple[Task, Path]":
             "first"
         )
     return model, directory
-
-
-# ------------------------------------------------------------------------------------------------- jobs
-
-
-def run(
-    what: ComputeConfig,
-    how: Launch,
-    *,
-    command: list[str],
-    check: Callable[[], list[str]],
-    work: "Callable[[World, Precision], None]",
-) -> int:
-    """Join the workers if this process is one, else check and start them; return the exit code.
-
-    Args:
-        command: what a worker is started with.
-        check: checks the settings before a worker starts; returns the lines of a dry run.
-        work: what each worker does.
-
-    Raises:
-        UsageError: the model or an input cannot be used.
-        ShoalError: a worker failed.
-    """
-
-    def join(place: WorkerEnv) -> int:
-        from shoal.train.gradients import agree_on_precision
-        from shoal.train.world import join_world
-
-        with join_world(place, DistributedConfig(device=what.device)) as world:
-            name = what.precision_on(world.device.type)
-            work(world, agree_on_precision(name, world, no_fp16=what.refuses_fp16))
-        return EXIT_OK
-
-    def describe(num_workers: int) -> list[str]:
-        return [f"workers      {num_workers}", *check()]
-
-    with tempfile.TemporaryDirectory(prefix="shoal-use-") as folder:
-        return start(how, command=command, run_dir=Path(folder), describe=describe, work=join)
-
-
-def write_rows(rows: Iterable[Row], out: Path | None) -> None:
-    """Write one JSON object per line to a file, whole or not at all, or to standard output.
-
-    Raises:
-        ShoalError: the file cannot be written.
-    """
-    from shoal.atomic_io import write_atomically
-
-    text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-    if out is not None:
-        write_atomically(out, text.encode())
-    else:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-
-def check_inputs(what: PredictConfig, inputs: tuple[Path, ...], *, single: bool, option: str) -> None:
-    """Check, without torch, that the model is there and inputs are named, and each is there.
-
-    Args:
-        single: whether one input is given on the command line.
-        option: by which.
-
-    Raises:
-        UsageError: one is not, or both kinds of input are given.
-    """
-    find_trained(what.model)
-    if single == bool(inputs):
-        both = "both are given" if single else "neither is"
-        raise UsageError(f"name files, or give one input with {option}: {both}")
-    check_files(inputs)
-    check_out(what.out)
-
-
-def check_files(inputs: tuple[Path, ...]) -> None:
-    """Raise a :class:`UsageError` unless each of ``inputs`` is a file."""
-    for path in inputs:
-        if not path.is_file():
-            raise UsageError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: name files")
-
-
-def check_out(out: Path | None) -> None:
-    """Raise a :class:`UsageError` unless there is a folder for the file ``out``."""
-    if out is not None and not out.resolve().parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.resolve().parent}; make it first")
-
-
-def make_folder(out: Path | None, world: "World") -> None:
-    """Make a folder for results on the first worker; workers may have been started without a check.
-
-    Raises:
-        UsageError: it cannot be made or written.
-    """
-    if out is not None and world.is_main:
-        require_writable(out)
 
 
 def probabilities(logits: "Float32Array") -> "FloatArray":

@@ -17,7 +17,7 @@ from shoal.bench.step_timing import KIND, TrainBench, TrainResult
 from shoal.cli.bench_train import command_for, timed_settings, with_few_lines
 from shoal.errors import UsageError
 from shoal.recipes import script
-from shoal.recipes.resnet50_config import ResNetTrainConfig, make_plan
+from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
 from shoal.recipes.workloads import flops_per_sample, preset_settings, with_new_model
 from shoal.train.parallel_config import ParallelConfig
 

@@ -18,8 +18,8 @@ from shoal.bench.step_timing import TrainBench
 from shoal.cli.fill_memory import find_largest, share_and_limit, with_known_batches
 from shoal.decide.batch import plan_batch
 from shoal.errors import ShoalError, UsageError
-from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
-from shoal.recipes.resnet50_config import ResNetTrainConfig
+from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.start import Launch
 from shoal.recipes.t5 import T5Config
 from shoal.train.parallel_config import ParallelConfig

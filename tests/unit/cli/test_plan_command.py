@@ -15,8 +15,8 @@ from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.formatting import duration
 from shoal.planner.convergence import convergence_of
 from shoal.recipes.bert import BertConfig
-from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig
-from shoal.recipes.resnet50_config import ResNetTrainConfig
+from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.train.stopping import read_target
 
 CLUSTER = ("--cluster", "8xp3dn.24xlarge")

@@ -10,7 +10,7 @@ from torch import nn
 from shoal.errors import UsageError
 from shoal.models.resnet8 import Patches, ResNet8
 from shoal.models.resnet_config import ResNetConfig
-from shoal.recipes.resnet50_config import ResNetTrainConfig, TrainConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig, TrainConfig
 
 
 def correlated_images(num_images: int, seed: int) -> torch.Tensor:

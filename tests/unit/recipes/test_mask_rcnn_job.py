@@ -12,9 +12,16 @@ from shoal.data.steps import DataShard
 from shoal.decide.bucketing import GroupedOrder
 from shoal.env.worker import WorkerPlace
 from shoal.recipes.images import ImageDataConfig
-from shoal.recipes.mask_rcnn import LOSSES, mean_losses, open_data, sampling_keys
-from shoal.recipes.mask_rcnn_config import MaskRCNNTrainConfig, TrainConfig, ValidationConfig
-from shoal.recipes.mask_rcnn_score import recorded
+from shoal.recipes.mask_rcnn import (
+    LOSSES,
+    MaskRCNNTrainConfig,
+    TrainConfig,
+    ValidationConfig,
+    mean_losses,
+    open_data,
+    recorded,
+    sampling_keys,
+)
 from shoal.train.world import World
 
 

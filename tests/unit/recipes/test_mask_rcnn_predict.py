@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from shoal.data.coco.augment import DetectionAugmentConfig
+from shoal.data.coco.drawing import Drawn, drawn
 from shoal.data.coco.masks import bitmaps
 from shoal.data.coco.reader import DetectionReader
 from shoal.data.coco.source import read_categories
@@ -21,24 +22,19 @@ from shoal.data.coco.synthetic import make_coco
 from shoal.data.coco.transform import DetectionTransform
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import decode
+from shoal.env.worker import alone
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN
-from shoal.recipes.mask_rcnn_export import Exported, write_export
-from shoal.recipes.mask_rcnn_predict import (
-    MASK_OPACITY,
-    Drawn,
-    Prediction,
-    colour_of,
-    drawn,
-    line_width,
-    objects_in,
-    run,
-)
-from shoal.train.gradients import choose_precision
+from shoal.recipes import using
+from shoal.recipes.mask_rcnn import Exported, MaskRCNNPredictConfig, objects_in, use
+from shoal.train.config import DistributedConfig
+from shoal.train.gradients import Precision, choose_precision
+from shoal.train.world import join_world
 
 CPU = torch.device("cpu")
 FP32 = choose_precision("fp32", CPU)
+CPU_ONLY = DistributedConfig(device="cpu")
 SHORTER, LONGER = 60, 96
 NETWORK = MaskRCNNConfig(
     backbone="resnet18",
@@ -71,7 +67,7 @@ def detector(scenes: Path) -> Exported:
 @pytest.fixture(scope="module")
 def exported(detector: Exported, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("export") / "detector"
-    write_export(detector, out)
+    use.write_export(detector, out)
     return out
 
 
@@ -84,9 +80,23 @@ def pictures(scenes: Path, tmp_path: Path) -> list[Path]:
     return paths
 
 
-def asked(pictures: list[Path], model: Path, out: Path, **changes: Any) -> Prediction:
-    what = Prediction(images=tuple(pictures), model=model, out=out, min_score=0.0, classes=())
-    return replace(what, **changes)
+Asked = tuple[MaskRCNNPredictConfig, tuple[Path, ...]]
+
+
+def asked(pictures: list[Path], model: Path, out: Path, **changes: Any) -> Asked:
+    settings = {"model": model, "out": out, "min_score": 0.0, "device": "cpu", **changes}
+    return MaskRCNNPredictConfig(**settings), tuple(pictures)
+
+
+def run(ask: Asked, precision: Precision = FP32) -> None:
+    """Predict as the command does on one worker, its checks before it."""
+    settings, images = ask
+    using.check_prediction(use(settings), images)
+    with (
+        TemporaryDirectory() as folder,
+        join_world(alone(Path(folder)), DistributedConfig(device="cpu")) as one,
+    ):
+        using.predict(use(settings), images, one, precision)
 
 
 def found_in(out: Path, picture: Path) -> dict[str, Any]:
@@ -184,82 +194,23 @@ def test_nothing_found_leaves_the_picture_as_it_is(
     assert f"{pictures[0]}: nothing found" in capsys.readouterr().out
 
 
-# ---- drawing ----------------------------------------------------------------------------------------------
-
-HEIGHT, WIDTH = 500, 600
-
-
-def painted_with(*objects: Drawn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    pixels = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
-    return pixels, drawn(pixels, objects)
-
-
-def an_object(box: tuple[float, float, float, float], label: int = 1, text: str = "cat 90%") -> Drawn:
-    mask = np.zeros((HEIGHT, WIDTH), dtype=bool)
-    x1, y1, x2, y2 = (round(side) for side in box)
-    mask[y1 + 20 : y2 - 20, x1 + 20 : x2 - 20] = True
-    return Drawn(label=label, text=text, box=box, mask=mask)
-
-
-def test_lines_lie_on_the_edge_of_the_box_and_masks_within() -> None:
-    one = an_object((200.4, 150.2, 400.3, 299.8))
-    pixels, painted = painted_with(one)
-    line, colour = line_width(HEIGHT, WIDTH), np.array(colour_of(1))
-    assert line == 2
-    edge = np.zeros((HEIGHT, WIDTH), dtype=bool)
-    edge[150:300, 200:400] = True
-    edge[150 + line : 300 - line, 200 + line : 400 - line] = False
-    assert (painted[edge] == colour).all()
-    mixed = pixels[one.mask] + MASK_OPACITY * (colour - pixels[one.mask].astype(float))
-    assert np.abs(painted[one.mask] - mixed).max() <= 0.51
-    text = np.zeros((HEIGHT, WIDTH), dtype=bool)
-    text[100:150, 200:400] = True  # above the box
-    assert (painted[text] != pixels[text]).any()
-    elsewhere = ~(edge | one.mask | text)
-    assert np.array_equal(painted[elsewhere], pixels[elsewhere])
-
-
-def test_texts_stay_in_the_picture() -> None:
-    corner = an_object((560.0, 0.0, 600.0, 120.0), label=2, text="refrigerator 100%")
-    pixels, painted = painted_with(corner)
-    changed = (painted != pixels).any(axis=2)
-    rows, columns = np.flatnonzero(changed.any(axis=1)), np.flatnonzero(changed.any(axis=0))
-    assert (rows[0], columns[-1]) == (0, WIDTH - 1)
-    assert columns[0] < 560 - 50 and rows[-1] == 119
-
-
-def test_later_objects_lie_on_earlier_ones() -> None:
-    _, painted = painted_with(
-        an_object((100.0, 100.0, 300.0, 300.0)), an_object((100.0, 100.0, 300.0, 300.0), label=5)
-    )
-    assert tuple(painted[299, 200]) == colour_of(5)
-
-
-@pytest.mark.parametrize(
-    "box", [(-5.0, -5.0, 1.0, 1.0), (599.9, 499.9, 700.0, 700.0), (10.2, 10.2, 10.3, 10.3)]
-)
-def test_boxes_without_a_whole_pixel_can_be_drawn(box: tuple[float, float, float, float]) -> None:
-    mask = np.zeros((HEIGHT, WIDTH), dtype=bool)
-    painted_with(Drawn(label=3, text="", box=box, mask=mask))
-
-
 # ---- mistakes ---------------------------------------------------------------------------------------------
 
 
-def no_image(pictures: list[Path], model: Path, out: Path) -> Prediction:
+def no_image(pictures: list[Path], model: Path, out: Path) -> Asked:
     pictures[1].write_text("not a picture")
     return asked(pictures, model, out)
 
 
-MISTAKES: dict[str, tuple[Callable[[list[Path], Path, Path], Prediction], str]] = {
+MISTAKES: dict[str, tuple[Callable[[list[Path], Path, Path], Asked], str]] = {
     "no image": (no_image, "picture-1.jpg: not an image that can be decoded"),
     "missing": (lambda p, m, o: asked([o / "x.jpg"], m, o), "x.jpg does not exist"),
-    "folder": (lambda p, m, o: asked([p[0].parent], m, o), "is a folder: name image files"),
+    "folder": (lambda p, m, o: asked([m], m, o), "no file in this folder has the suffix of an image"),
     "one name": (
         lambda p, m, o: asked([p[0], p[0].with_suffix(".JPG")], m, o),
         "both would be written as picture-0.objects.png",
     ),
-    "none": (lambda p, m, o: asked([], m, o), "no picture is named"),
+    "none": (lambda p, m, o: asked([], m, o), "no image is named"),
     "score": (lambda p, m, o: asked(p, m, o, min_score=1.5), "--min-score 1.5 must be from 0 to 1"),
     "no model": (
         lambda p, m, o: asked(p, o, o),

@@ -18,16 +18,19 @@ from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.images import ImageDataConfig
-from shoal.recipes.mask_rcnn import PRESETS, check, estimate
-from shoal.recipes.mask_rcnn_config import (
+from shoal.recipes.mask_rcnn import (
+    PRESETS,
     DetectionRunConfig,
     MaskRCNNTrainConfig,
     OptimConfig,
     Plan,
     TrainConfig,
     ValidationConfig,
+    check,
     make_plan,
+    sample,
 )
+from shoal.recipes.workloads import memory_of, profile_of
 
 COCO = 117_266  # images of train2017 with objects
 SECTIONS = {
@@ -194,10 +197,12 @@ def test_the_size_of_the_published_network() -> None:
     """torchvision's maskrcnn_resnet50_fpn has 44,401,393 weights; the stem and the first stage stay."""
     config = preset("coco-1x")
     assert config.augment.largest_batch == (800, 1_344)
-    parameters, memory = estimate(config, 90)
+    profile = profile_of(sample(config))
+    parameters, memory = profile.num_trainable, memory_of(profile, config, 2)
     assert parameters == 44_401_393 + 53_120  # torchvision's norms are frozen, these learn
     from_trained = replace(config, model=replace(config.model, weights=Path("w.safetensors")))
-    frozen, less = estimate(from_trained, 90)
+    profile = profile_of(sample(from_trained))
+    frozen, less = profile.num_trainable, memory_of(profile, from_trained, 2)
     assert frozen < 44_401_393 and less.activations_bytes < memory.activations_bytes
     assert memory.optimizer_bytes == 4 * parameters
 

@@ -32,7 +32,7 @@ from shoal.models.albert_prelayernorm import (
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
 from shoal.recipes.onnx_export import export_onnx
-from shoal.recipes.resnet50_export import Exported, write_export
+from shoal.recipes.resnet50 import Exported, use
 
 SIZES = {
     "vocab_size": 99,
@@ -124,7 +124,7 @@ def test_a_residual_network_computes_the_same(network: str, tmp_path: Path) -> N
         mean=plain,
         std=(1.0, 1.0, 1.0),
     )
-    write_export(exported, tmp_path / "model")
+    use.write_export(exported, tmp_path / "model")
     words = ["export", str(tmp_path / "model"), "--onnx", str(tmp_path / "net.onnx")]
     app(words, result_action="return_value", exit_on_error=False, print_error=False)
     images = torch.randn(3, 3, 32, 32)

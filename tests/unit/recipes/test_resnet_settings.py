@@ -13,14 +13,15 @@ from shoal.data.images.augment import AugmentConfig
 from shoal.errors import UsageError
 from shoal.models.resnet_config import ResNetConfig
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes.resnet50 import PRESETS, check
-from shoal.recipes.resnet50_config import (
+from shoal.recipes.resnet50 import (
+    PRESETS,
     DataConfig,
     OptimConfig,
     Plan,
     ResNetTrainConfig,
     TrainConfig,
     ValidationConfig,
+    check,
     make_plan,
 )
 from shoal.train.config import RunOutputConfig

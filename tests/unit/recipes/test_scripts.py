@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 
 import pytest
 
-from shoal.recipes import RECIPES, Script, preset_file, recipe_of_command, script
+from shoal.recipes import RECIPES, Script, Use, preset_file, recipe_of_command, script
 
 FUNCTIONS = [name for name, value in vars(Script).items() if inspect.isfunction(value) and name[0] != "_"]
 
@@ -21,9 +21,14 @@ def test_a_module_has_the_names_of_the_protocol(name: str) -> None:
         assert [(each.name, each.default) for each in given] == [(each.name, each.default) for each in wanted]
     assert FUNCTIONS == ["main", "check", "sample", "trial"]
     assert is_dataclass(getattr(module, recipe.config))
-    for constant in Script.__annotations__:
+    for constant in ("PRESETS", "IMMUTABLE"):
         values = getattr(module, constant)
         assert isinstance(values, tuple) and all(isinstance(value, str) for value in values)
+    assert issubclass(module.use, Use)
+    assert [bool(recipe.predict), bool(recipe.evaluate)] <= [
+        hasattr(module.use, "Predict"),
+        hasattr(module.use, "Evaluate"),
+    ]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -21,8 +21,8 @@ from shoal.env.worker import alone
 from shoal.errors import UsageError
 from shoal.recipes.albert import IMMUTABLE, AlbertConfig, DataConfig
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneTrainConfig
-from shoal.recipes.resnet50_config import ResNetTrainConfig
-from shoal.recipes.resnet50_config import TrainConfig as ImageTrainConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.resnet50 import TrainConfig as ImageTrainConfig
 from shoal.recipes.t5 import T5Config
 from shoal.record import PARTS, Step
 from shoal.train import step as steps

@@ -18,13 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
 from shoal import doctor
-from shoal.cli.evaluate import evaluate_checkpoint
-from shoal.cli.predict import predict
+from shoal.cli.use import evaluate_checkpoint, predict
 from shoal.env.worker import alone
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.albert import AlbertConfig
-from shoal.recipes.resnet50_config import ResNetTrainConfig
-from shoal.recipes.resnet50_config import TrainConfig as ResNetLoopConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.resnet50 import TrainConfig as ResNetLoopConfig
 from shoal.recipes.t5 import T5Config
 from shoal.recipes.t5_classify import T5ClassifyConfig
 from shoal.recipes.workloads import memory_of
@@ -167,12 +166,14 @@ def test_a_torch_runs_on_the_gpus_that_it_is_built_for(
 
 
 def test_a_model_is_used_in_the_precision_of_its_run_on_gpus_only(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text('[train]\nprecision = "bf16"\n')
+    (tmp_path / "config.toml").write_text('[train]\nprecision = "bf16"\n[model]\npath = "x"\n')
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "config.json").write_text("{}")
     words = ["classify", "texts.tsv", "--model", str(tmp_path)]
     for told, on_gpu, on_cpu in ([], "bf16", "auto"), (["--precision", "fp16"], "fp16", "fp16"):
         _, bound, _ = predict.parse_args([*words, *told])
-        what = bound.arguments["what"]
-        assert (what.precision_on("cuda"), what.precision_on("cpu")) == (on_gpu, on_cpu)
+        settings = bound.arguments["settings"]
+        assert (settings.precision_on("cuda"), settings.precision_on("cpu")) == (on_gpu, on_cpu)
 
 
 def test_a_checkpoint_is_scored_in_the_precision_that_is_told(
@@ -181,7 +182,7 @@ def test_a_checkpoint_is_scored_in_the_precision_that_is_told(
     """Otherwise in that of the run, which is in its settings."""
     train(tmp_path, "bf16", until=1)
     commands: list[list[str]] = []
-    monkeypatch.setattr("shoal.cli.evaluate.RECIPES", {"script": SimpleNamespace(group="train", command="x")})
+    monkeypatch.setattr("shoal.cli.use.RECIPES", {"script": SimpleNamespace(group="train", command="x")})
     monkeypatch.setattr(os, "execv", lambda program, words: commands.append(words))
     evaluate_checkpoint(tmp_path / "run")
     evaluate_checkpoint(tmp_path / "run", precision="fp32")

@@ -120,6 +120,7 @@ class TextShards:
         split: ``"train"`` or ``"validation"``.
         verify: ``"sizes"`` checks sizes, headers and counts, at no cost; ``"checksums"`` also reads every
             byte once, at 1.5 GB/s per core.
+        manifest: of the directory, if it was read already.
 
     Raises:
         UsageError: there is no manifest or no such split, or the directory has another tokenizer.
@@ -133,7 +134,12 @@ class TextShards:
     """
 
     def __init__(
-        self, directory: Path, split: str, *, verify: Literal["sizes", "checksums"] = "sizes"
+        self,
+        directory: Path,
+        split: str,
+        *,
+        verify: Literal["sizes", "checksums"] = "sizes",
+        manifest: Manifest | None = None,
     ) -> None:
         """Map the shards of ``split``.
 
@@ -143,8 +149,8 @@ class TextShards:
         """
         self.directory = directory
         self.split = split
-        self.manifest = Manifest.load(directory)
-        self.manifest.check_tokenizer(directory / self.manifest.tokenizer.file)
+        self.manifest = manifest or Manifest.load(directory)
+        self.manifest.check_tokenizer(self.tokenizer_file)
         self.shards: list[Shard] = []
         for info in self.manifest.shards(split):
             shard = Shard(directory, info, self.manifest.vocab_size)
@@ -157,6 +163,11 @@ class TextShards:
 
     def __reduce__(self) -> tuple[type[TextShards], tuple[Path, str]]:
         return (TextShards, (self.directory, self.split))
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer with which the text was prepared."""
+        return self.directory / self.manifest.tokenizer.file
 
     @property
     def num_documents(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from shoal.data.bad_entries import BadEntries
 from shoal.data.text.classify import ClassifyData, Columns, Example, read_rows
@@ -181,28 +181,3 @@ def worded(template: str, example: Example) -> str:
     before, _, behind = template.partition("{first}")
     second = example.second or ""
     return before.replace("{second}", second) + example.first + behind.replace("{second}", second)
-
-
-def text_to_text_tokenizer(data: Path) -> Tokenizer:
-    """Return the tokenizer of prepared text with T5's sentinels."""
-    from tokenizers import AddedToken
-
-    from shoal.data.manifest import Manifest
-    from shoal.data.text.span_config import MAX_SENTINELS, sentinel_id
-
-    manifest = Manifest.load(data)
-    tokenizer = Tokenizer.from_file(str(data / manifest.tokenizer.file))
-    if tokenizer.get_vocab_size(with_added_tokens=True) == manifest.vocab_size:  # else ids would not be those
-        names = [f"<extra_id_{number}>" for number in reversed(range(MAX_SENTINELS))]
-        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-        assert tokenizer.token_to_id("<extra_id_0>") == sentinel_id(manifest.vocab_size, 0)
-    return tokenizer
-
-
-def with_end(tokenizer: Tokenizer, end_id: int) -> Tokenizer:
-    """Return a copy of a tokenizer that ends each text with T5's end token."""
-    ending, end = Tokenizer.from_str(tokenizer.to_str()), tokenizer.id_to_token(end_id)
-    ending.post_processor = processors.TemplateProcessing(
-        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, end_id)]
-    )
-    return ending

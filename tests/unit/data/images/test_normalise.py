@@ -21,7 +21,7 @@ from shoal.data.loader import as_tensors
 from shoal.env.worker import alone
 from shoal.models.resnet_config import ResNetConfig
 from shoal.recipes import images as image_recipes
-from shoal.recipes import resnet50, resnet50_config
+from shoal.recipes import resnet50
 from shoal.train.config import RunOutputConfig
 
 CPU = torch.device("cpu")
@@ -81,15 +81,15 @@ def test_a_run_whose_images_go_as_bytes_has_the_bits_of_one_on_the_host(
     for in_bytes in (False, True):
         monkeypatch.setattr(image_recipes, "copies_bytes", lambda *_, wanted=in_bytes: wanted)
         run_dir = tmp_path / f"run-{in_bytes}"
-        config = resnet50_config.ResNetTrainConfig(
+        config = resnet50.ResNetTrainConfig(
             model=ResNetConfig(network="resnet8", width=4),
-            data=resnet50_config.DataConfig(path=str(folder), decode_threads=1),
+            data=resnet50.DataConfig(path=str(folder), decode_threads=1),
             augment=AugmentConfig(size=24),
-            train=resnet50_config.TrainConfig(
+            train=resnet50.TrainConfig(
                 total_epochs=1, global_batch_size=8, micro_batch_size=4, precision="fp32"
             ),
-            optim=resnet50_config.OptimConfig(learning_rate=0.05, warmup_epochs=0.5),
-            validation=resnet50_config.ValidationConfig(size=24, resize=26, batch_size=6),
+            optim=resnet50.OptimConfig(learning_rate=0.05, warmup_epochs=0.5),
+            validation=resnet50.ValidationConfig(size=24, resize=26, batch_size=6),
             run=RunOutputConfig(dir=run_dir),
         )  # fmt: skip
         (meeting := tmp_path / f"meet-{in_bytes}").mkdir()

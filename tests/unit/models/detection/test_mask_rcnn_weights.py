@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, UsageError
 from shoal.models.detection.config import MaskRCNNConfig
-from shoal.models.detection.mask_rcnn import MaskRCNN
-from shoal.recipes.mask_rcnn_export import load_weights
+from shoal.models.detection.mask_rcnn import MaskRCNN, load_weights
 
 CONFIG = MaskRCNNConfig(backbone="resnet18", channels=8, weights=Path("named"))
 BY_CLASS = ("box_predictor", "mask_fcn_logits")
