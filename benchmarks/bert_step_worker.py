@@ -29,8 +29,9 @@ from shoal.data.loader import as_tensors, copies_to, to_device
 from shoal.data.steps import DataShard
 from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.models.text_config import BertModelConfig
-from shoal.train.config import DistributedConfig, OptimConfig
+from shoal.train.config import DistributedConfig
 from shoal.train.gradients import LossScale, Precision, Update, choose_precision, wrap_model
+from shoal.train.optim_config import OptimConfig
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
 from shoal.train.step import Step, Training

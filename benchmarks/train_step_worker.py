@@ -23,7 +23,8 @@ from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.masked_lm import open_text
 from shoal.recipes.prepared_text import write_synthetic_text
-from shoal.train.config import OptimConfig, RunConfig, TrainConfig, required, schedule_of
+from shoal.train.config import RunConfig, TrainConfig, required
+from shoal.train.optim_config import OptimConfig, schedule_of
 from shoal.train.optimizers import build_optimizer
 from shoal.train.run import Run
 

@@ -272,7 +272,7 @@ def suppression(groups: int, boxes: int) -> Counts:
 
 def optimizer_step(name: str, config: BertModelConfig | None = None) -> Counts:
     """Count an optimizer's second step on BERT-large, or another BERT, on a fake GPU."""
-    from shoal.train.config import OptimConfig
+    from shoal.train.optim_config import OptimConfig
     from shoal.train.optimizers import build_optimizer
 
     with FakeTensorMode():

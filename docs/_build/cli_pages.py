@@ -12,7 +12,8 @@ from shoal.cli.app import app
 FOLDER = "reference/cli"
 _INTRODUCTION = """# Commands
 
-`shoal COMMAND --help` prints what these pages say. In a terminal, a misspelt option gets a suggestion.
+`shoal COMMAND --help` prints what these pages say; of a recipe the common options, and `--help-all` every one. In a
+terminal, a misspelt option gets a suggestion.
 
 | command | does |
 |---|---|

@@ -27,7 +27,8 @@ from shoal.errors import EXIT_OK
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
-from shoal.train.config import RunOutputConfig, VisionOptimizerConfig
+from shoal.train.config import RunOutputConfig
+from shoal.train.optim_config import VisionOptimizerConfig
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
 from shoal.train.run import Run, Sizes

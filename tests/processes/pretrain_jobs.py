@@ -28,7 +28,8 @@ from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.t5 import DataConfig as T5DataConfig
 from shoal.recipes.t5 import T5Config, T5OptimConfig
 from shoal.record import Step, read_record
-from shoal.train.config import OptimConfig, PhasesOptimConfig, RunConfig, TrainConfig
+from shoal.train.config import RunConfig, TrainConfig
+from shoal.train.optim_config import OptimConfig, PhasesOptimConfig
 
 AnyConfig = AlbertConfig | BertConfig | T5Config | ResNetTrainConfig | MaskRCNNTrainConfig
 Config = TypeVar(

@@ -21,7 +21,7 @@ from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.moments import local_box
 from shoal.optim.novograd import Novograd
-from shoal.train.config import VisionOptimizerConfig
+from shoal.train.optim_config import VisionOptimizerConfig
 from shoal.train.optimizers import build_optimizer
 
 # neither size of the first two divides by 2; of one row the second shard is empty

@@ -30,8 +30,8 @@ from shoal.record import Checkpoint, Contributions, Step, read_record
 from shoal.report.page import write_report
 from shoal.train import step as steps
 from shoal.train.checkpoint_files import StoredTensor
-from shoal.train.config import schedule_of
 from shoal.train.gradients import clip_factor, parameters_of, scale_all
+from shoal.train.optim_config import schedule_of
 from shoal.train.optimizers import build_optimizer
 from shoal.train.servers import local, waiting
 from shoal.train.servers.local import set_moves

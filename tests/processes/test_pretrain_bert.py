@@ -17,7 +17,7 @@ from shoal.recipes.export import export_model
 from shoal.recipes.masked_lm import open_text
 from shoal.record import read_record
 from shoal.report.page import write_report
-from shoal.train.config import schedule_of
+from shoal.train.optim_config import schedule_of
 
 BORDER, LAST = 8, 14
 

@@ -39,14 +39,19 @@ def settings_from(recipe_of: Callable[[tuple[str, ...]], str]) -> Fill:
             apply(load_toml(Path(path)), path)
         if recipe := RECIPES.get(name := recipe_of(commands)):
             preset = given().get("--preset", recipe.preset)
-            file = preset_file(name, preset)
-            if file.is_file():
-                tree, changes = shortened(tomllib.loads(file.read_text(encoding="utf-8")), given())
+            if tree := preset_of(name, preset):
+                tree, changes = shortened(tree, given())
                 apply(tree, f"preset {preset}")
                 if changes and starts_or_leads():
                     print(f"shoal: preset {preset}, adapted: {', '.join(changes)}", file=sys.stderr)
 
     return fill_in
+
+
+def preset_of(recipe: str, preset: str) -> dict[str, Any]:
+    """Return the settings of a preset by section; empty if there is no such preset."""
+    file = preset_file(recipe, preset)
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def starts_or_leads() -> bool:

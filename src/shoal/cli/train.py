@@ -7,22 +7,26 @@ Settings come from options, then from a file, then from a preset.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from cyclopts import App, ArgumentCollection, Group, Parameter
+from attrs import evolve
+from cyclopts import App, Argument, ArgumentCollection, Group, Parameter
 
-from shoal.cli.settings import settings_from, this_command
+from shoal.cli.settings import preset_of, settings_from, this_command
 from shoal.env.launcher import worker_env
 from shoal.recipes import RECIPES, main_of, recipe_of_command, script
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
+from shoal.train.optim_config import OptimizerConfig, owners_of
 
 _LISTS = Parameter(consume_multiple=True)  # --finetune.at 5000 10000
-train = App(name="train", default_parameter=_LISTS)
-finetune = App(name="finetune", default_parameter=_LISTS)
+_HELP = ("--help", "-h", "--help-all")
+train = App(name="train", default_parameter=_LISTS, help_flags=_HELP)
+finetune = App(name="finetune", default_parameter=_LISTS, help_flags=_HELP)
 
 _TITLES = {
     "train": "Length, batch, precision",
@@ -45,8 +49,42 @@ _STARTING = Parameter(group=_STARTING_FROM)
 _LAUNCH = Parameter(name="*", group=Group("Workers", sort_key=100))
 _REQUIRED_SHORTCUTS = ("model", "data", "eval", "task")
 
+_COMMON: Mapping[str, tuple[str, ...]] = {
+    "train": (
+        "total_steps",
+        "total_epochs",
+        "epochs",
+        "global_batch_size",
+        "micro_batch_size",
+        "precision",
+        "seed",
+    ),
+    "data": ("path", "made_images", "max_seq_length", "input_length"),
+    "run": ("dir", "log_frequency", "checkpoint_frequency", "validation_frequency", "until"),
+    "distributed": ("backend", "device"),
+    "parallel": ("pipeline", "data", "layout"),
+    "optim": (
+        "optimizer",
+        "learning_rate",
+        "base_learning_rate",
+        "warmup_steps",
+        "warmup_epochs",
+        "warmup_share",
+        "weight_decay",
+    ),
+    "validation": ("every_epochs",),
+    "finetune": ("at", "data", "eval"),
+    "phase1": ("total_steps", "global_batch_size", "learning_rate"),
+    "phase2": ("total_steps", "global_batch_size", "learning_rate"),
+    "model": ("network", "weights", "checkpoint_path"),
+    "": ("preset", "config", "workers", "nnodes", "rdzv", "dry_run"),
+}
+"""Settings in --help, by section; --help-all has all of them."""
+_ALL = "--help-all"
+
 _LAUNCHING = """Started alone, the command starts the workers; started by torchrun, mpirun or anything that
-sets RANK and WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash."""
+sets RANK and WORLD_SIZE, it joins them. Run it again to continue after a stop or a crash. --help-all shows
+all options."""
 _PARAMETERS = """Run the recipe.
 
 Parameters
@@ -61,6 +99,7 @@ config
 class _Command(App):
     """A command whose options are assembled once for ``--help``: cyclopts would do it three times."""
 
+    recipe = ""
     _assembled: ArgumentCollection | None = None
 
     def assemble_argument_collection(
@@ -75,14 +114,56 @@ class _Command(App):
             self._assembled = super().assemble_argument_collection(
                 default_parameter=default_parameter, parse_docstring=True
             )
+            _choose_shown(self.recipe, self._assembled)
         return self._assembled
+
+
+def _choose_shown(recipe: str, arguments: ArgumentCollection) -> None:
+    """Choose the options in ``--help``: common ones, and those of the optimizer; ``--help-all`` has all."""
+    shortcuts = RECIPES[recipe].shortcuts
+    kind = get_type_hints(getattr(script(recipe), RECIPES[recipe].config)).get("optim", object)
+    optimizer = _optimizer(recipe, kind) if issubclass(kind, OptimizerConfig) else ""
+    texts = {_setting(argument): argument.parameter.help for argument in arguments}
+    for argument in arguments:
+        section, _, name = (setting := _setting(argument)).rpartition(".")
+        owners = owners_of(name, kind) if optimizer and section == "optim" else []
+        is_common = name in _COMMON.get(section, ()) and setting not in shortcuts.values()
+        if _ALL in sys.argv:
+            text = f"{argument.parameter.help} ({', '.join(owners)})" if owners else argument.parameter.help
+            argument.parameter = evolve(argument.parameter, help=text)
+        elif setting in shortcuts:
+            argument.parameter = evolve(argument.parameter, help=texts[shortcuts[setting]])
+        elif not is_common and optimizer not in owners:
+            argument.parameter = evolve(argument.parameter, show=False)
+
+
+def _setting(argument: Argument) -> str:
+    """Return the setting of an option, such as ``train.total_steps``."""
+    return argument.name.removeprefix("--").replace("-", "_")
+
+
+def _optimizer(recipe: str, kind: type[OptimizerConfig]) -> str:
+    """Return the optimizer of the command line, or of the preset, or the default of the settings ``kind``."""
+    preset = _given("--preset") or RECIPES[recipe].preset
+    tree = preset_of(recipe, preset)
+    chosen = _given("--optim.optimizer") or tree.get("optim", {}).get("optimizer")
+    return str(chosen or kind().optimizer)  # type: ignore[call-arg]  # a subclass has a default
+
+
+def _given(option: str) -> str | None:
+    """Return the value of an option of the command line."""
+    words = [word for each in sys.argv for word in each.split("=", 1)]
+    return next((value for name, value in pairwise(words) if name == option), None)
 
 
 def __getattr__(name: str) -> App:
     """Return the command of a recipe; cyclopts asks for it when it is used."""
     if name not in RECIPES:
         raise AttributeError(name)
-    command = _Command(name=RECIPES[name].command or name, version_flags=train.version_flags)
+    command = _Command(
+        name=RECIPES[name].command or name, version_flags=train.version_flags, help_flags=train.help_flags
+    )
+    command.recipe = name
     command.default(command_for(name))
     return command
 

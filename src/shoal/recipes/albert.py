@@ -21,12 +21,8 @@ from shoal.recipes import Sample, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, Phase, TextConfig
 from shoal.recipes.model_source import TRANSFORMERS
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights
-from shoal.train.config import (
-    OptimConfig,
-    TrainConfig,
-    check_warmup,
-    schedule_of,
-)
+from shoal.train.config import TrainConfig
+from shoal.train.optim_config import OptimConfig, check_warmup, schedule_of
 
 # ------------------------------------------------------------------------------------------------- config
 

@@ -26,7 +26,8 @@ from shoal.recipes import Sample, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, Phase, TextConfig
 from shoal.recipes.model_source import TRANSFORMERS
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights, open_shards, read_manifest
-from shoal.train.config import LoopConfig, Rates, check_warmup, schedule_of
+from shoal.train.config import LoopConfig
+from shoal.train.optim_config import Rates, check_warmup, schedule_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

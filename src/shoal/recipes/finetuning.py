@@ -23,15 +23,14 @@ from shoal.recipes.prepared_text import tokenizer_files
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
-    OptimConfig,
     RunOutputConfig,
     ServersConfig,
-    check_warmup,
     check_wire,
     load_toml,
     required,
     settings_lines,
 )
+from shoal.train.optim_config import OptimConfig, check_warmup
 from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -335,7 +334,7 @@ def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -
     Raises:
         UsageError: the warm-up is longer than the run, or the batch does not divide.
     """
-    from shoal.train.config import schedule_of
+    from shoal.train.optim_config import schedule_of
 
     train, optim = config.train, config.optim
     total = train.total_steps or math.ceil(train.epochs * num_sequences / train.global_batch_size)

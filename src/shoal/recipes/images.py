@@ -28,10 +28,10 @@ from shoal.train.config import (
     LoopConfig,
     RunOutputConfig,
     ServersConfig,
-    VisionOptimizerConfig,
     check_wire,
     required,
 )
+from shoal.train.optim_config import VisionOptimizerConfig
 from shoal.train.parallel_config import parse_bytes
 
 if TYPE_CHECKING:

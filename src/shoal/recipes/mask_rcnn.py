@@ -35,16 +35,8 @@ from shoal.optim.lr_schedules import Cosine, Steps, learning_rate, set_learning_
 from shoal.recipes import Row, Sample, images, run_script
 from shoal.recipes.model_source import NETWORK, find_run
 from shoal.recipes.using import EvaluateConfig, PredictConfig
-from shoal.train.config import (
-    REQUIRED,
-    LoopConfig,
-    RunOutputConfig,
-    VisionOptimizerConfig,
-    check_warmup,
-    load_toml,
-    required,
-    settings_lines,
-)
+from shoal.train.config import REQUIRED, LoopConfig, RunOutputConfig, load_toml, required, settings_lines
+from shoal.train.optim_config import VisionOptimizerConfig, check_warmup
 from shoal.train.run_dir import CONFIG_FILE, description_in, require_writable
 
 if TYPE_CHECKING:

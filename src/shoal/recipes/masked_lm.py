@@ -29,7 +29,6 @@ from shoal.train.config import (
     REQUIRED,
     DistributedConfig,
     LoopConfig,
-    PhasesOptimConfig,
     RunConfig,
     ServersConfig,
     activation_bytes,
@@ -38,6 +37,7 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
+from shoal.train.optim_config import PhasesOptimConfig
 from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from shoal.recipes import masked_lm, script
 from shoal.recipes.masked_lm import MaskedLMConfig
 from shoal.recipes.model_source import TRANSFORMERS
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights
-from shoal.train.config import schedule_of
+from shoal.train.optim_config import schedule_of
 
 if TYPE_CHECKING:
     from torch import Tensor

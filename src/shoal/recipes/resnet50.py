@@ -39,16 +39,8 @@ from shoal.recipes import Row, Sample, images, run_script, using
 from shoal.recipes.images import ImageDataConfig, ImageTrainConfig
 from shoal.recipes.model_source import NETWORK, find_run
 from shoal.recipes.using import EvaluateConfig, PredictConfig
-from shoal.train.config import (
-    REQUIRED,
-    DecayConfig,
-    LoopConfig,
-    RunOutputConfig,
-    VisionOptimizerConfig,
-    load_toml,
-    required,
-    settings_lines,
-)
+from shoal.train.config import REQUIRED, LoopConfig, RunOutputConfig, load_toml, required, settings_lines
+from shoal.train.optim_config import DecayConfig, VisionOptimizerConfig
 from shoal.train.run_dir import CONFIG_FILE, description_in
 
 if TYPE_CHECKING:

@@ -36,7 +36,6 @@ from shoal.recipes.prepared_text import (
 )
 from shoal.train.config import (
     DistributedConfig,
-    OptimizerConfig,
     RunConfig,
     ServersConfig,
     TrainConfig,
@@ -45,6 +44,7 @@ from shoal.train.config import (
     load_toml,
     settings_lines,
 )
+from shoal.train.optim_config import TextOptimizerConfig
 from shoal.train.parallel_config import ParallelConfig, parse_bytes
 from shoal.train.run_dir import CONFIG_FILE, description_in
 
@@ -81,7 +81,7 @@ class DataConfig(PreparedTextConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5OptimConfig(OptimizerConfig):
+class T5OptimConfig(TextOptimizerConfig):
     """The optimizer and its schedule, in optimizer steps."""
 
     optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "adafactor"

@@ -6,12 +6,11 @@ Defaults are here, presets in the TOML files of a recipe. Command-line options a
 # No postponed annotations: the command line would resolve them in the module of the subclass.
 
 import json
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar
 
 from cyclopts import Group
 
@@ -19,7 +18,6 @@ from shoal.decide.batch import MicroBatch
 from shoal.decide.bounded_waiting import WaitingRule
 from shoal.env.machine import num_gpus
 from shoal.errors import UsageError, require_positive
-from shoal.optim.lr_schedules import Schedule
 
 T = TypeVar("T")
 
@@ -59,142 +57,6 @@ class TrainConfig(LoopConfig):
     micro_batch_size: MicroBatch | None = None
     """Sequences per forward pass of a worker; default: the largest divisor of its share up to 64; auto: the
     largest that fits into memory."""
-
-
-OPTIMIZER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "lamb": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "bias_correction": True},
-    "lans": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6},
-    "adamw": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6},
-    "adafactor": {},
-    "sgd": {"momentum": 0.9, "nesterov": True},
-    "lars": {"momentum": 0.9, "nesterov": False, "trust_coefficient": 1e-3, "lars_form": "mlperf"},
-    "novograd": {
-        "beta1": 0.9,
-        "beta2": 0.25,
-        "eps": 1e-7,
-        "bias_correction": True,
-        "reg_inside_moment": True,
-        "grad_averaging": False,
-        "init_zero": False,
-    },
-}
-"""The options that only some optimizers have, with their defaults."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The optimizer.
-
-    Options that only some optimizers have are ``None`` by default; :meth:`options` resolves them.
-
-    Raises:
-        UsageError: an option is set that the optimizer does not have.
-    """
-
-    optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "lamb"
-    """LAMB or LANS for large batches, torch's AdamW, or T5's Adafactor."""
-    weight_decay: float = 0.01
-    """Weight decay; biases and norms have none."""
-    beta1: float | None = None
-    """Decay of the first moment (not of Adafactor, SGD, LARS); default: 0.9."""
-    beta2: float | None = None
-    """Decay of the second moment (likewise); default: 0.999, of NovoGrad 0.25."""
-    eps: float | None = None
-    """Added to the root of the second moment (likewise); default: 1e-6, of NovoGrad 1e-7."""
-    bias_correction: bool | None = None
-    """Bias correction of the moments (LAMB, NovoGrad); default: yes. The original ALBERT and NovoGrad's paper
-    have none."""
-    max_grad_norm: float | None = 1.0
-    """Clip gradients to this norm; --optim.max-grad-norm none: do not clip."""
-    clip: Literal["global", "worker"] = "global"
-    """Clip the averaged gradient, or each worker's own before averaging."""
-
-    def __post_init__(self) -> None:
-        own = OPTIMIZER_OPTIONS[self.optimizer]
-        for name in dict.fromkeys(name for options in OPTIMIZER_OPTIONS.values() for name in options):
-            value = getattr(self, name, None)
-            if value is not None and name not in own:
-                choices = get_args(get_type_hints(type(self))["optimizer"])
-                owners = [choice for choice in choices if name in OPTIMIZER_OPTIONS[choice]]
-                raise UsageError(
-                    f"optim.{name} {value} is not an option of {self.optimizer}: leave it out or choose "
-                    f"--optim.optimizer {' or '.join(owners)}"
-                )
-
-    def options(self) -> dict[str, Any]:
-        """Return the options that are specific to the chosen optimizer, with defaults filled in."""
-        defaults = OPTIMIZER_OPTIONS[self.optimizer]
-        given = {name: getattr(self, name, None) for name in defaults}
-        return {name: value if given[name] is None else given[name] for name, value in defaults.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionOptimizerConfig(OptimizerConfig):
-    """The optimizer of an image recipe, with SGD, LARS and NovoGrad."""
-
-    optimizer: Literal["sgd", "lars", "novograd", "lamb", "adamw"] = "sgd"  # type: ignore[assignment]
-    """torch's SGD with momentum; LARS, NovoGrad or LAMB for large batches; torch's AdamW."""
-    weight_decay: float = 1e-4
-    """Weight decay; biases and norms have none."""
-    bias_rate: float = 1.0
-    """Learning rate of biases as a multiple of that of other parameters (2 in Mask R-CNN)."""
-    momentum: float | None = None
-    """Decay of the momentum (sgd, lars); default: 0.9."""
-    nesterov: bool | None = None
-    """Nesterov's momentum; default: with sgd, not with lars."""
-    trust_coefficient: float | None = None
-    """LARS: norm of an update relative to that of the weight; default: 0.001 (0.013 in AWS's clip form)."""
-    lars_form: Literal["mlperf", "paper", "larc"] | None = None
-    """mlperf (default): plain momentum for biases and norms; paper: trust ratio and decay for them too; larc:
-    as mlperf, with the trust ratio clipped to at most 1."""
-    reg_inside_moment: bool | None = None
-    """NovoGrad: normalize and decay the gradient before the momentum, not after it; default: yes."""
-    grad_averaging: bool | None = None
-    """NovoGrad: multiply gradients by 1 - beta1 in the momentum; default: no."""
-    init_zero: bool | None = None
-    """NovoGrad: initialize squared norms to 0 instead of those of the first step; default: no."""
-    max_grad_norm: float | None = None
-    """Clip gradients to this norm; default: no."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.bias_rate < math.inf:
-            raise UsageError(f"optim.bias_rate {self.bias_rate} must be a number of at least 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Learning rates of a run or of a phase; durations in optimizer steps."""
-
-    learning_rate: float = 1.76e-3
-    """Learning rate at the end of the warm-up."""
-    end_learning_rate: float = 0.0
-    """Learning rate after the last step."""
-    warmup_steps: int = 3_125
-    """Steps of linear warm-up from 0."""
-    constant_steps: int = 0
-    """Steps at the learning rate between warm-up and decay."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecayConfig:
-    """The form of a polynomial decay."""
-
-    power: float = 1.0
-    """Power of the polynomial decay."""
-    decay_from: Literal["warmup", "start"] = "warmup"
-    """Count the decay from the end of warm-up and constant rate, or from step 0 (Google's ALBERT, NVIDIA's
-    BERT; the rate drops after warm-up)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhasesOptimConfig(DecayConfig, OptimizerConfig):
-    """The optimizer, and the form of the schedules of several phases."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig(Rates, PhasesOptimConfig):
-    """The optimizer and its schedule, in optimizer steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,28 +362,6 @@ def check_wire(distributed: DistributedConfig, servers: ServersConfig, *, precis
         raise UsageError(
             f"{servers.option} with distributed.shares {distributed.shares}: workers that do not wait for "
             "each other have equal parts; leave one of them out"
-        )
-
-
-def schedule_of(rates: Rates, optim: DecayConfig, total_steps: int) -> Schedule:
-    """Return the learning-rate schedule of the settings."""
-    return Schedule(
-        base=rates.learning_rate,
-        end=rates.end_learning_rate,
-        warmup_steps=rates.warmup_steps,
-        constant_steps=rates.constant_steps,
-        total_steps=total_steps,
-        power=optim.power,
-        decay_from=optim.decay_from,
-    )
-
-
-def check_warmup(section: str, warmup_steps: int, steps_section: str, total_steps: int) -> None:
-    """Raise a :class:`UsageError` if the warm-up is negative or longer than the training."""
-    if not 0 <= warmup_steps <= total_steps:
-        raise UsageError(
-            f"{section}.warmup_steps {warmup_steps} must lie between 0 and {steps_section}.total_steps "
-            f"{total_steps}: set --{section}.warmup-steps too"
         )
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shoal.optim.lamb import parameter_groups
 from shoal.optim.lr_schedules import RATE_KEY, set_learning_rate
 from shoal.optim.moments import check_options
-from shoal.train.config import OptimizerConfig, VisionOptimizerConfig
+from shoal.train.optim_config import OptimizerConfig, VisionOptimizerConfig
 
 
 def build_optimizer(

@@ -268,6 +268,34 @@ def test_help_is_in_groups_with_what_is_required_first_and_an_example(group: str
     assert not ignored and bound.arguments
 
 
+def test_help_fits_two_screens_and_has_the_options_of_the_chosen_optimizer_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shoal.cli import train
+    from shoal.recipes import RECIPES
+
+    def shown(name: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["shoal", *options])
+        monkeypatch.setenv("COLUMNS", "100")
+        train.__getattr__(name)(options, result_action="return_value")
+        return capsys.readouterr().out
+
+    for name in RECIPES:
+        assert 50 < len(shown(name, "--help").splitlines()) <= 100, name
+    sgd, every = shown("resnet50", "--help"), shown("resnet50", "--help-all")
+    novograd = shown("resnet50", "--optim.optimizer", "novograd", "--help")
+    lars = shown("resnet50", "--preset=imagenet-lars-32k", "--help")
+    for option, texts in (
+        ("--optim.momentum ", [sgd, lars, every]),
+        ("--optim.lars-form ", [lars, every]),
+        ("--optim.reg-inside-moment ", [novograd, every]),
+        ("--optim.clip ", [every]),
+        ("--distributed.timeout-s ", [every]),
+    ):
+        assert [text for text in (sgd, novograd, lars, every) if f"│ {option}" in text] == texts, option
+    assert "(novograd, lamb, adamw)" in " ".join(every.replace("│", " ").split())
+
+
 def test_options_are_assembled_once_for_help_and_anew_for_each_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from shoal.errors import UsageError
 from shoal.optim import adafactor
 from shoal.optim.adafactor import Adafactor, factored_dims, parts_of
 from shoal.optim.moments import Batch
-from shoal.train.config import OptimConfig
+from shoal.train.optim_config import OptimConfig
 from shoal.train.optimizers import build_optimizer
 
 

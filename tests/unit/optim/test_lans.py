@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.errors import UsageError
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lans import Lans
-from shoal.train.config import OptimConfig
+from shoal.train.optim_config import OptimConfig
 from shoal.train.optimizers import build_optimizer
 
 

@@ -12,7 +12,8 @@ from shoal.errors import UsageError
 from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.bert import PRESETS, BertConfig, PhaseConfig, TrainConfig
-from shoal.train.config import PhasesOptimConfig, RunConfig, schedule_of
+from shoal.train.config import RunConfig
+from shoal.train.optim_config import PhasesOptimConfig, schedule_of
 
 
 def preset(name: str) -> BertConfig:

@@ -15,7 +15,14 @@ from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.lr_schedules import set_learning_rate
 from shoal.optim.novograd import Novograd
-from shoal.train.config import OPTIMIZER_OPTIONS, OptimizerConfig, VisionOptimizerConfig, as_tree
+from shoal.train.config import as_tree
+from shoal.train.optim_config import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    TextOptimizerConfig,
+    VisionOptimizerConfig,
+    defaults_of,
+)
 from shoal.train.optimizers import build_optimizer
 
 
@@ -31,15 +38,15 @@ def groups_of(optimizer: torch.optim.Optimizer, *names: str) -> list[tuple[Any, 
     return [(len(g["params"]), *(g.get(name) for name in names)) for g in optimizer.param_groups]
 
 
-def test_every_option_is_a_setting_and_every_optimizer_is_in_the_table() -> None:
-    settings = {field.name for field in fields(VisionOptimizerConfig)}
-    assert settings >= {name for options in OPTIMIZER_OPTIONS.values() for name in options}
-    for config in (OptimizerConfig, VisionOptimizerConfig):
-        choices = get_args(get_type_hints(config)["optimizer"])
-        assert set(choices) <= set(OPTIMIZER_OPTIONS)
-        for choice in choices:
-            given = config(optimizer=choice, **OPTIMIZER_OPTIONS[choice])
-            assert given.options() == config(optimizer=choice).options() == OPTIMIZER_OPTIONS[choice]
+@pytest.mark.parametrize("config", [TextOptimizerConfig, VisionOptimizerConfig])
+def test_settings_have_the_options_of_their_own_optimizers(config: type[OptimizerConfig]) -> None:
+    choices = get_args(get_type_hints(config)["optimizer"])
+    options = {field.name for field in fields(config) if "default" in field.metadata}
+    assert options == {name for choice in choices for name in defaults_of(choice)}
+    for choice in choices:
+        assert issubclass(config, OPTIMIZERS[choice])
+        given = config(optimizer=choice, **defaults_of(choice))
+        assert given.options() == config(optimizer=choice).options() == defaults_of(choice)
 
 
 def test_sgd_is_torchs_with_nesterovs_momentum() -> None:
@@ -101,7 +108,7 @@ def test_biases_may_have_a_rate_of_their_own() -> None:
 
 def test_those_that_were_there_are_as_they_were() -> None:
     model = small_model()
-    lamb = build_optimizer(model.named_parameters(), OptimizerConfig(bias_correction=False), 0.5)
+    lamb = build_optimizer(model.named_parameters(), TextOptimizerConfig(bias_correction=False), 0.5)
     assert isinstance(lamb, Lamb)
     names = ("betas", "eps", "weight_decay", "bias_correction", "trust_ratio")
     assert groups_of(lamb, *names) == [
@@ -109,7 +116,7 @@ def test_those_that_were_there_are_as_they_were() -> None:
         (4, (0.9, 0.999), 1e-6, 0.0, False, False),
     ]
     for name, kind in (("lans", Lans), ("adamw", torch.optim.AdamW)):
-        optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(optimizer=name, beta2=0.99))
+        optimizer = build_optimizer(model.named_parameters(), TextOptimizerConfig(optimizer=name, beta2=0.99))
         assert isinstance(optimizer, kind)
         assert groups_of(optimizer, "betas", "eps", "weight_decay", "trust_ratio") == [
             (2, (0.9, 0.99), 1e-6, 0.01, None),
@@ -126,9 +133,9 @@ def test_only_what_was_given_is_written_beside_the_run() -> None:
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
-        (OptimizerConfig, {"optimizer": "adafactor", "beta1": 0.9},
+        (TextOptimizerConfig, {"optimizer": "adafactor", "beta1": 0.9},
          "optim.beta1 0.9 is not an option of adafactor: .* --optim.optimizer lamb or lans or adamw$"),
-        (OptimizerConfig, {"optimizer": "adamw", "bias_correction": False},
+        (TextOptimizerConfig, {"optimizer": "adamw", "bias_correction": False},
          "optim.bias_correction False is not an option of adamw: .* --optim.optimizer lamb$"),
         (VisionOptimizerConfig, {"optimizer": "sgd", "trust_coefficient": 0.1},
          "optim.trust_coefficient 0.1 is not an option of sgd: .* --optim.optimizer lars$"),
