@@ -11,8 +11,7 @@ from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.models import t5 as _models  # noqa: F401  # imported before the first measurement
 from shoal.recipes import t5_classify, t5_stages  # noqa: F401
 from shoal.recipes.finetuning import FinetuneRunConfig, FinetuneTrainConfig, SourceConfig
-from shoal.train.config import DistributedConfig
-from shoal.train.parallel_config import ParallelConfig
+from shoal.train.config import DistributedConfig, ParallelConfig
 
 
 def resident(name: str) -> int:

@@ -28,7 +28,6 @@ RUN_BY_OTHERS = {
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
     "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
     "shoal.recipes.masked_lm_stages": ("processes/test_pretrain_stages.py", "**parallel"),
-    "shoal.train.device_rates": ("unit/recipes/test_t5_settings.py", '{"layout": "auto"'),
 }
 
 

@@ -22,8 +22,7 @@ from shoal.env.settings import MEMORY, worker_memory
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.recipes.start import Launch
-from shoal.train.config import as_tree, load_toml, to_toml
-from shoal.train.parallel_config import parse_bytes
+from shoal.train.config import as_tree, load_toml, parse_bytes, to_toml
 from shoal.train.run_dir import CONFIG_FILE
 
 SPARE = 0.1

@@ -29,10 +29,10 @@ from shoal.train.config import (
     RunOutputConfig,
     ServersConfig,
     check_wire,
+    parse_bytes,
     required,
 )
 from shoal.train.optim_config import VisionOptimizerConfig
-from shoal.train.parallel_config import parse_bytes
 
 if TYPE_CHECKING:
     import torch

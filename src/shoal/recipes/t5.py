@@ -36,16 +36,17 @@ from shoal.recipes.prepared_text import (
 )
 from shoal.train.config import (
     DistributedConfig,
+    ParallelConfig,
     RunConfig,
     ServersConfig,
     TrainConfig,
     activation_bytes,
     check_wire,
     load_toml,
+    parse_bytes,
     settings_lines,
 )
 from shoal.train.optim_config import TextOptimizerConfig
-from shoal.train.parallel_config import ParallelConfig, parse_bytes
 from shoal.train.run_dir import CONFIG_FILE, description_in
 
 if TYPE_CHECKING:
@@ -340,8 +341,7 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
     from shoal.decide.partition import Memory
     from shoal.models.t5 import new_t5
     from shoal.pipelining.export_graph import export_model
-    from shoal.pipelining.roofline import estimate_cost
-    from shoal.train.device_rates import DEVICES
+    from shoal.pipelining.roofline import DEVICES, estimate_cost
 
     train, parallel, spans = config.train, config.parallel, config.spans()
     device = DEVICES[parallel.device]

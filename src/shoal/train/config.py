@@ -6,6 +6,7 @@ Defaults are here, presets in the TOML files of a recipe. Command-line options a
 # No postponed annotations: the command line would resolve them in the module of the subclass.
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -14,12 +15,16 @@ from typing import Any, Literal, TypeVar
 
 from cyclopts import Group
 
-from shoal.decide.batch import MicroBatch
+from shoal.decide.batch import MicroBatch, StagesConfig
+from shoal.decide.batch import ScheduleName as ScheduleName  # options resolve inherited annotations here
 from shoal.decide.bounded_waiting import WaitingRule
 from shoal.env.machine import num_gpus
 from shoal.errors import UsageError, require_positive
 
 T = TypeVar("T")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+"""Bytes of a unit."""
 
 REQUIRED = Group("Required", sort_key=0)
 """Options without which a recipe does not start; the first group of ``--help``."""
@@ -286,6 +291,46 @@ class ServersConfig:
             )
         staleness = int(self.late == "next") if self.staleness is None else self.staleness
         return WaitingRule(num_workers, wait_for, self.late, staleness, self.grace_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(StagesConfig):
+    """Division of the model and the batch over the workers: workers = pipeline × data."""
+
+    layout: Literal["given", "auto"] = "given"
+    """given: the settings below; auto: the fastest layout that fits the memory, by a cost model."""
+    devices: int | None = None
+    """Devices to plan for, with layout auto or in a dry run; default: the workers."""
+    memory: str | None = None
+    """Memory of a device, such as 40GB, for layout auto and for predictions in a dry run."""
+    device: Literal["v100", "a100", "h100"] = "a100"
+    """Type of device whose rates the cost model uses."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("parallel", self, "devices")
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+    @property
+    def is_searched(self) -> bool:
+        return self.layout == "auto"
+
+
+def parse_bytes(text: str, name: str = "parallel.memory") -> int:
+    """Return the number of bytes of a text such as ``40GB`` or ``16GiB``.
+
+    Args:
+        text: a number with a unit.
+        name: the setting, for the error.
+
+    Raises:
+        UsageError: the text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise UsageError(f"{name} {text!r} must be a number with a unit, such as 40GB or 16GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def refuses_fp16(

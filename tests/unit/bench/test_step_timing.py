@@ -19,7 +19,7 @@ from shoal.errors import UsageError
 from shoal.recipes import script
 from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
 from shoal.recipes.workloads import flops_per_sample, preset_settings, with_new_model
-from shoal.train.parallel_config import ParallelConfig
+from shoal.train.config import ParallelConfig
 
 MADE = TrainResult(
     recipe="albert-base",

@@ -22,7 +22,7 @@ from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.start import Launch
 from shoal.recipes.t5 import T5Config
-from shoal.train.parallel_config import ParallelConfig
+from shoal.train.config import ParallelConfig
 
 TRIAL = """
 import json, sys

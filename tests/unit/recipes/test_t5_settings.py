@@ -22,8 +22,14 @@ from shoal.recipes.t5 import (
     find_layouts,
     with_layout,
 )
-from shoal.train.config import DistributedConfig, RunConfig, ServersConfig, TrainConfig
-from shoal.train.parallel_config import ParallelConfig, parse_bytes
+from shoal.train.config import (
+    DistributedConfig,
+    ParallelConfig,
+    RunConfig,
+    ServersConfig,
+    TrainConfig,
+    parse_bytes,
+)
 from synthetic_text import prepare, random_documents
 
 

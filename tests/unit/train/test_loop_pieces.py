@@ -30,6 +30,7 @@ from shoal.train import world
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
+    ParallelConfig,
     ServersConfig,
     TrainConfig,
     as_tree,
@@ -37,7 +38,6 @@ from shoal.train.config import (
     load_toml,
     to_toml,
 )
-from shoal.train.parallel_config import ParallelConfig
 from shoal.train.reporting import Progress, StepTimer, duration, peak_memory_bytes
 from shoal.train.run import Run
 from shoal.train.run_dir import open_run_dir
