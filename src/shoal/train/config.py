@@ -352,11 +352,11 @@ def refuses_fp16(
 
 
 def auto_precision(capability: tuple[int, int] | None, no_fp16: str) -> str:
-    """Return what ``auto`` is, by the kind of the device alone.
+    """Return the precision that ``auto`` stands for on a kind of device.
 
     Args:
         capability: the compute capability of a GPU; ``None``: a CPU, whatever units for bf16 it has.
-        no_fp16: what cannot take fp16 with its loss scale, if something (:func:`refuses_fp16`).
+        no_fp16: the recipe or the option that cannot take fp16 (:func:`refuses_fp16`); may be empty.
     """
     if capability is None:
         return "fp32"
@@ -501,7 +501,7 @@ _FEWEST_LINES = 20
 
 
 def shortened(preset: dict[str, Any], given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return a preset for the steps or epochs that the user gave, and what was changed, in words.
+    """Return a preset adapted to the steps or epochs that the user gave, and a list of the changes.
 
     If they are fewer than the preset's, the durations of its schedule that the user did not give shrink in
     proportion, and lines of the record are written at least 20 times. Phases share ``--train.total-steps``
@@ -550,7 +550,7 @@ def shortened(preset: dict[str, Any], given: Mapping[str, str]) -> tuple[dict[st
 
 
 def _number(text: str) -> int | float | None:
-    """Return the number that an option was given, or nothing: what is none is refused when it is parsed."""
+    """Return an option's number, or `None`; the parser rejects values that are not numbers."""
     try:
         return int(text)
     except ValueError:

@@ -364,8 +364,8 @@ class Beside:
         rows = [row for row in self._results() if row.step == step] if exit_code == 0 else []
         if not rows:
             log.progress.say(
-                f"the evaluation of step {step:,} beside training failed (exit code {exit_code}); what it "
-                f"said is in {self._directory / LOG}; training goes on"
+                f"the evaluation of step {step:,} beside training failed (exit code {exit_code}); its "
+                f"output is in {self._directory / LOG}; training goes on"
             )
         for row in rows:
             log.write(replace(row, beside=True, samples=samples or row.samples, time_s=time.time()))

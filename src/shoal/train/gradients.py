@@ -485,8 +485,8 @@ def choose_precision(name: str, device: torch.device, *, no_fp16: str = "") -> P
     whatever units for bf16 a processor has: the numbers of a run do not depend on it.
 
     Args:
-        no_fp16: what cannot take fp16 with a dynamic loss scale, if something: ``auto`` is then fp32 on GPUs
-            without bf16.
+        no_fp16: the recipe or the option that cannot take fp16 with a dynamic loss scale; may be empty.
+            ``auto`` is then fp32 on GPUs without bf16.
 
     Raises:
         UsageError: ``name`` is not one of auto, fp32, bf16, fp16.

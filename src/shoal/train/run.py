@@ -365,7 +365,7 @@ class Run:
         self._is_autocast = True
         return self._precision
 
-    # ---- what is trained --------------------------------------------------------------------------------
+    # ---- model and state --------------------------------------------------------------------------------
 
     def data_parallel(self, model: nn.Module, *, average: bool = True) -> DataParallel:
         """Move ``model`` to the device and wrap it so that backward averages its gradients over all workers.
@@ -674,12 +674,12 @@ class Run:
         Their time counts from the end of the step, or from the last evaluation.
 
         Args:
-            split: what was evaluated, such as ``validation``.
+            split: name of the data, such as ``validation``.
             metrics: numbers or tensors of one element by name; only those of the first worker are used.
             num_samples: number of samples that were evaluated.
 
         Raises:
-            UsageError: a score is no number.
+            UsageError: a score is not a number.
         """
         now = time.monotonic()
         row = record.Evaluation(
@@ -768,7 +768,7 @@ class Run:
     # ---- inside -----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds; the state of the data is the one integer ``samples``."""
+        """Return the state for a checkpoint; that of the data is the one integer ``samples``."""
         wires = [ddp.wire for ddp in self._training.models if ddp.wire is not None]
         return {
             **self._training.update.state_of(self._kept),
@@ -919,7 +919,7 @@ def _learning_rates(optimizers: Sequence[Optimizer], kept: Mapping[str, Any]) ->
 def _open_writers(
     stack: ExitStack, world: World, output: RunOutputConfig, target: Target | None
 ) -> list[RowWriter]:
-    """Return what else the first worker writes rows to: the launcher's file, MLPerf's log.
+    """Open further writers of rows on the first worker: the launcher's file, MLPerf's log.
 
     Args:
         stack: closes them.

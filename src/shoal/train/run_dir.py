@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.toml"
 FOLDER = "owner"
 DESCRIPTION = "data"
-"""Folder of what describes the run's prepared data: manifest, tokenizer, classes or categories."""
+"""Folder of the description of the prepared data: manifest, tokenizer, classes or categories."""
 BEAT_S = 5.0
 """Seconds between heartbeats of an owner."""
 PATIENCE_S = 60.0
@@ -457,7 +457,7 @@ def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
 
 
-# ---- what describes the prepared data ----------------------------------------------------------------------
+# ---- the description of the prepared data ------------------------------------------------------------------
 # Exporting, predicting and finetuning from a run read it from there: a run can be used without its data.
 
 

@@ -27,8 +27,8 @@ _MASK = (1 << 63) - 1
 class Readback:
     """Scalars of a device on their way to the host, which queues more work meanwhile.
 
-    The copy is queued at once, into pinned memory. :meth:`read` waits for it alone, not for what the host has
-    queued behind it: one step later it does not wait at all.
+    The copy is queued at once, into pinned memory. :meth:`read` waits for it alone, not for operations that
+    the host has queued behind it: one step later it does not wait at all.
 
     Args:
         values: scalars of one device.
@@ -228,7 +228,7 @@ class Step:
             self._figures = [norm, float(self._loss)]
 
     def _require_new(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check what :meth:`update` is given."""
+        """Check the arguments of :meth:`update`."""
         if self.optimizers:
             raise UsageError(
                 f"step {self.number} has a second step.update(): give all optimizers to one call, "

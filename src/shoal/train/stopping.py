@@ -47,7 +47,7 @@ def _ignore() -> None:
 
 
 def end_in_one_line() -> None:
-    """Have a script that a :class:`ShoalError` ends print one line and exit with its code, as commands do.
+    """Make scripts end with one line and an exit code after a :class:`ShoalError`, as commands do.
 
     Every other exception keeps its traceback; ``SHOAL_DEBUG=1`` shows that of a ShoalError too. Joining a
     process group puts a hook of torch before this one, so it is called again after that.
@@ -68,7 +68,7 @@ def end_in_one_line() -> None:
 
 
 def _in_a_script(text: str) -> str:
-    """Return what the options of commands that ``text`` names are in a script."""
+    """Return the settings of a script that correspond to the options named in ``text``, in parentheses."""
     kinds = {
         "run": RunOutputConfig,
         "train": LoopConfig,
@@ -138,7 +138,7 @@ _ALIASES = {
     "squad_f1": "f1",
     "squad_exact": "exact_match",
 }
-"""Other names of scores: to what they are short for."""
+"""Short names of scores, and the names in the record."""
 _ALSO = {"exact_match": "exact"}
 """Names that a score has in other data: that of SQuAD 2.0."""
 
@@ -238,7 +238,7 @@ def read_target(text: str | None, known: Mapping[str, Collection[str]]) -> Targe
 
 
 def _known_name(split: str, name: str, known: Mapping[str, Collection[str]]) -> str:
-    """Return the own name of a score that the user names in some way.
+    """Return the name in the record of a score that the user named in some way.
 
     Raises:
         UsageError: there is none.
@@ -259,7 +259,7 @@ def _known_name(split: str, name: str, known: Mapping[str, Collection[str]]) -> 
 
 
 def _sensible(condition: Condition, *, in_percent: bool) -> Condition:
-    """Return a condition with its bound in the unit of the score, of which the name tells.
+    """Convert the bound to the score's unit, which its name implies (percent for F1).
 
     Raises:
         UsageError: the bound is outside of the score's range, or the sign the wrong way.

@@ -72,7 +72,7 @@ def statistics_of(model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def unite(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace what each worker has for itself by the means over all workers, and integers by the largest.
+    """Average per-worker tensors over all workers; integers take the maximum.
 
     Args:
         tensors: of :func:`statistics_of`, or averages of weights; float32 and int64.

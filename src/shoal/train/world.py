@@ -77,7 +77,7 @@ class World:
         return values
 
     def follow_rates(self) -> None:
-        """Let backend shoal move sums away from late servers. All workers call it between steps."""
+        """Move sums of backend shoal away from late servers. A collective, between two steps."""
         backend = sys.modules.get("shoal.comm.native_group")  # not loaded for another backend
         if self.backend == "shoal" and backend is not None:
             backend.follow_rates(dist.group.WORLD)
@@ -243,7 +243,7 @@ def run_on_all(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list
 
     Args:
         group: of all workers; ``None``: there is one.
-        action: what to run; may differ per worker.
+        action: the function to run; may differ per worker.
 
     Raises:
         ShoalError: the action failed on some worker, or a worker was lost. All workers raise the error of the
