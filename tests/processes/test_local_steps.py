@@ -23,7 +23,7 @@ from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.sgd import SGD
 from shoal.train.servers import log as logs
-from shoal.train.servers.local import RoundsOfLocalSteps, local_steps, set_moves
+from shoal.train.servers.local import local_steps, set_moves
 from shoal.train.servers.tensors import checksum
 from shoal.train.weight_averaging import statistics_of
 
@@ -98,8 +98,8 @@ def unite_norms(models: list[nn.Module]) -> None:
 def compare(rank: int, folder: Path) -> None:
     model = DistributedDataParallel(net(), broadcast_buffers=False)
     outer, inner = outer_of(model), inner_of(model)
-    with local_steps(model, inner, outer, every=EVERY, log=folder / "log.jsonl"):
-        for step in range(STEPS):
+    with local_steps(model, inner, outer, every=EVERY, log=folder / "log.jsonl") as steps:
+        for step in steps.batches(range(STEPS)):
             backward(model, rank, step)
             inner.step()
             inner.zero_grad()
@@ -235,7 +235,6 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
     outer, inner, log = outer_of(model), inner_of(model), folder / "log.jsonl"
     pauses, done = random.Random(rank), []
     with local_steps(model, inner, outer, every=EVERY, log=log, **options) as rounds:
-        assert isinstance(rounds, RoundsOfLocalSteps)
         for step in rounds.batches(range(ROUNDS * EVERY + 1)):  # the last round has one step
             backward(model, rank, step)
             time.sleep(PAUSE_S * (pauses.random() < 0.3))

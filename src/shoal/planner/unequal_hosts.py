@@ -240,7 +240,7 @@ def _loose(plan: Plan, speeds: Sequence[float], jitter: float, possible: float) 
         rules[f"bounded, wait_for={text}"] = (drop, 1)
     if drop:
         late = WaitingRule(num_hosts, few, late="next", staleness=4, grace_s=_GRACE)
-        rules[f"bounded, wait_for={text}, late=next"] = (late, 1)
+        rules[f"bounded, wait_for={text}, late=next, staleness=4"] = (late, 1)
     rules[rounds] = rules[f"{rounds}{_STREAMED}"] = (WaitingRule(num_hosts, num_hosts), LOCAL_STEPS)
     if drop and len(set(speeds)) == 1:
         rules[f"{rounds}, wait_for={text}"] = (drop, LOCAL_STEPS)

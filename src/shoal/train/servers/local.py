@@ -151,7 +151,7 @@ class LocalSteps(ServersUpdate):
     Attributes:
         num_exchanges: exchanges so far; with fragments, each of a fragment counts.
         num_local: local steps since the last exchange of all weights.
-        has_met: whether this worker has waited for all others since its last step.
+        is_settled: whether this worker has waited for all others since its last step.
         step: of a run: the steps done.
 
     Raises:
@@ -190,8 +190,8 @@ class LocalSteps(ServersUpdate):
         self._fragments = fragments_of(self.model.module, self._servers.tables, config.fragments)
         self._ends = [self._every * (k + 1) // config.fragments for k in range(config.fragments)]
         self.num_exchanges = self.num_local = 0
-        self.has_met = True
-        self.step = self._met_at = step
+        self.is_settled = True
+        self.step = self._exchanged_at = step
         self._configure()
         self._servers.load(self._outer)
         self._outer.state.clear()
@@ -211,7 +211,7 @@ class LocalSteps(ServersUpdate):
             CommError: a rank or a server was lost.
         """
         self.step += 1
-        self.num_local, self.has_met = self.num_local + 1, False
+        self.num_local, self.is_settled = self.num_local + 1, False
         if not self._config.streams:
             if self.num_local == self._every:
                 self.exchange()
@@ -221,6 +221,13 @@ class LocalSteps(ServersUpdate):
         if position in self._ends:
             self._send(self._ends.index(position))
             self._merge_due()
+
+    def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield the loader's batches, without those of rounds that were exchanged while this worker was late.
+
+        All workers' loaders have as many batches.
+        """
+        yield from loader  # all wait for each other, so none is late
 
     def bring_state(self) -> None:
         """Average the remaining local steps and fetch the outer optimizer's state. A collective.
@@ -244,7 +251,7 @@ class LocalSteps(ServersUpdate):
         return {**kept, "optimizer": inner, "outer": self._outer}
 
     def runs_ahead(self, *, asks: bool) -> bool:
-        return not self.has_met
+        return not self.is_settled
 
     def settle(self) -> bool:
         self.exchange()
@@ -295,9 +302,9 @@ class LocalSteps(ServersUpdate):
             work.wait()
         torch._foreach_copy_([table.parameter.data for table in self._servers.tables], self._begun)
         unite([*self._statistics, *self._own], self.model.process_group)
-        self._met_at, local_steps = self._met_at + self.num_local, self.num_local
-        self.num_local, self.has_met, self._sent_at = 0, True, [0] * len(self._fragments)
-        self._write(self._met_at, local_steps, places)
+        self._exchanged_at, local_steps = self._exchanged_at + self.num_local, self.num_local
+        self.num_local, self.is_settled, self._sent_at = 0, True, [0] * len(self._fragments)
+        self._write(self._exchanged_at, local_steps, places)
 
     def _send(self, number: int) -> None:
         """Begin the exchange of a fragment's moves."""
@@ -319,7 +326,7 @@ class LocalSteps(ServersUpdate):
             return
         for work in under_way.works:
             work.wait()
-        self.has_met = True
+        self.is_settled = True
         places = self._fragments[under_way.number]
         begun = [self._begun[place] for place in places]
         own = [self._servers.tables[place].parameter.data for place in places]
@@ -329,7 +336,7 @@ class LocalSteps(ServersUpdate):
             torch._foreach_copy_(own, begun)
         number, sent_at = under_way.number, under_way.sent_at
         since, self._sent_at[number] = sent_at - self._sent_at[number], sent_at
-        self._write(self._met_at + sent_at, since, places, fragment=number)
+        self._write(self._exchanged_at + sent_at, since, places, fragment=number)
 
     @torch.no_grad()
     def _take_moves(self, places: Iterable[int]) -> list[Any]:
@@ -364,7 +371,11 @@ class LocalSteps(ServersUpdate):
             if self._statistics:
                 row["norms"] = checksum(self._statistics)
         else:
-            row |= {"fragment": fragment, "merged": self._met_at + self.num_local, "weights": checksum(sent)}
+            row |= {
+                "fragment": fragment,
+                "merged": self._exchanged_at + self.num_local,
+                "weights": checksum(sent),
+            }
         with self._log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -414,10 +425,6 @@ class RoundsOfLocalSteps(LocalSteps):
         return self._rounds.num_dropped
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Yield the loader's batches, without those of rounds that were exchanged while this worker was late.
-
-        All workers' loaders have as many batches.
-        """
         for batch in loader:
             number, self._passed = self._passed // self._every + 1, self._passed + 1
             if number == self._rounds.next_step:
@@ -433,7 +440,7 @@ class RoundsOfLocalSteps(LocalSteps):
 
     def _begin_rounds(self, step: int) -> None:
         self.step, self.num_local, self._asks = step, 0, False
-        self.has_met = True
+        self.is_settled = True
         self._begun = [parameter.detach().clone() for parameter in self._parameters]
 
     def check_synchronized(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
@@ -453,18 +460,18 @@ class RoundsOfLocalSteps(LocalSteps):
         self._asks = asks
         if self.step == (self._rounds.until or 0) * self._every:
             self.settle()
-        return not self.has_met
+        return not self.is_settled
 
     def settle(self) -> bool:
-        if not self.has_met:
+        if not self.is_settled:
             self._require_end("an evaluation or a checkpoint after step", self.step)
             self._rounds.synchronize()
             self._note_weights()
-            self.has_met = True
+            self.is_settled = True
         return True
 
     def _end_step(self) -> None:
-        self.step, self.num_local, self.has_met = self.step + 1, self.num_local + 1, False
+        self.step, self.num_local, self.is_settled = self.step + 1, self.num_local + 1, False
         if self.num_local == self._every:
             self.exchange()
             self.step = (self._rounds.next_step - 1) * self._every
@@ -479,7 +486,7 @@ class RoundsOfLocalSteps(LocalSteps):
     def bring_state(self) -> None:
         self._rounds.bring_state()
         self._note_weights()
-        self.has_met = True
+        self.is_settled = True
 
     def _end(self) -> None:
         self.exchange()  # the steps of a round that is not whole

@@ -221,7 +221,7 @@ def replay(
                 moves = {v: each for v, each in moves.items() if v == newest or last_use.get(v, 0) > index}
             versions = {v: each for v, each in versions.items() if v == newest or last_use.get(v, 0) > index}
         if "norms" in row:
-            workers.meet()
+            workers.unite_statistics()
         for name, found in (("weights", versions[newest]), ("norms", workers.statistics)):
             if name in row and checksum(found) != row[name]:
                 raise ShoalError(
@@ -262,7 +262,7 @@ class _Workers:
         self._backward(rank, batch)
         self._own[rank] = _copies(self.statistics)
 
-    def meet(self) -> None:
+    def unite_statistics(self) -> None:
         """Give all workers the same statistics, as :func:`shoal.train.weight_averaging.unite` does."""
         shares = [
             [each / len(self.hosts) if each.is_floating_point() else each for each in own]

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -75,7 +75,6 @@ class ServersUpdate(Update):
         max_norm: clip the norm of a step's mean gradient to this; of a context.
 
     Attributes:
-        loss_scale: gradients are divided by it in a context's steps.
         grad_norm: norm of the last step's gradient before clipping, where it is measured; else NaN.
         num_skipped: steps not taken because the norm of their gradient was not finite.
     """
@@ -87,13 +86,12 @@ class ServersUpdate(Update):
     ) -> None:
         super().__init__()
         self.model, self.optimizer = model, optimizer
-        self.loss_scale = 1.0
         self.grad_norm, self.num_skipped = math.nan, 0
         self._max_norm = max_norm
         self._in_context = False
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         check_hooks(self.model)
         self._in_context = True
         self._begin(0)
@@ -101,11 +99,13 @@ class ServersUpdate(Update):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._end()
-        self._remove_hooks()
-        self.model.require_backward_grad_sync = True
-        self._in_context = False
+        try:
+            if error is None:
+                self._end()
+        finally:
+            self._remove_hooks()
+            self.model.require_backward_grad_sync = True
+            self._in_context = False
 
     def open(self, step: int) -> None:
         self._begin(step)
@@ -209,6 +209,9 @@ class ServedUpdate(ServersUpdate):
         max_norm: as there.
         weights: as there.
 
+    Attributes:
+        loss_scale: of the loss: a context's steps divide gradients by it.
+
     Raises:
         UsageError: the optimizer or the model is not supported.
     """
@@ -228,6 +231,7 @@ class ServedUpdate(ServersUpdate):
         check_max_norm(optimizer, max_norm)
         if weights not in ("fp32", "bf16"):
             raise UsageError(f"weights={weights!r} must be 'fp32' or 'bf16'")
+        self.loss_scale = 1.0
         self.note = f"servers update the weights by {type(optimizer).__name__}, and keep its state"
         self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
         self._group = python_group(model.process_group)
@@ -240,7 +244,7 @@ class ServedUpdate(ServersUpdate):
         self._in_backward = False
         self._is_loaded = self._is_fetched = False
 
-    def __enter__(self) -> ServedUpdate:
+    def __enter__(self) -> Self:
         super().__enter__()
         self.model.register_comm_hook(None, lambda state, bucket: self._send(bucket))
         return self
