@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import shoal
 from shoal import native
 from shoal.env.launcher import worker_env
-from shoal.env.machine import compiler_problem, num_cores
+from shoal.env.machine import compiler_problem, cpu_quota, num_cores, num_scheduled
 from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError, install_command
 from shoal.formatting import size
 
@@ -250,7 +250,8 @@ def _compiler() -> Check:
 
 def _processor() -> Check:
     name = cpu_name(Path("/proc/cpuinfo"))
-    return Check("processor", f"{name}, {num_cores()} cores for this process")
+    quota = f", by the quota of its container ({cpu_quota():.3g})" if cpu_quota() < num_scheduled() else ""
+    return Check("processor", f"{name}, {num_cores()} cores for this process{quota}")
 
 
 def cpu_name(cpuinfo: Path) -> str:

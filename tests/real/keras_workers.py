@@ -200,6 +200,29 @@ def metrics() -> None:
         assert np.allclose(seen[name], values, atol=TOLERANCE), (name, seen[name], values)
 
 
+def vector_metrics() -> None:
+    """Compare a metric that has a number for each class with that of one process on all rows."""
+    labels = np.eye(3, dtype="float32")[Y % 3]
+
+    def model_of(optimizer: Any) -> Any:
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential(
+            [keras.layers.Input(X.shape[1:]), keras.layers.Flatten(), keras.layers.Dense(3)]
+        )
+        model.compile(optimizer, "mse", metrics=[keras.metrics.F1Score()])
+        return model
+
+    ours = model_of(sk.DistributedOptimizer(keras.optimizers.SGD(0.0)))
+    seen = ours.fit(
+        sk.Shards(X, labels, batch_size=BATCH, shuffle=False), verbose=0,
+        callbacks=[sk.Broadcast(0), sk.AverageMetrics()],
+    ).history  # fmt: skip
+    alone = model_of(keras.optimizers.SGD(0.0))
+    expected = alone.fit(X, labels, batch_size=BATCH, shuffle=False, verbose=0).history
+    assert np.shape(seen["f1_score"]) == (1, 3)
+    assert np.allclose(seen["f1_score"], np.array(expected["f1_score"]), atol=TOLERANCE), (seen, expected)
+
+
 def steps() -> None:
     """Give ranks other numbers of steps: all get an error that says so."""
     model = classifier(0, sk.DistributedOptimizer(keras.optimizers.SGD(0.1)))

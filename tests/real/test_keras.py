@@ -24,6 +24,7 @@ PROGRAMS = (
     "resume",
     "without_input",
     "metrics",
+    "vector_metrics",
     "steps",
     "others",
     "horovod",

@@ -16,15 +16,53 @@ GPUS = "SHOAL_GPUS"
 """GPUs that the job asks for on each host; finding none is an error then."""
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of the drivers of NVIDIA and AMD."""
+_NO_QUOTA = 1 << 20
 _WSL_DEVICE = "/dev/dxg"
 """Device file of any GPU under WSL, without CUDA too."""
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process may use, by affinity and by its container's quota."""
+    return max(1, min(num_scheduled(), int(cpu_quota())))
+
+
+def num_scheduled() -> int:
+    """Return the number of cores that the scheduler may run this process on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Return how many cores' time this process may use, as Kubernetes and Docker limit it; at most 2**20.
+
+    Args:
+        cgroups: where the kernel shows the groups, of version 1 or 2.
+        own: the groups of this process.
+    """
+    quota = float(_NO_QUOTA)
+    for line in _content(own).splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = cgroups / controllers if controllers else cgroups
+        path = Path(group.lstrip("/"))
+        for folder in (root / path, *(root / parent for parent in path.parents)):
+            if controllers:
+                limit, period = _content(folder / "cpu.cfs_quota_us"), _content(folder / "cpu.cfs_period_us")
+            else:
+                limit, _, period = _content(folder / "cpu.max").partition(" ")
+            if limit.strip().isdecimal() and period.strip().isdecimal() and int(period):
+                quota = min(quota, int(limit) / int(period))
+    return quota
+
+
+def _content(file: Path) -> str:
+    """Return the text of a file of the kernel; empty if it is not there."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def cores_per_worker(environ: Environ = None) -> int:

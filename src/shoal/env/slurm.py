@@ -95,15 +95,17 @@ def slurm_worker(step: SlurmStep, environ: Mapping[str, str]) -> WorkerEnv | Non
 
 
 def first_node(node_list: str) -> str:
-    """Return the first name of a node list of Slurm, such as ``gpu-[003-010,12],login1``.
+    """Return the first name of a node list of Slurm.
+
+    Such a list is ``gpu-[003-010,12],login1`` or ``rack[0-1]_blade[00-41]``.
 
     Raises:
         UsageError: the list is empty or malformed.
     """
-    match = re.match(r"([\w.-]+)(?:\[(\d+)[^][]*\]([\w.-]*))?(?=,|$)", node_list)
+    match = re.match(r"[\w.-]+(?:\[\d[^][]*\][\w.-]*)*(?=,|$)", node_list)
     if match is None:
         raise UsageError(f"the node list {node_list!r} is not one of Slurm: start the command with srun")
-    return "".join(part or "" for part in match.groups())
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", match[0])
 
 
 def workers_first_node(environ: Environ = None) -> str | None:

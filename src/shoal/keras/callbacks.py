@@ -7,12 +7,15 @@ from typing import Any
 
 import keras
 import numpy as np
+import numpy.typing as npt
 
 from shoal.comm import arrays
 from shoal.errors import UsageError
 from shoal.keras import optimizer as optimizers
 from shoal.keras import process
 
+Result = float | npt.NDArray[Any]
+"""A metric's: a number, or one for each class."""
 _UNKNOWN = -1
 
 
@@ -113,8 +116,8 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc,unused-igno
 
     def __init__(self) -> None:
         super().__init__()
-        self._train: dict[str, float] | None = None
-        self._validation: dict[str, float] | None = None
+        self._train: dict[str, Result] | None = None
+        self._validation: dict[str, Result] | None = None
         self._in_epoch = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -140,13 +143,13 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc,unused-igno
         found = self._over_ranks() if self._train is None else self._train
         found |= {f"val_{name}": value for name, value in (self._validation or {}).items()}
         others = [name for name in sorted(logs) if name not in found]
-        values = np.array([float(logs[name]) for name in others])
+        values = [np.array(logs[name], dtype=np.float64) for name in others]
         if others:
-            arrays.all_reduce(process.world(), [values])
-        found |= dict(zip(others, values.tolist(), strict=True))
+            arrays.all_reduce(process.world(), values)
+        found |= {name: _as_result(value) for name, value in zip(others, values, strict=True)}
         logs.update({name: found[name] for name in logs})
 
-    def _over_ranks(self) -> dict[str, float]:
+    def _over_ranks(self) -> dict[str, Result]:
         """Return the results of the model's metrics on the states of all ranks."""
         variables = self.model.metrics_variables
         own = [np.array(keras.ops.convert_to_numpy(each.value), order="C") for each in variables]
@@ -160,7 +163,7 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc,unused-igno
             arrays.all_reduce(process.world(), chosen, operation)
         _assign(variables, states)
         results = self.model.get_metrics_result()
-        found = {name: float(value) for name, value in results.items()}
+        found = {name: _as_result(keras.ops.convert_to_numpy(value)) for name, value in results.items()}
         _assign(variables, own)
         return found
 
@@ -244,3 +247,8 @@ def _check_steps(steps: int | None) -> None:
 
 def _count(number: int) -> str:
     return "an unknown number of steps" if number == _UNKNOWN else f"{number} steps"
+
+
+def _as_result(value: npt.NDArray[Any]) -> Result:
+    """Return a number, or the array of a metric that has one for each class, as ``F1Score`` has."""
+    return float(value) if value.ndim == 0 else value

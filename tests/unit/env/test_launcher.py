@@ -221,6 +221,7 @@ def test_one_task_of_slurm_may_start_workers_itself() -> None:
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"SLURM_STEP_TASKS_PER_NODE='2\(x' is not of the form"),
         ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2 and SLURM_STEP_TASKS_PER_NODE"),
         ({"SLURM_STEP_NODELIST": ""}, "the node list '' is not one of Slurm"),
+        ({"SLURM_STEP_NODELIST": "[n1-n2]"}, r"the node list '\[n1-n2\]' is not one of Slurm"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' must be a whole number"),
     ],
 )
@@ -237,6 +238,10 @@ def test_variables_of_slurm_that_are_wrong(changes: dict[str, str], said: str) -
         ("gpu-[003-010,12],login1", "gpu-003"),
         ("rack[1,3]-node,x", "rack1-node"),
         ("ip-10-0-0-7.ec2.internal", "ip-10-0-0-7.ec2.internal"),
+        ("rack[0-63]_blade[00-41]", "rack0_blade00"),
+        ("a[1-2][3-4],b", "a13"),
+        ("n1, n2", "n1"),
+        ("tux[1-3,5].cluster", "tux1.cluster"),
     ],
 )
 def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
