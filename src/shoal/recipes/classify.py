@@ -439,31 +439,15 @@ def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
 
 def sample(config: ClassifyConfig) -> Sample:
     """Return the first examples and the model; without a file, full sequences of two labels."""
-    import tempfile
-
-    import torch
-
     from shoal.data.text.classify import make_pairs
-    from shoal.models.encoder import full_sequences, packed_inputs
-    from shoal.models.tasks import SequenceClassification, load_task_model
+    from shoal.models.tasks import SequenceClassification
 
-    length, options = config.data.max_seq_length, config.model.options | {"from_scratch": True}
-    data = None if config.data.path is None else read_files(config.data)[0]
-    inputs, labels = full_sequences(2, length), ("0", "1") if data is None else data.labels
-    with tempfile.TemporaryDirectory() as folder:
-        source = finetuning.prepare_source(required(config.model.path), Path(folder))
-        with torch.device("meta"):
-            model = load_task_model(SequenceClassification, source, labels=labels, **options)
-        if data is not None:
-            pairs = make_pairs(data, finetuning.read_source_tokenizer(source), max_seq_length=length)
-            inputs = packed_inputs(finetuning.first_examples(pairs, config))
-    return Sample(
-        model=model,
-        inputs=inputs,
-        loss=lambda model, inputs: model(**inputs).sum(),
-        num_samples=len(inputs["cu_seqlens"]) - 1,
-        sequence_length=length,
-    )
+    length = config.data.max_seq_length
+    if config.data.path is None:
+        return finetuning.sample(config, SequenceClassification, length, None, ("0", "1"))
+    data = read_files(config.data)[0]
+    pairs = partial(make_pairs, data, max_seq_length=length)
+    return finetuning.sample(config, SequenceClassification, length, pairs, data.labels)
 
 
 def trial(config: ClassifyConfig, folder: Path) -> ClassifyConfig:

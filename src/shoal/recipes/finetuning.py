@@ -18,6 +18,7 @@ from shoal.decide.batch import BatchPlan, MicroBatch, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.json_text import parse_json
 from shoal.models.text_config import num_positions
+from shoal.recipes import Sample
 from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, ModelSource, find_model
 from shoal.recipes.prepared_text import tokenizer_files
 from shoal.train.config import (
@@ -427,6 +428,43 @@ def first_examples(examples: "Sequences", config: FinetuneConfig) -> "Batch":
 
     chosen = np.arange(min(known_size(config.train.micro_batch_size) or 1, len(examples)))
     return as_tensors(examples.batch(chosen), pin_memory=False)
+
+
+def sample(
+    config: FinetuneConfig,
+    kind: type[Any],
+    length: int,
+    examples: "Callable[[Tokenizer], Sequences] | None",
+    labels: tuple[str, ...] = (),
+) -> Sample:
+    """Return a sample of an encoder with the head of a task.
+
+    Args:
+        kind: ``QuestionAnswering`` or ``SequenceClassification``.
+        length: tokens of a sequence.
+        examples: makes the training examples, of which the first count; ``None``: full sequences.
+        labels: of a classification.
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    from shoal.models.encoder import full_sequences, packed_inputs
+    from shoal.models.tasks import load_task_model
+
+    options, inputs = config.model.options | {"from_scratch": True}, full_sequences(2, length)
+    with tempfile.TemporaryDirectory() as folder:
+        source = prepare_source(required(config.model.path), Path(folder))
+        with torch.device("meta"):
+            model = load_task_model(kind, source, labels=labels, **options)
+        if examples is not None:
+            inputs = packed_inputs(first_examples(examples(read_source_tokenizer(source)), config))
+    return Sample(
+        model=model,
+        inputs=inputs,
+        loss=lambda model, inputs: torch.stack([each.sum() for each in tree_leaves(model(**inputs))]).sum(),
+        num_samples=len(inputs["cu_seqlens"]) - 1,
+        sequence_length=length,
+    )
 
 
 Words = Callable[[int], str]

@@ -33,6 +33,8 @@ from shoal.recipes.using import ComputeConfig, PredictConfig
 from shoal.train.config import REQUIRED, DistributedConfig, LoopConfig, ServersConfig, required
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from shoal.data.squad.answers import Answers
     from shoal.data.squad.dataset import SquadData
     from shoal.data.squad.features import SquadFeatures
@@ -593,30 +595,14 @@ def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
 
 def sample(config: SquadConfig) -> Sample:
     """Return the first windows of the questions and the model; without questions, full windows."""
-    import tempfile
-
-    import torch
-
     from shoal.data.squad.features import make_features
-    from shoal.models.encoder import full_sequences, packed_inputs
-    from shoal.models.tasks import QuestionAnswering, load_task_model
+    from shoal.models.tasks import QuestionAnswering
 
-    options, inputs = config.model.options | {"from_scratch": True}, full_sequences(2, config.window.length)
-    with tempfile.TemporaryDirectory() as folder:
-        source = finetuning.prepare_source(required(config.model.path), Path(folder))
-        with torch.device("meta"):
-            model = load_task_model(QuestionAnswering, source, **options)
-        if config.data.path is not None:
-            tokenizer = finetuning.read_source_tokenizer(source)
-            windows = make_features(read_files(config.data)[0], tokenizer, config.window)
-            inputs = packed_inputs(finetuning.first_examples(windows, config))
-    return Sample(
-        model=model,
-        inputs=inputs,
-        loss=lambda model, inputs: torch.stack([logits.sum() for logits in model(**inputs)]).sum(),
-        num_samples=len(inputs["cu_seqlens"]) - 1,
-        sequence_length=config.window.length,
-    )
+    def windows(tokenizer: "Tokenizer") -> "SquadFeatures":
+        return make_features(read_files(config.data)[0], tokenizer, config.window)
+
+    examples = None if config.data.path is None else windows
+    return finetuning.sample(config, QuestionAnswering, config.window.length, examples)
 
 
 def trial(config: SquadConfig, folder: Path) -> SquadConfig:
