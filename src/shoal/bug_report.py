@@ -1,4 +1,4 @@
-"""Collects what a bug report needs into one archive, without secrets: ``shoal doctor --bundle FILE.tar.gz``.
+"""Collects the files of a bug report in one archive, without secrets: ``shoal doctor --bundle FILE.tar.gz``.
 
 1. Texts are taken from a fixed list of places, each with a limit: the doctor's output, versions, environment
    variables from a list of names, limits and network counters of the machine, and of a run its settings, the
@@ -34,7 +34,7 @@ FOLDER = "shoal-bug-report"
 """Folder of all files in the archive."""
 REMOVED = "<removed>"
 MAX_TEXT_BYTES = 256 << 10
-"""Limit of a file in the archive; of a longer one there are the begin (settings) or the end (logs)."""
+"""Limit of a file in the archive; a longer one is cut to its beginning (settings) or its end (logs)."""
 MAX_LOGS = 32
 MAX_NAMES = 2_000
 """Limit of the list of a run's files."""
@@ -80,7 +80,7 @@ def write_bundle(out: Path, doctor: str, run: Path | None = None) -> Bundle:
 
     Args:
         out: a name that ends in ``.tar.gz``; a file of this name is replaced.
-        doctor: what the doctor printed.
+        doctor: the output of ``shoal doctor``.
         run: a run directory.
 
     Raises:
@@ -132,7 +132,10 @@ def _platform() -> list[str]:
 
 def _packages() -> list[str]:
     """Return names and versions alone: where a package came from may have a password in its URL."""
-    return sorted({f"{found.name}=={found.version}" for found in metadata.distributions()}, key=str.lower)
+    return sorted(
+        {f"{distribution.name}=={distribution.version}" for distribution in metadata.distributions()},
+        key=str.lower,
+    )
 
 
 def _limits() -> list[str]:
@@ -164,9 +167,9 @@ def _run_texts(run: Path) -> Iterator[tuple[str, str]]:
 
 
 def _names(run: Path) -> list[str]:
-    found = sorted(path for path in run.rglob("*") if _is_own_file(path))
-    left_out = [f"and {len(found) - MAX_NAMES:,} more"] if len(found) > MAX_NAMES else []
-    names = [f"{path.lstat().st_size:>14,} {path.relative_to(run)}" for path in found[:MAX_NAMES]]
+    paths = sorted(path for path in run.rglob("*") if _is_own_file(path))
+    left_out = [f"and {len(paths) - MAX_NAMES:,} more"] if len(paths) > MAX_NAMES else []
+    names = [f"{path.lstat().st_size:>14,} {path.relative_to(run)}" for path in paths[:MAX_NAMES]]
     return [*names, *left_out]
 
 
@@ -176,7 +179,7 @@ def _is_own_file(path: Path) -> bool:
 
 
 def _begin(file: Path) -> str:
-    """Return the whole lines at the begin of a file."""
+    """Return the whole lines at the beginning of a file."""
     with file.open("rb") as opened:
         data = opened.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:

@@ -1,4 +1,4 @@
-"""Checks what this machine has for training, what is missing, and how to get it: ``shoal doctor``.
+"""Checks this machine's software and hardware for training, and names what is missing: ``shoal doctor``.
 
 It works as far as possible where torch or the native core is missing or broken: everything but the standard
 library is imported by the check that needs it. ``python -m torch.utils.collect_env`` has more about torch and
@@ -52,17 +52,17 @@ State = Literal["ok", "note", "missing"]
 
 
 class Check(NamedTuple):
-    """A line of the report; without what is ``missing`` training cannot run."""
+    """A line of the report; with the state ``missing``, training cannot run."""
 
     name: str
-    found: str
+    finding: str
     state: State = "ok"
     remedy: str = ""
 
 
-def _judged(name: str, found: str, is_well: bool, remedy: str, otherwise: State = "note") -> Check:
+def _judged(name: str, finding: str, is_well: bool, remedy: str, otherwise: State = "note") -> Check:
     """Return a check with its remedy unless all is well."""
-    return Check(name, found) if is_well else Check(name, found, otherwise, remedy)
+    return Check(name, finding) if is_well else Check(name, finding, otherwise, remedy)
 
 
 def doctor(*, bundle: Path | None = None, run: Path | None = None) -> int:
@@ -74,7 +74,8 @@ def doctor(*, bundle: Path | None = None, run: Path | None = None) -> int:
         run: Run directory whose settings, record and logs to put into the bundle.
 
     Raises:
-        UsageError: the bundle's name ends otherwise, or there is no such run, or a run and no bundle.
+        UsageError: the bundle's name has another ending, the run does not exist, or there is a run without a
+            bundle.
         ShoalError: the bundle cannot be written.
     """
     if bundle is not None or run is not None:
@@ -95,7 +96,7 @@ def report(topics: Mapping[str, list[Check]]) -> str:
     for topic, checks in topics.items():
         lines += ["", topic]
         for check in checks:
-            lines.append(f"  {_MARKS[check.state]}  {check.name:<14}{check.found}")
+            lines.append(f"  {_MARKS[check.state]}  {check.name:<14}{check.finding}")
             if check.remedy:
                 lines.append(f"      {'':<14}> {check.remedy}")
     if not (missing := _missing(topics)):
@@ -125,10 +126,10 @@ def examine() -> Mapping[str, list[Check]]:
     try:
         import torch
     except Exception as error:  # noqa: BLE001  # a broken installation raises any exception
-        found = f"cannot be imported ({type(error).__name__}: {error})"
+        finding = f"cannot be imported ({type(error).__name__}: {error})"
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         remedy = install_command("torch") if is_absent else "pip install --force-reinstall torch"
-        torch_check = Check("torch", found, "missing", remedy)
+        torch_check = Check("torch", finding, "missing", remedy)
     else:
         cuda = torch.version.cuda
         torch_check = Check("torch", f"imports, built for {f'CUDA {cuda}' if cuda else 'CPU only'}")
@@ -163,24 +164,24 @@ def _startup(torch: Any) -> list[Check]:
     compiled = torch.__spec__.cached
     if compiled is None or Path(compiled).exists():
         return []
-    found = "every process compiles torch's Python files, which takes seconds of processor time"
+    finding = "every process compiles torch's Python files, which takes seconds of processor time"
     reason = "unset PYTHONDONTWRITEBYTECODE, or run" if sys.dont_write_bytecode else "run once"
     command = f"{sys.executable} -m compileall -q {Path(torch.__file__).parent}"
-    return [Check("start-up", found, "note", f"{reason}: {command}")]
+    return [Check("start-up", finding, "note", f"{reason}: {command}")]
 
 
 def _python() -> Check:
-    found, oldest = f"{platform.python_version()}, {sys.executable}", ".".join(map(str, OLDEST_PYTHON))
+    finding, oldest = f"{platform.python_version()}, {sys.executable}", ".".join(map(str, OLDEST_PYTHON))
     remedy = f"shoal needs Python {oldest} or newer"
-    return _judged("Python", found, sys.version_info[:2] >= OLDEST_PYTHON, remedy, "missing")
+    return _judged("Python", finding, sys.version_info[:2] >= OLDEST_PYTHON, remedy, "missing")
 
 
 def _packages() -> list[Check]:
     try:
         requirements = metadata.requires("shoal") or []
     except metadata.PackageNotFoundError:
-        found = "shoal is not installed in this Python, so its requirements are unknown"
-        return [Check("packages", found, "missing", "pip install . in the source folder")]
+        finding = "shoal is not installed in this Python, so its requirements are unknown"
+        return [Check("packages", finding, "missing", "pip install . in the source folder")]
     return package_checks(requirements, _installed_version)
 
 
@@ -192,7 +193,7 @@ def _installed_version(package: str) -> str | None:
 
 
 def package_checks(requirements: Sequence[str], installed: Callable[[str], str | None]) -> list[Check]:
-    """Compare a distribution's requirements with what is installed: one check for the core, one per extra.
+    """Compare a distribution's requirements with the installed packages: a check of the core and each extra.
 
     Args:
         requirements: as in package metadata, e.g. ``matplotlib>=3.9; extra == "report"``.
@@ -200,11 +201,11 @@ def package_checks(requirements: Sequence[str], installed: Callable[[str], str |
     """
     groups: dict[str, list[tuple[str, bool]]] = {}
     for requirement in requirements:
-        found = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*(?:\(?>=\s*([\d.]+))?", requirement)
+        match = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*(?:\(?>=\s*([\d.]+))?", requirement)
         extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", requirement)
-        if not found:
+        if not match:
             continue
-        package, oldest = found.groups(default="")
+        package, oldest = match.groups(default="")
         version = installed(package)
         is_old = version is not None and _numbers(version) < _numbers(oldest)
         text = f"{package} {version or 'not installed'}{f' (too old, needs {oldest})' if is_old else ''}"
@@ -213,11 +214,11 @@ def package_checks(requirements: Sequence[str], installed: Callable[[str], str |
 
 
 def _group_check(extra: str, packages: Sequence[tuple[str, bool]]) -> Check:
-    found, is_well = ", ".join(text for text, _ in packages), all(is_well for _, is_well in packages)
+    finding, is_well = ", ".join(text for text, _ in packages), all(is_well for _, is_well in packages)
     if not extra:
-        return _judged("packages", found, is_well, install_command(), "missing")
+        return _judged("packages", finding, is_well, install_command(), "missing")
     remedy = f"{EXTRAS[extra]}: {install_command(extra)}"
-    return _judged(f"[{extra}]", found, is_well, remedy, "missing" if extra in NEEDED_EXTRAS else "note")
+    return _judged(f"[{extra}]", finding, is_well, remedy, "missing" if extra in NEEDED_EXTRAS else "note")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -257,8 +258,8 @@ def _processor() -> Check:
 def cpu_name(cpuinfo: Path) -> str:
     """Return the processor's name from Linux's ``/proc/cpuinfo``, else from Python."""
     text = cpuinfo.read_text(errors="replace") if cpuinfo.is_file() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _memory() -> Check:
@@ -269,8 +270,8 @@ def _memory() -> Check:
 def memory_bytes(meminfo: Path, cgroup_limit: Path) -> int:
     """Return the memory that this process may use: the machine's or its container's; 0 if unknown."""
     text = meminfo.read_text() if meminfo.is_file() else ""
-    found = re.search(r"^MemTotal:\s*(\d+) kB", text, re.MULTILINE)
-    total = int(found[1]) * 1024 if found else 0
+    match = re.search(r"^MemTotal:\s*(\d+) kB", text, re.MULTILINE)
+    total = int(match[1]) * 1024 if match else 0
     limit = cgroup_limit.read_text().strip() if cgroup_limit.is_file() else "max"
     return min(total, int(limit)) if limit.isdecimal() and total else total
 
@@ -281,16 +282,18 @@ def _gpus(torch: Any) -> Check:
 
         numbers = range(torch.cuda.device_count())
         gpus = map(torch.cuda.get_device_properties, numbers)
-        found = "; ".join(
+        finding = "; ".join(
             f"{gpu.name} ({size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor})" for gpu in gpus
         )
         if missing := next(filter(None, map(not_built_for, numbers)), ""):
-            return Check("GPUs", found, "missing", missing)
+            return Check("GPUs", finding, "missing", missing)
     elif torch.version.cuda:
-        found = f"none: no NVIDIA driver for this torch's CUDA {torch.version.cuda}; training runs on the CPU"
+        finding = (
+            f"none: no NVIDIA driver for this torch's CUDA {torch.version.cuda}; training runs on the CPU"
+        )
     else:
-        found = "none"
-    return Check("GPUs", found)
+        finding = "none"
+    return Check("GPUs", finding)
 
 
 def _kernels(torch: Any) -> list[Check]:
@@ -298,17 +301,17 @@ def _kernels(torch: Any) -> list[Check]:
     if not torch.cuda.is_available():
         return []
     problem = compiler_problem()
-    what, _, remedy = problem.partition(": ")
-    return [_judged("kernels", what or "torch.compile can make them", not problem, remedy)]
+    summary, _, remedy = problem.partition(": ")
+    return [_judged("kernels", summary or "torch.compile can make them", not problem, remedy)]
 
 
 def _instructions(torch: Any) -> Check:
     """Return the instruction sets that torch's kernels may use, with those that are absent."""
     probes = {"AVX2": "avx2", "AVX-512": "avx512", "AVX-512 BF16": "avx512_bf16", "AMX": "amx_tile"}
     has = {name: getattr(torch.cpu, f"_is_{probe}_supported", bool)() for name, probe in probes.items()}
-    found = ", ".join(name if there else f"no {name}" for name, there in has.items())
+    finding = ", ".join(name if there else f"no {name}" for name, there in has.items())
     return Check(
-        "instructions", f"{found}; torch's own kernels use {torch.backends.cpu.get_cpu_capability()}"
+        "instructions", f"{finding}; torch's own kernels use {torch.backends.cpu.get_cpu_capability()}"
     )
 
 
@@ -325,21 +328,21 @@ def _precision(torch: Any) -> Check:
 
 def _backends(torch: Any) -> Check:
     dist = torch.distributed
-    found = []
+    backends = []
     if dist.is_available():
-        found = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+        backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
         if "shoal" in dist.Backend.backend_list and native.is_built():
-            found.append("shoal")
+            backends.append("shoal")
     remedy = "shoal needs gloo: install a torch built with it"
-    return _judged("backends", ", ".join(found) or "none", "gloo" in found, remedy, "missing")
+    return _judged("backends", ", ".join(backends) or "none", "gloo" in backends, remedy, "missing")
 
 
 def _transports() -> Check:
     shared = Path("/dev/shm")
     room = shutil.disk_usage(shared).free if shared.is_dir() else 0
-    found = f"shared memory in a host ({size(room)} free in {shared}), TCP between hosts"
+    finding = f"shared memory in a host ({size(room)} free in {shared}), TCP between hosts"
     remedy = "backend shoal needs about 3 MiB per worker and group there: docker run --shm-size 1g"
-    return _judged("transports", found, room >= LITTLE_SHARED_BYTES, remedy)
+    return _judged("transports", finding, room >= LITTLE_SHARED_BYTES, remedy)
 
 
 def fabric_check(fabric: native.Fabric) -> Check:
@@ -352,8 +355,8 @@ def fabric_check(fabric: native.Fabric) -> Check:
         return Check("libfabric", f"cannot be loaded: {fabric.problem}", "note", remedy)
     usable = [name for name, problem in fabric.providers.items() if not problem]
     broken = [f"{name} does not open ({problem})" for name, problem in fabric.providers.items() if problem]
-    found = "; ".join([f"{fabric.version}, usable providers: {', '.join(usable) or 'none'}", *broken])
-    return _judged("libfabric", found, bool(usable), "fi_info lists what it finds; TCP needs none of it")
+    finding = "; ".join([f"{fabric.version}, usable providers: {', '.join(usable) or 'none'}", *broken])
+    return _judged("libfabric", finding, bool(usable), "fi_info lists what it finds; TCP needs none of it")
 
 
 def _launcher() -> Check:
@@ -370,6 +373,6 @@ def _launcher() -> Check:
 
 def _disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
-    found = f"{size(free)} free in {folder}"
+    finding = f"{size(free)} free in {folder}"
     remedy = "checkpoints need room: free some, or keep the run on another disk with --run.dir"
-    return _judged("disk", found, free >= LITTLE_DISK_BYTES, remedy)
+    return _judged("disk", finding, free >= LITTLE_DISK_BYTES, remedy)

@@ -115,7 +115,7 @@ def test_modules_that_are_compiled_at_each_start_are_noted(
 def test_no_compiler_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     check = examined_here()["C++ compiler"]
-    assert (check.state, check.found) == ("note", "none found")
+    assert (check.state, check.finding) == ("note", "none found")
     assert "torch.compile on the CPU needs one" in check.remedy
 
 
@@ -124,19 +124,19 @@ def test_launcher_is_recognised_and_its_mistakes_are_told(monkeypatch: pytest.Mo
     for name, value in {**place, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
     check = examined_here()["launcher"]
-    assert (check.state, check.found) == ("ok", "torchrun: worker 1 of 2, meeting at tcp://10.0.0.7:1234")
+    assert (check.state, check.finding) == ("ok", "torchrun: worker 1 of 2, meeting at tcp://10.0.0.7:1234")
     monkeypatch.setenv("RANK", "2")
     check = examined_here()["launcher"]
     assert check.state == "missing"
-    assert "RANK=2 must be below WORLD_SIZE=2" in check.found
+    assert "RANK=2 must be below WORLD_SIZE=2" in check.finding
 
 
 def test_complete_packages() -> None:
     checks = by_name(doctor.package_checks(REQUIREMENTS, COMPLETE.get))
     assert list(checks) == ["packages", "[torch]", "[text]", "[report]", "[aws]"]
     assert {check.state for check in checks.values()} == {"ok"}
-    assert checks["packages"].found == "numpy 1.26, cyclopts 5.1"
-    assert checks["[torch]"].found == "torch 2.11.0+cpu"
+    assert checks["packages"].finding == "numpy 1.26, cyclopts 5.1"
+    assert checks["[torch]"].finding == "torch 2.11.0+cpu"
     assert all(check.remedy == "" for check in checks.values())
 
 
@@ -162,7 +162,7 @@ def test_package_missing_or_too_old(
 ) -> None:
     installed = {**COMPLETE, package: version}
     checks = by_name(doctor.package_checks(REQUIREMENTS, installed.get))
-    assert (checks[name].state, checks[name].found, checks[name].remedy) == (state, found, remedy)
+    assert (checks[name].state, checks[name].finding, checks[name].remedy) == (state, found, remedy)
     assert {check.state for check in checks.values() if check.name != name} == {"ok"}
 
 

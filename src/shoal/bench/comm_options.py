@@ -46,7 +46,7 @@ class CommBench:
     """Workers on this machine (default 2), or on each emulated host (default 1)."""
     emulated: Annotated[Hosts, Parameter(name="*")] = field(default_factory=Hosts)
     link: str | None = None
-    """Rate of a host's link on a real cluster, such as 10gbit, to compare with what it allows."""
+    """Rate of a host's link on a real cluster, such as 10gbit, to compare with its limit."""
     timeout: float = 300.0
     """Seconds after which a collective has failed."""
     json: Path | None = None

@@ -177,7 +177,7 @@ class Row:
 
 @dataclass(kw_only=True)
 class Scaling:
-    """All rows of a command, and what they are of."""
+    """All rows of a command, and the job that was measured."""
 
     title: str
     """Model, batch, precision and hosts, for people."""
@@ -280,7 +280,7 @@ def hourly(
         price_of: returns the price of an instance type.
 
     Raises:
-        UsageError: a price is no positive number and no known instance type.
+        UsageError: a price is neither a positive number nor a known instance type.
     """
     if options.price is None:
         return None

@@ -115,7 +115,7 @@ def _new_scaling(options: ScalingBench, result: Trained, arguments: Sequence[str
 
 
 def _check(command: Sequence[str]) -> None:
-    """Let ``shoal bench train`` check its options before any host is made.
+    """Run the checks of ``shoal bench train`` before a host is made.
 
     Raises:
         UsageError: it refuses them.
@@ -255,10 +255,10 @@ class _Launcher:
             raise _failed(f"{command[0]} ended with exit code {done.returncode}", log)
 
 
-def _failed(how: str, log: Path) -> ShoalError:
+def _failed(cause: str, log: Path) -> ShoalError:
     tail = log.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     output = "".join(f"\n  {line}" for line in tail) or " none"
-    return ShoalError(f"shoal bench train on these hosts: {how}; its last output:{output}")
+    return ShoalError(f"shoal bench train on these hosts: {cause}; its last output:{output}")
 
 
 def _read(file: Path) -> Trained:

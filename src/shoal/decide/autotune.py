@@ -97,17 +97,17 @@ class ScheduleSearch:
                 micro-batches; the message is that of the first.
             DoesNotFit: no schedule keeps every rank within its memory; the message has the missing bytes.
         """
-        found, refused = [], []
+        choices, refused = [], []
         for name, num_virtual in self.pairs():
             try:
-                found.append(self.place(name, num_virtual))
+                choices.append(self.place(name, num_virtual))
             except UsageError as error:
                 refused.append(error)
-        if not found:
+        if not choices:
             raise refused[0]
-        fitting = [choice for choice in found if choice.missing_bytes(self.conditions.memory) <= 0]
+        fitting = [choice for choice in choices if choice.missing_bytes(self.conditions.memory) <= 0]
         if not fitting:
-            fitting = [self.tightest(found)]
+            fitting = [self.tightest(choices)]
         if self.conditions.optimize == "memory":
             return sorted(fitting, key=lambda choice: (max(choice.rank_bytes), choice.timeline.makespan_s))
         fitting.sort(key=_makespan_s)  # stable: of equally fast ones the first of the portfolio
@@ -174,13 +174,13 @@ class ScheduleSearch:
         fitting = [new for new in moved if new.missing_bytes(given.memory) <= 0]
         return min([choice, *fitting], key=_makespan_s)
 
-    def tightest(self, found: Sequence[Choice]) -> Choice:
+    def tightest(self, choices: Sequence[Choice]) -> Choice:
         """Return the fastest that fits with fewer micro-batches in flight than fill the pipeline.
 
         Raises:
             DoesNotFit: even one in flight does not fit.
         """
-        memory, tried = self.conditions.memory, list(found)
+        memory, tried = self.conditions.memory, list(choices)
         assert memory is not None
         num_virtual = 1 if self.cuts is None else (len(self.cuts) + 1) // self.num_ranks
         if "backward_first" in self.conditions.names and self.num_ranks * num_virtual <= len(self.cost.units):

@@ -78,7 +78,7 @@ def plan_batch(
 
     Raises:
         UsageError: the sizes do not divide (the message names the nearest sizes that do), or the micro-batch
-            is ``auto`` and nobody has found it.
+            is ``auto`` and has not been chosen yet.
     """
     global_batch_size = sizes.global_batch_size
     micro_batch_size = known_size(sizes.micro_batch_size, section=section)
@@ -127,9 +127,9 @@ def largest_divisor(share: int, most: int, *, even: bool = False) -> int:
         >>> largest_divisor(96, 29), largest_divisor(45, 20, even=True), largest_divisor(30, 16, even=True)
         (24, 15, 10)
     """
-    found = [size for size in range(1, min(share, most) + 1) if share % size == 0]
-    wanted = [size for size in found if size % 2 == 0] if even else []
-    return (wanted or found)[-1]
+    divisors = [size for size in range(1, min(share, most) + 1) if share % size == 0]
+    wanted = [size for size in divisors if size % 2 == 0] if even else []
+    return (wanted or divisors)[-1]
 
 
 def _nearest(value: int, divisor: int) -> str:
@@ -190,14 +190,14 @@ class StagesConfig:
                 f"parallel.pipeline {self.pipeline} does not divide the {num_workers} workers; start a "
                 f"multiple of {self.pipeline} (--workers)"
             )
-        found = num_workers // self.pipeline
-        if self.data is not None and self.data != found:
+        num_replicas = num_workers // self.pipeline
+        if self.data is not None and self.data != num_replicas:
             raise UsageError(
                 f"parallel.pipeline {self.pipeline} × parallel.data {self.data} are "
                 f"{self.pipeline * self.data} workers, but there are {num_workers}; leave parallel.data out "
                 "or start as many"
             )
-        return found
+        return num_replicas
 
     def check_wire(self, wire: str) -> None:
         """Check that replicas of stages can send their gradients in the format ``wire``.
@@ -211,7 +211,7 @@ class StagesConfig:
             )
 
     def check(self, config: Any) -> None:
-        """Check that the other settings go with a model in stages or shards, if it is to be divided so.
+        """Check that the other settings allow a model in stages or shards, if it has them.
 
         Args:
             config: has the sections ``distributed``, ``servers``, ``optim``, ``train`` and ``model``.
@@ -269,8 +269,8 @@ class StagesConfig:
         replicas = self.replicas(num_workers)
         given = known_size(sizes.micro_batch_size, section=section)
         size = self.micro_batch_size(sizes.global_batch_size // replicas, given)
-        found = plan_batch(_Sizes(sizes.global_batch_size, size), replicas, section=section)
-        return replace(found, replicas=True)
+        batch = plan_batch(_Sizes(sizes.global_batch_size, size), replicas, section=section)
+        return replace(batch, replicas=True)
 
     def micro_batch_size(self, share: int, given: int | None) -> int | None:
         """Return the sequences per micro-batch; ``None``: the default without a pipeline.

@@ -1,4 +1,4 @@
-"""Decides which gradients a step takes when it does not wait for all workers, from what has come so far.
+"""Decides which of the gradients that have arrived a step takes when it does not wait for all workers.
 
 A *batch* has the number of the step for which it is meant (of asynchronous steps, that among its worker's
 batches); a *version* of the weights is the number of steps they have seen. The *staleness* of a gradient is
@@ -182,7 +182,7 @@ class StepDecider:
         return self.step + 1 if settled >= gradient.batch else None
 
     def drop_late(self) -> tuple[Contribution, ...]:
-        """Drop the gradients of steps that have been taken, and return them: there is no step after these."""
+        """Drop the gradients of steps that have been taken, and return them; at the end of training."""
         late = tuple(queue.popleft() for queue in self._ready if queue and queue[0].batch <= self.step)
         self._num_ready -= len(late)
         resting, self._resting = tuple(self._resting), []

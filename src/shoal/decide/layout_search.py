@@ -210,7 +210,7 @@ class LayoutSearch:
             except DoesNotFit as error:
                 missing[shape] = error.missing_bytes
             else:
-                fitting = sorted([*fitting, (layout.step_s, shape)], key=lambda found: found[0])
+                fitting = sorted([*fitting, (layout.step_s, shape)], key=lambda pair: pair[0])
         return [shape for _, shape in fitting[:num_layouts]], missing
 
     def tight(self, missing: dict[_Shape, int], most: int) -> list[Layout]:
@@ -282,9 +282,9 @@ def _remedy(search: LayoutSearch, num_devices: int) -> str:
             _RELAXED_DEVICES[-1] * num_devices,
         )
     )
-    for what, changed, devices in changes:
+    for change, changed, devices in changes:
         shapes = list(changed.shapes(devices, None))
         fitting, missing = changed.quick(shapes, 1)
-        for found in fitting or changed.tight(missing, _MAX_TIGHT_REMEDY):
-            return f"with {what} it fits as {found}"
+        for layout in fitting or changed.tight(missing, _MAX_TIGHT_REMEDY):
+            return f"with {change} it fits as {layout}"
     return "nothing that was tried fits: take a device with more memory"

@@ -105,15 +105,15 @@ def block_shuffled(
     num_blocks = num_examples // blocks.block_size
     whole = at < num_blocks * blocks.block_size
     number, within = np.divmod(at[whole], blocks.block_size)
-    place = _permuted(number, num_blocks, draw(keys[whole], _BLOCKS))
-    at[whole] = place * blocks.block_size + within
+    permuted = _permuted(number, num_blocks, draw(keys[whole], _BLOCKS))
+    at[whole] = permuted * blocks.block_size + within
     return (at + below(draw(keys, _ROTATION), num_examples)) % num_examples
 
 
 def _mixed_in_windows(
     at: Int64Array, num_examples: int, keys: UInt64Array, blocks: BlockShuffle
 ) -> Int64Array:
-    """Permute positions within each window; the last window has what is left."""
+    """Permute positions within each window; the last window may be shorter."""
     size = blocks.block_size * blocks.blocks_in_window
     windows, within = np.divmod(at, size)
     keys = draw(keys, windows)

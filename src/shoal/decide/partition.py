@@ -247,9 +247,9 @@ def refine(
             if len(tried) >= max_trials:
                 return current
             tried.add(trial)
-            found = value(trial)
-            if found < best:
-                current, best, improved = trial, found, True
+            trial_value = value(trial)
+            if trial_value < best:
+                current, best, improved = trial, trial_value, True
     return current
 
 

@@ -105,14 +105,14 @@ def num_virtual_choices(name: str, wanted: Sequence[int]) -> list[int]:
 def _check_sizes(
     name: str, num_ranks: int, num_virtual: int, num_micro_batches: int, active_micro_batches: int | None
 ) -> None:
-    for what, value in (
+    for quantity, value in (
         ("the number of ranks", num_ranks),
         ("the number of stages per rank", num_virtual),
         ("the number of micro-batches", num_micro_batches),
         ("active_micro_batches", 1 if active_micro_batches is None else active_micro_batches),
     ):
         if value < 1:
-            raise UsageError(f"{what} is {value}; a schedule needs at least 1")
+            raise UsageError(f"{quantity} is {value}; a schedule needs at least 1")
     least, most = _VIRTUAL.get(name, (1, num_virtual))
     if not least <= num_virtual <= most:
         others = "'interleaved' or 'bfs'" if num_virtual > 1 else "'1f1b' or 'backward_first'"
@@ -200,13 +200,13 @@ def _best_greedy(
     mean_backward_s = sum(cost.backward_s for cost in costs) / len(costs)
     settings = list(product(_PATIENCE, (True, False), limits))
     most = _MAX_ACTIONS // (2 * len(placement) * num_micro_batches)
-    found: dict[tuple[tuple[Action, ...], ...], None] = {}
+    orders: dict[tuple[tuple[Action, ...], ...], None] = {}
     for patience, preference, active in settings[: max(1, most)]:
         rule = _Greedy(placement, num_micro_batches, costs, link, split=name == "zbv")
-        found[rule.actions(active, preference, patience * mean_backward_s)] = None
+        orders[rule.actions(active, preference, patience * mean_backward_s)] = None
     schedules = (
         Schedule(name=name, placement=placement, num_micro_batches=num_micro_batches, actions=actions)
-        for actions in found
+        for actions in orders
     )
     return min(schedules, key=lambda schedule: _value(schedule, costs, link))
 

@@ -1,1 +1,1 @@
-"""Builders over transformers and torchvision, with what a recipe changes in them."""
+"""Builds models of transformers and torchvision, with the changes that recipes make to them."""

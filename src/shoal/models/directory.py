@@ -74,9 +74,10 @@ def model_type_of(directory: Path, known: Sequence[str] = MODEL_TYPES) -> str:
     """
     path = directory / "config.json"
     if not path.is_file():
-        what = "has no config.json" if directory.is_dir() else "does not exist"
+        problem = "has no config.json" if directory.is_dir() else "does not exist"
         raise UsageError(
-            f"{directory} is not a transformers directory: it {what}. A model of the hub is named {HUB}NAME"
+            f"{directory} is not a transformers directory: it {problem}. A model of the hub is "
+            f"named {HUB}NAME"
         )
     tree = parse_json(path.read_bytes(), str(path), error=UsageError)
     try:
@@ -161,7 +162,7 @@ def save(
             is in memory at a time.
 
     Raises:
-        ShoalError: it cannot be written; what was there stays.
+        ShoalError: it cannot be written; files that were there stay.
     """
     temporary = directory.with_name(f"{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

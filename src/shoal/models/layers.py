@@ -82,7 +82,7 @@ def layers_of(base: PreTrainedModel) -> list[Layer]:
 def _layer(layer: nn.Module, architecture: int) -> Layer:
     places = {part: of_all[architecture] for part, of_all in _PARTS.items()}
     parts: dict[str, Any] = {
-        part: 0.0 if place is None else attrgetter(place)(layer) for part, place in places.items()
+        part: 0.0 if path is None else attrgetter(path)(layer) for part, path in places.items()
     }
     return Layer(**{**parts, "activation": fused_activation(parts["activation"])})
 

@@ -136,8 +136,8 @@ def evaluate(
     for batch in batches:
         inputs = pretraining_inputs(batch)
         inputs |= {name: v.to(device) for name, v in inputs.items() if isinstance(v, Tensor)}
-        found = torch.stack(model(**inputs)).double()
-        sums = found if sums is None else sums + found
+        values = torch.stack(model(**inputs)).double()
+        sums = values if sums is None else sums + values
         num_masked += len(batch["masked_ids"])
         num_sequences += len(batch["labels"])
     model.train()

@@ -41,7 +41,7 @@ def num_positions(sizes: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """The model: its sizes, where its weights come from, what is trained."""
+    """The model: its sizes, the source of its weights, its trained parts."""
 
     vocab_size: int = 30_522
     """Rows of the embedding; at least the vocabulary of the data."""
@@ -82,7 +82,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlbertModelConfig(EncoderConfig):
-    """The model: its sizes, where its weights come from, what is trained."""
+    """The model: its sizes, the source of its weights, its trained parts."""
 
     vocab_size: int = 30_000
     """Rows of the embedding; at least the vocabulary of the data."""
@@ -110,7 +110,7 @@ class AlbertModelConfig(EncoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BertModelConfig(EncoderConfig):
-    """The model: its sizes, where its weights come from, what is trained."""
+    """The model: its sizes, the source of its weights, its trained parts."""
 
     family: Literal["bert", "roberta", "distilbert"] = "bert"
     """Architecture: BERT with next-sentence prediction, or RoBERTa or DistilBERT with masked LM only."""

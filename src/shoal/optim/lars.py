@@ -14,7 +14,7 @@ was in the loss of AWS's ResNet-50:
     m = momentum m + ratio d
     w = w - lr m
 
-With Nesterov's momentum w moves by what is added to m plus ``momentum`` times the new m instead of by m.
+With Nesterov's momentum w moves by the increment of m plus ``momentum`` times the new m instead of by m.
 Groups without a ratio (biases and norms: :func:`shoal.optim.lamb.parameter_groups`) have the ratio 1.
 
 Sources: You et al., "Large Batch Training of Convolutional Networks" (arXiv 1708.03888), algorithm 1, with

@@ -73,7 +73,7 @@ class Schedule(_Warmed):
     """The rate at ``total_steps`` and after."""
     power: float = 1.0
     decay_from: DecayFrom = "warmup"
-    """Begin of the decay: the end of warm-up and constant phase, or step 0 (then there is no constant
+    """First step of the decay: the end of warm-up and constant phase, or step 0 (then there is no constant
     phase)."""
 
     def __post_init__(self) -> None:

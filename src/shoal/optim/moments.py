@@ -65,14 +65,14 @@ class Batch:
 
     def by_step(self) -> list[Batch]:
         """Return the parameters whose number of steps is the same, together; mostly all of them."""
-        found: dict[float, list[int]] = {}
+        groups: dict[float, list[int]] = {}
         for index, step in enumerate(self.steps):
-            found.setdefault(step, []).append(index)
-        if len(found) == 1:
+            groups.setdefault(step, []).append(index)
+        if len(groups) == 1:
             return [self]
         return [
             replace(self, params=[self.params[k] for k in chosen], states=[self.states[k] for k in chosen])
-            for chosen in found.values()
+            for chosen in groups.values()
         ]
 
     def entries(self, name: str) -> list[Tensor]:

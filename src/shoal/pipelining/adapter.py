@@ -32,7 +32,7 @@ from shoal.decide.pipeline_simulator import Schedule
 from shoal.pipelining.stage_runner import StageRunner
 
 Around = Callable[[str, int, int], AbstractContextManager[None]]
-"""Called as (kind, stage, micro-batch); each computation runs inside what it returns."""
+"""Called as (kind, stage, micro-batch); each computation runs inside the context manager that it returns."""
 
 _FORWARD_KINDS = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F"})
 _LOGGER = "torch.distributed.pipelining.schedules"
@@ -150,7 +150,7 @@ class ScheduleRuntime:
         """Drop the actions of backward. Each stage's shards are gathered once and freed at the end."""
         orders = self._runtime.pipeline_order_with_comms
         for rank, actions in orders.items():
-            own = [stage for stage, place in enumerate(schedule.placement) if place == rank]
+            own = [stage for stage, owner in enumerate(schedule.placement) if owner == rank]
             kept = [action for action in actions if action.computation_type.value in _FORWARD_KINDS]
             orders[rank] = [
                 *(_Action(stage, _ComputationType.UNSHARD) for stage in own),

@@ -161,18 +161,18 @@ def pipeline(
         ['layers.0.bias', 'layers.0.weight']
         >>> stage.close()
     """
-    place = device_of(device, mesh)
-    if isinstance(wire, type) and place.type != "cpu":
+    own_device = device_of(device, mesh)
+    if isinstance(wire, type) and own_device.type != "cpu":
         raise UsageError(
             f"wire {wire.__name__} (distributed.wire int8) is for tensors on CPUs, and stages are on "
-            f"{place}; use bf16 or fp32"
+            f"{own_device}; use bf16 or fp32"
         )
-    groups = make_process_groups(mesh, data_parallel, place)
+    groups = make_process_groups(mesh, data_parallel, own_device)
     example = {name: tensor.detach() for name, tensor in example_inputs.items()}
-    source = groups.together(lambda: _source(model, example, microbatches, modules, place))
+    source = groups.together(lambda: _source(model, example, microbatches, modules, own_device))
     plan = decide(
         groups,
-        lambda: cost or source.cost(place),
+        lambda: cost or source.cost(own_device),
         num_micro_batches=microbatches,
         conditions=Conditions(
             link=link or measure_link(groups),
@@ -192,12 +192,12 @@ def pipeline(
     # Without a cache of casted weights, which would keep them for all micro-batches.
     lower: Callable[[], AbstractContextManager[object]] = nullcontext
     if autocast is not None:
-        lower = partial(torch.autocast, place.type, autocast, cache_enabled=False)
+        lower = partial(torch.autocast, own_device.type, autocast, cache_enabled=False)
     runners = {stage.index: StageRunner(stage, lower) for stage in mine}
     if next(model.parameters()).is_meta:
-        groups.together(lambda: init_meta(mine, model, place, initialise=initialise, seed=seed))
+        groups.together(lambda: init_meta(mine, model, own_device, initialise=initialise, seed=seed))
     else:
-        move_stages(place, mine)
+        move_stages(own_device, mine)
     if shard and data_parallel is not None and data_parallel.size() > 1:
         shard_stages(runners.values(), data_parallel, repeated(used_by))
     checked = verify or plan.schedule.name in SPLIT_BACKWARD
@@ -230,7 +230,7 @@ def _source(
     example: Mapping[str, Tensor],
     microbatches: int,
     modules: Sequence[Sequence[str]] | None,
-    place: torch.device,
+    own_device: torch.device,
 ) -> Source:
     """Export the model, or chain its named modules, with the first micro-batch."""
     if microbatches < 1:

@@ -68,21 +68,21 @@ def auto_layout(
     Raises:
         UsageError: no layout fits; the message has the missing bytes and a layout that would fit.
     """
-    place = device_of(device, None)
-    groups = make_process_groups(None, None, place)
+    own_device = device_of(device, None)
+    groups = make_process_groups(None, None, own_device)
     link = measure_link(groups)
 
     def decide() -> dict[str, Any]:
         rows = num_rows(global_batch)
         sizes = [size for size in MICRO_BATCH_SIZES if rows % size == 0]
         base = sizes[len(sizes) // 2]
-        home = next((parameter.device for parameter in model.parameters()), place)
+        home = next((parameter.device for parameter in model.parameters()), own_device)
         values = {
             name: (tensor[:base] if tensor.ndim else tensor).detach() for name, tensor in global_batch.items()
         }
         example = {name: tensor.to(home) for name, tensor in values.items()}
         search = LayoutSearch(
-            cost=Graph(model, example, values).cost(place),
+            cost=Graph(model, example, values).cost(own_device),
             memory=memory,
             global_batch_size=rows,
             micro_batch_size=base,
@@ -106,7 +106,10 @@ def auto_layout(
 
     decided = groups.decide_first(decide)
     mesh = make_mesh(
-        place.type, pipeline=decided["pipeline"], data=decided["data"], placement_strategy=placement_strategy
+        own_device.type,
+        pipeline=decided["pipeline"],
+        data=decided["data"],
+        placement_strategy=placement_strategy,
     )
     options = {
         "mesh": mesh["pp"],
@@ -114,7 +117,7 @@ def auto_layout(
         "memory": Memory(**{**asdict(memory), "shards": decided["data"] if shard else 1}),
         "shard": shard,
         "optimize": optimize,
-        "device": place,
+        "device": own_device,
         **decided["options"],
     }
     return AutoLayout(mesh, options, decided["text"])

@@ -51,7 +51,7 @@ class Dataflow:
         self.last_use = self._find_last_uses()
         self._uncut = self._find_uncut()
 
-    # ---- what a stage is made of ------------------------------------------------------------------------
+    # ---- nodes of a stage --------------------------------------------------------------------------------
 
     def crossing(self, position: int) -> list[fx.Node]:
         """Return the body values that are produced before a position and needed at or behind it, in order."""
@@ -61,8 +61,8 @@ class Dataflow:
         """Yield each position between two body nodes with the values that cross it."""
         alive: dict[fx.Node, int] = {}
         for position in range(1, len(self.body)):
-            made = self.body[position - 1]
-            alive[made] = self.last_use[made]
+            node = self.body[position - 1]
+            alive[node] = self.last_use[node]
             alive = {node: last for node, last in alive.items() if last >= position}
             yield position, list(alive)
 
@@ -74,24 +74,24 @@ class Dataflow:
 
     def needed(self, wanted: Iterable[Any], given: Iterable[fx.Node] = ()) -> set[fx.Node]:
         """Return the nodes, leaves included, that are needed to compute ``wanted`` from ``given``."""
-        found: set[fx.Node] = set(given)
+        nodes: set[fx.Node] = set(given)
         stack = [node for node in wanted if isinstance(node, fx.Node)]
         while stack:
             node = stack.pop()
-            if node not in found:
-                found.add(node)
+            if node not in nodes:
+                nodes.add(node)
                 stack += node.all_input_nodes
                 stack += self._companions(node)
-        return found
+        return nodes
 
     def leaves(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """Return the placeholders that the nodes read, directly or through rebuilt nodes."""
-        found: set[fx.Node] = set()
+        sources: set[fx.Node] = set()
         for node in nodes:
             for each in (node, *node.all_input_nodes):
                 if each not in self.position:
-                    found |= self._sources[each]
-        return found - self.position.keys()
+                    sources |= self._sources[each]
+        return sources - self.position.keys()
 
     # ---- in-place operations ----------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Dataflow:
                 spans[id(node)] = (self.position.get(source, position), position)
         return list(spans.values())
 
-    # ---- what is rebuilt --------------------------------------------------------------------------------
+    # ---- rebuilt nodes ----------------------------------------------------------------------------------
 
     def _find_glue(self) -> set[fx.Node]:
         exported = self.exported
@@ -156,10 +156,10 @@ class Dataflow:
                 if plain or not (_is_random(node) or any(n not in glue for n in node.all_input_nodes)):
                     glue.add(node)
             # a storage written by any other node is not glue, from its first node on
-            found = {s for s, writers in self._writers.items() if any(w not in glue for w in writers)}
-            if found <= spoiled:
+            changed = {s for s, writers in self._writers.items() if any(w not in glue for w in writers)}
+            if changed <= spoiled:
                 return glue
-            spoiled |= found
+            spoiled |= changed
 
     def _find_tiny(self) -> dict[fx.Node, int]:
         """Return large values that depend on tiny weights alone -> the bytes of those weights."""
@@ -215,7 +215,7 @@ class Dataflow:
     def _find_gradients(self) -> set[fx.Node]:
         """Return a superset of the nodes whose values need a gradient."""
         parameters = dict(self.exported.model.named_parameters())
-        found = {
+        differentiated = {
             node for node, name in self.exported.parameter_nodes.items() if parameters[name].requires_grad
         }
         for node in self.nodes:
@@ -224,9 +224,9 @@ class Dataflow:
             no_grad = "wrap_with_set_grad_enabled" in str(node.target) and node.args[0] is False
             values = _tensors(node.meta.get("val"))
             differentiable = any(value.is_floating_point() or value.is_complex() for value in values)
-            if not no_grad and differentiable and any(n in found for n in node.all_input_nodes):
-                found.add(node)
-        return found
+            if not no_grad and differentiable and any(n in differentiated for n in node.all_input_nodes):
+                differentiated.add(node)
+        return differentiated
 
 
 def num_bytes(node: fx.Node) -> int:
@@ -262,13 +262,13 @@ def _written(node: fx.Node) -> list[fx.Node]:
     ]
     if given.get("training", given.get("use_input_stats")) is True:  # normalisations do not declare these
         names += ["running_mean", "running_var"]
-    found: list[fx.Node] = []
+    written: list[fx.Node] = []
     for name in names:
         value = given.get(name)
-        found += [
+        written += [
             v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, fx.Node)
         ]
-    return found
+    return written
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -87,7 +87,7 @@ def _stages(plan: Plan) -> str:
 def _ranks(plan: Plan, predicted: Timeline) -> str:
     rows = [("rank", "stages", "busy", "needs", "of it saved for backward")]
     for rank in range(plan.schedule.num_ranks):
-        stages = [str(stage) for stage, place in enumerate(plan.schedule.placement) if place == rank]
+        stages = [str(stage) for stage, owner in enumerate(plan.schedule.placement) if owner == rank]
         busy = sum(box.end_s - box.begin_s for box in predicted.boxes if box.rank == rank)
         share = busy / predicted.makespan_s if predicted.makespan_s else 1.0
         rows.append(

@@ -2,7 +2,7 @@
 
 ``torch.export`` traces the model without running it, also on the meta device, so that a model is split before
 a byte of it is allocated. The graph keeps the operations of eager execution, in-place ones included: nothing
-is decomposed, so a stage computes bit for bit what the model computes.
+is decomposed, so a stage has the bits of the model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def export_model(model: nn.Module, inputs: Mapping[str, Tensor], training: bool)
         training: trace a model that is in training mode as it is, frozen (``eval``) modules included.
 
     Raises:
-        UsageError: an input is no tensor, or the model cannot be exported; the message has the line of the
+        UsageError: an input is not a tensor, or the model cannot be exported; the message has the line of the
             model and the reason.
     """
     for name, value in inputs.items():
@@ -131,7 +131,7 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_stack_traces() -> Iterator[None]:
-    """Have no node keep the lines that made it: nobody reads them, and they take a fifth of the time."""
+    """Disable stack traces of graph nodes: they are unused and take a fifth of the export."""
     before = getattr(config, "do_not_emit_stack_traces", False)  # torch 2.11 has no such switch
     config.do_not_emit_stack_traces = True
     try:
@@ -141,7 +141,7 @@ def _without_stack_traces() -> Iterator[None]:
 
 
 def _read(program: Any, model: nn.Module, inputs: dict[str, Tensor], training: bool) -> Exported:
-    """Extract what a split needs from the exported program, and take over its graph."""
+    """Take the graph out of the exported program, with the values that a split needs."""
     signature, module = program.graph_signature, program.graph_module
     if signature.inputs_to_lifted_custom_objs:
         raise UsageError(f"{type(model).__name__} uses TorchScript objects, which a pipeline cannot split")
@@ -192,7 +192,7 @@ def _constant(value: Tensor, name: str) -> Tensor:
 
 
 def _clean(graph: fx.Graph) -> None:
-    """Remove checks of what is fixed by now, and unused nodes without side effects."""
+    """Remove checks of fixed values, and unused nodes without side effects."""
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "get_attr") or node.users:
             continue

@@ -101,7 +101,7 @@ def loss_of(output: Any) -> Tensor:
     itself.
 
     Raises:
-        UsageError: there is no single number.
+        UsageError: the output has no single number.
     """
     loss = output
     if isinstance(output, Mapping) and "loss" in output:

@@ -143,18 +143,18 @@ def all_weights(model: nn.Module) -> nn.Module:
 
 def _made_up(device: torch.device) -> Callable[[Tensor], Tensor | None]:
     """Return the substitute for a tensor on meta: a random matrix, or ones, shared by all of its shape."""
-    made: dict[tuple[Any, ...], Tensor] = {}
+    tensors: dict[tuple[Any, ...], Tensor] = {}
 
     def replace(tensor: Tensor) -> Tensor | None:
         if not tensor.is_meta:
             return None
         key = (tensor.shape, tensor.dtype, isinstance(tensor, nn.Parameter), tensor.requires_grad)
-        if key not in made:
+        if key not in tensors:
             new = torch.ones_like(tensor, device=device, requires_grad=False)
             if tensor.ndim > 1 and tensor.is_floating_point():
                 new.uniform_(-0.05, 0.05)
-            made[key] = nn.Parameter(new, tensor.requires_grad) if key[2] else new
-        return made[key]
+            tensors[key] = nn.Parameter(new, tensor.requires_grad) if key[2] else new
+        return tensors[key]
 
     return replace
 

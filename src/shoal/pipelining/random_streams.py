@@ -58,7 +58,7 @@ _current: ContextVar[_Streams | None] = ContextVar("shoal_streams", default=None
 
 @contextmanager
 def streams(seed: int, step: int, samples: range) -> Iterator[None]:
-    """Let stages that run inside draw from the streams of this step and micro-batch.
+    """Set the streams of a step and micro-batch, from which stages that run inside draw.
 
     The generators are restored on leaving. Backward passes draw nothing and may run outside. Without this
     context a stage draws from the default generator as any model does.
@@ -91,7 +91,7 @@ def draw(operation: Any, key: int, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def own_stream(key: int, device: torch.device) -> Iterator[None]:
-    """Let everything that runs inside draw from one stream, the ``key``-th of the step and micro-batch."""
+    """Draw all random numbers inside from one stream, the ``key``-th of the step and micro-batch."""
     current = _current.get()
     if current is not None:
         current.seed(key, device)

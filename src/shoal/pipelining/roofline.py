@@ -122,14 +122,14 @@ class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _time(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         storages = {each.untyped_storage()._cdata for each in read}
-        is_view = all(each.untyped_storage()._cdata in storages for each in made)
+        is_view = all(each.untyped_storage()._cdata in storages for each in outputs)
         if is_view and not func._schema.is_mutable:
             return 0.0
         count = flop_registry.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count else 0
-        traffic = sum(_num_bytes(each) for each in (*read, *made))
+        traffic = sum(_num_bytes(each) for each in (*read, *outputs))
         return max(flops / self._rates.flops_per_s, traffic / self._rates.bytes_per_s, self._rates.launch_s)
 
 

@@ -339,7 +339,7 @@ def _peers(plan: Plan, groups: ProcessGroups) -> dict[int, str]:
     dist.all_gather(columns, column, group=groups.group)
     peers: dict[int, str] = {}
     for rank, ranks in enumerate(columns):
-        stages = [str(stage) for stage, place in enumerate(plan.schedule.placement) if place == rank]
+        stages = [str(stage) for stage, owner in enumerate(plan.schedule.placement) if owner == rank]
         role = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
         for replica, other in enumerate(ranks.tolist()):
             peers[other] = f"{role} of replica {replica}" if groups.num_replicas > 1 else role

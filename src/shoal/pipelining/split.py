@@ -83,7 +83,7 @@ def _body(flow: Dataflow, begin: int, end: int, weights: nn.Module, constants: n
 
 def _spec(node: fx.Node, flow: Dataflow) -> TensorSpec:
     value = node.meta["val"]
-    assert isinstance(value, Tensor), "a cut where a tuple is alive is no unit boundary"
+    assert isinstance(value, Tensor), "a cut where a tuple is alive is not a unit boundary"
     needs_gradient = flow.exported.training and node in flow.gradient
     return TensorSpec(shape=tuple(value.shape), dtype=value.dtype, requires_grad=needs_gradient)
 
@@ -110,7 +110,7 @@ def _read(flow: Dataflow, begin: int, end: int, *, buffers: bool = True) -> set[
 
 
 def _same_places(flow: Dataflow, bounds: Bounds, other: Dataflow) -> Bounds:
-    """Return cuts of the other mode's graph such that every stage reads the same parameters in both modes.
+    """Return cuts of the other mode's graph with which every stage reads the same parameters in both modes.
 
     The two graphs differ where training does. The other graph is cut before the node that is nearest to the
     first node behind the cut here, at a legal place that divides the parameters in the same way.
@@ -121,7 +121,7 @@ def _same_places(flow: Dataflow, bounds: Bounds, other: Dataflow) -> Bounds:
     owned = [_read(flow, *each, buffers=False) for each in bounds]
     starts = [0]
     for index, (begin, _) in enumerate(bounds[1:], start=1):
-        aim = next((place for place in places[begin:] if place is not None), len(other.body) - 1)
+        aim = next((cut for cut in places[begin:] if cut is not None), len(other.body) - 1)
         behind = set[str]().union(*owned[index:])
         for position in sorted(valid, key=lambda position: abs(position - aim)):
             if position <= starts[-1]:
@@ -177,13 +177,13 @@ def assemble(
 
     graph, root = fx.Graph(), nn.Module()
     root.weights, root.constants = weights, constants
-    made = {node: graph.placeholder(f"relayed_{node.name}") for node in given}
+    copies = {node: graph.placeholder(f"relayed_{node.name}") for node in given}
     inputs = {node: name for node, name in exported.input_nodes.items() if node in needed}
-    made |= {node: graph.placeholder(name) for node, name in inputs.items()}
+    copies |= {node: graph.placeholder(name) for node, name in inputs.items()}
     for node in flow.nodes:
-        if node in needed and node not in made:
-            made[node] = _copy(node, flow, graph, root, made)
-    graph.output(tuple(made[each] if isinstance(each, fx.Node) else each for each in results))
+        if node in needed and node not in copies:
+            copies[node] = _copy(node, flow, graph, root, copies)
+    graph.output(tuple(copies[each] if isinstance(each, fx.Node) else each for each in results))
     module = fx.GraphModule(root, graph, "Stage")
     module.weights, module.constants = weights, constants  # GraphModule had copied the parts that it reads
     return module, tuple(inputs.values())
@@ -206,12 +206,12 @@ def container_of(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 
 def _copy(
-    node: fx.Node, flow: Dataflow, graph: fx.Graph, root: nn.Module, made: dict[fx.Node, fx.Node]
+    node: fx.Node, flow: Dataflow, graph: fx.Graph, root: nn.Module, copies: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     exported = flow.exported
     if node.op == "call_function":
-        args: Any = map_arg(node.args, made.__getitem__)
-        kwargs: Any = map_arg(node.kwargs, made.__getitem__)
+        args: Any = map_arg(node.args, copies.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, copies.__getitem__)
         return graph.create_node("call_function", node.target, args, kwargs, name=node.name)
     if node.op == "get_attr":
         root.add_module(str(node.target), exported.module.get_submodule(str(node.target)))

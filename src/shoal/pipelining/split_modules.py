@@ -1,8 +1,8 @@
 """Splits a model by lists of module names, one per stage: for models that cannot be exported, or by choice.
 
 The named modules form a chain: each gets the output of the one before and, by name, those of the model's
-inputs that its ``forward`` also takes. A model that is no such chain is refused: the chain must return what
-the model returns, and hold all of its parameters.
+inputs that its ``forward`` also takes. Other models are refused: the chain must return what the model
+returns, and hold all of its parameters.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Inputs = Mapping[str, Tensor]
 
 
 def split_by_modules(model: nn.Module, stages: Sequence[Sequence[str]], inputs: Inputs) -> list[StageModule]:
-    """Return one stage for each list of module names; training and evaluation run the same modules.
+    """Return a stage for each list of module names; training and evaluation run the same modules.
 
     The chain is run once on ``inputs``, an example micro-batch, and compared with the model in evaluation
     mode (on the meta device only its shapes).
 
     Raises:
         UsageError: an unknown, repeated or overlapping name, a parameter that no named module holds, modules
-            that do not fit together, or a chain that is not what the model computes.
+            that do not fit together, or a chain that computes something else than the model.
     """
     names = [name for stage in stages for name in stage]
     _check_names(model, stages, names)
@@ -44,7 +44,7 @@ def split_by_modules(model: nn.Module, stages: Sequence[Sequence[str]], inputs: 
         output_spec = _compare(model, links, inputs)
     aliases = alias_names(model)
     device = next((t.device for t in (*model.parameters(), *inputs.values())), torch.device("cpu"))
-    made, first = [], 0
+    split, first = [], 0
     for index, stage in enumerate(stages):
         last = first + len(stage)
         received = _specs(values[first - 1], names[first - 1]) if index else ()
@@ -55,7 +55,7 @@ def split_by_modules(model: nn.Module, stages: Sequence[Sequence[str]], inputs: 
         for link in links[first:last]:
             owner, field = owner_of(weights, link.name)
             owner.add_module(field, link.module)
-        made.append(
+        split.append(
             StageModule(
                 index=index,
                 num_stages=len(stages),
@@ -68,7 +68,7 @@ def split_by_modules(model: nn.Module, stages: Sequence[Sequence[str]], inputs: 
             )
         )
         first = last
-    return made
+    return split
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class _Link:
     key: int
 
     def __call__(self, previous: tuple[Any, ...], inputs: Inputs) -> Any:
-        """Run the module on what the one before returned, nothing for the first, and on the inputs."""
+        """Run the module on the output of the previous one (none for the first) and on the inputs."""
         by_name = {name: inputs[name] for name in self.takes(list(inputs), len(previous))}
         if not previous and not by_name:  # the parameter name of a Sequential is arbitrary
             previous = tuple(inputs.values())[:1]
@@ -136,8 +136,8 @@ def _compare(model: nn.Module, links: list[_Link], inputs: Inputs) -> Any:
     """Return the structure of the model's output; refuse a chain that returns anything else."""
     with in_mode(model, False), torch.no_grad():
         expected, spec = pytree.tree_flatten(model(**inputs))
-        found, found_spec = pytree.tree_flatten(_values_between(links, inputs)[-1])
-    if spec != found_spec or not all(map(_same, expected, found)):
+        outputs, output_spec = pytree.tree_flatten(_values_between(links, inputs)[-1])
+    if spec != output_spec or not all(map(_same, expected, outputs)):
         raise UsageError(
             f"the modules {[link.name for link in links]}, one after the other, do not return what "
             f"{type(model).__name__} returns: it computes more between them, so it cannot be split by names; "

@@ -22,7 +22,7 @@ from shoal.pipelining.stage import StageModule
 Batch = Mapping[str, Tensor]
 
 DEFAULT_RATES = Rates(flops_per_s=60e12, bytes_per_s=1.3e12)
-"""For devices that a model was not measured on: about what an A100 reaches in matrix products of TF32."""
+"""For devices that a model was not measured on: about the rate of an A100 in matrix products of TF32."""
 
 
 class Graph:
@@ -70,7 +70,7 @@ class Named:
     It has one unit per stage. Their times are unknown and count as equal.
 
     Raises:
-        UsageError: the modules are no chain that computes the model.
+        UsageError: the modules are not a chain that computes the model.
     """
 
     def __init__(self, model: nn.Module, part: Batch, modules: Sequence[Sequence[str]]) -> None:

@@ -130,13 +130,13 @@ def gather(
     mine = mine.to(device)
     everyones = [torch.empty_like(mine) for _ in schedule.actions]
     dist.all_gather(everyones, mine, group=group)
-    found = [
+    gathered = [
         Box(rank, action, begin, end)
         for rank, (actions, times) in enumerate(zip(schedule.actions, everyones, strict=True))
         for action, (begin, end) in zip(actions, times.tolist(), strict=False)
     ]
-    start = min(box.begin_s for box in found)
-    return tuple(box._replace(begin_s=box.begin_s - start, end_s=box.end_s - start) for box in found)
+    start = min(box.begin_s for box in gathered)
+    return tuple(box._replace(begin_s=box.begin_s - start, end_s=box.end_s - start) for box in gathered)
 
 
 def timeline_of(boxes: Sequence[Box], predicted: Timeline, num_ranks: int) -> Timeline:

@@ -41,9 +41,9 @@ def unit_modules(units: Units, weights: nn.Module, constants: nn.Module) -> list
         new = [
             node for node in flow.nodes if node in needed and node not in known and node.op == "call_function"
         ]
-        made = set(new)
+        own = set(new)
         given = tuple({source: None for node in new for source in node.all_input_nodes if source in known})
-        results = tuple(node for node in new if _is_result(node, made, flow))
+        results = tuple(node for node in new if _is_result(node, own, flow))
         module, input_names = assemble(
             flow, begin, end, given=given, results=results, weights=weights, constants=constants
         )
@@ -74,9 +74,9 @@ def run_units(
                 torch.autograd.backward(outputs, gradients)
 
 
-def _is_result(node: fx.Node, made: set[fx.Node], flow: Dataflow) -> bool:
+def _is_result(node: fx.Node, own: set[fx.Node], flow: Dataflow) -> bool:
     """Return whether later units may use a value; each rebuilds glue that is written in place."""
-    used = any(user not in made for user in node.users)
+    used = any(user not in own for user in node.users)
     return (
         used
         and isinstance(node.meta.get("val"), Tensor)

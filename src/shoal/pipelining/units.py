@@ -48,11 +48,11 @@ class Units:
     def parameters(self) -> tuple[tuple[tuple[str, int], ...], ...]:
         """The parameters of each unit: (canonical name, bytes)."""
         names = self.flow.exported.parameter_nodes
-        found = []
+        per_unit = []
         for begin, end in self.ranges:
             leaves = self.flow.leaves(self.flow.body[begin:end])
-            found.append(tuple(sorted((names[node], num_bytes(node)) for node in leaves if node in names)))
-        return tuple(found)
+            per_unit.append(tuple(sorted((names[node], num_bytes(node)) for node in leaves if node in names)))
+        return tuple(per_unit)
 
     def bounds(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
         """Return the body positions [begin, end) of each stage; the cuts are units, and grow."""

@@ -79,9 +79,9 @@ def compare(
         if name not in reference.gradients:
             continue
         expected = reference.gradients[name]
-        found = torch.zeros_like(expected) if parameter.grad is None else _whole(parameter.grad).to(expected)
+        actual = torch.zeros_like(expected) if parameter.grad is None else _whole(parameter.grad).to(expected)
         scale = max(float(expected.abs().max()), _TINY * largest, torch.finfo(expected.dtype).tiny)
-        error = float((found - expected).abs().max()) / scale
+        error = float((actual - expected).abs().max()) / scale
         excess = error / _TOLERANCE.get(expected.dtype, 0.1)
         if not excess <= worst:
             worst, found_at = excess, f"the gradient of {name} by {error:.2g} of its largest entry"

@@ -164,12 +164,12 @@ def _best_layouts(plans: Sequence[Plan]) -> list[str]:
         "the best layouts",
         f"  {'':<3}{'algorithm':<18} {'stages':>6} {'micro':>6} {'time':>12} {'cost':>10}  why",
     ]
-    for place, plan in enumerate(best_of_each(plans), start=1):
+    for number, plan in enumerate(best_of_each(plans), start=1):
         layout = plan.layouts[0]
         micro = layout.global_batch * layout.per_replica / plan.workers.num_accelerators
         micro /= plan.steps[0].micro_batches
         lines.append(
-            f"  {place}. {layout.algorithm:<18} {layout.stages:>6} {micro:>6.4g} "
+            f"  {number}. {layout.algorithm:<18} {layout.stages:>6} {micro:>6.4g} "
             f"{duration(plan.total_s):>12} {_dollars(plan):>10}  {reason(plan, plans[0])}"
         )
     return lines

@@ -130,7 +130,7 @@ def read_measured(path: Path) -> MeasuredTrain | MeasuredComm:
     Of a file of ``shoal bench scaling`` the throughput of one host is taken.
 
     Raises:
-        UsageError: it cannot be read, is neither, or lacks what is needed.
+        UsageError: it cannot be read, is neither, or lacks a needed figure.
     """
     try:
         data = path.read_bytes()
@@ -158,11 +158,11 @@ def _train(path: Path, read: dict[str, Any]) -> MeasuredTrain:
     types = {field.name: field.type for field in fields(MeasuredTrain) if field.name != "path"}
     casts: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
     whole = {"num_stages": 1, **read}  # files of before have none
-    found = {name: casts[kind](whole[name]) for name, kind in types.items()}
-    for name, value in found.items():
+    values = {name: casts[kind](whole[name]) for name, kind in types.items()}
+    for name, value in values.items():
         if types[name] != "str" and not value > 0:
             raise ValueError(f"{name} {value} is not positive")
-    return MeasuredTrain(path=path, **found)
+    return MeasuredTrain(path=path, **values)
 
 
 def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
@@ -179,7 +179,7 @@ def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
     for row in read["rows"]:
         if row["collective"] == "all_reduce":
             times.setdefault(row["backend"], []).append((float(row["num_bytes"]), float(row["time_s"])))
-    found = []
+    networks = []
     for backend, points in times.items():
         num_bytes, seconds = np.array(points).T
         if len(set(num_bytes)) < 2:
@@ -193,7 +193,7 @@ def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
             unit_s, hops = two_hop_seconds(1.0, links, factors if backend == "shoal" else []), 2
         else:
             unit_s, hops = ring_seconds(1.0, links), 2 * (num_hosts - 1)
-        found.append(
+        networks.append(
             MeasuredComm(
                 path=path,
                 backend=backend,
@@ -202,9 +202,9 @@ def _comm(path: Path, read: dict[str, Any]) -> MeasuredComm:
                 latency_s=max(fixed_s, 0.0) / hops,
             )
         )
-    if not found:
+    if not networks:
         raise UsageError(
             f"--measured {path} has no all-reduces whose time grows over several sizes: measure with "
             "--collectives all_reduce --sizes 64k,1m,16m"
         )
-    return max(found, key=lambda measured: measured.nic_bytes_per_s)
+    return max(networks, key=lambda measured: measured.nic_bytes_per_s)

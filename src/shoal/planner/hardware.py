@@ -142,8 +142,8 @@ def peak_flops_per_s(device: str, dtype: str) -> float | None:
         >>> peak_flops_per_s("CPU, 2 threads per worker", "fp32")
     """
     words = re.split(r"[\s-]+", device)
-    found = (each for each in Catalog().accelerators.values() if each.name.split("-")[0] in words)
-    accelerator = next(found, None)
+    accelerators = (each for each in Catalog().accelerators.values() if each.name.split("-")[0] in words)
+    accelerator = next(accelerators, None)
     return accelerator.flops.get(dtype) if accelerator else None
 
 

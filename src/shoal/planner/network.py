@@ -31,7 +31,7 @@ from shoal.planner.hardware import Machines
 LOCAL, OUT, IN, HELPER_OUT, HELPER_IN = "local", "out", "in", "helper out", "helper in"
 ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", "two-hop-helpers")
 CONNECTIONS_PER_PEER = 4
-"""Flows between two hosts: what the two-hop backend opens and NCCL's sockets are set to on EC2."""
+"""Flows between two hosts: as many as the two-hop backend opens and NCCL's sockets are set to on EC2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ def capacities(
     algorithm: str = "two-hop",
     connections: int = CONNECTIONS_PER_PEER,
 ) -> Mapping[str, float]:
-    """Return bytes/s of each link; a NIC is limited to what its flows to all peers carry together.
+    """Return bytes/s of each link; a NIC is limited to the sum of its flows to all peers.
 
     A host of a ring sends to one other, of a double tree to three, of two hops to every server. Where flows
     are capped, as on EC2, that decides.

@@ -20,7 +20,7 @@ from shoal.planner.workload import Workload
 
 _MOST_ROUNDS = 8
 """Simulated rounds of as many micro-batches as devices. Each further micro-batch, and one that fills no
-round, takes what the fullest device needs for it."""
+round, takes as long as the fullest device needs."""
 
 
 def bubble_s(
@@ -70,10 +70,10 @@ def fullest_share(workload: Workload, *, stages: int, virtual: int) -> float:
     num_stages = stages * min(virtual, len(workload.layers) // stages)
     bounds = (0, *_cuts(workload, num_stages), len(workload.layers))
     held = [0] * stages
-    for place, (begin, end) in zip(
+    for stage, (begin, end) in zip(
         loop_placement(stages, num_stages // stages), pairwise(bounds), strict=True
     ):
-        held[place] += sum(layer.num_parameters for layer in workload.layers[begin:end])
+        held[stage] += sum(layer.num_parameters for layer in workload.layers[begin:end])
     return max(held) / max(workload.num_parameters, 1)
 
 

@@ -35,7 +35,7 @@ def strains(part: Part, workers: Machines, layout: Layout, helpers: Machines | N
     largest = part.convergence.largest_batch
     all_reduce = collective(layout.algorithm, workers, helpers)
     latency_s = sum(phase.latency_s for phase in all_reduce.phases)
-    found = [
+    rows = [
         (
             "the batch still reaches the target",
             part.global_batch / max(largest, 1),
@@ -63,7 +63,7 @@ def strains(part: Part, workers: Machines, layout: Layout, helpers: Machines | N
         servers = workers.count + (helpers.count if helpers else 0)
         trained = part.workload.num_parameters * part.workload.trainable / layout.per_replica
         piece = min(layout.bucket_bytes, trained * layout.wire_bytes) / servers
-        found += [
+        rows += [
             (
                 "a server takes all its senders (incast)",
                 flows / MOST_FLOWS,
@@ -75,7 +75,7 @@ def strains(part: Part, workers: Machines, layout: Layout, helpers: Machines | N
                 f"{piece / 1024:.0f} KiB; below {SMALLEST_SHARD_BYTES // 1024} KiB handling counts",
             ),
         ]
-    return sorted((Strain(*each) for each in found), key=lambda strain: -strain.stretch)
+    return sorted((Strain(*each) for each in rows), key=lambda strain: -strain.stretch)
 
 
 def breaks_first(

@@ -29,12 +29,12 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
         UsageError: nothing fits; names the nearest layout and how much memory it lacks.
     """
     room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
-    found: list[Layout] = []
+    layouts: list[Layout] = []
     tried: list[tuple[float, Layout]] = []
     for stages in _STAGES:
         if workers.num_accelerators % stages or stages > len(part.workload.layers):
             continue
-        if found and stages > found[0].stages * (1 if found[0].stages == 1 else 2):
+        if layouts and stages > layouts[0].stages * (1 if layouts[0].stages == 1 else 2):
             break  # more stages than the model needs only add bubbles
         for layout in _candidates(part, workers, stages=stages, algorithm=algorithm, wire_bytes=wire_bytes):
             assert layout.micro_batch is not None
@@ -42,9 +42,9 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
             needed = device_memory(part.workload, layout, replicas=replicas, micro_batch=layout.micro_batch)
             tried.append((needed, layout))
             if needed <= room:
-                found.append(layout)
+                layouts.append(layout)
                 break
-    if not found:
+    if not layouts:
         needed, layout = min(tried, key=lambda pair: pair[0])
         raise UsageError(
             f"{part.workload.name} fits on no layout of {workers}: the nearest, {layout.stages} stages with "
@@ -52,7 +52,7 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
             f"{needed / 2**30:.1f} GiB a device, {(needed - room) / 2**30:.1f} GiB more than there are; "
             "take more or larger devices"
         )
-    return found
+    return layouts
 
 
 def _candidates(

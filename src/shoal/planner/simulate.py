@@ -113,7 +113,7 @@ class _Simulation:
         return Exchange(end_s=self.end_s, spans=spans, busy_s=busy)
 
     def _release(self, count: int | None) -> None:
-        """Let the next buckets (None: all) begin as soon as they are ready."""
+        """Allow the next buckets (None: all) to begin as soon as they are ready."""
         for bucket, (time, num_bytes) in itertools.islice(self.unreleased, count):
             num_pieces = min(max(math.ceil(num_bytes / PIECE_BYTES), 1), self.most_pieces)
             self.unfinished[bucket] = num_pieces
@@ -165,11 +165,11 @@ class _Simulation:
         self.active.append(piece)
 
     def _finish_phase(self, piece: _Piece) -> None:
-        place = (piece.bucket, piece.phase)
-        self.ended[place] = self.now + self.phases[piece.phase].latency_s
+        key = (piece.bucket, piece.phase)
+        self.ended[key] = self.now + self.phases[piece.phase].latency_s
         piece.phase += 1
-        self._at(self.ended[place], piece)
-        queue = self.queues[place]
+        self._at(self.ended[key], piece)
+        queue = self.queues[key]
         queue.popleft()
         if queue:
             self._begin(queue[0])

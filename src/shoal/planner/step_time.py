@@ -210,7 +210,7 @@ def served_s(
     algorithm = "two-hop-helpers" if helpers else "two-hop"
     phases = collective(algorithm, workers, helpers, copies=copies).phases
     links = capacities(workers, helpers, algorithm=algorithm, connections=layout.connections)
-    back = next((place for place, phase in enumerate(phases) if phase.name == "pull"), len(phases))
+    back = next((index for index, phase in enumerate(phases) if phase.name == "pull"), len(phases))
     ready = [(done * window_s, num_bytes) for done, num_bytes in buckets]
     there_s, back_s = (
         exchange(times, Collective(phases=part, at_once=None), links).end_s
@@ -271,11 +271,11 @@ def achieved_flops_for(
         root = low + (high - low) * at_low / (at_low - at_high)
         for tried in (root - 0.4 * tolerance, root + 0.4 * tolerance, (low + high) / 2):
             if low < tried < high and high - low > tolerance:
-                found = error(tried)
-                if (found > 0) == (at_low > 0):
-                    low, at_low = tried, found
+                at_tried = error(tried)
+                if (at_tried > 0) == (at_low > 0):
+                    low, at_low = tried, at_tried
                 else:
-                    high, at_high = tried, found
+                    high, at_high = tried, at_tried
     return math.exp((low + high) / 2)
 
 

@@ -56,7 +56,7 @@ def draw_pipeline_step(row: PipelineStep, *, background: bool = False) -> str:
         origin = min(box.begin_s for box in boxes)
         placed = [_box(b, chunks, scale, origin, top + b.rank * row_height + 1, row_height) for b in boxes]
         sizes = [formatting.size(peak) for peak in peaks]
-        width = scale * _span(boxes)  # of the lanes: what is after the end of the step is not idle
+        width = scale * _span(boxes)  # of the lanes: time after the end of the step does not count as idle
         drawn.append(
             {"name": name, "note": note, "top": top, "width": width, "peaks": sizes, "boxes": placed}
         )

@@ -83,7 +83,7 @@ class Mark(NamedTuple):
     """An event at ``x``: a line for ``resume`` and ``stop``, a tick for ``checkpoint``."""
 
     x: float
-    what: str
+    kind: str
     colour: str
 
 
@@ -180,10 +180,10 @@ def _draw_outside(plot: Any, lines: Sequence[Line], top: float | None) -> None:
 def _draw_marks(plot: Any, marks: Sequence[Mark]) -> None:
     edge = plot.get_xaxis_transform()
     for mark in marks:
-        if mark.what == "checkpoint":
+        if mark.kind == "checkpoint":
             plot.plot([mark.x] * 2, [0, 0.035], color=mark.colour, linewidth=1.2, transform=edge)
         else:
-            style: Any = (0, (1, 2)) if mark.what == "resume" else "-"
+            style: Any = (0, (1, 2)) if mark.kind == "resume" else "-"
             plot.axvline(mark.x, color=mark.colour, linewidth=1.1, linestyle=style, alpha=0.7)
 
 

@@ -211,14 +211,14 @@ def final_scores(run: Run) -> list[Score]:
     if not values and run.steps:
         last = run.steps[-1]
         values = [(TRAINING, last.step, {"loss": last.loss, **last.metrics})]
-    found = {
+    scores = {
         (metric, split): Score(
             metric=metric, split=split, value=value, step=step, reference=run.start.references.get(metric)
         )
         for split, step, metrics in values
         for metric, value in metrics.items()
     }
-    return list(found.values())
+    return list(scores.values())
 
 
 def flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

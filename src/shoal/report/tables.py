@@ -76,7 +76,7 @@ class Event(NamedTuple):
     """A row of the event table."""
 
     when: str
-    what: str
+    kind: str
     step: str = ""
     detail: str = ""
     tone: str = "plain"
@@ -184,14 +184,15 @@ def facts(runs: Sequence[Run]) -> list[Line]:
 
 
 def _score_lines(runs: Sequence[Run]) -> list[Line]:
-    found = [
+    columns = [
         {(s.metric, s.split): formatting.score(s.metric, s.value) for s in final_scores(r)} for r in runs
     ]
     return [
         Line(
-            f"{formatting.metric_title(metric)} ({split})", [c.get((metric, split), _MISSING) for c in found]
+            f"{formatting.metric_title(metric)} ({split})",
+            [c.get((metric, split), _MISSING) for c in columns],
         )
-        for metric, split in dict.fromkeys(key for column in found for key in column)
+        for metric, split in dict.fromkeys(key for column in columns for key in column)
     ]
 
 

@@ -15,10 +15,10 @@ MAX_CHECKPOINT_MARKS = 150
 
 
 class Mark(NamedTuple):
-    """An event of kind ``what`` at ``left`` percent of the axis."""
+    """An event at ``left`` percent of the axis."""
 
     left: float
-    what: str
+    kind: str
     title: str
 
 

@@ -67,7 +67,7 @@ def test_killed_and_resumed_run(tmp_path: Path) -> None:
     assert [group.stop is not None for group in run.groups] == [False, True, False]
     pauses = run.rows[-1].time_s - run.groups[0].start.time_s - run.seconds
     assert pauses > 95 + 40 - 6  # what the kill lost is a pause too
-    assert [event.what for event in tables.events(run)].count("checkpoint") == 6
+    assert [event.kind for event in tables.events(run)].count("checkpoint") == 6
 
 
 def test_last_scores_are_held_out_ones_else_the_last_step(tmp_path: Path) -> None:

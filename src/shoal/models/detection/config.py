@@ -47,7 +47,7 @@ class MaskRCNNConfig:
     """The best of an image are kept."""
 
     def __post_init__(self) -> None:
-        """Check each field by itself.
+        """Check each field.
 
         Raises:
             UsageError: a value is out of its range.

@@ -33,7 +33,7 @@ from shoal.models.detection.regions import (
     torchvision,
 )
 
-_BOX_SIZE, _MASK_SIZE = 7, 14  # of what is pooled from the pyramid
+_BOX_SIZE, _MASK_SIZE = 7, 14  # of features pooled from the pyramid
 _ANCHOR_RATIOS = (0.5, 1.0, 2.0)
 
 
@@ -96,10 +96,10 @@ class MaskRCNN(nn.Module):
         if not boxes.shape[1]:  # a batch without objects: there is none to count, but a row to index
             boxes = boxes.new_zeros(len(boxes), 1, 4)
             targets = {**targets, "labels": counts.new_zeros(len(boxes), 1)}
-        pyramid, found = self._first_stage(images)
-        first = proposal_losses(found, boxes, counts, fold_in(keys, 0), config.proposal_samples)
+        pyramid, predicted = self._first_stage(images)
+        first = proposal_losses(predicted, boxes, counts, fold_in(keys, 0), config.proposal_samples)
         proposals = propose(
-            found, targets["sizes"], most_a_level=config.proposals_a_level, most=config.proposals
+            predicted, targets["sizes"], most_a_level=config.proposals_a_level, most=config.proposals
         )
         sampled = sample_regions(
             proposals, boxes, targets["labels"], counts, fold_in(keys, 1), config.region_samples
@@ -112,8 +112,8 @@ class MaskRCNN(nn.Module):
     def detect(self, images: Tensor, sizes: Tensor) -> Detections:
         """Detect objects in ``images`` (as for ``forward``) of ``sizes [B, 2]``, height and width."""
         config = self.config
-        pyramid, found = self._first_stage(images)
-        proposals = propose(found, sizes, most_a_level=config.proposals_used, most=config.proposals_used)
+        pyramid, predicted = self._first_stage(images)
+        proposals = propose(predicted, sizes, most_a_level=config.proposals_used, most=config.proposals_used)
         row = torch.arange(len(images), device=images.device)[:, None]
         classified = self._classify(pyramid, _regions(row, proposals.boxes))
         image, boxes, scores, labels = detect(*classified, proposals, sizes, config)

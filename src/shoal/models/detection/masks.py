@@ -152,7 +152,7 @@ def _means(
     near_next = torch.where(pixel < end - 1, at - pixel, 0.0)
     matrix = low.new_zeros(len(low), size, most + 1)  # the last column takes what lies beyond the mask
     for shift, share in ((0, 1 - near_next), (1, near_next)):
-        place = pixel + shift - first[:, None, None]
-        beyond = (place < 0) | (place >= length[:, None, None])
-        matrix.scatter_add_(2, place.masked_fill(beyond, most), share * weight)
+        column = pixel + shift - first[:, None, None]
+        beyond = (column < 0) | (column >= length[:, None, None])
+        matrix.scatter_add_(2, column.masked_fill(beyond, most), share * weight)
     return matrix[..., :most]

@@ -62,26 +62,26 @@ def predicted(logits: Sequence[Tensor], deltas: Sequence[Tensor], anchors: Tenso
 
 
 @torch.no_grad()
-def propose(found: Predicted, sizes: Tensor, *, most_a_level: int, most: int) -> Proposals:
+def propose(predicted: Predicted, sizes: Tensor, *, most_a_level: int, most: int) -> Proposals:
     """Return the best boxes of each image after non-maximum suppression per level.
 
     Args:
-        found: the network's output; no gradient flows through the boxes.
+        predicted: the network's output; no gradient flows through the boxes.
         sizes: int64 ``[B, 2]``: height and width of each image.
         most_a_level: candidates per level before suppression.
         most: boxes per image after it.
     """
     places, first = [], 0
-    most_a_level = min(most_a_level, max(found.level_counts))
-    for count in found.level_counts:
-        best = found.logits[:, first : first + count].topk(min(most_a_level, count), dim=1).indices
+    most_a_level = min(most_a_level, max(predicted.level_counts))
+    for count in predicted.level_counts:
+        best = predicted.logits[:, first : first + count].topk(min(most_a_level, count), dim=1).indices
         places.append(F.pad(best + first, (0, most_a_level - best.shape[1]), value=-1))
         first += count
     levels = torch.stack(places, dim=1)  # [B, L, K]: only boxes of one level compete
-    padding, place = levels.flatten(1) < 0, levels.flatten(1).clamp(min=0)
-    deltas = found.deltas.gather(1, place[..., None].expand(-1, -1, 4)).float()
-    boxes = clipped(decode(deltas, found.anchors[place], _WEIGHTS), sizes)
-    scores = found.logits.gather(1, place).float().sigmoid()
+    padding, index = levels.flatten(1) < 0, levels.flatten(1).clamp(min=0)
+    deltas = predicted.deltas.gather(1, index[..., None].expand(-1, -1, 4)).float()
+    boxes = clipped(decode(deltas, predicted.anchors[index], _WEIGHTS), sizes)
+    scores = predicted.logits.gather(1, index).float().sigmoid()
     too_small = ((boxes[..., 2:] - boxes[..., :2]) < _LEAST_SIDE).any(dim=-1)
     scores = scores.masked_fill(too_small | padding, NO_BOX)
     by_level = levels.flatten(0, 1)
@@ -93,7 +93,7 @@ def propose(found: Predicted, sizes: Tensor, *, most_a_level: int, most: int) ->
 
 
 def proposal_losses(
-    found: Predicted, boxes: Tensor, num_objects: Tensor, keys: Tensor, num_samples: int
+    predicted: Predicted, boxes: Tensor, num_objects: Tensor, keys: Tensor, num_samples: int
 ) -> dict[str, Tensor]:
     """Return the summed losses of each image's sampled anchors and their number, by torchvision's names.
 
@@ -101,24 +101,24 @@ def proposal_losses(
     overlap all by less than .3 are negative.
 
     Args:
-        found: by the network.
+        predicted: by the network.
         boxes: of the objects, float32 ``[B, M, 4]``, padded.
         num_objects: int64 ``[B]``.
         keys: int64 ``[B]``, of the draws.
         num_samples: anchors of an image, of which half are at most positive.
     """
-    matches = match_boxes(boxes, num_objects, found.anchors, high=_HIGH, low=_LOW, allow_low_quality=True)
+    matches = match_boxes(boxes, num_objects, predicted.anchors, high=_HIGH, low=_LOW, allow_low_quality=True)
     labels = (matches >= 0).long().masked_fill(matches == BETWEEN, -1)
     positive, negative = sample_balanced(
         labels, keys, num_samples=num_samples, positive_fraction=_POSITIVE_FRACTION
     )
     sampled = positive | negative
     objectness = F.binary_cross_entropy_with_logits(
-        found.logits.float(), positive.float(), weight=sampled.float(), reduction="none"
+        predicted.logits.float(), positive.float(), weight=sampled.float(), reduction="none"
     )
-    image, place = positive.nonzero(as_tuple=True)
-    targets = encode(boxes[image, matches[image, place]], found.anchors[place], _WEIGHTS)
-    box = F.smooth_l1_loss(found.deltas[image, place].float(), targets, beta=_BETA, reduction="none")
+    image, index = positive.nonzero(as_tuple=True)
+    targets = encode(boxes[image, matches[image, index]], predicted.anchors[index], _WEIGHTS)
+    box = F.smooth_l1_loss(predicted.deltas[image, index].float(), targets, beta=_BETA, reduction="none")
     return {
         "loss_objectness": objectness.sum(dim=1),
         "loss_rpn_box_reg": box.new_zeros(len(boxes)).index_add(0, image, box.sum(dim=1)),

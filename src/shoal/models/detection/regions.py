@@ -94,9 +94,9 @@ def sample_regions(
     positive, negative = sample_balanced(
         label, keys, num_samples=num_samples, positive_fraction=POSITIVE_FRACTION
     )
-    image, place = (positive | negative).nonzero(as_tuple=True)
-    regions = torch.cat([image[:, None].to(candidates.dtype), candidates[image, place]], dim=1)
-    return Sampled(regions=regions, labels=label[image, place], objects=objects[image, place])
+    image, index = (positive | negative).nonzero(as_tuple=True)
+    regions = torch.cat([image[:, None].to(candidates.dtype), candidates[image, index]], dim=1)
+    return Sampled(regions=regions, labels=label[image, index], objects=objects[image, index])
 
 
 def region_losses(
@@ -118,13 +118,13 @@ def region_losses(
     )
     rows = (sampled.labels > 0).nonzero()[:, 0]
     image = sampled.regions[:, 0].long()
-    found = deltas.view(len(deltas), -1, 4)[rows, sampled.labels[rows]].float()
+    predicted = deltas.view(len(deltas), -1, 4)[rows, sampled.labels[rows]].float()
     regions, wanted = sampled.regions[rows], boxes[image[rows], sampled.objects[rows]]
     if config.box_loss == "giou":
-        box = torchvision().ops.generalized_box_iou_loss(decode(found, regions[:, 1:], _WEIGHTS), wanted)
+        box = torchvision().ops.generalized_box_iou_loss(decode(predicted, regions[:, 1:], _WEIGHTS), wanted)
     else:
         targets = encode(wanted, regions[:, 1:], _WEIGHTS)
-        box = F.smooth_l1_loss(found, targets, beta=_BETA, reduction="none").sum(dim=1)
+        box = F.smooth_l1_loss(predicted, targets, beta=_BETA, reduction="none").sum(dim=1)
     return {
         "loss_classifier": sum_by_image(classifier, image, len(boxes)),
         "loss_box_reg": sum_by_image(box, image[rows], len(boxes)),
@@ -152,10 +152,10 @@ def detect(
     candidates = scores > config.least_score
     count = int(candidates.sum(dim=1).amax())
     ranked = scores.masked_fill(~candidates, NO_BOX).sort(dim=1, descending=True, stable=True)
-    scores, place = ranked.values[:, :count], ranked.indices[:, :count]
+    scores, index = ranked.values[:, :count], ranked.indices[:, :count]
     num_classes = logits.shape[1] - 1
-    box, label = place // num_classes, place % num_classes + 1
-    image = torch.arange(num_images, device=place.device)[:, None]
+    box, label = index // num_classes, index % num_classes + 1
+    image = torch.arange(num_images, device=index.device)[:, None]
     chosen = deltas.view(num_images, num_boxes, -1, 4)[image, box, label].float()
     boxes = clipped(decode(chosen, proposals.boxes[image, box], _WEIGHTS), sizes)
     too_small = ((boxes[..., 2:] - boxes[..., :2]) < _LEAST_SIDE).any(dim=-1)
