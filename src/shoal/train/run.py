@@ -422,7 +422,7 @@ class Run:
             )
         self._kept.update(stateful)
         if first and self._settings.output.evaluate is None:
-            self._choose_update()
+            self.use(self._chosen_update() or self._training.update)
         named = {"model": stateful["model"]} if "model" in stateful else stateful
         models = [each for each in named.values() if isinstance(each, nn.Module)]
         self.num_parameters = self.num_parameters or sum(p.numel() for m in models for p in m.parameters())
@@ -443,16 +443,12 @@ class Run:
         elif isinstance(optimizer := stateful.get("optimizer"), Optimizer):
             update.renew(optimizer)
 
-    def _choose_update(self) -> None:
-        """Use the update of the settings, if they name one."""
+    def _chosen_update(self) -> Update | None:
+        """Return the update that the settings name, if they name one."""
         from shoal.train.servers.choice import choose_update
 
-        update = choose_update(
-            self._settings.servers, self._kept, self._training.models, scale=self._training.scale,
-            directory=self.directory,
-        )  # fmt: skip
-        if update is not None:
-            self.use(update)
+        servers, models, scale = self._settings.servers, self._training.models, self._training.scale
+        return choose_update(servers, self._kept, models, scale=scale, directory=self.directory)
 
     def use(self, update: Update) -> None:
         """Replace how a step's gradients are measured and become new weights (:class:`Update`)."""
