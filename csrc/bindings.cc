@@ -21,6 +21,7 @@
 #include "base/cpu.h"
 #include "base/crc32c.h"
 #include "c_api/group.h"
+#include "c_api/single_rank.h"
 #include "detection/match.h"
 #include "detection/paste.h"
 #include "detection/suppress.h"
@@ -431,6 +432,7 @@ shoal::EngineOptions options_of(const nb::dict& given) {
   read("straggler_s", options.straggler_s);
   read("workers_serve", options.workers_serve);
   read("share_connections", options.share_connections);
+  read("ordered_callbacks", options.ordered_callbacks);
   options.wide_partials = nb::cast<std::string>(given["partial_dtype"]) == "float32";
   options.secret = secret_of(nb::cast<nb::bytes>(given["secret"]));
   return options;
@@ -445,8 +447,8 @@ std::vector<shoal::Block> blocks_of(const nb::object& given) {
   return blocks;
 }
 
-// Submits a shoal.comm.engine.Operation.
-std::uint64_t submit(shoal::Engine& engine, const nb::object& operation) {
+// Reads a shoal.comm.engine.Operation.
+shoal::OpSpec spec_of(const nb::object& operation) {
   const auto get = [&]<class T>(const char* name, T) { return nb::cast<T>(operation.attr(name)); };
   shoal::OpSpec spec;
   spec.kind = shoal::kind_named(get("kind", std::string()));
@@ -474,16 +476,45 @@ std::uint64_t submit(shoal::Engine& engine, const nb::object& operation) {
   const auto op = get("op", std::string());
   if (spec.kind == shoal::Kind::delegated) spec.name = op;
   else spec.combine = shoal::combine_named(op);
-  nb::gil_scoped_release release;
-  return engine.submit(std::move(spec));
+  return spec;
 }
 
-// Raises a GroupError as shoal.comm.engine.CommError, which Python defines.
-void raise_comm_error(const std::exception_ptr& error, void*) {
+template <class Group>
+std::uint64_t submit(Group& group, const nb::object& operation) {
+  shoal::OpSpec spec = spec_of(operation);
+  nb::gil_scoped_release release;
+  return group.submit(std::move(spec));
+}
+
+// Calls a Python function once an operation has ended, as Engine::then().
+template <class Group>
+void then(std::shared_ptr<Group> group, std::uint64_t handle, nb::object function) {
+  const std::shared_ptr<nb::object> kept(new nb::object(std::move(function)), [](nb::object* each) {
+    if (!nb::is_alive()) return;  // the interpreter has ended: nobody can destroy Python objects now
+    const nb::gil_scoped_acquire gil;
+    delete each;
+  });
+  Group& on = *group;
+  const nb::gil_scoped_release release;
+  on.then(handle, [group = std::move(group), kept] {
+    if (!nb::is_alive()) return;
+    const nb::gil_scoped_acquire gil;
+    try {
+      (*kept)();
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("a function that was called at the end of an operation");
+    }
+  });
+}
+
+// Raises errors of a group as the exceptions that Python defines.
+void raise_group_error(const std::exception_ptr& error, void*) {
   try {
     std::rethrow_exception(error);
   } catch (const shoal::GroupError& failure) {
     PyErr_SetString(nb::module_::import_("shoal.comm.engine").attr("CommError").ptr(), failure.what());
+  } catch (const shoal::OrderError& wrong) {
+    PyErr_SetString(nb::module_::import_("shoal.errors").attr("UsageError").ptr(), wrong.what());
   }
 }
 
@@ -516,7 +547,7 @@ std::vector<std::tuple<std::string, std::size_t, std::size_t, std::size_t>> opti
 
 void bind_engine(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
-  nb::register_exception_translator(raise_comm_error);
+  nb::register_exception_translator(raise_group_error);
   m.def("option_ranges", &option_ranges);
   nb::dict optimizers;
   optimizers["sgd"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::sgd);
@@ -535,12 +566,12 @@ void bind_engine(nb::module_& m) {
       .def("connect", &connect)
       .def("c_group", &c_group)
       .def("set_pattern", &shoal::Engine::set_pattern, Release())
-      .def("submit", &submit)
+      .def("submit", &submit<shoal::Engine>)
       .def("finish_delegated", &shoal::Engine::finish_delegated, Release())
       .def("wait", &shoal::Engine::wait, Release())
       .def("is_done", &shoal::Engine::is_done, Release())
-      .def("watch", &shoal::Engine::watch, Release())
-      .def("next_watched", &shoal::Engine::next_watched, Release())
+      .def("then", &then<shoal::Engine>)
+      .def_prop_ro("num_submitted", &shoal::Engine::num_submitted)
       .def("error", &shoal::Engine::error, Release())
       .def("abort", &shoal::Engine::abort, Release())
       .def("close", &shoal::Engine::close, Release())
@@ -550,6 +581,22 @@ void bind_engine(nb::module_& m) {
       .def("server_times", &server_times)
       .def("trace", &shoal::Engine::trace)
       .def("take_trace", &take_trace);
+  nb::class_<shoal::SingleRank>(m, "SingleRank")
+      .def(nb::init<>())
+      .def("c_group", [](std::shared_ptr<shoal::SingleRank> single) {
+        return reinterpret_cast<std::uintptr_t>(shoal::share_single(std::move(single)));
+      })
+      .def("submit", &submit<shoal::SingleRank>)
+      .def("finish_delegated", &shoal::SingleRank::finish_delegated)
+      .def("wait", &shoal::SingleRank::wait)
+      .def("is_done", &shoal::SingleRank::is_done)
+      .def("then", &then<shoal::SingleRank>)
+      .def_prop_ro("num_submitted", &shoal::SingleRank::num_submitted)
+      .def("error", &shoal::SingleRank::error)
+      .def("abort", &shoal::SingleRank::abort)
+      .def("close", &shoal::SingleRank::close)
+      .def("counters", &shoal::SingleRank::counters)
+      .def("take_events", &shoal::SingleRank::take_events);
   nb::class_<shoal::HelperServer>(m, "HelperServer")
       .def("__init__",
            [](shoal::HelperServer* self, const std::string& address, int port, const nb::bytes& secret,

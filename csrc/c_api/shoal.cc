@@ -16,11 +16,13 @@
 #include "engine/engine.h"
 
 struct shoal_group {
-  shoal_group(int rank, int size, std::shared_ptr<shoal::Engine> engine, bool closes)
+  // Of an engine, or of one rank.
+  shoal_group(int rank, int size, std::shared_ptr<shoal::Engine> engine, std::shared_ptr<shoal::SingleRank> single, bool closes)
       : rank(rank),
         size(size),
         closes(closes),
         engine(std::move(engine)),
+        single(std::move(single)),
         callbacks([this](shoal_handle handle, std::string& message) { return outcome(handle, message); }) {}
 
   shoal_status outcome(shoal_handle handle, std::string& message);
@@ -30,7 +32,7 @@ struct shoal_group {
   const int rank, size;
   const bool closes;  // the engine, with the last reference
   const std::shared_ptr<shoal::Engine> engine;  // null: a group of one rank
-  shoal::SingleRank single;
+  const std::shared_ptr<shoal::SingleRank> single;
   std::atomic<int> references{1};
   shoal::CallbackThread callbacks;
 };
@@ -64,6 +66,8 @@ shoal_status guarded(Call call) {
     return call();
   } catch (const shoal::GroupError& error) {
     return failed(SHOAL_GROUP_FAILED, error.what());
+  } catch (const shoal::OrderError& error) {
+    return failed(SHOAL_OUT_OF_ORDER, error.what());
   } catch (const std::invalid_argument& error) {
     return failed(SHOAL_INVALID_ARGUMENT, error.what());
   } catch (const std::exception& error) {
@@ -174,12 +178,16 @@ const shoal_operation* element_of(const shoal_operation* operations, std::size_t
 }  // namespace
 
 shoal_group* shoal::share_engine(std::shared_ptr<Engine> engine, int rank, int size) {
-  return new shoal_group(rank, size, std::move(engine), false);
+  return new shoal_group(rank, size, std::move(engine), nullptr, false);
+}
+
+shoal_group* shoal::share_single(std::shared_ptr<SingleRank> single) {
+  return new shoal_group(0, 1, nullptr, std::move(single), false);
 }
 
 shoal_status shoal_group::outcome(shoal_handle handle, std::string& message) {
   const shoal_status status = shoal_wait(this, handle, 0);
-  if (status != SHOAL_SUCCESS) message = last_error;
+  if (status != SHOAL_SUCCESS && status != SHOAL_TIMED_OUT) message = last_error;
   return status;
 }
 
@@ -205,7 +213,8 @@ shoal_status shoal_group_create(const shoal_group_options* options, shoal_group*
       throw std::invalid_argument("rank " + std::to_string(given.rank) + " of a group of " + std::to_string(given.size));
     }
     auto engine = given.size == 1 ? nullptr : std::make_shared<shoal::Engine>(engine_options(given));
-    *group = new shoal_group(given.rank, given.size, std::move(engine), true);
+    auto single = given.size == 1 ? std::make_shared<shoal::SingleRank>() : nullptr;
+    *group = new shoal_group(given.rank, given.size, std::move(engine), std::move(single), true);
     return SHOAL_SUCCESS;
   });
 }
@@ -228,7 +237,7 @@ shoal_status shoal_group_connect(shoal_group* group, const shoal_members* member
 shoal_status shoal_group_abort(shoal_group* group, const char* reason) {
   return guarded([&] {
     if (group->engine) group->engine->abort(text(reason, "the group was aborted"));
-    else group->single.end(text(reason, "the group was aborted"));
+    else group->single->abort(text(reason, "the group was aborted"));
     return SHOAL_SUCCESS;
   });
 }
@@ -236,7 +245,7 @@ shoal_status shoal_group_abort(shoal_group* group, const char* reason) {
 shoal_status shoal_group_close(shoal_group* group) {
   return guarded([&] {
     if (group->engine) group->engine->close();
-    else group->single.end("the group was closed");
+    else group->single->close();
     group->callbacks.stop();
     return SHOAL_SUCCESS;
   });
@@ -255,7 +264,7 @@ void shoal_group_release(shoal_group* group) {
 
 shoal_status shoal_group_counters(shoal_group* group, void (*visit)(void*, const char*, uint64_t), void* context) {
   return guarded([&] {
-    const auto counts = group->engine ? group->engine->counters() : group->single.counters();
+    const auto counts = group->engine ? group->engine->counters() : group->single->counters();
     for (const auto& [name, value] : counts) visit(context, name.c_str(), value);
     return SHOAL_SUCCESS;
   });
@@ -273,7 +282,7 @@ shoal_status shoal_submit(shoal_group* group, const shoal_operation* operations,
       given.push_back(read_sized(element_of(operations, k), "shoal_operation"));
       specs.push_back(spec_of(given.back(), group->size));
     }
-    const auto begun = group->engine ? group->engine->submit_all(std::move(specs)) : group->single.submit_all(specs);
+    const auto begun = group->engine ? group->engine->submit_all(std::move(specs)) : group->single->submit_all(specs);
     for (std::size_t k = 0; k < num_operations; ++k) {
       if (handles) handles[k] = begun[k];
       if (given[k].on_complete) group->call_back({begun[k], given[k].on_complete, given[k].context});
@@ -296,6 +305,21 @@ shoal_status shoal_on_complete(shoal_group* group, shoal_handle handle, shoal_ca
   return guarded([&] {
     if (on_complete == nullptr) throw std::invalid_argument("on_complete is NULL");
     group->call_back({handle, on_complete, context});
+    return SHOAL_SUCCESS;
+  });
+}
+
+shoal_status shoal_then(shoal_group* group, shoal_handle handle, shoal_callback then, void* context) {
+  return guarded([&] {
+    if (then == nullptr) throw std::invalid_argument("the function is NULL");
+    const std::shared_ptr<shoal_group> kept(shoal_group_retain(group), shoal_group_release);
+    const auto call = [kept, handle, then, context] {
+      std::string message;
+      const shoal_status status = kept->outcome(handle, message);
+      then(context, handle, status, message.c_str());
+    };
+    if (group->engine) group->engine->then(handle, call);
+    else call();
     return SHOAL_SUCCESS;
   });
 }

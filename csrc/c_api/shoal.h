@@ -35,7 +35,7 @@
 #define SHOAL_API __attribute__((visibility("default")))
 
 /* Incremented when a function or a field is added. */
-#define SHOAL_API_VERSION 3
+#define SHOAL_API_VERSION 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -48,7 +48,8 @@ typedef enum shoal_status {
   SHOAL_TIMED_OUT = 1,         /* shoal_wait: the operation is still pending */
   SHOAL_INVALID_ARGUMENT = 2,  /* the call has had no effect */
   SHOAL_GROUP_FAILED = 3,      /* a rank was lost or differs, a deadline passed, or the group was aborted or closed */
-  SHOAL_SYSTEM_ERROR = 4       /* memory, a socket, or a rank that could not be reached while connecting */
+  SHOAL_SYSTEM_ERROR = 4,      /* memory, a socket, or a rank that could not be reached while connecting */
+  SHOAL_OUT_OF_ORDER = 5       /* shoal_submit in a function of shoal_then: the program has submitted others since */
 } shoal_status;
 
 /* Returns the message of the last call of this thread that did not succeed, for users: it names the rank and the
@@ -229,6 +230,12 @@ SHOAL_API int shoal_test(shoal_group* group, shoal_handle handle);
  * the group's next one. */
 SHOAL_API shoal_status shoal_on_complete(shoal_group* group, shoal_handle handle, shoal_callback on_complete,
                                          void* context);
+
+/* As shoal_on_complete, in the order of the operations instead of that in which they end, and `then` may wait for
+ * operations: while it waits, other threads of the group call later functions. It may submit collectives unless the
+ * program has submitted others since it called this function, in an order that ranks may not share. A group that is
+ * closed calls what is left, with SHOAL_TIMED_OUT for what is pending. The group lives until `then` has returned. */
+SHOAL_API shoal_status shoal_then(shoal_group* group, shoal_handle handle, shoal_callback then, void* context);
 
 /* Completes a delegated operation on this rank. */
 SHOAL_API shoal_status shoal_finish_delegated(shoal_group* group, shoal_handle handle);

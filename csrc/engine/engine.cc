@@ -14,6 +14,7 @@ namespace shoal {
 namespace {
 
 constexpr double kFlushS = 1.0;
+constexpr double kJoinS = 10.0;
 constexpr double kAbortS = 5.0;
 
 // Input is read while output is written, so the two may overlap only where they are the same element.
@@ -57,7 +58,10 @@ TransportOptions transport_options(const EngineOptions& options) {
 
 }  // namespace
 
-Engine::Engine(EngineOptions options) : options_(std::move(options)), ops_(options_.group) {
+Engine::Engine(EngineOptions options)
+    : options_(std::move(options)),
+      ops_(options_.group),
+      completer_(options_.ordered_callbacks, [this](std::uint64_t seq, double timeout_s) { return has_ended(seq, timeout_s); }) {
   shoal::require_possible(options_);
   const TransportOptions transport = transport_options(options_);
   channel_ = std::make_shared<Channel>(options_.share_connections ? Connections::shared(transport, options_.group)
@@ -116,10 +120,12 @@ std::uint64_t Engine::submit(OpSpec spec) {
 }
 
 std::vector<std::uint64_t> Engine::submit_all(std::vector<OpSpec> specs) {
+  if (options_.ordered_callbacks) await_callbacks(specs);
   const MutexLock lock(submit_mutex_);
   ops_.require_open();
   for (const OpSpec& spec : specs) require_possible(spec);
   for (const OpSpec& spec : specs) {
+    if (!is_message(spec.kind)) completer_.begin(spec);
     keeps_weights_ = keeps_weights_ || is_served(spec.kind);
     keeps_single_ = keeps_single_ || (is_served(spec.kind) && !spec.copied);
   }
@@ -139,6 +145,12 @@ std::vector<std::uint64_t> Engine::submit_all(std::vector<OpSpec> specs) {
     });
   }
   return numbers;
+}
+
+void Engine::await_callbacks(const std::vector<OpSpec>& specs) {
+  for (const OpSpec& spec : specs) {
+    if (!is_message(spec.kind)) return completer_.await_callbacks(spec);
+  }
 }
 
 // Begins an operation that has its number. Adds to `steps` what the network thread does for it.
@@ -226,15 +238,19 @@ bool Engine::wait(std::uint64_t seq, double timeout_s) {
   return ops_.wait(seq, timeout_s < 0 ? timeout_s : std::max(0.0, left_s));
 }
 
+// As wait(), for an operation that may have failed.
+bool Engine::has_ended(std::uint64_t seq, double timeout_s) {
+  try {
+    return wait(seq, timeout_s);
+  } catch (const GroupError&) {
+    return true;
+  }
+}
+
 bool Engine::is_done(std::uint64_t seq) {
   if (ops_.is_done(seq)) return true;
   HostStage* const stage = this->stage();
   return stage && stage->advance() && ops_.is_done(seq);
-}
-
-void Engine::watch(std::uint64_t seq) {
-  ops_.watch(seq);
-  if (HostStage* stage = this->stage()) stage->advance_alone();
 }
 
 void Engine::on_end(std::uint64_t seq, std::function<void()> then) {
@@ -254,6 +270,7 @@ void Engine::abort(const std::string& reason) {
 }
 
 void Engine::close() {
+  completer_.stop();
   if (!ops_.close()) return;
   if (!started_) return channel_->close("it was closed before it had met the others");
   post([this]() SHOAL_NO_ANALYSIS { protocol_->path.send_withheld(); });
@@ -265,6 +282,7 @@ void Engine::close() {
   if (HostStage* stage = this->stage()) stage->stop();
   channel_->close("it has left the group");
   ops_.end_all("group '" + options_.group + "' was closed");
+  completer_.join(kJoinS);
 }
 
 std::map<std::string, std::uint64_t> Engine::counters() {

@@ -18,6 +18,7 @@
 
 #include "base/mutex.h"
 #include "engine/chunk_path.h"
+#include "engine/completer.h"
 #include "engine/host_stage.h"
 #include "engine/messages.h"
 #include "transport/connections.h"
@@ -40,7 +41,7 @@ class Engine : private ChannelEvents {
   void set_pattern(std::vector<int> pattern);
 
   // Begins an operation and returns its number. Never waits for peers. Throws GroupError once the group has failed,
-  // std::invalid_argument for an invalid operation.
+  // std::invalid_argument for an invalid operation, OrderError as Completer::begin().
   std::uint64_t submit(OpSpec spec);
   // Begins all operations, in this order, or throws and begins none. Those that pass through the network thread reach
   // it together, so that their chunks share frames' system calls.
@@ -51,12 +52,15 @@ class Engine : private ChannelEvents {
   // failed.
   bool wait(std::uint64_t seq, double timeout_s);
   bool is_done(std::uint64_t seq);
-  // Makes next_watched() return the operation once it has ended.
-  void watch(std::uint64_t seq);
-  std::vector<std::uint64_t> next_watched(double timeout_s) { return ops_.next_watched(timeout_s); }
 
   // Calls `then` once the operation has ended, at once if it has: on the thread that ends it, and without a lock.
   void on_end(std::uint64_t seq, std::function<void()> then);
+  // Calls `then` once the operation has ended, or this rank leaves the group: on a thread of the Completer, in the order
+  // of the operations. It may submit operations and wait for any, keeps the engine alive, and does not throw.
+  void then(std::uint64_t seq, std::function<void()> then) { completer_.add(seq, std::move(then)); }
+
+  // Collectives that this rank has begun; messages do not count.
+  std::uint64_t num_submitted() const { return ops_.num_submitted(); }
 
   std::string error() { return ops_.error(); }
   void abort(const std::string& reason);
@@ -108,6 +112,8 @@ class Engine : private ChannelEvents {
 
   void require_possible(const OpSpec& spec) const;
   void require_servers(const OpSpec& spec) const;
+  void await_callbacks(const std::vector<OpSpec>& specs);
+  bool has_ended(std::uint64_t seq, double timeout_s);
   OpPtr make_op(OpSpec spec) REQUIRES(submit_mutex_);
   void begin(const OpPtr& op, std::vector<std::function<void()>>& steps) REQUIRES(submit_mutex_);
   std::string with_pending(const std::string& cause);
@@ -135,6 +141,7 @@ class Engine : private ChannelEvents {
   bool failed_ GUARDED_BY(network_thread) = false;
 
   std::shared_ptr<Channel> channel_;
+  Completer completer_;
 };
 
 }  // namespace shoal

@@ -12,6 +12,11 @@ class GroupError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A callback submits an operation after the program has submitted others: ranks may do so in different orders.
+class OrderError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // A peer sent a frame that no correct peer sends.
 struct ProtocolError : std::runtime_error {
   ProtocolError(int from, const std::string& what) : std::runtime_error(what), peer(from) {}

@@ -138,7 +138,6 @@ void OpTable::complete(const OpPtr& op, int reasons) {
 }
 
 void OpTable::end(std::uint64_t seq, Op& op, std::vector<std::function<void()>>& then) {
-  if (!watched_.empty() && watched_.erase(seq)) watched_done_.push_back(seq);
   if (!on_end_.empty()) {
     if (auto found = on_end_.extract(seq)) then.push_back(std::move(found.mapped()));
   }
@@ -159,25 +158,6 @@ bool OpTable::wait(std::uint64_t seq, double timeout_s) {
 bool OpTable::is_done(std::uint64_t seq) {
   const MutexLock lock(mutex_);
   return !ops_.count(seq);
-}
-
-void OpTable::watch(std::uint64_t seq) {
-  {
-    const MutexLock lock(mutex_);
-    if (ops_.count(seq)) watched_.insert(seq);
-    else watched_done_.push_back(seq);
-  }
-  changed_.notify_all();
-}
-
-std::vector<std::uint64_t> OpTable::next_watched(double timeout_s) {
-  const auto deadline = std::chrono::steady_clock::now() + seconds(timeout_s);
-  const MutexLock lock(mutex_);
-  while (watched_done_.empty() && changed_.wait_until(mutex_, deadline)) {
-  }
-  std::vector<std::uint64_t> done(watched_done_.begin(), watched_done_.end());
-  watched_done_.clear();
-  return done;
 }
 
 void OpTable::on_end(std::uint64_t seq, std::function<void()> then) {

@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -161,9 +160,6 @@ class OpTable {
   // Returns whether the operation has ended within `timeout_s` (negative: no limit). Throws GroupError if it failed.
   bool wait(std::uint64_t seq, double timeout_s);
   bool is_done(std::uint64_t seq);
-  // Makes next_watched() return the operation once it has ended.
-  void watch(std::uint64_t seq);
-  std::vector<std::uint64_t> next_watched(double timeout_s);
   // Calls `then` once the operation has ended, at once if it has: on the thread that ends it, and without the lock.
   void on_end(std::uint64_t seq, std::function<void()> then);
 
@@ -187,8 +183,7 @@ class OpTable {
   Mutex mutex_;
   Condition changed_;
   std::map<std::uint64_t, OpPtr> ops_ GUARDED_BY(mutex_);
-  std::set<std::uint64_t> failed_ GUARDED_BY(mutex_), watched_ GUARDED_BY(mutex_);
-  std::deque<std::uint64_t> watched_done_ GUARDED_BY(mutex_);
+  std::set<std::uint64_t> failed_ GUARDED_BY(mutex_);
   std::map<std::uint64_t, std::function<void()>> on_end_ GUARDED_BY(mutex_);
   std::string error_ GUARDED_BY(mutex_);
   std::uint64_t num_messages_ GUARDED_BY(mutex_) = 0;

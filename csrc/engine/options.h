@@ -33,6 +33,7 @@ struct EngineOptions {
   bool wide_partials = true;
   bool workers_serve = true;  // ranks take over chunks of lost helpers
   bool share_connections = true;  // with the other groups of this process
+  bool ordered_callbacks = false; // operations wait until callbacks of earlier ones have returned
 };
 
 // Range of an option, and the number that divides it.

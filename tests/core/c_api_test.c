@@ -177,6 +177,51 @@ static void check_late_callbacks(struct rank* self) {
   CHECK(calls.num_failed == 0 && calls.handles[0] == handle && calls.handles[1] == handle);
 }
 
+struct chain {
+  shoal_group* group;
+  float input[COUNT], output[COUNT];
+  atomic_int num;
+};
+
+/* Submits an operation and waits for it, which a callback of shoal_on_complete must not. */
+static void go_on(void* context, shoal_handle handle, shoal_status status, const char* message) {
+  struct chain* chain = context;
+  (void)handle;
+  CHECK(status == SHOAL_SUCCESS && strcmp(message, "") == 0);
+  const shoal_operation operation = all_reduce_of(chain->input, chain->output);
+  shoal_handle next;
+  CHECK(shoal_submit(chain->group, &operation, 1, &next) == SHOAL_SUCCESS);
+  CHECK(shoal_wait(chain->group, next, DEADLINE_S) == SHOAL_SUCCESS);
+  atomic_fetch_add(&chain->num, 1);
+}
+
+static void submit_late(void* context, shoal_handle handle, shoal_status status, const char* message) {
+  struct chain* chain = context;
+  (void)handle, (void)status, (void)message;
+  while (atomic_load(&chain->num) < 2) continue; /* until the program has submitted another one */
+  const shoal_operation operation = all_reduce_of(chain->input, chain->output);
+  CHECK(shoal_submit(chain->group, &operation, 1, NULL) == SHOAL_OUT_OF_ORDER);
+  CHECK(strstr(shoal_last_error(), "a callback begins all_reduce"));
+  atomic_fetch_add(&chain->num, 1);
+}
+
+static void check_then(struct rank* self) {
+  struct chain chain = {.group = self->group, .input = {3}};
+  float input[COUNT] = {1}, output[COUNT] = {0};
+  const shoal_operation operation = all_reduce_of(input, output);
+  shoal_handle handle;
+  CHECK(shoal_submit(self->group, &operation, 1, &handle) == SHOAL_SUCCESS);
+  CHECK(shoal_then(self->group, handle, NULL, NULL) == SHOAL_INVALID_ARGUMENT);
+  CHECK(shoal_then(self->group, handle, go_on, &chain) == SHOAL_SUCCESS);
+  while (atomic_load(&chain.num) < 1) continue;
+  CHECK(output[0] == 2 && chain.output[0] == 6);
+  CHECK(shoal_then(self->group, handle, submit_late, &chain) == SHOAL_SUCCESS);
+  CHECK(shoal_submit(self->group, &operation, 1, &handle) == SHOAL_SUCCESS);
+  atomic_fetch_add(&chain.num, 1);
+  CHECK(shoal_wait(self->group, handle, DEADLINE_S) == SHOAL_SUCCESS);
+  while (atomic_load(&chain.num) < 3) continue;
+}
+
 /* Each rank gives the other one more element than itself, then they send each other a message. */
 static void check_messages(struct rank* self) {
   const int other = 1 - self->rank;
@@ -250,6 +295,7 @@ static void* run_rank(void* given) {
   CHECK(shoal_group_connect(self->group, self->members, DEADLINE_S) == SHOAL_SUCCESS);
   check_sums(self);
   check_late_callbacks(self);
+  check_then(self);
   check_messages(self);
   check_order_of_callbacks(self);
   /* rank 0 waits for an operation that rank 1 begins later */

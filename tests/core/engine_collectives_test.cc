@@ -1,7 +1,9 @@
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -183,24 +185,25 @@ TEST_OVER_EACH(engine_a_rank_that_begins_late) {
   }
 }
 
-TEST_OVER_EACH(engine_watch_reports_each_operation_once) {
+TEST_OVER_EACH(engine_then_calls_each_once_in_the_order_of_the_operations) {
   Group group({"", {"a", "b"}});
   group.each([&](int, Engine& engine) {
     std::vector<std::vector<float>> x(8, std::vector<float>(5000, 1.0f));
-    std::set<std::uint64_t> expected, seen;
-    for (auto& each : x) {
-      const std::uint64_t handle = submit(engine, Kind::all_reduce, each.data(), each.data(), each.size());
-      engine.watch(handle);
-      expected.insert(handle);
+    std::vector<std::uint64_t> expected, seen;
+    std::atomic<std::size_t> num_seen{0};
+    for (auto& each : x) expected.push_back(submit(engine, Kind::all_reduce, each.data(), each.data(), each.size()));
+    for (const std::uint64_t handle : expected) {
+      engine.then(handle, [&, handle] {
+        CHECK(engine.is_done(handle));
+        seen.push_back(handle);  // one at a time
+        ++num_seen;
+      });
     }
-    for (int tries = 0; seen.size() < expected.size() && tries < 100; ++tries) {
-      for (std::uint64_t handle : engine.next_watched(1.0)) CHECK(seen.insert(handle).second);
-    }
+    while (num_seen < expected.size()) std::this_thread::yield();
     CHECK(seen == expected);
-    for (std::uint64_t handle : expected) CHECK(engine.is_done(handle));
-    engine.watch(*expected.begin());  // long over: reported at once
-    CHECK_EQ(engine.next_watched(5.0).size(), 1u);
-    CHECK_EQ(engine.next_watched(0.0).size(), 0u);
+    engine.then(expected.front(), [&] { ++num_seen; });  // long over
+    while (num_seen == expected.size()) std::this_thread::yield();
+    CHECK_EQ(num_seen.load(), expected.size() + 1);
   });
 }
 

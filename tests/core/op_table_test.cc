@@ -68,22 +68,6 @@ TEST(op_table_a_failure_ends_all_and_the_first_reason_stays) {
   CHECK(ops.pending().empty());
 }
 
-TEST(op_table_watched_operations_are_returned_once) {
-  OpTable ops("g");
-  ops.open();
-  const OpPtr first = added(ops), second = added(ops);
-  ops.release(second);
-  ops.watch(1);  // over already
-  ops.watch(0);
-  CHECK(ops.next_watched(0.0) == std::vector<std::uint64_t>{1});
-  CHECK(ops.next_watched(0.0).empty());
-  std::thread later([&] { ops.release(first); });
-  std::vector<std::uint64_t> done;
-  while (done.empty()) done = ops.next_watched(1.0);
-  later.join();
-  CHECK(done == std::vector<std::uint64_t>{0});
-}
-
 // Each is called once, in the order in which operations end, and one that comes late at once.
 TEST(op_table_calls_back_in_the_order_of_the_ends) {
   OpTable ops("g");

@@ -103,10 +103,11 @@ def sequence_number(group: Any = None) -> int:
 
 def num_pending() -> int:
     """Return how many operations the default group keeps for an end that nobody has waited for."""
-    if (backend := native_group.native_backend(dist.group.WORLD)) is not None:
-        return int(sys.modules["shoal_torch"].num_pending(backend))
     operations = shoal_group().operations
-    return len(operations.pending) + len(operations.messages)
+    num = len(operations.pending) + len(operations.messages)
+    if (backend := native_group.native_backend(dist.group.WORLD)) is not None:
+        num += int(sys.modules["shoal_torch"].num_pending(backend))
+    return num
 
 
 def group_counters(group: Any = None) -> dict[str, int]:

@@ -50,11 +50,11 @@ from shoal.comm.device_group import DeviceGroup
 from shoal.comm.devices import BounceBuffers, Device
 from shoal.comm.engine import CollectiveEngine, CommError, EngineOptions, Operation, SingleProcessEngine
 from shoal.comm.exchange import MessageBuilder
-from shoal.comm.operations import Membership, Operations
+from shoal.comm.operations import Member, MessageWork, Operations
 from shoal.comm.rendezvous import connect_engine
 from shoal.comm.sparse import SparseParts
 from shoal.comm.store import monitored_barrier
-from shoal.comm.work import BaseWork, JoinedWork, MessageWork, opaque_to_dynamo
+from shoal.comm.work import BaseWork, JoinedWork, opaque_to_dynamo
 from shoal.errors import UsageError
 
 _CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ class ShoalProcessGroup(ProcessGroup):
             self.engine = SingleProcessEngine()
         else:
             self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout, options)
-        self.member = Membership(
+        self.member = Member(
             store=store, rank=rank, size=size, name=name, global_rank=global_ranks[rank],
             engine=self.engine, options=options,
         )  # fmt: skip
@@ -151,7 +151,7 @@ class ShoalProcessGroup(ProcessGroup):
         self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
         self.device_groups: dict[torch.device, DeviceGroup] = {}
         self._coalescing: list[BaseWork] | None = None
-        self._splits = 0
+        self._splits = self._num_monitored = 0
 
     # ---- submission ---------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class ShoalProcessGroup(ProcessGroup):
         return self.operations.begin(operation)
 
     def _check_first(self) -> None:
-        if self.operations.sequence == 0:
+        if self.engine.num_submitted == 0:
             refuse_mixed_configuration(self)
 
     def _coalesced(self, work: BaseWork) -> BaseWork:
@@ -318,11 +318,9 @@ class ShoalProcessGroup(ProcessGroup):
         Raises:
             CommError: on rank 0, ranks are missing; on other ranks, rank 0 did not answer.
         """
-        self.operations.sequence += 1
+        self._num_monitored += 1
         member, limit = self.member, self.operations.timeout if timeout in (None, UNSET_TIMEOUT) else timeout
-        monitored_barrier(
-            member.store, self.operations.sequence, member.rank, member.size, limit, wait_all_ranks
-        )
+        monitored_barrier(member.store, self._num_monitored, member.rank, member.size, limit, wait_all_ranks)
 
     # ---- messages -----------------------------------------------------------------------------------------
 
@@ -452,7 +450,7 @@ class ShoalProcessGroup(ProcessGroup):
         return self
 
     def getSequenceNumberForGroup(self) -> int:
-        return self.operations.sequence
+        return self.engine.num_submitted
 
     def setSequenceNumberForGroup(self) -> None:
         """Do nothing: every group starts at 0."""

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
 from shoal.comm.devices import BounceBuffers, Device, IntraHostGroup
 from shoal.comm.engine import CommError, Engine, Operation
-from shoal.comm.operations import Membership
+from shoal.comm.operations import Member
 from shoal.comm.rendezvous import connect_engine, host_identity
 from shoal.comm.routes import INTRA_HOST_OPS, HierarchicalRoutes, RankLayout, Route, flat_route
 from shoal.comm.store import wait_for_keys
@@ -42,7 +42,7 @@ class DeviceGroup:
     Every collective is announced on the group's engine, so that it detects mismatched collectives.
     """
 
-    def __init__(self, device: Device, group: Membership, store: Store, timeout: timedelta) -> None:
+    def __init__(self, device: Device, group: Member, store: Store, timeout: timedelta) -> None:
         self._device, self._group, self._store, self._timeout = device, group, store, timeout
         options = group.options
         min_bytes = (group.size + 1) * _MAX_ELEMENT_BYTES

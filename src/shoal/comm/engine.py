@@ -1,20 +1,17 @@
 """Submits collectives on raw memory to the engine of a group, and waits for them with a deadline.
 
-:class:`Operation` is a collective from the process group to the core. :class:`CollectiveEngine` is what the
-rest of the package calls; :class:`Engine` implements it in C++ (``csrc/engine``), and
-:class:`SingleProcessEngine` for a group of one rank. Independent of torch.
+:class:`Operation` is a collective from the process group to the core. :class:`Engine` passes it to the C++
+engine (``csrc/engine``), and :class:`SingleProcessEngine` to that of a group of one rank; the rest of the
+package calls the methods of their base, :class:`CollectiveEngine`. Independent of torch.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
-import queue
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from shoal import native
@@ -255,19 +252,33 @@ class Operation:
         return self.op if self.kind == "delegated" else self.kind
 
 
-class CollectiveEngine(Protocol):
-    """One rank's membership in a group: operations that have the same number on all ranks."""
+class CollectiveEngine:
+    """One rank's membership in a group: operations that have the same number on all ranks.
+
+    Attributes:
+        shares: ``ServerShares`` of the group (``comm.server_shares``); ``None`` within one host.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._engine = core
+        self.shares: Any = None
 
     def submit(self, operation: Operation) -> int:
-        """Begin a collective and return its handle, its number in the group. Never waits for peers.
+        """Begin an operation and return its handle, its number in the group. Never waits for peers.
+
+        With ``ordered_callbacks``, a collective of the program waits until earlier callbacks have returned.
 
         Raises:
-            CommError: the group has failed.
+            CommError: the group has failed, or callbacks did not return within the operation's time.
+            UsageError: a callback begins a collective after the program has begun others.
             ValueError: a name is unknown, or the dtype does not support the operation.
         """
+        handle: int = self._engine.submit(operation)
+        return handle
 
     def finish_delegated(self, handle: int) -> None:
         """Complete a delegated operation on this rank."""
+        self._engine.finish_delegated(handle)
 
     def wait(self, handle: int, timeout_s: float | None = None) -> bool:
         """Wait for an operation; return ``False`` if it has not completed after ``timeout_s``.
@@ -275,34 +286,60 @@ class CollectiveEngine(Protocol):
         Raises:
             CommError: the operation failed.
         """
+        done: bool = self._engine.wait(handle, -1.0 if timeout_s is None else max(timeout_s, 0.0))
+        return done
 
     def is_done(self, handle: int) -> bool:
         """Return whether the operation has completed or failed."""
+        return bool(self._engine.is_done(handle))
 
-    def watch(self, handle: int) -> None:
-        """Make :meth:`next_watched` report the operation once it is done."""
+    def then(self, handle: int, function: Callable[[], None]) -> None:
+        """Call a function once the operation has ended, or the group is closed.
 
-    def next_watched(self, timeout_s: float) -> list[int]:
-        """Wait for a watched operation; return those that are done and were not yet reported."""
+        Functions are called one at a time, in the order of their operations, on threads of the engine
+        (``csrc/engine/completer.h``). They may submit operations and wait for any of the group.
+        """
+        self._engine.then(handle, function)
+
+    @property
+    def num_submitted(self) -> int:
+        """Number of collectives begun; messages do not count."""
+        return int(self._engine.num_submitted)
 
     def error(self) -> str | None:
         """Return the reason for which the group has failed, if it has."""
+        return self._engine.error() or None
 
     def abort(self, reason: str) -> None:
         """Fail the group here and on all peers; pending waits raise this reason."""
+        self._engine.abort(reason)
 
     def close(self) -> None:
         """Leave the group. Peers are not affected unless they wait for this rank."""
+        self._engine.close()
 
     def counters(self) -> dict[str, int]:
         """Return bytes, frames, and operations by kind, since construction."""
+        return dict(self._engine.counters())
 
     def take_events(self) -> list[str]:
         """Return the log messages since the last call: stragglers, lost helpers."""
+        return list(self._engine.take_events())
+
+    def c_group(self) -> int:
+        """Return the address of a new reference to this group as a ``shoal_group`` of ``shoal.h``."""
+        return int(self._engine.c_group())
 
 
-class Engine:
-    """A :class:`CollectiveEngine` of several ranks, in C++.
+class SingleProcessEngine(CollectiveEngine):
+    """A group of one rank. Operations complete on submission: the reduction of one tensor is a copy."""
+
+    def __init__(self) -> None:
+        super().__init__(native.core().SingleRank())
+
+
+class Engine(CollectiveEngine):
+    """A group of several ranks.
 
     It listens on construction; :meth:`connect` connects to the others.
 
@@ -339,12 +376,10 @@ class Engine:
             "share_connections": share_connections,
         }  # fmt: skip
         try:
-            self._engine = native.core().Engine(settings)
+            super().__init__(native.core().Engine(settings))
         except RuntimeError as error:
             raise CommError(f"group {group!r}, rank {rank}: {error}") from error
         self._group, self._rank, self._size, self._pid = group, rank, size, os.getpid()
-        self.shares: Any = None
-        """``ServerShares`` of the group (``comm.server_shares``); ``None`` within one host."""
         _open_engines.add(self)
 
     @property
@@ -383,7 +418,6 @@ class Engine:
             ) from error
 
     def c_group(self) -> int:
-        """Return the address of a new reference to this group as a ``shoal_group`` of ``shoal.h``."""
         return int(self._engine.c_group(self._rank, self._size))
 
     def set_pattern(self, pattern: Sequence[int]) -> None:
@@ -394,43 +428,11 @@ class Engine:
         """Return, for each server, how many chunks of sums it has answered and the ns that they took."""
         return list(self._engine.server_times())
 
-    def submit(self, operation: Operation) -> int:
-        handle: int = self._engine.submit(operation)
-        return handle
-
-    def finish_delegated(self, handle: int) -> None:
-        self._engine.finish_delegated(handle)
-
-    def wait(self, handle: int, timeout_s: float | None = None) -> bool:
-        done: bool = self._engine.wait(handle, -1.0 if timeout_s is None else max(timeout_s, 0.0))
-        return done
-
-    def is_done(self, handle: int) -> bool:
-        return bool(self._engine.is_done(handle))
-
-    def watch(self, handle: int) -> None:
-        self._engine.watch(handle)
-
-    def next_watched(self, timeout_s: float) -> list[int]:
-        return list(self._engine.next_watched(timeout_s))
-
-    def error(self) -> str | None:
-        return self._engine.error() or None
-
-    def abort(self, reason: str) -> None:
-        self._engine.abort(reason)
-
     def close(self) -> None:
         if os.getpid() == self._pid:
             _lost.update(dict.fromkeys(self._engine.lost_helpers()))
             _open_engines.discard(self)
             self._engine.close()
-
-    def counters(self) -> dict[str, int]:
-        return dict(self._engine.counters())
-
-    def take_events(self) -> list[str]:
-        return list(self._engine.take_events())
 
     def trace(self, on: bool) -> None:
         """Start or stop recording the events of each chunk."""
@@ -459,64 +461,3 @@ def _close_all() -> None:
     """Close open groups at interpreter exit, so that data in flight to other ranks arrives."""
     for engine in list(_open_engines):
         engine.close()
-
-
-_ITEM_BYTES = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
-}  # fmt: skip
-
-
-class SingleProcessEngine:
-    """A :class:`CollectiveEngine` of one rank. Completes on submission: the reduction is a copy."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._watched: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._counts: Counter[str] = Counter()
-        self._error: str | None = None
-
-    def submit(self, operation: Operation) -> int:
-        if operation.kind in ("send", "recv"):
-            raise ValueError(f"a message between rank 0 and rank {operation.root} of a group of 1")
-        num_bytes = operation.count * _ITEM_BYTES[operation.dtype]
-        source = operation.inputs[0][0] if operation.inputs else operation.input
-        target = operation.outputs[0][0] if operation.outputs else operation.output
-        if num_bytes and operation.kind not in ("barrier", "delegated") and source != target:
-            ctypes.memmove(target, source, num_bytes)
-        self._counts[f"ops_{operation.name}"] += 1
-        self._counts[f"bytes_{operation.name}"] += num_bytes
-        self._next += 1
-        return self._next
-
-    def finish_delegated(self, handle: int) -> None:
-        pass
-
-    def wait(self, handle: int, timeout_s: float | None = None) -> bool:
-        return True
-
-    def is_done(self, handle: int) -> bool:
-        return True
-
-    def watch(self, handle: int) -> None:
-        self._watched.put(handle)
-
-    def next_watched(self, timeout_s: float) -> list[int]:
-        try:
-            return [self._watched.get(timeout=timeout_s)]
-        except queue.Empty:
-            return []
-
-    def error(self) -> str | None:
-        return self._error
-
-    def abort(self, reason: str) -> None:
-        self._error = reason
-
-    def close(self) -> None:
-        pass
-
-    def counters(self) -> dict[str, int]:
-        return {"bytes_sent": 0, "bytes_received": 0, **self._counts}
-
-    def take_events(self) -> list[str]:
-        return []

@@ -8,13 +8,11 @@ the group in Python.
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import logging
 import platform
 import sys
 import sysconfig
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +21,6 @@ from typing import Any
 import torch
 
 from shoal.comm import native_build
-from shoal.comm.engine import Engine
 from shoal.env import settings
 from shoal.env.launcher import worker_env
 from shoal.errors import UsageError
@@ -51,7 +48,6 @@ def load() -> ModuleType | None:
             problem,
         )
         return None
-    atexit.register(module.end)
     return module
 
 
@@ -60,16 +56,10 @@ def wrap(group: Any) -> Any:
     module = load()
     if module is None:
         return group
-    engine = group.engine
     return module.create(
-        group,
-        group.operations.idle,
-        engine.c_group() if isinstance(engine, Engine) else 0,
-        group.getRank(),
-        group.getSize(),
+        group, group.operations.idle, group.engine.c_group(), group.getRank(), group.getSize(),
         group.operations.timeout,
-        group.member.options.ordered_callbacks,
-    )
+    )  # fmt: skip
 
 
 def python_group(group: Any) -> Any:
@@ -91,10 +81,8 @@ def counters(group: Any) -> dict[str, int]:
     Args:
         group: of ``torch.distributed``, or a ``ShoalProcessGroup``.
     """
-    counts = Counter(python_group(group).engine.counters())
-    if (backend := native_backend(group)) is not None:
-        counts.update(sys.modules[_NAME].own_counters(backend))
-    return dict(counts)
+    counts: dict[str, int] = python_group(group).engine.counters()
+    return counts
 
 
 def follow_rates(group: Any) -> bool:
@@ -113,7 +101,7 @@ def follow_rates(group: Any) -> bool:
         ValueError: servers keep weights of this group, which cannot move.
     """
     member = python_group(group)
-    shares = getattr(member.engine, "shares", None)
+    shares = member.engine.shares
     return shares is not None and shares.follow(member.operations.timeout.total_seconds())
 
 

@@ -9,20 +9,21 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Store
+from torch.futures import Future
 
-from shoal.comm.completer import CallbackThread, Completer
 from shoal.comm.engine import CollectiveEngine, CommError, EngineOptions, Operation
-from shoal.comm.work import EngineWork, InFlight, MessageWork
-from shoal.errors import UsageError
+from shoal.comm.work import BaseWork, called_by_backward, is_fp16_bucket, opaque_to_dynamo, typed_future
 
 _log = logging.getLogger(__name__)
 _SLICE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Membership:
+class Member:
     """A rank of a process group and its engine."""
 
     store: Store
@@ -34,6 +35,37 @@ class Membership:
     options: EngineOptions
 
 
+class InFlight:
+    """An operation that the engine has begun: its memory, and its outcome once it has one.
+
+    It does not refer to its process group, which keeps it until it is settled: a group that was dropped can
+    be collected while operations are in flight.
+    """
+
+    def __init__(self, handle: int, operation: Operation) -> None:
+        self.handle = handle
+        self.error: Exception | None = None
+        self._operation: Operation | None = operation
+        self._lock = threading.Lock()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._operation is None
+
+    def settle(self, error: Exception | None) -> None:
+        """Complete the result of an operation that has ended, record the outcome, and release the memory."""
+        with self._lock:
+            if self._operation is None:
+                return
+            try:
+                if error is None and self._operation.finish is not None:
+                    self._operation.finish()
+            except Exception as problem:  # noqa: BLE001  # raised where the work is waited for
+                error = problem
+            self.error = error
+            self._operation = None
+
+
 class Operations:
     """The operations of one group. Works refer to it, and not to the group.
 
@@ -42,32 +74,23 @@ class Operations:
         timeout: deadline of operations that have none of their own.
 
     Attributes:
-        sequence: number of operations begun.
         pending: operations without an outcome; keeps their memory alive.
         messages: the same of sends and receives, one of which may stay for long.
         resources: what :meth:`close` closes, the last added first. Whatever is added must not refer to this
             object, which may be garbage-collected without it; its resources are closed shortly after.
     """
 
-    def __init__(self, member: Membership, timeout: timedelta) -> None:
+    def __init__(self, member: Member, timeout: timedelta) -> None:
         self.engine = member.engine
         self.timeout = timeout
-        self.sequence = 0
         self.pending: dict[int, InFlight] = {}
         self.messages: dict[int, InFlight] = {}
         self.is_closed = False
         self._name = member.name
-        self._is_ordered = member.options.ordered_callbacks
-        self._thread = CallbackThread()
-        self._completer = Completer(self.engine, self._thread)
-        self._submitting = threading.Lock()
-        self._num_begun = 0
-        """by the program; those of callbacks are not counted"""
         self.resources = ExitStack()
         self.resources.callback(self.pending.clear)  # last: the engine reads and writes their memory
         self.resources.callback(self.messages.clear)
         self.resources.callback(self.engine.close)
-        self.resources.callback(self._completer.stop)
         _close_when_collected(self, self.resources)
 
     def submit(self, operation: Operation) -> EngineWork:
@@ -94,30 +117,12 @@ class Operations:
             raise CommError(f"{operation.name}: this process group has been shut down; make a new one")
 
     def begin(self, operation: Operation) -> int:
-        """Submit an operation of the program, or of a callback, to the engine, and return its handle.
+        """Submit an operation to the engine, and return its handle.
 
-        Raises:
-            CommError: the group has failed or was shut down, or, with ``ordered_callbacks``, earlier
-                callbacks have not returned in time.
-            UsageError: a callback submits an operation after the program has submitted others.
+        Errors are those of :meth:`CollectiveEngine.submit`; ``CommError`` too if the group was shut down.
         """
         self._require_open(operation)
-        callback = self._thread.task
-        if callback is None and self._is_ordered:
-            self._completer.wait_until_idle(operation.name, self.timeout)
-        with self._submitting:
-            if callback is None:
-                self._num_begun += 1
-            elif self._num_begun > callback.num_begun:
-                raise UsageError(
-                    f"a callback begins {operation.name}, and the program has begun other collectives of "
-                    "this group since it asked for the future: each rank may do so in another order. Make "
-                    "the group with pg_options=EngineOptions(ordered_callbacks=True), or begin nothing else "
-                    "until the callback has ended (with DistributedDataParallel: have one bucket)"
-                )
-            handle = self.engine.submit(operation)
-        self.sequence += 1
-        return handle
+        return self.engine.submit(operation)
 
     def close(self) -> None:
         """Leave the group and join its threads. Idempotent."""
@@ -151,10 +156,58 @@ class Operations:
         for event in self.engine.take_events():
             _log.warning("group %s: %s", self._name, event)
 
-    def complete_later(self, work: EngineWork) -> None:
-        """Have the work's future set once the operation is done."""
-        callback = self._thread.task
-        self._completer.add(work, self._num_begun if callback is None else callback.num_begun)
+
+# ---- works ----------------------------------------------------------------------------------------------
+
+
+@opaque_to_dynamo
+class EngineWork(BaseWork):
+    """An operation of the engine. It keeps the group's operations, and so the engine, alive."""
+
+    def __init__(self, owner: Operations, flight: InFlight, operation: Operation) -> None:
+        super().__init__(operation.kind, operation.result)
+        self.handle = flight.handle
+        self._owner, self._flight = owner, flight
+
+    def _advance(self, left_s: float) -> bool:
+        is_settled = self._owner.advance(self._flight, left_s)
+        self._error = self._flight.error
+        return is_settled
+
+    def is_completed(self) -> bool:
+        return self._advance(0.0)
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the output tensors."""
+        if is_fp16_bucket(self._result) and called_by_backward():
+            self.wait()
+            return typed_future(self._result)
+        future, is_new = self._future_of([])
+        if is_new:
+            self._owner.engine.then(self.handle, self._complete_future)
+        return future
+
+    def _complete_future(self) -> None:
+        """Set the future, once the engine has completed the operation or the group shuts down."""
+        if not self._advance(0.0):  # its memory stays with the group until the engine is closed
+            self._error = CommError(f"{self._name}: this process group was shut down before it had ended")
+        if self._completion is not None:
+            self._completion.set_result(None)
+
+
+@opaque_to_dynamo
+class MessageWork(EngineWork):
+    """A send or receive."""
+
+    def __init__(self, owner: Operations, flight: InFlight, operation: Operation) -> None:
+        super().__init__(owner, flight, operation)
+        self._rank: torch.Tensor | None = operation.memory[0] if operation.kind == "recv" else None
+
+    def source_rank(self) -> int:
+        """Return the rank of the group that has sent what was received; -1 before that, and for a send."""
+        return -1 if self._rank is None else int(self._rank.item())
+
+    _source_rank = source_rank
 
 
 # ---- garbage collection ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FunctionType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -17,7 +17,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.autograd.graph import _engine_run_backward
 from torch.futures import Future
 
-from shoal.comm.engine import CommError, Operation
+from shoal.comm.engine import CommError
 
 NO_TIMEOUT = timedelta(0)
 """Of a wait, as torch has it."""
@@ -141,97 +141,6 @@ class BaseWork(Work):
             return self._future, is_new
 
 
-class InFlight:
-    """An operation that the engine has begun: its memory, and its outcome once it has one.
-
-    It does not refer to its process group, which keeps it until it is settled: a group that was dropped can
-    be collected while operations are in flight.
-    """
-
-    def __init__(self, handle: int, operation: Operation) -> None:
-        self.handle = handle
-        self.error: Exception | None = None
-        self._operation: Operation | None = operation
-        self._lock = threading.Lock()
-
-    @property
-    def is_settled(self) -> bool:
-        return self._operation is None
-
-    def settle(self, error: Exception | None) -> None:
-        """Complete the result of an operation that has ended, record the outcome, and release the memory."""
-        with self._lock:
-            if self._operation is None:
-                return
-            try:
-                if error is None and self._operation.finish is not None:
-                    self._operation.finish()
-            except Exception as problem:  # noqa: BLE001  # raised where the work is waited for
-                error = problem
-            self.error = error
-            self._operation = None
-
-
-class WorkOwner(Protocol):
-    """The part of a process group that an :class:`EngineWork` uses."""
-
-    def advance(self, flight: InFlight, left_s: float) -> bool:
-        """Wait a short while, and at most ``left_s``; return whether the operation is settled."""
-
-    def complete_later(self, work: EngineWork) -> None:
-        """Have :meth:`EngineWork.complete_future` called once the operation is done."""
-
-
-@opaque_to_dynamo
-class EngineWork(BaseWork):
-    """An operation of the engine. It keeps the group's operations, and so the engine, alive."""
-
-    def __init__(self, owner: WorkOwner, flight: InFlight, operation: Operation) -> None:
-        super().__init__(operation.kind, operation.result)
-        self.handle = flight.handle
-        self._owner, self._flight = owner, flight
-
-    def _advance(self, left_s: float) -> bool:
-        is_settled = self._owner.advance(self._flight, left_s)
-        self._error = self._flight.error
-        return is_settled
-
-    def is_completed(self) -> bool:
-        return self._advance(0.0)
-
-    def get_future(self) -> Future[Any]:
-        """Return a future of the output tensors."""
-        if is_fp16_bucket(self._result) and _called_by_backward():
-            self.wait()
-            return typed_future(self._result)
-        future, is_new = self._future_of([])
-        if is_new:
-            self._owner.complete_later(self)
-        return future
-
-    def complete_future(self) -> None:
-        """Set the future, once the engine has completed the operation or the group shuts down."""
-        if not self._advance(0.0):  # its memory stays with the group until the engine is closed
-            self._error = CommError(f"{self._name}: this process group was shut down before it had ended")
-        if self._completion is not None:
-            self._completion.set_result(None)
-
-
-@opaque_to_dynamo
-class MessageWork(EngineWork):
-    """A send or receive."""
-
-    def __init__(self, owner: WorkOwner, flight: InFlight, operation: Operation) -> None:
-        super().__init__(owner, flight, operation)
-        self._rank: torch.Tensor | None = operation.memory[0] if operation.kind == "recv" else None
-
-    def source_rank(self) -> int:
-        """Return the rank of the group that has sent what was received; -1 before that, and for a send."""
-        return -1 if self._rank is None else int(self._rank.item())
-
-    _source_rank = source_rank
-
-
 def is_fp16_bucket(result: Any) -> bool:
     """Return whether the result may be a bucket of DDP's built-in hook FP16_COMPRESS."""
     return (
@@ -239,7 +148,7 @@ def is_fp16_bucket(result: Any) -> bool:
     )
 
 
-def _called_by_backward() -> bool:
+def called_by_backward() -> bool:
     """Return whether the caller's caller is C++ in a backward pass, such as DDP's reducer."""
     caller = sys._getframe(1).f_back  # none on an autograd thread
     return caller is None or caller.f_code is _engine_run_backward.__code__

@@ -177,10 +177,15 @@ def test_the_engine_of_one() -> None:
     handle = engine.submit(asked)
     assert engine.wait(handle)
     assert torch.equal(source, target)
-    assert engine.next_watched(0.0) == []
-    engine.watch(handle)
-    assert engine.next_watched(0.0) == [handle]
-    assert engine.counters()["bytes_all_gather"] == 16
+    seen: list[int] = []
+    engine.then(handle, lambda: seen.append(handle))
+    assert seen == [handle]
+    assert engine.counters()["bytes_all_gather"] == 16 and engine.num_submitted == 1
+    with pytest.raises(ValueError, match="a message between rank 0 and rank 1 of a group of 1"):
+        engine.submit(Operation(kind="send", root=1))
+    engine.abort("enough of this")
+    with pytest.raises(CommError, match="enough of this"):
+        engine.submit(Operation(kind="barrier"))
 
 
 def _barrier(store: dist.Store, ranks: list[int], size: int, limit_s: float) -> dict[int, str]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 
 from engine_group import DEADLINE_S, PLACEMENTS, Group, engine_group, submit, wait
 from shoal.comm.engine import CommError, Engine
+from shoal.errors import UsageError
 
 MIB = 1 << 20
 CLOSE = 0.03
@@ -133,22 +136,61 @@ def test_a_wait_that_ends_early_says_so_and_can_be_repeated() -> None:
         assert (x == 2).all()
 
 
-def test_watched_operations_are_reported_once() -> None:
+def test_functions_are_called_once_in_the_order_of_their_operations() -> None:
     with engine_group(["a", "b", "b"]) as group:
 
         def run(rank: int, engine: Engine) -> None:
             tensors = [np.ones(n, np.float32) for n in range(0, 5000, 500)]
-            handles = {submit(engine, "all_reduce", x, x) for x in tensors}
+            handles = [submit(engine, "all_reduce", x, x) for x in tensors]
+            seen: queue.SimpleQueue[int] = queue.SimpleQueue()
             for handle in handles:
-                engine.watch(handle)
-            seen: list[int] = []
-            deadline = time.monotonic() + DEADLINE_S
-            while len(seen) < len(handles) and time.monotonic() < deadline:
-                seen += engine.next_watched(1.0)
-            assert sorted(seen) == sorted(handles)
-            assert engine.next_watched(0.01) == []
-            engine.watch(seen[0])
-            assert engine.next_watched(DEADLINE_S) == [seen[0]]
+                engine.then(handle, partial(seen.put, handle))
+            assert [seen.get(timeout=DEADLINE_S) for _ in handles] == handles
+            engine.then(handles[0], partial(seen.put, -1))  # long over
+            assert seen.get(timeout=DEADLINE_S) == -1
+            assert seen.empty()
+
+        group.each(run)
+
+
+def test_a_function_may_submit_and_wait() -> None:
+    with engine_group(["a", "b"]) as group:
+
+        def run(rank: int, engine: Engine) -> None:
+            x, y = np.ones(1000, np.float32), np.ones(500, np.float32)
+            ended = threading.Event()
+
+            def then() -> None:
+                wait(engine, submit(engine, "all_reduce", y, y))
+                ended.set()
+
+            engine.then(submit(engine, "all_reduce", x, x), then)
+            assert ended.wait(DEADLINE_S)
+            assert (x == 2).all() and (y == 2).all()
+            assert engine.num_submitted == 2
+
+        group.each(run)
+
+
+def test_a_function_does_not_submit_after_the_program_has() -> None:
+    with engine_group(["a", "b"]) as group:
+
+        def run(rank: int, engine: Engine) -> None:
+            x, y, z = (np.ones(10, np.float32) for _ in range(3))
+            problems: queue.SimpleQueue[str] = queue.SimpleQueue()
+            overtaken = threading.Event()
+
+            def then() -> None:
+                overtaken.wait(DEADLINE_S)
+                with pytest.raises(UsageError, match="a callback begins all_reduce") as problem:
+                    submit(engine, "all_reduce", z, z)
+                problems.put(str(problem.value))
+
+            engine.then(submit(engine, "all_reduce", x, x), then)
+            last = submit(engine, "all_reduce", y, y)
+            overtaken.set()
+            assert "ordered_callbacks=True" in problems.get(timeout=DEADLINE_S)
+            wait(engine, last)
 
         group.each(run)
 
@@ -175,11 +217,12 @@ def test_abort_frees_every_waiter_with_its_reason(hosts: list[str], num_helpers:
                 return engine.abort("enough of this")
             x = np.ones(10_000, np.float32)
             handle = submit(engine, "all_reduce", x, x)
-            engine.watch(handle)
+            ended = threading.Event()
+            engine.then(handle, ended.set)
             all_wait.wait(DEADLINE_S)
             with pytest.raises(CommError, match="enough of this"):
                 engine.wait(handle, DEADLINE_S)
-            assert engine.next_watched(DEADLINE_S) == [handle]
+            assert ended.wait(DEADLINE_S)
             with pytest.raises(CommError, match="enough of this"):
                 submit(engine, "all_reduce", x, x)
             return None

@@ -1,6 +1,6 @@
-// The process group of backend "shoal" in C++: a c10d::Backend whose frequent collectives of contiguous CPU tensors go
-// to the engine without Python and without the GIL. Everything else is passed to the ShoalProcessGroup beside it, which
-// has the same engine, so that all operations have one sequence of numbers.
+// The short way into backend "shoal": a c10d::Backend that hands five collectives of contiguous CPU tensors, and the
+// barrier, to the engine without Python and without the GIL. Everything else is passed to the ShoalProcessGroup
+// (shoal/comm/backend.py), which has the same engine and so the same sequence of operations and callbacks.
 //
 // Built on first use by shoal/comm/native_group.py. Uses the engine through the C interface only (shoal.h).
 #include <shoal.h>
@@ -8,7 +8,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,12 +15,69 @@
 #include <utility>
 #include <vector>
 
-#include "group_state.h"
-#include "plain_tensors.h"
 #include "works.h"
 
 namespace shoal_torch {
 namespace {
+
+// ---- tensors as the engine takes them: contiguous memory of a type that it knows ---------------------------
+
+std::optional<shoal_dtype> dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return SHOAL_FLOAT32;
+    case at::kDouble: return SHOAL_FLOAT64;
+    case at::kHalf: return SHOAL_FLOAT16;
+    case at::kBFloat16: return SHOAL_BFLOAT16;
+    case at::kChar: return SHOAL_INT8;
+    case at::kByte: return SHOAL_UINT8;
+    case at::kInt: return SHOAL_INT32;
+    case at::kLong: return SHOAL_INT64;
+    default: return std::nullopt;
+  }
+}
+
+// Returns whether the tensor's memory holds its elements in order, and the engine knows their type.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_neg() &&
+         dtype_of(tensor).has_value();
+}
+
+bool is_plain(const std::vector<at::Tensor>& tensors) { return tensors.size() == 1 && is_plain(tensors[0]); }
+
+// Returns the engine's reduction of a tensor if it needs no step before or after it.
+std::optional<shoal_reduction> reduction_of(const c10d::ReduceOp& op, const at::Tensor& tensor) {
+  const bool is_float = tensor.is_floating_point();
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM: return SHOAL_SUM;
+    case c10d::ReduceOp::AVG: return is_float ? std::optional(SHOAL_AVG) : std::nullopt;
+    case c10d::ReduceOp::PRODUCT: return SHOAL_PROD;
+    case c10d::ReduceOp::MIN: return SHOAL_MIN;
+    case c10d::ReduceOp::MAX: return SHOAL_MAX;
+    case c10d::ReduceOp::BAND: return is_float ? std::nullopt : std::optional(SHOAL_BAND);
+    case c10d::ReduceOp::BOR: return is_float ? std::nullopt : std::optional(SHOAL_BOR);
+    case c10d::ReduceOp::BXOR: return is_float ? std::nullopt : std::optional(SHOAL_BXOR);
+    default: return std::nullopt;
+  }
+}
+
+bool overlap(const at::Tensor& one, const at::Tensor& other) {
+  const auto* a = static_cast<const char*>(one.const_data_ptr());
+  const auto* b = static_cast<const char*>(other.const_data_ptr());
+  return a < b + other.nbytes() && b < a + one.nbytes();
+}
+
+shoal_operation operation_of(shoal_kind kind, const at::Tensor& input, const at::Tensor& output) {
+  shoal_operation operation{};
+  operation.struct_size = sizeof operation;
+  operation.kind = kind;
+  operation.dtype = *dtype_of(input);
+  operation.input = input.const_data_ptr();
+  operation.output = output.data_ptr();
+  operation.count = static_cast<std::uint64_t>(input.numel());
+  operation.shape = input.sizes().data();
+  operation.num_dims = static_cast<std::uint32_t>(input.dim());
+  return operation;
+}
 
 // ---- the backend ----------------------------------------------------------------------------------------
 
@@ -93,61 +149,7 @@ class ShoalBackend final : public c10d::Backend {
     return submit("barrier", c10d::OpType::BARRIER, operation, opts.timeout, at::Tensor(), at::Tensor());
   }
 
-  // ---- collectives by messages: what is not plain, and what is wrong, goes to Python
-
-  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
-                 const c10d::GatherOptions& opts) override {
-    const bool root = opts.rootRank == rank_, fits = is_plain(inputs) && outputs.size() == (root ? 1u : 0u);
-    const auto blocks = fits && root ? blocks_of(outputs[0], size_, inputs[0].scalar_type()) : std::nullopt;
-    if (!fits || blocks.has_value() != root) return delegate("gather", outputs, inputs, opts);
-    return gather(blocks, inputs[0], root ? outputs[0] : std::vector<at::Tensor>{}, opts);
-  }
-  // torch 2.11 does not have it: an override from 2.12 on.
-  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
-    const bool root = opts.rootRank == rank_;
-    const bool fits = is_plain(input) && (!root || (is_plain(output) && has_rows(output, input)));
-    if (!fits) return delegate("gather_into_tensor", output, input, opts);
-    if (!root) return gather(std::nullopt, input, {}, opts);
-    std::vector<shoal_block> rows;
-    for (int rank = 0; rank < size_; ++rank) {
-      rows.push_back({static_cast<char*>(output.data_ptr()) + rank * input.nbytes(), static_cast<std::uint64_t>(input.numel())});
-    }
-    return gather(rows, input, {output}, opts);
-  }
-  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
-                  const c10d::ScatterOptions& opts) override {
-    const bool root = opts.rootRank == rank_, fits = is_plain(outputs) && inputs.size() == (root ? 1u : 0u);
-    const auto blocks = fits && root ? blocks_of(inputs[0], size_, outputs[0].scalar_type()) : std::nullopt;
-    if (!fits || blocks.has_value() != root || (root && own(*blocks).count != static_cast<std::uint64_t>(outputs[0].numel()))) {
-      return delegate("scatter", outputs, inputs, opts);
-    }
-    shoal_operation operation = operation_of(SHOAL_SCATTER, outputs[0], outputs[0]);
-    operation.root = static_cast<std::int32_t>(opts.rootRank);
-    operation.inputs = blocks ? blocks->data() : nullptr;
-    return submit("scatter", c10d::OpType::SCATTER, operation, opts.timeout, at::Tensor(), outputs[0],
-                  root ? inputs[0] : std::vector<at::Tensor>{});
-  }
-  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-                   const c10d::AllToAllOptions& opts) override {
-    const auto type = inputs.empty() ? at::kFloat : inputs[0].scalar_type();
-    const auto from = blocks_of(inputs, size_, type), to = blocks_of(outputs, size_, type);
-    if (!from || !to || own(*from).count != own(*to).count) return delegate("alltoall", outputs, inputs, opts);
-    std::vector<at::Tensor> all = inputs;
-    all.insert(all.end(), outputs.begin(), outputs.end());
-    return all_to_all(c10d::OpType::ALLTOALL, *from, *to, inputs[0], outputs, std::move(all), opts);
-  }
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) override {
-    const bool same = input.scalar_type() == output.scalar_type() && !overlap(input, output);
-    const auto from = same ? split_rows(input, input_sizes, size_) : std::nullopt;
-    const auto to = same ? split_rows(output, output_sizes, size_) : std::nullopt;
-    if (!from || !to || own(*from).count != own(*to).count) {
-      return delegate("alltoall_base", output, input, output_sizes, input_sizes, opts);
-    }
-    return all_to_all(c10d::OpType::ALLTOALL_BASE, *from, *to, input, {output}, {input, output}, opts);
-  }
-
-  // ---- collectives that Python prepares
+  // ---- what Python prepares and submits
 
   WorkPtr allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
     return delegate("allreduce", tensors, opts);
@@ -175,19 +177,32 @@ class ShoalBackend final : public c10d::Backend {
                                           const c10d::ReduceScatterOptions& opts) override {
     return delegate("reduce_scatter_tensor_coalesced", outputs, inputs, opts);
   }
-  // ---- messages, which have no number in the group's sequence
-
-  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override {
-    if (!is_plain(tensors)) return ask("send", tensors, to, tag);
-    return message("send", c10d::OpType::SEND, SHOAL_SEND, tensors[0], to, tag);
+  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                 const c10d::GatherOptions& opts) override {
+    return delegate("gather", outputs, inputs, opts);
   }
+  // torch 2.11 does not have it: an override from 2.12 on.
+  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+    return delegate("gather_into_tensor", output, input, opts);
+  }
+  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                  const c10d::ScatterOptions& opts) override {
+    return delegate("scatter", outputs, inputs, opts);
+  }
+  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                   const c10d::AllToAllOptions& opts) override {
+    return delegate("alltoall", outputs, inputs, opts);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) override {
+    return delegate("alltoall_base", output, input, output_sizes, input_sizes, opts);
+  }
+  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override { return delegate("send", tensors, to, tag); }
   WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
-    if (!is_plain(tensors)) return ask("recv", tensors, from, tag);
-    return message("recv", c10d::OpType::RECV, SHOAL_RECV, tensors[0], from, tag);
+    return delegate("recv", tensors, from, tag);
   }
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override {
-    if (!is_plain(tensors)) return ask("recv_anysource", tensors, tag);
-    return message("recv", c10d::OpType::RECVANYSOURCE, SHOAL_RECV, tensors[0], -1, tag);
+    return delegate("recv_anysource", tensors, tag);
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
@@ -214,7 +229,7 @@ class ShoalBackend final : public c10d::Backend {
 
   uint64_t getSequenceNumberForGroup() override {
     const py::gil_scoped_acquire gil;
-    return state_->num_submitted() + python().attr("getSequenceNumberForGroup")().cast<uint64_t>();
+    return python().attr("getSequenceNumberForGroup")().cast<uint64_t>();
   }
   void setSequenceNumberForGroup() override {}
 
@@ -235,62 +250,18 @@ class ShoalBackend final : public c10d::Backend {
     return large.scalar_type() == small.scalar_type() && large.numel() == size_ * small.numel();
   }
 
-  const shoal_block& own(const std::vector<shoal_block>& blocks) const { return blocks[static_cast<std::size_t>(rank_)]; }
-
   WorkPtr submit(const char* name, c10d::OpType type, shoal_operation operation, Milliseconds timeout,
-                 const at::Tensor& input, const at::Tensor& output, std::vector<at::Tensor> others = {}) {
+                 const at::Tensor& input, const at::Tensor& output) {
     operation.timeout_s = state_->limit_s(timeout);
-    const shoal_handle handle = state_->submit(name, operation, input, output, std::move(others));
+    const shoal_handle handle = state_->submit(name, operation, input, output);
     std::vector<at::Tensor> outputs;
     if (output.defined()) outputs.push_back(output);
     return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, name, std::move(outputs)));
   }
 
-  // `blocks` on the root.
-  WorkPtr gather(const std::optional<std::vector<shoal_block>>& blocks, const at::Tensor& input,
-                 std::vector<at::Tensor> outputs, const c10d::GatherOptions& opts) {
-    shoal_operation operation = operation_of(SHOAL_GATHER, input, input);
-    operation.root = static_cast<std::int32_t>(opts.rootRank);
-    operation.outputs = blocks ? blocks->data() : nullptr;
-    operation.timeout_s = state_->limit_s(opts.timeout);
-    const shoal_handle handle = state_->submit("gather", operation, input, at::Tensor(), outputs);
-    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, c10d::OpType::GATHER, "gather", std::move(outputs)));
-  }
-
-  WorkPtr all_to_all(c10d::OpType type, const std::vector<shoal_block>& from, const std::vector<shoal_block>& to,
-                     const at::Tensor& input, std::vector<at::Tensor> outputs, std::vector<at::Tensor> all,
-                     const c10d::AllToAllOptions& opts) {
-    shoal_operation operation = operation_of(SHOAL_ALL_TO_ALL, input, input);
-    operation.count = 0;
-    for (const shoal_block& each : from) operation.count += each.count;
-    operation.inputs = from.data();
-    operation.outputs = to.data();
-    operation.timeout_s = state_->limit_s(opts.timeout);
-    const shoal_handle handle = state_->submit("all_to_all", operation, at::Tensor(), at::Tensor(), std::move(all));
-    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, "all_to_all", std::move(outputs)));
-  }
-
-  WorkPtr message(const char* name, c10d::OpType type, shoal_kind kind, const at::Tensor& tensor, int peer, int tag) {
-    shoal_operation operation = operation_of(kind, tensor, tensor);
-    const at::Tensor source = at::full({1}, -1, at::kInt);
-    operation.root = peer;
-    operation.tag = tag;
-    operation.source = source.data_ptr<int>();
-    operation.timeout_s = state_->limit_s(c10d::kUnsetTimeout);
-    const shoal_handle handle = state_->submit_message(name, operation, tensor, source);
-    return coalesced(c10::make_intrusive<MessageWork>(state_, handle, type, name, std::vector<at::Tensor>{tensor}, source));
-  }
-
-  // Calls a method of the Python group that begins a collective.
-  template <class... Args>
-  WorkPtr delegate(const char* method, const Args&... args) {
-    state_->begin(method, [] {});
-    return ask(method, args...);
-  }
-
   // Calls a method of the Python group that returns a work.
   template <class... Args>
-  WorkPtr ask(const char* method, const Args&... args) {
+  WorkPtr delegate(const char* method, const Args&... args) {
     const py::gil_scoped_acquire gil;
     return coalesced(c10::make_intrusive<PythonWork>(python().attr(method)(args...)));
   }
@@ -306,43 +277,12 @@ class ShoalBackend final : public c10d::Backend {
   std::optional<std::vector<WorkPtr>> coalescing_;
 };
 
-// The groups of the process, for `end`.
-std::mutex all_mutex;
-std::vector<std::weak_ptr<GroupState>> all_groups;
-
-// Lets no callback run after this, when the interpreter ends.
-void end() {
-  const py::gil_scoped_release released;
-  std::vector<std::weak_ptr<GroupState>> groups;
-  {
-    const std::lock_guard lock(all_mutex);
-    groups.swap(all_groups);
-  }
-  for (const auto& each : groups) {
-    if (const auto group = each.lock()) group->end();
-  }
-}
-
 // Makes the backend of a ShoalProcessGroup. `group` is the address of a reference to its engine's C group, which the
-// backend takes over; 0 for a group of one rank.
+// backend takes over.
 c10::intrusive_ptr<c10d::Backend> create(py::object python, py::object idle, std::uintptr_t group, int rank, int size,
-                                         Milliseconds timeout, bool ordered) {
+                                         Milliseconds timeout) {
   CGroup owned(reinterpret_cast<shoal_group*>(group));
-  if (!owned) {
-    shoal_group_options options{};
-    options.struct_size = sizeof options;
-    options.size = 1;
-    shoal_group* made = nullptr;
-    const shoal_status status = shoal_group_create(&options, &made);
-    if (status != SHOAL_SUCCESS) raise_status(status, shoal_last_error());
-    owned.reset(made);
-  }
-  auto state = std::make_shared<GroupState>(std::move(python), std::move(idle), std::move(owned), timeout, ordered);
-  {
-    const std::lock_guard lock(all_mutex);
-    std::erase_if(all_groups, [](const auto& each) { return each.expired(); });
-    all_groups.push_back(state);
-  }
+  auto state = std::make_shared<GroupState>(std::move(python), std::move(idle), std::move(owned), timeout);
   return c10::make_intrusive<ShoalBackend>(std::move(state), rank, size);
 }
 
@@ -414,7 +354,6 @@ TORCH_LIBRARY_IMPL(c10d, Conjugate, library) { for_all_collectives(library); }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "shoal's process group in C++; use it through shoal.comm.native_group";
   module.def("create", &create);
-  module.def("end", &end);
   module.def("is_native", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return dynamic_cast<ShoalBackend*>(backend.get()) != nullptr;
   });
@@ -423,18 +362,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     GroupState& state = native(backend).state();
     return state.operands().num_pending(state.group());
   });
-  // Of a group of one rank, whose operations the Python group's engine does not see; empty for others.
-  module.def("own_counters", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    std::map<std::string, std::uint64_t> counts;
-    const auto add = [](void* context, const char* name, uint64_t value) {
-      (*static_cast<std::map<std::string, std::uint64_t>*>(context))[name] = value;
-    };
-    GroupState& state = native(backend).state();
-    if (state.is_single()) shoal_group_counters(state.group(), add, &counts);
-    return counts;
-  });
-  module.def("num_submitted",
-             [](const c10::intrusive_ptr<c10d::Backend>& backend) { return native(backend).state().num_submitted(); });
 }
 
 }  // namespace shoal_torch

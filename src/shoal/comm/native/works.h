@@ -1,27 +1,218 @@
-// The works of the native group: an operation of the engine, several as one, and one that Python runs.
+// Operations of a group in flight, and their works. GroupState has what a group's backend and works share: it submits to
+// the engine through its C interface, and keeps tensors until their operations have completed. It lives until the last
+// backend and work are gone.
 #pragma once
 
+#include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
 #include <pybind11/chrono.h>
+#include <shoal.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
-#include "group_state.h"
-
 namespace shoal_torch {
 
+using Milliseconds = std::chrono::milliseconds;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
+inline double seconds(Milliseconds time) { return std::chrono::duration<double>(time).count(); }
+
+// ---- errors, as the Python exceptions that shoal/comm raises ---------------------------------------------
+
+inline bool python_is_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return !Py_IsInitialized() || Py_IsFinalizing();
+#else
+  return !Py_IsInitialized() || _Py_IsFinalizing();
+#endif
+}
+
+// Releases the GIL where the calling thread holds it: callers in C++ may.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (PyGILState_Check()) released_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> released_;
+};
+
+[[noreturn]] inline void raise(const char* module, const char* type, const std::string& message) {
+  if (python_is_ending()) throw std::runtime_error(message);
+  const py::gil_scoped_acquire gil;
+  PyErr_SetString(py::module_::import(module).attr(type).ptr(), message.c_str());
+  throw py::error_already_set();
+}
+
+[[noreturn]] inline void raise_comm_error(const std::string& message) {
+  raise("shoal.comm.engine", "CommError", message);
+}
+
+// Raises the error of a call of the C interface.
+[[noreturn]] inline void raise_status(shoal_status status, const std::string& message) {
+  if (status == SHOAL_GROUP_FAILED) raise_comm_error(message);
+  if (status == SHOAL_OUT_OF_ORDER) raise("shoal.errors", "UsageError", message);
+  if (status == SHOAL_INVALID_ARGUMENT) raise("builtins", "ValueError", message);
+  throw std::runtime_error(message);
+}
+
+// ---- operations in flight -------------------------------------------------------------------------------
+
+// Owns a reference to a C group.
+struct ReleaseGroup {
+  void operator()(shoal_group* group) const { shoal_group_release(group); }
+};
+using CGroup = std::unique_ptr<shoal_group, ReleaseGroup>;
+
+// Tensors that the engine reads and writes, kept until their operations have completed.
+class Operands {
+ public:
+  void add(shoal_group* group, shoal_handle handle, at::Tensor input, at::Tensor output) {
+    std::vector<Entry> done;  // destroyed after the lock is released: a tensor's Python object needs the GIL
+    const std::lock_guard lock(mutex_);
+    while (!entries_.empty() && shoal_test(group, entries_.front().handle)) {
+      done.push_back(std::move(entries_.front()));
+      entries_.pop_front();
+    }
+    entries_.push_back({handle, std::move(input), std::move(output)});
+  }
+
+  std::size_t num_pending(shoal_group* group) {
+    const std::lock_guard lock(mutex_);
+    std::size_t num = 0;
+    for (const Entry& each : entries_) num += shoal_test(group, each.handle) ? 0 : 1;
+    return num;
+  }
+
+  // Keeps what is pending until the group is closed, on a thread of its own. Takes over the reference to the group.
+  void outlive(CGroup group) {
+    std::deque<Entry> entries = take();
+    while (!entries.empty() && shoal_test(group.get(), entries.front().handle)) entries.pop_front();
+    if (entries.empty()) return;
+    std::thread([entries = std::move(entries), group = std::move(group)]() mutable {
+      for (const Entry& each : entries) shoal_wait(group.get(), each.handle, -1);
+      if (!python_is_ending()) return;
+      new std::deque<Entry>(std::move(entries));  // the process ends: nobody can destroy Python objects now
+      group.release();
+    }).detach();
+  }
+
+  void clear() { take(); }
+
+ private:
+  struct Entry {
+    shoal_handle handle;
+    at::Tensor input, output;
+  };
+
+  std::deque<Entry> take() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(entries_, {});
+  }
+
+  std::mutex mutex_;
+  std::deque<Entry> entries_;
+};
+
+class GroupState {
+ public:
+  // `python` is the ShoalProcessGroup of the same engine; `idle` is called about every second while a thread waits.
+  GroupState(py::object python, py::object idle, CGroup group, Milliseconds timeout)
+      : python_(std::move(python)),
+        idle_(std::move(idle)),
+        group_(std::move(group)),
+        is_single_(shoal_group_size(group_.get()) == 1),
+        timeout_(timeout) {}
+
+  ~GroupState() {
+    if (python_is_ending() || getpid() != pid_) {  // neither Python nor the engine's threads are there any more
+      python_.release();
+      idle_.release();
+      group_.release();
+      return;
+    }
+    operands_.outlive(CGroup(shoal_group_retain(group_.get())));
+    const py::gil_scoped_acquire gil;
+    idle_ = py::object();
+    python_ = py::object();  // closes the engine
+    group_.reset();
+  }
+
+  shoal_group* group() const { return group_.get(); }
+  const py::object& python() const { return python_; }
+  Operands& operands() { return operands_; }
+  bool is_single() const { return is_single_; }
+
+  Milliseconds timeout() const { return timeout_; }
+  void set_timeout(Milliseconds timeout) { timeout_ = timeout; }
+  // An operation's timeout: the given one, or the group's if that is unset.
+  Milliseconds limit(Milliseconds given) const { return given == c10d::kUnsetTimeout ? timeout() : given; }
+  // The same in seconds, for the engine, which takes 0 for none: as in gloo, one of zero or less has passed.
+  double limit_s(Milliseconds given) const { return std::max(seconds(limit(given)), kPassedS); }
+
+  // Submits an operation on the memory of tensors, which it keeps until the operation has completed.
+  shoal_handle submit(const char* name, const shoal_operation& operation, const at::Tensor& input, const at::Tensor& output) {
+    if (closed_) raise_comm_error(std::string(name) + ": this process group has been shut down; make a new one");
+    shoal_handle handle = SHOAL_NO_HANDLE;
+    const shoal_status status = shoal_submit(group(), &operation, 1, &handle);
+    if (status != SHOAL_SUCCESS) raise_status(status, shoal_last_error());
+    if (!is_single_ && input.defined()) operands_.add(group(), handle, input, output);
+    return handle;
+  }
+
+  // Handles signals and logs the engine's events. Called about every second of a wait; may raise.
+  void idle() {
+    if (python_is_ending()) throw std::runtime_error("the interpreter ends");
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    idle_();
+  }
+
+  // Leaves the group through the Python group, which closes the engine: the futures are set, and its threads end.
+  void shutdown() {
+    if (closed_.exchange(true)) return;
+    {
+      const py::gil_scoped_acquire gil;
+      python_.attr("shutdown")();
+    }
+    operands_.clear();
+  }
+
+ private:
+  static constexpr double kPassedS = 1e-9;
+
+  const int pid_ = static_cast<int>(getpid());
+  py::object python_, idle_;
+  CGroup group_;
+  const bool is_single_;
+  std::atomic<Milliseconds> timeout_;
+  std::atomic<bool> closed_{false};
+  Operands operands_;
+};
+
+// ---- works ----------------------------------------------------------------------------------------------
+
 // An operation of the engine. Waiting needs no GIL; an error is raised as shoal's CommError.
-class EngineWork : public c10d::Work {
+class EngineWork final : public c10d::Work {
  public:
   EngineWork(std::shared_ptr<GroupState> group, shoal_handle handle, c10d::OpType type, const char* name,
              std::vector<at::Tensor> outputs)
@@ -57,37 +248,33 @@ class EngineWork : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return handle_; }
 
-  // Returns the future of the list of output tensors, set by the group's completer.
+  // Returns the future of the list of output tensors, which the engine's completer sets.
   FuturePtr getFuture() override {
     {
       const std::lock_guard lock(mutex_);
       if (future_) return future_;
       future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     }
-    auto promise = std::make_unique<WorkPromise>(c10::intrusive_ptr<EngineWork>::unsafe_reclaim_from_nonowning(this));
-    if (settled_) promise->complete();
-    else group_->completer().add(handle_, std::move(promise));
+    auto self = c10::intrusive_ptr<EngineWork>::unsafe_reclaim_from_nonowning(this);
+    if (settled_) complete_future();
+    else shoal_then(group_->group(), handle_, &EngineWork::complete, self.release());
     return future_;
   }
 
  private:
-  class WorkPromise final : public Promise {
-   public:
-    explicit WorkPromise(c10::intrusive_ptr<EngineWork> work) : work_(std::move(work)) {}
-    bool wait(double timeout_s) override {
-      return shoal_wait(work_->group_->group(), work_->handle_, timeout_s) != SHOAL_TIMED_OUT;
-    }
-    void complete() override {
-      if (!work_->settled_) work_->settle_now();
-      if (work_->status_ == SHOAL_SUCCESS) return work_->future_->markCompleted(c10::IValue(work_->outputs_));
-      // The error of a future may be raised many times, which a Python exception held in C++ cannot be.
-      work_->future_->setError(std::make_exception_ptr(
-          c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, work_->message_)));
-    }
+  // Takes over a reference to a work, and sets its future.
+  static void complete(void* context, shoal_handle, shoal_status, const char*) {
+    const auto work = c10::intrusive_ptr<EngineWork>::reclaim(static_cast<EngineWork*>(context));
+    if (!work->settled_) work->settle_now();
+    work->complete_future();
+  }
 
-   private:
-    c10::intrusive_ptr<EngineWork> work_;
-  };
+  void complete_future() {
+    if (status_ == SHOAL_SUCCESS) return future_->markCompleted(c10::IValue(outputs_));
+    // The error of a future may be raised many times, which a Python exception held in C++ cannot be.
+    future_->setError(std::make_exception_ptr(
+        c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message_)));
+  }
 
   static constexpr double kSliceS = 1.0;
 
@@ -139,21 +326,6 @@ class EngineWork : public c10d::Work {
   shoal_status status_ = SHOAL_SUCCESS;  // set before settled_
   std::string message_;
   std::atomic<bool> settled_{false};
-};
-
-// A send or receive. It has no future, as with torch's own backends.
-class MessageWork final : public EngineWork {
- public:
-  // `source`: a tensor of one int32, for the rank that has sent.
-  MessageWork(std::shared_ptr<GroupState> group, shoal_handle handle, c10d::OpType type, const char* name,
-              std::vector<at::Tensor> outputs, at::Tensor source)
-      : EngineWork(std::move(group), handle, type, name, std::move(outputs)), source_(std::move(source)) {}
-
-  int sourceRank() const override { return *source_.const_data_ptr<int>(); }
-  FuturePtr getFuture() override { return c10d::Work::getFuture(); }
-
- private:
-  const at::Tensor source_;
 };
 
 // Several works as one.

@@ -38,8 +38,8 @@ from shoal.comm import BACKEND_NAME
 from shoal.comm.engine import CommError
 from shoal.comm.exchange import MessageBuilder
 from shoal.comm.native_group import python_group
+from shoal.comm.operations import MessageWork
 from shoal.comm.rendezvous import host_identity
-from shoal.comm.work import MessageWork
 from shoal.decide.bounded_waiting import Contribution, Decision, StepDecider, WaitingRule
 from shoal.json_text import parse_json
 
