@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -108,6 +109,15 @@ def num_pending() -> int:
     if (backend := native_group.native_backend(dist.group.WORLD)) is not None:
         num += int(sys.modules["shoal_torch"].num_pending(backend))
     return num
+
+
+def thread_names() -> list[str]:
+    """Return the names of this process's threads, which the system knows for those of C++ too."""
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has just ended
+            names.append(task.read_text().strip())
+    return names
 
 
 def group_counters(group: Any = None) -> dict[str, int]:

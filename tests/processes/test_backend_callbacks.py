@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_workers import in_both_groups, run_group
+from shoal_workers import in_both_groups, run_group, thread_names
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
@@ -29,13 +28,8 @@ def begun(tensor: Tensor, group: Any = None) -> Future[Any]:
 
 
 def num_threads() -> int:
-    """Return how many threads set futures: of Python, and of C++, whose names the system knows."""
-    of_system = []
-    for task in Path("/proc/self/task").glob("*/comm"):
-        with suppress(OSError):  # a thread that has just ended
-            of_system.append(task.read_text().strip())
-    of_python = [thread.name for thread in threading.enumerate()]
-    return max(names.count("shoal-futures") for names in (of_system, of_python))
+    """Return how many threads set futures."""
+    return thread_names().count("shoal-futures")
 
 
 def check_nested(rank: int, size: int) -> None:

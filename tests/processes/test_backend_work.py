@@ -281,7 +281,7 @@ import sys
 sys.modules |= dict.fromkeys(("torch", "jax", "tensorflow", "keras"))
 import shoal.comm
 assert "numpy" not in sys.modules
-import shoal.comm.world, shoal.comm.server
+import shoal.comm.job_group, shoal.comm.server
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.memory_device import MemoryDevice
+from shoal_workers import thread_names
 
 from forked import fork_process, wait_for
 from shoal.comm.backend import ShoalProcessGroup
@@ -105,7 +106,7 @@ def collect_under_a_lock(rank: int, folder: Path) -> None:
     while seen() is not None:  # a moment after a future's result its thread still has the work
         with threading._active_limbo_lock:  # type: ignore[attr-defined]
             gc.collect()
-    while any(thread.name == "shoal-futures" for thread in threading.enumerate()):
+    while thread_names().count("shoal-futures"):
         time.sleep(0.01)  # ended, soon, by another thread
 
 

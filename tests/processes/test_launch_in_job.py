@@ -36,8 +36,8 @@ dist.destroy_process_group()
 
 
 MEET = """
-import os, pathlib, shoal.comm.world
-joined = shoal.comm.world.join(timeout_s=60.0)
+import os, pathlib, shoal.comm.job_group
+joined = shoal.comm.job_group.join(timeout_s=60.0)
 told = joined.broadcast_bytes(b"from rank 0")
 pathlib.Path("told-" + os.environ["RANK"]).write_text(f"{joined.size} {told.decode()}")
 joined.barrier()

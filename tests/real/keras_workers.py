@@ -92,9 +92,9 @@ def accumulation() -> None:
     alone.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
     assert difference(ours, alone) <= TOLERANCE
     alike(ours)
-    before = process.world().engine.counters()["ops_all_reduce"]
+    before = process.group().engine.counters()["ops_all_reduce"]
     ours.fit(data, verbose=0)
-    sent = process.world().engine.counters()["ops_all_reduce"] - before
+    sent = process.group().engine.counters()["ops_all_reduce"] - before
     assert sent == 20, sent  # for 40 micro-batches, with all leaves in one block
 
 

@@ -8,11 +8,11 @@ The path of one gradient:
 1.  ``init_process_group`` finds the name ``"shoal"`` through an entry point and calls
     ``backend.create_group``. ``rendezvous`` exchanges the ranks' addresses through the job's store, finds out
     which ranks share a host, selects the helper hosts (``helpers``), and creates the group's ``Engine``.
-2.  ``DistributedDataParallel`` fills a bucket and calls ``all_reduce``. The backend in C++ (``native``, which
-    ``native_group`` builds on first use) submits frequent collectives of contiguous CPU tensors itself. For
-    all others, and where it cannot be built, ``ShoalProcessGroup`` (``backend``) has an ``Operation`` built
-    (``collectives``: tensors that are not contiguous are copied, and many small ones are fused into one),
-    submits it (``operations``) and returns a ``Work``.
+2.  ``DistributedDataParallel`` fills a bucket and calls ``all_reduce``. The process group is
+    ``ShoalProcessGroup`` (``backend``): it has an ``Operation`` built (``collectives``: tensors that are not
+    contiguous are copied, and many small ones are fused into one), submits it (``operations``) and returns a
+    ``Work``. A backend in C++ (``native``, which ``native_group`` builds on first use) stands before it: six
+    collectives of contiguous CPU tensors go from there to the engine, without Python.
 3.  The engine (``engine``) numbers the operation. Where ranks submit different operations under one number,
     they exchange names, dtypes and shapes, and all raise an error with both sides instead of hanging.
 4.  Workers of one host first reduce in shared memory, in rank order, so that the network carries a bucket
@@ -23,8 +23,8 @@ The path of one gradient:
 6.  First hop: each host pushes its chunks to their servers. Hosts start at different servers.
 7.  A server that has all contributions of a chunk adds them in the order of the hosts' lowest ranks, in fp32,
     and rounds once. Second hop: it sends the sum to every host, while later chunks are still arriving.
-8.  The last sum completes the ``Work``: a waiting thread wakes up, or ``completer`` sets the future on which
-    DDP waits. The gradient was averaged in place. With ``priority.prioritize`` nothing blocks: later buckets
+8.  The last sum completes the ``Work``: a waiting thread wakes up, or the engine's completer sets the future
+    on which DDP waits. The gradient was averaged in place. With ``priority.prioritize`` nothing blocks: later buckets
     overtake earlier ones, and the next forward pass starts with the buckets that have arrived.
 
 Gradients on a GPU go through an engine of their own (``device_group``) by way of pinned memory, chunk by
@@ -34,8 +34,10 @@ first, and each sends a part (``routes``).
 ``hooks`` holds DDP communication hooks that send gradients in fewer bytes: bf16, or 8-bit blocks with error
 feedback.
 
-``all_to_all``, ``gather``, ``scatter``, ``send`` and ``recv`` (``exchange``) are messages between two ranks
+``all_to_all``, ``gather``, ``scatter``, ``send`` and ``recv`` (``messages``) are messages between two ranks
 each: they do not pass through servers.
+
+Programs without torch join their processes to a group by ``job_group``.
 
 This package does not import torch: a helper host runs its server without it.
 """

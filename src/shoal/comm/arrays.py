@@ -1,4 +1,4 @@
-"""Provides collectives on lists of NumPy arrays, in a :class:`~shoal.comm.world.World`.
+"""Provides collectives on lists of NumPy arrays, in a :class:`~shoal.comm.job_group.JobGroup`.
 
 For what crosses between processes outside of compiled programs: weights at the beginning, metrics at the end
 of an epoch, gradients of eager programs. A call returns when all of its operations have completed.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shoal.comm.engine import Operation
-from shoal.comm.world import World
+from shoal.comm.job_group import JobGroup
 
 FUSED_BELOW_BYTES = 64 << 10
 """Arrays below this travel together. As in ``native_call/tree_call.h``, which can run on the other ranks."""
@@ -21,11 +21,11 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32"
 Array = np.ndarray[Any, Any]
 
 
-def all_reduce(world: World, arrays: Sequence[Array], op: str = "avg") -> None:
+def all_reduce(group: JobGroup, arrays: Sequence[Array], op: str = "avg") -> None:
     """Replace each array by its reduction over all ranks.
 
     Args:
-        world: group of all processes.
+        group: group of all processes.
         arrays: contiguous, of the same shapes and dtypes on all ranks: float32, float64, float16, bfloat16
             (of ``ml_dtypes``), int8, uint8, int32 or int64.
         op: ``avg`` of floating-point numbers, ``sum``, ``min``, ``max`` or ``prod``.
@@ -36,53 +36,53 @@ def all_reduce(world: World, arrays: Sequence[Array], op: str = "avg") -> None:
 
     Example:
         >>> import numpy as np
-        >>> from shoal.comm.world import join
-        >>> world, values = join(), [np.ones(2, np.float32)]
-        >>> all_reduce(world, values, "sum")
+        >>> from shoal.comm.job_group import join
+        >>> group, values = join(), [np.ones(2, np.float32)]
+        >>> all_reduce(group, values, "sum")
         >>> values
         [array([1., 1.], dtype=float32)]
-        >>> world.close()
+        >>> group.close()
     """
-    _fused(world, arrays, Operation(kind="all_reduce", op=op))
+    _fused(group, arrays, Operation(kind="all_reduce", op=op))
 
 
-def broadcast(world: World, arrays: Sequence[Array], root: int = 0) -> None:
+def broadcast(group: JobGroup, arrays: Sequence[Array], root: int = 0) -> None:
     """Replace each array by that of rank ``root``.
 
     Args:
-        world: group of all processes.
+        group: group of all processes.
         arrays: contiguous, of the same shapes and dtypes on all ranks; booleans and complex numbers too.
         root: rank whose arrays are sent.
 
     Raises:
         CommError: a rank was lost, or ranks differ.
     """
-    _fused(world, [_bytes_of(each) for each in arrays], Operation(kind="broadcast", root=root))
+    _fused(group, [_bytes_of(each) for each in arrays], Operation(kind="broadcast", root=root))
 
 
-def all_gather(world: World, arrays: Sequence[Array]) -> list[Array]:
+def all_gather(group: JobGroup, arrays: Sequence[Array]) -> list[Array]:
     """Return the arrays of all ranks, each with a first dimension for the ranks.
 
     Args:
-        world: group of all processes.
+        group: group of all processes.
         arrays: contiguous, of the same shapes and dtypes on all ranks.
 
     Raises:
         CommError: a rank was lost, or ranks differ.
     """
-    found = [np.empty((world.size, *each.shape), each.dtype) for each in arrays]
-    if world.size == 1:
+    found = [np.empty((group.size, *each.shape), each.dtype) for each in arrays]
+    if group.size == 1:
         return [np.array(each[None]) for each in arrays]
     pairs = [(_bytes_of(each), whole) for each, whole in zip(arrays, found, strict=True)]
-    _run(world, [(each, whole, each.size) for each, whole in pairs], Operation(kind="all_gather"))
+    _run(group, [(each, whole, each.size) for each, whole in pairs], Operation(kind="all_gather"))
     return found
 
 
-def reduce_scatter(world: World, arrays: Sequence[Array], op: str = "avg") -> list[Array]:
+def reduce_scatter(group: JobGroup, arrays: Sequence[Array], op: str = "avg") -> list[Array]:
     """Return this rank's part of the reduction of each array, divided along the first dimension.
 
     Args:
-        world: group of all processes.
+        group: group of all processes.
         arrays: contiguous; the length of the first dimension is a multiple of the number of ranks.
         op: as of :func:`all_reduce`.
 
@@ -90,12 +90,12 @@ def reduce_scatter(world: World, arrays: Sequence[Array], op: str = "avg") -> li
         CommError: a rank was lost, or ranks differ.
         TypeError: a dtype is not one of those that can be added.
     """
-    found = [np.empty((each.shape[0] // world.size, *each.shape[1:]), each.dtype) for each in arrays]
-    if world.size == 1:
+    found = [np.empty((each.shape[0] // group.size, *each.shape[1:]), each.dtype) for each in arrays]
+    if group.size == 1:
         return [each.copy() for each in arrays]
     pairs = zip(arrays, found, strict=True)
     operation = Operation(kind="reduce_scatter", op=op)
-    _run(world, [(each, part, part.size) for each, part in pairs], operation)
+    _run(group, [(each, part, part.size) for each, part in pairs], operation)
     return found
 
 
@@ -110,11 +110,11 @@ def _dtype(array: Array) -> str:
     return name
 
 
-def _fused(world: World, arrays: Sequence[Array], operation: Operation) -> None:
+def _fused(group: JobGroup, arrays: Sequence[Array], operation: Operation) -> None:
     if not all(each.flags.c_contiguous for each in arrays):
         raise ValueError("arrays must be contiguous; use numpy.ascontiguousarray")
     names = [_dtype(each) for each in arrays]
-    if world.size == 1:
+    if group.size == 1:
         return
     flat, blocks = [each.reshape(-1) for each in arrays], []
     for dtype in _DTYPES:
@@ -126,7 +126,7 @@ def _fused(world: World, arrays: Sequence[Array], operation: Operation) -> None:
             blocks.append((np.concatenate(small), small))
     fused = {id(each) for _, small in blocks for each in small}
     sent = [*(block for block, _ in blocks), *(each for each in flat if id(each) not in fused)]
-    _run(world, [(each, each, each.size) for each in sent], operation)
+    _run(group, [(each, each, each.size) for each in sent], operation)
     for block, small in blocks:
         at = 0
         for each in small:
@@ -134,10 +134,10 @@ def _fused(world: World, arrays: Sequence[Array], operation: Operation) -> None:
             at += each.size
 
 
-def _run(world: World, parts: Sequence[tuple[Array, Array, int]], operation: Operation) -> None:
+def _run(group: JobGroup, parts: Sequence[tuple[Array, Array, int]], operation: Operation) -> None:
     """Submit one operation per input and output, and wait for all."""
     handles = [
-        world.engine.submit(
+        group.engine.submit(
             Operation(
                 kind=operation.kind,
                 op=operation.op,
@@ -146,10 +146,10 @@ def _run(world: World, parts: Sequence[tuple[Array, Array, int]], operation: Ope
                 output=target.ctypes.data,
                 count=count,
                 dtype=_dtype(source),
-                timeout_s=world.timeout_s,
+                timeout_s=group.timeout_s,
             )
         )
         for source, target, count in parts
     ]
     for handle in handles:
-        world.engine.wait(handle)
+        group.engine.wait(handle)

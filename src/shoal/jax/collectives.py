@@ -162,14 +162,14 @@ def reduce_scatter(tree: Tree, op: Reduction = "mean") -> Tree:
 
 def _call(leaves: list[jax.Array], **parameters: Any) -> list[jax.Array]:
     if not leaves:
-        process.world()
+        process.group()
         return []
     return list(
         _kept(
             *leaves,
             group=process.group_number(),
             size=process.size(),
-            timeout_s=process.world().timeout_s,
+            timeout_s=process.group().timeout_s,
             **parameters,
         )
     )

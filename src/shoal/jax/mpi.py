@@ -17,9 +17,9 @@ from typing import Any
 
 from shoal import native
 from shoal.comm.engine import CommError, Engine
+from shoal.comm.job_group import TIMEOUT_S
 from shoal.comm.rendezvous import connect_engine
 from shoal.comm.store import PrefixStore, Records
-from shoal.comm.world import TIMEOUT_S
 from shoal.env.secret import job_secret
 from shoal.env.variables import set_variables, without_brackets
 from shoal.errors import ShoalError, UsageError

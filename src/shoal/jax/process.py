@@ -6,18 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from shoal.comm.engine import EngineOptions
-from shoal.comm.membership import Membership
+from shoal.comm.job_group import TIMEOUT_S, GlobalGroup, JobGroup
 from shoal.comm.store import Store
-from shoal.comm.world import TIMEOUT_S, World
 from shoal.jax import ffi
 
 _WORLD_GROUP = 1
 """Number of the group of all processes in compiled programs; 0 is that of one process alone."""
 
 
-def _joined(world: World) -> None:
-    if group := world.c_group():
-        ffi.set_group(_WORLD_GROUP, group)
+def _joined(group: JobGroup) -> None:
+    if address := group.c_group():
+        ffi.set_group(_WORLD_GROUP, address)
 
 
 def _wait() -> None:
@@ -32,13 +31,13 @@ def _finish() -> None:
     ffi.set_group(_WORLD_GROUP, 0)
 
 
-_membership = Membership("shoal.jax", prepare=ffi.register, joined=_joined, finish=_finish)
-world = _membership.world
-rank = _membership.rank
-size = _membership.size
-local_rank = _membership.local_rank
-local_size = _membership.local_size
-is_initialized = _membership.is_initialized
+_job = GlobalGroup("shoal.jax", prepare=ffi.register, joined=_joined, finish=_finish)
+group = _job.group
+rank = _job.rank
+size = _job.size
+local_rank = _job.local_rank
+local_size = _job.local_size
+is_initialized = _job.is_initialized
 
 
 def init(
@@ -67,12 +66,12 @@ def init(
         (0, 1)
         >>> shoal.jax.shutdown()
     """
-    _membership.init(timeout_s=timeout_s, options=options, store=store)
+    _job.init(timeout_s=timeout_s, options=options, store=store)
 
 
 def shutdown() -> None:
     """Wait for the collectives of this process, and leave the others. A program's end does it too."""
-    _membership.shutdown()
+    _job.shutdown()
 
 
 def group_number() -> int:
@@ -88,4 +87,4 @@ def barrier() -> None:
         UsageError: :func:`init` was not called.
     """
     _wait()
-    world().barrier()
+    group().barrier()

@@ -63,11 +63,11 @@ class Broadcast(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
             model.jit_compile = False
             model.make_train_function(force=True)
         is_built = np.array([bool(model.built)], np.uint8)  # a backup builds it on the rank that restores
-        self._is_due = not arrays.all_gather(process.world(), [is_built])[0].all()
+        self._is_due = not arrays.all_gather(process.group(), [is_built])[0].all()
         if not self._is_due:
             self._send()
         epoch = np.array([model._initial_epoch or 0], np.int64)
-        arrays.broadcast(process.world(), [epoch], self.root)
+        arrays.broadcast(process.group(), [epoch], self.root)
         model._initial_epoch = int(epoch[0])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -97,7 +97,7 @@ def broadcast_variables(variables: Sequence[Any], root: int = 0) -> None:
     """
     targets = list({id(each): each for each in variables}.values())
     values = [np.array(keras.ops.convert_to_numpy(each.value), order="C") for each in targets]
-    arrays.broadcast(process.world(), values, root)
+    arrays.broadcast(process.group(), values, root)
     for target, value in zip(targets, values, strict=True):
         target.assign(value)
 
@@ -145,7 +145,7 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc,unused-igno
         others = [name for name in sorted(logs) if name not in found]
         values = [np.array(logs[name], dtype=np.float64) for name in others]
         if others:
-            arrays.all_reduce(process.world(), values)
+            arrays.all_reduce(process.group(), values)
         found |= {name: _as_result(value) for name, value in zip(others, values, strict=True)}
         logs.update({name: found[name] for name in logs})
 
@@ -160,7 +160,7 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc,unused-igno
                 for state, variable in zip(states, variables, strict=True)
                 if variable.aggregation == aggregation
             ]
-            arrays.all_reduce(process.world(), chosen, operation)
+            arrays.all_reduce(process.group(), chosen, operation)
         _assign(variables, states)
         results = self.model.get_metrics_result()
         found = {name: _as_result(keras.ops.convert_to_numpy(value)) for name, value in results.items()}
@@ -236,7 +236,7 @@ def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
 def _check_steps(steps: int | None) -> None:
     """Raise a UsageError on all ranks if their numbers of steps differ."""
     own = np.array([_UNKNOWN if steps is None else steps], np.int64)
-    of_ranks = arrays.all_gather(process.world(), [own])[0].ravel().tolist()
+    of_ranks = arrays.all_gather(process.group(), [own])[0].ravel().tolist()
     for rank, number in enumerate(of_ranks):
         if number != of_ranks[0]:
             raise UsageError(

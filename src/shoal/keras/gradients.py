@@ -115,5 +115,5 @@ def _torch(tensors: Sequence[Any], op: str) -> list[Any]:
         else each.numpy()
         for each in results
     ]
-    arrays.all_reduce(process.world(), memory, op)
+    arrays.all_reduce(process.group(), memory, op)
     return results

@@ -8,12 +8,11 @@ from typing import Any
 import keras
 
 from shoal.comm.engine import EngineOptions
-from shoal.comm.membership import Membership
+from shoal.comm.job_group import TIMEOUT_S, GlobalGroup, JobGroup
 from shoal.comm.store import Store
-from shoal.comm.world import TIMEOUT_S, World
 from shoal.errors import UsageError
 
-_of_torch = Membership("shoal.keras")
+_of_torch = GlobalGroup("shoal.keras")
 _MODULES = {"jax": "shoal.jax.process", "tensorflow": "shoal.tensorflow.process"}
 
 
@@ -75,13 +74,13 @@ def is_initialized() -> bool:
     return bool(_process().is_initialized())
 
 
-def world() -> World:
+def group() -> JobGroup:
     """Return the group of all processes.
 
     Raises:
         UsageError: :func:`init` was not called.
     """
-    found: World = _process().world()
+    found: JobGroup = _process().group()
     return found
 
 
@@ -91,7 +90,7 @@ def rank() -> int:
     Raises:
         UsageError: :func:`init` was not called.
     """
-    return world().rank
+    return group().rank
 
 
 def size() -> int:
@@ -100,7 +99,7 @@ def size() -> int:
     Raises:
         UsageError: :func:`init` was not called.
     """
-    return world().size
+    return group().size
 
 
 def local_rank() -> int:
@@ -109,7 +108,7 @@ def local_rank() -> int:
     Raises:
         UsageError: :func:`init` was not called.
     """
-    return world().local_rank
+    return group().local_rank
 
 
 def local_size() -> int:
@@ -118,7 +117,7 @@ def local_size() -> int:
     Raises:
         UsageError: :func:`init` was not called.
     """
-    return world().local_size
+    return group().local_size
 
 
 def barrier() -> None:
@@ -128,4 +127,4 @@ def barrier() -> None:
         CommError: a rank was lost, or did not come in time.
         UsageError: :func:`init` was not called.
     """
-    world().barrier()
+    group().barrier()

@@ -33,7 +33,7 @@ def allreduce(value: Any, op: Reduction = Average, *, name: str | None = None) -
         >>> sk.shutdown()
     """
     result = np.array(value, order="C")
-    arrays.all_reduce(process.world(), [result], "avg" if op == "mean" else op)
+    arrays.all_reduce(process.group(), [result], "avg" if op == "mean" else op)
     return result
 
 
@@ -51,11 +51,11 @@ def allgather(value: Any, *, name: str | None = None) -> Any:
     own = np.array(value, order="C")
     if not own.ndim:
         raise UsageError("allgather of a number; give a list with it")
-    world = process.world()
-    lengths = arrays.all_gather(world, [np.array([len(own)], np.int64)])[0].ravel().tolist()
+    group = process.group()
+    lengths = arrays.all_gather(group, [np.array([len(own)], np.int64)])[0].ravel().tolist()
     padded = np.zeros((max(lengths), *own.shape[1:]), own.dtype)
     padded[: len(own)] = own
-    gathered = arrays.all_gather(world, [padded])[0]
+    gathered = arrays.all_gather(group, [padded])[0]
     return np.concatenate([part[:length] for part, length in zip(gathered, lengths, strict=True)])
 
 
@@ -74,5 +74,5 @@ def broadcast(value: Any, root_rank: int = 0, *, name: str | None = None) -> Any
     if not 0 <= root_rank < process.size():
         raise UsageError(f"root_rank {root_rank} is no rank; ranks are 0 to {process.size() - 1}")
     result = np.array(value, order="C")
-    arrays.broadcast(process.world(), [result], root_rank)
+    arrays.broadcast(process.group(), [result], root_rank)
     return result

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from shoal.comm import arrays, native_build
-from shoal.comm.world import World
+from shoal.comm.job_group import JobGroup
 from shoal.errors import ShoalError
 
 KINDS = {"all_reduce": 0, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
@@ -89,13 +89,13 @@ def set_group(number: int, group: int) -> None:
 
 
 def call(
-    tensors: Sequence[Any], *, world: World, number: int, kind: str, op: str = "sum", root: int = 0
+    tensors: Sequence[Any], *, group: JobGroup, number: int, kind: str, op: str = "sum", root: int = 0
 ) -> list[Any]:
     """Return the results of one collective on several tensors.
 
     Args:
         tensors: at least one.
-        world: group of all processes.
+        group: group of all processes.
         number: of the group in programs.
         kind: one of :data:`KINDS`.
         op: one of :data:`REDUCTIONS`.
@@ -106,28 +106,28 @@ def call(
         the first dimension divided by ``size``.
     """
     if (module := compiled()) is None:
-        return _by_numpy(tensors, world, kind, op, root)
+        return _by_numpy(tensors, group, kind, op, root)
     with tf.device("CPU:0"):
         return list(
             module.shoal_collective(
                 tensors=list(tensors),
                 group=number,
                 kind=KINDS[kind],
-                size=world.size,
+                size=group.size,
                 reduction=REDUCTIONS[op],
                 root=root,
-                timeout_s=world.timeout_s,
+                timeout_s=group.timeout_s,
             )
         )
 
 
-def _by_numpy(tensors: Sequence[Any], world: World, kind: str, op: str, root: int) -> list[Any]:
+def _by_numpy(tensors: Sequence[Any], group: JobGroup, kind: str, op: str, root: int) -> list[Any]:
     operation = _OF_ENGINE.get(op, op)
     run: Callable[[list[Any]], Any] = {
-        "all_reduce": lambda leaves: arrays.all_reduce(world, leaves, operation),
-        "broadcast": lambda leaves: arrays.broadcast(world, leaves, root),
-        "all_gather": lambda leaves: arrays.all_gather(world, leaves),
-        "reduce_scatter": lambda leaves: arrays.reduce_scatter(world, leaves, operation),
+        "all_reduce": lambda leaves: arrays.all_reduce(group, leaves, operation),
+        "broadcast": lambda leaves: arrays.broadcast(group, leaves, root),
+        "all_gather": lambda leaves: arrays.all_gather(group, leaves),
+        "reduce_scatter": lambda leaves: arrays.reduce_scatter(group, leaves, operation),
     }[kind]
 
     def moved(*values: Any) -> list[Any]:
@@ -136,7 +136,7 @@ def _by_numpy(tensors: Sequence[Any], world: World, kind: str, op: str, root: in
             return run(leaves) or leaves
         real = [leaf.reshape(-1).view(leaf.real.dtype) for leaf in leaves]  # complex ones as pairs
         found = run(real) or real
-        shapes = [_shape(leaf.shape, kind, world.size) for leaf in leaves]
+        shapes = [_shape(leaf.shape, kind, group.size) for leaf in leaves]
         return [
             each.view(leaf.dtype).reshape(shape)
             for each, leaf, shape in zip(found, leaves, shapes, strict=True)
@@ -147,7 +147,7 @@ def _by_numpy(tensors: Sequence[Any], world: World, kind: str, op: str, root: in
     found = tf.numpy_function(moved, sent, [each.dtype for each in tensors], stateful=True)
     results = list(found) if isinstance(found, list | tuple) else [found]
     for result, tensor in zip(results, sent, strict=True):
-        result.set_shape(_shape(tensor.shape, kind, world.size))
+        result.set_shape(_shape(tensor.shape, kind, group.size))
     return [
         tf.reshape(result, []) if tensor.shape.rank == 0 else result
         for result, tensor in zip(results, tensors, strict=True)

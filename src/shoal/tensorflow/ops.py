@@ -119,7 +119,7 @@ def grouped_allreduce(
         for (place, tensor), result in zip(dense.items(), results, strict=True):
             found[place] = _scaled(tf.cast(result, tensor.dtype), postscale_factor)
     else:
-        process.world()
+        process.group()
     return found
 
 
@@ -173,7 +173,7 @@ def broadcast_object(value: Any, root_rank: int = 0, *, name: str | None = None)
     """
     _check_root(root_rank)
     sent = json.dumps(value).encode() if process.rank() == root_rank else b""
-    return parse_json(process.world().broadcast_bytes(sent, root_rank), f"rank {root_rank}")
+    return parse_json(process.group().broadcast_bytes(sent, root_rank), f"rank {root_rank}")
 
 
 def allgather_object(value: Any, *, name: str | None = None) -> list[Any]:
@@ -222,7 +222,7 @@ def grouped_allgather(tensors: Sequence[Any], *, name: str | None = None) -> lis
     if any(each.shape.rank == 0 for each in given):
         raise UsageError("allgather of a tensor without dimensions; use tf.reshape(tensor, [1])")
     if not given:
-        process.world()
+        process.group()
         return []
     rows = tf.stack([tf.shape(each, tf.int64)[0] for each in given])
     of_ranks = _call([rows], kind="all_gather")[0]  # ranks x tensors
@@ -261,7 +261,7 @@ def reducescatter(tensor: Any, *, op: Reduction = Average, name: str | None = No
 
 def _call(tensors: Sequence[Any], *, kind: str, op: str = "sum", root: int = 0) -> list[Any]:
     return operation.call(
-        tensors, world=process.world(), number=process.group_number(), kind=kind, op=op, root=root
+        tensors, group=process.group(), number=process.group_number(), kind=kind, op=op, root=root
     )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 
 from shoal.comm.engine import EngineOptions
-from shoal.comm.membership import Membership
+from shoal.comm.job_group import TIMEOUT_S, GlobalGroup, JobGroup
 from shoal.comm.store import Store
-from shoal.comm.world import TIMEOUT_S, World
 from shoal.env.secret import reportable
 from shoal.tensorflow import op
 
@@ -15,9 +14,9 @@ _WORLD_GROUP = 1
 """Number of the group of all processes in programs; 0 is that of one process alone."""
 
 
-def _joined(world: World) -> None:
-    if world.size > 1:
-        op.set_group(_WORLD_GROUP, world.c_group())
+def _joined(group: JobGroup) -> None:
+    if group.size > 1:
+        op.set_group(_WORLD_GROUP, group.c_group())
 
 
 def _finish() -> None:
@@ -42,13 +41,13 @@ def _prepare() -> None:
     op.compiled()
 
 
-_membership = Membership("shoal.tensorflow", prepare=_prepare, joined=_joined, finish=_finish)
-world = _membership.world
-rank = _membership.rank
-size = _membership.size
-local_rank = _membership.local_rank
-local_size = _membership.local_size
-is_initialized = _membership.is_initialized
+_job = GlobalGroup("shoal.tensorflow", prepare=_prepare, joined=_joined, finish=_finish)
+group = _job.group
+rank = _job.rank
+size = _job.size
+local_rank = _job.local_rank
+local_size = _job.local_size
+is_initialized = _job.is_initialized
 
 
 def init(
@@ -79,12 +78,12 @@ def init(
         (0, 1)
         >>> st.shutdown()
     """
-    _membership.init(timeout_s=timeout_s, options=options, store=store)
+    _job.init(timeout_s=timeout_s, options=options, store=store)
 
 
 def shutdown() -> None:
     """Leave the other processes. A program's end does it too."""
-    _membership.shutdown()
+    _job.shutdown()
 
 
 def group_number() -> int:
@@ -99,4 +98,4 @@ def barrier() -> None:
         CommError: a rank was lost, or did not come in time.
         UsageError: :func:`init` was not called.
     """
-    world().barrier()
+    group().barrier()

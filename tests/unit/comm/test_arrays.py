@@ -12,8 +12,7 @@ import pytest
 from engine_group import engine_group, on_threads
 from shoal.comm import arrays
 from shoal.comm.engine import SingleProcessEngine
-from shoal.comm.membership import Membership
-from shoal.comm.world import World
+from shoal.comm.job_group import GlobalGroup, JobGroup
 from shoal.env.worker import WorkerPlace
 from shoal.errors import UsageError
 
@@ -21,20 +20,20 @@ SHAPES = [(3, 4), (0,), (), (6, 30_000), (9,)]
 
 
 @contextmanager
-def worlds(size: int) -> Iterator[list[World]]:
+def groups(size: int) -> Iterator[list[JobGroup]]:
     places = [
         WorkerPlace(rank=rank, num_workers=size, local_rank=rank, num_local_workers=size)
         for rank in range(size)
     ]
     if size == 1:
-        yield [World(places[0], SingleProcessEngine(), 60.0)]
+        yield [JobGroup(places[0], SingleProcessEngine(), 60.0)]
         return
     with engine_group(["a", "b", "a"][:size]) as group:
-        yield [World(place, engine, 60.0) for place, engine in zip(places, group.engines, strict=True)]
+        yield [JobGroup(place, engine, 60.0) for place, engine in zip(places, group.engines, strict=True)]
 
 
-def each(size: int, call: Callable[[World], Any]) -> list[Any]:
-    with worlds(size) as found:
+def each(size: int, call: Callable[[JobGroup], Any]) -> list[Any]:
+    with groups(size) as found:
         return on_threads(size, lambda rank: call(found[rank]))
 
 
@@ -46,12 +45,12 @@ def values(rank: int, dtype: str) -> list[Any]:
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "int32", "float16"])
 def test_all_reduce_and_broadcast(size: int, dtype: str) -> None:
-    def call(world: World) -> tuple[list[Any], list[Any]]:
-        summed, sent = values(world.rank, dtype), values(world.rank, dtype)
+    def call(group: JobGroup) -> tuple[list[Any], list[Any]]:
+        summed, sent = values(group.rank, dtype), values(group.rank, dtype)
         before = [id(array) for array in summed]
-        arrays.all_reduce(world, summed, "sum")
+        arrays.all_reduce(group, summed, "sum")
         assert [id(array) for array in summed] == before
-        arrays.broadcast(world, sent, size - 1)
+        arrays.broadcast(group, sent, size - 1)
         return summed, sent
 
     every = [values(rank, dtype) for rank in range(size)]
@@ -63,12 +62,12 @@ def test_all_reduce_and_broadcast(size: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_parts(size: int) -> None:
-    def call(world: World) -> tuple[Any, Any, Any]:
-        mine = np.arange(6, dtype=np.int64).reshape(3, 2) + 10 * world.rank
-        flags = arrays.all_gather(world, [np.array([world.rank == 1])])[0]
+    def call(group: JobGroup) -> tuple[Any, Any, Any]:
+        mine = np.arange(6, dtype=np.int64).reshape(3, 2) + 10 * group.rank
+        flags = arrays.all_gather(group, [np.array([group.rank == 1])])[0]
         return (
-            arrays.all_gather(world, [mine])[0],
-            arrays.reduce_scatter(world, [mine], "sum")[0],
+            arrays.all_gather(group, [mine])[0],
+            arrays.reduce_scatter(group, [mine], "sum")[0],
             flags,
         )
 
@@ -81,19 +80,19 @@ def test_parts(size: int) -> None:
 
 
 def test_what_is_refused() -> None:
-    with worlds(1) as (world,):
+    with groups(1) as (group,):
         with pytest.raises(TypeError, match="an array of dtype uint16 is not reduced over ranks; convert it"):
-            arrays.all_reduce(world, [np.zeros(2, np.uint16)])
+            arrays.all_reduce(group, [np.zeros(2, np.uint16)])
         with pytest.raises(ValueError, match="arrays must be contiguous"):
-            arrays.all_reduce(world, [np.zeros((2, 2))[:, 0]])
+            arrays.all_reduce(group, [np.zeros((2, 2))[:, 0]])
 
 
 def test_a_membership_is_joined_once() -> None:
     seen: list[Any] = []
-    membership = Membership(
+    membership = GlobalGroup(
         "shoal.made",
         prepare=lambda: seen.append("prepare"),
-        joined=lambda world: seen.append(world.size),
+        joined=lambda group: seen.append(group.size),
         finish=lambda: seen.append("finish"),
     )
     with pytest.raises(UsageError, match=r"shoal.made.init\(\) was not called"):

@@ -1,15 +1,19 @@
 """Joins all processes of a job to one group, for programs that do not use torch.
 
-The place of a process comes from its launcher (``shoal launch``, ``shoal emulate``, ``mpirun``, ``srun``,
+:func:`join` returns the group. :class:`GlobalGroup` holds it for a package of functions, such as shoal.jax.
+
+The rank of a process comes from its launcher (``shoal launch``, ``shoal emulate``, ``mpirun``, ``srun``,
 torchrun); a process without one is alone. Rank 0 holds the store (:mod:`shoal.comm.tcp_store`) at MASTER_ADDR
 and MASTER_PORT.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,7 +38,7 @@ _GROUP = "world"
 _POLL_S = 0.01
 
 
-class World:
+class JobGroup:
     """The group of all processes of a job.
 
     Attributes:
@@ -109,7 +113,7 @@ class World:
 
 def join(
     *, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None, store: Store | None = None
-) -> World:
+) -> JobGroup:
     """Join the processes that the launcher has started together.
 
     Args:
@@ -126,20 +130,20 @@ def join(
         UsageError: an environment variable is wrong, or rank 0's port is taken.
 
     Example:
-        >>> world = join()
-        >>> world.rank, world.size, world.broadcast_bytes(b"seed")
+        >>> group = join()
+        >>> group.rank, group.size, group.broadcast_bytes(b"seed")
         (0, 1, b'seed')
-        >>> world.close()
+        >>> group.close()
     """
     worker = worker_env()
     if worker is None or worker.place.num_workers == 1:
         alone = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
-        return World(alone, SingleProcessEngine(), timeout_s)
+        return JobGroup(alone, SingleProcessEngine(), timeout_s)
     secret, limit, rank = job_secret(), timedelta(seconds=timeout_s), worker.place.rank
     if store is not None:
         kept = PrefixStore(f"shoal/{_GROUP}/", store)
         engine = _connect(kept, worker.place, limit, options)
-        return World(worker.place, engine, timeout_s)
+        return JobGroup(worker.place, engine, timeout_s)
     server = None
     if worker.store_file is not None:  # all ranks are on this host, and no port is known
         if rank == 0:
@@ -151,7 +155,7 @@ def join(
         if rank == 0:
             server = TcpStoreServer(listening_socket("", port), secret)
     own = TcpStore(host, port, secret, limit)
-    return World(worker.place, _connect(own, worker.place, limit, options), timeout_s, own, server)
+    return JobGroup(worker.place, _connect(own, worker.place, limit, options), timeout_s, own, server)
 
 
 def _connect(store: Store, place: WorkerPlace, limit: timedelta, options: EngineOptions | None) -> Engine:
@@ -182,3 +186,117 @@ def _read_port(path: Path, timeout_s: float) -> int:
     if not (text.isdecimal() and 0 < int(text) < 1 << 16):
         raise UsageError(f"{path} has {text!r:.40}, not a port; delete it and start the job again")
     return int(text)
+
+
+# ---- for packages of functions --------------------------------------------------------------------------
+
+
+def _nothing() -> None:
+    pass
+
+
+class GlobalGroup:
+    """The job's group as the global state of a package: :meth:`init` joins it, functions use it.
+
+    Args:
+        package: name of the package, for messages, as in ``"shoal.tensorflow"``.
+        prepare: called before the other processes are waited for.
+        joined: called with the group.
+        finish: called before the group is left: waits for the collectives of the framework.
+    """
+
+    def __init__(
+        self,
+        package: str,
+        *,
+        prepare: Callable[[], None] = _nothing,
+        joined: Callable[[JobGroup], None] = lambda _: None,
+        finish: Callable[[], None] = _nothing,
+    ) -> None:
+        self._package, self._prepare, self._joined, self._finish = package, prepare, joined, finish
+        self._group: JobGroup | None = None
+
+    def init(
+        self,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        options: EngineOptions | None = None,
+        store: Store | None = None,
+    ) -> None:
+        """Join the processes that the launcher has started together; once, before the first collective.
+
+        The launcher (``shoal launch``, ``shoal emulate``, ``mpirun``, ``srun``) sets the rank. A process
+        without one is alone: its collectives return their operands.
+
+        Args:
+            timeout_s: limit for each rank's arrival and for each collective, in seconds.
+            options: of the engine, the same on all ranks.
+            store: that all ranks reach already, such as the one of a ``torch.distributed`` group; ``None``:
+                rank 0 makes one.
+
+        Raises:
+            CommError: a rank did not come in time, or has another secret.
+            UsageError: it was called before, an environment variable is wrong, or rank 0's port is taken.
+        """
+        if self._group is not None:
+            raise UsageError(
+                f"{self._package}.init() was called before; call it once, at the program's beginning"
+            )
+        self._prepare()
+        self._group = join(timeout_s=timeout_s, options=options, store=store)
+        self._joined(self._group)
+        atexit.register(self.shutdown)
+
+    def shutdown(self) -> None:
+        """Wait for the collectives of this process, and leave the others. A program's end does it too."""
+        if self._group is not None:
+            leaving, self._group = self._group, None
+            atexit.unregister(self.shutdown)
+            self._finish()
+            leaving.close()
+
+    def is_initialized(self) -> bool:
+        """Return whether :meth:`init` was called."""
+        return self._group is not None
+
+    def group(self) -> JobGroup:
+        """Return the group of all processes.
+
+        Raises:
+            UsageError: :meth:`init` was not called.
+        """
+        if self._group is None:
+            raise UsageError(f"{self._package}.init() was not called; call it before the first collective")
+        return self._group
+
+    def rank(self) -> int:
+        """Return the rank of this process, from 0 to :meth:`size` - 1.
+
+        Raises:
+            UsageError: :meth:`init` was not called.
+        """
+        return self.group().rank
+
+    def size(self) -> int:
+        """Return the number of processes.
+
+        Raises:
+            UsageError: :meth:`init` was not called.
+        """
+        return self.group().size
+
+    def local_rank(self) -> int:
+        """Return the rank of this process among those of its host.
+
+        Raises:
+            UsageError: :meth:`init` was not called.
+        """
+        return self.group().local_rank
+
+    def local_size(self) -> int:
+        """Return the number of processes on this host.
+
+        Raises:
+            UsageError: :meth:`init` was not called.
+        """
+        return self.group().local_size

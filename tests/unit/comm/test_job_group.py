@@ -14,9 +14,9 @@ PROGRAM = """
 import sys
 sys.modules["torch"] = sys.modules["jax"] = sys.modules["tensorflow"] = None
 
-import shoal.comm.world
+import shoal.comm.job_group
 
-joined = shoal.comm.world.join(timeout_s=30.0)
+joined = shoal.comm.job_group.join(timeout_s=30.0)
 assert joined.size == 3 and joined.local_size == 3 and joined.local_rank == joined.rank
 assert joined.c_group()
 for root in range(3):
