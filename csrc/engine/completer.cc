@@ -6,7 +6,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <fstream>
 #include <map>
@@ -91,14 +90,8 @@ struct Completer::Shared : std::enable_shared_from_this<Shared> {
   void find_blocked();
   void run_next(Lane& lane, unsigned turn) REQUIRES(mutex);
 
-  // The task whose callbacks the calling thread is running, of this completer.
-  static thread_local Shared* here;
-  static thread_local const Task* task_here;
-  const Task* task() const { return here == this ? task_here : nullptr; }
-
   const bool ordered;
   const Wait wait;
-  std::atomic<std::uint64_t> num_begun{0};
 
   Mutex mutex;
   Condition changed, resumed;
@@ -108,8 +101,8 @@ struct Completer::Shared : std::enable_shared_from_this<Shared> {
   bool watched GUARDED_BY(mutex) = false, watch_pauses GUARDED_BY(mutex) = false, stopping GUARDED_BY(mutex) = false;
 };
 
-thread_local Completer::Shared* Completer::Shared::here = nullptr;
-thread_local const Completer::Task* Completer::Shared::task_here = nullptr;
+thread_local const Completer::Shared* Completer::here = nullptr;
+thread_local const Completer::Task* Completer::task_here = nullptr;
 
 Completer::Completer(bool ordered, Wait wait) : pid_(getpid()), shared_(std::make_shared<Shared>(ordered, std::move(wait))) {}
 
@@ -122,7 +115,7 @@ Completer::~Completer() {
 }
 
 void Completer::await_callbacks(const OpSpec& spec) {
-  if (!shared_->ordered || shared_->task()) return;
+  if (!shared_->ordered || task()) return;
   const auto deadline = std::chrono::steady_clock::now() + seconds(spec.timeout_s);
   const MutexLock lock(shared_->mutex);
   while (shared_->num_open && !shared_->stopping) {
@@ -134,23 +127,18 @@ void Completer::await_callbacks(const OpSpec& spec) {
   }
 }
 
-void Completer::begin(const OpSpec& spec) {
-  const Task* task = shared_->task();
-  if (!task) {
-    ++shared_->num_begun;
-  } else if (shared_->num_begun > task->num_begun) {
-    throw OrderError("a callback begins " + name_in_messages(spec) +
-                     ", and the program has begun other collectives of this group since it asked for the future: each "
-                     "rank may do so in another order. Make the group with "
-                     "pg_options=EngineOptions(ordered_callbacks=True), or begin nothing else until the callback has "
-                     "ended (with DistributedDataParallel: have one bucket)");
-  }
+void Completer::require_in_order(const OpSpec& spec) const {
+  if (num_begun_ == task_here->num_begun) return;
+  throw OrderError("a callback begins " + name_in_messages(spec) +
+                   ", and the program has begun other collectives of this group since it asked for the future: each rank "
+                   "may do so in another order. Make the group with pg_options=EngineOptions(ordered_callbacks=True), or "
+                   "begin nothing else until the callback has ended (with DistributedDataParallel: have one bucket)");
 }
 
 void Completer::add(std::uint64_t seq, Function function) {
-  const Task* outer = shared_->task();
+  const Task* outer = task();
   const unsigned depth = outer ? outer->depth + 1 : 0;
-  const std::uint64_t num_begun = outer ? outer->num_begun : shared_->num_begun.load();
+  const std::uint64_t num_begun = outer ? outer->num_begun : num_begun_.load();
   {
     const MutexLock lock(shared_->mutex);
     if (!shared_->stopping) {
@@ -183,7 +171,7 @@ void Completer::stop() {
 
 void Completer::join(double timeout_s) {
   if (getpid() != pid_) return;
-  const int mine = shared_->task() ? 1 : 0;
+  const int mine = task() ? 1 : 0;
   const auto deadline = std::chrono::steady_clock::now() + seconds(timeout_s);
   const MutexLock lock(shared_->mutex);
   while (shared_->num_threads > mine && shared_->changed.wait_until(shared_->mutex, deadline)) {
@@ -243,10 +231,10 @@ void Completer::Shared::run_next(Lane& lane, unsigned turn) {
   }
   mutex.unlock();
   if (due) {
-    here = this;
-    task_here = task.get();
+    Completer::here = this;
+    Completer::task_here = task.get();
     task->function();
-    here = nullptr;
+    Completer::here = nullptr;
   }
   task.reset();
   mutex.lock();

@@ -15,6 +15,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -40,7 +41,10 @@ class Completer {
 
   // Counts an operation of the program or of a callback, before it is submitted. Throws OrderError if a callback begins
   // it and the program has begun others since it added that callback. Called by one thread at a time.
-  void begin(const OpSpec& spec);
+  void begin(const OpSpec& spec) {
+    if (here == shared_.get()) return require_in_order(spec);
+    ++num_begun_;
+  }
 
   // Calls `function` once the operation has ended and functions of earlier ones have returned. It must not throw.
   void add(std::uint64_t seq, Function function);
@@ -56,8 +60,16 @@ class Completer {
   struct Lane;
   struct Shared;
 
+  void require_in_order(const OpSpec& spec) const;
+  const Task* task() const { return here == shared_.get() ? task_here : nullptr; }
+
+  // The completer and the task whose callbacks the calling thread is running.
+  static thread_local const Shared* here;
+  static thread_local const Task* task_here;
+
   const pid_t pid_;
   const std::shared_ptr<Shared> shared_;  // the threads have it, too
+  std::atomic<std::uint64_t> num_begun_{0};  // operations of the program
 };
 
 }  // namespace shoal

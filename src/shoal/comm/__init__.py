@@ -24,8 +24,8 @@ The path of one gradient:
 7.  A server that has all contributions of a chunk adds them in the order of the hosts' lowest ranks, in fp32,
     and rounds once. Second hop: it sends the sum to every host, while later chunks are still arriving.
 8.  The last sum completes the ``Work``: a waiting thread wakes up, or the engine's completer sets the future
-    on which DDP waits. The gradient was averaged in place. With ``priority.prioritize`` nothing blocks: later buckets
-    overtake earlier ones, and the next forward pass starts with the buckets that have arrived.
+    on which DDP waits. The gradient was averaged in place. With ``priority.prioritize`` nothing blocks:
+    later buckets overtake earlier ones, and the next forward pass starts with the buckets that have arrived.
 
 Gradients on a GPU go through an engine of their own (``device_group``) by way of pinned memory, chunk by
 chunk, in both directions (``d2h_pipeline``). Where a host has several GPUs, they reduce among themselves

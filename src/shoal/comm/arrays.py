@@ -1,7 +1,7 @@
 """Provides collectives on lists of NumPy arrays, in a :class:`~shoal.comm.job_group.JobGroup`.
 
-For what crosses between processes outside of compiled programs: weights at the beginning, metrics at the end
-of an epoch, gradients of eager programs. A call returns when all of its operations have completed.
+For values that cross between processes outside of compiled programs: weights at the beginning, metrics at
+the end of an epoch, gradients of eager programs. A call returns when all of its operations have completed.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def all_gather(group: JobGroup, arrays: Sequence[Array]) -> list[Array]:
     Raises:
         CommError: a rank was lost, or ranks differ.
     """
-    found = [np.empty((group.size, *each.shape), each.dtype) for each in arrays]
+    gathered = [np.empty((group.size, *each.shape), each.dtype) for each in arrays]
     if group.size == 1:
         return [np.array(each[None]) for each in arrays]
-    pairs = [(_bytes_of(each), whole) for each, whole in zip(arrays, found, strict=True)]
+    pairs = [(_bytes_of(each), whole) for each, whole in zip(arrays, gathered, strict=True)]
     _run(group, [(each, whole, each.size) for each, whole in pairs], Operation(kind="all_gather"))
-    return found
+    return gathered
 
 
 def reduce_scatter(group: JobGroup, arrays: Sequence[Array], op: str = "avg") -> list[Array]:
@@ -90,13 +90,13 @@ def reduce_scatter(group: JobGroup, arrays: Sequence[Array], op: str = "avg") ->
         CommError: a rank was lost, or ranks differ.
         TypeError: a dtype is not one of those that can be added.
     """
-    found = [np.empty((each.shape[0] // group.size, *each.shape[1:]), each.dtype) for each in arrays]
+    scattered = [np.empty((each.shape[0] // group.size, *each.shape[1:]), each.dtype) for each in arrays]
     if group.size == 1:
         return [each.copy() for each in arrays]
-    pairs = zip(arrays, found, strict=True)
+    pairs = zip(arrays, scattered, strict=True)
     operation = Operation(kind="reduce_scatter", op=op)
     _run(group, [(each, part, part.size) for each, part in pairs], operation)
-    return found
+    return scattered
 
 
 def _bytes_of(array: Array) -> Array:

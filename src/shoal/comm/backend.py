@@ -5,7 +5,7 @@ submits them. torch calls several methods by an old or a new name, depending on 
 here. A missing one would not raise: FSDP2 would bypass the engine.
 """
 
-# torch's stubs of ProcessGroup differ between its versions and lack what only some have.
+# torch's stubs of ProcessGroup differ between its versions and lack methods that only some have.
 # mypy: disable-error-code="override, assignment, misc"
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from shoal.comm.collectives import (
 from shoal.comm.device_group import DeviceGroup
 from shoal.comm.devices import BounceBuffers, Device
 from shoal.comm.engine import CollectiveEngine, CommError, EngineOptions, Operation, SingleProcessEngine
-from shoal.comm.exchange import MessageBuilder
+from shoal.comm.messages import MessageBuilder
 from shoal.comm.operations import Member, MessageWork, Operations
 from shoal.comm.rendezvous import connect_engine
 from shoal.comm.sparse import SparseParts
@@ -115,7 +115,7 @@ class ShoalProcessGroup(ProcessGroup):
 
     Attributes:
         engine: of CPU tensors; it announces the collectives on others.
-        operations: submits to the engine, and keeps what is in flight.
+        operations: submits to the engine, and keeps operations that are in flight.
         devices: makes the device of tensors that pass through the copy pipeline, by device type.
         device_groups: the collectives on each of these devices.
     """
@@ -194,8 +194,8 @@ class ShoalProcessGroup(ProcessGroup):
                     f"collective on {device}: this process group has been shut down; make a new one"
                 )
             store = PrefixStore(f"device/{len(self.device_groups)}/", self.member.store)
-            place = self.devices[device.type](device)
-            group = DeviceGroup(place, self.member, store, self.operations.timeout)
+            opened = self.devices[device.type](device)
+            group = DeviceGroup(opened, self.member, store, self.operations.timeout)
             self.operations.resources.callback(group.stop)
             self.device_groups[device] = group
         return self.device_groups[device]
@@ -214,7 +214,7 @@ class ShoalProcessGroup(ProcessGroup):
         return self._submit(self._build.reduce([tensor], opts))
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
-        """Sum sparse tensors. Waits until all ranks have told their numbers of elements."""
+        """Sum sparse tensors. Waits until all ranks have sent their numbers of elements."""
         parts = SparseParts(tensor, opts.reduceOp)
         self._submit(self._build.all_gather([parts.sizes(self.member.size)], [parts.size], opts)).wait()
         return self._submit(

@@ -1,8 +1,10 @@
-"""Builds the engine's operations from tensors: flat, contiguous, of a dtype that the core knows.
+"""Builds the collectives that servers and hosts sum or forward, as operations of the engine.
 
-A tensor that is not contiguous is copied into a contiguous buffer, and the result is copied back. Several
-tensors become one operation: its bytes are divided evenly among the servers, whatever the sizes of the
-tensors. Below, a *row* is the data of one rank; ``all_gather`` fills rows, ``reduce_scatter`` reduces them.
+Those that are messages between two ranks are in :mod:`shoal.comm.messages`. The engine takes memory that is
+flat, contiguous and of a dtype that it knows. A tensor that is not contiguous is copied into a contiguous
+buffer, and the result is copied back. Several tensors become one operation: its bytes are divided evenly
+among the servers, whatever the sizes of the tensors. Below, a *row* is the data of one rank; ``all_gather``
+fills rows, ``reduce_scatter`` reduces them.
 """
 
 from __future__ import annotations
@@ -464,22 +466,22 @@ def single_tensor(tensors: Any, name: str) -> list[Tensor]:
     Raises:
         UsageError: there are several.
     """
-    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if len(found) != 1:
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if len(given) != 1:
         raise UsageError(
-            f"{name}: {len(found)} tensors; one per rank is possible (or the coalesced form, for many)"
+            f"{name}: {len(given)} tensors; one per rank is possible (or the coalesced form, for many)"
         )
-    return found
+    return given
 
 
 def options_of(opts: Any, kind: type, timeout: timedelta | None = None) -> Any:
-    """Return an options object: the given one, or one made from the short forms (an operation, a rank)."""
+    """Return an options object: the given one, or a new one from the short forms (an operation, a rank)."""
     if isinstance(opts, kind):
         return opts
-    made = kind()
+    options = kind()
     if isinstance(opts, int):
-        made.rootRank = opts
-    elif opts is not None and hasattr(made, "reduceOp"):
-        made.reduceOp = opts
-    made.timeout = UNSET_TIMEOUT if timeout is None else timeout
-    return made
+        options.rootRank = opts
+    elif opts is not None and hasattr(options, "reduceOp"):
+        options.reduceOp = opts
+    options.timeout = UNSET_TIMEOUT if timeout is None else timeout
+    return options

@@ -121,8 +121,8 @@ class DeviceGroup:
         """Find out which ranks share a host, and connect these; only the first call does anything."""
         if self._knows_layout:
             return
-        found = self._exchange("place", [host_identity(), self._device.identity()])
-        layout = RankLayout.of([(host, device) for host, device in found], self._group.rank)
+        records = self._exchange("place", [host_identity(), self._device.identity()])
+        layout = RankLayout.of([(host, device) for host, device in records], self._group.rank)
         if layout.is_hierarchical and self._group.options.order == "host":
             self._connect_hierarchy(layout)
         self._knows_layout = True

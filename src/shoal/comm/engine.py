@@ -425,7 +425,7 @@ class Engine(CollectiveEngine):
         self._engine.set_pattern(list(pattern))
 
     def server_times(self) -> list[tuple[int, int]]:
-        """Return, for each server, how many chunks of sums it has answered and the ns that they took."""
+        """Return, for each server, the number of sums of chunks that it has sent, and their time in ns."""
         return list(self._engine.server_times())
 
     def close(self) -> None:

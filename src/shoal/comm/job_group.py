@@ -168,9 +168,9 @@ def _port_file(store_file: Path) -> Path:
 
 
 def _write_port(path: Path, port: int) -> None:
-    made = path.with_name(f"{path.name}.{os.getpid()}")
-    made.write_text(str(port))
-    made.replace(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(str(port))
+    temporary.replace(path)
 
 
 def _read_port(path: Path, timeout_s: float) -> int:

@@ -43,7 +43,7 @@ class CannotBuildError(ShoalError):
 
 
 class NoCompilerError(CannotBuildError, UsageError):
-    """No C++ compiler is found."""
+    """There is no C++ compiler."""
 
 
 class _KilledError(CannotBuildError):
@@ -55,7 +55,7 @@ class Library:
     """A library of shoal's that is compiled on first use.
 
     Attributes:
-        title: what it is, for the line that says that it is built.
+        title: its name in the message that says that it is built.
         kind: beginning of the names of its folders in the cache.
         name: of the file, without suffix.
         sources: folder of its ``.cc`` and ``.h`` files.
@@ -93,7 +93,7 @@ def build(library: Library) -> Path:
     key, file = _key(library, header), f"{library.name}.so"
     try:
         compiler = _compiler()
-    except NoCompilerError:  # as in a container's image, where it was built when the image was made
+    except NoCompilerError:  # as in a container, whose image was built with the library
         for built in sorted(settings.cache_dir().glob(f"{library.kind}-{key}-*/{file}")):
             return _checked(_private_folder(built.parent) / file, built)
         raise
@@ -119,8 +119,8 @@ def build(library: Library) -> Path:
 
 def _compiler() -> Path:
     for name in (machine.compiler(), "c++", "g++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return Path(found).resolve()
+        if name and (path := shutil.which(name)):
+            return Path(path).resolve()
     raise NoCompilerError("no C++ compiler is found; install g++ or clang++, or set CXX")
 
 
@@ -172,12 +172,12 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(library: Library, compiler: Path, package: Path, target: Path) -> None:
     includes = (library.sources, *library.shared, package / "include", *library.includes)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
+        built = Path(folder) / target.name
         command = [
             str(compiler), "-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-pthread",
             *library.flags, *(flag for path in includes for flag in ("-isystem", str(path))),
             *(str(path) for path in _sources(library) if path.suffix == ".cc"),
-            *library.links, f"-L{package / 'lib'}", "-lshoal", "-o", made.name,
+            *library.links, f"-L{package / 'lib'}", "-lshoal", "-o", built.name,
         ]  # fmt: skip
         try:
             run = subprocess.run(
@@ -190,5 +190,5 @@ def _compile(library: Library, compiler: Path, package: Path, target: Path) -> N
         if run.returncode != 0:
             errors = [line for line in run.stderr.splitlines() if "error" in line] or run.stderr.splitlines()
             raise CannotBuildError(f"{compiler} failed: " + "; ".join(errors[:_MOST_LINES]))
-        made.chmod(0o700)
-        made.replace(target)
+        built.chmod(0o700)
+        built.replace(target)

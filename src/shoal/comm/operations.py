@@ -76,8 +76,8 @@ class Operations:
     Attributes:
         pending: operations without an outcome; keeps their memory alive.
         messages: the same of sends and receives, one of which may stay for long.
-        resources: what :meth:`close` closes, the last added first. Whatever is added must not refer to this
-            object, which may be garbage-collected without it; its resources are closed shortly after.
+        resources: closed by :meth:`close`, the last added first. They must not refer to this object, which
+            may be garbage-collected without it; they are closed shortly after.
     """
 
     def __init__(self, member: Member, timeout: timedelta) -> None:
@@ -96,15 +96,22 @@ class Operations:
     def submit(self, operation: Operation) -> EngineWork:
         """Begin an operation on tensors in host memory, which are kept alive until it completes."""
         handle = self.begin(operation)
+        self.settle_ended()
         flight = self.pending[handle] = InFlight(handle, operation)
-        # Operations that nobody waits for are settled here, at the latest when the group shuts down.
-        while (oldest := next(iter(self.pending.values()), flight)) is not flight:
-            if not self.advance(oldest, 0.0):
-                break
         return EngineWork(self, flight, operation)
 
+    def settle_ended(self) -> bool:
+        """Settle operations that have ended and that nobody waits for; return whether any are pending.
+
+        The next operation calls it, also that of the backend in C++; at the latest :meth:`close` does.
+        """
+        while (oldest := next(iter(self.pending.values()), None)) is not None:
+            if not self.advance(oldest, 0.0):
+                return True
+        return False
+
     def submit_message(self, operation: Operation) -> MessageWork:
-        """Begin a send or receive, which has no place in the order of the group's operations."""
+        """Begin a send or receive, which does not count in the order of the group's operations."""
         self._require_open(operation)
         for each in list(self.messages.values()):
             self.advance(each, 0.0)
@@ -204,7 +211,7 @@ class MessageWork(EngineWork):
         self._rank: torch.Tensor | None = operation.memory[0] if operation.kind == "recv" else None
 
     def source_rank(self) -> int:
-        """Return the rank of the group that has sent what was received; -1 before that, and for a send."""
+        """Return the rank that has sent the received tensor; -1 before it arrives, and for a send."""
         return -1 if self._rank is None else int(self._rank.item())
 
     _source_rank = source_rank

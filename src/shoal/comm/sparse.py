@@ -1,4 +1,4 @@
-"""Packs sparse tensors of different numbers of elements for an all_gather, and adds up what it brings."""
+"""Packs sparse tensors of different numbers of elements for an all_gather, and adds up its rows."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class SparseParts:
             border = size * self._index_bytes
             indices.append(row[:border].clone().view(torch.int64).view(self._tensor.sparse_dim(), size))
             values.append(row[border:].clone().view(self._values.dtype).view(size, *self._values.shape[1:]))
-        found = torch.sparse_coo_tensor(
+        total = torch.sparse_coo_tensor(
             torch.cat(indices, dim=1), torch.cat(values), self._tensor.shape, check_invariants=False
         )
         with torch.no_grad():  # a detached sparse tensor would get indices and values of its own
-            self._tensor.copy_(found.coalesce())
+            self._tensor.copy_(total.coalesce())

@@ -51,7 +51,7 @@ def first_cause(problem: Exception, error: Callable[[], str | None], limit_s: fl
     engine then receives the first cause.
 
     Args:
-        problem: found on another connection.
+        problem: an error on another connection.
         error: returns the reason for which the group has failed, if it has.
         limit_s: the longest wait for it.
     """

@@ -263,6 +263,7 @@ class ShoalBackend final : public c10d::Backend {
   template <class... Args>
   WorkPtr delegate(const char* method, const Args&... args) {
     const py::gil_scoped_acquire gil;
+    state_->delegated();
     return coalesced(c10::make_intrusive<PythonWork>(python().attr(method)(args...)));
   }
 

@@ -176,8 +176,12 @@ class GroupState {
     const shoal_status status = shoal_submit(group(), &operation, 1, &handle);
     if (status != SHOAL_SUCCESS) raise_status(status, shoal_last_error());
     if (!is_single_ && input.defined()) operands_.add(group(), handle, input, output);
+    if (delegated_.load(std::memory_order_relaxed)) settle_delegated();
     return handle;
   }
+
+  // The Python group has begun an operation.
+  void delegated() { delegated_ = true; }
 
   // Handles signals and logs the engine's events. Called about every second of a wait; may raise.
   void idle() {
@@ -200,12 +204,19 @@ class GroupState {
  private:
   static constexpr double kPassedS = 1e-9;
 
+  // Lets the Python group release the memory of its operations that have ended, as submit() does with others.
+  void settle_delegated() {
+    if (python_is_ending()) return;
+    const py::gil_scoped_acquire gil;
+    delegated_ = python_.attr("operations").attr("settle_ended")().cast<bool>();
+  }
+
   const int pid_ = static_cast<int>(getpid());
   py::object python_, idle_;
   CGroup group_;
   const bool is_single_;
   std::atomic<Milliseconds> timeout_;
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> closed_{false}, delegated_{false};
   Operands operands_;
 };
 

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal import native
 from shoal.comm import BACKEND_NAME
 from shoal.comm.engine import CommError
-from shoal.comm.exchange import MessageBuilder
+from shoal.comm.messages import MessageBuilder
 from shoal.comm.native_group import python_group
 from shoal.comm.operations import MessageWork
 from shoal.comm.rendezvous import host_identity

@@ -1,4 +1,4 @@
-"""Builds the engine's operations that consist of messages: all_to_all, gather, scatter, send and recv.
+"""Builds the operations that are messages between two ranks: all_to_all, gather, scatter, send and recv.
 
 Each rank gives the engine a *block* for each other one: an address and a number of elements, in host memory.
 A tensor that is not contiguous is copied first, a tensor of a device goes through host memory, and results
@@ -39,7 +39,7 @@ class MessageBuilder:
     Args:
         rank: of this process in the group.
         size: number of ranks.
-        bounce_buffers: returns what copies the tensors of a device; ``None`` if they are in host memory.
+        bounce_buffers: returns the buffers for copies of a device's tensors; ``None`` for host memory.
     """
 
     rank: int
