@@ -50,7 +50,7 @@ train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, th
 	$(BIN)/shoal train albert --preset tiny --data.path $(DATA) --run.dir $(RUN) --workers $(WORKERS)
 	$(BIN)/shoal report $(RUN)
 
-quick: $(STAMP)  ## the unit tests of one package, in less than a minute: make quick P=comm
+quick: $(STAMP)  ## the unit tests of one package: make quick P=comm
 	@[ -n "$(wildcard $(QUICK))" ] || { echo 'name a package or module of src/shoal: make quick P=comm'; exit 2; }
 	$(BIN)/pytest -m 'not slow' $(TWO) $(wildcard $(QUICK))
 
