@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from shoal_workers import is_native, run_group
 
+from shoal import native
 from shoal.comm.engine import EngineOptions
+from shoal.env.settings import MOST_NETWORK_THREADS
 from shoal.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("both_groups")
@@ -97,6 +99,11 @@ def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
 def test_impossible_options_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=f"EngineOptions.{next(iter(given))} is"):
         EngineOptions(**given)  # type: ignore[arg-type]
+
+
+def test_the_environment_and_the_core_allow_the_same_threads() -> None:
+    most = {name: most for name, _, most, _ in native.core().option_ranges()}
+    assert most["network_threads"] == MOST_NETWORK_THREADS
 
 
 def check_mix(rank: int) -> None:

@@ -11,33 +11,40 @@ import atexit
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 from shoal import native
 from shoal.env.machine import cores_per_worker
-from shoal.env.settings import MOST_NETWORK_THREADS
 from shoal.errors import ShoalError, UsageError
 
 _FABRIC = "ofi:"
 _MAX_BYTES = 1 << 40
-_RANGES: dict[str, tuple[float, float, int]] = {
-    "chunk_bytes": (0, 8 << 20, 128),
-    "shared_chunk_bytes": (128, 8 << 20, 128),
-    "num_slots": (1, 64, 1),
+_Range = tuple[float, float, int]
+_RANGES: dict[str, _Range] = {
     "min_window_bytes": (0, _MAX_BYTES, 1),
     "window_bytes": (1, _MAX_BYTES, 1),
     "target_rtt_s": (1e-6, 3600.0, 0),
     "unexpected_bytes": (0, _MAX_BYTES, 1),
-    "connections_per_peer": (0, 64, 1),
-    "network_threads": (0, MOST_NETWORK_THREADS, 1),
     "send_buffer_bytes": (0, 1 << 30, 1),
     "peer_grace_s": (0.0, 86400.0, 0),
     "straggler_s": (0.0, 86400.0, 0),
     "staging_bytes": (1, _MAX_BYTES, 1),
     "staging_buffers": (2, 4096, 1),
 }
-"""Minimum and maximum of each number of :class:`EngineOptions`, and the number that divides it; 0 for any."""
+"""Minimum and maximum of numbers of :class:`EngineOptions`, and the number that divides them; 0 for any."""
+_AUTOMATIC = ("connections_per_peer", "network_threads")
+"""Options for which 0 chooses a number before the core gets it."""
+
+
+@cache
+def _ranges() -> dict[str, _Range]:
+    """Return the ranges of all numbers; the core, where it is built, has those that it checks."""
+    of_core = native.core().option_ranges() if native.is_built() else []
+    return _RANGES | {
+        name: (0 if name in _AUTOMATIC else least, most, unit) for name, least, most, unit in of_core
+    }
 
 
 def fabric_providers(transport: str | None) -> str:
@@ -176,7 +183,7 @@ class EngineOptions:
         ):
             if value not in known:
                 raise UsageError(f"EngineOptions.{name} is {value!r}; it is {known[0]!r} or {known[1]!r}")
-        for name, (least, most, unit) in _RANGES.items():
+        for name, (least, most, unit) in _ranges().items():
             number = getattr(self, name)
             if not least <= number <= most or (unit and number % unit):
                 multiple = f" and a multiple of {unit}" if unit and unit > 1 else ""

@@ -207,7 +207,7 @@ class Kernel:
     """An optimizer as the servers know it.
 
     Attributes:
-        number: of the optimizer, as in csrc/engine/served_weights.h.
+        name: of the optimizer in the core (``SERVED_OPTIMIZERS``).
         state: names of the state's tensors, in the slots after the weights.
         counts: whether the state has a ``step``.
         has_norm: whether the state has a squared norm of the gradient, one number, which workers keep.
@@ -215,7 +215,7 @@ class Kernel:
         decide: returns the coefficients of a tensor's step from its norms; ``None`` if it needs no norms.
     """
 
-    number: int
+    name: str
     state: tuple[str, ...]
     counts: bool
     options: Callable[[Optimizer, Group], tuple[float, ...]]
@@ -329,12 +329,12 @@ def _decide_novograd(
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOMENTUM = ("momentum_buffer",)
 KERNELS: dict[type[Optimizer], Kernel] = {
-    SGD: Kernel(0, _MOMENTUM, False, _sgd_options),
-    torch.optim.SGD: Kernel(0, _MOMENTUM, False, _sgd_options),
-    AdamW: Kernel(1, _MOMENTS, True, _adam_options),
-    torch.optim.AdamW: Kernel(1, _MOMENTS, True, _adam_options),
-    Lamb: Kernel(2, _MOMENTS, True, _adam_options, _decide_lamb),
-    Lars: Kernel(3, _MOMENTUM, False, _lars_options, _decide_lars),
-    Novograd: Kernel(4, ("exp_avg",), True, _no_options, _decide_novograd, has_norm=True),
+    SGD: Kernel("sgd", _MOMENTUM, False, _sgd_options),
+    torch.optim.SGD: Kernel("sgd", _MOMENTUM, False, _sgd_options),
+    AdamW: Kernel("adamw", _MOMENTS, True, _adam_options),
+    torch.optim.AdamW: Kernel("adamw", _MOMENTS, True, _adam_options),
+    Lamb: Kernel("lamb", _MOMENTS, True, _adam_options, _decide_lamb),
+    Lars: Kernel("lars", _MOMENTUM, False, _lars_options, _decide_lars),
+    Novograd: Kernel("novograd", ("exp_avg",), True, _no_options, _decide_novograd, has_norm=True),
 }
 """By class: the optimizers that servers can step."""

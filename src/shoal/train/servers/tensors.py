@@ -18,13 +18,6 @@ from shoal.comm.priority import trained
 from shoal.errors import UsageError
 from shoal.train.servers.rules import Totals, describe, kernel_of, options_of
 
-_BLOCK = 16384
-"""Elements that one server keeps together, as in csrc/engine/topology.cc."""
-_UNIT, _SUMS = 2048, 3
-"""Elements whose squares are summed together, and sums of each such unit, as in csrc/engine/types.h."""
-_COEFFICIENTS = 8
-"""Numbers that a measure or an apply sends for a tensor, as there."""
-
 
 @dataclass(eq=False)
 class Table:
@@ -53,7 +46,7 @@ class Table:
 
     @property
     def num_units(self) -> int:
-        return -(-self.parameter.numel() // _UNIT)
+        return -(-self.parameter.numel() // int(native.core().SERVED_UNIT))
 
 
 def tables_of(optimizer: Optimizer) -> list[Table]:
@@ -64,7 +57,7 @@ def tables_of(optimizer: Optimizer) -> list[Table]:
         for parameter in trained(group["params"]):
             table = Table(parameter, len(tables), index, place, unit)
             tables.append(table)
-            place += -(-parameter.numel() // _BLOCK)
+            place += -(-parameter.numel() // native.core().SERVED_BLOCK)
             unit += table.num_units
     return tables
 
@@ -110,7 +103,7 @@ class ServedTensors:
         self._number, self._first = numbers.model, numbers.table
         numbers.model, numbers.table = numbers.model + 1, numbers.table + len(self.tables)
         units = sum(table.num_units for table in self.tables)
-        self._sums = torch.zeros(units, _SUMS, dtype=torch.float64)
+        self._sums = torch.zeros(units, native.core().SERVED_SUMS, dtype=torch.float64)
         self._rule = 0
         self._was_loaded = False
         self.options: list[tuple[float, ...]] = []
@@ -124,7 +117,8 @@ class ServedTensors:
         """
         self._rule += 1
         self.options = options_of(optimizer)
-        packed = struct.pack("<4I", self._rule, self._kernel.number, len(self.options), 0)
+        optimizer_number = native.core().SERVED_OPTIMIZERS[self._kernel.name]
+        packed = struct.pack("<4I", self._rule, optimizer_number, len(self.options), 0)
         packed += b"".join(struct.pack("<6d", *options) for options in self.options)
         memory = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         text = describe(optimizer, len(self.tables)) + (", replicas=2" if self._copied else "") + more
@@ -241,7 +235,7 @@ class ServedTensors:
     # ---- operations ---------------------------------------------------------------------------------------
 
     def _phase(self, kind: str, table: Table, coefficients: list[float], result: Tensor) -> Any:
-        given = torch.zeros(_COEFFICIENTS)
+        given = torch.zeros(native.core().SERVED_COEFFICIENTS)
         given[: len(coefficients)] = torch.tensor(coefficients)
         return self._submit(
             given, kind=kind, dtype="int32", op="bor", root=table.group, output=result.data_ptr(),
@@ -269,7 +263,7 @@ class ServedTensors:
 
     def _slots_of(self, table: Table, optimizer: Optimizer) -> tuple[str, ...]:
         group = optimizer.param_groups[table.group]
-        is_plain = self._kernel.number == 0 and not group["momentum"]  # SGD without momentum
+        is_plain = self._kernel.name == "sgd" and not group["momentum"]  # SGD without momentum
         return () if is_plain else self._kernel.state
 
     def _sums_of(self, table: Table) -> Tensor:
