@@ -53,6 +53,12 @@ class ThreadUse {
   clockid_t clock_{};
 };
 
+// The thread that runs the callbacks of a lane.
+struct Running {
+  ThreadUse thread;
+  double used_s = -1;
+};
+
 std::string name_in_messages(const OpSpec& spec) {
   return spec.kind == Kind::delegated ? spec.name : std::string(name_of(spec.kind));
 }
@@ -67,10 +73,6 @@ struct Completer::Task {
 
 // The functions of one depth.
 struct Completer::Lane {
-  struct Running {
-    ThreadUse thread;  // of the thread that runs the callbacks
-    double used_s = -1;
-  };
   std::map<std::uint64_t, std::shared_ptr<const Task>> tasks;
   unsigned turn = 0;  // of the thread that serves the lane; another thread's turn has ended
   bool served = false;
