@@ -229,7 +229,7 @@ void Completer::Shared::run_next(Lane& lane, unsigned turn) {
   const bool due = ended && !stopping && lane.turn == turn && first != lane.tasks.end() && first->second == task;
   if (due) {
     lane.tasks.erase(first);
-    lane.running = Lane::Running{};
+    lane.running.emplace();
   }
   mutex.unlock();
   if (due) {
