@@ -95,7 +95,7 @@ def test_the_answer_and_its_files(
     plan = json.loads(files["json"].read_text())
     assert [p["cluster"] for p in plan["sweep"]] == [f"{n}xp3dn.24xlarge" for n in (1, 2, 4, 8)]
     assert sum(plan["best"]["where_s"].values()) == pytest.approx(plan["best"]["total_s"])
-    assert {each["name"] for each in plan["unequal_hosts"]} == {"by-speed", "equal", "update=servers"}
+    assert {each["name"] for each in plan["unequal_hosts"]} == {"by-speed", "equal", "sync"}
     assert "by-speed" in files["page"].read_text()
     assert "<svg" in files["page"].read_text() and "polyline" in files["page"].read_text()
     events = json.loads(files["trace"].read_text())["traceEvents"]
