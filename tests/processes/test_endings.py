@@ -55,18 +55,19 @@ def too_large(path: Path) -> None:
 def record_too_large(path: Path) -> None:
     """The same of a run's record, and of TensorBoard's file, which a thread and an exit function write."""
     from shoal.record import Stop
-    from shoal.train.reporting import EventWriter, Progress, RunLog
+    from shoal.train.reporting import EventWriter, Progress, RecordWriter, RunLog
 
     path.mkdir()
     with RunLog(path, Progress(10, 0)) as log:
-        events = next(writer for writer in log._writers if isinstance(writer, EventWriter))
+        record, events = log._writers[0], log._writers[-2]
+        assert isinstance(record, RecordWriter) and isinstance(events, EventWriter)
         for number in range(99):
             events._events.add_scalar("loss", 1.0, number)
         events._events.flush()
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
         events._events.add_scalar("loss", 1.0, 99)
         for number in range(99):
-            log.write(Stop(step=number, reason="none", exit_code=0))
+            record.write(Stop(step=number, reason="none", exit_code=0))
 
 
 def too_many_files(path: Path) -> None:
