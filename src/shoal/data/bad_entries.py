@@ -59,6 +59,7 @@ class BadEntries:
         source: its name, for messages.
         on_bad: whether the first invalid entry is an error.
         most_bad: share of the entries that may be invalid in kinds that no standard set has.
+        options: beginning of the two options' names, such as ``--data.``.
 
     Example:
         >>> bad = BadEntries(Path("pairs.tsv"))
@@ -68,8 +69,16 @@ class BadEntries:
         ['pairs.tsv: left out 1: row that is no object: 1 (line 13: 7)']
     """
 
-    def __init__(self, source: Path | str, on_bad: OnBad = "skip", most_bad: float = MOST_BAD) -> None:
+    def __init__(
+        self,
+        source: Path | str,
+        on_bad: OnBad = "skip",
+        most_bad: float = MOST_BAD,
+        *,
+        options: str = "--",
+    ) -> None:
         self.source = source
+        self._options = options
         self._on_bad = on_bad
         self._most_bad = most_bad
         self._kinds: dict[str, _Kind] = {}
@@ -84,7 +93,7 @@ class BadEntries:
         if self._on_bad == "refuse":
             raise UsageError(
                 f"{self.source}: {place} is {kind}{f': {value}' if value else ''}; correct it, or let such "
-                "entries be left out (--on-bad skip)"
+                f"entries be left out ({self._options}on-bad skip)"
             )
         first = kind not in self._kinds
         self._count(kind, 1, [f"{place}: {value}" if first and value else place])
@@ -126,13 +135,16 @@ class BadEntries:
             raise UsageError(
                 f"{self.source}: {num_other:,} of {num_good + num_bad:,} entries are invalid, more than "
                 f"{self._most_bad:.0%}: {self._by_kind()}; correct the file, or let so many be left out "
-                f"(--most-bad {min(1.0, round(share + 0.005, 2)):g})"
+                f"({self._options}most-bad {min(1.0, round(share + 0.005, 2)):g})"
             )
 
     def lines(self) -> list[str]:
         """Return the line that says what was left out; none if nothing was."""
-        num_bad = sum(self.counts.values())
-        return [f"{self.source}: left out {num_bad:,}: {self._by_kind()}"] if num_bad else []
+        return [f"{self.source}: {self.summary()}"] if self._kinds else []
+
+    def summary(self) -> str:
+        """Return what was left out, without the name of the source; empty if nothing was."""
+        return f"left out {sum(self.counts.values()):,}: {self._by_kind()}" if self._kinds else ""
 
     def _by_kind(self) -> str:
         return "; ".join(

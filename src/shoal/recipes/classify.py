@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.data.bad_entries import MOST_BAD, BadEntries, OnBad
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
@@ -56,7 +57,16 @@ class LabelledColumnsConfig(TextColumnsConfig):
     label: tuple[str, ...] = ("gold_label", "label")
     """Column of the label: the first of these names that a file has."""
     unlabelled: str = "-"
-    """Label of examples without agreement among annotators; they are skipped."""
+    """Label of examples without agreement among annotators, which are left out, as are null and -1 beside
+    numbers from 0."""
+    on_bad: OnBad = "skip"
+    """Leave out and count rows that cannot be used, or stop at the first."""
+    most_bad: float = MOST_BAD
+    """Largest share that may be left out, beside flaws that standard sets are known for."""
+
+    def bad_entries(self, path: Path) -> BadEntries:
+        """Return the counter of the rows of a file that cannot be used."""
+        return BadEntries(path, self.on_bad, self.most_bad, options="--data.")
 
     def columns(self) -> "Columns":
         """Return the names as the readers take them."""
@@ -172,8 +182,11 @@ def read_files(data: ClassifyDataConfig) -> "list[ClassifyData]":
 
     require_names(data.eval)
     columns = data.columns()
-    train = read_classify(required(data.path), columns, labels=data.labels or None)
-    return [train, *(read_classify(path, columns, labels=train.labels) for path in data.eval)]
+    path = required(data.path)
+    train = read_classify(path, columns, labels=data.labels or None, bad=data.bad_entries(path))
+    labels = train.labels
+    others = (read_classify(path, columns, labels=labels, bad=data.bad_entries(path)) for path in data.eval)
+    return [train, *others]
 
 
 def require_names(files: tuple[Path, ...]) -> None:
@@ -185,10 +198,13 @@ def require_names(files: tuple[Path, ...]) -> None:
 
 def counts(data: "ClassifyData", num_examples: int, num_cut: int, length: int) -> str:
     """Return a line about a file for the beginning of the run."""
-    return (
-        f"{data.path.name}: {num_examples:,} examples, {num_cut:,} cut to {length} tokens, "
-        f"{data.num_unlabelled:,} without a label left out"
-    )
+    return f"{data.path.name}: {num_examples:,} examples, {num_cut:,} cut to {length} tokens{left_out(data)}"
+
+
+def left_out(data: "ClassifyData") -> str:
+    """Return the end of a line about a file: the rows of it that are not used."""
+    summary = data.bad.summary() if data.bad else ""
+    return f"; {summary}" if summary else ""
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -364,7 +380,7 @@ class TextUse(Use):
         scores = write_scores(self.settings.out, data, names, predicted, score)
         accuracy = f"{score.replace('_', ' ')} {scores.accuracy:.2f} %"
         text = f"{data.path}: {accuracy} of {len(data.examples):,} examples, in {self.precision.name}"
-        return f"{text}\n{scores.table()}"
+        return f"{text}{left_out(data)}\n{scores.table()}"
 
 
 class Labelling(TextUse):
@@ -398,8 +414,9 @@ class Labelling(TextUse):
     def labelled(self, inputs: tuple[Path, ...]) -> "Iterator[ClassifyData]":
         from shoal.data.text.classify import read_classify
 
-        columns = self.settings.data.columns()
-        return (read_classify(path, columns, labels=self.labels) for path in inputs)
+        data = self.settings.data
+        for path in inputs:
+            yield read_classify(path, data.columns(), labels=self.labels, bad=data.bad_entries(path))
 
     def scores(self, data: "ClassifyData", outputs: "Float32Array") -> str:
         return self.label_scores(data, self.labels, [int(label) for label in outputs.argmax(axis=1)])

@@ -317,7 +317,7 @@ def read_files(settings: T5DataConfig) -> "list[ClassifyData]":
     classify.require_names(settings.eval)
     source, target = settings.source_column, settings.target_column
     return [
-        read_text_pairs(path, source=source, target=target)
+        read_text_pairs(path, source=source, target=target, bad=settings.bad_entries(path))
         for path in (required(settings.path), *settings.eval)
     ]
 
@@ -357,6 +357,7 @@ def counts(settings: T5DataConfig, file: "TextToText") -> str:
     return (
         f"{file.data.path.name}: {len(file):,} examples, {file.num_cut:,} inputs cut to "
         f"{settings.max_seq_length} tokens, {file.num_targets_cut:,} targets to {settings.max_target_length}"
+        f"{classify.left_out(file.data)}"
     )
 
 
@@ -465,9 +466,12 @@ class Writing(TextUse):
         columns = self.settings.data
         if columns.is_text:
             source, target = columns.source_column, columns.target_column
-            return (read_text_pairs(path, source=source, target=target) for path in inputs)
+            for path in inputs:
+                yield read_text_pairs(path, source=source, target=target, bad=columns.bad_entries(path))
+            return
         labels = t5_written.require_labels(self.settings.model, self.model)
-        return (read_classify(path, columns.columns(), labels=labels) for path in inputs)
+        for path in inputs:
+            yield read_classify(path, columns.columns(), labels=labels, bad=columns.bad_entries(path))
 
     def scores(self, data: "ClassifyData", outputs: Any) -> str:
         columns, metrics = self.settings.data, self.settings.generation.metrics

@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from shoal.atomic_io import read_text
-from shoal.data.bad_entries import MOST_BAD, NO_LABEL, OTHER_WIDTH, BadEntries, BadEntry, OnBad
+from shoal.data.bad_entries import NO_LABEL, OTHER_WIDTH, BadEntries, BadEntry
 from shoal.data.text.rows import field_names, field_rows
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
@@ -62,19 +62,13 @@ class ClassifyData:
     bad: BadEntries | None = None
     """Counts of the rows that were left out."""
 
-    @property
-    def num_unlabelled(self) -> int:
-        """Number of examples that were left out because they have no label."""
-        return self.bad.counts.get(NO_LABEL, 0) if self.bad else 0
-
 
 def read_classify(
     path: Path,
     columns: Columns,
     *,
     labels: Sequence[str] | None,
-    on_bad: OnBad = "skip",
-    most_bad: float = MOST_BAD,
+    bad: BadEntries | None = None,
 ) -> ClassifyData:
     """Read a file whose name ends in ``.tsv``, ``.csv`` (column names first), ``.jsonl`` or ``.parquet``.
 
@@ -84,14 +78,13 @@ def read_classify(
     Args:
         labels: the set of labels, in the order of the model's outputs; ``None`` takes those of the file,
             sorted: for training data only, since an evaluation needs the labels of the training.
-        on_bad: leave invalid rows out and count them, or refuse the first.
-        most_bad: see :class:`shoal.data.bad_entries.BadEntries`.
+        bad: counts invalid rows; default: they are left out.
 
     Raises:
         UsageError: the file cannot be read, a column is not there, too many rows are invalid, a label is not
             in the set (with its line), labels are scores, or there is no example.
     """
-    bad = BadEntries(path, on_bad, most_bad)
+    bad = bad or BadEntries(path)
     rows = list(read_rows(path, columns, bad))
     present = {row[3] for row in rows} - {columns.unlabelled}
     unlabelled = {columns.unlabelled, *_missing_number(present, labels)}

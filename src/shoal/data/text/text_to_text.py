@@ -84,19 +84,20 @@ class TextToText(Sequences):
         return next(found, len(self.words))
 
 
-def read_text_pairs(path: Path, *, source: str, target: str) -> ClassifyData:
+def read_text_pairs(path: Path, *, source: str, target: str, bad: BadEntries | None = None) -> ClassifyData:
     """Read sources and targets: each example has a label of its own, which is its target.
 
     Args:
         path: its name ends in ``.tsv``, ``.csv`` (column names first), ``.jsonl`` or ``.parquet``.
         source: the column (or key) of inputs.
         target: that of targets.
+        bad: counts invalid rows; default: they are left out.
 
     Raises:
         UsageError: the file cannot be read, a column is not there, too many rows are invalid, or there is
             none.
     """
-    bad = BadEntries(path)
+    bad = bad or BadEntries(path)
     found = list(read_rows(path, Columns(first=source, second=target, label=()), bad))
     bad.check(len(found))
     if not found:

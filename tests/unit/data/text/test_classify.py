@@ -5,15 +5,26 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shoal.data.text.classify import MNLI_LABELS, Columns, Example, read_classify, score_classify
+from shoal.data.bad_entries import NO_LABEL, BadEntries
+from shoal.data.text.classify import (
+    MNLI_LABELS,
+    ClassifyData,
+    Columns,
+    Example,
+    read_classify,
+    score_classify,
+)
 from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 HEAD = "gold_label\tsentence1\tsentence2\n"
+
+
+def num_unlabelled(data: ClassifyData) -> int:
+    return data.bad.counts.get(NO_LABEL, 0) if data.bad else 0
 
 
 def write(folder: Path, text: str, name: str = "x.tsv") -> Path:
@@ -31,7 +42,7 @@ def test_real_files(name: str, total: int) -> None:
         pytest.skip(f"no {name} in {data_dir()}/nli; set SHOAL_TEST_DATA")
     data = read_classify(path, Columns(), labels=MNLI_LABELS)
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(data.examples) + data.num_unlabelled == total == len(lines) - 1
+    assert len(data.examples) + num_unlabelled(data) == total == len(lines) - 1
     names = lines[0].split("\t")
     for line, example in zip(lines[1:], data.examples, strict=True):
         row = dict(zip(names, line.split("\t"), strict=True))
@@ -46,7 +57,7 @@ def test_odd_text_is_kept_as_it_is(tmp_path: Path) -> None:
     odd = 'He said: "hi\u2028\u0085 there'  # quotes open, and line ends that are none here
     path = write(tmp_path, f"\ufeff{HEAD}neutral\t{odd}\t 😀 \r\n\nentailment\t\tb\n-\tx\ty\n")
     data = read_classify(path, Columns(), labels=MNLI_LABELS)
-    assert data.examples == (Example(odd, " 😀 ", 1), Example("", "b", 0)) and data.num_unlabelled == 1
+    assert data.examples == (Example(odd, " 😀 ", 1), Example("", "b", 0)) and num_unlabelled(data) == 1
 
 
 def test_jsonl_single_texts_and_labels_of_the_file(tmp_path: Path) -> None:
@@ -98,11 +109,9 @@ def a_line(**values: object) -> str:
     return json.dumps({"sentence1": "a", "sentence2": "b", **values}) + "\n"
 
 
-def labels_of(
-    tmp_path: Path, text: str, name: str = "x.jsonl", **options: Any
-) -> tuple[tuple[str, ...], int]:
-    data = read_classify(write(tmp_path, text, name), Columns(), labels=None, **options)
-    return data.labels, data.num_unlabelled
+def labels_of(tmp_path: Path, text: str, name: str = "x.jsonl") -> tuple[tuple[str, ...], int]:
+    data = read_classify(write(tmp_path, text, name), Columns(), labels=None)
+    return data.labels, num_unlabelled(data)
 
 
 def test_labels_of_other_types_and_missing_ones(tmp_path: Path) -> None:
@@ -114,9 +123,9 @@ def test_labels_of_other_types_and_missing_ones(tmp_path: Path) -> None:
     table = HEAD + "".join(f"{label}\ta\tb\n" for label in ("0", "1", "-1"))
     assert labels_of(tmp_path, table, "x.tsv") == (("0", "1"), 1)
     again = read_classify(write(tmp_path, table), Columns(), labels=("0", "1", "2"))
-    assert again.num_unlabelled == 1
+    assert num_unlabelled(again) == 1
     kept = read_classify(write(tmp_path, table), Columns(), labels=("-1", "0", "1"))
-    assert kept.num_unlabelled == 0 and len(kept.examples) == 3
+    assert num_unlabelled(kept) == 0 and len(kept.examples) == 3
 
 
 @pytest.mark.parametrize("scores", [["0.0", "1.3"], ["2.50", "2.75"], ["-0.5", "1"]])
@@ -137,7 +146,8 @@ def test_lines_of_another_width_are_left_out(tmp_path: Path) -> None:
     (line,) = data.bad.lines()
     assert line.endswith("columns than the first line: 2 (line 3: 2 for 3, line 4)")
     with pytest.raises(UsageError, match=r"x\.tsv: line 3 is a line with another .* \(--on-bad skip\)"):
-        labels_of(tmp_path, text, "x.tsv", on_bad="refuse")
+        path = tmp_path / "x.tsv"
+        read_classify(path, Columns(), labels=None, bad=BadEntries(path, "refuse"))
 
 
 def test_cells_in_quotes(tmp_path: Path) -> None:
