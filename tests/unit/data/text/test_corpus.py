@@ -168,6 +168,7 @@ def test_wrong_rows_are_counted_and_a_wrong_field_is_refused(tmp_path: Path) -> 
         ("a.pdf", b"%PDF-1.7 ...", "is a PDF"),
         ("a.txt", b"One.\rTwo.\rThree.", "its lines end in CR alone"),
     ],
+    ids=["zip", "tar", "tar.gz", "gzip", "xz", "PDF", "CR"],
 )
 def test_archives_and_odd_line_ends_are_no_text(
     tmp_path: Path, name: str, content: bytes, words: str
