@@ -212,14 +212,15 @@ def hook_errors(*, has_ended: bool = False) -> None:
     """Print expected errors of threads, and of what runs at the interpreter's end, as one line too.
 
     Args:
-        has_ended: an error has been told; expected ones that follow, as of the same full disk, are not.
+        has_ended: an error has been printed; those that follow from the end of the process are not, as those
+            of the same full disk.
     """
 
     def is_said(error: BaseException | None) -> bool:
         line = "" if error is None else _explain(error)[0]
         if line and not has_ended:
             print(line, file=sys.stderr, flush=True)
-        return bool(line)
+        return has_ended or bool(line)
 
     def of_thread(args: threading.ExceptHookArgs) -> None:
         if not is_said(args.exc_value):

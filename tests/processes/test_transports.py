@@ -77,7 +77,7 @@ def test_the_doctor_says_what_can_be_used() -> None:
     assert check.finding == "1.17, usable providers: efa, shm; psm3 does not open (no device)"
     assert "libfabric-dev" in fabric_check(state(built=False)).remedy
     missing = fabric_check(state(version="", problem="libfabric.so.1: cannot open"))
-    assert missing.state == "note" and "libfabric.so.1: cannot open" in missing.found
+    assert missing.state == "note" and "libfabric.so.1: cannot open" in missing.finding
     assert fabric_check(state()).state == "note"
 
 

@@ -283,7 +283,8 @@ def scored_by_finetuning(
         else:  # after a score the run yields the step again, unless the score is its target
             yield step
     if is_due() and not squad.score_pretraining(short_finetuning(config), write, run):
-        run.end_early(is_reached=False)
+        run.save(wait=True)
+        run.stopped = True
 
 
 def short_finetuning(config: MaskedLMConfig) -> SquadConfig:

@@ -541,7 +541,7 @@ class Run:
             )
             yield from self._attempt(source, shard, left, targets, on_host)
         if self.step == until and self._evaluations.have_reached():
-            self.end_early(is_reached=True)
+            self._end_early(is_reached=True)
 
     def _attempt(
         self,
@@ -611,7 +611,7 @@ class Run:
             names = source.names(shard, index - behind)
             raise not_finite(self._nonfinite_steps, self.step + 1 - behind, names, section=section)
         if num_reached or num_stops:
-            self.end_early(is_reached=num_reached > 0)
+            self._end_early(is_reached=num_reached > 0)
             return None
         if self._shares is not None and self._shares.observe(self.step + 1, sums[4:]):
             if self.log:
@@ -627,7 +627,7 @@ class Run:
         if self._training.update.settle():
             self.timer.lap("gradient_wait")
 
-    def end_early(self, *, is_reached: bool) -> None:
+    def _end_early(self, *, is_reached: bool) -> None:
         """Save the last step and take no more: it reached the target, or a signal asked some worker to stop.
 
         A collective.
