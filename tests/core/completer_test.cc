@@ -1,7 +1,7 @@
 #include "engine/completer.h"
 
-#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -44,14 +44,33 @@ class Operations {
   std::set<std::uint64_t> ended_;
 };
 
-void until(const std::atomic<int>& value, int wanted) {
-  while (value != wanted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
+// A number that is waited for without processor time: a callback that polls is not taken for a blocked one.
+class Count {
+ public:
+  void operator++() {
+    const std::lock_guard lock(mutex_);
+    ++value_;
+    changed_.notify_all();
+  }
+  void await(int wanted) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return value_ == wanted; });
+  }
+  int load() {
+    const std::lock_guard lock(mutex_);
+    return value_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int value_ = 0;
+};
 
 TEST(completer_calls_in_the_order_of_the_operations) {
   Operations operations;
   Completer completer(false, operations.wait());
-  std::atomic<int> num{0};
+  Count num;
   std::vector<int> seen;
   for (int seq = 0; seq < 3; ++seq) {
     completer.add(static_cast<std::uint64_t>(seq), [&, seq] {
@@ -64,7 +83,7 @@ TEST(completer_calls_in_the_order_of_the_operations) {
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   CHECK_EQ(num.load(), 0);
   operations.end(0);
-  until(num, 3);
+  num.await(3);
   CHECK(seen == (std::vector<int>{0, 1, 2}));
 }
 
@@ -73,40 +92,40 @@ TEST(completer_callbacks_may_wait_for_others) {
   Operations operations;
   Completer completer(false, operations.wait());
   for (std::uint64_t seq = 0; seq < 3; ++seq) operations.end(seq);
-  std::atomic<int> inner{0}, later{0}, outer{0};
+  Count inner, later, outer;
   completer.add(0, [&] {
     completer.add(2, [&] { ++inner; });
-    until(inner, 1);
-    until(later, 1);
+    inner.await(1);
+    later.await(1);
     ++outer;
   });
   completer.add(1, [&] { ++later; });
-  until(outer, 1);
+  outer.await(1);
 }
 
 TEST(completer_refuses_callbacks_that_the_program_has_overtaken) {
   Operations operations;
   Completer completer(false, operations.wait());
   completer.begin(OpSpec{});
-  std::atomic<int> overtaken{0}, done{0};
+  Count overtaken, done;
   completer.add(0, [&] {
     completer.begin(OpSpec{});  // nothing has been begun since
     ++done;
-    until(overtaken, 1);
+    overtaken.await(1);
     CHECK_THROWS(OrderError, completer.begin(OpSpec{}));
     ++done;
   });
   operations.end(0);
-  until(done, 1);
+  done.await(1);
   completer.begin(OpSpec{});
   ++overtaken;
-  until(done, 2);
+  done.await(2);
 }
 
 TEST(completer_ordered_holds_the_program_back) {
   Operations operations;
   Completer completer(true, operations.wait());
-  std::atomic<int> done{0};
+  Count done;
   completer.add(0, [&] {
     completer.await_callbacks(OpSpec{});  // a callback does not wait for itself
     std::this_thread::sleep_for(std::chrono::milliseconds(20));

@@ -197,7 +197,7 @@ class Use:
 
 
 class Script(Protocol):
-    """What the module of a recipe has; of ``sample`` and ``trial`` either both or none, ``use`` or not."""
+    """Lists the names in a recipe's module: ``sample`` and ``trial`` come together, ``use`` is optional."""
 
     PRESETS: tuple[str, ...]
     IMMUTABLE: tuple[str, ...]

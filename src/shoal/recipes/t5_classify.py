@@ -415,7 +415,7 @@ class Writing(TextUse):
 
     @property
     def has_labels(self) -> bool:
-        """Whether outputs are labels: of an evaluation the columns decide, else the model."""
+        """Return whether outputs are labels: the columns of an evaluation decide, else the model."""
         is_evaluation = isinstance(self.settings, T5EvaluateConfig)
         return not self.settings.data.is_text if is_evaluation else bool(self.labels)
 

@@ -86,7 +86,7 @@ class PredictConfig(UseConfig):
 
     @property
     def has_one_input(self) -> bool:
-        """Whether an input is given by options instead of files."""
+        """Return whether an input is given by options instead of files."""
         return False
 
     def check_out(self) -> None:

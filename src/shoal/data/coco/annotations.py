@@ -72,7 +72,7 @@ class CocoAnnotations:
 
     @property
     def has_masks(self) -> bool:
-        """Whether every object has a segmentation."""
+        """Return whether every object has a segmentation."""
         return all(one.segmentation for some in self.objects.values() for one in some)
 
     def image_of(self, value: Any) -> CocoImage | None:

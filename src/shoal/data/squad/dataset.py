@@ -68,7 +68,7 @@ class SquadData:
     num_dropped: int
     """Questions that were skipped because all their answers were misplaced."""
     hint: str = ""
-    """How all misplaced answers are off, if it is the same for all."""
+    """Explanation of misplaced answers, if it is the same for all."""
 
 
 def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:

@@ -550,7 +550,7 @@ class BoundedSteps(ServersUpdate):
         )
 
     def _update(self, max_norm: float | None) -> bool:
-        """Have the servers step with what is in the spare memory; return whether they did."""
+        """Step on the servers with the gradients in the spare memory; return whether they did."""
         servers = self._servers
         updates = list(zip(servers.tables, self._spare, strict=True))
         if not self._phased:
