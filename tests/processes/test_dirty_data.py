@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import finetune_made
 from shoal.cli.app import app
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import decode
@@ -134,3 +135,57 @@ def test_text_with_nulls_and_of_other_tools(tmp_path: Path, capsys: pytest.Captu
 def test_what_is_no_text_is_named(name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=re.escape(words)):
         prepare_text(REPORTS / "B38" / name, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finetune_made.write_model(tmp_path_factory.mktemp("model") / "bert")
+
+
+@pytest.mark.parametrize(
+    ("command", "data", "options", "said"),
+    [
+        pytest.param(
+            "classify", "A2/q.tsv", "first question1 second question2 label is_duplicate",
+            ["q.tsv: 24 examples", "left out 1: line with another number of columns", "(line 13: 3 for 6)"],
+            id="QQP",
+        ),
+        pytest.param(
+            "classify", "A3/t.jsonl", "first premise second hypothesis",
+            ["labels       0, 1, 2\n", "left out 4: example without a label: 4 "], id="SNLI on the hub",
+        ),
+        pytest.param(
+            "classify", "A3/null.jsonl", "first premise second hypothesis",
+            ["labels       0, 1, 2\n", "example without a label"], id="null labels",
+        ),
+        pytest.param(
+            "classify", "A5/b.jsonl", "first question second passage", ["labels       false, true\n"],
+            id="BoolQ",
+        ),
+        pytest.param("squad", "A6/int.json", "", ["int.json: SQuAD 1.1, 20 questions"], id="COVID-QA"),
+    ],
+)  # fmt: skip
+def test_finetuning_takes_sets_as_they_are_distributed(
+    command: str, data: str, options: str, said: list[str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = options.split()
+    columns = [word for name, value in zip(words[::2], words[1::2], strict=True)
+               for word in (f"--data.{name}", value)]  # fmt: skip
+    path = str(REPORTS / data)
+    length = f"--{'data' if columns else 'window'}.max-seq-length"
+    arguments = ["--model", str(model), "--data", path, "--eval", path, length, "48", *columns]
+    app(["finetune", command, *arguments, "--dry-run"], result_action="return_value", exit_on_error=False)
+    printed = capsys.readouterr().out
+    for words_said in said:
+        assert words_said in printed
+
+
+def test_scores_are_no_classes_for_a_finetuning(model: Path) -> None:
+    path = str(REPORTS / "A4" / "s.tsv")
+    command = ["finetune", "classify", "--model", str(model), "--data", path, "--eval", path]
+    with pytest.raises(UsageError, match=r"labels such as 0\.1 are scores; .* not regression"):
+        app(
+            [*command, "--data.label", "score", "--dry-run"],
+            result_action="return_value",
+            exit_on_error=False,
+        )

@@ -197,8 +197,8 @@ def require_names(files: tuple[Path, ...]) -> None:
 
 
 def counts(data: "ClassifyData", num_examples: int, num_cut: int, length: int) -> str:
-    """Return a line about a file for the beginning of the run."""
-    return f"{data.path.name}: {num_examples:,} examples, {num_cut:,} cut to {length} tokens{left_out(data)}"
+    """Return a line about a file, for a dry run and the beginning of a run."""
+    return f"{data.path}: {num_examples:,} examples, {num_cut:,} cut to {length} tokens{left_out(data)}"
 
 
 def left_out(data: "ClassifyData") -> str:
@@ -447,7 +447,7 @@ def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
     return [
         *finetuning.describe(config, len(pairs[0]), num_workers),
         f"labels       {', '.join(files[0].labels)}",
-        *(f"{f.data.path}: {len(f):,} examples, {f.num_cut:,} cut to {length} tokens" for f in pairs),
+        *(counts(f.data, len(f), f.num_cut, length) for f in pairs),
     ]
 
 

@@ -478,7 +478,8 @@ class Writing(TextUse):
         if columns.is_text:
             scores = t5_written.write_text_scores(self.settings.out, data, outputs, metrics)
             listed = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
-            return f"{data.path}: {listed} of {len(outputs):,} examples, in {self.precision.name}"
+            named = f"{data.path}: {listed} of {len(outputs):,} examples, in {self.precision.name}"
+            return f"{named}{classify.left_out(data)}"
         predicted = t5_written.likeliest(outputs) if columns.labels_by == "likelihood" else outputs
         return self.label_scores(data, columns.names(self.labels), required(predicted), columns.accuracy)
 
@@ -505,7 +506,7 @@ def check(config: T5ClassifyConfig, num_workers: int, dry_run: bool) -> list[str
         *finetuning.describe(config, len(files[0].examples), num_workers),
         f"worded as    {t5_written.wording(config.data, files[0])}",
         *([] if config.data.is_text else [f"labels       {', '.join(files[0].labels)}"]),
-        *(f"{data.path}: {len(data.examples):,} examples" for data in files),
+        *(f"{data.path}: {len(data.examples):,} examples{classify.left_out(data)}" for data in files),
     ]
 
 
