@@ -41,7 +41,7 @@ def _options(scheduler: str) -> Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Whether a job is submitted, or only written or printed."""
+    """Selects submission, writing or printing of a job."""
 
     to: Path | None = None
     """Write the job's file into this folder and submit nothing; the job's secret is not in it."""

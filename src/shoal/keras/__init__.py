@@ -43,7 +43,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shoal.keras' has no attribute {name!r}")
     try:
         if name == "callbacks":
-            return import_module("shoal.keras.callbacks")
+            import shoal.keras.callbacks as callbacks
+
+            return callbacks
         value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
         from shoal.errors import missing_extra
