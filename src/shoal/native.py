@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -25,7 +24,9 @@ Buffer = Any
 _loaded: ModuleType | None = None
 _why_missing = ""
 try:
-    _loaded = import_module("shoal._core")
+    import shoal._core as _compiled  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    _loaded = _compiled
 except ImportError as error:
     _why_missing = str(error)
 
