@@ -177,5 +177,5 @@ def worker_memory(environ: Environ = None) -> str | None:
 
 
 def test_data_dir(environ: Environ = None) -> Path:
-    """Return the folder of the tests' real data, which is not part of the project."""
-    return Path(text(TEST_DATA, environ) or "../shared/data")
+    """Return the absolute path of the tests' real data, which is not part of the project."""
+    return Path(text(TEST_DATA, environ) or "../shared/data").absolute()

@@ -40,7 +40,7 @@ def test_folders() -> None:
     assert launch_dir({"SHOAL_LAUNCH_DIR": ""}) is None
     assert launch_dir({"SHOAL_LAUNCH_DIR": "/run/x"}) == Path("/run/x")
     assert data_dir({"SHOAL_TEST_DATA": "/data"}) == Path("/data")
-    assert data_dir({}) == Path("../shared/data")
+    assert data_dir({}) == Path.cwd() / "../shared/data"
 
 
 def test_child_environment_changes_only_the_child() -> None:
