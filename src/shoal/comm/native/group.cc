@@ -1,5 +1,5 @@
-// The short way into backend "shoal": a c10d::Backend that hands five collectives of contiguous CPU tensors, and the
-// barrier, to the engine without Python and without the GIL. Everything else is passed to the ShoalProcessGroup
+// The short way into backend "shoal": a c10d::Backend that hands the frequent operations of contiguous CPU tensors to
+// the engine without Python and without the GIL. Everything else is passed to the ShoalProcessGroup
 // (shoal/comm/backend.py), which has the same engine and so the same sequence of operations and callbacks.
 //
 // Built on first use by shoal/comm/native_group.py. Uses the engine through the C interface only (shoal.h).
@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -77,6 +78,36 @@ shoal_operation operation_of(shoal_kind kind, const at::Tensor& input, const at:
   operation.shape = input.sizes().data();
   operation.num_dims = static_cast<std::uint32_t>(input.dim());
   return operation;
+}
+
+using Blocks = std::vector<shoal_block>;
+
+// Returns the memory of a tensor for each rank, all of one type; nothing where Python must prepare or refuse them.
+std::optional<Blocks> blocks_of(const std::vector<at::Tensor>& tensors, int size, at::ScalarType type) {
+  if (static_cast<int>(tensors.size()) != size) return std::nullopt;
+  Blocks blocks;
+  for (const at::Tensor& each : tensors) {
+    if (!is_plain(each) || each.scalar_type() != type) return std::nullopt;
+    blocks.push_back({each.data_ptr(), static_cast<std::uint64_t>(each.numel())});
+  }
+  return blocks;
+}
+
+// Returns the parts of a tensor that is split along its first dimension, equally for no sizes; else as blocks_of().
+std::optional<Blocks> rows_of(const at::Tensor& tensor, const std::vector<int64_t>& sizes, int size) {
+  if (!is_plain(tensor) || tensor.dim() == 0) return std::nullopt;
+  const int64_t rows = tensor.size(0), width = rows ? tensor.numel() / rows : 0;
+  if (sizes.empty() ? rows % size != 0 : static_cast<int>(sizes.size()) != size) return std::nullopt;
+  Blocks blocks;
+  int64_t begin = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    const int64_t count = sizes.empty() ? rows / size : sizes[static_cast<std::size_t>(rank)];
+    if (count < 0 || count > rows - begin) return std::nullopt;
+    char* data = static_cast<char*>(tensor.data_ptr()) + begin * width * tensor.element_size();
+    blocks.push_back({data, static_cast<std::uint64_t>(count * width)});
+    begin += count;
+  }
+  return begin == rows ? std::optional(std::move(blocks)) : std::nullopt;
 }
 
 // ---- the backend ----------------------------------------------------------------------------------------
@@ -149,6 +180,38 @@ class ShoalBackend final : public c10d::Backend {
     return submit("barrier", c10d::OpType::BARRIER, operation, opts.timeout, at::Tensor(), at::Tensor());
   }
 
+  // ---- messages: what does not fit goes to Python, which names the mistake
+
+  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                   const c10d::AllToAllOptions& opts) override {
+    const auto type = inputs.empty() ? at::kFloat : inputs[0].scalar_type();
+    const auto from = blocks_of(inputs, size_, type), to = blocks_of(outputs, size_, type);
+    if (!from || !to || own(*from).count != own(*to).count) return delegate("alltoall", outputs, inputs, opts);
+    return all_to_all(c10d::OpType::ALLTOALL, *from, *to, inputs, outputs, opts);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) override {
+    const bool fits = input.scalar_type() == output.scalar_type() && !overlap(input, output);
+    const auto from = fits ? rows_of(input, input_sizes, size_) : std::nullopt;
+    const auto to = fits ? rows_of(output, output_sizes, size_) : std::nullopt;
+    if (!from || !to || own(*from).count != own(*to).count) {
+      return delegate("alltoall_base", output, input, output_sizes, input_sizes, opts);
+    }
+    return all_to_all(c10d::OpType::ALLTOALL_BASE, *from, *to, {input}, {output}, opts);
+  }
+  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override {
+    if (!is_plain(tensors)) return delegate("send", tensors, to, tag);
+    return message("send", c10d::OpType::SEND, SHOAL_SEND, tensors[0], to, tag);
+  }
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
+    if (!is_plain(tensors)) return delegate("recv", tensors, from, tag);
+    return message("recv", c10d::OpType::RECV, SHOAL_RECV, tensors[0], from, tag);
+  }
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override {
+    if (!is_plain(tensors)) return delegate("recv_anysource", tensors, tag);
+    return message("recv", c10d::OpType::RECVANYSOURCE, SHOAL_RECV, tensors[0], -1, tag);
+  }
+
   // ---- what Python prepares and submits
 
   WorkPtr allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
@@ -189,22 +252,6 @@ class ShoalBackend final : public c10d::Backend {
                   const c10d::ScatterOptions& opts) override {
     return delegate("scatter", outputs, inputs, opts);
   }
-  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-                   const c10d::AllToAllOptions& opts) override {
-    return delegate("alltoall", outputs, inputs, opts);
-  }
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) override {
-    return delegate("alltoall_base", output, input, output_sizes, input_sizes, opts);
-  }
-  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override { return delegate("send", tensors, to, tag); }
-  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
-    return delegate("recv", tensors, from, tag);
-  }
-  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override {
-    return delegate("recv_anysource", tensors, tag);
-  }
-
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
     const py::gil_scoped_acquire gil;
     python().attr("monitored_barrier")(state_->limit(opts.timeout), wait_all_ranks);
@@ -253,10 +300,42 @@ class ShoalBackend final : public c10d::Backend {
   WorkPtr submit(const char* name, c10d::OpType type, shoal_operation operation, Milliseconds timeout,
                  const at::Tensor& input, const at::Tensor& output) {
     operation.timeout_s = state_->limit_s(timeout);
-    const shoal_handle handle = state_->submit(name, operation, input, output);
-    std::vector<at::Tensor> outputs;
-    if (output.defined()) outputs.push_back(output);
+    std::vector<at::Tensor> tensors, outputs;
+    if (input.defined()) tensors = {input, output}, outputs = {output};
+    const shoal_handle handle = state_->submit(name, operation, std::move(tensors));
     return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, name, std::move(outputs)));
+  }
+
+  const shoal_block& own(const Blocks& blocks) const { return blocks[static_cast<std::size_t>(rank_)]; }
+
+  WorkPtr all_to_all(c10d::OpType type, const Blocks& from, const Blocks& to, const std::vector<at::Tensor>& inputs,
+                     const std::vector<at::Tensor>& outputs, const c10d::AllToAllOptions& opts) {
+    shoal_operation operation = operation_of(SHOAL_ALL_TO_ALL, inputs[0], outputs[0]);
+    const auto total = std::accumulate(from.begin(), from.end(), std::int64_t{0}, [](std::int64_t sum, const shoal_block& each) {
+      return sum + static_cast<std::int64_t>(each.count);
+    });
+    operation.count = static_cast<std::uint64_t>(total);
+    if (inputs.size() > 1) operation.shape = &total, operation.num_dims = 1;
+    operation.inputs = from.data();
+    operation.outputs = to.data();
+    operation.timeout_s = state_->limit_s(opts.timeout);
+    std::vector<at::Tensor> tensors = inputs;
+    tensors.insert(tensors.end(), outputs.begin(), outputs.end());
+    const shoal_handle handle = state_->submit("all_to_all", operation, std::move(tensors));
+    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, "all_to_all", outputs));
+  }
+
+  WorkPtr message(const char* name, c10d::OpType type, shoal_kind kind, const at::Tensor& tensor, int peer, int tag) {
+    shoal_operation operation = operation_of(kind, tensor, tensor);
+    const at::Tensor source = at::full({1}, -1, at::kInt);
+    operation.root = peer;
+    operation.tag = tag;
+    operation.source = source.data_ptr<int>();
+    operation.timeout_s = state_->limit_s(c10d::kUnsetTimeout);
+    const shoal_handle handle = state_->submit(name, operation, {tensor, source});
+    std::vector<at::Tensor> outputs;
+    if (kind == SHOAL_RECV) outputs = {tensor};
+    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, name, std::move(outputs), source));
   }
 
   // Calls a method of the Python group that returns a work.

@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <deque>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -86,20 +87,26 @@ using CGroup = std::unique_ptr<shoal_group, ReleaseGroup>;
 // Tensors that the engine reads and writes, kept until their operations have completed.
 class Operands {
  public:
-  void add(shoal_group* group, shoal_handle handle, at::Tensor input, at::Tensor output) {
+  void add(shoal_group* group, shoal_handle handle, std::vector<at::Tensor> tensors) {
     std::vector<Entry> done;  // destroyed after the lock is released: a tensor's Python object needs the GIL
     const std::lock_guard lock(mutex_);
-    while (!entries_.empty() && shoal_test(group, entries_.front().handle)) {
-      done.push_back(std::move(entries_.front()));
-      entries_.pop_front();
-    }
-    entries_.push_back({handle, std::move(input), std::move(output)});
+    const bool is_message = handle >= kFirstMessage;
+    std::deque<Entry>& entries = is_message ? messages_ : entries_;
+    const auto is_pending = [group](const Entry& each) { return !shoal_test(group, each.handle); };
+    // Messages end in any order, and one may stay for long.
+    const auto left = is_message ? std::stable_partition(entries.begin(), entries.end(), [&](const Entry& each) { return !is_pending(each); })
+                                 : std::find_if(entries.begin(), entries.end(), is_pending);
+    std::move(entries.begin(), left, std::back_inserter(done));
+    entries.erase(entries.begin(), left);
+    entries.push_back({handle, std::move(tensors)});
   }
 
   std::size_t num_pending(shoal_group* group) {
     const std::lock_guard lock(mutex_);
     std::size_t num = 0;
-    for (const Entry& each : entries_) num += shoal_test(group, each.handle) ? 0 : 1;
+    for (const std::deque<Entry>* entries : {&entries_, &messages_}) {
+      for (const Entry& each : *entries) num += shoal_test(group, each.handle) ? 0 : 1;
+    }
     return num;
   }
 
@@ -121,16 +128,21 @@ class Operands {
  private:
   struct Entry {
     shoal_handle handle;
-    at::Tensor input, output;
+    std::vector<at::Tensor> tensors;
   };
 
   std::deque<Entry> take() {
     const std::lock_guard lock(mutex_);
-    return std::exchange(entries_, {});
+    std::deque<Entry> all = std::exchange(entries_, {});
+    std::move(messages_.begin(), messages_.end(), std::back_inserter(all));
+    messages_.clear();
+    return all;
   }
 
+  static constexpr shoal_handle kFirstMessage = shoal_handle{1} << 63;
+
   std::mutex mutex_;
-  std::deque<Entry> entries_;
+  std::deque<Entry> entries_, messages_;
 };
 
 class GroupState {
@@ -170,12 +182,12 @@ class GroupState {
   double limit_s(Milliseconds given) const { return std::max(seconds(limit(given)), kPassedS); }
 
   // Submits an operation on the memory of tensors, which it keeps until the operation has completed.
-  shoal_handle submit(const char* name, const shoal_operation& operation, const at::Tensor& input, const at::Tensor& output) {
+  shoal_handle submit(const char* name, const shoal_operation& operation, std::vector<at::Tensor> tensors) {
     if (closed_) raise_comm_error(std::string(name) + ": this process group has been shut down; make a new one");
     shoal_handle handle = SHOAL_NO_HANDLE;
     const shoal_status status = shoal_submit(group(), &operation, 1, &handle);
     if (status != SHOAL_SUCCESS) raise_status(status, shoal_last_error());
-    if (!is_single_ && input.defined()) operands_.add(group(), handle, input, output);
+    if (!is_single_ && !tensors.empty()) operands_.add(group(), handle, std::move(tensors));
     if (delegated_.load(std::memory_order_relaxed)) settle_delegated();
     return handle;
   }
@@ -225,9 +237,15 @@ class GroupState {
 // An operation of the engine. Waiting needs no GIL; an error is raised as shoal's CommError.
 class EngineWork final : public c10d::Work {
  public:
+  // `source`: of a received message, one int32 for the rank that has sent it.
   EngineWork(std::shared_ptr<GroupState> group, shoal_handle handle, c10d::OpType type, const char* name,
-             std::vector<at::Tensor> outputs)
-      : c10d::Work(-1, type), group_(std::move(group)), handle_(handle), name_(name), outputs_(std::move(outputs)) {
+             std::vector<at::Tensor> outputs, at::Tensor source = {})
+      : c10d::Work(-1, type),
+        group_(std::move(group)),
+        handle_(handle),
+        name_(name),
+        outputs_(std::move(outputs)),
+        source_(std::move(source)) {
     if (group_->is_single()) settle(SHOAL_SUCCESS, "");
   }
 
@@ -257,6 +275,7 @@ class EngineWork final : public c10d::Work {
 
   void synchronize() override { wait(); }
   std::vector<at::Tensor> result() override { return outputs_; }
+  int sourceRank() const override { return source_.defined() ? *source_.const_data_ptr<int>() : c10d::Work::sourceRank(); }
   uint64_t getSequencenumber() const override { return handle_; }
 
   // Returns the future of the list of output tensors, which the engine's completer sets.
@@ -332,6 +351,7 @@ class EngineWork final : public c10d::Work {
   const shoal_handle handle_;
   const char* const name_;
   const std::vector<at::Tensor> outputs_;
+  const at::Tensor source_;
   FuturePtr future_;
   std::mutex settling_;
   shoal_status status_ = SHOAL_SUCCESS;  // set before settled_
