@@ -88,7 +88,6 @@ def shoal_group(given: int | dict[str, Any], *, in_python: bool = False) -> dist
     num_follows = settings.pop(FOLLOW, 0)
     if in_python:
         os.environ[NATIVE_GROUP] = "0"
-        native_group.load.cache_clear()
     group = dist.new_group(backend="shoal", pg_options=EngineOptions(**settings))
     os.environ[HELPERS] = helpers
     os.environ.pop(HOST_ID, None)

@@ -137,6 +137,7 @@ def examine() -> Mapping[str, list[Check]]:
         gpus += [_gpus(torch), *_kernels(torch)]
         gpus.append(_instructions(torch))
         training += [_precision(torch), _backends(torch)]
+        training += [_default_backend(torch)] if native.is_built() else []
     shoal_check = Check("shoal", version_text().removeprefix("shoal "))
     training.append(_transports())
     if native.is_built():
@@ -335,6 +336,24 @@ def _backends(torch: Any) -> Check:
             backends.append("shoal")
     remedy = "shoal needs gloo: install a torch built with it"
     return _judged("backends", ", ".join(backends) or "none", "gloo" in backends, remedy, "missing")
+
+
+def _default_backend(torch: Any) -> Check:
+    """Return the backend of several workers on hosts like this one."""
+    from shoal.comm import native_group
+    from shoal.decide.backend import Situation, planned_backend
+    from shoal.env.settings import helpers
+
+    try:
+        known = Situation(
+            on_gpu=torch.cuda.is_available(), num_workers=2, num_hosts=2, num_helpers=len(helpers()),
+            unloaded=native_group.obstacle(),
+        )  # fmt: skip
+        finding = f"auto is {planned_backend(known)}"
+    except ShoalError as error:
+        return Check("backend", str(error), "missing", "correct the variable, or the installation")
+    remedy = f"shoal's process group in C++ does not load: {known.unloaded}"
+    return _judged("backend", finding, not known.unloaded, remedy)
 
 
 def _transports() -> Check:

@@ -80,7 +80,8 @@ _LOST_PEER_SIGNS = (
     "timeout waiting for key",  # torch's FileStore, to whose time-outs it gives no type of their own
     "wait timeout",
     "remote process exited",
-    "another worker was lost",
+    "was lost",  # of backend shoal, as "rank 1 (10.0.0.2, pid 7) was lost: it closed the connection"
+    "has left the group",
 )
 _LOST_PEER_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
 

@@ -66,6 +66,8 @@ class Start(_Line):
     """Samples per epoch of a run defined in epochs; 0 for a run defined in steps."""
     references: dict[str, float] = field(default_factory=dict)
     """Reference lines for the plots of evaluation metrics: metric name -> value."""
+    backend_reason: str = ""
+    """Reason for the backend: a setting, the kind of the workers, or a comparison with its times."""
     format: int = FORMAT
 
 

@@ -68,7 +68,7 @@ def test_the_first_worker_sees_the_terminal(tmp_path: Path) -> None:
 # ---- failures --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("culprit", "backend"), [(0, ""), (1, "gloo")])
+@pytest.mark.parametrize(("culprit", "backend"), [(0, ""), (1, "gloo"), (1, "shoal")])
 def test_a_crash_is_one_line_and_its_traceback_is_in_the_runs_log(
     start: Launchers, tmp_path: Path, culprit: int, backend: str
 ) -> None:
@@ -104,6 +104,16 @@ def test_an_error_for_people_is_shown_once_and_without_traceback(
     job = start(order)
     assert job.wait() == code
     assert job.text.replace("worker 0 says hello; terminal: False\n", "") == text
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shoal"])
+def test_what_the_others_say_of_a_killed_worker_is_not_the_cause(start: Launchers, backend: str) -> None:
+    """Worker 0 ends with an error of its own, the loss of worker 1."""
+    job = start("1:kill,endless", backend=backend)
+    job.await_file("step-0", "step-1")
+    assert job.wait(END_DEADLINE_S) == 1
+    assert "worker 1 was ended by SIGKILL" in job.text
+    job.assert_no_worker_is_left()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal import doctor
 from shoal.doctor import Check, examine
@@ -54,7 +56,19 @@ def test_this_machine_can_train() -> None:
         assert f"{package} {metadata.version(package)}" in child.stdout
     assert "native core" in child.stdout
     assert "gloo" in child.stdout
+    assert re.search(r"ok  backend +auto is (shoal \(workers on CPUs\)|nccl, or shoal)", child.stdout)
     assert child.stdout.endswith("Training can run here.\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_compiler_workers_take_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PATH", ""), ("CXX", ""), ("SHOAL_CACHE_DIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    child = examined()
+    assert child.returncode == 0, child.stdout
+    assert "--  backend       auto is gloo (shoal's process group in C++ does not load)" in child.stdout
+    assert "> shoal's process group in C++ does not load: no C++ compiler is found" in child.stdout
+    assert not list(tmp_path.iterdir()), "nothing is built to find out"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ from attrs import evolve
 from cyclopts import App, Argument, ArgumentCollection, Group, Parameter
 
 from shoal.cli.settings import preset_of, settings_from, this_command
+from shoal.decide.backend import Situation, planned_backend
 from shoal.env.launcher import worker_env
+from shoal.env.machine import num_gpus
+from shoal.env.settings import helpers
 from shoal.recipes import RECIPES, main_of, recipe_of_command, script
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
@@ -269,8 +272,36 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
         launch,
         command=command,
         run_dir=config.run.dir,
-        describe=lambda num_workers: module.check(config, num_workers, launch.dry_run),
+        describe=lambda num_workers: [
+            *module.check(config, num_workers, launch.dry_run),
+            f"backend      {_planned_backend(config, launch, num_workers)}",
+        ],
         work=lambda worker: main_of(name, config)(config, worker),
+    )
+
+
+def _planned_backend(config: Any, launch: Launch, num_workers: int) -> str:
+    """Return the backend that the workers will agree on, in words.
+
+    Raises:
+        UsageError: helper hosts that the backend of the settings cannot use.
+    """
+    from shoal.train.run_dir import recorded_backend
+
+    emulated = launch.on == "emulated"
+    num_hosts = (launch.emulated.hosts or 1) if emulated else launch.nnodes
+    device, num_local = config.distributed.device, num_workers // num_hosts
+    servers = getattr(config, "servers", None)
+    return planned_backend(
+        Situation(
+            asked=config.distributed.backend.lower(),
+            on_gpu=device == "cuda" or (device == "auto" and num_gpus() >= num_local),
+            num_workers=num_workers,
+            num_hosts=num_hosts,
+            num_helpers=launch.emulated.helpers if emulated else len(helpers()),
+            servers=servers.option if servers else "",
+            recorded=recorded_backend(config.run.dir),
+        )
     )
 
 

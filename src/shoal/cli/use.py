@@ -96,10 +96,12 @@ def _run(
     """Join the workers if this process is one, else check and start them; return the exit code."""
 
     def join(worker: WorkerEnv) -> int:
+        from shoal.train.backends import Purpose
         from shoal.train.gradients import agree_on_precision
         from shoal.train.world import join_world
 
-        with join_world(worker, DistributedConfig(device=settings.device)) as world:
+        predicts = Purpose(averages=False)
+        with join_world(worker, DistributedConfig(device=settings.device), predicts) as world:
             name = settings.precision_on(world.device.type)
             work(world, agree_on_precision(name, world, no_fp16=settings.refuses_fp16))
         return EXIT_OK

@@ -31,6 +31,7 @@ from shoal.errors import ShoalError, UsageError
 TREE_CALL = Path(__file__).parent / "native_call"
 """Folder of the header on which the libraries for JAX and TensorFlow are built."""
 _LIMIT_S = 900
+_FAILED = "failed.txt"
 _MOST_LINES = 3
 """Lines of the compiler's output in an error."""
 _REMEDY = f"delete it, or set {CACHE_DIR} to a folder of yours"
@@ -86,20 +87,17 @@ def build(library: Library) -> Path:
         OSError: the cache cannot be written.
         UsageError: no folder for the cache is known, or other users may write to it or to the library.
     """
-    package = Path(native.core().__file__ or "").parent
-    shoal, header = package / "lib" / "libshoal.so", package / "include" / "shoal.h"
-    if not (shoal.exists() and header.exists() and hasattr(native.core().Engine, "c_group")):
-        raise CannotBuildError(f"{shoal} is missing: shoal was built before it had one; reinstall shoal")
-    key, file = _key(library, header), f"{library.name}.so"
+    package = _package()
+    key, file = _key(library, package), f"{library.name}.so"
     try:
         compiler = _compiler()
-    except NoCompilerError:  # as in a container, whose image was built with the library
-        for built in sorted(settings.cache_dir().glob(f"{library.kind}-{key}-*/{file}")):
+    except NoCompilerError:
+        for built in _built_elsewhere(library, key):
             return _checked(_private_folder(built.parent) / file, built)
         raise
-    name = settings.cache_dir() / f"{library.kind}-{key}-{_compiler_key(compiler)}"
+    name = _folder(library, key, compiler)
     folder = _private_folder(name)
-    target, failed = folder / file, folder / "failed.txt"
+    target, failed = folder / file, folder / _FAILED
     with _locked(folder / "lock"):
         if failed.exists():
             raise CannotBuildError(
@@ -115,6 +113,37 @@ def build(library: Library) -> Path:
                 failed.write_text(str(problem))
                 raise
     return _checked(target, name / file)
+
+
+def obstacle(library: Library) -> str:
+    """Return why :func:`build` would fail, as far as it is known without building; empty: it is not."""
+    try:
+        key = _key(library, _package())
+        try:
+            failed = _folder(library, key, _compiler()) / _FAILED
+        except NoCompilerError as problem:
+            return "" if _built_elsewhere(library, key) else str(problem)
+        return failed.read_text() if failed.is_file() else ""
+    except (CannotBuildError, UsageError, OSError) as problem:
+        return str(problem)
+
+
+def _package() -> Path:
+    """Return the folder of the compiled core, with the library and its header."""
+    package = Path(native.core().__file__ or "").parent
+    shoal, header = package / "lib" / "libshoal.so", package / "include" / "shoal.h"
+    if not (shoal.exists() and header.exists() and hasattr(native.core().Engine, "c_group")):
+        raise CannotBuildError(f"{shoal} is missing: shoal was built before it had one; reinstall shoal")
+    return package
+
+
+def _built_elsewhere(library: Library, key: str) -> list[Path]:
+    """Return libraries in the cache by any compiler, as in a container whose image was built with one."""
+    return sorted(settings.cache_dir().glob(f"{library.kind}-{key}-*/{library.name}.so"))
+
+
+def _folder(library: Library, key: str, compiler: Path) -> Path:
+    return settings.cache_dir() / f"{library.kind}-{key}-{_compiler_key(compiler)}"
 
 
 def _compiler() -> Path:
@@ -134,8 +163,9 @@ def _compiler_key(compiler: Path) -> str:
     return hashlib.sha256(f"{compiler}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()[:8]
 
 
-def _key(library: Library, header: Path) -> str:
+def _key(library: Library, package: Path) -> str:
     """Return a hash of all that a build depends on but the compiler."""
+    header = package / "include" / "shoal.h"
     digest = hashlib.sha256("\0".join(library.versions).encode())
     for path in (*_sources(library), header):
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())

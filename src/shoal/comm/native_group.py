@@ -30,7 +30,6 @@ _NAME = "shoal_torch"
 _SOURCES = Path(__file__).parent / "native"
 
 
-@cache
 def load() -> ModuleType | None:
     """Return the compiled module, built if the cache lacks it; ``None`` if the group in Python is to be used.
 
@@ -39,16 +38,41 @@ def load() -> ModuleType | None:
     """
     if not settings.native_group():
         return None
+    found = _loaded()
+    if isinstance(found, ModuleType):
+        return found
+    _say_once(found)
+    return None
+
+
+def problem() -> str:
+    """Return why the process group in C++ does not load, built if the cache lacks it; empty if it does.
+
+    Raises:
+        UsageError: an environment variable is wrong.
+    """
+    if not settings.native_group():
+        return f"{settings.NATIVE_GROUP} is 0"
+    found = _loaded()
+    return "" if isinstance(found, ModuleType) else found
+
+
+@cache
+def _loaded() -> ModuleType | str:
+    """Return the compiled module, or why it does not load."""
     try:
-        module = _import(build())
-    except (native_build.CannotBuildError, UsageError, OSError, ImportError) as problem:
-        _log.log(
-            logging.WARNING if _is_first_of_host() else logging.DEBUG,
-            "backend shoal uses its process group in Python, which takes longer for small tensors: %s",
-            problem,
-        )
-        return None
-    return module
+        return _import(build())
+    except (native_build.CannotBuildError, UsageError, OSError, ImportError) as error:
+        return str(error)
+
+
+@cache
+def _say_once(reason: str) -> None:
+    _log.log(
+        logging.WARNING if _is_first_of_host() else logging.DEBUG,
+        "backend shoal uses its process group in Python, which takes longer for small tensors: %s",
+        reason,
+    )
 
 
 def wrap(group: Any) -> Any:
@@ -125,27 +149,38 @@ def build() -> Path:
 
     Errors are those of :func:`shoal.comm.native_build.build`.
     """
+    return native_build.build(_library())
+
+
+def obstacle() -> str:
+    """Return why the group in C++ will not load, as far as it is known without building it; may be empty.
+
+    Raises:
+        UsageError: an environment variable is wrong.
+    """
+    return native_build.obstacle(_library()) if settings.native_group() else f"{settings.NATIVE_GROUP} is 0"
+
+
+def _library() -> native_build.Library:
     root = Path(torch.__file__).parent
     abi = torch.compiled_with_cxx11_abi()
-    return native_build.build(
-        native_build.Library(
-            title="its process group",
-            kind="group",
-            name=_NAME,
-            sources=_SOURCES,
-            versions=(
-                torch.__version__, str(abi), str(root),
-                str(sys.implementation.cache_tag), str(sysconfig.get_config_var("SOABI")), platform.machine(),
-            ),
-            includes=(
-                root / "include", root / "include/torch/csrc/api/include",
-                Path(sysconfig.get_paths()["include"]),
-            ),
-            flags=(
-                f"-D_GLIBCXX_USE_CXX11_ABI={int(abi)}", f"-DTORCH_EXTENSION_NAME={_NAME}", *_pybind_flags(),
-            ),
-            links=(f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"),
-        )
+    return native_build.Library(
+        title="its process group",
+        kind="group",
+        name=_NAME,
+        sources=_SOURCES,
+        versions=(
+            torch.__version__, str(abi), str(root),
+            str(sys.implementation.cache_tag), str(sysconfig.get_config_var("SOABI")), platform.machine(),
+        ),
+        includes=(
+            root / "include", root / "include/torch/csrc/api/include",
+            Path(sysconfig.get_paths()["include"]),
+        ),
+        flags=(
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(abi)}", f"-DTORCH_EXTENSION_NAME={_NAME}", *_pybind_flags(),
+        ),
+        links=(f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"),
     )  # fmt: skip
 
 

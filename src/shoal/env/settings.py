@@ -70,6 +70,28 @@ def helpers(environ: Environ = None) -> list[HelperAddress]:
     return [_helper(entry) for entry in map(str.strip, entries) if entry]
 
 
+def check_helpers(backend: str, num_helpers: int) -> None:
+    """Refuse helper hosts for a backend that does not use any.
+
+    Args:
+        backend: ``distributed.backend`` of the settings; ``auto`` uses them.
+        num_helpers: helper hosts, or servers on such.
+
+    Raises:
+        UsageError: the backend would leave them idle.
+    """
+    if num_helpers and backend.lower() not in ("auto", "shoal"):
+        raise UsageError(
+            f"distributed.backend {backend} does not use helper hosts, and {counted_helpers(num_helpers)}: "
+            f"leave out --distributed.backend (or name shoal), or the helpers (--helpers, {HELPERS})"
+        )
+
+
+def counted_helpers(number: int) -> str:
+    """Return that there are so many, for messages."""
+    return "1 helper is named" if number == 1 else f"{number} helpers are named"
+
+
 def _helper(entry: str) -> HelperAddress:
     location, _, factor = entry.partition("*")
     address, _, port = location.rpartition(":")

@@ -163,7 +163,7 @@ def facts(runs: Sequence[Run]) -> list[Line]:
         *([("shares of the workers", shares)] if any(run.shares for run in runs) else []),
         *([("contributions", contributions)] if any(map(_is_loose, runs)) else []),
         ("world", lambda run: world(run.start)),
-        ("backend", lambda run: run.start.backend),
+        ("backend", lambda run: _backend(run.start)),
         ("device, precision", lambda run: f"{run.start.device}, {run.start.precision}"),
         ("parameters", lambda run: formatting.count(run.start.num_parameters)),
         (
@@ -336,10 +336,15 @@ def events(run: Run) -> list[Event]:
     return [*listed[:half], left_out, *listed[-half:]]
 
 
+def _backend(start: Start) -> str:
+    """Return the backend with its reason, which records before 27 November 2026 do not have."""
+    return f"{start.backend} ({start.backend_reason})" if start.backend_reason else start.backend
+
+
 def _event(row: Row) -> Event:
     when = formatting.moment(row.time_s)
     if isinstance(row, Start):
-        detail = f"{world(row)}, {row.device}, {row.precision}, {row.backend} · {batch_arithmetic(row)}"
+        detail = f"{world(row)}, {row.device}, {row.precision}, {_backend(row)} · {batch_arithmetic(row)}"
         return Event(when, row.kind, detail=detail)
     event = Event(when, row.kind, f"{row.step:,}")
     match row:

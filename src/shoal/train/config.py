@@ -115,8 +115,10 @@ class RunConfig(RunOutputConfig):
 class DistributedConfig:
     """Devices of workers and communication between them."""
 
-    backend: str | None = None
-    """torch.distributed backend; default: nccl on GPUs, shoal if there are helper hosts, else gloo."""
+    backend: str = "auto"
+    """torch.distributed backend. auto: shoal with helper hosts and on CPUs (gloo where shoal's process group
+    in C++ does not load); nccl on GPUs of one host; on GPUs of several hosts the faster of nccl and shoal,
+    measured at the start. A run that continues keeps its backend."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: one GPU per worker if there are enough, else the CPU."""
     timeout_s: float = 600.0

@@ -45,9 +45,8 @@ from shoal.record import (
     Stop,
     Target,
     check_format,
-    read_record,
 )
-from shoal.train.run_dir import flat_settings, own
+from shoal.train.run_dir import flat_settings, last_start, own, recorded_backend
 
 # ---- measuring a step ----------------------------------------------------------------------------------
 
@@ -344,13 +343,24 @@ def _text_of(row: Row) -> str:
 
 def changed_precision(run_dir: Path, step: int, precision: str) -> list[str]:
     """Return a line if the run has computed in another precision up to ``step``."""
-    rows = read_record(run_dir) if (run_dir / FILE_NAME).is_file() else []
-    before = next((row.precision for row in reversed(rows) if isinstance(row, Start)), precision)
+    last = last_start(run_dir)
+    before = last.precision if last else precision
     if before == precision:
         return []
     return [
         f"precision: {before} up to step {step:,}, {precision} from here on, so the results are not "
         f"those of one run in {before} (--train.precision)"
+    ]
+
+
+def changed_backend(run_dir: Path, step: int, backend: str, num_workers: int) -> list[str]:
+    """Return a line if several workers have averaged by another backend up to ``step``."""
+    before = recorded_backend(run_dir)
+    if before is None or before.backend == backend or 1 in (before.num_workers, num_workers):
+        return []
+    return [
+        f"backend: {before.backend} up to step {step:,}, {backend} from here on, so sums may differ in the "
+        f"last bit from those of one run over {before.backend} (--distributed.backend)"
     ]
 
 

@@ -55,6 +55,7 @@ from shoal.env.launcher import worker_env
 from shoal.env.settings import progress_file
 from shoal.env.worker import WorkerEnv, alone
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
+from shoal.train.backends import Purpose
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.checkpoint_state import flatten
 from shoal.train.config import (
@@ -85,12 +86,13 @@ from shoal.train.reporting import (
     RunLog,
     Speed,
     StepTimer,
+    changed_backend,
     changed_precision,
     device_name,
     peak_memory_bytes,
     versions,
 )
-from shoal.train.run_dir import open_run_dir, owned
+from shoal.train.run_dir import open_run_dir, owned, recorded_backend
 from shoal.train.shares import advice_on_shares, open_shares
 from shoal.train.step import RunningMetrics, Step, Training
 from shoal.train.stopping import (
@@ -155,6 +157,7 @@ class Settings:
             num_workers=world.num_workers,
             num_hosts=world.num_hosts,
             backend=world.backend,
+            backend_reason=world.why,
             device=device_name(world.device),
             versions=versions(),
             unit=batch.unit,
@@ -260,7 +263,7 @@ class Run:
             kept=self._kept,
             saves=self._checkpointer is not None,
         )
-        self._notes = [precision.note] if precision.note else []
+        self._notes = [note for note in (precision.note, world.note) if note]
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
         self._batch: BatchPlan | None = None
@@ -321,7 +324,8 @@ class Run:
         stop = StopRequest()
         with ExitStack() as stack:
             worker = worker or worker_env() or alone(Path(stack.enter_context(TemporaryDirectory())))
-            world = stack.enter_context(join_world(worker, distributed))
+            purpose = Purpose(servers=everything.servers.option, recorded=lambda: recorded_backend(directory))
+            world = stack.enter_context(join_world(worker, distributed, purpose))
             end_in_one_line()
             no_fp16 = refuses_fp16(config, loop, distributed, everything.servers)
             precision = agree_on_precision(loop.precision, world, no_fp16=no_fp16)
@@ -782,7 +786,11 @@ class Run:
             assert self.directory is not None
             precision = self._precision.name if self._is_autocast else "the script's own types"
             if self._restored is not None:
-                notes = [*changed_precision(self.directory, self.step, precision), *notes]
+                notes = [
+                    *changed_precision(self.directory, self.step, precision),
+                    *changed_backend(self.directory, self.step, self.world.backend, self.world.num_workers),
+                    *notes,
+                ]
             progress = Progress(self._total, self.step, unit=self._settings.unit)
             self.log = self._stack.enter_context(RunLog(self.directory, progress, self._writers))
             self.log.write(

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal import record
 from shoal.atomic_io import write_atomically
+from shoal.decide.backend import Recorded
 from shoal.env import settings
 from shoal.env.slurm import job_id
 from shoal.errors import ShoalError, UsageError
@@ -455,6 +456,31 @@ def _require_same(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], fi
 def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in sections by their dotted names."""
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
+
+
+# ---- what the record says of the workers so far -----------------------------------------------------------
+
+
+def last_start(run_dir: Path) -> record.Start | None:
+    """Return the newest start of a run; ``None``: it has no record.
+
+    Raises:
+        ShoalError: the record is damaged, or of another version.
+    """
+    rows = record.read_record(run_dir) if (run_dir / record.FILE_NAME).is_file() else []
+    return next((row for row in reversed(rows) if isinstance(row, record.Start)), None)
+
+
+def recorded_backend(run_dir: Path) -> Recorded | None:
+    """Return the backend of a run that continues; ``None``: it begins.
+
+    Raises:
+        ShoalError: see :func:`last_start`.
+    """
+    last = last_start(run_dir)
+    if last is None:
+        return None
+    return Recorded(backend=last.backend, num_workers=last.num_workers, num_hosts=last.num_hosts)
 
 
 # ---- the description of the prepared data ------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Joins the workers of a job, and exchanges values between them.
 
-The default process group has the backend that the user chose and carries gradients. Control values (counts of
+The default process group carries gradients; ``backends`` chooses its backend. Control values (counts of
 targets, stop requests) use a gloo group of CPU tensors, so that they never wait for a GPU.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -24,12 +25,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.env.machine import GPU_DEVICES, promised_gpus, selected_gpus
-from shoal.env.settings import helpers
 from shoal.env.worker import WorkerEnv, WorkerPlace
-from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
+from shoal.train.backends import Purpose, agree_on_backend, num_hosts_of
 from shoal.train.config import DistributedConfig
 
 T = TypeVar("T")
@@ -38,6 +41,8 @@ Float32Array = npt.NDArray[np.float32]
 
 _MOST_AT_ONCE = 8
 """Batches that threads infer at once: each has its activations in memory."""
+_joins = itertools.count()
+"""Numbers the calls of :func:`join_world` in this process, the same on all workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,10 @@ class World:
     device: torch.device
     backend: str
     """Backend of the default process group."""
+    why: str = ""
+    """Reason for this backend, for the record."""
+    note: str = ""
+    """A line for the beginning of a run, where the backend is not the expected one."""
     control: dist.ProcessGroup
     """A gloo group of all workers."""
 
@@ -64,7 +73,7 @@ class World:
     @cached_property
     def num_hosts(self) -> int:
         """Number of hosts."""
-        return -(-self.place.num_workers // self.place.num_local_workers)
+        return num_hosts_of(self.place)
 
     def barrier(self) -> None:
         """Wait until all workers have called this."""
@@ -150,34 +159,6 @@ def _why_no_gpus(num_gpus: int) -> str:
     return " (torch finds none; nvidia-smi and shoal doctor may say why)"
 
 
-def choose_backend(config: DistributedConfig, device: torch.device) -> str:
-    """Return the torch.distributed backend; by default nccl on GPUs, shoal with helper hosts, else gloo.
-
-    Raises:
-        UsageError: torch has no backend of that name, or not for this device.
-    """
-    if config.backend is None:
-        return "nccl" if device.type == "cuda" else "shoal" if helpers() else "gloo"
-    known = list(dist.Backend.backend_list)
-    if config.backend.lower() not in known:
-        raise UsageError(
-            f"distributed.backend {config.backend!r} is not a backend of torch.distributed; "
-            f"it has {', '.join(known)}.{did_you_mean(config.backend, known)}"
-        )
-    backend = config.backend.lower()
-    if not dist.is_backend_available(backend):
-        built = [name for name in known if dist.is_backend_available(name)]
-        raise UsageError(
-            f"distributed.backend {backend!r}: torch {torch.__version__} is built without it; it has "
-            f"{', '.join(built)}"
-        )
-    if backend == "nccl" and device.type != "cuda":
-        raise UsageError(
-            "distributed.backend 'nccl' is for GPUs, and this worker uses the CPU: use gloo or shoal"
-        )
-    return backend
-
-
 def choose_kernels() -> None:
     """Choose among torch's CUDA kernels for batches whose shapes vary.
 
@@ -188,26 +169,37 @@ def choose_kernels() -> None:
 
 
 @contextmanager
-def join_world(joined: WorkerEnv, config: DistributedConfig) -> Iterator[World]:
+def join_world(
+    joined: WorkerEnv,
+    config: DistributedConfig,
+    purpose: Purpose = Purpose(),  # noqa: B008  # frozen
+) -> Iterator[World]:
     """Initialize the process groups in this block.
 
     Args:
         joined: rank and address from the launcher.
         config: backend, device and timeout.
+        purpose: of the default group.
 
     Raises:
-        UsageError: see :func:`choose_device` and :func:`choose_backend`.
+        UsageError: see :func:`choose_device` and :func:`shoal.train.backends.agree_on_backend`.
+        ShoalError: a worker did not come in time.
     """
     place = joined.place
     device = choose_device(config, place.local_rank, place.num_local_workers)
-    backend = choose_backend(config, device)
     timeout = timedelta(seconds=config.timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         choose_kernels()
+    store, _, _ = next(
+        rendezvous(joined.init_method, rank=place.rank, world_size=place.num_workers, timeout=timeout)
+    )
+    store.set_timeout(timeout)
+    store = PrefixStore(f"join {next(_joins)}/", store)  # torchrun's outlives the process group
+    choice = agree_on_backend(store, place, device, config, purpose)
     dist.init_process_group(
-        backend,
-        init_method=joined.init_method,
+        choice.backend,
+        store=PrefixStore("workers/", store),
         rank=place.rank,
         world_size=place.num_workers,
         timeout=timeout,
@@ -215,7 +207,14 @@ def join_world(joined: WorkerEnv, config: DistributedConfig) -> Iterator[World]:
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
-        yield World(place=place, device=device, backend=backend, control=control)
+        yield World(
+            place=place,
+            device=device,
+            backend=choice.backend,
+            why=choice.why,
+            note=choice.note,
+            control=control,
+        )
     finally:
         dist.destroy_process_group()
 

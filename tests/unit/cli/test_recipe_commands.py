@@ -16,6 +16,7 @@ import pytest
 from cyclopts import App, ArgumentCollection
 
 from forked import shoal
+from shoal.env.machine import num_gpus
 from shoal.train.config import shortened
 from synthetic_text import prepare, random_documents
 
@@ -45,9 +46,30 @@ def test_dry_run_prints_settings_arithmetic_and_memory_and_starts_nothing(data: 
     assert "4 sequences × 16 accumulation steps × 2 workers = 128 sequences a step" in result.stdout
     assert "parameters   529,410" in result.stdout
     assert "memory       about" in result.stdout
+    if not num_gpus():
+        assert "\nbackend      shoal (workers on CPUs); gloo if its process group in C++" in result.stdout
     assert not (tmp_path / "run").exists()
     toml = result.stdout.partition("\nbatch ")[0]
     assert tomllib.loads(toml)["train"]["micro_batch_size"] == 4
+
+
+def test_a_dry_run_refuses_helpers_that_would_be_idle(data: Path) -> None:
+    job = (
+        *TRAIN,
+        "--data.path",
+        str(data),
+        "--on",
+        "emulated",
+        "--hosts",
+        "2",
+        "--helpers",
+        "1",
+        "--dry-run",
+    )
+    result = shoal(*job, "--distributed.backend", "gloo")
+    assert result.returncode == 2
+    assert "distributed.backend gloo does not use helper hosts, and 1 helper is named" in said(result)
+    assert "\nbackend      shoal (1 helper is named)\n" in shoal(*job).stdout
 
 
 def test_options_go_before_the_file_and_the_file_before_the_preset(data: Path, tmp_path: Path) -> None:

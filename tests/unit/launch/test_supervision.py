@@ -85,6 +85,9 @@ def raised(make: BaseException, cause: BaseException | None = None) -> BaseExcep
     ("exception", "lost"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"), True),
+        (ShoalError("group '0', rank 0: rank 1 (10.0.0.2, pid 7) was lost: it closed the connection"), True),
+        (ShoalError("rank 1 (10.0.0.2, pid 7) has left the group, and all_reduce 3 waits for it"), True),
+        (ShoalError("all_reduce 3 of rank 0 does not fit that of rank 1"), False),
         (RuntimeError("shape mismatch"), False),
         (ValueError("Connection closed by peer"), False),
     ],

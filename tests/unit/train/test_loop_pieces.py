@@ -27,6 +27,7 @@ from shoal.recipes.t5 import T5Config
 from shoal.record import PARTS, Step
 from shoal.train import step as steps
 from shoal.train import world
+from shoal.train.backends import check_backend
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -42,7 +43,7 @@ from shoal.train.reporting import Progress, StepTimer, duration, peak_memory_byt
 from shoal.train.run import Run
 from shoal.train.run_dir import open_run_dir
 from shoal.train.step import RunningMetrics
-from shoal.train.world import choose_backend, choose_device
+from shoal.train.world import choose_device
 
 CPU = torch.device("cpu")
 
@@ -301,10 +302,12 @@ def test_the_cpu_in_place_of_gpus_that_the_job_asked_for_is_an_error(
 
 
 def test_backends() -> None:
-    assert choose_backend(DistributedConfig(), CPU) == "gloo"
-    assert choose_backend(DistributedConfig(backend="GLOO"), CPU) == "gloo"
+    assert check_backend("auto", CPU) == "auto"
+    assert check_backend("GLOO", CPU) == "gloo"
     with pytest.raises(UsageError, match=r"'glo' is not a backend .* Did you mean 'gloo'\?"):
-        choose_backend(DistributedConfig(backend="glo"), CPU)
+        check_backend("glo", CPU)
+    with pytest.raises(UsageError, match=r"'nccl'.* (is for GPUs|built without it)"):
+        check_backend("nccl", CPU)
 
 
 def test_wires_that_cannot_be_are_refused() -> None:
