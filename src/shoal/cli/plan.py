@@ -16,6 +16,8 @@ from shoal.errors import UsageError
 if TYPE_CHECKING:
     from shoal.planner.hardware import Accelerator
 
+_WITH_HELPERS = "two-hop-helpers"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -81,6 +83,11 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
         raise UsageError("--model needs --global-batch: the planner cannot know the batch of your recipe")
     if request.model and ":" not in request.model:
         raise UsageError(f"--model {request.model!r} is not of the form module:function")
+    if request.helpers and request.algorithm not in (None, _WITH_HELPERS):
+        raise UsageError(
+            f"--algorithm {request.algorithm} does not use helper hosts, and --helpers {request.helpers} are "
+            f"named: leave one of them out, or use --algorithm {_WITH_HELPERS}"
+        )
     counts = _sweep_counts(request.sweep) if request.sweep else []
     from shoal.planner import answer, unequal_hosts
     from shoal.planner.hardware import require_accelerators

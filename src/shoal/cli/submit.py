@@ -14,11 +14,13 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from shoal.cli.settings import settings_from
+from shoal.decide.backend import Situation, planned_backend
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch import kubernetes as pods
 from shoal.launch import kubernetes_manifest, remote, submissions
 from shoal.launch import sagemaker as training
 from shoal.launch import slurm as queue
+from shoal.launch.job_size import check_use_of_helpers, option_of
 from shoal.launch.kubernetes import KubernetesJob
 from shoal.launch.remote import RemoteJob, Start
 from shoal.launch.sagemaker import SageMakerJob
@@ -80,7 +82,7 @@ def slurm(
     check
         Check the settings of a recipe first, as `shoal train … --dry-run` does.
     """
-    _require_command(command)
+    _check(command, job.helpers)
     folder = (output.to or Path("jobs") / queue.job_name(job, command)).absolute()
     script = queue.render(job, command, folder)
     own = _own_words(command)
@@ -115,7 +117,7 @@ def kubernetes(
     command
         The command of a worker and its arguments, after `--`.
     """
-    _require_command(command)
+    _check(command, job.helpers)
     name = pods.job_name(job, command)
     text = kubernetes_manifest.render(job, command)
     if output.dry_run:
@@ -152,7 +154,7 @@ def sagemaker(
     command
         The command of a worker and its arguments, after `--`.
     """
-    _require_command(command)
+    _check(command, job.helpers)
     filled = job.filled()
     _check_instance(job)
     base = training.base_name(filled, command)
@@ -204,7 +206,7 @@ def ssh(
     config
         TOML file with options of this command, such as hosts = ["n1", "n2"].
     """
-    _require_command(command)
+    _check(command, len(job.helper_hosts))
     starts = remote.ssh_starts(job, command)
     if dry_run:
         return _show(starts)
@@ -235,7 +237,7 @@ def mpi(
     config
         TOML file with options of this command, such as hosts = ["n1", "n2"].
     """
-    _require_command(command)
+    _check(command, len(job.helper_hosts))
     try:
         version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
     except FileNotFoundError:
@@ -252,18 +254,8 @@ def _write(path: Path, text: str) -> Path:
 
 def _run_dir(command: Sequence[str]) -> str | None:
     """Return the run's directory, if the command names it."""
-    folder = _option(command, "--run.dir")
+    folder = option_of(command, "--run.dir")
     return str(Path(folder).absolute()) if folder else None
-
-
-def _option(command: Sequence[str], name: str) -> str | None:
-    """Return the value of an option of a command, if it is given."""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        if word == name and following:
-            return following
-        if word.startswith(f"{name}="):
-            return word.partition("=")[2]
-    return None
 
 
 def _show(starts: Sequence[Start]) -> int:
@@ -273,9 +265,11 @@ def _show(starts: Sequence[Start]) -> int:
     return EXIT_OK
 
 
-def _require_command(command: Sequence[str]) -> None:
+def _check(command: Sequence[str], num_helpers: int) -> None:
+    """Check that there is a command, and that it uses the helper hosts."""
     if not command:
         raise UsageError("name the command of the workers after --: … -- shoal train bert --preset large")
+    check_use_of_helpers(command, num_helpers)
 
 
 def _check_instance(job: SageMakerJob) -> None:
@@ -314,8 +308,24 @@ def _check_settings(command: Sequence[str], job: SlurmJob) -> list[str]:
     )
     if checked.returncode != 0:
         raise UsageError(f"{checked.stderr.strip().removeprefix('shoal: ')} (--no-check submits it anyway)")
-    description = checked.stdout.strip().rpartition("\n\n")[2]  # after the settings
-    return [f"# {line}" for line in description.splitlines()]
+    description = checked.stdout.strip().rpartition("\n\n")[2].splitlines()  # after the settings
+    described = [line for line in description if not line.startswith("backend ")]  # that of this host
+    return [f"# {line}" for line in (*described, f"backend      {_planned_backend(words, job, count)}")]
+
+
+def _planned_backend(command: Sequence[str], job: SlurmJob, num_workers: int) -> str:
+    """Return the backend that a recipe's workers will agree on in the job, in words."""
+    mode = option_of(command, "--servers.mode") or "off"
+    return planned_backend(
+        Situation(
+            asked=(option_of(command, "--distributed.backend") or "auto").lower(),
+            on_gpu=bool(job.gpus_per_host) and option_of(command, "--distributed.device") != "cpu",
+            num_workers=num_workers,
+            num_hosts=job.hosts,
+            num_helpers=job.helpers,
+            servers="" if mode == "off" else f"servers.mode {mode}",
+        )
+    )
 
 
 def _summarise(
@@ -341,7 +351,7 @@ def _prediction(
     from shoal.planner import answer
     from shoal.recipes.workloads import plan, workload_name
 
-    model = workload_name(recipe, _option(command, "--preset") or RECIPES[recipe].preset)
+    model = workload_name(recipe, option_of(command, "--preset") or RECIPES[recipe].preset)
     helping = f"{helpers}x{helper_machine}" if helper_machine and helpers else None
     return answer.text_of(plan(model, f"{hosts}x{machine}", helping), [], compare=False)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shoal.env.settings import LAUNCH_DIR
 from shoal.errors import EXIT_OK, UsageError
+from shoal.launch.job_size import check_use_of_helpers
 from shoal.launch.supervision import Job, Outcome
 
 
@@ -67,6 +68,7 @@ def emulate(
         )
     if shutil.which(command[0]) is None:
         raise UsageError(f"the command {command[0]!r} is not found, or may not be executed")
+    check_use_of_helpers(command, hosts.helpers)
     folder = log_dir or Path(tempfile.mkdtemp(prefix="shoal-emulate-"))
     outcome = Outcome(exit_code=EXIT_OK)
     try:

@@ -27,14 +27,14 @@ from shoal.env.launcher import rendezvous
 from shoal.env.machine import promised_gpus
 from shoal.env.mpi import mpi_place
 from shoal.env.secret import SECRET_FILE, job_secret
-from shoal.env.settings import HELPERS, PROGRESS_FILE, helpers
+from shoal.env.settings import HELPERS, PROGRESS_FILE, TRANSPORT, helpers
 from shoal.env.slurm import SlurmStep, slurm_step, workers_first_node
 from shoal.env.variables import child_environment, set_variables, without_brackets
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.host_rendezvous import await_workers_end
 from shoal.launch.job_folder import NEXT, JobFolder, usable_hosts
-from shoal.launch.job_size import check_counts
+from shoal.launch.job_size import check_counts, check_transport, check_use_of_helpers
 from shoal.launch.local import INTERFACE_VARIABLES, launch, parse_rendezvous
 from shoal.launch.stdin_secret import take_secret
 from shoal.launch.supervision import worker_variables
@@ -75,6 +75,8 @@ class HostOptions:
     """Samples per step: use the largest number of hosts whose workers divide it; the others stay idle."""
     interface: str | None = None
     """Network interface, such as eth0, for shoal, gloo and NCCL."""
+    transport: str | None = None
+    """tcp (the default), or ofi: and libfabric's providers, such as ofi:efa; the same on all hosts."""
     log_dir: Path | None = None
     """Folder for the output of all workers except the first; default: logs, in the job's folder if any."""
     helper_port: int | None = None
@@ -85,6 +87,7 @@ class HostOptions:
 
     def __post_init__(self) -> None:
         check_counts(self)
+        check_transport(self.transport)
 
     @property
     def is_helper(self) -> bool:
@@ -113,6 +116,8 @@ def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path |
     _check(command, options, step)
     if options.interface:
         set_variables(dict.fromkeys(INTERFACE_VARIABLES, options.interface))
+    if options.transport:
+        set_variables({TRANSPORT: options.transport})
     job = options.job or (Path("jobs") / str(step.job) if step else None)
     folder = JobFolder(job, options.run_id or (step.run_id if step else "0.0")) if job else None
     if options.is_helper:
@@ -155,6 +160,7 @@ def _check(command: Sequence[str], options: HostOptions, step: SlurmStep | None)
             f"{command[0]}, the command of the workers, is not found on {os.uname().nodename}, "
             "or may not be executed"
         )
+    check_use_of_helpers(command, options.helpers or len(helpers()))
     if step is None:
         _check_without_slurm(options)
     if options.run_id is not None and not _RUN_ID.fullmatch(options.run_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from shoal.env.settings import check_helpers
 from shoal.errors import UsageError
 
 HELPER_PORT, RENDEZVOUS_PORT = 7070, 29_400
@@ -40,9 +42,12 @@ class Workers:
     """Samples per step: use the largest number of hosts whose workers divide it."""
     helpers_required: Annotated[bool, SIZE] = False
     """Fail if helpers are missing. By default the run starts without them, after a warning."""
+    transport: str | None = None
+    """tcp (the default), or ofi: and libfabric's providers on all hosts, such as ofi:efa."""
 
     def __post_init__(self) -> None:
         check_counts(self)
+        check_transport(self.transport)
         gpus = getattr(self, "gpus_per_host", None)
         if gpus is not None and (self.workers_per_host or 0) > gpus:
             raise UsageError(
@@ -84,6 +89,53 @@ def check_counts(settings: object) -> None:
         value = getattr(settings, name, None)
         if isinstance(value, int) and value < least:
             raise UsageError(f"{option(name)} {value} must be at least {least}")
+
+
+def check_transport(transport: str | None) -> None:
+    """Check the words for a transport; whether hosts have it shows when they connect.
+
+    Raises:
+        UsageError: they are of another form.
+    """
+    if transport is not None:
+        from shoal.comm.engine import fabric_providers  # --help does without it
+
+        fabric_providers(transport)
+
+
+def check_use_of_helpers(command: Sequence[str], num_helpers: int) -> None:
+    """Refuse helper hosts that the backend of a command, in its words or its file, would leave idle.
+
+    Args:
+        command: of the workers.
+        num_helpers: helper hosts of the job.
+
+    Raises:
+        UsageError: it names another backend than shoal.
+    """
+    if num_helpers:
+        named = option_of(command, "--distributed.backend") or _backend_in(option_of(command, "--config"))
+        check_helpers(named or "auto", num_helpers)
+
+
+def _backend_in(file: str | None) -> str | None:
+    """Return the backend that a file of settings names; ``None`` if it cannot be read here."""
+    try:
+        section = tomllib.loads(Path(file or "").read_text(encoding="utf-8")).get("distributed")
+    except (OSError, ValueError):  # the command itself says so
+        return None
+    named = section.get("backend") if isinstance(section, dict) else None
+    return named if isinstance(named, str) else None
+
+
+def option_of(command: Sequence[str], name: str) -> str | None:
+    """Return the value of an option of a command, if it is given."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if word == name and following:
+            return following
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
 
 
 def check_form(settings: object, field: str, form: re.Pattern[str], rule: str) -> None:

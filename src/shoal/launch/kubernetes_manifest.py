@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from textwrap import indent
 
+from shoal.env.settings import TRANSPORT
 from shoal.launch.job_size import HELPER_PORT, RENDEZVOUS_PORT
 from shoal.launch.kubernetes import KubernetesJob, job_name
 
@@ -92,7 +93,7 @@ template:
       env:
       - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
       - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
-      resources: {{limits: {{cpu: "{cpus}", memory: {memory}}}}}
+{transport}      resources: {{limits: {{cpu: "{cpus}", memory: {memory}{efa}}}}}
 {probe}      volumeMounts: [{{name: secret, mountPath: /run/shoal, readOnly: true}}]
     volumes: [{{name: secret, secret: {{secretName: {name}-secret, defaultMode: 0440}}}}]
 """
@@ -125,7 +126,7 @@ template:
       env:
       - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
 {gpus}      - {{name: RESTARTS, valueFrom: {{fieldRef: {{fieldPath: "metadata.labels['{restarts}']"}}}}}}
-{servers}      resources: {{limits: {{{limits}}}}}
+{servers}{transport}      resources: {{limits: {{{limits}}}}}
       volumeMounts:
       - {{name: secret, mountPath: /run/shoal, readOnly: true}}
       - {{name: runs, mountPath: {mount}}}
@@ -148,6 +149,7 @@ def _helper_job(job: KubernetesJob, name: str) -> str:
         cpus=job.helper_cpus,
         memory=job.helper_memory,
         probe=probe if job.helpers_required else "",
+        efa=', vpc.amazonaws.com/efa: "1"' if "efa" in (job.transport or "") else "",
         **_common(job, name),
     )
 
@@ -189,10 +191,12 @@ def _common(job: KubernetesJob, name: str) -> dict[str, str]:
     annotations = f"      kueue.x-k8s.io/podset-required-topology: {job.topology}\n"
     if job.helpers:
         annotations += f"      kueue.x-k8s.io/podset-group-name: {name}  # workers and helpers side by side\n"
+    variable = f"      - {{name: {TRANSPORT}, value: {json.dumps(job.transport)}}}\n"
     ids = ", ".join(f"{key}: {job.user}" for key in ("runAsUser", "runAsGroup", "fsGroup"))
     return {
         "security": f"{{runAsNonRoot: true, {ids}, seccompProfile: {{type: RuntimeDefault}}}}",
         "container_security": "{allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}",
+        "transport": variable if job.transport else "",
         "pod": f"  metadata:\n    annotations:\n{annotations}" if job.topology else "",
     }
 

@@ -141,6 +141,7 @@ def launch_words(
     """Return the words of ``shoal launch`` for a host."""
     rdzv = f"--rdzv={name_of(job.hosts[0])}:{job.port}"
     common = ["--stdin-secret", rdzv, *([f"--interface={job.interface}"] if job.interface else [])]
+    common += [f"--transport={job.transport}"] if job.transport else []
     if helper:
         return [job.shoal, "launch", *common, "--role=helper", f"--helper-port={HELPER_PORT}"]
     number = (f"--nnodes={len(job.hosts)}", f"--node-rank={node_rank}")

@@ -71,8 +71,6 @@ class SageMakerJob(JobSize):
     """Hours to wait for spot instances, --max-hours included; default: twice --max-hours."""
     volume_gb: int = 100
     """Size of each instance's disk."""
-    transport: str | None = None
-    """tcp, or ofi:efa on all instances if the image has libfabric."""
     source: Path | None = None
     """Folder with your own script, in which the command runs."""
     region: str | None = None

@@ -80,7 +80,7 @@ class SlurmJob(JobSize):
                 "Slurm has no arrays of heterogeneous jobs: leave out --helpers, or submit each by itself"
             )
         for field in fields(self):
-            if isinstance(getattr(self, field.name), str):
+            if isinstance(getattr(self, field.name), str) and field.name != "transport":
                 check_form(self, field.name, _WORD, "must be one word without quotes")
         check_form(self, "time", _TIME, "is not of Slurm's form, like 1-12:00:00")
         check_form(self, "array", _ARRAY, "is not of Slurm's form, like 0-4")
@@ -100,7 +100,12 @@ class SlurmJob(JobSize):
             *options,
             *([f"--helpers={self.helpers}"] if self.helpers else []),
             *([f"--interface={self.interface}"] if self.interface else []),
+            *self.transport_option(),
         ]
+
+    def transport_option(self) -> list[str]:
+        """Return the transport as an option of ``shoal launch``, in quotes where bash needs them."""
+        return [f"--transport={shlex.quote(self.transport)}"] if self.transport else []
 
 
 def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
@@ -129,7 +134,8 @@ def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
     lines += [f"job={folder}{'/$SLURM_ARRAY_TASK_ID' * (job.array is not None)}  # shared by all nodes"]
     lines += [*job.prolog, ""]
     if job.helpers:
-        lines.append(f'{helpers} shoal launch --role helper --job "$job" &')
+        option = "".join(f" {each}" for each in job.transport_option())
+        lines.append(f'{helpers} shoal launch --role helper --job "$job"{option} &')
         lines.append("helpers=$!")
     lines += [
         f"{workers}{' --ntasks-per-node=1' if job.min_hosts else ''} \\",

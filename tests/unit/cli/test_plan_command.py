@@ -161,6 +161,10 @@ def test_published_targets_are_what_the_recipes_take() -> None:
         ((*SMALL, *CLUSTER, "--throughput", "-1"), "the throughput is -1.0; it must be a positive number"),
         ((*SMALL, *CLUSTER, "--algorithm", "rings"), "Did you mean 'ring'?"),
         ((*SMALL, *CLUSTER, "--algorithm", "two-hop-helpers"), "two-hop-helpers needs --helpers"),
+        (
+            (*SMALL, *CLUSTER, "--algorithm", "ring", "--helpers", "4xc5n.18xlarge"),
+            "--algorithm ring does not use helper hosts, and --helpers 4xc5n.18xlarge are named",
+        ),
         ((*SMALL, "--cluster", "8xDGX-2", "--goal", "cost"), "DGX-2 has no price per hour"),
         ((*SMALL, *CLUSTER, "--measured", "absent.json"), "--measured absent.json cannot be read"),
     ],

@@ -84,6 +84,18 @@ KUBEFLOW = {
             HostOptions(nnodes=2, job=Path("j")),
             "--job with several hosts needs --node-rank N",
         ),
+        (
+            {},
+            ("true", "--distributed.backend=nccl"),
+            HostOptions(job=Path("j"), helpers=2),
+            "distributed.backend nccl does not use helper hosts, and 2 helpers are named",
+        ),
+        (
+            {"SHOAL_HELPERS": "h:7070"},
+            ("true", "--distributed.backend", "gloo"),
+            HostOptions(),
+            "distributed.backend gloo does not use helper hosts, and 1 helper is named",
+        ),
         ({}, ("true",), HostOptions(run_id="bert"), "--run-id 'bert' is not of the form JOB.START"),
         ({}, ("true",), HostOptions(run_id="../x.1"), "is not of the form JOB.START"),
         (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from shoal.errors import UsageError
 from shoal.launch.in_job import HostOptions
-from shoal.launch.job_size import Workers, name_of, option
+from shoal.launch.job_size import Workers, check_use_of_helpers, name_of, option
 from shoal.launch.kubernetes import KubernetesJob
 from shoal.launch.remote import RemoteJob
 from shoal.launch.sagemaker import SageMakerJob
@@ -47,6 +48,31 @@ def test_options_of_shoal_launch(kind: type[Workers]) -> None:
     assert kind(**SCHEDULERS[kind]).launch_options() == []
     job = kind(**SCHEDULERS[kind], workers_per_host=8, global_batch=512, helpers_required=True)
     assert job.launch_options() == ["--workers=8", "--global-batch=512", "--helpers-required"]
+
+
+@pytest.mark.parametrize("kind", [*SCHEDULERS, HostOptions])
+def test_transports_are_checked_before_anything_is_submitted(kind: type[Any]) -> None:
+    given = SCHEDULERS.get(kind, {})
+    assert kind(**given, transport="ofi:tcp;ofi_rxm").transport == "ofi:tcp;ofi_rxm"
+    with pytest.raises(UsageError, match="transport 'efa' is not known; it is tcp, or ofi:"):
+        kind(**given, transport="efa")
+
+
+@pytest.mark.parametrize(
+    ("words", "num_helpers", "is_refused"),
+    [
+        (("--distributed.backend", "nccl"), 1, True),
+        (("--distributed.backend=Gloo",), 2, True),
+        (("--distributed.backend", "nccl"), 0, False),
+        (("--distributed.backend", "shoal"), 1, False),
+        (("--distributed.backend", "auto"), 1, False),
+        (("--config", "absent.toml"), 1, False),
+        ((), 1, False),
+    ],
+)
+def test_helpers_that_would_be_idle(words: tuple[str, ...], num_helpers: int, is_refused: bool) -> None:
+    with pytest.raises(UsageError, match="does not use helper") if is_refused else nullcontext():
+        check_use_of_helpers(("shoal", "train", "bert", *words), num_helpers)
 
 
 @pytest.mark.parametrize(

@@ -288,10 +288,25 @@ def test_commands_variables_and_limits_of_the_containers() -> None:
     assert variables["SHOAL_HELPERS"] == "bert-helpers-0-0.bert:7070,bert-helpers-0-1.bert:7070"
     assert variables["SHOAL_SECRET_FILE"] == "/run/shoal/secret"
     assert workers["resources"]["limits"] == {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 4}
+    assert "SHOAL_TRANSPORT" not in {each["name"] for each in (*workers["env"], *helpers["env"])}
     secret = pod_of(jobset)["volumes"][0]["secret"]
     assert secret == {"secretName": "bert-secret", "defaultMode": 0o440}
     assert pod_of(jobset)["securityContext"]["fsGroup"] == 1000
     assert pod_of(jobset)["terminationGracePeriodSeconds"] == 180
+
+
+def test_a_transport_is_that_of_all_pods() -> None:
+    """Helper pods request an interface for EFA only."""
+    for transport, efa in (("ofi:efa", {"vpc.amazonaws.com/efa": "1"}), ("ofi:tcp;ofi_rxm", {})):
+        jobset = manifest(helpers=2, transport=transport)
+        helpers, workers = (
+            each["template"]["spec"]["template"]["spec"]["containers"][0]
+            for each in jobset["spec"]["replicatedJobs"]
+        )
+        for container in (helpers, workers):
+            assert {"name": "SHOAL_TRANSPORT", "value": transport} in container["env"]
+        limits = helpers["resources"]["limits"]
+        assert {name: limits[name] for name in limits if "efa" in name} == efa
 
 
 def test_the_words_of_the_command_arrive_as_they_are() -> None:

@@ -21,7 +21,7 @@ OPEN_MPI = "mpirun (Open MPI) 4.1.4\n"
 def test_ssh_runs_the_very_words_on_each_host() -> None:
     job = RemoteJob(
         hosts=("a@n1", "n2"), helper_hosts=("h1",), folder=Path("/fsx/my job"), workers_per_host=8,
-        global_batch=512, option=("-F", "config"), interface="eth0",
+        global_batch=512, option=("-F", "config"), interface="eth0", transport="ofi:tcp;ofi_rxm",
     )  # fmt: skip
     helper, first, second = ssh_starts(job, COMMAND)
     assert (helper.label, first.label, second.label) == ("h1", "n1", "n2")
@@ -31,12 +31,13 @@ def test_ssh_runs_the_very_words_on_each_host() -> None:
     ]  # fmt: skip
     assert first.command[-1] == (
         "cd '/fsx/my job' && exec env SHOAL_HELPERS=h1:7070 shoal launch --stdin-secret --rdzv=n1:29400 "
-        "--interface=eth0 --nnodes=2 --node-rank=0 --workers=8 --global-batch=512 -- "
-        "python train.py 'a b' '$HOME'"
+        "--interface=eth0 '--transport=ofi:tcp;ofi_rxm' --nnodes=2 --node-rank=0 --workers=8 "
+        "--global-batch=512 -- python train.py 'a b' '$HOME'"
     )
     assert "--node-rank=1" in second.command[-1]
     assert helper.command[-1].endswith(
-        "exec shoal launch --stdin-secret --rdzv=n1:29400 --interface=eth0 --role=helper --helper-port=7070"
+        "exec shoal launch --stdin-secret --rdzv=n1:29400 --interface=eth0 '--transport=ofi:tcp;ofi_rxm' "
+        "--role=helper --helper-port=7070"
     )
 
 

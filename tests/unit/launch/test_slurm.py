@@ -63,6 +63,13 @@ def test_one_task_per_worker_and_no_helpers() -> None:
     assert "hetjob" not in script and "scancel" not in script and "--workers" not in script
 
 
+def test_a_transport_is_that_of_all_hosts_in_quotes() -> None:
+    job = SlurmJob(hosts=2, helpers=1, transport="ofi:tcp;ofi_rxm", interface="eth0")
+    script = render(job, BERT, FOLDER)
+    assert """shoal launch --role helper --job "$job" --transport='ofi:tcp;ofi_rxm' &""" in script
+    assert """--helpers=1 --interface=eth0 --transport='ofi:tcp;ofi_rxm' -- """ in script
+
+
 def test_seeds_are_jobs_of_an_array() -> None:
     command = ("python", "train.py", "--seed", "{seed}", "--out", "my runs/{seed}")
     script = render(SlurmJob(hosts=1, array="0-2%1"), command, FOLDER)
