@@ -5,6 +5,9 @@ the same weights (their losses are compared before anything is measured), batche
 clipping, and take their steps by turns in one process. The Trainer has SDPA and pads to the longest of the
 batch; a padded place of it counts for nothing: both sides are measured in tokens that are text. The fill in
 a row's name is the share of the Trainer's places that hold one.
+
+On CPUs the same step of ours is also taken by two workers, by turns over backend shoal, their default, and
+over gloo.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any, Literal
 
 from benchmarks.harness import Benchmark, peer_module
 from benchmarks.machine import ForeignCores
-from benchmarks.worker import run_alone
+from benchmarks.worker import run_alone, run_here
 from shoal.env.settings import TEST_DATA, test_data_dir
 
 Device = Literal["cpu", "cuda"]
@@ -85,6 +88,24 @@ def measure(case: str, device: Device, size: str, num_steps: int) -> tuple[dict[
     return result, watch.cores or 0.0
 
 
+def compare_backends(bench: Benchmark, name: str, size: str, num_steps: int) -> None:
+    """Add the row of shoal against gloo, two workers with one thread each."""
+    spec = {"case": name, "device": "cpu", "size": size, "num_steps": num_steps}
+    with ForeignCores() as watch:
+        result = run_here("benchmarks.bert_step_worker:over_both", spec, 2, settings={"OMP_NUM_THREADS": "1"})
+    bench.add(
+        f"{'ALBERT' if name == 'albert' else 'BERT'}-{size}, {CASES[name].title}, 2 workers, over shoal",
+        ours=result["ours"],
+        peer=result["peer"],
+        peer_name="the same over gloo",
+        unit="tokens/s",
+        target=1.0,
+        better="higher",
+        foreign_cores=[watch.cores or 0.0],
+        num_retaken=0,
+    )
+
+
 def require_data(case: Case) -> None:
     """Look for the files of a case.
 
@@ -131,6 +152,8 @@ def main() -> int:
             foreign_cores=[foreign],
             num_retaken=num_retaken,
         )
+        if device == "cpu":
+            compare_backends(bench, name, bench.args.size, num_steps)
     return bench.finish()
 
 

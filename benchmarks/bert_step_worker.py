@@ -11,6 +11,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,10 +25,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from benchmarks.averaging import averaging_over
 from benchmarks.bert_step import CASES
 from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
 from shoal.data.loader import as_tensors, copies_to, to_device
 from shoal.data.steps import DataShard
+from shoal.env.launcher import worker_env
 from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.models.text_config import BertModelConfig
 from shoal.train.config import DistributedConfig
@@ -223,6 +227,37 @@ def run(
     num_places = [(len(batch["cu_seqlens"]) - 1) * batch["max_seqlen"] for batch in batches]
     kept = {side: figures[warm_up:] for side, figures in turns.samples.items()}
     return {**kept, "fill": sum(num_tokens) / sum(num_places)}
+
+
+def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the tokens per second of each of a worker's steps, over shoal and over gloo.
+
+    The spec: as that of :func:`measure`.
+    """
+    worker = worker_env()
+    assert worker is not None
+    torch.manual_seed(SEED)
+    batch_size = TINY_BATCH if spec["size"] == "tiny" else CASES[spec["case"]].batch_size["cpu"]
+    samples: dict[str, list[float]] = {"ours": [], "peer": []}
+    with (
+        tempfile.TemporaryDirectory() as name,
+        join_world(worker, DistributedConfig(device="cpu")) as world,
+    ):
+        assert world.backend == "shoal", world.why
+        sides = MAKERS[spec["case"]](Path(name), SIZES[spec["size"]], batch_size)
+        precision = choose_precision("fp32", world.device)
+        steps = {"ours": OurStep(sides, world, precision)}
+        with averaging_over(world.control):
+            steps["peer"] = OurStep(replace(sides, ours=deepcopy(sides.ours)), world, precision)
+        for step in range(WARM_UP_STEPS + spec["num_steps"]):
+            number = step * world.num_workers + world.place.rank
+            num_tokens = len(sides.read(number)["input_ids"])
+            for side, ours in steps.items():
+                world.barrier()
+                begin_s = time.perf_counter()
+                ours.take(number)
+                samples[side].append(num_tokens / (time.perf_counter() - begin_s))
+    return {side: figures[WARM_UP_STEPS:] for side, figures in samples.items()}
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:

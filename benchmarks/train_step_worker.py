@@ -14,6 +14,7 @@ import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.albert import AlbertForPreTraining
 
+from benchmarks.averaging import averaging_over
 from benchmarks.train_step import GLOBAL_BATCH, SEQUENCE
 from shoal.data.sources import ReaderSource
 from shoal.data.text.examples import ExampleReader
@@ -26,7 +27,7 @@ from shoal.recipes.prepared_text import write_synthetic_text
 from shoal.train.config import RunConfig, TrainConfig, required
 from shoal.train.optim_config import OptimConfig, schedule_of
 from shoal.train.optimizers import build_optimizer
-from shoal.train.run import Run
+from shoal.train.run import Run, inner_run
 
 WARM_UP_STEPS = 3
 MODELS = {
@@ -39,6 +40,15 @@ MODELS = {
         max_position_embeddings=128,
     ),
     "base": AlbertModelConfig(),
+    "make train": AlbertModelConfig(
+        vocab_size=2_048,
+        embedding_size=128,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=512,
+        max_position_embeddings=128,
+    ),
 }
 
 
@@ -167,6 +177,27 @@ def measure(
     )
     trainer.train()
     return {side: times[WARM_UP_STEPS:][:num_steps] for side, times in turns.samples.items()}
+
+
+def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the milliseconds of each step over shoal and over gloo; spec as :func:`main`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_synthetic_text(folder, MODELS[spec["preset"]].vocab_size)
+        config = settings(spec["preset"], folder, spec["compiled"])
+        samples: dict[str, list[float]] = {"ours": [], "peer": []}
+        with opened(config) as (run, reader):
+            assert run.world.backend == "shoal", run.world.why
+            sides = {side: our_steps(inner_run(run, config), config, reader) for side in samples}
+            with averaging_over(run.world.control):
+                next(sides["peer"])
+            for _ in range(WARM_UP_STEPS + spec["num_steps"]):
+                for side, steps in sides.items():
+                    run.world.barrier()
+                    begin_s = time.perf_counter()
+                    next(steps)
+                    samples[side].append(1e3 * (time.perf_counter() - begin_s))
+        return {side: times[WARM_UP_STEPS:] for side, times in samples.items()}
 
 
 def main(spec: dict[str, Any]) -> dict[str, list[float]]:
