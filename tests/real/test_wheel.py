@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from wheels import ROOT, check_file, find_wheel, output_of
+from wheels import BUILT_WITH_LIBFABRIC, ROOT, check_file, find_wheel, output_of
 
 ADDS_TORCH = (
     "needs torch, which is not installed: pip install 'torch>=2.11' 'safetensors>=0.5' 'tensorboardX>=2.6.4'"
@@ -117,6 +117,14 @@ def test_what_needs_no_torch_runs_without_it(small: Environment) -> None:
     summed = "import numpy as np; from shoal import native; out = np.empty(3, np.float32); "
     summed += "native.sum_in_rank_order(out, [np.ones(3, np.float32)] * 2); print(out)"
     assert small.run("-c", summed) == "[2. 2. 2.]\n"
+
+
+@pytest.mark.skipif(
+    not Path("/usr/include/rdma/fi_endpoint.h").exists(), reason="libfabric's headers are not installed"
+)
+def test_it_is_built_with_libfabric_where_its_headers_are(small: Environment) -> None:
+    """The gate installs them (``.ci/run``). The library itself is loaded when a transport asks for it."""
+    assert small.run("-c", BUILT_WITH_LIBFABRIC) == "True\n"
 
 
 def test_doctor_says_what_is_missing(small: Environment) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import framework_jobs
 import pytest
-from wheels import ROOT, check_file, find_wheel, output_of
+from wheels import BUILT_WITH_LIBFABRIC, ROOT, check_file, find_wheel, output_of
 
 CHROOT = ROOT / "build" / "trixie"
 SUM = """
@@ -54,6 +54,11 @@ def test_it_is_small_and_tagged_and_has_the_stable_abi(wheel: Path) -> None:
 def test_the_core_runs(installed: str) -> None:
     said = in_chroot(f"{installed}/python", "-c", SUM)
     assert said == "(3, 13) _core.abi3.so [0.0, 3.0, 6.0, 9.0, 12.0]\n"
+
+
+def test_it_is_built_with_libfabric(installed: str) -> None:
+    """The chroot has its headers."""
+    assert in_chroot(f"{installed}/python", "-c", BUILT_WITH_LIBFABRIC) == "True\n"
 
 
 def test_the_command_runs(installed: str) -> None:

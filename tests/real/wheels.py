@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MAX_BYTES = 3_000_000
+BUILT_WITH_LIBFABRIC = "from shoal import native; print(native.fabric('127.0.0.1').built)"
+"""A program for Python, which prints True or False."""
 
 
 def find_wheel(made_by: str, *tags: str) -> Path:
