@@ -118,6 +118,44 @@ def without_input() -> None:
         raise AssertionError("4 passes were taken")
 
 
+class Subclassed(keras.Model):
+    """Makes one layer's weights at once, and the others' in its first call; one layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out, self.unused = (keras.layers.Dense(n, "tanh") for n in (32, CLASSES, 3))
+        self.first.build((None, FEATURES))
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.first(inputs))
+
+
+def subclassed() -> None:
+    """Broadcast what a subclassed model has when training begins, and the rest after its first batch."""
+    keras.utils.set_random_seed(RANK)
+    model = Subclassed()
+    optimizer = sk.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), name="Distributed", device_dense="/cpu:0", num_groups=2, groups=None,
+        gradient_predivide_factor=2.0, scale_local_gradients=True,
+    )  # fmt: skip
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = sk.Shards(X, Y, batch_size=BATCH, shuffle=False)
+    model.fit(data, verbose=0, callbacks=[sk.Broadcast(root_rank=0, device="")])
+    assert len(model.trainable_variables) == 4
+    alike(model)
+    for given in ({"process_set": [0]}, {"colour": "red"}, {"gradient_scale": 1.0}):
+        try:
+            sk.DistributedOptimizer(keras.optimizers.SGD(0.1), **given)
+        except (ValueError, TypeError) as refusal:
+            assert next(iter(given)) in str(refusal)
+        else:
+            raise AssertionError(given)
+    try:
+        print(sk.callbacks.LearningRateScheduleCallback)
+    except AttributeError as refusal:
+        assert "use keras.callbacks.LearningRateScheduler" in str(refusal)
+
+
 def scaling() -> None:
     """Give one rank a gradient that is not finite: all skip that step."""
     data = X.copy()
@@ -295,6 +333,8 @@ def horovod() -> None:
     alike(model)
     assert np.isclose(float(model.optimizer.learning_rate), 0.002)
     assert hvd.allreduce(np.float32(RANK), name="a", op=hvd.Sum) == sum(range(SIZE))
+    assert hvd.allreduce(np.float32(RANK), average=False) == sum(range(SIZE))
+    assert not hvd.nccl_built() and hvd.global_process_set is None
     assert hvd.allreduce(RANK, op=hvd.Max) == SIZE - 1 and hvd.allreduce(RANK + 1, op=hvd.Min) == 1
     assert hvd.allgather([RANK], name="b").tolist() == list(range(SIZE))
     assert hvd.broadcast(RANK, root_rank=SIZE - 1, name="c") == SIZE - 1

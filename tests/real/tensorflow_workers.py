@@ -74,6 +74,7 @@ def collectives() -> None:
     hvd.broadcast_variables([variable], root_rank=SIZE - 1)
     assert float(variable[0]) == SIZE - 1
     assert hvd.broadcast_object({"epoch": RANK + 3}, root_rank=0) == {"epoch": 3}
+    assert hvd.broadcast_object({RANK: (1, [None])}, root_rank=1) == {1: (1, [None])}
     assert hvd.allgather_object([RANK]) == [[rank] for rank in range(SIZE)]
     for dtype, reduction in (("int32", "mean"), ("bool", "sum"), ("uint32", "max"), ("int16", "sum")):
         try:
@@ -177,7 +178,11 @@ def horovod() -> None:
         with tf.GradientTape() as tape:
             loss_value = loss(labels, model(images, training=True))
         tape = hvd.DistributedGradientTape(
-            tape, compression=hvd.Compression.fp16, gradient_predivide_factor=2.0
+            tape,
+            device_dense="",
+            compression=hvd.Compression.fp16,
+            gradient_predivide_factor=2.0,
+            num_groups=1,
         )
         gradients = tape.gradient(loss_value, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))

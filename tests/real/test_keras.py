@@ -23,6 +23,7 @@ PROGRAMS = (
     "mixed_precision",
     "resume",
     "without_input",
+    "subclassed",
     "metrics",
     "vector_metrics",
     "steps",

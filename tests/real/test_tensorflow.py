@@ -23,6 +23,7 @@ SLOW = [
     pytest.param(4, "", marks=pytest.mark.slow),
     pytest.param(4, "hosts", marks=pytest.mark.slow),
 ]
+CHECKOUTS = os.environ.get("SHOAL_TEST_CHECKOUTS", "")
 NO_COMPILER = {"PATH": "", "CXX": ""}
 
 
@@ -81,3 +82,49 @@ def test_examples_in_docstrings(python: Path) -> None:
         [python, "-c", program, *(f"shoal.tensorflow.{name}" for name in names)], check=True, cwd="/",
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
     )  # fmt: skip
+
+
+# Besides its imports: other data, fewer steps, and what Keras 3 has no more (docs/from-horovod.md).
+DATA = """
+    import numpy as np
+    mnist_images = np.random.default_rng(hvd.rank()).integers(0, 255, (600, 28, 28)).astype("uint8")
+    mnist_labels = np.random.default_rng(hvd.rank()).integers(0, 10, 600)
+"""
+OF_BOTH = (
+    ("import horovod\n", ""),
+    (
+        "    (mnist_images, mnist_labels), _ = \\\n        tf.keras.datasets.mnist.load_data(",
+        DATA + "    _ = dict(",
+    ),
+)
+EXAMPLES = {
+    "tensorflow2_keras_mnist.py": (
+        ("import horovod.tensorflow.keras as hvd", "import shoal.keras as hvd"),
+        (",\n                        experimental_run_tf_function=False", ""),
+        ("500 //", "9 //"),
+        ("epochs=24", "epochs=4"),
+    ),
+    "tensorflow2_mnist.py": (
+        ("import horovod.tensorflow as hvd", "import shoal.tensorflow as hvd"),
+        ("opt.variables()", "opt.variables"),
+        ("10000 //", "45 //"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHECKOUTS, reason="give a checkout of Horovod: SHOAL_TEST_CHECKOUTS=DIR")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_horovods_examples(python: Path, name: str, tmp_path: Path) -> None:
+    text = Path(CHECKOUTS, "horovod/examples/tensorflow2", name).read_text(encoding="utf-8")
+    for old, new in (*OF_BOTH, *EXAMPLES[name]):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    command = [python, "-m", "shoal", "launch", "--workers", "3", "--", python, name]
+    chosen = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **chosen}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert "loss" in done.stdout.lower()
+    assert list(tmp_path.glob("checkpoint*"))

@@ -45,6 +45,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE | LAYERS),
     "train": DECIDERS | NATIVE | LAYERS | DOERS,
     "recipes": BELOW_RECIPES | {"launch", "planner"},
+    "horovod_torch": NOUNS | NATIVE | {"comm"},
     "jax": NOUNS | NATIVE | {"comm"},
     "tensorflow": NOUNS | NATIVE | {"comm", "keras"},
     "keras": NOUNS | NATIVE | {"comm", "jax", "tensorflow"},

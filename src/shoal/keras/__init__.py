@@ -6,7 +6,6 @@ optimizer, and callbacks :class:`Broadcast` and :class:`AverageMetrics`. :class:
 The names are imported when they are first used, with Keras and its backend.
 """
 
-from importlib import import_module
 from typing import Any
 
 _MODULES = {
@@ -26,6 +25,7 @@ _MODULES = {
     "barrier": "shoal.keras.process",
     "broadcast": "shoal.keras.values",
     "broadcast_variables": "shoal.keras.callbacks",
+    "callbacks": "shoal.keras.callbacks",
     "init": "shoal.keras.process",
     "is_initialized": "shoal.keras.process",
     "local_rank": "shoal.keras.process",
@@ -35,25 +35,13 @@ _MODULES = {
     "size": "shoal.keras.process",
 }
 
-__all__ = sorted([*_MODULES, "callbacks"])
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'shoal.keras' has no attribute {name!r}")
-    try:
-        if name == "callbacks":
-            import shoal.keras.callbacks as callbacks
+    from shoal.comm.horovod import load
 
-            return callbacks
-        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    except ModuleNotFoundError as error:
-        from shoal.errors import missing_extra
-
-        if not (needs := missing_extra(error)):
-            raise
-        raise ModuleNotFoundError(f"shoal.keras.{name} {needs}", name=error.name) from None
-    return value
+    return load(__name__, _MODULES, name)
 
 
 def __dir__() -> list[str]:

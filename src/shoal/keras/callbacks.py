@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.comm import arrays
+from shoal.comm.horovod import check_keywords, load
 from shoal.errors import UsageError
 from shoal.keras import optimizer as optimizers
 from shoal.keras import process
@@ -22,16 +23,18 @@ _UNKNOWN = -1
 class Broadcast(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
     """Gives the model and the optimizer of all ranks the state of one rank when training begins.
 
-    Weights, the optimizer's variables and the epoch at which training begins are those of rank ``root``. Put
-    it behind a callback that restores them there, such as ``keras.callbacks.BackupAndRestore``. States of
-    random generators, as of dropout, stay as they are. A model that has no weights yet, as on TensorFlow a
-    ``Sequential`` without an ``Input``, gets them by its first batch, after which they are sent.
+    Weights, the optimizer's variables and the epoch at which training begins are those of rank
+    ``root_rank``. Put it behind a callback that restores them there, such as
+    ``keras.callbacks.BackupAndRestore``. States of random generators, as of dropout, stay as they are. A
+    model whose layers have no weights yet, as on TensorFlow a subclassed one or a ``Sequential`` without an
+    ``Input``, gets them by its first batch, after which all are sent.
 
     It also checks that all ranks have the same number of steps per epoch, makes a ``LossScaleOptimizer`` from
     ``compile`` agree on all ranks, and switches XLA off on TensorFlow, which has no shoal in it.
 
     Args:
-        root: rank whose state is sent.
+        root_rank: rank whose state is sent.
+        **others: Horovod's keywords that change nothing, such as ``device``.
 
     Raises:
         UsageError: when training begins: there is no such rank, or ranks have other numbers of steps.
@@ -41,15 +44,16 @@ class Broadcast(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
         >>> callbacks = [sk.Broadcast(0), sk.AverageMetrics()]
     """
 
-    def __init__(self, root: int = 0) -> None:
+    def __init__(self, root_rank: int = 0, **others: Any) -> None:
         super().__init__()
-        self.root = root
+        check_keywords("Broadcast", others)
+        self.root_rank = root_rank
         self._is_due = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Send the state of rank ``root``."""
-        if not 0 <= self.root < process.size():
-            raise UsageError(f"root {self.root} is no rank; ranks are 0 to {process.size() - 1}")
+        """Send the state of rank ``root_rank``."""
+        if not 0 <= self.root_rank < process.size():
+            raise UsageError(f"root_rank {self.root_rank} is no rank; ranks are 0 to {process.size() - 1}")
         model = self.model
         _check_steps((self.params or {}).get("steps"))
         scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -62,16 +66,20 @@ class Broadcast(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
         if process.backend() == "tensorflow" and model.jit_compile:
             model.jit_compile = False
             model.make_train_function(force=True)
-        is_built = np.array([bool(model.built)], np.uint8)  # a backup builds it on the rank that restores
-        self._is_due = not arrays.all_gather(process.group(), [is_built])[0].all()
+        is_built = process.backend() != "tensorflow" or all(each.built for each in model._flatten_layers())
+        own = np.array([len(model.weights), is_built], np.int64)
+        of_ranks = arrays.all_gather(process.group(), [own])[0]
+        self._is_due = not of_ranks[:, 1].all()
         if not self._is_due:
             self._send()
+        elif (of_ranks[:, 0] == of_ranks[0, 0]).all():  # else a backup has built it on the rank that restores
+            broadcast_variables(model.weights, self.root_rank)
         epoch = np.array([model._initial_epoch or 0], np.int64)
-        arrays.broadcast(process.group(), [epoch], self.root)
+        arrays.broadcast(process.group(), [epoch], self.root_rank)
         model._initial_epoch = int(epoch[0])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Send the state of rank ``root`` after the first batch if the model had none before."""
+        """Send the state of rank ``root_rank`` after the first batch if the model had none before."""
         if self._is_due:
             self._is_due = False
             self._send()
@@ -81,15 +89,15 @@ class Broadcast(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
         if model.optimizer and not model.optimizer.built:  # a backup builds it on the rank that restores
             model.optimizer.build(model.trainable_variables)
         variables = [*model.weights, *(model.optimizer.variables if model.optimizer else ())]
-        broadcast_variables(variables, self.root)
+        broadcast_variables(variables, self.root_rank)
 
 
-def broadcast_variables(variables: Sequence[Any], root: int = 0) -> None:
-    """Give Keras variables the values of rank ``root``.
+def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
+    """Give Keras variables the values of rank ``root_rank``.
 
     Args:
         variables: with the same shapes and dtypes on all ranks.
-        root: rank whose values are sent.
+        root_rank: rank whose values are sent.
 
     Raises:
         CommError: a rank was lost, or ranks differ.
@@ -97,7 +105,7 @@ def broadcast_variables(variables: Sequence[Any], root: int = 0) -> None:
     """
     targets = list({id(each): each for each in variables}.values())
     values = [np.array(keras.ops.convert_to_numpy(each.value), order="C") for each in targets]
-    arrays.broadcast(process.group(), values, root)
+    arrays.broadcast(process.group(), values, root_rank)
     for target, value in zip(targets, values, strict=True):
         target.assign(value)
 
@@ -109,13 +117,17 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc,unused-igno
     ranks make the same decisions. The states of metrics, such as sums and counts, are added, so that ranks
     are weighted by their samples; other entries of the logs are averaged.
 
+    Args:
+        **others: Horovod's keywords that change nothing, such as ``device``.
+
     Example:
         >>> import shoal.keras as sk
         >>> callbacks = [sk.Broadcast(0), sk.AverageMetrics()]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **others: Any) -> None:
         super().__init__()
+        check_keywords("AverageMetrics", others)
         self._train: dict[str, Result] | None = None
         self._validation: dict[str, Result] | None = None
         self._in_epoch = False
@@ -179,6 +191,7 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc,unused-
         warmup_epochs: number of epochs.
         steps_per_epoch: ``None``: that of ``fit``.
         verbose: 1: rank 0 prints when the rate is reached.
+        **others: Horovod's keywords that change nothing; ``momentum_correction`` only if False.
 
     Raises:
         UsageError: when training begins: the number of steps is not known, or the optimizer has a schedule.
@@ -190,8 +203,10 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc,unused-
         warmup_epochs: float = 5,
         steps_per_epoch: int | None = None,
         verbose: int = 0,
+        **others: Any,
     ) -> None:
         super().__init__()
+        check_keywords("LearningRateWarmup", others)
         self._says = bool(verbose)
         self.initial_lr, self.warmup_epochs, self.steps_per_epoch = initial_lr, warmup_epochs, steps_per_epoch
         self._steps, self._epoch = 0, 0
@@ -226,6 +241,11 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc,unused-
 BroadcastGlobalVariablesCallback = Broadcast
 MetricAverageCallback = AverageMetrics
 LearningRateWarmupCallback = LearningRateWarmup
+
+
+def __getattr__(name: str) -> Any:
+    """Say why a callback of Horovod is not here."""
+    return load(__name__, {}, name)
 
 
 def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:

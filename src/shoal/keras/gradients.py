@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from shoal.comm.horovod import Wire
+from shoal.comm.horovod import Average, Sum, Wire, check_reduction, check_wire
 from shoal.errors import UsageError
 from shoal.keras import process
 
@@ -14,7 +14,7 @@ Gradients = Sequence[Any]
 
 
 def reducer(
-    op: Reduction, compression: Wire | None, sparse_as_dense: bool
+    op: Reduction, compression: Wire | None, sparse_as_dense: bool, predivide: float = 1.0
 ) -> Callable[[Gradients], list[Any]]:
     """Return a function that reduces a list of gradients, in one call, inside a compiled step or outside.
 
@@ -22,19 +22,23 @@ def reducer(
         op: ``mean`` or ``sum``.
         compression: format in which float32 and float64 are sent.
         sparse_as_dense: whether gradients of embeddings, on TensorFlow, become dense tensors.
+        predivide: divides gradients before they are sent, and multiplies the results.
 
     Raises:
         UsageError: a name is unknown.
     """
-    if op not in ("mean", "sum"):
-        raise UsageError(f"op {op!r} is not known; it is 'mean' or 'sum'")
-    if compression not in (None, "bfloat16", "float16"):
-        raise UsageError(f"compression {compression!r} is not known; it is 'bfloat16', 'float16' or None")
-    return {
+    check_reduction(op, allowed=(Average, Sum))
+    check_wire(compression)
+    reduce: Callable[[Gradients], list[Any]] = {
         "jax": lambda gradients: _by_jax(gradients, op, compression),
-        "tensorflow": lambda gradients: _by_tensorflow(gradients, op, compression, sparse_as_dense),
+        "tensorflow": lambda gradients: _by_tensorflow(
+            gradients, op, compression, sparse_as_dense, predivide
+        ),
         "torch": lambda gradients: _by_torch(gradients, op, compression),
     }[process.backend()]
+    if predivide == 1.0 or process.backend() == "tensorflow":
+        return reduce
+    return lambda gradients: [each * predivide for each in reduce([each / predivide for each in gradients])]
 
 
 def on_all(flag: Any) -> Any:
@@ -70,12 +74,17 @@ def _jax_minimum(number: Any) -> Any:
 
 
 def _by_tensorflow(
-    gradients: Gradients, op: Reduction, compression: Wire | None, sparse_as_dense: bool
+    gradients: Gradients, op: Reduction, compression: Wire | None, sparse_as_dense: bool, predivide: float
 ) -> list[Any]:
     from shoal.tensorflow.ops import grouped_allreduce
 
     found: list[Any] = grouped_allreduce(
-        gradients, op=op, compression=compression, sparse_as_dense=sparse_as_dense
+        gradients,
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        prescale_factor=1.0 / predivide,
+        postscale_factor=predivide,
     )
     return found
 

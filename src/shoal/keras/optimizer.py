@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from shoal.comm.horovod import Wire
+from shoal.comm.horovod import Wire, check_keywords
 from shoal.errors import UsageError
 from shoal.keras import gradients, process
 from shoal.keras.gradients import Reduction
@@ -22,8 +22,10 @@ def DistributedOptimizer(
     op: Reduction = "mean",
     compression: Wire | None = None,
     sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
+    **others: Any,
 ) -> Any:
     """Make an optimizer average the gradients over all ranks before it clips and applies them.
 
@@ -40,8 +42,11 @@ def DistributedOptimizer(
             more.
         sparse_as_dense: on TensorFlow, whether gradients of embeddings are sent as dense tensors; else their
             rows are gathered.
+        gradient_predivide_factor: divides gradients before they are sent, and multiplies the results: against
+            overflow of float16.
         backward_passes_per_step: Horovod's name; only 1. More is ``gradient_accumulation_steps`` of Keras.
         average_aggregated_gradients: Horovod's name, of what one pass does not have.
+        **others: Horovod's keywords that change nothing, such as ``name`` and ``num_groups``.
 
     Returns:
         The optimizer.
@@ -58,6 +63,7 @@ def DistributedOptimizer(
         'Adam'
         >>> sk.shutdown()
     """
+    check_keywords("DistributedOptimizer", others)
     if backward_passes_per_step != 1:
         raise UsageError(
             f"backward_passes_per_step {backward_passes_per_step} must be 1: Keras accumulates gradients "
@@ -66,8 +72,13 @@ def DistributedOptimizer(
     if is_distributed(optimizer):
         raise UsageError("this optimizer averages gradients already; call DistributedOptimizer once")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inner = optimizer.inner_optimizer
-        DistributedOptimizer(inner, op=op, compression=compression, sparse_as_dense=sparse_as_dense)
+        DistributedOptimizer(
+            optimizer.inner_optimizer,
+            op=op,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+        )
         return agree_on_overflow(optimizer)
     base = type(optimizer)
     if not hasattr(base, _HOOK):
@@ -75,7 +86,7 @@ def DistributedOptimizer(
             f"an optimizer of type {base.__name__} of Keras {keras.__version__} has no {_HOOK}, in which "
             "shoal averages gradients; use an optimizer of Keras 3.10 to 3.15"
         )
-    reduce = gradients.reducer(op, compression, sparse_as_dense)
+    reduce = gradients.reducer(op, compression, sparse_as_dense, gradient_predivide_factor)
     if process.backend() == "jax":
         reduce = _of_updates(optimizer, reduce)
 

@@ -7,18 +7,19 @@ from typing import Any
 import numpy as np
 
 from shoal.comm import arrays
-from shoal.comm.horovod import Average, Reduction
+from shoal.comm.horovod import check_keywords, check_reduction
 from shoal.errors import UsageError
 from shoal.keras import process
 
 
-def allreduce(value: Any, op: Reduction = Average, *, name: str | None = None) -> Any:
+def allreduce(value: Any, op: Any = None, *, average: bool | None = None, **others: Any) -> Any:
     """Return the mean, or another reduction, of a number or array over all ranks.
 
     Args:
         value: what NumPy can convert, of the same shape and dtype on all ranks.
-        op: ``mean`` of floating-point numbers, ``sum``, ``min``, ``max`` or ``prod``.
-        name: ignored: calls match by their order.
+        op: ``mean`` (also if ``None``) of floating-point numbers, ``sum``, ``min``, ``max`` or ``prod``.
+        average: the older keyword for ``mean`` and ``sum``.
+        **others: Horovod's keywords that change nothing, such as ``name``: calls match by their order.
 
     Raises:
         CommError: a rank was lost, or ranks differ.
@@ -32,8 +33,9 @@ def allreduce(value: Any, op: Reduction = Average, *, name: str | None = None) -
         2.5
         >>> sk.shutdown()
     """
-    result = np.array(value, order="C")
-    arrays.all_reduce(process.group(), [result], "avg" if op == "mean" else op)
+    check_keywords("allreduce", others)
+    reduction, result = check_reduction(op, average), np.array(value, order="C")
+    arrays.all_reduce(process.group(), [result], "avg" if reduction == "mean" else reduction)
     return result
 
 

@@ -7,7 +7,6 @@ the beginning. Programs of ``model.fit`` find all they need in :mod:`shoal.keras
 The names are imported when they are first used.
 """
 
-from importlib import import_module
 from typing import Any
 
 _MODULES = {
@@ -42,17 +41,9 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'shoal.tensorflow' has no attribute {name!r}")
-    try:
-        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    except ModuleNotFoundError as error:
-        from shoal.errors import missing_extra
+    from shoal.comm.horovod import load
 
-        if not (needs := missing_extra(error)):
-            raise
-        raise ModuleNotFoundError(f"shoal.tensorflow.{name} {needs}", name=error.name) from None
-    return value
+    return load(__name__, _MODULES, name)
 
 
 def __dir__() -> list[str]:

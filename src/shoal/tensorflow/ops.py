@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from shoal.comm.horovod import Average, Reduction, Wire
+from shoal.comm.horovod import Average, Wire, check_keywords, check_reduction, check_wire, from_json, to_json
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 from shoal.tensorflow import op as operation
@@ -35,23 +35,26 @@ def _as_it_is(function: _Function) -> _Function:
 @_as_it_is
 def allreduce(
     tensor: Any,
+    average: bool | None = None,
     *,
-    op: Reduction = Average,
+    op: Any = None,
     compression: Wire | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    name: str | None = None,
+    **others: Any,
 ) -> Any:
     """Return the mean, or another reduction, of a tensor over all ranks.
 
     Args:
         tensor: a tensor, or ``tf.IndexedSlices``, whose rows are gathered.
-        op: ``Average`` of floating-point and complex numbers, ``Sum``, ``Min``, ``Max`` or ``Product``.
+        average: the older argument for ``Average`` and ``Sum``.
+        op: ``Average`` (also if ``None``) of floating-point and complex numbers, ``Sum``, ``Min``, ``Max`` or
+            ``Product``.
         compression: one of :class:`~shoal.comm.horovod.Compression`. Operands are rounded, added in float32,
             and the sum is rounded once more.
         prescale_factor: multiplies the tensor before it is sent.
         postscale_factor: multiplies the result.
-        name: ignored: calls match by their order.
+        **others: Horovod's keywords that change nothing, such as ``name``: calls match by their order.
 
     Raises:
         TypeError: the dtype does not have the reduction.
@@ -67,55 +70,57 @@ def allreduce(
     """
     return grouped_allreduce(
         [tensor],
+        average,
         op=op,
         compression=compression,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
+        **others,
     )[0]
 
 
 @_as_it_is
 def grouped_allreduce(
     tensors: Sequence[Any],
+    average: bool | None = None,
     *,
-    op: Reduction = Average,
+    op: Any = None,
     compression: Wire | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     sparse_as_dense: bool = False,
-    name: str | None = None,
+    **others: Any,
 ) -> list[Any]:
     """Return the reductions of several tensors, in one call; those below 64 KiB are sent together.
 
     Args:
         tensors: tensors, ``tf.IndexedSlices``, or ``None``, which stays as it is.
+        average: as of :func:`allreduce`.
         op: as of :func:`allreduce`.
         compression: as of :func:`allreduce`.
         prescale_factor: multiplies each tensor before it is sent.
         postscale_factor: multiplies each result.
         sparse_as_dense: whether to convert ``tf.IndexedSlices`` to dense tensors instead of gathering rows.
-        name: ignored: calls match by their order.
+        **others: as of :func:`allreduce`.
 
     Raises:
         TypeError: the dtype of a tensor does not have the reduction.
         UsageError: :func:`~shoal.tensorflow.process.init` was not called, or a name is unknown.
         tf.errors.AbortedError: a rank was lost, or ranks differ.
     """
-    if op not in operation.REDUCTIONS:
-        raise UsageError(f"op {op!r} is not known; it is one of {', '.join(operation.REDUCTIONS)}")
-    if compression not in (None, "bfloat16", "float16"):
-        raise UsageError(f"compression {compression!r} is not known; it is 'bfloat16', 'float16' or None")
+    check_keywords("allreduce", others)
+    reduction, wire = check_reduction(op, average), check_wire(compression)
     found: list[Any] = list(tensors)
     dense: dict[int, Any] = {}
     for place, tensor in enumerate(found):
         if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
-            found[place] = _gathered_rows(tensor, op, prescale_factor * postscale_factor)
+            found[place] = _gathered_rows(tensor, reduction, prescale_factor * postscale_factor)
         elif tensor is not None:
             dense[place] = tf.convert_to_tensor(tensor)
-            _check(dense[place], op)
-    sent = [_on_the_wire(_scaled(each, prescale_factor), compression) for each in dense.values()]
+            _check(dense[place], reduction)
+    sent = [_on_the_wire(_scaled(each, prescale_factor), wire) for each in dense.values()]
     if sent:
-        results = _call(sent, kind="all_reduce", op=op)
+        results = _call(sent, kind="all_reduce", op=reduction)
         for (place, tensor), result in zip(dense.items(), results, strict=True):
             found[place] = _scaled(tf.cast(result, tensor.dtype), postscale_factor)
     else:
@@ -161,19 +166,20 @@ def broadcast_object(value: Any, root_rank: int = 0, *, name: str | None = None)
     """Return the value of rank ``root_rank`` on all ranks.
 
     Args:
-        value: numbers, strings, lists and dicts with strings as keys: what JSON can hold. Objects of other
-            types are refused, as they would have to be unpickled.
+        value: numbers, strings, ``None``, lists, tuples and dicts. Objects of other types are refused, as
+            they would have to be unpickled.
         root_rank: rank whose value is sent.
         name: ignored: calls match by their order.
 
     Raises:
         CommError: a rank was lost.
-        TypeError: JSON cannot hold the value.
+        TypeError: the value is of another type.
         UsageError: :func:`~shoal.tensorflow.process.init` was not called, or there is no such rank.
     """
     _check_root(root_rank)
-    sent = json.dumps(value).encode() if process.rank() == root_rank else b""
-    return parse_json(process.group().broadcast_bytes(sent, root_rank), f"rank {root_rank}")
+    sent = json.dumps(to_json(value)).encode() if process.rank() == root_rank else b""
+    where = f"rank {root_rank}"
+    return from_json(parse_json(process.group().broadcast_bytes(sent, root_rank), where), where)
 
 
 def allgather_object(value: Any, *, name: str | None = None) -> list[Any]:
@@ -185,7 +191,7 @@ def allgather_object(value: Any, *, name: str | None = None) -> list[Any]:
 
     Raises:
         CommError: a rank was lost.
-        TypeError: JSON cannot hold the value.
+        TypeError: the value is of another type.
         UsageError: :func:`~shoal.tensorflow.process.init` was not called.
     """
     return [broadcast_object(value, root) for root in range(process.size())]
@@ -233,7 +239,7 @@ def grouped_allgather(tensors: Sequence[Any], *, name: str | None = None) -> lis
 
 
 @_as_it_is
-def reducescatter(tensor: Any, *, op: Reduction = Average, name: str | None = None) -> Any:
+def reducescatter(tensor: Any, *, op: Any = Average, name: str | None = None) -> Any:
     """Return this rank's part of the reduction of a tensor, divided along the first dimension.
 
     Args:

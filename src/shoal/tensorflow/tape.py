@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from shoal.comm.horovod import Average, Reduction, Wire
+from shoal.comm.horovod import Average, Wire, check_keywords
 from shoal.tensorflow.ops import grouped_allreduce
 
 
@@ -22,6 +22,7 @@ class DistributedGradientTape:
         sparse_as_dense: whether to convert ``tf.IndexedSlices`` to dense tensors instead of gathering rows.
         gradient_predivide_factor: divides gradients before they are sent, and the average is multiplied by it
             afterwards: against overflow of float16.
+        **others: Horovod's keywords that change nothing, such as ``device_dense`` and ``num_groups``.
 
     Example:
         >>> import tensorflow as tf, shoal.tensorflow as st
@@ -39,11 +40,13 @@ class DistributedGradientTape:
         self,
         gradtape: Any,
         *,
-        op: Reduction = Average,
+        op: Any = Average,
         compression: Wire | None = None,
         sparse_as_dense: bool = False,
         gradient_predivide_factor: float = 1.0,
+        **others: Any,
     ) -> None:
+        check_keywords("DistributedGradientTape", others)
         self._tape = gradtape
         self._options: dict[str, Any] = {
             "op": op,
