@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 @contextmanager
-def averaging_over(group: dist.ProcessGroup) -> Iterator[None]:
+def averaging_over(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Let models that are wrapped in this block average over ``group``."""
     default = dist.group.WORLD
     dist.group.WORLD = group

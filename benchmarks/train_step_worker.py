@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.albert import AlbertForPreTraining
@@ -111,11 +112,14 @@ class ByTurns(TrainerCallback):  # type: ignore[misc]
         self._begin_s = time.perf_counter()
 
 
-def our_steps(run: Run, config: AlbertConfig, reader: ExampleReader) -> Iterator[int]:
-    """Do one step of the recipe after the other, and yield its number."""
+def our_steps(
+    run: Run, config: AlbertConfig, reader: ExampleReader, group: dist.ProcessGroup | None = None
+) -> Iterator[int]:
+    """Do one step of the recipe after the other, and yield its number; gradients go over ``group``."""
     torch.manual_seed(run.seed)
     model = AlbertPretraining(config.model)
-    ddp = run.data_parallel(model)
+    with averaging_over(group or dist.group.WORLD):
+        ddp = run.data_parallel(model)
     run.compile(model, dynamic=True)
     optimizer = build_optimizer(model.named_parameters(), config.optim)
     schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
@@ -188,9 +192,11 @@ def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
         samples: dict[str, list[float]] = {"ours": [], "peer": []}
         with opened(config) as (run, reader):
             assert run.world.backend == "shoal", run.world.why
-            sides = {side: our_steps(inner_run(run, config), config, reader) for side in samples}
-            with averaging_over(run.world.control):
-                next(sides["peer"])
+            groups = {"ours": None, "peer": run.world.control}
+            sides = {
+                side: our_steps(inner_run(run, config), config, reader, group)
+                for side, group in groups.items()
+            }
             for _ in range(WARM_UP_STEPS + spec["num_steps"]):
                 for side, steps in sides.items():
                     run.world.barrier()
