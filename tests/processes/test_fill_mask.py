@@ -26,8 +26,8 @@ from shoal.data.text.fill_mask import make_masked_texts, read_lines
 from shoal.errors import EXIT_OK, UsageError
 from shoal.models.albert_prelayernorm import AlbertPreLayerNormConfig, AlbertPreLayerNormForMaskedLM
 from shoal.models.tasks import MaskedLM, load_task_model
-from shoal.recipes.finetuning import read_source_tokenizer
-from shoal.recipes.masked_lm import read_masked_lm
+from shoal.recipes.fill_mask import read_masked_lm
+from shoal.recipes.model_source import read_source_tokenizer
 
 SIZES = {
     "vocab_size": made.VOCAB,

@@ -26,8 +26,8 @@ from shoal.json_text import parse_json
 from shoal.launch.worker import read_errors
 from shoal.models.directory import model_type_of
 from shoal.planner.calibration import read_measured
-from shoal.recipes.finetuning import read_model_config
 from shoal.recipes.images import read_tree, reading
+from shoal.recipes.model_source import read_model_config
 from shoal.record import Stop, read_record
 from shoal.train.checkpoint_files import find_damage, read_contents
 from shoal.train.reporting import RecordWriter

@@ -18,7 +18,7 @@ from cyclopts import App, Group, Parameter
 from shoal.cli.settings import this_command
 from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
-from shoal.recipes import RECIPES, Command, script, using
+from shoal.recipes import RECIPES, Command, command_use, using
 from shoal.recipes.model_source import find_run, recipe_of
 from shoal.recipes.start import Launch, start
 from shoal.recipes.using import PrecisionName
@@ -52,7 +52,7 @@ def _commands() -> list[tuple[str, str, Command]]:
 
 def _command_for(recipe: str, group: str, texts: Command) -> Callable[..., int]:
     """Return the command as a function with the recipe's settings as options."""
-    use, is_prediction = script(recipe).use, group == "predict"
+    use, is_prediction = command_use(recipe, texts), group == "predict"
     check = using.check_prediction if is_prediction else using.check_evaluation
     compute = using.predict if is_prediction else using.evaluate
     kind = use.Predict if is_prediction else use.Evaluate
@@ -118,11 +118,11 @@ def _settings_of_the_run(
 ) -> None:
     """Fill in the settings that the command line left open from those of the model's run, if it is of one."""
     given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
-    uses = {texts.name: recipe for recipe, its_group, texts in _commands() if its_group == group}
+    uses = {texts.name: (recipe, texts) for recipe, its_group, texts in _commands() if its_group == group}
     if "--model" not in given or commands[-1] not in uses:
         return
     try:
-        run_dir = script(uses[commands[-1]]).use.find(Path(given["--model"])).run
+        run_dir = command_use(*uses[commands[-1]]).find(Path(given["--model"])).run
     except UsageError:  # the command itself refuses it
         return
     if run_dir is None:

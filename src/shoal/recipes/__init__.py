@@ -41,6 +41,8 @@ class Command:
     """Text about the files that it takes; empty: it takes none."""
     model: str = ""
     """Text about the model, where it is an argument; empty: it is an option of the settings."""
+    module: str = ""
+    """Module of this package whose ``use`` it is, if it is not the recipe's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +262,7 @@ _OWN = {
         divided="masked_lm_stages",
         predict=Command(
             name="fill-mask",
+            module="fill_mask",
             help="Fill the masks of texts with a pretrained encoder.",
             details="""Files are .txt with a text in each line. A line of the output: {"id": 1, "text": …,
 "masks": [{"token": …, "probability": …, "top": [the likeliest tokens]}, …]}.
@@ -486,6 +489,12 @@ def main_of(name: str, config: Any) -> Callable[..., int]:
 def use_of(name: str) -> type[Use] | None:
     """Return how the models of a recipe are used, or ``None`` if they cannot be, or it is not known."""
     return getattr(script(name), "use", None) if name in RECIPES else None
+
+
+def command_use(name: str, command: Command) -> type[Use]:
+    """Return how a command of a recipe uses models."""
+    own = import_module(f"{__name__}.{command.module}") if command.module else script(name)
+    return cast(Script, own).use
 
 
 def _module(name: str) -> str:

@@ -22,7 +22,7 @@ from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import Row, Sample, Use, finetuning, run_script, using
 from shoal.recipes.finetuning import FinetuneConfig
-from shoal.recipes.model_source import ModelSource
+from shoal.recipes.model_source import ModelSource, check_length, read_source_tokenizer
 from shoal.recipes.using import EvaluateConfig, PredictConfig
 from shoal.train.config import required
 
@@ -127,8 +127,8 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     with Run.open(config=config, recipe="classify", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- data
         source, length = finetuning.open_source(config.model, run), config.data.max_seq_length
-        finetuning.check_length(source, "data.max_seq_length", length)
-        tokenizer = finetuning.read_source_tokenizer(source)
+        check_length(source, "data.max_seq_length", length)
+        tokenizer = read_source_tokenizer(source)
         files = [make_pairs(data, tokenizer, max_seq_length=length) for data in read_files(config.data)]
         training, *held_out = files
         plan = finetuning.make_plan(config, num_sequences=len(training), num_workers=run.world.num_workers)
@@ -233,7 +233,7 @@ def label_logits(
     """Return the logits ``[num_examples, num_labels]``; ``None`` beside the first worker."""
     from shoal.models.encoder import packed_inputs
 
-    return finetuning.outputs_of(
+    return using.outputs_of(
         model, file, lambda batch: model(**packed_inputs(batch)), world, precision, batch_size=batch_size
     )
 

@@ -1,4 +1,4 @@
-"""Finds the model to start from, plans steps and gathers outputs for the finetuning scripts.
+"""Finds the model to start from and plans steps for the finetuning scripts.
 
 The scripts are ``squad.py``, ``classify.py`` and ``t5_classify.py``.
 """
@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from shoal.decide.batch import BatchPlan, MicroBatch, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
-from shoal.json_text import parse_json
-from shoal.models.text_config import num_positions
 from shoal.recipes import Sample
-from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, ModelSource, find_model
+from shoal.recipes.model_source import (
+    MODEL_CONFIG,
+    TRANSFORMERS,
+    ModelSource,
+    check_length,
+    find_model,
+    read_model_config,
+    read_source_tokenizer,
+)
 from shoal.recipes.prepared_text import tokenizer_files
 from shoal.train.config import (
     DistributedConfig,
@@ -27,25 +33,20 @@ from shoal.train.config import (
     RunOutputConfig,
     ServersConfig,
     check_wire,
-    load_toml,
     required,
     settings_lines,
 )
 from shoal.train.optim_config import OptimConfig, check_warmup
-from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from torch import Tensor, nn
 
     from shoal.data.loader import Batch
     from shoal.data.text.sequences import Sequences
     from shoal.models.directory import HasWeights
     from shoal.models.tasks import TaskModel
     from shoal.optim.lr_schedules import Schedule
-    from shoal.train.gradients import Precision
     from shoal.train.run import Run
-    from shoal.train.world import Float32Array, World
 
 START = "start"
 """Folder of the run directory with the weights of a pretraining run, exported once."""
@@ -232,91 +233,6 @@ def new_parts(model: "TaskModel") -> list[str]:
     return [f"weights drawn from the seed: {names}"]
 
 
-def read_model_config(directory: Path) -> dict[str, Any]:
-    """Return ``config.json`` of a transformers directory.
-
-    Raises:
-        UsageError: it is not there, or not a JSON object.
-    """
-    return _read_object(directory / MODEL_CONFIG)
-
-
-def read_source_tokenizer(directory: Path) -> "Tokenizer":
-    """Return the tokenizer of a transformers directory; T5's has no tokens for classes and masks.
-
-    Raises:
-        UsageError: there is none, it cannot be read, or it has more tokens than the model has embeddings.
-    """
-    from shoal.data.text.tokenizer import read_tokenizer, vocab_size
-
-    names = ("tokenizer.json", "vocab.txt", "spiece.model")
-    file = next((directory / name for name in names if (directory / name).is_file()), None)
-    if file is None:
-        raise UsageError(
-            f"{directory} holds no tokenizer ({', '.join(names)}); put the one there that the model was "
-            "trained with, e.g. by its save_pretrained"
-        )
-    config = read_model_config(directory)
-    if config.get("model_type") == "t5":
-        tokenizer = read_tokenizer(file, lowercase=False, needs=("sep", "pad", "unk"))
-    else:
-        path = directory / "tokenizer_config.json"  # without one as BERT's and ALBERT's do by default
-        lowercase = not path.is_file() or bool(_read_object(path).get("do_lower_case", True))
-        tokenizer = read_tokenizer(file, lowercase=lowercase)
-    needed, rows = vocab_size(tokenizer), int(config.get("vocab_size", 0))
-    if needed > rows:
-        raise UsageError(
-            f"{file} has {needed:,} tokens and the model of {directory / MODEL_CONFIG} {rows:,} embeddings; "
-            "they do not belong together: put the model's own tokenizer there"
-        )
-    return tokenizer
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    tree = parse_json(data, str(path), error=UsageError)
-    if not isinstance(tree, dict):
-        raise UsageError(f"{path}: must be a JSON object; is it of a transformers directory?")
-    return tree
-
-
-def longest_sequence(directory: Path) -> int:
-    """Return the positions of a model; of one without a limit (T5), more than any text has tokens."""
-    return num_positions(read_model_config(directory)) or 1 << 31
-
-
-def positions_of(path: Path) -> int | None:
-    """Return the number of positions of the model in ``path``, before it is exported.
-
-    Returns:
-        None for a model without a limit, and for the hub's, which may not be here yet.
-
-    Raises:
-        UsageError: there is no such model.
-    """
-    source = find_source(path)
-    if source.kind == "hub":
-        return None
-    if source.checkpoint is not None:
-        sizes: dict[str, Any] = load_toml(required(source.run) / CONFIG_FILE).get("model", {})
-        return sizes.get("max_position_embeddings")
-    return num_positions(read_model_config(required(source.directory)))
-
-
-def check_length(path: Path, setting: str, max_seq_length: int) -> None:
-    """Raise a :class:`UsageError` where sequences are longer than the model has positions for."""
-    positions = positions_of(path)
-    if positions is not None and max_seq_length > positions:
-        option = setting.replace("_", "-")
-        raise UsageError(
-            f"{setting} {max_seq_length} is more than the {positions} positions of the model in {path}; "
-            f"shorten it, such as --{option} {positions}"
-        )
-
-
 # ------------------------------------------------------------------------------------------------- plan
 
 
@@ -344,57 +260,6 @@ def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -
     batch = config.batch(num_workers)
     rates = replace(optim, warmup_steps=warmup)
     return Plan(total_steps=total, batch=batch, schedule=schedule_of(rates, optim, total))
-
-
-# ------------------------------------------------------------------------------------------------- evaluation
-
-
-def outputs_of(
-    model: "nn.Module",
-    data: "Sequences",
-    compute: "Callable[[Batch], Tensor]",
-    world: "World",
-    precision: "Precision",
-    *,
-    batch_size: int,
-    per_token: bool = False,
-) -> "Float32Array | None":
-    """Return the model's outputs in the order of ``data`` on the first worker, ``None`` on the others.
-
-    Micro-batches are the same for any number of workers and threads, and so is each output, bit for bit.
-
-    Args:
-        compute: runs the model on a micro-batch; returns ``[T, columns]``, one row per token, or
-            ``[B, columns]``, one row per sequence.
-        batch_size: sequences of a micro-batch.
-        per_token: which of the two.
-    """
-    import numpy as np
-    import torch
-
-    from shoal.data.loader import to_device
-    from shoal.data.text.special_tokens import Int64Array, ranges
-    from shoal.data.text.task_batches import evaluation_batches, evaluation_parts
-    from shoal.train.world import gather_rows, infer
-
-    def rows_of(rank: int) -> Int64Array:
-        parts = evaluation_parts(data, batch_size=batch_size, rank=rank, num_workers=num_workers)
-        sequences = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-        if not per_token or not len(sequences):
-            return sequences
-        return ranges(data.bounds[sequences], data.lengths[sequences])
-
-    def computed(batch: "Batch") -> "Tensor":
-        with precision.autocast():
-            return compute(to_device(batch, world.device)).float().cpu()
-
-    rank, num_workers = world.place.rank, world.num_workers
-    model.eval()
-    batches = evaluation_batches(data, batch_size=batch_size, rank=rank, num_workers=num_workers)
-    own = list(infer(computed, (batch for _, batch in batches), world.device))
-    model.train()
-    rows = [rows_of(worker) for worker in range(num_workers)]
-    return gather_rows(world, torch.cat(own) if own else torch.empty(0, 1), rows)
 
 
 # ------------------------------------------------------------------------------------------------- the end

@@ -1,4 +1,4 @@
-"""Opens text, scores, exports and uses models for the scripts ``albert.py`` and ``bert.py``."""
+"""Opens text, scores and exports models for the scripts ``albert.py`` and ``bert.py``."""
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
@@ -6,15 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
-from shoal.recipes import Row, Sample, Use, finetuning, squad, use_of
-from shoal.recipes.model_source import TRANSFORMERS, find_model, find_run, recipe_of
+from shoal.recipes import Sample, Use, squad
+from shoal.recipes.model_source import TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
     kept_tokenizer,
@@ -24,9 +22,7 @@ from shoal.recipes.prepared_text import (
     write_synthetic_text,
 )
 from shoal.recipes.squad import SQUAD_SCORES, ShortFinetuneConfig, SquadConfig
-from shoal.recipes.using import PredictConfig
 from shoal.train.config import (
-    REQUIRED,
     DistributedConfig,
     LoopConfig,
     RunConfig,
@@ -34,7 +30,6 @@ from shoal.train.config import (
     activation_bytes,
     check_wire,
     load_toml,
-    required,
     settings_lines,
 )
 from shoal.train.optim_config import PhasesOptimConfig
@@ -46,7 +41,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.data.text.examples import ExampleReader
-    from shoal.data.text.fill_mask import MaskedTexts
     from shoal.data.text.segments import PairTask
     from shoal.data.text.shards import TextShards
     from shoal.models.pretraining import Pretraining
@@ -54,7 +48,6 @@ if TYPE_CHECKING:
     from shoal.record import Evaluation
     from shoal.train.run import Run
     from shoal.train.step import Step
-    from shoal.train.world import Float32Array
 
     Opened = tuple[Pretraining | MaskedLM, Tokenizer, int]
 
@@ -366,33 +359,9 @@ def trial(config: ConfigT, folder: Path) -> ConfigT:
 # ------------------------------------------------------------------------------------------------- use
 
 
-@dataclass(frozen=True, kw_only=True)
-class FillMaskConfig(PredictConfig):
-    """The model, and the texts with masks."""
-
-    model: Annotated[Path, Parameter(group=REQUIRED)]
-    """A run of `shoal train albert` or `shoal train bert`, one of its checkpoints, a transformers directory
-    with its tokenizer and a masked-LM head, or hub:NAME."""
-    text: str | None = None
-    """One text with [MASK] in it, instead of files."""
-    top: int = 5
-    """Tokens to list for each mask, the likeliest first."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.top < 1:
-            raise UsageError(f"--top {self.top} must be at least 1")
-
-    @property
-    def has_one_input(self) -> bool:
-        return self.text is not None
-
-
 class Encoder(Use):
-    """Fills masks with a pretrained encoder, and exports it."""
+    """Exports a pretrained encoder."""
 
-    Predict = FillMaskConfig
-    one_input = "--text"
     export_folder = TRANSFORMERS
     sizes: ClassVar[type[Any]]
     """Settings of the recipe's models."""
@@ -419,81 +388,6 @@ class Encoder(Use):
         sizes.pop("checkpoint_path", None)
         model = new_encoder(cls.sizes(**sizes))
         return model, load_model(source, model)
-
-    def read_model(self) -> None:
-        model, self.tokenizer, self.length = read_masked_lm(self.settings.model)
-        self.model = model.to(self.world.device)
-
-    def read(self, inputs: tuple[Path, ...]) -> list[list[str]]:
-        from shoal.data.text.fill_mask import read_lines
-
-        text = self.settings.text
-        return [[text] if text is not None else [line for path in inputs for line in read_lines(path)]]
-
-    def describe(self, data: list[str]) -> str:
-        return f"texts        {len(data):,}"
-
-    def outputs(self, data: list[str]) -> "tuple[MaskedTexts, Float32Array] | None":
-        """Return the masks, and the likeliest tokens of each and their probabilities, ``[masks, 2 top]``."""
-        import torch
-
-        from shoal.data.text.fill_mask import make_masked_texts
-        from shoal.models.encoder import packed_inputs
-        from shoal.models.pretraining import at_least_fp32
-
-        model, top, size = self.model, self.settings.top, self.settings.batch_size
-        texts = make_masked_texts(data, self.tokenizer, max_seq_length=self.length)
-
-        def likeliest(batch: Any) -> torch.Tensor:
-            rows = batch["cu_seqlens"][:-1].long() + batch["masked"]
-            hidden = model.encoder(**packed_inputs(batch), wanted=rows)
-            best = at_least_fp32(model.mlm_logits(hidden)).softmax(1).topk(top)
-            return torch.cat([best.indices.float(), best.values], dim=1)  # ids below 2^24 are exact
-
-        best = finetuning.outputs_of(model, texts, likeliest, self.world, self.precision, batch_size=size)
-        return None if best is None else (texts, best)
-
-    def rows(self, data: list[str], outputs: "tuple[MaskedTexts, Float32Array]") -> Iterator[Row]:
-        (texts, best), top = outputs, self.settings.top
-        masks: list[list[Row]] = [[] for _ in data]
-        for text, row in zip(texts.text_of.tolist(), best, strict=True):
-            tokens, chances = row[:top].astype("int64").tolist(), row[top:].tolist()
-            listed = [
-                {"token": self.tokenizer.id_to_token(token), "probability": chance}
-                for token, chance in zip(tokens, chances, strict=True)
-            ]
-            masks[text].append({**listed[0], "top": listed})
-        for number, (shown, filled) in enumerate(zip(data, masks, strict=True), start=1):
-            yield {"id": number, "text": shown, "masks": filled}
-
-
-def read_masked_lm(path: Path) -> "Opened":
-    """Return the model that ``path`` names, its tokenizer and the most tokens of a sequence.
-
-    Raises:
-        UsageError: there is no such model, or it has no masked-LM head.
-        ShoalError: its files are damaged.
-    """
-    from shoal.data.text.tokenizer import read_tokenizer
-    from shoal.models.directory import resolve
-    from shoal.models.tasks import MaskedLM, load_task_model
-
-    source = find_model(path)
-    if source.checkpoint is not None:
-        run = required(source.run)
-        use = use_of(recipe := recipe_of(run))
-        if use is None or not issubclass(use, Encoder):
-            raise UsageError(f"{run} is a run of {recipe}, which fills no masks: name one of albert or bert")
-        model, _ = use.read_checkpoint(source.checkpoint)
-        tokenizer = read_tokenizer(kept_tokenizer(run), lowercase=True)
-        return model, tokenizer, model.config.max_position_embeddings
-    directory = resolve(required(source.directory))
-    masked = load_task_model(MaskedLM, directory)
-    if masked.new_parts:
-        raise UsageError(
-            f"--model {path} has no masked-LM head ({masked.new_parts[0]} is missing): name a pretrained one"
-        )
-    return masked, finetuning.read_source_tokenizer(directory), finetuning.longest_sequence(directory)
 
 
 # ------------------------------------------------------------------------------------------------- dry run

@@ -1,16 +1,23 @@
-"""Defines which models a path names: for ``--model``, ``shoal export`` and ``shoal evaluate checkpoint``."""
+"""Defines which models a path names: for ``--model``, ``shoal export`` and ``shoal evaluate checkpoint``.
+
+Reads the sizes and the tokenizers of those in transformers directories.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.errors import UsageError
-from shoal.models.text_config import HUB
+from shoal.json_text import parse_json
+from shoal.models.text_config import HUB, num_positions
 from shoal.record import Start, read_record
-from shoal.train.config import load_toml
+from shoal.train.config import load_toml, required
 from shoal.train.run_dir import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MODEL_CONFIG = "config.json"
 """File of an exported model, beside its weights."""
@@ -114,3 +121,91 @@ def _source_of(path: Path) -> ModelSource | None:
 def _export_in(run: Path) -> Path | None:
     folders = (run / name for name in (TRANSFORMERS, NETWORK))
     return next((folder for folder in folders if (folder / MODEL_CONFIG).is_file()), None)
+
+
+# ---- sizes and tokenizers ---------------------------------------------------------------------------------
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """Return ``config.json`` of a transformers directory.
+
+    Raises:
+        UsageError: it is not there, or not a JSON object.
+    """
+    return _read_object(directory / MODEL_CONFIG)
+
+
+def read_source_tokenizer(directory: Path) -> Tokenizer:
+    """Return the tokenizer of a transformers directory; T5's has no tokens for classes and masks.
+
+    Raises:
+        UsageError: there is none, it cannot be read, or it has more tokens than the model has embeddings.
+    """
+    from shoal.data.text.tokenizer import read_tokenizer, vocab_size
+
+    names = ("tokenizer.json", "vocab.txt", "spiece.model")
+    file = next((directory / name for name in names if (directory / name).is_file()), None)
+    if file is None:
+        raise UsageError(
+            f"{directory} holds no tokenizer ({', '.join(names)}); put the one there that the model was "
+            "trained with, e.g. by its save_pretrained"
+        )
+    config = read_model_config(directory)
+    if config.get("model_type") == "t5":
+        tokenizer = read_tokenizer(file, lowercase=False, needs=("sep", "pad", "unk"))
+    else:
+        path = directory / "tokenizer_config.json"  # without one as BERT's and ALBERT's do by default
+        lowercase = not path.is_file() or bool(_read_object(path).get("do_lower_case", True))
+        tokenizer = read_tokenizer(file, lowercase=lowercase)
+    needed, rows = vocab_size(tokenizer), int(config.get("vocab_size", 0))
+    if needed > rows:
+        raise UsageError(
+            f"{file} has {needed:,} tokens and the model of {directory / MODEL_CONFIG} {rows:,} embeddings; "
+            "they do not belong together: put the model's own tokenizer there"
+        )
+    return tokenizer
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    tree = parse_json(data, str(path), error=UsageError)
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path}: must be a JSON object; is it of a transformers directory?")
+    return tree
+
+
+def longest_sequence(directory: Path) -> int:
+    """Return the positions of a model; of one without a limit (T5), more than any text has tokens."""
+    return num_positions(read_model_config(directory)) or 1 << 31
+
+
+def positions_of(path: Path) -> int | None:
+    """Return the number of positions of the model in ``path``, before it is exported.
+
+    Returns:
+        None for a model without a limit, and for the hub's, which may not be here yet.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    source = find_model(path, "model.path")
+    if source.kind == "hub":
+        return None
+    if source.checkpoint is not None:
+        sizes: dict[str, Any] = load_toml(required(source.run) / CONFIG_FILE).get("model", {})
+        return sizes.get("max_position_embeddings")
+    return num_positions(read_model_config(required(source.directory)))
+
+
+def check_length(path: Path, setting: str, max_seq_length: int) -> None:
+    """Raise a :class:`UsageError` where sequences are longer than the model has positions for."""
+    positions = positions_of(path)
+    if positions is not None and max_seq_length > positions:
+        option = setting.replace("_", "-")
+        raise UsageError(
+            f"{setting} {max_seq_length} is more than the {positions} positions of the model in {path}; "
+            f"shorten it, such as --{option} {positions}"
+        )

@@ -23,8 +23,7 @@ from shoal.models.directory import load_weights, model_type_of
 from shoal.models.text_config import input_names
 from shoal.recipes import resnet50
 from shoal.recipes.export import export_model
-from shoal.recipes.finetuning import read_model_config
-from shoal.recipes.model_source import find_model
+from shoal.recipes.model_source import find_model, read_model_config
 
 _HEADS = {
     "ForQuestionAnswering": AutoModelForQuestionAnswering,

@@ -28,7 +28,13 @@ from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import Row, Sample, Use, finetuning, run_script, using
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig, FinetuneTrainConfig
-from shoal.recipes.model_source import ModelSource, find_model
+from shoal.recipes.model_source import (
+    ModelSource,
+    check_length,
+    find_model,
+    positions_of,
+    read_source_tokenizer,
+)
 from shoal.recipes.using import ComputeConfig, PredictConfig
 from shoal.train.config import REQUIRED, DistributedConfig, LoopConfig, ServersConfig, required
 
@@ -108,7 +114,7 @@ def fitted(config: SquadConfig) -> SquadConfig:
     Raises:
         UsageError: there is no such model.
     """
-    positions = finetuning.positions_of(required(config.model.path))
+    positions = positions_of(required(config.model.path))
     return replace(config, window=config.window.fitted(positions))
 
 
@@ -124,8 +130,8 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     from shoal.train.optimizers import build_optimizer
 
     # --------------------------------------------------------------------------------------------- data
-    finetuning.check_length(source, "window.max_seq_length", config.window.length)
-    tokenizer = finetuning.read_source_tokenizer(source)
+    check_length(source, "window.max_seq_length", config.window.length)
+    tokenizer = read_source_tokenizer(source)
     training, held_out = (make_features(data, tokenizer, config.window) for data in read_files(config.data))
     plan = finetuning.make_plan(config, num_sequences=len(training), num_workers=run.world.num_workers)
 
@@ -228,7 +234,7 @@ def span_logits(
 
     from shoal.models.encoder import packed_inputs
 
-    return finetuning.outputs_of(
+    return using.outputs_of(
         model,
         features,
         lambda batch: torch.stack(model(**packed_inputs(batch)), dim=1),
@@ -473,7 +479,7 @@ class Answering(Use):
 
         model, directory = using.read_task_model(QuestionAnswering, required(self.settings.model))
         self.model = model.to(self.world.device)
-        self.window: WindowConfig = self.settings.window.fitted(finetuning.positions_of(directory))
+        self.window: WindowConfig = self.settings.window.fitted(positions_of(directory))
         self.tokenizer = using.read_tokenizer(directory, "window.max_seq_length", self.window.length)
 
     def outputs(self, data: "SquadData") -> "Logits | None":

@@ -39,7 +39,7 @@ from shoal.recipes.classify import (
     TextUse,
 )
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig
-from shoal.recipes.model_source import TRANSFORMERS
+from shoal.recipes.model_source import TRANSFORMERS, read_source_tokenizer
 from shoal.recipes.prepared_text import tokenizer_files
 from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search, SearchConfig, T5WordingConfig
 from shoal.train.config import required
@@ -176,7 +176,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- data
         source = finetuning.open_source(config.model, run)
         model = read_t5(source, **config.model.options, on_meta=scratch or parallel.splits)
-        tokenizer = finetuning.read_source_tokenizer(source)
+        tokenizer = read_source_tokenizer(source)
         training, *held_out = files = open_files(config, model, tokenizer)
         plan = finetuning.make_plan(config, num_sequences=len(training), num_workers=run.world.num_workers)
 
@@ -531,7 +531,7 @@ def sample(config: T5ClassifyConfig) -> Sample:
         source = finetuning.prepare_source(required(config.model.path), Path(folder))
         model = read_t5(source, **options, on_meta=True)
         if settings.path is not None:
-            data, tokenizer = read_files(settings)[0], finetuning.read_source_tokenizer(source)
+            data, tokenizer = read_files(settings)[0], read_source_tokenizer(source)
             template = t5_written.wording(settings, data)
             examples = t5_written.examples_of(settings, data, model, tokenizer, template=template)
             return sample_of(model, finetuning.first_examples(examples, config))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.data.text.text_scores import METRICS, Metric, score_texts
 from shoal.errors import UsageError, require_positive
-from shoal.recipes import finetuning
+from shoal.recipes import using
 from shoal.recipes.classify import TextColumnsConfig
 from shoal.train.config import required
 
@@ -234,7 +234,7 @@ def label_losses(
     from shoal.models import t5
 
     words = [torch.from_numpy(word.astype("int64")) for word in file.words]
-    return finetuning.outputs_of(
+    return using.outputs_of(
         model,
         file,
         lambda batch: t5.label_losses(model, batch["input_ids"], batch["attention_mask"], words),
@@ -287,7 +287,7 @@ def written(
     batch_size: int,
 ) -> "Float32Array | None":
     """Return the tokens that the model writes, ``[num_examples, num_tokens]``, on the first worker."""
-    return finetuning.outputs_of(  # float32 holds ids below 2^24 exactly
+    return using.outputs_of(  # float32 holds ids below 2^24 exactly
         model, file, partial(_generated, model, search), world, precision, batch_size=batch_size
     )
 

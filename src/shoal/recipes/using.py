@@ -17,16 +17,24 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 from cyclopts import Parameter
 
 from shoal.errors import UsageError, require_positive
-from shoal.recipes import Row, Use, finetuning
-from shoal.recipes.model_source import TRANSFORMERS, ModelSource, find_model
+from shoal.recipes import Row, Use
+from shoal.recipes.model_source import (
+    TRANSFORMERS,
+    ModelSource,
+    check_length,
+    find_model,
+    read_source_tokenizer,
+)
 from shoal.train.config import REQUIRED, required
 from shoal.train.run_dir import require_writable
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from torch import nn
+    from torch import Tensor, nn
 
+    from shoal.data.loader import Batch
+    from shoal.data.text.sequences import Sequences
     from shoal.models.tasks import QuestionAnswering, SequenceClassification
     from shoal.train.gradients import Precision
     from shoal.train.world import Float32Array, World
@@ -259,6 +267,54 @@ def read_task_model(kind: "type[Task]", source: Path) -> "tuple[Task, Path]":
     return model, directory
 
 
+def outputs_of(
+    model: "nn.Module",
+    data: "Sequences",
+    compute: "Callable[[Batch], Tensor]",
+    world: "World",
+    precision: "Precision",
+    *,
+    batch_size: int,
+    per_token: bool = False,
+) -> "Float32Array | None":
+    """Return the model's outputs in the order of ``data`` on the first worker, ``None`` on the others.
+
+    Micro-batches are the same for any number of workers and threads, and so is each output, bit for bit.
+
+    Args:
+        compute: runs the model on a micro-batch; returns ``[T, columns]``, one row per token, or
+            ``[B, columns]``, one row per sequence.
+        batch_size: sequences of a micro-batch.
+        per_token: which of the two.
+    """
+    import numpy as np
+    import torch
+
+    from shoal.data.loader import to_device
+    from shoal.data.text.special_tokens import Int64Array, ranges
+    from shoal.data.text.task_batches import evaluation_batches, evaluation_parts
+    from shoal.train.world import gather_rows, infer
+
+    def rows_of(rank: int) -> Int64Array:
+        parts = evaluation_parts(data, batch_size=batch_size, rank=rank, num_workers=num_workers)
+        sequences = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        if not per_token or not len(sequences):
+            return sequences
+        return ranges(data.bounds[sequences], data.lengths[sequences])
+
+    def computed(batch: "Batch") -> "Tensor":
+        with precision.autocast():
+            return compute(to_device(batch, world.device)).float().cpu()
+
+    rank, num_workers = world.place.rank, world.num_workers
+    model.eval()
+    batches = evaluation_batches(data, batch_size=batch_size, rank=rank, num_workers=num_workers)
+    own = list(infer(computed, (batch for _, batch in batches), world.device))
+    model.train()
+    rows = [rows_of(worker) for worker in range(num_workers)]
+    return gather_rows(world, torch.cat(own) if own else torch.empty(0, 1), rows)
+
+
 def probabilities(logits: "Float32Array") -> "FloatArray":
     """Return the softmax of each row, float64 ``[N, classes]``."""
     import numpy as np
@@ -274,5 +330,5 @@ def read_tokenizer(directory: Path, setting: str, max_seq_length: int) -> Any:
     Raises:
         UsageError: it has none of its own, or too few positions.
     """
-    finetuning.check_length(directory, setting, max_seq_length)
-    return finetuning.read_source_tokenizer(directory)
+    check_length(directory, setting, max_seq_length)
+    return read_source_tokenizer(directory)

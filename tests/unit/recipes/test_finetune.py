@@ -37,8 +37,8 @@ from shoal.recipes.finetuning import (
     FinetuneOptimConfig,
     FinetuneTrainConfig,
     make_plan,
-    read_source_tokenizer,
 )
+from shoal.recipes.model_source import read_source_tokenizer
 from shoal.recipes.prepared_text import tokenizer_files
 from shoal.recipes.squad import fitted
 

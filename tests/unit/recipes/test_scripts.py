@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 
 import pytest
 
-from shoal.recipes import RECIPES, Script, Use, preset_file, recipe_of_command, script
+from shoal.recipes import RECIPES, Script, Use, command_use, preset_file, recipe_of_command, script
 
 FUNCTIONS = [name for name, value in vars(Script).items() if inspect.isfunction(value) and name[0] != "_"]
 
@@ -25,10 +25,10 @@ def test_a_module_has_the_names_of_the_protocol(name: str) -> None:
         values = getattr(module, constant)
         assert isinstance(values, tuple) and all(isinstance(value, str) for value in values)
     assert issubclass(module.use, Use)
-    assert [bool(recipe.predict), bool(recipe.evaluate)] <= [
-        hasattr(module.use, "Predict"),
-        hasattr(module.use, "Evaluate"),
-    ]
+    if recipe.predict is not None:
+        assert is_dataclass(command_use(name, recipe.predict).Predict)
+    if recipe.evaluate is not None:
+        assert is_dataclass(command_use(name, recipe.evaluate).Evaluate)
 
 
 @pytest.mark.parametrize("name", RECIPES)
