@@ -20,8 +20,8 @@ from shoal.bench.comm_options import COLOCATED, FRAMEWORKS, CommBench, parse_siz
 from shoal.bench.comm_results import Network, Row, formula_seconds, limit_seconds
 from shoal.comm.helpers import helper_bandwidths
 from shoal.comm.native_group import python_group
-from shoal.comm.rendezvous import host_identity
 from shoal.comm.store import PrefixStore
+from shoal.env.machine import host_identity
 from shoal.env.settings import HELPERS, helpers
 from shoal.env.variables import without
 from shoal.env.worker import WorkerEnv

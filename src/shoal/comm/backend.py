@@ -361,17 +361,22 @@ class ShoalProcessGroup(ProcessGroup):
             self._message.all_to_all_single(output, input, output_sizes, input_sizes, opts)
         )
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+    def send(self, tensors: list[Tensor], to: int, tag: int, timeout: timedelta | None = None) -> MessageWork:
+        """Send a tensor to a rank; the group's timeout is the default."""
         check_tensors(tensors, "send")
-        return self._submit_message(self._message.send(tensors, to, tag, self.operations.timeout))
+        limit = timeout or self.operations.timeout
+        return self._submit_message(self._message.send(tensors, to, tag, limit))
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+    def recv(
+        self, tensors: list[Tensor], source: int | None, tag: int, timeout: timedelta | None = None
+    ) -> MessageWork:
+        """Receive a tensor of a rank, or of any for ``None``; the group's timeout is the default."""
         check_tensors(tensors, "recv")
-        return self._submit_message(self._message.recv(tensors, source, tag, self.operations.timeout))
+        limit = timeout or self.operations.timeout
+        return self._submit_message(self._message.recv(tensors, source, tag, limit))
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
-        check_tensors(tensors, "recv")
-        return self._submit_message(self._message.recv(tensors, None, tag, self.operations.timeout))
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> MessageWork:
+        return self.recv(tensors, None, tag)
 
     def _submit_message(self, operation: Operation) -> MessageWork:
         work = self.operations.submit_message(operation)

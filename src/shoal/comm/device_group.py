@@ -23,10 +23,11 @@ from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
 from shoal.comm.devices import BounceBuffers, Device, IntraHostGroup
 from shoal.comm.engine import CommError, Engine, Operation
 from shoal.comm.operations import Member
-from shoal.comm.rendezvous import connect_engine, host_identity
+from shoal.comm.rendezvous import connect_engine
 from shoal.comm.routes import INTRA_HOST_OPS, HierarchicalRoutes, RankLayout, Route, flat_route
 from shoal.comm.store import wait_for_keys
 from shoal.comm.work import first_cause
+from shoal.env.machine import host_identity
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 

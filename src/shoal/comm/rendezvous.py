@@ -13,11 +13,10 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from shoal.comm.engine import Engine, EngineOptions, Helper, Peer, fabric_providers
@@ -37,6 +36,7 @@ from shoal.comm.store import LOCATION, MAX_ERROR, RULES, PrefixStore, Records, S
 from shoal.decide.server_assignment import MIB, chunk_pattern, recommended_bucket_bytes
 from shoal.env import settings
 from shoal.env.launcher import has_other_hosts
+from shoal.env.machine import host_identity, network_identity
 from shoal.env.secret import job_secret
 from shoal.errors import ShoalError, UsageError
 
@@ -271,42 +271,7 @@ class Endpoint:
     address: str
     """or several, separated by commas"""
     network: str
-    """the rank's :func:`network_identity`"""
-
-
-def host_identity() -> str:
-    """Return a string that is equal for two processes exactly if they may share memory.
-
-    It contains the node name, the boot id, the network namespace (a container or an emulated host has its
-    own) and the file system of ``/dev/shm``. ``SHOAL_HOST_ID`` overrides it.
-    """
-    if given := settings.host_id():
-        return given
-    shared_memory = _or_unknown(lambda: Path("/dev/shm").stat().st_dev)
-    return "/".join([os.uname().nodename, *_boot_and_network(), shared_memory])
-
-
-def network_identity() -> str:
-    """Return a string that is equal for two processes if they share their loopback interface.
-
-    ``SHOAL_HOST_ID`` does not affect it: the hosts into which it divides a machine share the loopback.
-    """
-    parts = _boot_and_network()
-    return "/".join(parts if "?" not in parts else [os.uname().nodename, *parts])
-
-
-def _boot_and_network() -> list[str]:
-    return [
-        _or_unknown(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip()),
-        _or_unknown(lambda: Path("/proc/self/ns/net").stat().st_ino),
-    ]
-
-
-def _or_unknown(read: Callable[[], object]) -> str:
-    try:
-        return str(read())
-    except OSError:
-        return "?"
+    """the rank's :func:`~shoal.env.machine.network_identity`"""
 
 
 def refuse_loopback(endpoints: Sequence[Endpoint]) -> None:

@@ -5,5 +5,6 @@
    its variables: :mod:`torchrun`, :mod:`slurm`, :mod:`mpi`. Pods of :mod:`kubeflow` have torchrun's.
 3. :mod:`launcher` detects which launcher has started the process.
 4. :mod:`sagemaker` has the variables of SageMaker's training jobs, and :mod:`secret` the job's secret.
-5. :mod:`settings` has shoal's own variables; :mod:`machine` counts cores and GPUs and finds compilers.
+5. :mod:`settings` has shoal's own variables; :mod:`machine` counts cores and GPUs, finds compilers and
+   identifies the host.
 """

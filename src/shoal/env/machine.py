@@ -1,4 +1,4 @@
-"""Cores, GPUs and compilers of this host."""
+"""Cores, GPUs and compilers of this host, and its identity."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.env.launcher import num_local_workers
+from shoal.env.settings import host_id
 from shoal.env.slurm import slurm_step
 from shoal.env.variables import Environ, number, text, variables_of
 
@@ -123,3 +125,38 @@ def compiler_problem(environ: Environ = None) -> str:
     if not header.is_file():
         return f"torch.compile needs {header} on the host of a GPU: apt-get install python3-dev"
     return ""
+
+
+def host_identity() -> str:
+    """Return a string that is equal for two processes exactly if they may share memory.
+
+    It contains the node name, the boot id, the network namespace (a container or an emulated host has its
+    own) and the file system of ``/dev/shm``. ``SHOAL_HOST_ID`` overrides it.
+    """
+    if given := host_id():
+        return given
+    shared_memory = _or_unknown(lambda: Path("/dev/shm").stat().st_dev)
+    return "/".join([os.uname().nodename, *_boot_and_network(), shared_memory])
+
+
+def network_identity() -> str:
+    """Return a string that is equal for two processes if they share their loopback interface.
+
+    ``SHOAL_HOST_ID`` does not affect it: the hosts into which it divides a machine share the loopback.
+    """
+    parts = _boot_and_network()
+    return "/".join(parts if "?" not in parts else [os.uname().nodename, *parts])
+
+
+def _boot_and_network() -> list[str]:
+    return [
+        _or_unknown(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip()),
+        _or_unknown(lambda: Path("/proc/self/ns/net").stat().st_ino),
+    ]
+
+
+def _or_unknown(read: Callable[[], object]) -> str:
+    try:
+        return str(read())
+    except OSError:
+        return "?"

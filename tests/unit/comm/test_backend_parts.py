@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import uuid
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,14 +42,6 @@ def test_wrong_helpers_are_named(entry: str) -> None:
 
 
 # ---- who and where --------------------------------------------------------------------------------------
-
-
-def test_host_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = rendezvous.host_identity()
-    assert own == rendezvous.host_identity()
-    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in own
-    monkeypatch.setenv("SHOAL_HOST_ID", "other")
-    assert rendezvous.host_identity() == "other"
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

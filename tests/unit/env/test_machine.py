@@ -60,3 +60,11 @@ def test_cores_are_those_of_affinity_and_quota(
     monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
     monkeypatch.setattr(machine, "num_scheduled", lambda: 8)
     assert num_cores() == cores
+
+
+def test_host_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = machine.host_identity()
+    assert own == machine.host_identity()
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in own
+    monkeypatch.setenv("SHOAL_HOST_ID", "other")
+    assert machine.host_identity() == "other"

@@ -36,11 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal import native
 from shoal.comm import BACKEND_NAME
 from shoal.comm.engine import CommError
-from shoal.comm.messages import MessageBuilder
 from shoal.comm.native_group import python_group
-from shoal.comm.operations import MessageWork
-from shoal.comm.rendezvous import host_identity
 from shoal.decide.bounded_waiting import Contribution, Decision, StepDecider, WaitingRule
+from shoal.env.machine import host_identity
 from shoal.json_text import parse_json
 
 Message = dict[str, Any]
@@ -60,10 +58,9 @@ class Mail:
     """
 
     def __init__(self, group: Any, max_bytes: int) -> None:
-        self._operations, self._max_bytes = group.operations, max_bytes
-        self._build = MessageBuilder(group.rank(), group.size(), lambda device: None)
+        self._group, self._max_bytes = group, max_bytes
         self._lock = threading.Lock()
-        self._under_way: list[MessageWork] = []
+        self._under_way: list[Any] = []
 
     def send(self, message: Message, to: int, tag: int) -> None:
         """Begin to send a message; does not wait for the other rank."""
@@ -71,14 +68,14 @@ class Mail:
         if len(text) > self._max_bytes:
             raise CommError(f"a message of {len(text)} bytes, {message['kind']}, exceeds {self._max_bytes}")
         data = torch.frombuffer(bytearray(text.ljust(self._max_bytes)), dtype=torch.uint8)
-        work = self._operations.submit_message(self._build.send([data], to, tag, _FOREVER))
+        work = self._group.send([data], to, tag, _FOREVER)
         with self._lock:
             self._under_way = [each for each in self._under_way if not each.is_completed()] + [work]
 
     def receive(self, source: int | None, tag: int) -> tuple[int, Message]:
         """Wait for a message of a rank, or of any for ``None``; also return the rank."""
         data = torch.empty(self._max_bytes, dtype=torch.uint8)
-        work = self._operations.submit_message(self._build.recv([data], source, tag, _FOREVER))
+        work = self._group.recv([data], source, tag, _FOREVER)
         work.wait()
         rank = work.source_rank()
         message = parse_json(bytes(data.numpy()), f"a message of rank {rank}", error=CommError)
