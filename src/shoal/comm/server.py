@@ -18,7 +18,8 @@ from shoal import native
 from shoal.comm.engine import fabric_providers, threads_for
 from shoal.env import settings
 from shoal.env.machine import num_cores
-from shoal.env.secret import MAKE_SECRET, SECRET_FILE, job_secret
+from shoal.env.secret import MAKE_SECRET, job_secret
+from shoal.env.settings import SECRET_FILE
 from shoal.errors import EXIT_OK, ShoalError, UsageError, ending
 
 DEFAULT_PORT = 7070

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 from shoal.env import mpi, torchrun
-from shoal.env.kubeflow import kubeflow_host
-from shoal.env.secret import SECRET, SECRET_FILE
-from shoal.env.settings import HELPERS, LAUNCH_DIR, PROGRESS_FILE
+from shoal.env.settings import HELPERS, LAUNCH_DIR, PROGRESS_FILE, SECRET, SECRET_FILE
 from shoal.env.slurm import slurm_step, slurm_worker
+from shoal.env.torchrun import kubeflow_host
 from shoal.env.variables import Environ, child_environment, number, text, variables_of
 from shoal.env.worker import DEFAULT_PORT, STORE_FILE, WorkerEnv
 

@@ -8,13 +8,10 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from shoal.env.settings import SECRET, SECRET_FILE
 from shoal.env.variables import Environ, variables_of
 from shoal.errors import UsageError
 
-SECRET_FILE = "SHOAL_SECRET_FILE"
-"""File with the job's secret, shared by its workers and servers."""
-SECRET = "SHOAL_SECRET"
-"""The secret itself; weaker, since child processes inherit it and /proc/PID/environ shows it."""
 MAKE_SECRET = "(umask 077; head -c 32 /dev/urandom | base64 > job.secret)"
 """Shell command that makes a secret's file."""
 _SECRET_BYTES = (16, 4_096)

@@ -1,11 +1,15 @@
-"""torchrun's variables: RANK and WORLD_SIZE count workers, or the hosts of Kubeflow's PyTorchJob."""
+"""torchrun's variables: RANK and WORLD_SIZE count workers, or the hosts of Kubeflow's PyTorchJob.
+
+Pods of PyTorchJob and TrainJob number hosts by these variables or by those of torchrun's options, PET_….
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from ipaddress import ip_address
 
-from shoal.env.variables import without_brackets
+from shoal.env.variables import Environ, number, variables_of, without_brackets
 from shoal.env.worker import RankNames, WorkerEnv, read_worker
 from shoal.errors import UsageError
 
@@ -51,3 +55,35 @@ def _is_this_host(address: str) -> bool:
         return ip_address(without_brackets(address)).is_loopback
     except ValueError:
         return address == "localhost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubeflowHost:
+    """A pod among those of a job of Kubeflow."""
+
+    number: int
+    num_hosts: int
+    num_workers: int | None
+    """Workers to start in it; ``None``: one per GPU."""
+
+
+def kubeflow_host(environ: Environ = None) -> KubeflowHost | None:
+    """Return this pod's number in a PyTorchJob or TrainJob, from torchrun's variables, or ``None``.
+
+    Raises:
+        UsageError: a variable is not a number.
+    """
+    environ = variables_of(environ)
+    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:  # of a worker that torchrun has started
+        return None
+    if environ.get("PET_NNODES", "").isdecimal() and "PET_NODE_RANK" in environ:
+        workers = environ.get("PET_NPROC_PER_NODE", "")
+        return KubeflowHost(
+            number=number(environ, "PET_NODE_RANK"),
+            num_hosts=int(environ["PET_NNODES"]),
+            num_workers=int(workers) if workers.isdecimal() else None,
+        )
+    size = number(environ, "WORLD_SIZE", default=0) if "RANK" in environ else 0
+    if size and counts_hosts(environ):  # older versions set no PET_NNODES
+        return KubeflowHost(number=number(environ, "RANK"), num_hosts=size, num_workers=None)
+    return None

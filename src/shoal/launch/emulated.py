@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Self
 
 from shoal.env.launcher import STORE_PORT
-from shoal.env.secret import SECRET, SECRET_FILE
-from shoal.env.settings import HELPERS, HOST_ID, LAUNCH_DIR
+from shoal.env.settings import HELPERS, HOST_ID, LAUNCH_DIR, SECRET, SECRET_FILE
 from shoal.env.settings import INTERFACE as INTERFACE_VARIABLE
 from shoal.env.variables import child_environment
 from shoal.env.worker import STORE_FILE

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from shoal.env.kubeflow import kubeflow_host
 from shoal.env.launcher import rendezvous
 from shoal.env.machine import promised_gpus
 from shoal.env.mpi import mpi_place
-from shoal.env.secret import SECRET_FILE, job_secret
-from shoal.env.settings import HELPERS, PROGRESS_FILE, TRANSPORT, helpers
+from shoal.env.secret import job_secret
+from shoal.env.settings import HELPERS, PROGRESS_FILE, SECRET_FILE, TRANSPORT, helpers
 from shoal.env.slurm import SlurmStep, slurm_step, workers_first_node
+from shoal.env.torchrun import kubeflow_host
 from shoal.env.variables import child_environment, set_variables, without_brackets
 from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.emulated import HELPER_COMMAND

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 from shoal.env.launcher import STORE_PORT, rendezvous
 from shoal.env.machine import num_cores
-from shoal.env.secret import MAKE_SECRET, SECRET, SECRET_FILE, job_secret
-from shoal.env.settings import INTERFACE, LAUNCH_DIR
+from shoal.env.secret import MAKE_SECRET, job_secret
+from shoal.env.settings import INTERFACE, LAUNCH_DIR, SECRET, SECRET_FILE
 from shoal.env.variables import child_environment, without, without_brackets
 from shoal.env.worker import STORE_FILE
 from shoal.errors import EXIT_STOPPED, UsageError

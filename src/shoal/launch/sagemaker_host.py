@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.env.sagemaker import SECRET_ID, sagemaker_base, secret_id, source_sha256
-from shoal.env.secret import SECRET_FILE, job_secret
-from shoal.env.settings import HELPERS
+from shoal.env.secret import job_secret
+from shoal.env.settings import HELPERS, SECRET_FILE
 from shoal.env.variables import set_variables
 from shoal.errors import EXIT_LOST, EXIT_STOPPED, ShoalError
 from shoal.json_text import parse_json

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from shoal.dropout import attention, dropout, fold_in
 from shoal.models.layers import Layer, embed, embedding_dropout, final_norm_of, layers_of
-from shoal.models.profile import token_ids
 
 PACKED_INPUTS = ("input_ids", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen", "dropout_keys")
 """Keys of a packed micro-batch (:mod:`shoal.data.packing`), which all models over it take by these names."""
@@ -39,8 +38,10 @@ def packed_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 def full_sequences(num_sequences: int, length: int) -> dict[str, Any]:
     """Return a packed micro-batch of sequences of this length, without values on the meta device."""
     names = ("input_ids", "token_type_ids", "position_ids")
-    batch: dict[str, Any] = {name: token_ids(num_sequences * length) for name in names}
-    return {**batch, "cu_seqlens": token_ids(num_sequences + 1), "max_seqlen": length}
+    with torch.device("meta"):
+        batch = {name: torch.empty(num_sequences * length, dtype=torch.int64) for name in names}
+        offsets = torch.empty(num_sequences + 1, dtype=torch.int64)
+    return {**batch, "cu_seqlens": offsets, "max_seqlen": length}
 
 
 def token_keys(keys: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:

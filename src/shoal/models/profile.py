@@ -72,11 +72,6 @@ def profile_step(model: nn.Module, loss: Callable[[], Tensor], *, num_samples: i
     )
 
 
-def token_ids(*shape: int) -> Tensor:
-    """Return int64 without values, on the meta device."""
-    return torch.empty(*shape, dtype=torch.int64, device="meta")
-
-
 def _first_users(model: nn.Module, order: list[str]) -> dict[str, int]:
     """Return the number of parameters of each module of ``order`` that no module before it has."""
     modules = dict(model.named_modules())

@@ -105,6 +105,13 @@ class Sample:
     """Kernels of a step that depend on data, which do not run on the meta device."""
 
 
+def token_ids(*shape: int) -> torch.Tensor:
+    """Return token ids for a :class:`Sample`: int64 without values, on the meta device."""
+    import torch
+
+    return torch.empty(*shape, dtype=torch.int64, device="meta")
+
+
 class Use:
     """Defines how the models of a recipe are used; :mod:`shoal.recipes.using` has the commands.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
-from shoal.recipes import Sample, Use, squad
+from shoal.recipes import Sample, Use, squad, token_ids
 from shoal.recipes.model_source import TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
@@ -37,19 +37,15 @@ from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Tokenizer
     from torch import Tensor
 
     from shoal.data.text.examples import ExampleReader
     from shoal.data.text.segments import PairTask
     from shoal.data.text.shards import TextShards
     from shoal.models.pretraining import Pretraining
-    from shoal.models.tasks import MaskedLM
     from shoal.record import Evaluation
     from shoal.train.run import Run
     from shoal.train.step import Step
-
-    Opened = tuple[Pretraining | MaskedLM, Tokenizer, int]
 
 SENTENCE_TASKS = {"sop": "sentence order", "nsp": "next sentence"}
 
@@ -318,7 +314,6 @@ def sample(config: Any, lengths: Any, batch: BatchSizes, *, pairs: "PairTask") -
     from shoal.data.loader import held_out_batches
     from shoal.models.encoder import full_sequences
     from shoal.models.pretraining import PRETRAINING_INPUTS, new_encoder
-    from shoal.models.profile import token_ids
 
     # layers that are recomputed cannot be counted
     with torch.device("meta"):

@@ -24,7 +24,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate
-from shoal.recipes import Sample, Use, run_script
+from shoal.recipes import Sample, Use, run_script, token_ids
 from shoal.recipes.model_source import TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
@@ -182,7 +182,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from contextlib import ExitStack, nullcontext
 
     from shoal.data.sources import ReaderSource
-    from shoal.data.text.tokenizer import text_to_text_tokenizer
+    from shoal.data.text.span_corruption import text_to_text_tokenizer
     from shoal.models.t5 import MODEL_INPUTS
     from shoal.recipes.t5_stages import write_stored
     from shoal.train.optimizers import build_optimizer
@@ -454,7 +454,7 @@ class Exporting(Use):
         import torch
 
         from shoal.data.manifest import Manifest
-        from shoal.data.text.tokenizer import text_to_text_tokenizer
+        from shoal.data.text.span_corruption import text_to_text_tokenizer
         from shoal.recipes.t5_stages import write_stored
         from shoal.train.checkpoint import stored_model
 
@@ -543,7 +543,6 @@ def sample(config: T5Config) -> Sample:
     """Return two full inputs with their targets, and the network."""
     import torch
 
-    from shoal.models.profile import token_ids
     from shoal.models.t5 import new_t5
 
     spans = config.spans()

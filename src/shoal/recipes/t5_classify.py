@@ -30,7 +30,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Row, Sample, classify, finetuning, run_script, t5_written, using
+from shoal.recipes import Row, Sample, classify, finetuning, run_script, t5_written, token_ids, using
 from shoal.recipes.classify import (
     ClassifyDataConfig,
     EvaluateLabelsConfig,
@@ -520,7 +520,6 @@ def sample(config: T5ClassifyConfig) -> Sample:
     """Return the first examples and the network; without a file, full inputs."""
     import tempfile
 
-    from shoal.models.profile import token_ids
     from shoal.models.t5 import read_t5
     from shoal.recipes.t5 import sample_of
 

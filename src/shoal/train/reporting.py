@@ -30,6 +30,7 @@ from tensorboardX.summary import hparams
 import shoal
 from shoal.atomic_io import write_atomically, write_error
 from shoal.errors import ShoalError
+from shoal.formatting import plural
 from shoal.record import (
     FILE_NAME,
     PARTS,
@@ -309,7 +310,7 @@ def _text_of(row: Row) -> str:
         case Start():
             return (
                 f"{row.run}: {row.recipe}, {row.num_parameters:,} parameters, {row.total_steps:,} steps\n"
-                f"world: {counted(row.num_workers, 'worker')} on {counted(row.num_hosts, 'host')}, "
+                f"world: {plural(row.num_workers, 'worker')} on {plural(row.num_hosts, 'host')}, "
                 f"{row.device}, {row.backend}, {row.precision}"
             )
         case Evaluation():
@@ -377,12 +378,7 @@ def device_name(device: torch.device) -> str:
     """Return a readable name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {counted(torch.get_num_threads(), 'thread')} per worker"
-
-
-def counted(number: int, noun: str) -> str:
-    """Format a number with its noun: ``1 host``, ``2 hosts``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return f"CPU, {plural(torch.get_num_threads(), 'thread')} per worker"
 
 
 def format_metrics(metrics: dict[str, float]) -> str:

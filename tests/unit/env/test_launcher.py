@@ -9,13 +9,13 @@ from subprocess import run
 import pytest
 
 from shoal.env import machine
-from shoal.env.kubeflow import KubeflowHost, kubeflow_host
 from shoal.env.launcher import has_other_hosts, rendezvous, worker_env
 from shoal.env.machine import cores_per_worker, promised_gpus
 from shoal.env.mpi import mpi_place
 from shoal.env.sagemaker import sagemaker_base, sagemaker_defaults
 from shoal.env.settings import helpers
 from shoal.env.slurm import first_node, slurm_step
+from shoal.env.torchrun import KubeflowHost, kubeflow_host
 from shoal.env.variables import child_environment
 from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.errors import UsageError

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from shoal.env.machine import compiler_problem, selected_gpus
-from shoal.env.secret import SECRET
 from shoal.env.settings import (
     ATTENTION_KERNEL,
     HELPERS,
     NETWORK_THREADS,
+    SECRET,
     attention_kernel,
     helpers,
     launch_dir,

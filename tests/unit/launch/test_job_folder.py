@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.env.secret import SECRET_FILE, job_secret
+from shoal.env.secret import job_secret
+from shoal.env.settings import SECRET_FILE
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import job_folder
 from shoal.launch.job_folder import JobFolder, Start, may_start, usable_hosts

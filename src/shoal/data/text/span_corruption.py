@@ -14,15 +14,17 @@ cuts the text elsewhere, and wrap around the end of a shard; less than a run per
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer
 
 from shoal.data.steps import Reader, example_names
 from shoal.data.text.segments import gather
 from shoal.data.text.shards import TextShards
-from shoal.data.text.span_config import SpanConfig, sentinel_id
+from shoal.data.text.span_config import MAX_SENTINELS, SpanConfig, sentinel_id
 from shoal.decide.rng import Int64Array, Stream, UInt64Array, below, draw, dropout_keys, random_keys
 from shoal.errors import UsageError
 
@@ -169,3 +171,17 @@ def corrupt(
         return np.concatenate([rows, np.full((len(ids), 1), end)], axis=1)
 
     return replaced(noise), replaced(~noise)
+
+
+def text_to_text_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of prepared text with T5's sentinels.
+
+    Args:
+        vocab_size: tokens of the text, as its manifest has them.
+    """
+    tokenizer = Tokenizer.from_file(str(file))
+    if tokenizer.get_vocab_size(with_added_tokens=True) == vocab_size:  # else ids would not be those
+        names = [f"<extra_id_{number}>" for number in reversed(range(MAX_SENTINELS))]
+        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+        assert tokenizer.token_to_id("<extra_id_0>") == sentinel_id(vocab_size, 0)
+    return tokenizer

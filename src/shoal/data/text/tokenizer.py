@@ -344,22 +344,6 @@ def _is_punctuation(character: str) -> bool:
     return unicodedata.category(character)[0] in "PS"
 
 
-def text_to_text_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of prepared text with T5's sentinels.
-
-    Args:
-        vocab_size: tokens of the text, as its manifest has them.
-    """
-    from shoal.data.text.span_config import MAX_SENTINELS, sentinel_id
-
-    tokenizer = Tokenizer.from_file(str(file))
-    if tokenizer.get_vocab_size(with_added_tokens=True) == vocab_size:  # else ids would not be those
-        names = [f"<extra_id_{number}>" for number in reversed(range(MAX_SENTINELS))]
-        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-        assert tokenizer.token_to_id("<extra_id_0>") == sentinel_id(vocab_size, 0)
-    return tokenizer
-
-
 def with_end(tokenizer: Tokenizer, end_id: int) -> Tokenizer:
     """Return a copy of a tokenizer that ends each text with T5's end token."""
     ending, end = Tokenizer.from_str(tokenizer.to_str()), tokenizer.id_to_token(end_id)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 
 from shoal import native
 from shoal.comm.native_group import python_group
-from shoal.comm.priority import trained
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
@@ -30,7 +28,7 @@ from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import DataParallel, LossScale, clip_factor
+from shoal.train.gradients import DataParallel, LossScale, clip_factor, parameters_of
 
 # ---- checks ---------------------------------------------------------------------------------------------
 
@@ -54,10 +52,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
                 )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UsageError(f"weights on servers: {name} has step hooks, which find no gradients; remove them")
-    given, wanted = (
-        set(trained(chain.from_iterable(g["params"] for g in optimizer.param_groups))),
-        set(trained(model.parameters())),
-    )
+    given = {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}
+    wanted = {parameter for _, parameter in _named(model)}
     if given != wanted:
         raise UsageError(
             f"weights on servers: {name} has {len(given - wanted)} parameters that are not the model's, and "

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from shoal import native
 from shoal.comm.engine import Operation
-from shoal.comm.priority import trained
 from shoal.errors import UsageError
 from shoal.train.servers.rules import Totals, describe, kernel_of, options_of
 
@@ -54,7 +53,7 @@ def tables_of(optimizer: Optimizer) -> list[Table]:
     tables: list[Table] = []
     place = unit = 0
     for index, group in enumerate(optimizer.param_groups):
-        for parameter in trained(group["params"]):
+        for parameter in (each for each in group["params"] if each.requires_grad):
             table = Table(parameter, len(tables), index, place, unit)
             tables.append(table)
             place += -(-parameter.numel() // native.core().SERVED_BLOCK)
