@@ -22,7 +22,7 @@ from shoal.decide.rng import GOLDEN, Stream, random_keys
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE, UsageError
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.optim.moments import norm_of
+from shoal.optim.moments import clip_factor, norm_of, scale_all
 from shoal.optim.sgd import SGD
 from shoal.recipes import albert, masked_lm
 from shoal.recipes.albert import AlbertConfig
@@ -30,12 +30,12 @@ from shoal.record import Checkpoint, Contributions, Step, read_record
 from shoal.report.page import write_report
 from shoal.train import step as steps
 from shoal.train.checkpoint_files import StoredTensor
-from shoal.train.gradients import clip_factor, parameters_of, scale_all
 from shoal.train.optim_config import schedule_of
 from shoal.train.optimizers import build_optimizer
 from shoal.train.servers import local, waiting
 from shoal.train.servers.local import set_moves
-from shoal.train.servers.log import replay, require_workers, summary
+from shoal.train.servers.log import replay, summary
+from shoal.train.update import parameters_of
 
 WORKERS = 3
 
@@ -212,7 +212,7 @@ def test_the_log_of_an_asynchronous_run_that_was_killed_is_replayed_to_the_bit(
     )  # compares the weights at each checkpoint
     assert taken == 12 * WORKERS and summary(log).used == [12] * WORKERS
     with pytest.raises(UsageError, match="continue with 3 workers"):
-        require_workers(log, 2)
+        waiting.StepLog(log).require_workers(2)
 
 
 @pytest.mark.parametrize("late", ["drop", "next"])

@@ -34,19 +34,13 @@ from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.lars import Lars
-from shoal.optim.moments import norm_of
+from shoal.optim.moments import clip_factor, norm_of, scale_all
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
 from shoal.train.config import DistributedConfig, ServersConfig
-from shoal.train.gradients import (
-    Precision,
-    Update,
-    clip_factor,
-    parameters_of,
-    scale_all,
-    wrap_model,
-)
+from shoal.train.gradients import Precision, wrap_model
 from shoal.train.servers.update import ServedUpdate, update_on_servers
+from shoal.train.update import Update, parameters_of
 from shoal.train.world import World
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]

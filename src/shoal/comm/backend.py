@@ -410,6 +410,15 @@ class ShoalProcessGroup(ProcessGroup):
             subgroup.setGroupDesc(group_desc)
         return subgroup
 
+    def duplicate(self) -> ShoalProcessGroup:
+        """Return a new group of the same ranks and options, for another thread; all ranks call it."""
+        group = distributed_c10d.new_group(
+            self._global_ranks, backend=BACKEND_NAME, pg_options=self.member.options,
+            use_local_synchronization=True,
+        )  # fmt: skip
+        duplicated: ShoalProcessGroup = native_group.python_group(group)
+        return duplicated
+
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: a group is connected on construction."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -463,6 +463,29 @@ def device_norm(tensors: Iterable[Tensor]) -> Tensor:
     The host waits for nothing.
     """
     return torch.nn.utils.get_total_norm(tensors).double()
+
+
+def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply ``tensors`` by ``factor``, a number or a scalar of their device, in place."""
+    if isinstance(factor, Tensor):
+        torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
+    elif factor != 1.0:
+        torch._foreach_mul_(tensors, factor)
+
+
+@overload
+def clip_factor(norm: float, max_norm: float | None) -> float: ...
+@overload
+def clip_factor(norm: Tensor, max_norm: float | None) -> float | Tensor: ...
+
+
+def clip_factor(norm: float | Tensor, max_norm: float | None) -> float | Tensor:
+    """Return the factor that clips a gradient of norm ``norm`` to ``max_norm``."""
+    if max_norm is None:
+        return 1.0
+    if isinstance(norm, Tensor):
+        return torch.where(norm <= max_norm, 1.0, max_norm / norm)
+    return 1.0 if norm <= max_norm else max_norm / norm
 
 
 def _is_flat(tensor: Tensor) -> bool:

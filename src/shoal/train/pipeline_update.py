@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shoal.optim.moments import model_norm
+from shoal.optim.moments import clip_factor, model_norm, scale_all
 from shoal.pipelining.runtime import Pipeline
-from shoal.train.gradients import Update, clip_factor, scale_all
+from shoal.train.update import Update
 
 
 class PipelineUpdate(Update):

@@ -73,7 +73,6 @@ from shoal.train.gradients import (
     DataParallel,
     LossScale,
     Precision,
-    Update,
     agree_on_precision,
     compile_model,
     wrap_model,
@@ -103,6 +102,7 @@ from shoal.train.stopping import (
     out_of_memory,
     read_target,
 )
+from shoal.train.update import Update
 from shoal.train.world import World, join_world, run_on_all
 
 end_in_one_line()  # settings, which a script makes before it opens a run, are checked too
@@ -511,7 +511,9 @@ class Run:
         if self._settings.output.evaluate is not None:
             until = total = self.step
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
-        self._training.update.check_synchronized(self._settings.output, [*self.lines, until])
+        names = ("log_frequency", "checkpoint_frequency", "validation_frequency")
+        frequencies = {name: getattr(self._settings.output, name, None) or 0 for name in names}
+        self._training.update.check_synchronized(frequencies, [*self.lines, until])
         self._metrics.read()
         if (restored := self._restored) is not None and self.step == restored.step:
             self.is_over = self._evaluations.has_ended(self.step, self._total)

@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.errors import UsageError
 from shoal.optim.sgd import SGD
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import DataParallel, LossScale, Update, parameters_of
+from shoal.train.gradients import DataParallel, LossScale
 from shoal.train.servers import local, waiting
-from shoal.train.servers.rules import check_run
 from shoal.train.servers.update import ServedUpdate, ServersUpdate
+from shoal.train.update import Update, parameters_of
 
 
 def choose_update(
@@ -40,7 +41,7 @@ def choose_update(
     """
     if config.mode == "off":
         return None
-    check_run(config, kept, models, scale)
+    _check_run(config, kept, models, scale)
     model, optimizer = models[0], kept["optimizer"]
     update: ServersUpdate | None = None
     if config.mode == "sync":
@@ -50,6 +51,38 @@ def choose_update(
     if update is not None and config.replicas == 2:
         update.note += "; workers have copies of the helper hosts' weights"
     return update
+
+
+def _check_run(
+    config: ServersConfig, kept: Mapping[str, Any], models: Sequence[DataParallel], scale: LossScale
+) -> None:
+    """Check that the mode is possible for what a run trains.
+
+    Args:
+        config: the mode.
+        kept: the objects in checkpoints, by name.
+        models: those of :meth:`Run.data_parallel`.
+        scale: the loss scale.
+    """
+    option = config.option
+    names = [name for name, each in kept.items() if isinstance(each, Optimizer)]
+    if names != ["optimizer"]:
+        raise UsageError(
+            f"{option} is for one optimizer, run.keep(optimizer=...), and the run keeps "
+            f"{', '.join(names) or 'none'}: leave it out"
+        )
+    if len(models) != 1:
+        raise UsageError(
+            f"{option} is for one model of run.data_parallel, and the run has {len(models)}: leave it out (a "
+            "pipeline's stages update their own weights)"
+        )
+    if not models[0].average:
+        raise UsageError(f"{option} with optim.clip worker: servers clip the mean; use --optim.clip global")
+    if scale.dynamic and not config.is_synchronous:
+        raise UsageError(
+            f"{option} with train.precision fp16: a dynamic loss scale follows each step of all workers; use "
+            "bf16, or set --train.loss-scale"
+        )
 
 
 def _apart(

@@ -31,7 +31,6 @@ Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of La
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,16 +48,15 @@ from shoal.comm.native_group import python_group
 from shoal.decide.bounded_waiting import Late
 from shoal.errors import UsageError
 from shoal.formatting import plural
-from shoal.optim.moments import norm_of
+from shoal.optim.moments import clip_factor, norm_of, scale_all
 from shoal.train.checkpoint_files import StoredTensor
-from shoal.train.config import RunOutputConfig, ServersConfig
-from shoal.train.gradients import clip_factor, parameters_of, require_same, scale_all
-from shoal.train.servers.log import go_back
+from shoal.train.config import ServersConfig
 from shoal.train.servers.rules import check_buffers, check_model, check_outer
 from shoal.train.servers.tensors import ServedTensors, Table, checksum
-from shoal.train.servers.update import ServersUpdate
+from shoal.train.servers.update import RowLog, ServersUpdate
 from shoal.train.servers.waiting import LOG as ROUNDS_LOG
 from shoal.train.servers.waiting import BoundedSteps
+from shoal.train.update import parameters_of, require_same
 from shoal.train.weight_averaging import statistics_of, unite
 
 LOG = "exchanges.jsonl"
@@ -175,8 +173,9 @@ class LocalSteps(ServersUpdate):
         check_outer(outer, model)
         check_buffers(model)
         assert config.local_steps is not None
-        self._config, self._outer, self._log, self._own = config, outer, log, own
+        self._config, self._outer, self._own = config, outer, own
         self._every, self._group = config.local_steps, python_group(model.process_group)
+        self._log = RowLog(log if self._group.rank() == 0 else None)
         self.note = (
             f"each worker steps on its own, and all exchange every {self._every} steps{_streaming(config)}, "
             f"and at lines, evaluations and checkpoints; the exchanges are in {LOG}"
@@ -241,8 +240,7 @@ class LocalSteps(ServersUpdate):
     # ---- of a run ---------------------------------------------------------------------------------
 
     def open(self, step: int) -> None:
-        if self._log is not None and self._group.rank() == 0:
-            go_back(self._log, step)
+        self._log.go_back(step)
         self._begin(step)
 
     def state_of(self, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,7 +359,7 @@ class LocalSteps(ServersUpdate):
     ) -> None:
         """Write a line about an exchange of these tensors, after ``step``."""
         self.num_exchanges += 1
-        if self._log is None or self._group.rank() != 0:
+        if self._log.path is None:
             return
         sent = [self._begun[place] for place in places]
         row = {"exchange": self.num_exchanges, "step": step, "local_steps": local_steps}
@@ -376,8 +374,7 @@ class LocalSteps(ServersUpdate):
                 "merged": self._exchanged_at + self.num_local,
                 "weights": checksum(sent),
             }
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._log.write(row)
 
 
 @dataclass
@@ -443,9 +440,9 @@ class RoundsOfLocalSteps(LocalSteps):
         self.is_settled = True
         self._begun = [parameter.detach().clone() for parameter in self._parameters]
 
-    def check_synchronized(self, settings: RunOutputConfig, steps: Sequence[int]) -> None:
-        for name in ("log_frequency", "checkpoint_frequency", "validation_frequency"):
-            self._require_end(f"run.{name}", getattr(settings, name, 0))
+    def check_synchronized(self, frequencies: Mapping[str, int], steps: Sequence[int]) -> None:
+        for name, frequency in frequencies.items():
+            self._require_end(f"run.{name}", frequency)
         for step in steps:
             self._require_end("the end of an epoch or of the run at step", step)
 

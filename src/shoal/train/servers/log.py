@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal import record
-from shoal.atomic_io import write_atomically
-from shoal.errors import ShoalError, UsageError
-from shoal.json_text import parse_json
-from shoal.optim.moments import norm_of
-from shoal.train.gradients import clip_factor, scale_all
+from shoal.errors import ShoalError
+from shoal.optim.moments import clip_factor, norm_of, scale_all
 from shoal.train.servers.tensors import checksum
+from shoal.train.servers.waiting import Counts, StepLog, compensate, extrapolate
 from shoal.train.weight_averaging import statistics_of
 
 
@@ -41,39 +37,6 @@ class Summary:
     skipped: int
 
 
-class Counts:
-    """Counts the gradients in steps.
-
-    Args:
-        num_workers: of the group.
-
-    Attributes:
-        used: gradients that steps have taken, by rank.
-        dropped: gradients that none has taken, by rank.
-        staleness: how many of those taken had which staleness.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self.used, self.dropped = [0] * num_workers, [0] * num_workers
-        self.staleness: Counter[int] = Counter()
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Count a row of the log."""
-        for rank, _, version in row["used"]:
-            self.used[rank] += 1
-            self.staleness[row["step"] - 1 - version] += 1
-        for rank, _, _ in row["dropped"]:
-            self.dropped[rank] += 1
-
-    def row(self, step: int) -> record.Contributions:
-        """Return the record's row of these counts, after ``step``."""
-        most = max(self.staleness, default=0)
-        return record.Contributions(
-            step=step, used=self.used, dropped=self.dropped,
-            staleness=[self.staleness.get(each, 0) for each in range(most + 1)],
-        )  # fmt: skip
-
-
 def summary(log: Path) -> Summary:
     """Count the steps of a log and the gradients of each worker.
 
@@ -85,7 +48,7 @@ def summary(log: Path) -> Summary:
         counts = summary(Path("steps.jsonl"))
         assert max(counts.staleness) <= 2
     """
-    rows = _read(log)
+    rows = StepLog(log).rows()
     counts = Counts(max(len(row.get("hosts", ())) for row in rows))
     steps = [row for row in rows if "step" in row]
     for row in steps:
@@ -97,45 +60,6 @@ def summary(log: Path) -> Summary:
         staleness=dict(sorted(counts.staleness.items())),
         skipped=sum("skipped" in row for row in steps),
     )
-
-
-def _read(log: Path) -> list[dict[str, Any]]:
-    """Return the lines: the host of each rank, whenever workers begin, and their steps."""
-    rows = [
-        parse_json(line, f"{log}, line {number}")
-        for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), start=1)
-    ]
-    if not rows or "hosts" not in rows[0]:
-        raise ShoalError(f"{log} does not begin with a line that names the hosts; it is no log of steps")
-    return rows
-
-
-def go_back(log: Path, step: int) -> None:
-    """Drop the lines about steps after ``step``, from which a run continues."""
-    if not log.exists():
-        return
-    lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if step else []
-    whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-    rows = [parse_json(line, f"{log}, line {number}") for number, line in enumerate(whole, start=1)]
-    steps = [row.get("step", row.get("after", 0)) for row in rows]
-    kept = [line for line, of in zip(whole, steps, strict=True) if of <= step]
-    write_atomically(log, "".join(kept).encode())
-
-
-def require_workers(log: Path, num_workers: int) -> None:
-    """Check that a log, if there is one, is of as many workers: their gradients are its steps.
-
-    Raises:
-        UsageError: it is of another number.
-    """
-    if not log.exists():
-        return
-    (*_, found) = (row["workers"] for row in _read(log) if "workers" in row)
-    if found != num_workers:
-        raise UsageError(
-            f"asynchronous steps of {num_workers} workers after those of {found}: a step is a gradient of "
-            f"each, and {log} counts them; continue with {found} workers"
-        )
 
 
 def replay(
@@ -182,7 +106,7 @@ def replay(
             lambda rank, batch: loss_of(model(batches_of[rank][batch - 1])).backward(),
         )
     """
-    rows = _read(log)
+    rows = StepLog(log).rows()
     parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     workers = _Workers(model, parameters, backward)
     dropped = dropped or bool(workers.statistics)
@@ -303,28 +227,6 @@ def _sum_over(hosts: list[int], parts: list[list[Tensor]]) -> list[Tensor]:
     for other in others:
         total = [a + b for a, b in zip(total, other, strict=True)]
     return total
-
-
-@torch.no_grad()
-def compensate(
-    gradients: list[Tensor], newest: list[Tensor], own: list[Tensor], strength: float
-) -> list[Tensor]:
-    """Return gradients of weights ``own``, corrected for weights ``newest`` (DC-ASGD, arXiv 1609.08326).
-
-    To each is added ``strength`` · gradient² · (newest - own), element by element.
-    """
-    return [
-        g + strength * (g * g) * (now - then) for g, now, then in zip(gradients, newest, own, strict=True)
-    ]
-
-
-@torch.no_grad()
-def extrapolate(weights: list[Tensor], move: list[Tensor], factor: float) -> None:
-    """Move weights on in place by so many times the move of their last step.
-
-    Pipelines with stale weights do so (SpecTrain, arXiv 1809.02839), with the momentum for the move.
-    """
-    torch._foreach_add_(weights, move, alpha=factor)
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

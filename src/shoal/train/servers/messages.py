@@ -30,13 +30,9 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from shoal import native
-from shoal.comm import BACKEND_NAME
 from shoal.comm.engine import CommError
-from shoal.comm.native_group import python_group
 from shoal.decide.bounded_waiting import Contribution, Decision, StepDecider, WaitingRule
 from shoal.env.machine import host_identity
 from shoal.json_text import parse_json
@@ -252,17 +248,6 @@ class Line:
 def as_lists(gradients: Sequence[Contribution]) -> list[list[int]]:
     """Return rank, batch and version of each gradient."""
     return [[each.rank, each.batch, each.version] for each in gradients]
-
-
-def group_beside(model: DistributedDataParallel) -> Any:
-    """Return a new group of the model's ranks for the thread that takes the steps."""
-    beside = dist.new_group(
-        dist.get_process_group_ranks(model.process_group),
-        backend=BACKEND_NAME,
-        pg_options=python_group(model.process_group).member.options,
-        use_local_synchronization=True,
-    )
-    return python_group(beside)
 
 
 def hosts_of(group: Any) -> list[int]:

@@ -33,8 +33,11 @@ servers is also that of ZeRO's first stage (Rajbhandari et al., arXiv 1910.02054
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -44,21 +47,20 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoal.atomic_io import write_atomically
 from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
+from shoal.json_text import parse_json
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import Update, mean_of_workers, require_same
 from shoal.train.servers.rules import (
     check_gradient_hooks,
     check_hooks,
     check_max_norm,
     check_model,
     check_optimizer,
-    factor_of,
-    kernel_of,
-    options_of,
 )
-from shoal.train.servers.tensors import ServedTensors, Table, tables_of
+from shoal.train.servers.tensors import ServedTensors, Table, factor_of, kernel_of, options_of, tables_of
+from shoal.train.update import Update, mean_of_workers, require_same
 
 Weights = Literal["fp32", "bf16"]
 
@@ -141,6 +143,37 @@ class ServersUpdate(Update):
         self._hooks = []
 
 
+class RowLog:
+    """A log in a run's directory: rank 0 writes a line of JSON for each step or exchange.
+
+    Args:
+        path: of the file; ``None``: nothing is written, as on other ranks.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row."""
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def go_back(self, step: int) -> None:
+        """Drop the rows about steps after ``step``, from which a run continues."""
+        if self.path is None or not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if step else []
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        rows = self._parse(whole)
+        steps = [row.get("step", row.get("after", 0)) for row in rows]
+        kept = [line for line, of in zip(whole, steps, strict=True) if of <= step]
+        write_atomically(self.path, "".join(kept).encode())
+
+    def _parse(self, lines: Sequence[str]) -> list[dict[str, Any]]:
+        return [parse_json(line, f"{self.path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
 def update_on_servers(
     model: DistributedDataParallel,
     optimizer: Optimizer,
@@ -199,7 +232,7 @@ class _InFlight:
 class ServedUpdate(ServersUpdate):
     """Servers step with the mean gradient of all workers (mode ``sync``).
 
-    The bits are those of :class:`shoal.train.gradients.Update` with the optimizers of :mod:`shoal.optim`, on
+    The bits are those of :class:`shoal.train.update.Update` with the optimizers of :mod:`shoal.optim`, on
     backend ``"shoal"``. Checkpoints hold what they hold without servers.
 
     Args:

@@ -27,9 +27,9 @@ experimental: they usually train worse than the other modes.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,19 +42,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal import record
+from shoal.comm.native_group import python_group
 from shoal.decide.bounded_waiting import Late
-from shoal.errors import UsageError
-from shoal.optim.moments import norm_of
+from shoal.errors import ShoalError, UsageError
+from shoal.optim.moments import norm_of, scale_all
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import parameters_of, require_same, scale_all
-from shoal.train.servers.log import Counts, compensate, extrapolate, go_back, require_workers
 from shoal.train.servers.messages import (
     Coordinator,
     Line,
     Mail,
     Message,
     Then,
-    group_beside,
     hosts_of,
     max_bytes_of,
 )
@@ -65,13 +63,17 @@ from shoal.train.servers.rules import (
     check_model,
     check_no_momentum,
     check_optimizer,
+)
+from shoal.train.servers.tensors import (
+    ServedTensors,
+    checksum,
     factor_of,
     kernel_of,
     set_values,
     values_of,
 )
-from shoal.train.servers.tensors import ServedTensors, checksum
-from shoal.train.servers.update import ServersUpdate
+from shoal.train.servers.update import RowLog, ServersUpdate
+from shoal.train.update import parameters_of, require_same
 from shoal.train.weight_averaging import statistics_of, unite
 
 LOG = "contributions.jsonl"
@@ -207,7 +209,8 @@ class BoundedSteps(ServersUpdate):
         if self._rule.asynchronous:
             check_no_momentum(optimizer)
         self.note = f"servers step with {self._rule.text}; the gradients of each step are in {LOG}"
-        self._log, self._replicas = log, config.replicas
+        is_first = dist.get_rank(model.process_group) == 0
+        self._log, self._replicas = StepLog(log if is_first else None), config.replicas
         self._compensation, self._extrapolation = config.compensation, config.extrapolation
         self._statistics, self._own, self._model_group = statistics_of(model), own, model.process_group
         self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
@@ -220,7 +223,7 @@ class BoundedSteps(ServersUpdate):
         optimizer, rule = self.optimizer, self._rule
         after = step * rule.num_workers if rule.asynchronous else step
         self._first = self.step = self._num_handed = step  # of asynchronous steps, all have had as many
-        self._group = group_beside(self.model)
+        self._group = python_group(self._model_group).duplicate()
         self._stepper = _copy_of(optimizer)  # with the options of the step that the servers take
         self._servers = ServedTensors(self._group, self._stepper, replicas=self._replicas)
         self._parameters = [table.parameter for table in self._servers.tables]
@@ -251,10 +254,9 @@ class BoundedSteps(ServersUpdate):
     # ---- of a run ---------------------------------------------------------------------------------
 
     def open(self, step: int) -> None:
-        if self._log is not None and dist.get_rank(self._model_group) == 0:
-            if self._rule.asynchronous:
-                require_workers(self._log, self._rule.num_workers)
-            go_back(self._log, step * (self._rule.num_workers if self._rule.asynchronous else 1))
+        if self._rule.asynchronous:
+            self._log.require_workers(self._rule.num_workers)
+        self._log.go_back(step * (self._rule.num_workers if self._rule.asynchronous else 1))
         super().open(step)
 
     def runs_ahead(self, *, asks: bool) -> bool:
@@ -469,7 +471,7 @@ class BoundedSteps(ServersUpdate):
         coordinator = Coordinator(mail, self._rule, after=self._version) if is_first else None
         hosts = hosts_of(self._group)
         if coordinator is not None:
-            self._write(
+            self._log.write(
                 {
                     "workers": self._rule.num_workers, "hosts": hosts, "after": self._version,
                     "asynchronous": self._rule.asynchronous,
@@ -507,7 +509,7 @@ class BoundedSteps(ServersUpdate):
                 self._drop(order["dropped"], self._version)
                 with self._changed:
                     self._counts.add(row)
-                self._write(row)
+                self._log.write(row)
             else:
                 raise UsageError(f"weights on servers: {order.get('reason')}")
 
@@ -540,7 +542,7 @@ class BoundedSteps(ServersUpdate):
             self._version, self._until = step, order["until"]
             self._counts.add(order)
             self._changed.notify_all()
-        self._write(
+        self._log.write(
             {
                 "step": step,
                 "used": used,
@@ -588,24 +590,16 @@ class BoundedSteps(ServersUpdate):
                 sums["norms"] = checksum(self._statistics)
         if order["then"] == "dump":
             self._servers.dump(self._stepper)
-            if self._log is not None and self._group.rank() == 0:
+            if self._log.path is not None:
                 sums["weights"] = checksum(self._newest)
         elif order["then"] == "load":
             self._servers.load(self._stepper)
         if sums:
-            self._write({"step": order["step"], "used": [], "dropped": [], **sums})
+            self._log.write({"step": order["step"], "used": [], "dropped": [], **sums})
         with self._changed:
             self._num_synchronized += 1
             self._until = None
             self._changed.notify_all()
-
-    # ---- the log ----------------------------------------------------------------------------------
-
-    def _write(self, row: dict[str, Any]) -> None:
-        if self._log is None or self._group.rank() != 0:
-            return
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 def _wait_for_all(works: list[Any]) -> None:
@@ -620,3 +614,94 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
     copy.param_groups = [dict(group) for group in optimizer.param_groups]
     copy.state = type(optimizer.state)(optimizer.state.default_factory)
     return copy
+
+
+@torch.no_grad()
+def compensate(
+    gradients: list[Tensor], newest: list[Tensor], own: list[Tensor], strength: float
+) -> list[Tensor]:
+    """Return gradients of weights ``own``, corrected for weights ``newest`` (DC-ASGD, arXiv 1609.08326).
+
+    To each is added ``strength`` · gradient² · (newest - own), element by element.
+    """
+    return [
+        g + strength * (g * g) * (now - then) for g, now, then in zip(gradients, newest, own, strict=True)
+    ]
+
+
+@torch.no_grad()
+def extrapolate(weights: list[Tensor], move: list[Tensor], factor: float) -> None:
+    """Move weights on in place by so many times the move of their last step.
+
+    Pipelines with stale weights do so (SpecTrain, arXiv 1809.02839), with the momentum for the move.
+    """
+    torch._foreach_add_(weights, move, alpha=factor)
+
+
+# ---- the log ---------------------------------------------------------------------------------------------
+
+
+class StepLog(RowLog):
+    """The log of steps: the hosts of the ranks whenever workers begin, and the gradients of each step."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all rows.
+
+        Raises:
+            ShoalError: the log is damaged.
+        """
+        assert self.path is not None
+        rows = self._parse(self.path.read_text(encoding="utf-8").splitlines())
+        if not rows or "hosts" not in rows[0]:
+            raise ShoalError(
+                f"{self.path} does not begin with a line that names the hosts; it is no log of steps"
+            )
+        return rows
+
+    def require_workers(self, num_workers: int) -> None:
+        """Check that the log, if there is one, is of as many workers: their gradients are its steps.
+
+        Raises:
+            UsageError: it is of another number.
+        """
+        if self.path is None or not self.path.exists():
+            return
+        (*_, found) = (row["workers"] for row in self.rows() if "workers" in row)
+        if found != num_workers:
+            raise UsageError(
+                f"asynchronous steps of {num_workers} workers after those of {found}: a step is a gradient "
+                f"of each, and {self.path} counts them; continue with {found} workers"
+            )
+
+
+class Counts:
+    """Counts the gradients in steps.
+
+    Args:
+        num_workers: of the group.
+
+    Attributes:
+        used: gradients that steps have taken, by rank.
+        dropped: gradients that none has taken, by rank.
+        staleness: how many of those taken had which staleness.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.used, self.dropped = [0] * num_workers, [0] * num_workers
+        self.staleness: Counter[int] = Counter()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Count a row of the log."""
+        for rank, _, version in row["used"]:
+            self.used[rank] += 1
+            self.staleness[row["step"] - 1 - version] += 1
+        for rank, _, _ in row["dropped"]:
+            self.dropped[rank] += 1
+
+    def row(self, step: int) -> record.Contributions:
+        """Return the record's row of these counts, after ``step``."""
+        most = max(self.staleness, default=0)
+        return record.Contributions(
+            step=step, used=self.used, dropped=self.dropped,
+            staleness=[self.staleness.get(each, 0) for each in range(most + 1)],
+        )  # fmt: skip
