@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 
 from shoal import record
 from shoal.comm.native_group import python_group
-from shoal.decide.bounded_waiting import Late
+from shoal.decide.bounded_waiting import Late, WaitingRule
 from shoal.errors import ShoalError, UsageError
 from shoal.optim.moments import norm_of, scale_all
 from shoal.train.config import ServersConfig
@@ -210,46 +210,27 @@ class BoundedSteps(ServersUpdate):
             check_no_momentum(optimizer)
         self.note = f"servers step with {self._rule.text}; the gradients of each step are in {LOG}"
         is_first = dist.get_rank(model.process_group) == 0
-        self._log, self._replicas = StepLog(log if is_first else None), config.replicas
-        self._compensation, self._extrapolation = config.compensation, config.extrapolation
-        self._statistics, self._own, self._model_group = statistics_of(model), own, model.process_group
-        self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
+        self._log, self._config = StepLog(log if is_first else None), config
+        self._statistics, self._own = statistics_of(model), own
         self.num_dropped = 0
         self._first = self.step = 0
         self._is_settled, self._asks = True, False
 
     def _begin(self, step: int) -> None:
         """Load the weights to the servers, and begin to follow rank 0."""
-        optimizer, rule = self.optimizer, self._rule
+        rule = self._rule
         after = step * rule.num_workers if rule.asynchronous else step
         self._first = self.step = self._num_handed = step  # of asynchronous steps, all have had as many
-        self._group = python_group(self._model_group).duplicate()
-        self._stepper = _copy_of(optimizer)  # with the options of the step that the servers take
-        self._servers = ServedTensors(self._group, self._stepper, replicas=self._replicas)
-        self._parameters = [table.parameter for table in self._servers.tables]
-        more = f", with {rule.text}, max_norm={self._max_norm}, compensation={self._compensation}"
-        self._servers.configure(self._stepper, f"{more}, extrapolation={self._extrapolation}")
-        self._servers.load(optimizer)
-        optimizer.state.clear()
+        self._follower = Follower(
+            self.model.process_group, self.optimizer, self._config, rule, after=after,
+            max_norm=self._max_norm, log=self._log, statistics=self._statistics, own=self._own,
+        )  # fmt: skip
+        self.optimizer.state.clear()
         self.model.require_backward_grad_sync = False  # DDP then neither sends nor waits
-        self._newest = [parameter.detach().clone() for parameter in self._parameters]
-        self._spare = [torch.empty_like(each) for each in self._newest]
         self._batch = after + 1  # that comes next, on this worker
         self._passed = after  # batches of the loader
         self._own_version = after  # of the parameters
-        self._united = after  # the step after which all had the same statistics
-        self._changed = threading.Condition()
-        # what follows is shared by this worker's two threads, under that lock
-        self._move = [
-            torch.zeros_like(each) for each in self._newest if self._extrapolation
-        ]  # the last step's
-        self._version = after  # of self._newest
-        self._until: int | None = None
-        self._counts = Counts(rule.num_workers)
-        self._handed: list[_Gradient] = []
-        self._num_synchronized = 0
-        self._problem: Exception | None = None
-        self._line = self._start_threads()
+        self._follower.start()
 
     # ---- of a run ---------------------------------------------------------------------------------
 
@@ -348,7 +329,7 @@ class BoundedSteps(ServersUpdate):
         self.optimizer.state.clear()  # of bring_state()
         limit = max_norm if max_norm is not None and math.isfinite(max_norm) else None
         options = {"groups": values_of(self.optimizer), "max_norm": limit}
-        self._line.send(
+        self._follower.send(
             {
                 "kind": "ready", "batch": gradient.batch, "version": self._own_version, "asks": asks,
                 "options": options,
@@ -359,7 +340,7 @@ class BoundedSteps(ServersUpdate):
     def take_newest(self) -> None:
         """Copy the newest weights into the model, and begin the next batch."""
         ahead = self._batch + 1 if self._rule.waits_for_all else None
-        self._copy_newest(ahead)
+        self._own_version = self._follower.copy_newest(self._own_version, ahead)
         self._batch = ahead or self._own_version + 1
 
     @property
@@ -368,14 +349,11 @@ class BoundedSteps(ServersUpdate):
 
         Of asynchronous steps, the number of batches of each worker.
         """
-        with self._changed:
-            return self._until
+        return self._follower.until
 
     def take_row(self, step: int) -> record.Contributions:
         """Return counts of the gradients that steps have taken or dropped since the last call."""
-        with self._changed:
-            counts, self._counts = self._counts, Counts(self._rule.num_workers)
-        return counts.row(step)
+        return self._follower.take_counts().row(step)
 
     def bring_state(self) -> None:
         """Wait for all workers; all then have the same weights, and the optimizer its state.
@@ -389,9 +367,10 @@ class BoundedSteps(ServersUpdate):
 
     def _bring_state(self, *, ends: bool) -> None:
         self.synchronize("dump", ends=ends)
+        stepper = self._follower.optimizer
         self.optimizer.state.clear()
-        self.optimizer.state.update(self._stepper.state)
-        self._stepper.state.clear()
+        self.optimizer.state.update(stepper.state)
+        stepper.state.clear()
         self._is_settled = True
 
     def synchronize(self, then: Then = "nothing", *, ends: bool = False) -> None:
@@ -401,86 +380,182 @@ class BoundedSteps(ServersUpdate):
             then: the action of the servers on the optimizer's state: nothing, dump it, or load it.
             ends: whether no batch follows.
         """
-        before = self._num_synchronized
+        follower = self._follower
+        before = follower.num_synchronized
         last = self._num_handed if self._rule.asynchronous else self._batch - 1
-        self._line.send({"kind": "synchronize", "batch": last, "then": then, "ends": ends})
-        self._wait_until(lambda: self._num_synchronized > before)
-        self._copy_newest()
+        follower.send({"kind": "synchronize", "batch": last, "then": then, "ends": ends})
+        self._wait_until(lambda: follower.num_synchronized > before)
+        self._own_version = follower.copy_newest(self._own_version)
         self._passed, self._batch = self._own_version, self._own_version + 1
 
     def renew(self, optimizer: Optimizer) -> None:
         """Continue with another optimizer of the same kind and groups, from its state. A collective."""
         self.settle()
         self._remove_hooks()
-        self.optimizer, self._stepper = optimizer, _copy_of(optimizer)
+        self.optimizer, stepper = optimizer, _copy_of(optimizer)
+        self._follower.optimizer = stepper
         self._hook_steps()
-        self._stepper.state.update(optimizer.state)
+        stepper.state.update(optimizer.state)
         self.synchronize("load")
-        self._stepper.state.clear()
+        stepper.state.clear()
         optimizer.state.clear()
 
     def _collect(self) -> _Gradient:
-        check_gradient_hooks(self._parameters)
-        for parameter in self._parameters:
+        parameters = self._follower.parameters
+        check_gradient_hooks(parameters)
+        for parameter in parameters:
             if parameter.grad is None:
                 raise UsageError(
                     f"weights on servers: a parameter of shape {list(parameter.shape)} has no gradient; all "
                     "have to be used in each step, or frozen"
                 )
-        tensors = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
+        tensors = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
             parameter.grad = None
-        weights = [each.detach().clone() for each in self._parameters] if self._compensation else []
+        weights = [each.detach().clone() for each in parameters] if self._config.compensation else []
         self._num_handed += 1
         batch = self._num_handed if self._rule.asynchronous else self._batch
         gradient = _Gradient(batch, tensors, weights)  # type: ignore[arg-type]
-        with self._changed:
-            self._handed.append(gradient)
+        self._follower.add(gradient)
         return gradient
 
     def _may_go_on(self, gradient: _Gradient) -> bool:
+        version = self._follower.version
         if self._rule.waits_for_all:
-            return self._version >= gradient.batch - self._rule.staleness
+            return version >= gradient.batch - self._rule.staleness
         if self._rule.late == "drop" and not self._rule.grace_s:
-            return self._version >= gradient.batch  # a step that takes it has this number
-        return gradient.step is not None and self._version >= gradient.step
+            return version >= gradient.batch  # a step that takes it has this number
+        return gradient.step is not None and version >= gradient.step
 
     def _wait_until(self, holds: Callable[[], bool]) -> None:
+        follower = self._follower
+        follower.wait_until(holds)
+        self.grad_norm, self.num_skipped = follower.grad_norm, follower.num_skipped
+        self.num_dropped = follower.num_dropped
+
+
+class Follower:
+    """Takes part in the steps that rank 0 decides, on a thread of its own, and keeps the newest weights.
+
+    Args:
+        group: of the workers; a new one of the same ranks is for the steps and their messages.
+        optimizer: with the state that the servers get.
+        config: the mode and its options.
+        rule: for whom steps wait.
+        after: steps that the weights have seen.
+        max_norm: as in :func:`bound_waiting`.
+        log: on rank 0, for a line a step.
+        statistics: of this worker's batch norms.
+        own: other tensors that are averaged where all workers synchronize.
+
+    Attributes:
+        optimizer: a copy over the same parameters, with the options of the step that the servers take.
+        parameters: those that are trained.
+        version: steps that the newest weights have seen.
+        until: the batch after which all workers synchronize, because one has asked for it.
+        num_synchronized: times that all have.
+        grad_norm: norm of the last step's gradient before clipping, where it is measured; else NaN.
+        num_skipped: steps not taken because that was not finite.
+        num_dropped: gradients of this worker that no step has taken.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        optimizer: Optimizer,
+        config: ServersConfig,
+        rule: WaitingRule,
+        *,
+        after: int,
+        max_norm: float | None,
+        log: StepLog,
+        statistics: list[Tensor],
+        own: Sequence[Tensor],
+    ) -> None:
+        self.optimizer = _copy_of(optimizer)
+        self._workers, self._group = group, python_group(group).duplicate()
+        self._rule, self._log, self._statistics, self._own = rule, log, statistics, own
+        self._compensation, self._extrapolation = config.compensation, config.extrapolation
+        self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
+        self._servers = ServedTensors(self._group, self.optimizer, replicas=config.replicas)
+        self.parameters = [table.parameter for table in self._servers.tables]
+        more = f", with {rule.text}, max_norm={max_norm}, compensation={self._compensation}"
+        self._servers.configure(self.optimizer, f"{more}, extrapolation={self._extrapolation}")
+        self._servers.load(optimizer)
+        self._newest = [parameter.detach().clone() for parameter in self.parameters]
+        self._spare = [torch.empty_like(each) for each in self._newest]
+        self._united = after  # the step after which all had the same statistics
+        self._changed = threading.Condition()
+        # what follows is shared by this worker's two threads, under that lock
+        moved = self._newest if self._extrapolation else []
+        self._move = [torch.zeros_like(each) for each in moved]  # of the last step
+        self.version = after
+        self.until: int | None = None
+        self.num_synchronized = self.num_skipped = self.num_dropped = 0
+        self.grad_norm = math.nan
+        self._counts = Counts(rule.num_workers)
+        self._handed: list[_Gradient] = []
+        self._problem: Exception | None = None
+
+    # ---- called by the worker ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, and on rank 0 that of the coordinator. All ranks call it."""
+        mail = Mail(self._group, max_bytes_of(self._rule.num_workers, len(self.optimizer.param_groups)))
+        is_first = self._group.rank() == 0
+        coordinator = Coordinator(mail, self._rule, after=self.version) if is_first else None
+        hosts = hosts_of(self._group)
+        if coordinator is not None:
+            self._log.write(
+                {
+                    "workers": self._rule.num_workers, "hosts": hosts, "after": self.version,
+                    "asynchronous": self._rule.asynchronous,
+                }
+            )  # fmt: skip
+            self._start(coordinator.listen, "shoal-coordinator")
+        self._line = Line(mail, coordinator)
+        self._start(self._follow, "shoal-steps")
+
+    def send(self, message: Message) -> None:
+        """Send a message to the coordinator."""
+        self._line.send(message)
+
+    def add(self, gradient: _Gradient) -> None:
+        """Keep a gradient until a step takes or drops it."""
+        with self._changed:
+            self._handed.append(gradient)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until a condition on the attributes holds; raise the error of a thread that has failed."""
         with self._changed:
             while not holds():
                 if self._problem is not None:
                     raise self._problem
                 self._changed.wait(_POLL_S)  # in short waits, so that Python handles signals
 
-    @torch.no_grad()
-    def _copy_newest(self, batch: int | None = None) -> None:
-        """Copy the newest weights, for a batch further on by the steps that they lack then."""
+    def take_counts(self) -> Counts:
+        """Return counts of the gradients that steps have taken or dropped since the last call."""
         with self._changed:
-            if self._version != self._own_version or self._extrapolation:
-                torch._foreach_copy_(self._parameters, self._newest)
-                self._own_version = self._version
+            counts, self._counts = self._counts, Counts(self._rule.num_workers)
+        return counts
+
+    @torch.no_grad()
+    def copy_newest(self, known: int, batch: int | None = None) -> int:
+        """Copy the newest weights into the parameters, and return the steps that they have seen.
+
+        Args:
+            known: steps that the parameters have seen.
+            batch: extrapolate for this batch, by the steps that the weights lack then.
+        """
+        with self._changed:
+            if self.version != known or self._extrapolation:
+                torch._foreach_copy_(self.parameters, self._newest)
             if self._extrapolation and batch is not None:
-                num_lacking = batch - 1 - self._version
-                extrapolate(self._parameters, self._move, self._extrapolation * num_lacking)
+                num_lacking = batch - 1 - self.version
+                extrapolate(self.parameters, self._move, self._extrapolation * num_lacking)
+            return self.version
 
-    # ---- the thread that follows rank 0 -----------------------------------------------------------
-
-    def _start_threads(self) -> Line:
-        mail = Mail(self._group, max_bytes_of(self._rule.num_workers, len(self.optimizer.param_groups)))
-        is_first = self._group.rank() == 0
-        coordinator = Coordinator(mail, self._rule, after=self._version) if is_first else None
-        hosts = hosts_of(self._group)
-        if coordinator is not None:
-            self._log.write(
-                {
-                    "workers": self._rule.num_workers, "hosts": hosts, "after": self._version,
-                    "asynchronous": self._rule.asynchronous,
-                }
-            )  # fmt: skip
-            self._start(coordinator.listen, "shoal-coordinator")
-        line = Line(mail, coordinator)
-        self._start(lambda: self._follow(line), "shoal-steps")
-        return line
+    # ---- the thread -------------------------------------------------------------------------------
 
     def _start(self, run: Callable[[], None], name: str) -> None:
         def guarded() -> None:
@@ -494,10 +569,10 @@ class BoundedSteps(ServersUpdate):
         threading.Thread(target=guarded, name=name, daemon=True).start()
 
     @torch.no_grad()
-    def _follow(self, line: Line) -> None:
+    def _follow(self) -> None:
         has_ended = False
         while not has_ended:
-            order = line.next_order()
+            order = self._line.next_order()
             kind = order["kind"]
             if kind == "step":
                 self._apply_order(order)
@@ -505,8 +580,8 @@ class BoundedSteps(ServersUpdate):
                 self._synchronize(order)
                 has_ended = order["ends"]
             elif kind == "late":
-                row = {"step": self._version, "used": [], "dropped": order["dropped"]}
-                self._drop(order["dropped"], self._version)
+                row = {"step": self.version, "used": [], "dropped": order["dropped"]}
+                self._drop(order["dropped"], self.version)
                 with self._changed:
                     self._counts.add(row)
                 self._log.write(row)
@@ -518,7 +593,7 @@ class BoundedSteps(ServersUpdate):
         step, used, servers = order["step"], order["used"], self._servers
         own = self._settle(used, step)
         self._drop(order["dropped"], step)
-        set_values(self._stepper, order["options"]["groups"])
+        set_values(self.optimizer, order["options"]["groups"])
         share = 1.0 / len(used)
         if own and self._compensation:
             taken = own[0]
@@ -539,7 +614,7 @@ class BoundedSteps(ServersUpdate):
                 torch._foreach_copy_(self._move, self._newest)
                 torch._foreach_sub_(self._move, self._spare if is_taken else self._newest)
             self.num_skipped += not is_taken
-            self._version, self._until = step, order["until"]
+            self.version, self.until = step, order["until"]
             self._counts.add(order)
             self._changed.notify_all()
         self._log.write(
@@ -556,15 +631,15 @@ class BoundedSteps(ServersUpdate):
         servers = self._servers
         updates = list(zip(servers.tables, self._spare, strict=True))
         if not self._phased:
-            servers.configure(self._stepper)
+            servers.configure(self.optimizer)
             _wait_for_all([servers.update(*each) for each in updates])
             return True
         _wait_for_all([servers.collect(*each) for each in updates])
         self.grad_norm = servers.totals()[1]
         if not math.isfinite(self.grad_norm):
             return False
-        factor = factor_of(self._stepper, self.grad_norm, max_norm)
-        _wait_for_all(servers.finish_updates(self._stepper, updates, factor))
+        factor = factor_of(self.optimizer, self.grad_norm, max_norm)
+        _wait_for_all(servers.finish_updates(self.optimizer, updates, factor))
         return True
 
     def _settle(self, gradients: list[list[int]], step: int) -> list[_Gradient]:
@@ -585,20 +660,20 @@ class BoundedSteps(ServersUpdate):
         sums = {}
         if order["step"] != self._united:  # once: means of means have other last bits
             self._united = order["step"]
-            unite([*self._statistics, *self._own], self._model_group)
+            unite([*self._statistics, *self._own], self._workers)
             if self._statistics:
                 sums["norms"] = checksum(self._statistics)
         if order["then"] == "dump":
-            self._servers.dump(self._stepper)
+            self._servers.dump(self.optimizer)
             if self._log.path is not None:
                 sums["weights"] = checksum(self._newest)
         elif order["then"] == "load":
-            self._servers.load(self._stepper)
+            self._servers.load(self.optimizer)
         if sums:
             self._log.write({"step": order["step"], "used": [], "dropped": [], **sums})
         with self._changed:
-            self._num_synchronized += 1
-            self._until = None
+            self.num_synchronized += 1
+            self.until = None
             self._changed.notify_all()
 
 
