@@ -8,13 +8,13 @@ from shoal.decide.layout_search import Layout
 from shoal.decide.partition import in_gb
 from shoal.decide.pipeline_simulator import Timeline
 from shoal.formatting import plural, table
-from shoal.pipelining.pipeline_plan import Plan
+from shoal.pipelining.pipeline_plan import PipelinePlan
 
 _WIDTH = 96
 
 
 def explain(
-    plan: Plan,
+    plan: PipelinePlan,
     predicted: Timeline,
     traced: Timeline | None,
     *,
@@ -38,7 +38,7 @@ def explain_layouts(layouts: Sequence[Layout], *, title: str) -> str:
     """Return the same report for the first of the layouts that were found, and the reasons for all."""
     best = layouts[0]
     choice = best.choice
-    plan = Plan(
+    plan = PipelinePlan(
         schedule=choice.schedule,
         cuts=choice.cuts,
         stages=best.stages,
@@ -60,7 +60,7 @@ def explain_layouts(layouts: Sequence[Layout], *, title: str) -> str:
     return explain(plan, choice.timeline, None, title=title, num_replicas=best.data, why=why)
 
 
-def _head(plan: Plan, predicted: Timeline, title: str, num_replicas: int) -> str:
+def _head(plan: PipelinePlan, predicted: Timeline, title: str, num_replicas: int) -> str:
     schedule = plan.schedule
     replicas = f", {num_replicas} replicas" if num_replicas > 1 else ""
     return (
@@ -70,7 +70,7 @@ def _head(plan: Plan, predicted: Timeline, title: str, num_replicas: int) -> str
     )
 
 
-def _stages(plan: Plan) -> str:
+def _stages(plan: PipelinePlan) -> str:
     rows = [("stage", "rank", "begins at", "forward", "backward", "parameters", "saved", "sent on")]
     for index, (stage, rank, name) in enumerate(
         zip(plan.stages, plan.schedule.placement, plan.first_units, strict=True)
@@ -84,7 +84,7 @@ def _stages(plan: Plan) -> str:
     return table(rows, left={2}) + "\ntimes, saved and sent bytes are of one micro-batch"
 
 
-def _ranks(plan: Plan, predicted: Timeline) -> str:
+def _ranks(plan: PipelinePlan, predicted: Timeline) -> str:
     rows = [("rank", "stages", "busy", "needs", "of it saved for backward")]
     for rank in range(plan.schedule.num_ranks):
         stages = [str(stage) for stage, owner in enumerate(plan.schedule.placement) if owner == rank]
@@ -99,7 +99,7 @@ def _ranks(plan: Plan, predicted: Timeline) -> str:
     return table(rows, left={1})
 
 
-def _why(plan: Plan) -> str:
+def _why(plan: PipelinePlan) -> str:
     if len(plan.alternatives) == 1:
         return "why: nothing else was asked for"
     rows = [("schedule", "stages per rank", "step", "bubble", "fullest rank")]
@@ -111,7 +111,7 @@ def _why(plan: Plan) -> str:
     return f"why: the best of {len(plan.alternatives)} that fit, by simulation\n{table(rows)}"
 
 
-def _drawn(name: str, timeline: Timeline, plan: Plan) -> str:
+def _drawn(name: str, timeline: Timeline, plan: PipelinePlan) -> str:
     """Draw a step: one row per rank, forward as ``0123``, backward as ``[0]``, idle as dots."""
     scale = _WIDTH / timeline.makespan_s if timeline.makespan_s else 0.0
     lines = [

@@ -28,7 +28,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PipelinePlan:
     """The decided layout of one pipeline."""
 
     schedule: Schedule
@@ -56,7 +56,7 @@ def decide(
     num_micro_batches: int,
     conditions: Conditions,
     cuts: Sequence[int] | None,
-) -> Plan:
+) -> PipelinePlan:
     """Return the plan of the first rank, on all ranks. Only there ``make_cost`` is called.
 
     Raises:
@@ -74,7 +74,7 @@ def decide(
         )
         choices = search.choose()
         best = choices[0]
-        plan = Plan(
+        plan = PipelinePlan(
             schedule=best.schedule,
             cuts=best.cuts,
             stages=stage_costs(cost, best.cuts),
@@ -98,7 +98,7 @@ def decide(
     read = groups.decide_first(decided)
     actions = tuple(tuple(Action(*action) for action in own) for own in read["schedule"]["actions"])
     placement = tuple(read["schedule"]["placement"])
-    return Plan(
+    return PipelinePlan(
         schedule=Schedule(**{**read["schedule"], "placement": placement, "actions": actions}),
         stages=tuple(StageCost(**stage) for stage in read["stages"]),
         link=None if read["link"] is None else Link(**read["link"]),

@@ -18,7 +18,7 @@ from shoal.pipelining.device_placement import state_of
 from shoal.pipelining.explain import explain
 from shoal.pipelining.failure_detector import FailureDetector
 from shoal.pipelining.loss import Batch, Count, check_inputs, micro_batches, num_rows, weighted
-from shoal.pipelining.pipeline_plan import Plan
+from shoal.pipelining.pipeline_plan import PipelinePlan
 from shoal.pipelining.process_groups import ProcessGroups
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.replicas import ReplicaSum
@@ -75,7 +75,7 @@ class Pipeline:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PipelinePlan,
         runners: Mapping[int, StageRunner],
         users: Mapping[str, Sequence[int]],
         groups: ProcessGroups,
@@ -329,7 +329,7 @@ class Pipeline:
         self.traced = timeline_of(boxes, self.timeline, schedule.num_ranks)
 
 
-def _peers(plan: Plan, groups: ProcessGroups) -> dict[int, str]:
+def _peers(plan: PipelinePlan, groups: ProcessGroups) -> dict[int, str]:
     """Return the role of every worker of all replicas, by global rank."""
     column = torch.tensor(
         dist.get_process_group_ranks(groups.data_group) if groups.data_group else [dist.get_rank()],

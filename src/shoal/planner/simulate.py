@@ -26,7 +26,7 @@ large one up to 3 % slower than it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class PhaseTime:
     """A bucket in a phase, in seconds since the step began."""
 
     bucket: int
@@ -41,7 +41,7 @@ class Exchange:
 
     end_s: float
     """Arrival of the last bucket; 0 without buckets."""
-    spans: tuple[Span, ...]
+    spans: tuple[PhaseTime, ...]
     busy_s: Mapping[str, float]
     """Seconds that each link would be busy at its full rate."""
 
@@ -102,7 +102,9 @@ class _Simulation:
         while self.events or self.active:
             self._advance()
         spans = tuple(
-            Span(bucket=bucket, phase=self.phases[phase].name, begin_s=begin, end_s=self.ended[bucket, phase])
+            PhaseTime(
+                bucket=bucket, phase=self.phases[phase].name, begin_s=begin, end_s=self.ended[bucket, phase]
+            )
             for (bucket, phase), begin in sorted(self.begun.items())
         )
         total = sum(num_bytes for _, num_bytes in self.ready)

@@ -219,6 +219,10 @@ class Script(Protocol):
 
         Args:
             worker: this process, as :class:`shoal.env.worker.WorkerEnv`; default: by the environment.
+
+        Raises:
+            UsageError: settings that do not go together, or with the model, the data or the run that is there.
+            ShoalError: damaged files or checkpoints, a lost worker, no memory, a loss that is not finite.
         """
         ...
 

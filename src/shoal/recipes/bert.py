@@ -165,12 +165,7 @@ IMMUTABLE = (
 
 
 def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
-    """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code.
-
-    Raises:
-        UsageError: settings that do not go together, or with the data or the run that is there.
-        ShoalError: damaged data or checkpoints, a lost worker, no memory, a loss that is not finite.
-    """
+    """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code."""
     import torch
 
     from shoal.models.pretraining import new_encoder

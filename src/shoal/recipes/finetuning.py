@@ -237,7 +237,7 @@ def new_parts(model: "TaskModel") -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """The steps of a finetuning, the arithmetic of its batch and its schedule."""
 
     total_steps: int
@@ -245,7 +245,7 @@ class Plan:
     schedule: "Schedule"
 
 
-def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -> Plan:
+def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -> RunPlan:
     """Return the steps that the settings mean for so much data.
 
     Raises:
@@ -259,7 +259,7 @@ def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -
     check_warmup("optim", warmup, "train", total)
     batch = config.batch(num_workers)
     rates = replace(optim, warmup_steps=warmup)
-    return Plan(total_steps=total, batch=batch, schedule=schedule_of(rates, optim, total))
+    return RunPlan(total_steps=total, batch=batch, schedule=schedule_of(rates, optim, total))
 
 
 # ------------------------------------------------------------------------------------------------- the end

@@ -178,12 +178,7 @@ IMMUTABLE = (
 
 
 def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
-    """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
-
-    Raises:
-        UsageError: settings that do not go together, or with the images or the run that is there.
-        ShoalError: damaged images or checkpoints, a lost worker, no memory, a loss that is not finite.
-    """
+    """Train until the last step, a signal, or a loss that stays not finite; return the exit code."""
     import torch
 
     from shoal.data.coco.source import CATEGORIES
@@ -299,7 +294,7 @@ def sampling_keys(seed: int, batch: "Batch") -> "Tensor":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """Arithmetic of a run."""
 
     batch: BatchPlan
@@ -308,7 +303,7 @@ class Plan:
     """Epochs and learning rates in words."""
 
 
-def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: int) -> Plan:
+def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: int) -> RunPlan:
     """Return batch, schedule and epochs for so many training images.
 
     Raises:
@@ -323,7 +318,7 @@ def make_plan(config: MaskRCNNTrainConfig, *, num_examples: int, num_workers: in
         f"rate         {schedule.warmup_from:g} to {schedule.base:g} in {schedule.warmup_steps:,} steps, "
         f"then {decay}",
     )
-    return Plan(batch=batch, schedule=schedule, lines=lines)
+    return RunPlan(batch=batch, schedule=schedule, lines=lines)
 
 
 def make_schedule(optim: OptimConfig, total_steps: int) -> tuple[Cosine | Steps, str]:

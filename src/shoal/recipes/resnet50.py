@@ -228,12 +228,7 @@ IMMUTABLE = (
 
 
 def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
-    """Train until the last step, a signal, or a loss that stays not finite; return the exit code.
-
-    Raises:
-        UsageError: settings that do not go together, or with the images or the run that is there.
-        ShoalError: damaged images or checkpoints, a lost worker, no memory, a loss that is not finite.
-    """
+    """Train until the last step, a signal, or a loss that stays not finite; return the exit code."""
     import torch
     import torch.nn.functional as F
 
@@ -324,7 +319,7 @@ BASE_BATCH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """Arithmetic of a run: its batch, and its epochs and learning rates in optimizer steps."""
 
     batch: BatchPlan
@@ -343,7 +338,7 @@ class Plan:
         ]
 
 
-def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int) -> Plan:
+def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int) -> RunPlan:
     """Return the steps that the settings mean for so many training images.
 
     Raises:
@@ -379,7 +374,7 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
         power=optim.power,
         decay_from=optim.decay_from,
     )
-    return Plan(batch=batch, epochs=epochs, total_epochs=total_epochs, schedule=schedule)
+    return RunPlan(batch=batch, epochs=epochs, total_epochs=total_epochs, schedule=schedule)
 
 
 def count_classes(config: ResNetTrainConfig, found: int) -> int:

@@ -92,12 +92,7 @@ IMMUTABLE = (*finetuning.IMMUTABLE, "data.misplaced", "window")
 
 
 def main(config: SquadConfig, worker: WorkerEnv | None = None) -> int:
-    """Train until the last step or a signal, evaluate and write the model; return the exit code.
-
-    Raises:
-        UsageError: settings that do not go together, or with the model, the data or the run that is there.
-        ShoalError: damaged files, a lost worker, no memory, a loss that is not finite.
-    """
+    """Train until the last step or a signal, evaluate and write the model; return the exit code."""
     from shoal.train.run import Run
 
     finetuning.require_paths(config, config.data, "questions")

@@ -173,12 +173,7 @@ TRACED_STEP = 3
 
 
 def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
-    """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code.
-
-    Raises:
-        UsageError: settings that do not go together, or with the data or the run that is there.
-        ShoalError: damaged data or checkpoints, a lost worker, no memory, a loss that is not finite.
-    """
+    """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code."""
     from contextlib import ExitStack, nullcontext
 
     from shoal.data.sources import ReaderSource

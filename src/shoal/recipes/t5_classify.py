@@ -152,12 +152,7 @@ IMMUTABLE = (
 
 
 def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
-    """Train until the last step or a signal, evaluate and write the model; return the exit code.
-
-    Raises:
-        UsageError: settings that do not go together, or with the model, the data or the run that is there.
-        ShoalError: damaged files, a lost worker, no memory, a loss that is not finite.
-    """
+    """Train until the last step or a signal, evaluate and write the model; return the exit code."""
     from contextlib import ExitStack
 
     from shoal.data.text.task_batches import TaskSource

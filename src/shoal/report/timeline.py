@@ -22,7 +22,7 @@ class Mark(NamedTuple):
     title: str
 
 
-class Span(NamedTuple):
+class Lifetime(NamedTuple):
     """The lifetime of a process group, in percent of the axis."""
 
     left: float
@@ -34,7 +34,7 @@ class Lane(NamedTuple):
     """One run."""
 
     name: str
-    spans: Sequence[Span]
+    spans: Sequence[Lifetime]
     marks: Sequence[Mark]
     note: str
 
@@ -69,7 +69,7 @@ def timeline(runs: Sequence[Run]) -> Timeline:
 def _lane(run: Run, scale: float) -> Lane:
     origin = run.groups[0].start.time_s
     spans = [
-        Span(
+        Lifetime(
             scale * (group.start.time_s - origin),
             scale * group.seconds,
             f"{formatting.moment(group.start.time_s)} UTC, {formatting.duration(group.seconds)}",

@@ -23,7 +23,7 @@ from shoal.recipes.mask_rcnn import (
     DetectionRunConfig,
     MaskRCNNTrainConfig,
     OptimConfig,
-    Plan,
+    RunPlan,
     TrainConfig,
     ValidationConfig,
     check,
@@ -54,11 +54,11 @@ def preset(name: str) -> MaskRCNNTrainConfig:
     return MaskRCNNTrainConfig(**sections)
 
 
-def plan(config: MaskRCNNTrainConfig, num_workers: int = 1) -> Plan:
+def plan(config: MaskRCNNTrainConfig, num_workers: int = 1) -> RunPlan:
     return make_plan(config, num_examples=COCO, num_workers=num_workers)
 
 
-def rate_at(found: Plan, step: int) -> float:
+def rate_at(found: RunPlan, step: int) -> float:
     """Return the learning rate of ``step``, counted from 1."""
     return learning_rate(found.schedule, step - 1)
 

@@ -17,8 +17,8 @@ from shoal.recipes.resnet50 import (
     PRESETS,
     DataConfig,
     OptimConfig,
-    Plan,
     ResNetTrainConfig,
+    RunPlan,
     TrainConfig,
     ValidationConfig,
     check,
@@ -44,11 +44,11 @@ def preset(name: str) -> ResNetTrainConfig:
     return ResNetTrainConfig(**{section: SECTIONS[section](**values) for section, values in tree.items()})
 
 
-def plan(config: ResNetTrainConfig, num_examples: int = IMAGENET, num_workers: int = 64) -> Plan:
+def plan(config: ResNetTrainConfig, num_examples: int = IMAGENET, num_workers: int = 64) -> RunPlan:
     return make_plan(config, num_examples=num_examples, num_workers=num_workers)
 
 
-def rate(found: Plan, step: int) -> float:
+def rate(found: RunPlan, step: int) -> float:
     """Return the learning rate of ``step``, counted from 1."""
     return learning_rate(found.schedule, step - 1)
 

@@ -97,7 +97,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class FileRange:
     """The articles of a file that begin in the bytes ``[start, end)`` of its content."""
 
     file: SourceFile
@@ -105,7 +105,7 @@ class Span:
     end: int
 
 
-Chunk = tuple[Span, ...]
+Chunk = tuple[FileRange, ...]
 
 
 def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[SourceFile]:
@@ -229,7 +229,7 @@ def _split_field(source: str) -> tuple[str, str]:
 def cut_chunks(files: Sequence[SourceFile], chunk_bytes: int) -> list[Chunk]:
     """Cut ``files`` into chunks of about ``chunk_bytes``, in order; no article is in two of them."""
     chunks: list[Chunk] = []
-    open_spans: list[Span] = []
+    open_spans: list[FileRange] = []
     room = chunk_bytes
     for file in files:
         step = file.num_bytes if file.format == "files" else chunk_bytes
@@ -238,7 +238,7 @@ def cut_chunks(files: Sequence[SourceFile], chunk_bytes: int) -> list[Chunk]:
             if end - start > room and open_spans:
                 chunks.append(tuple(open_spans))
                 open_spans, room = [], chunk_bytes
-            open_spans.append(Span(file=file, start=start, end=end))
+            open_spans.append(FileRange(file=file, start=start, end=end))
             room -= end - start
     if open_spans:
         chunks.append(tuple(open_spans))
@@ -266,7 +266,7 @@ def read_articles(chunk: Chunk, errors: Errors, bad: BadEntries | None = None) -
             raise _unreadable(span.file.path, error) from error
 
 
-def _articles(span: Span, errors: Errors, bad: BadEntries) -> Iterator[str]:
+def _articles(span: FileRange, errors: Errors, bad: BadEntries) -> Iterator[str]:
     file = span.file
     if file.format == "parquet":
         for number, row in enumerate(column_texts(file.path, file.field, file.name, span.start, span.end)):
@@ -327,7 +327,7 @@ def _is_named_as_text(name: str) -> bool:
     return bool(_DUMP_NAME.search(name)) or (name.endswith(SUFFIXES) and not name.endswith(_DUMP_INDEX))
 
 
-def _read_span(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
+def _read_span(file: BinaryIO, span: FileRange) -> Iterator[tuple[int, bytes]]:
     """Yield (offset in the file, bytes) of each article whose first line is in the span.
 
     The file's first line begins an article, and so does every line of ``lines`` and ``jsonl``, every title of
@@ -359,7 +359,7 @@ def _read_span(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
             return
 
 
-def _seek_line(file: BinaryIO, span: Span) -> int:
+def _seek_line(file: BinaryIO, span: FileRange) -> int:
     """Seek to the first line that begins at or after the start of the span; return its offset."""
     if span.start == 0:
         return 0

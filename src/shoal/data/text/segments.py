@@ -43,16 +43,16 @@ _IS_SHORT, _SHORT_LENGTH, _BOUNDARY, _LABEL, _OTHER, _PLACE = range(6)  # counte
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class TokenRange:
     """One segment of each example: tokens ``start`` to ``end`` of shard ``shard``, each array ``[B]``."""
 
     shard: Int64Array
     start: Int64Array
     end: Int64Array
 
-    def where(self, condition: BoolArray, other: Span) -> Span:
-        """Return this span where ``condition [B]`` holds and ``other`` elsewhere."""
-        return Span(
+    def where(self, condition: BoolArray, other: TokenRange) -> TokenRange:
+        """Return this range where ``condition [B]`` holds and ``other`` elsewhere."""
+        return TokenRange(
             shard=np.where(condition, self.shard, other.shard),
             start=np.where(condition, self.start, other.start),
             end=np.where(condition, self.end, other.end),
@@ -67,8 +67,8 @@ class Segments:
     the second segment is empty.
     """
 
-    first: Span
-    second: Span
+    first: TokenRange
+    second: TokenRange
     labels: BoolArray
 
     @property
@@ -131,18 +131,18 @@ class Windows:
         is_short = u[:, _IS_SHORT] < self._short_seq_prob
         end = start + np.where(is_short, np.minimum(length, short), length)
         if self._pairs == "none":
-            whole, nothing = (Span(shard=shard, start=at, end=end) for at in (start, end))
+            whole, nothing = (TokenRange(shard=shard, start=at, end=end) for at in (start, end))
             return Segments(first=whole, second=nothing, labels=np.zeros(len(start), dtype=np.bool_))
         middle = self._boundaries(groups, start, end, u[:, _BOUNDARY])
-        before = Span(shard=shard, start=start, end=middle)
-        after = Span(shard=shard, start=middle, end=end)
+        before = TokenRange(shard=shard, start=start, end=middle)
+        after = TokenRange(shard=shard, start=middle, end=end)
         labels = u[:, _LABEL] < 0.5
         if self._pairs == "next":
             elsewhere = self._elsewhere(documents, end - middle, bits)
             return Segments(first=before, second=elsewhere.where(labels, after), labels=labels)
         return Segments(first=after.where(labels, before), second=before.where(labels, after), labels=labels)
 
-    def _elsewhere(self, documents: Int64Array, lengths: Int64Array, bits: UInt64Array) -> Span:
+    def _elsewhere(self, documents: Int64Array, lengths: Int64Array, bits: UInt64Array) -> TokenRange:
         """Return text of up to ``lengths [B]`` tokens of any document but ``documents [B]``."""
         number = below(bits[:, _OTHER], len(self._usable) - 1)
         number += number >= self._usable.searchsorted(documents)
@@ -153,7 +153,7 @@ class Windows:
         place = first + below(bits[:, _PLACE], np.maximum(last - first - lengths, 0) + 1)
         snapped, _ = self._sentence_starts(groups, place)
         start = np.where(place - snapped <= self._capacity // 2, snapped, place)
-        return Span(shard=shard, start=start, end=np.minimum(start + lengths, last))
+        return TokenRange(shard=shard, start=start, end=np.minimum(start + lengths, last))
 
     def _places(
         self, epochs: Int64Array, documents: Int64Array, indices: Int64Array, spare: Int64Array
