@@ -221,7 +221,7 @@ class Script(Protocol):
             worker: this process, as :class:`shoal.env.worker.WorkerEnv`; default: by the environment.
 
         Raises:
-            UsageError: settings that do not go together, or with the model, the data or the run that is there.
+            UsageError: settings that do not go together, or with the model, the data or the run there.
             ShoalError: damaged files or checkpoints, a lost worker, no memory, a loss that is not finite.
         """
         ...
