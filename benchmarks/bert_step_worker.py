@@ -34,12 +34,12 @@ from shoal.env.launcher import worker_env
 from shoal.env.worker import WorkerEnv, WorkerPlace
 from shoal.models.text_config import BertModelConfig
 from shoal.train.config import DistributedConfig
-from shoal.train.gradients import LossScale, Precision, choose_precision, wrap_model
+from shoal.train.gradients import LossScale, Precision, Update
+from shoal.train.model_setup import choose_precision, wrap_model
 from shoal.train.optim_config import OptimConfig
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
 from shoal.train.step import Step, Training
-from shoal.train.update import Update
 from shoal.train.world import World, join_world
 
 WARM_UP_STEPS = 2

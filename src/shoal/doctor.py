@@ -320,7 +320,7 @@ def _instructions(torch: Any) -> Check:
 
 
 def _precision(torch: Any) -> Check:
-    from shoal.train.gradients import choose_precision
+    from shoal.train.model_setup import choose_precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = {"cuda": "this GPU", "cpu": "processors"}[device.type]

@@ -35,7 +35,7 @@ from shoal.recipes.mask_rcnn import make_plan as plan_of_scenes
 from shoal.recipes.resnet50 import ResNetTrainConfig, build_model, make_plan, open_training
 from shoal.recipes.t5 import T5Config
 from shoal.record import Contributions, Evaluation, Step, read_record
-from shoal.train.gradients import choose_precision
+from shoal.train.model_setup import choose_precision
 from shoal.train.optimizers import build_optimizer
 from shoal.train.run import Run
 from shoal.train.servers import waiting

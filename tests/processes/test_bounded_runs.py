@@ -30,12 +30,12 @@ from shoal.record import Checkpoint, Contributions, Step, read_record
 from shoal.report.page import write_report
 from shoal.train import step as steps
 from shoal.train.checkpoint_files import StoredTensor
+from shoal.train.gradients import parameters_of
 from shoal.train.optim_config import schedule_of
 from shoal.train.optimizers import build_optimizer
 from shoal.train.servers import local, waiting
 from shoal.train.servers.local import set_moves
 from shoal.train.servers.log import replay, summary
-from shoal.train.update import parameters_of
 
 WORKERS = 3
 

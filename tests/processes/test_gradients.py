@@ -23,10 +23,10 @@ from shoal.env.worker import WorkerPlace
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
 from shoal.train.config import DistributedConfig
-from shoal.train.gradients import LossScale, choose_precision, wrap_model
+from shoal.train.gradients import LossScale, Update
+from shoal.train.model_setup import choose_precision, wrap_model
 from shoal.train.reporting import StepTimer
 from shoal.train.step import Step, Training
-from shoal.train.update import Update
 from shoal.train.world import World, all_gather_json
 
 CONFIG = AlbertModelConfig(

@@ -38,9 +38,9 @@ from shoal.optim.moments import clip_factor, norm_of, scale_all
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
 from shoal.train.config import DistributedConfig, ServersConfig
-from shoal.train.gradients import Precision, wrap_model
+from shoal.train.gradients import Precision, Update, parameters_of
+from shoal.train.model_setup import wrap_model
 from shoal.train.servers.update import ServedUpdate, update_on_servers
-from shoal.train.update import Update, parameters_of
 from shoal.train.world import World
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]

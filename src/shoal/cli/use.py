@@ -97,7 +97,7 @@ def _run(
 
     def join(worker: WorkerEnv) -> int:
         from shoal.train.backends import Purpose
-        from shoal.train.gradients import agree_on_precision
+        from shoal.train.model_setup import agree_on_precision
         from shoal.train.world import join_world
 
         predicts = Purpose(averages=False)

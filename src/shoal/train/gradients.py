@@ -1,4 +1,4 @@
-"""Averages gradients over workers in the backward pass; compiles models; mixed precision.
+"""Averages gradients over workers, clips them, updates weights; mixed precision.
 
 A loss is a sum over a micro-batch divided by a count over the *global* batch, so that the gradient does not
 depend on how the global batch is divided.
@@ -6,41 +6,25 @@ depend on how the global batch is divided.
 
 from __future__ import annotations
 
-import inspect
-import os
-from collections.abc import Callable, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
-from shoal.env.machine import compiler_problem
+from shoal import record
 from shoal.errors import UsageError
-from shoal.train.config import DistributedConfig, auto_precision
-from shoal.train.update import average_over_workers, mean_of_workers
-from shoal.train.weight_averaging import own_norms, running_statistics
-from shoal.train.world import World, run_on_all
-
-# renamed in torch 2.15, which warns about the old name
-_SYNC_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
-
-_MOST_GRAPHS = 64
-"""Graphs of one compiled function."""
-
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+from shoal.optim.moments import clip_factor, device_norm, norm_of, scale_all
 
 
 class DataParallel(DistributedDataParallel):
@@ -48,16 +32,19 @@ class DataParallel(DistributedDataParallel):
 
     Attributes:
         wire: communication hook of 8-bit gradients, which has residuals; ``None`` for other formats.
+        hook: averages a bucket, as DDP's communication hooks do.
+        lap: called with ``"backward"`` when the last gradient is ready; the rest of backward is waiting.
         average: whether backward averages; otherwise the update does, after clipping per worker.
         has_averaged: whether a backward pass has averaged gradients since :class:`~shoal.train.step.Step` set
             it to false.
         served: sends gradients to servers that update the weights (``shoal.train.servers.update``), if any.
         precision: autocast type of the forward pass, whose 16-bit outputs become fp32 (:func:`in_fp32`).
-        norms: batch norms with running statistics, of which each worker has its own
-            (:func:`~shoal.train.weight_averaging.own_norms`).
+        norms: batch norms with running statistics, of which each worker has its own (:func:`own_norms`).
     """
 
     wire: Any = None
+    hook: Callable[..., Any]
+    lap: Callable[[str], None]
     average = True
     has_averaged = False
     served: Any = None
@@ -68,6 +55,13 @@ class DataParallel(DistributedDataParallel):
         with nullcontext() if self.precision is None else self.precision.autocast():
             outputs = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         return in_fp32(outputs)
+
+    def average_bucket(self, group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses texts as annotations
+        """Average a bucket, or send it to servers; DDP's communication hook."""
+        if bucket.is_last():
+            self.has_averaged = True
+            self.lap("backward")
+        return self.hook(group, bucket) if self.served is None else self.served.begin_updates(bucket)
 
     def average_norms(self) -> None:
         """Replace running means and variances of batch norms by their means over all workers.
@@ -139,109 +133,192 @@ class _TouchAll(nn.Module):
         return total
 
 
-def wrap_model(
-    model: nn.Module,
-    world: World,
-    config: DistributedConfig,
-    precision: Precision,
-    lap: Callable[[str], None],
-) -> DataParallel:
-    """Wrap ``model`` so that backward averages its gradients over all workers.
+class Update:
+    """Clips gradients and updates weights; by default each worker steps its own replica of the model.
+
+    :meth:`shoal.train.run.Run.use` sets another one. Methods with ``optimizers`` get those of one
+    :meth:`shoal.train.step.Step.update`.
 
     Args:
-        model: on the device of the worker.
-        world: the workers.
-        config: bucket size and wire format.
-        precision: autocast type of the forward pass.
-        lap: called with ``"backward"`` when the last gradient is ready; the rest of backward is waiting.
+        on_device: leave the norm on the device, which clips and skips by it, where the optimizer can
+            (:func:`skips_on_device`): the host queues the update and the next step without waiting.
+
+    Attributes:
+        note: a line for the beginning of a run; may be empty.
+        is_synchronous: whether each step takes the gradients of all workers. Otherwise workers step apart,
+            and :meth:`settle` synchronizes them.
+        on_servers: whether servers keep weights or the optimizer's state.
+    """
+
+    note = ""
+    is_synchronous = True
+    on_servers = False
+
+    def __init__(self, *, on_device: bool = False) -> None:
+        self.on_device = on_device
+        self._is_skipped: Tensor | None = None
+
+    # ---- of a step -------------------------------------------------------------------------------------
+
+    def finish_gradients(
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> float | Tensor:
+        """Divide by the loss scale, average if ``per_worker``, and clip to ``max_norm``.
+
+        Returns:
+            The norm before clipping, the same on all workers. If it is not finite, the update is skipped. If
+            it is a tensor on the device, the host does not know it yet: :meth:`apply` is called in any case,
+            and must skip the update itself.
+        """
+        gradients = [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
+        self._is_skipped = None
+        if self.on_device and gradients and all(map(skips_on_device, optimizers)):
+            found = device_norm(gradients) / loss_scale
+            scale_all(gradients, clip_factor(found, max_norm) / loss_scale)
+            if per_worker:
+                average_over_workers(gradients)
+                found = device_norm(gradients)
+            self._is_skipped = found.isfinite().logical_not().float()
+            return found
+        norm = norm_of(gradients) / loss_scale
+        if per_worker or math.isfinite(norm):
+            scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
+        if not per_worker:
+            return norm
+        average_over_workers(gradients)
+        return norm_of(gradients)
+
+    def apply(self, *optimizers: Optimizer) -> None:
+        """Update the weights. It must not fail midway, since weights are not rolled back."""
+        for optimizer in optimizers:
+            if self._is_skipped is None:
+                optimizer.step()
+                continue
+            optimizer.found_inf = self._is_skipped  # type: ignore[attr-defined]  # as torch's GradScaler
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+
+    def weight_norm(self, *optimizers: Optimizer) -> float:
+        """Return the norm of all weights. A collective."""
+        return norm_of(p.detach() for p in parameters_of(*optimizers))
+
+    def step_after(self, number: int) -> int:
+        """Return the last step of the weights, after the step ``number`` that this worker has taken."""
+        return number
+
+    # ---- of a run --------------------------------------------------------------------------------------
+
+    def state_of(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what checkpoints hold of the objects that the run keeps."""
+        return kept
+
+    def open(self, step: int) -> None:
+        """Begin after step ``step``, with the weights and the state that are there. A collective."""
+
+    def renew(self, optimizer: Optimizer) -> None:
+        """Continue with another optimizer. A collective."""
+
+    def check_synchronized(self, frequencies: Mapping[str, int], steps: Sequence[int]) -> None:
+        """Check that workers can be synchronized where a run needs it.
+
+        Args:
+            frequencies: of lines, evaluations and checkpoints, in steps, by the names of the settings.
+            steps: other steps, such as the last one.
+
+        Raises:
+            UsageError: they cannot.
+        """
+
+    def runs_ahead(self, *, asks: bool) -> bool:
+        """Return whether this worker takes its next step without an agreement with the others.
+
+        Args:
+            asks: whether this worker needs an agreement; one of the next calls then returns false on all.
+        """
+        return False
+
+    def settle(self) -> bool:
+        """Wait until all workers have taken the same steps; return whether there was a wait. A collective."""
+        return False
+
+    def bring_state(self) -> None:
+        """Update the kept objects for a checkpoint, where their state is elsewhere. A collective."""
+
+    def row(self) -> record.Contributions | None:
+        """Return a row for the record, beside a line."""
+        return None
+
+
+def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def require_same(kept: Optimizer, given: Sequence[Optimizer]) -> None:
+    """Check that a step is by the one optimizer whose steps are taken elsewhere.
 
     Raises:
-        UsageError: 8-bit gradients on a GPU, or a model that is sharded, wrapped already or has nothing to
-            train.
+        UsageError: it is by another one, or by several.
     """
-    _require_replica(model)
-    recommended = recommended_bucket_bytes(
-        world.num_hosts,
-        ranks_per_host=world.place.num_local_workers,
-        gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
-    )
-    ddp = DataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        bucket_cap_mb=config.bucket_mb or recommended / MIB,
-        gradient_as_bucket_view=True,
-        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
-    )
-    ddp.precision, ddp.norms = precision, own_norms(model)
-    hook: Callable[..., Any] = mean_of_workers
-    if config.wire == "bf16":
-        from shoal.comm.hooks import bf16_wire
-
-        hook = bf16_wire
-    elif config.wire == "int8":
-        if world.device.type != "cpu":
-            raise UsageError(
-                "distributed.wire int8 supports CPU tensors only, and this run uses GPUs: use bf16 or fp32"
-            )
-        from shoal.comm.hooks import EightBitWire
-
-        timeout = timedelta(seconds=config.timeout_s)
-        ddp.wire = hook = EightBitWire(model.named_parameters(), timeout=timeout)
-
-    def average(group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-        if bucket.is_last():
-            ddp.has_averaged = True
-            lap("backward")
-        return hook(group, bucket) if ddp.served is None else ddp.served.begin_updates(bucket)
-
-    ddp.register_comm_hook(dist.group.WORLD, average)
-    return ddp
-
-
-def _require_replica(model: nn.Module) -> None:
-    """Check that each worker has the whole model, with weights to train."""
-    if isinstance(model, DistributedDataParallel):
+    if len(given) != 1 or given[0] is not kept:
+        found = "another optimizer" if len(given) == 1 else f"{len(given)} optimizers"
         raise UsageError(
-            "run.data_parallel was given a model that DistributedDataParallel has wrapped already"
-        )
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise UsageError(
-            "run.data_parallel was given a model whose parameters are sharded (DTensor): FSDP2 and tensor "
-            "parallelism average gradients themselves, so use the model as it is, without run.data_parallel"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(
-            f"run.data_parallel was given a {type(model).__name__} without parameters that require "
-            "gradients: only models that are trained need it"
+            f"step.update() was given {found}, but servers or exchanges have the state of the one of "
+            "run.keep(optimizer=...): give both the same"
         )
 
 
-def compile_model(module: nn.Module, world: World, wanted: bool | None, *, dynamic: bool | None) -> list[str]:
-    """Compile ``module`` in place with ``torch.compile``.
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer.step()`` takes ``found_inf``, a scalar of the device that is 1 to skip it.
 
-    Args:
-        module: a wrapped model, or a part of one.
-        world: the workers.
-        wanted: whether to compile; ``None``: on a GPU, if there is a C compiler.
-        dynamic: whether shapes vary; ``None``: torch detects it.
-
-    Returns:
-        Lines to print: the reason if a model on a GPU is not compiled by default.
+    torch's fused optimizers do, and then leave weights, moments and counts of steps as they are. SGD makes
+    its momenta in its first step, and leaves them unset if it skips that one, so the host decides about it.
     """
-    if wanted is None and world.device.type == "cuda":
-        if problem := compiler_problem():
-            return [f"not compiled: {problem}"]
-        wanted = True
-    if not wanted:
-        return []
-    # Dynamo cuts a graph at DDP's buckets, so that sums begin early. One worker sums nothing, and of a
-    # model that compiles its layers one by one they begin early anyway.
-    if world.num_workers == 1 or type(module).compile is not nn.Module.compile:
-        torch._dynamo.config.optimize_ddp = False
-    # The layers of a text model share one function, with a graph for each kind of layer and of batch.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
-    module.compile(dynamic=dynamic)
-    return []
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):  # what torch's GradScaler looks at
+        return False
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    moved = [p for group in optimizer.param_groups if group["momentum"] for p in group["params"]]
+    return all(optimizer.state[p].get("momentum_buffer") is not None for p in moved if p.grad is not None)
+
+
+@torch.no_grad()
+def average_over_workers(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace each of ``tensors``, of one type, by its mean over all workers."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors]) / dist.get_world_size(group)
+    dist.all_reduce(flat, group=group)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+
+def mean_of_workers(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket with the bits of plain DDP and of servers that update weights.
+
+    Each worker multiplies by 1 / workers before the sum. torch's ``allreduce_hook`` divides, which gives
+    other bits unless the number of workers is a power of 2.
+    """
+    share = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
+    work = dist.all_reduce(share, group=group, async_op=True)
+    assert work is not None
+    total: Future[list[Tensor]] = work.get_future()
+    return total.then(lambda done: done.value()[0])
+
+
+def own_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norms whose running statistics are those of a worker's own micro-batches."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [norm for norm in norms if norm.running_mean is not None and not isinstance(norm, SyncBatchNorm)]
+
+
+def running_statistics(norms: Iterable[_BatchNorm]) -> list[Tensor]:
+    """Return the running means and variances."""
+    pairs = [(norm.running_mean, norm.running_var) for norm in norms]
+    return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
 
 # ---- mixed precision --------------------------------------------------------------------------------------
@@ -262,55 +339,6 @@ class Precision:
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
-
-
-def choose_precision(name: str, device: torch.device, *, no_fp16: str = "") -> Precision:
-    """Return the precision of this name.
-
-    ``auto`` is bf16 on GPUs that have it (compute capability 8.0), fp16 on other GPUs, and fp32 on CPUs,
-    whatever units for bf16 a processor has: the numbers of a run do not depend on it.
-
-    Args:
-        no_fp16: the recipe or the option that cannot take fp16 with a dynamic loss scale; may be empty.
-            ``auto`` is then fp32 on GPUs without bf16.
-
-    Raises:
-        UsageError: ``name`` is not one of auto, fp32, bf16, fp16.
-    """
-    note = ""
-    if name == "auto":
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        name = auto_precision(capability, no_fp16)
-        if name == "fp32" and capability is not None:
-            note = f"precision fp32: this GPU has no bf16, and {no_fp16} cannot take fp16"
-    if name not in _DTYPES:
-        raise UsageError(f"train.precision {name!r} must be one of auto, {', '.join(_DTYPES)}")
-    return Precision(name=name, device_type=device.type, dtype=_DTYPES[name], note=note)
-
-
-def agree_on_precision(name: str, world: World, *, no_fp16: str = "") -> Precision:
-    """Return the precision of this name, the same on all workers, who all call this.
-
-    Args:
-        no_fp16: see :func:`choose_precision`.
-
-    Raises:
-        UsageError: workers have different ones, or ``name`` is none.
-    """
-
-    def choose() -> Precision:
-        return choose_precision(name, world.device, no_fp16=no_fp16)
-
-    hosts: dict[str, dict[str, None]] = {}
-    for each, host in run_on_all(world.control, lambda: [choose().name, os.uname().nodename]):
-        hosts.setdefault(each, {})[host] = None
-    if len(hosts) > 1:
-        found = "; ".join(f"{each} on {', '.join(names)}" for each, names in hosts.items())
-        raise UsageError(
-            f"train.precision differs between the workers: {found}; give all the same one, such as "
-            "--train.precision fp32 (auto is bf16, fp16 or fp32 by the kind of the device)"
-        )
-    return choose()
 
 
 def in_fp32(value: Any) -> Any:

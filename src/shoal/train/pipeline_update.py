@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shoal.optim.moments import clip_factor, model_norm, scale_all
 from shoal.pipelining.runtime import Pipeline
-from shoal.train.update import Update
+from shoal.train.gradients import Update
 
 
 class PipelineUpdate(Update):

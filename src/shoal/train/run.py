@@ -69,15 +69,9 @@ from shoal.train.config import (
     required,
 )
 from shoal.train.evaluations import Evaluations, as_numbers, final_scores, load_weights
-from shoal.train.gradients import (
-    DataParallel,
-    LossScale,
-    Precision,
-    agree_on_precision,
-    compile_model,
-    wrap_model,
-)
+from shoal.train.gradients import DataParallel, LossScale, Precision, Update
 from shoal.train.mlperf_log import MLPerfLog
+from shoal.train.model_setup import agree_on_precision, compile_model, wrap_model
 from shoal.train.reporting import (
     CheckpointNotice,
     Progress,
@@ -102,7 +96,6 @@ from shoal.train.stopping import (
     out_of_memory,
     read_target,
 )
-from shoal.train.update import Update
 from shoal.train.world import World, join_world, run_on_all
 
 end_in_one_line()  # settings, which a script makes before it opens a run, are checked too

@@ -18,11 +18,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import UsageError
 from shoal.optim.moments import indices_by_kind
-from shoal.train.update import average_over_workers
+from shoal.train.gradients import average_over_workers, own_norms, running_statistics
 
 T = TypeVar("T")
 
@@ -61,18 +61,6 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 # ---- statistics of batch norms ----------------------------------------------------------------------------
-
-
-def own_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return the batch norms whose running statistics are those of a worker's own micro-batches."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return [norm for norm in norms if norm.running_mean is not None and not isinstance(norm, SyncBatchNorm)]
-
-
-def running_statistics(norms: Iterable[_BatchNorm]) -> list[Tensor]:
-    """Return the running means and variances."""
-    pairs = [(norm.running_mean, norm.running_var) for norm in norms]
-    return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
 
 def statistics_of(model: nn.Module) -> list[Tensor]:

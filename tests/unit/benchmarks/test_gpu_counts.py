@@ -29,7 +29,7 @@ from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
 from shoal.recipes.mask_rcnn import LOSSES, mean_losses
-from shoal.train.update import Update
+from shoal.train.gradients import Update
 
 
 @pytest.mark.parametrize("name", MODELS)

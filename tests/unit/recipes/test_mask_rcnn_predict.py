@@ -29,7 +29,8 @@ from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.recipes import using
 from shoal.recipes.mask_rcnn import Exported, MaskRCNNPredictConfig, objects_in, use
 from shoal.train.config import DistributedConfig
-from shoal.train.gradients import Precision, choose_precision
+from shoal.train.gradients import Precision
+from shoal.train.model_setup import choose_precision
 from shoal.train.world import join_world
 
 CPU = torch.device("cpu")

@@ -79,7 +79,7 @@ def test_a_run_on_a_gpu_is_compiled_where_there_is_a_compiler(
             ("", False, False, []),
         )
     ):
-        monkeypatch.setattr("shoal.train.gradients.compiler_problem", lambda problem=problem: problem)
+        monkeypatch.setattr("shoal.train.model_setup.compiler_problem", lambda problem=problem: problem)
         folder = tmp_path / f"{number}"
         with Run.open(folder, loop=LoopConfig(compile=asked), worker=alone(tmp_path)) as run:
             run.world = replace(run.world, device=torch.device("cuda", 0))

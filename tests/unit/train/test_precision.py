@@ -37,7 +37,8 @@ from shoal.train.config import (
     load_toml,
     refuses_fp16,
 )
-from shoal.train.gradients import LossScale, choose_precision, in_fp32
+from shoal.train.gradients import LossScale, in_fp32
+from shoal.train.model_setup import choose_precision
 from shoal.train.run import Run, Sizes
 from shoal.train.world import choose_device, runs_on
 

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from shoal.errors import UsageError
 from shoal.optim.sgd import SGD
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import DataParallel, LossScale
+from shoal.train.gradients import DataParallel, LossScale, Update, parameters_of
 from shoal.train.servers import local, waiting
 from shoal.train.servers.update import ServedUpdate, ServersUpdate
-from shoal.train.update import Update, parameters_of
 
 
 def choose_update(

@@ -51,12 +51,12 @@ from shoal.formatting import plural
 from shoal.optim.moments import clip_factor, norm_of, scale_all
 from shoal.train.checkpoint_files import StoredTensor
 from shoal.train.config import ServersConfig
+from shoal.train.gradients import parameters_of, require_same
 from shoal.train.servers.rules import check_buffers, check_model, check_outer
 from shoal.train.servers.tensors import ServedTensors, Table, checksum
 from shoal.train.servers.update import RowLog, ServersUpdate
 from shoal.train.servers.waiting import LOG as ROUNDS_LOG
 from shoal.train.servers.waiting import BoundedSteps
-from shoal.train.update import parameters_of, require_same
 from shoal.train.weight_averaging import statistics_of, unite
 
 LOG = "exchanges.jsonl"

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
 from shoal.optim.lamb import Lamb
+from shoal.train.gradients import parameters_of
 from shoal.train.servers.tensors import KERNELS, kernel_of
-from shoal.train.update import parameters_of
 
 _OFF = ("amsgrad", "maximize", "dampening", "differentiable")
 """Options of torch's optimizers that the kernels do not have."""

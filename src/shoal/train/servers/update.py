@@ -52,6 +52,7 @@ from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 from shoal.train.config import ServersConfig
+from shoal.train.gradients import Update, mean_of_workers, require_same
 from shoal.train.servers.rules import (
     check_gradient_hooks,
     check_hooks,
@@ -60,7 +61,6 @@ from shoal.train.servers.rules import (
     check_optimizer,
 )
 from shoal.train.servers.tensors import ServedTensors, Table, factor_of, kernel_of, options_of, tables_of
-from shoal.train.update import Update, mean_of_workers, require_same
 
 Weights = Literal["fp32", "bf16"]
 
@@ -232,7 +232,7 @@ class _InFlight:
 class ServedUpdate(ServersUpdate):
     """Servers step with the mean gradient of all workers (mode ``sync``).
 
-    The bits are those of :class:`shoal.train.update.Update` with the optimizers of :mod:`shoal.optim`, on
+    The bits are those of :class:`shoal.train.gradients.Update` with the optimizers of :mod:`shoal.optim`, on
     backend ``"shoal"``. Checkpoints hold what they hold without servers.
 
     Args:

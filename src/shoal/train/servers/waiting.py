@@ -47,6 +47,7 @@ from shoal.decide.bounded_waiting import Late, WaitingRule
 from shoal.errors import ShoalError, UsageError
 from shoal.optim.moments import norm_of, scale_all
 from shoal.train.config import ServersConfig
+from shoal.train.gradients import parameters_of, require_same
 from shoal.train.servers.messages import (
     Coordinator,
     Line,
@@ -73,7 +74,6 @@ from shoal.train.servers.tensors import (
     values_of,
 )
 from shoal.train.servers.update import RowLog, ServersUpdate
-from shoal.train.update import parameters_of, require_same
 from shoal.train.weight_averaging import statistics_of, unite
 
 LOG = "contributions.jsonl"
