@@ -175,12 +175,17 @@ class LocalSteps(ServersUpdate):
         assert config.local_steps is not None
         self._config, self._outer, self._own = config, outer, own
         self._every, self._group = config.local_steps, python_group(model.process_group)
+        self.step = 0
+        self._prepare(log)
+
+    def _prepare(self, log: Path | None) -> None:
+        """Check what depends on the kind of exchanges, and describe them."""
         self._log = RowLog(log if self._group.rank() == 0 else None)
         self.note = (
-            f"each worker steps on its own, and all exchange every {self._every} steps{_streaming(config)}, "
-            f"and at lines, evaluations and checkpoints; the exchanges are in {LOG}"
+            f"each worker steps on its own, and all exchange every {self._every} "
+            f"steps{_streaming(self._config)}, and at lines, evaluations and checkpoints; the exchanges are "
+            f"in {LOG}"
         )
-        self.step = 0
 
     def _begin(self, step: int) -> None:
         config = self._config
@@ -392,27 +397,14 @@ class RoundsOfLocalSteps(LocalSteps):
     A round of local steps is what a batch is in :mod:`shoal.train.servers.waiting`, and the change of the
     weights in it is its gradient: a late worker continues with the steps of the newest round. All workers
     synchronize at ends of rounds only, so a run has its lines, evaluations, checkpoints and last step there.
-
-    Args:
-        model: as of :class:`LocalSteps`, as all others are.
     """
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        inner: Optimizer,
-        outer: Optimizer,
-        config: ServersConfig,
-        *,
-        log: Path | None = None,
-        own: Sequence[Tensor] = (),
-    ) -> None:
-        super().__init__(model, inner, outer, config, log=log, own=own)
-        self._rounds = BoundedSteps(model, outer, config, log=log, own=own)
-        self._parameters: list[Tensor] = [p for p in parameters_of(outer) if p.requires_grad]
+    def _prepare(self, log: Path | None) -> None:
+        self._rounds = BoundedSteps(self.model, self._outer, self._config, log=log, own=self._own)
+        self._parameters: list[Tensor] = [p for p in parameters_of(self._outer) if p.requires_grad]
         self.note = (
             f"each worker steps on its own, and exchanges come every {self._every} steps, with "
-            f"{config.rule(self._group.size()).text}; the moves of each are in {ROUNDS_LOG}"
+            f"{self._config.rule(self._group.size()).text}; the moves of each are in {ROUNDS_LOG}"
         )
         self._passed = 0  # batches of the loader
 
