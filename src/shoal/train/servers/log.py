@@ -110,50 +110,88 @@ def replay(
     parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     workers = _Workers(model, parameters, backward)
     dropped = dropped or bool(workers.statistics)
-    kinds = ("dropped", "used") if dropped else ("used",)
-    last_use = {
-        version: index
-        for index, row in enumerate(rows)
-        for kind in kinds
-        for _, _, version in row.get(kind, ())
-    }
-    versions = {0: [each.detach().clone() for each in parameters]}
-    moves: dict[int, list[Tensor]] = {}
-    newest, asynchronous = 0, False
+    weights = _Weights(parameters, rows, ("dropped", "used") if dropped else ("used",), extrapolation)
+    asynchronous = False
     for index, row in enumerate(rows):
         if "hosts" in row:  # workers begin, and know no step yet
             workers.begin(row["hosts"])
             asynchronous = row.get("asynchronous", False)
-            moves = {newest: [torch.zeros_like(each) for each in versions[newest]]}
+            weights.forget_moves()
         for rank, batch, version in row.get("dropped", ()) if dropped else ():
-            workers.compute(versions[version], rank, batch)
-        if row.get("used"):
-            newest = row["step"]
+            workers.compute(weights.after[version], rank, batch)
+        if used := row.get("used"):
             if schedule is not None:
-                schedule(row["used"][0][2] + 1 if asynchronous else newest)
-            begins = dict(versions)
-            for version in {version for _, _, version in row["used"]} if extrapolation else ():
-                begins[version] = [each.clone() for each in versions[version]]
-                extrapolate(begins[version], moves[version], extrapolation * (newest - 1 - version))
+                schedule(used[0][2] + 1 if asynchronous else row["step"])
+            begins = weights.extrapolated({version for _, _, version in used})
             gradients = _mean_of(row, workers, begins, compensation)
-            _set(parameters, versions[newest - 1])
+            _set(parameters, weights.after[row["step"] - 1])
             if not row.get("skipped"):
                 _step(parameters, optimizer, gradients, max_norm)
-            versions[newest] = [each.detach().clone() for each in parameters]
-            if extrapolation:
-                moves[newest] = [a - b for a, b in zip(versions[newest], versions[newest - 1], strict=True)]
-                moves = {v: each for v, each in moves.items() if v == newest or last_use.get(v, 0) > index}
-            versions = {v: each for v, each in versions.items() if v == newest or last_use.get(v, 0) > index}
+            weights.add(row["step"], index)
         if "norms" in row:
             workers.unite_statistics()
-        for name, found in (("weights", versions[newest]), ("norms", workers.statistics)):
+        for name, found in (("weights", weights.after[weights.newest]), ("norms", workers.statistics)):
             if name in row and checksum(found) != row[name]:
                 raise ShoalError(
-                    f"{log}: the {name} after step {newest} are not those of the workers; other data, "
-                    "initial weights or options"
+                    f"{log}: the {name} after step {weights.newest} are not those of the workers; other "
+                    "data, initial weights or options"
                 )
-    _set(parameters, versions[newest])
-    return newest
+    _set(parameters, weights.after[weights.newest])
+    return weights.newest
+
+
+class _Weights:
+    """The weights after each step, as long as a later row of the log has a gradient of them.
+
+    Args:
+        parameters: the model's, which have the weights before the first step.
+        rows: of the log.
+        kinds: of the gradients in them that are computed, used and dropped.
+        extrapolation: as for :func:`replay`.
+
+    Attributes:
+        after: by step, 0 for those at the beginning.
+        newest: the last step.
+    """
+
+    def __init__(
+        self,
+        parameters: list[Tensor],
+        rows: list[dict[str, Any]],
+        kinds: tuple[str, ...],
+        extrapolation: float,
+    ) -> None:
+        self.after, self.newest = {0: _copies(parameters)}, 0
+        self._parameters, self._extrapolation = parameters, extrapolation
+        self._moves: dict[int, list[Tensor]] = {}
+        self._last_use = {
+            version: index
+            for index, row in enumerate(rows)
+            for kind in kinds
+            for _, _, version in row.get(kind, ())
+        }
+
+    def forget_moves(self) -> None:
+        """Take the newest weights for those of workers that know no step before."""
+        self._moves = {self.newest: [torch.zeros_like(each) for each in self.after[self.newest]]}
+
+    def extrapolated(self, versions: set[int]) -> dict[int, list[Tensor]]:
+        """Return the weights with which the workers have computed gradients of these."""
+        begins = dict(self.after)
+        for version in versions if self._extrapolation else ():
+            begins[version] = _copies(self.after[version])
+            extrapolate(begins[version], self._moves[version], self._extrapolation * (self.newest - version))
+        return begins
+
+    def add(self, step: int, index: int) -> None:
+        """Note the weights after a step, and forget those that no row after ``index`` needs."""
+        before, self.newest, self.after[step] = self.newest, step, _copies(self._parameters)
+        if self._extrapolation:
+            pairs = zip(self.after[step], self.after[before], strict=True)
+            self._moves[step] = [now - then for now, then in pairs]
+        for tensors in (self.after, self._moves):
+            for version in [v for v in tensors if v != step and self._last_use.get(v, 0) <= index]:
+                del tensors[version]
 
 
 class _Workers:
