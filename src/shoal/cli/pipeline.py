@@ -1,15 +1,16 @@
 """Defines ``shoal pipeline show``, which draws a measured or planned step of a pipeline."""
 
-from __future__ import annotations
+# Annotations are objects here, not texts: cyclopts reads those of the generated commands.
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from shoal.cli.settings import settings_from
-from shoal.recipes import t5
+from shoal.recipes import RECIPES, script
 
 pipeline = App(name="pipeline", help="Show pipelines: models that are split over several devices.")
 show = App(
@@ -47,43 +48,63 @@ def show_run(run: Path, /, *, step: int | None = None, svg: Path | None = None) 
     print(write_figure(row, svg or run / "pipeline.svg"))
 
 
-@show.command(name="t5")
-def show_t5(
-    *,
-    devices: int,
-    memory: str,
-    preset: Literal[t5.PRESETS] = "base",  # type: ignore[valid-type]
-    config: Path | None = None,
-    settings: Annotated[t5.T5Config, Parameter(name="*")] = t5.T5Config(),  # noqa: B008
-    svg: Path | None = None,
-) -> None:
-    """Find the fastest layout of a T5 that fits, and explain it: stages, memory, timeline, predicted step.
+def __getattr__(name: str) -> Callable[..., None]:
+    """Return the command of a recipe, such as ``show_t5``; cyclopts asks for it when it is used."""
+    recipe = name.removeprefix("show_")
+    if recipe == name or recipe not in RECIPES or not RECIPES[recipe].layouts:
+        raise AttributeError(name)
+    return _command_for(recipe)
 
-    The model is split on the meta device and its costs are estimated, so this works for any number of
-    devices. Without --parallel.pipeline every number of stages is tried.
 
-    Parameters
-    ----------
-    devices
-        Number of devices: pipeline × data.
-    memory
-        Memory of a device, such as 40GB.
-    preset
-        Settings to start from.
-    config
-        TOML file with settings, which override the preset's; options override both.
-    svg
-        Draw the predicted step of the best layout.
-    """
-    from shoal.pipelining.explain import explain_layouts
-    from shoal.pipelining.trace import step_row
-    from shoal.report.page import write_figure
+def _command_for(recipe: str) -> Callable[..., None]:
+    """Return the command as a function with the recipe's settings as options."""
+    module: Any = script(recipe)
+    kind = getattr(module, RECIPES[recipe].config)
 
-    layout: Literal["given", "auto"] = "given" if settings.parallel.pipeline > 1 else "auto"
-    parallel = replace(settings.parallel, layout=layout, devices=devices, memory=memory)
-    layouts = t5.find_layouts(replace(settings, parallel=parallel), devices)
-    title = f"T5 on {devices:,} {parallel.device.upper()}s of {memory}, by a cost model, not measured"
-    print(explain_layouts(layouts, title=title))
-    if svg is not None:
-        best = layouts[0].choice
-        print(write_figure(step_row(best.schedule, best.timeline), svg))
+    def show_layouts(
+        *,
+        devices: int,
+        memory: str,
+        preset: Literal[module.PRESETS] = RECIPES[recipe].preset,  # type: ignore[valid-type]
+        config: Path | None = None,
+        settings: Annotated[kind, Parameter(name="*")] = kind(),  # type: ignore[valid-type]  # noqa: B008
+        svg: Path | None = None,
+    ) -> None:
+        """Find the fastest layout that fits, and explain it: stages, memory, timeline, predicted step.
+
+        The model is split on the meta device and its costs are estimated, so this works for any number of
+        devices. Without --parallel.pipeline every number of stages is tried.
+
+        Parameters
+        ----------
+        devices
+            Number of devices: pipeline × data.
+        memory
+            Memory of a device, such as 40GB.
+        preset
+            Settings to start from.
+        config
+            TOML file with settings, which override the preset's; options override both.
+        svg
+            Draw the predicted step of the best layout.
+        """
+        from shoal.pipelining.trace import step_row
+        from shoal.report.page import write_figure
+
+        layout: Literal["given", "auto"] = "given" if settings.parallel.pipeline > 1 else "auto"
+        parallel = replace(settings.parallel, layout=layout, devices=devices, memory=memory)
+        planned = replace(settings, parallel=parallel)
+        layouts = module.find_layouts(planned, devices)
+        print(module.explain(planned, layouts, devices))
+        if svg is not None:
+            best = layouts[0].choice
+            print(write_figure(step_row(best.schedule, best.timeline), svg))
+
+    return show_layouts
+
+
+for _name, _recipe in RECIPES.items():
+    if _recipe.layouts:
+        show.command(
+            f"{__name__}:show_{_name}", name=_name, help="Find the fastest layout that fits, and explain it."
+        )

@@ -80,6 +80,8 @@ class Recipe:
     """The setting with the tokens of a sample, such as ``data.max_seq_length``."""
     divided: str = ""
     """Module whose ``main`` trains a model that ``parallel`` divides, unless the script does it itself."""
+    layouts: bool = False
+    """Its script has ``find_layouts`` and ``explain``, for ``shoal pipeline show NAME``."""
     predict: Command | None = None
     """Its command for inputs without labels."""
     evaluate: Command | None = None
@@ -298,6 +300,7 @@ Example: `shoal predict fill-mask --model runs/first --text 'The [MASK] is on th
         details="Workers = --parallel.pipeline × --parallel.data; a run may continue in another layout.",
         shortcuts={"devices": "parallel.devices", "memory": "parallel.memory"},
         length="data.input_length",
+        layouts=True,
     ),
     "resnet50": Recipe(
         config="ResNetTrainConfig",

@@ -369,6 +369,14 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
     return search.choose(num_devices, None if parallel.layout == "auto" else (parallel.pipeline,))
 
 
+def explain(config: T5Config, layouts: "list[Layout]", num_devices: int) -> str:
+    """Return the layouts of :func:`find_layouts` in words: stages, memory, timeline, predicted step."""
+    from shoal.pipelining.explain import explain_layouts
+
+    devices = f"{num_devices:,} {config.parallel.device.upper()}s of {config.parallel.memory}"
+    return explain_layouts(layouts, title=f"T5 on {devices}, by a cost model, not measured")
+
+
 # ------------------------------------------------------------------------------------------------- evaluation
 
 LOSS, ACCURACY = "span_loss", "span_accuracy"
@@ -486,11 +494,8 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
         )
     predicted = []
     if parallel.layout == "auto" or (dry_run and parallel.memory is not None):
-        from shoal.pipelining.explain import explain_layouts
-
         layouts = find_layouts(config, devices)
-        device = f"{devices:,} {parallel.device.upper()}s of {parallel.memory}"
-        predicted = [explain_layouts(layouts, title=f"T5 on {device}, by a cost model, not measured")]
+        predicted = [explain(config, layouts, devices)]
         config = with_layout(config, layouts[0]) if parallel.layout == "auto" else config
     batch, spans = parallel.plan(config.train, devices), config.spans()
     manifest = read_manifest(config.data)
