@@ -91,9 +91,10 @@ def _command_for(recipe: str) -> Callable[..., None]:
         from shoal.pipelining.trace import step_row
         from shoal.report.page import write_figure
 
-        layout: Literal["given", "auto"] = "given" if settings.parallel.pipeline > 1 else "auto"
-        parallel = replace(settings.parallel, layout=layout, devices=devices, memory=memory)
-        planned = replace(settings, parallel=parallel)
+        given: Any = settings
+        layout: Literal["given", "auto"] = "given" if given.parallel.pipeline > 1 else "auto"
+        parallel = replace(given.parallel, layout=layout, devices=devices, memory=memory)
+        planned = replace(given, parallel=parallel)
         layouts = module.find_layouts(planned, devices)
         print(module.explain(planned, layouts, devices))
         if svg is not None:
