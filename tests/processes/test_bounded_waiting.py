@@ -240,7 +240,7 @@ def wait_for_worker_2(bounded: BoundedSteps, rank: int, folder: Path, batch: int
     """Return when rank 0 knows that worker 2 has the gradient of a batch: no step goes without it then."""
     ready = folder / f"ready-{batch}"
     if rank == 0:
-        coordinator = bounded._line._coordinator
+        coordinator = bounded._follower._line._coordinator
         assert coordinator is not None
         while not coordinator._decider._ready[2] and coordinator._decider._last[2] < batch:
             time.sleep(0.002)
