@@ -124,7 +124,7 @@ def training() -> None:
     import keras
 
     random = np.random.default_rng(0)
-    tokens, labels = random.integers(0, 50, (20, 32, 5)), random.integers(0, 10, (20, 32))
+    tokens, labels = random.integers(0, 50, (20, 60, 5)), random.integers(0, 10, (20, 60))
 
     def train(distributed: bool, rows: slice, dense: bool) -> list[np.ndarray]:
         keras.utils.set_random_seed(RANK if distributed else 0)
@@ -153,7 +153,7 @@ def training() -> None:
             step(tf.constant(x[rows]), tf.constant(y[rows]))
         return [np.asarray(weight) for weight in model.get_weights()]
 
-    share = 32 // SIZE
+    share = 60 // SIZE
     alone = train(False, slice(None), False)
     for dense in (False, True):
         ours = train(True, slice(RANK * share, (RANK + 1) * share), dense)

@@ -47,9 +47,9 @@ def python_of(backend: str) -> Path | str:
         pytest.param("jax", 2, "", marks=pytest.mark.slow),
         ("tensorflow", 2, ""),
         *(
-            pytest.param(backend, 4, hosts, marks=pytest.mark.slow)
+            pytest.param(backend, size, hosts, marks=pytest.mark.slow)
             for backend in ("torch", "jax", "tensorflow")
-            for hosts in ("", "hosts")
+            for size, hosts in ((3, ""), (4, ""), (4, "hosts"))
         ),
     ],
 )

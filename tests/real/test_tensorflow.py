@@ -20,6 +20,7 @@ WORKERS = Path(__file__).with_name("tensorflow_workers.py")
 TWO = pytest.param(2, "")
 SLOW = [
     pytest.param(2, "hosts", marks=pytest.mark.slow),
+    pytest.param(3, "", marks=pytest.mark.slow),
     pytest.param(4, "", marks=pytest.mark.slow),
     pytest.param(4, "hosts", marks=pytest.mark.slow),
 ]
