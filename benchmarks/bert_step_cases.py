@@ -118,7 +118,7 @@ def pretraining_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def squad(folder: Path, config: BertModelConfig, batch_size: int) -> Sides:
     tokenizer = read_tokenizer(test_data_dir() / VOCABULARY, lowercase=True)
-    data = read_squad(test_data_dir() / CASES["squad"].needs[0], misplaced="skip")
+    data = read_squad(test_data_dir() / CASES["squad"].needs[0], purpose="train")
     windows = make_features(data, tokenizer, WindowConfig(max_seq_length=CASES["squad"].max_seq_length))
     peer = transformers.BertForQuestionAnswering._from_config(
         transformers_config(config), attn_implementation="sdpa"

@@ -208,7 +208,7 @@ def main() -> int:
     peer_module("transformers").logging.set_verbosity_error()
     datasets.disable_progress_bars()
     datasets.disable_caching()
-    files = [read_squad(find(f"squad/{name}"), misplaced="keep") for name in (MEASURED, CHECKED_TOO)]
+    files = [read_squad(find(f"squad/{name}"), purpose="score") for name in (MEASURED, CHECKED_TOO)]
     for name in TOKENIZERS:
         mine, theirs = read_pair(name)
         for data in files:

@@ -68,7 +68,7 @@ def test_what_a_finished_run_leaves(whole_run: Path, questions: Path) -> None:
     scores = json.loads((whole_run / "scores.json").read_text())
     assert end.metrics == {name: value for name, value in scores.items() if not name.endswith("total")}
     assert {"exact", "f1", "HasAns_f1", "NoAns_f1", "best_f1", "best_f1_thresh"} <= end.metrics.keys()
-    data = read_squad(questions, misplaced="keep")
+    data = read_squad(questions, purpose="score")
     predictions = read_predictions(whole_run / "predictions.json")
     assert predictions.keys() == {question.id for question in data.questions}
     again = score_squad(data, predictions)
@@ -79,7 +79,7 @@ def test_what_a_finished_run_leaves(whole_run: Path, questions: Path) -> None:
 
 def test_predictions_are_those_of_transformers_on_padded_windows(whole_run: Path, questions: Path) -> None:
     config = made.squad_config(whole_run / "transformers", questions, whole_run)
-    data = read_squad(questions, misplaced="keep")
+    data = read_squad(questions, purpose="score")
     features = make_features(data, read_source_tokenizer(whole_run / "transformers"), config.window)
     theirs = AutoModelForQuestionAnswering.from_pretrained(whole_run / "transformers").eval()
     lengths = np.diff(features.bounds)
@@ -184,12 +184,14 @@ def test_misplaced_answers_are_counted_or_refused(model: Path, questions: Path, 
     assert jobs.run(config) == [EXIT_OK]
     said = (tmp_path / "run" / "worker-0.log").read_text()
     assert "training: 23 questions" in said
-    assert "1 answers do not stand at answer_start (data[0].paragraphs[0].qas[0].answers[0])" in said
+    answer = "answer that does not stand at its answer_start"
+    assert f"left out 1: {answer}: 1 (data[0].paragraphs[0].qas[0].answers[0]: '" in said
+    assert said.count(answer) == 1
     refused = made.squad_config(
-        model, questions, tmp_path / "other", data={**data, "misplaced": "refuse"}, train={"total_steps": 1}
+        model, questions, tmp_path / "other", data={**data, "on_bad": "refuse"}, train={"total_steps": 1}
     )
     assert jobs.run(refused) == [EXIT_USAGE]
-    assert "does not stand at answer_start" in (tmp_path / "other" / "worker-0.log").read_text()
+    assert f"is an {answer}" in (tmp_path / "other" / "worker-0.log").read_text()
 
 
 def test_squad_1_1_has_its_own_scores_and_no_null_odds(model: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "{path}: is ",
     ),
     "classes": ("a.jsonl", lambda path: read_classify(path, Columns(), labels=None), "{path}"),
-    "squad": ("a.json", lambda path: read_squad(path, misplaced="keep"), "{path}"),
+    "squad": ("a.json", lambda path: read_squad(path, purpose="score"), "{path}"),
     "coco": ("a.json", lambda path: list(top_level_entries(path)), "{path}"),
     "categories": ("categories.json", lambda path: read_categories(path.parent), "{path}"),
     "objects": (

@@ -5,7 +5,7 @@ many there are. Of all other kinds a few are left out too; many of them mean tha
 it is read by a wrong option. What was left out is said once, with the first places.
 """
 
-from __future__ import annotations
+# Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +39,26 @@ _FEW = 20
 """Entries of other kinds that are left out whatever their share."""
 _SHOWN = 3
 """Places that a message names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadEntriesConfig:
+    """Treatment of invalid entries."""
+
+    on_bad: OnBad = "skip"
+    """Leave out and count what cannot be used, or stop at the first."""
+    most_bad: float = MOST_BAD
+    """Largest share that may be left out, beside flaws that standard sets are known for."""
+
+    def bad_entries(self, source: Path | str, options: str = "--") -> "BadEntries":
+        """Return the counter of the invalid entries of a file; see :class:`BadEntries`.
+
+        Raises:
+            UsageError: ``most_bad`` is no share.
+        """
+        if not 0 <= self.most_bad <= 1:
+            raise UsageError(f"{options}most-bad {self.most_bad:g} must be a share from 0 to 1")
+        return BadEntries(source, self.on_bad, self.most_bad, options=options)
 
 
 class BadEntry(Exception):
@@ -113,6 +133,11 @@ class BadEntries:
         counted.places += places[: _SHOWN - len(counted.places)]
 
     @property
+    def total(self) -> int:
+        """Number of entries of all kinds."""
+        return sum(self.counts.values())
+
+    @property
     def counts(self) -> dict[str, int]:
         """Number of entries by kind."""
         return {kind: counted.count for kind, counted in self._kinds.items()}
@@ -126,7 +151,7 @@ class BadEntries:
         Raises:
             UsageError: nothing is left, or more than ``most_bad`` and more than a few are of other kinds.
         """
-        num_bad = sum(self.counts.values())
+        num_bad = self.total
         num_other = sum(count for kind, count in self.counts.items() if kind not in STANDARD)
         share = num_other / max(num_good + num_bad, 1)
         if num_bad and not num_good:
@@ -144,7 +169,7 @@ class BadEntries:
 
     def summary(self) -> str:
         """Return what was left out, without the name of the source; empty if nothing was."""
-        return f"left out {sum(self.counts.values()):,}: {self._by_kind()}" if self._kinds else ""
+        return f"left out {self.total:,}: {self._by_kind()}" if self._kinds else ""
 
     def _by_kind(self) -> str:
         return "; ".join(

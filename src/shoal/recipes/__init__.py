@@ -179,6 +179,10 @@ class Use:
         """Return a line of a dry run about the inputs of a file."""
         raise NotImplementedError
 
+    def remarks(self, data: Any) -> list[str]:
+        """Return lines about what is left out of a file."""
+        return []
+
     def rows(self, data: Any, outputs: Any) -> Iterator[Row]:
         """Yield the rows of a file."""
         raise NotImplementedError
@@ -250,8 +254,9 @@ class Script(Protocol):
 
 
 _SQUAD = """The run directory gets predictions.json, nbest.json and null_odds.json in the official formats,
-scores.json, and the finetuned model as a transformers directory. Training answers that are not found at their
-answer_start are counted and skipped (--data.misplaced)."""
+scores.json, and the finetuned model as a transformers directory. Files are the official JSON, or JSONL, JSON
+or Parquet with a row for each question. Training answers that are not found at their answer_start, and what
+is not SQuAD's form, are counted and left out (--data.on-bad, --data.most-bad)."""
 _CLASSIFY = """For each evaluation file, the run directory gets predictions-NAME.txt (one label per line) and
 scores-NAME.json (accuracy and confusion table, which is printed too), and the finetuned model as a
 transformers directory. Columns have MNLI's names unless --data.first, --data.second and --data.label give
@@ -334,7 +339,7 @@ export` wrote.""",
         help="Train Mask R-CNN to find objects in images, each with its box and mask.",
         example="shoal train mask_rcnn --preset tiny --data.path runs/coco --run.dir runs/detector",
         details="All workers score held-out images by COCO's rules.",
-        workload="mask-rcnn",
+        workload="{config.model.network}",
         predict=Command(
             name="mask_rcnn",
             help="Detect objects in images: list them in JSON and draw boxes, masks, names and scores.",

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.data.bad_entries import MOST_BAD, BadEntries, OnBad
+from shoal.data.bad_entries import BadEntries, BadEntriesConfig
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
@@ -39,7 +39,7 @@ PRESETS = finetuning.PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextColumnsConfig:
+class TextColumnsConfig(BadEntriesConfig):
     """Columns of texts, and their length; the defaults are MNLI's."""
 
     first: str = "sentence1"
@@ -48,6 +48,10 @@ class TextColumnsConfig:
     """Column of the second text of a pair; empty (--data.second "") for single texts."""
     max_seq_length: int = 128
     """Maximum tokens of a sequence, special tokens included; the longer text of a pair is truncated first."""
+
+    def counter(self, path: Path) -> BadEntries:
+        """Return the counter of the rows of a file that cannot be used."""
+        return self.bad_entries(path, "--data.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +63,6 @@ class LabelledColumnsConfig(TextColumnsConfig):
     unlabelled: str = "-"
     """Label of examples without agreement among annotators, which are left out, as are null and -1 beside
     numbers from 0."""
-    on_bad: OnBad = "skip"
-    """Leave out and count rows that cannot be used, or stop at the first."""
-    most_bad: float = MOST_BAD
-    """Largest share that may be left out, beside flaws that standard sets are known for."""
-
-    def bad_entries(self, path: Path) -> BadEntries:
-        """Return the counter of the rows of a file that cannot be used."""
-        return BadEntries(path, self.on_bad, self.most_bad, options="--data.")
 
     def columns(self) -> "Columns":
         """Return the names as the readers take them."""
@@ -178,9 +174,9 @@ def read_files(data: ClassifyDataConfig) -> "list[ClassifyData]":
     require_names(data.eval)
     columns = data.columns()
     path = required(data.path)
-    train = read_classify(path, columns, labels=data.labels or None, bad=data.bad_entries(path))
+    train = read_classify(path, columns, labels=data.labels or None, bad=data.counter(path))
     labels = train.labels
-    others = (read_classify(path, columns, labels=labels, bad=data.bad_entries(path)) for path in data.eval)
+    others = (read_classify(path, columns, labels=labels, bad=data.counter(path)) for path in data.eval)
     return [train, *others]
 
 
@@ -344,17 +340,20 @@ class TextUse(Use):
         text, labels = self.settings.text, self.labels
         if text is not None:
             examples = (Example(text, self.settings.second_text, 0),)
-            return [ClassifyData(path=Path("--text"), labels=labels, examples=examples)]
+            return [ClassifyData(path=Path("--text"), labels=labels, examples=examples, numbers=(1,))]
         names = Columns(first=columns.first, second=columns.second or None)
-        return [read_texts(path, names, labels=labels) for path in inputs]
+        return [read_texts(path, names, labels=labels, bad=columns.counter(path)) for path in inputs]
 
     def describe(self, data: "ClassifyData") -> str:
-        return f"{data.path}: {len(data.examples):,} texts"
+        return f"{data.path}: {len(data.examples):,} texts{left_out(data)}"
 
-    def label_rows(self, logits: "Float32Array") -> Iterator[Row]:
+    def remarks(self, data: "ClassifyData") -> list[str]:
+        return data.bad.lines() if data.bad else []
+
+    def label_rows(self, data: "ClassifyData", logits: "Float32Array") -> Iterator[Row]:
         """Yield the label of each row of logits, and the probabilities of all."""
         chances_of = using.probabilities(logits)
-        for number, (row, chances) in enumerate(zip(logits, chances_of, strict=True), start=1):
+        for number, row, chances in zip(data.numbers, logits, chances_of, strict=True):
             probabilities = dict(zip(self.labels, chances.tolist(), strict=True))
             yield {"id": number, "label": self.labels[int(row.argmax())], "probabilities": probabilities}
 
@@ -375,7 +374,7 @@ class TextUse(Use):
         scores = write_scores(self.settings.out, data, names, predicted, score)
         accuracy = f"{score.replace('_', ' ')} {scores.accuracy:.2f} %"
         text = f"{data.path}: {accuracy} of {len(data.examples):,} examples, in {self.precision.name}"
-        return f"{text}{left_out(data)}\n{scores.table()}"
+        return f"{text}\n{scores.table()}"
 
 
 class Labelling(TextUse):
@@ -404,14 +403,14 @@ class Labelling(TextUse):
         return self.read_texts(inputs, self.settings.data)
 
     def rows(self, data: "ClassifyData", outputs: "Float32Array") -> Iterator[Row]:
-        return self.label_rows(outputs)
+        return self.label_rows(data, outputs)
 
     def labelled(self, inputs: tuple[Path, ...]) -> "Iterator[ClassifyData]":
         from shoal.data.text.classify import read_classify
 
         data = self.settings.data
         for path in inputs:
-            yield read_classify(path, data.columns(), labels=self.labels, bad=data.bad_entries(path))
+            yield read_classify(path, data.columns(), labels=self.labels, bad=data.counter(path))
 
     def scores(self, data: "ClassifyData", outputs: "Float32Array") -> str:
         return self.label_scores(data, self.labels, [int(label) for label in outputs.argmax(axis=1)])

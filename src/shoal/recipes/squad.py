@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from shoal.data.bad_entries import BadEntries, BadEntriesConfig
 from shoal.data.squad.config import AnswerConfig, WindowConfig
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
@@ -63,15 +64,18 @@ PRESETS = finetuning.PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
-class SquadDataConfig:
+class SquadDataConfig(BadEntriesConfig):
     """The files of questions."""
 
     path: Path | None = None
-    """Training questions, the official JSON of SQuAD 1.1 or 2.0."""
+    """Training questions, the official JSON of SQuAD 1.1 or 2.0, or rows with the same fields: .jsonl, .json
+    or .parquet."""
     eval: Path | None = None
     """Questions to evaluate on at the end."""
-    misplaced: Literal["skip", "refuse"] = "skip"
-    """Training answers whose text is not at answer_start: count and skip them, or refuse the file."""
+
+    def counter(self, path: Path) -> BadEntries:
+        """Return the counter of the entries of a file that cannot be used."""
+        return self.bad_entries(path, "--data.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,7 @@ class SquadConfig(FinetuneConfig):
         return {self.data.eval.stem: SQUAD_SCORES} if self.data.eval else {}
 
 
-IMMUTABLE = (*finetuning.IMMUTABLE, "data.misplaced", "window")
+IMMUTABLE = (*finetuning.IMMUTABLE, "window")
 
 
 def main(config: SquadConfig, worker: WorkerEnv | None = None) -> int:
@@ -117,7 +121,6 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     """Finetune the model in ``source``; return it and its last scores, if this process made any."""
     import torch
 
-    from shoal.data.squad.dataset import describe_misplaced
     from shoal.data.squad.features import make_features
     from shoal.data.text.task_batches import TaskSource
     from shoal.models.encoder import packed_inputs
@@ -151,7 +154,7 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
         notes=[
             f"training: {_counts(training)}",
             f"evaluation: {_counts(held_out)}",
-            *(line for file in (training, held_out) if (line := describe_misplaced(file.data))),
+            *(line for file in (training, held_out) for line in file.data.remarks()),
             *finetuning.new_parts(model),
         ],
     )
@@ -177,12 +180,13 @@ def read_files(data: SquadDataConfig) -> "tuple[SquadData, SquadData]":
     """Return the training and the evaluation questions.
 
     Raises:
-        UsageError: a file is not SQuAD, or holds a misplaced answer that is refused.
+        UsageError: a file is not SQuAD, or has too many entries that cannot be used.
     """
     from shoal.data.squad.dataset import read_squad
 
-    train = read_squad(required(data.path), misplaced=data.misplaced)
-    return train, read_squad(required(data.eval), misplaced="keep")
+    path, held_out = required(data.path), required(data.eval)
+    train = read_squad(path, purpose="train", bad=data.counter(path))
+    return train, read_squad(held_out, purpose="score", bad=data.counter(held_out))
 
 
 def _counts(file: "SquadFeatures") -> str:
@@ -362,8 +366,9 @@ def score_pretraining(config: SquadConfig, write: Callable[[Path], None], run: "
         shutil.rmtree(directory)
     if scores is None:
         return False
-    num_questions = len(read_squad(required(config.data.eval), misplaced="keep").questions)
-    run.evaluation("squad", scores, num_samples=num_questions)
+    path = required(config.data.eval)
+    held_out = read_squad(path, purpose="score", bad=config.data.counter(path))
+    run.evaluation("squad", scores, num_samples=len(held_out.questions))
     return True
 
 
@@ -400,7 +405,7 @@ def short_config(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SquadPredictConfig(PredictConfig):
+class SquadPredictConfig(PredictConfig, BadEntriesConfig):
     """Questions, and how they are answered."""
 
     question: str | None = None
@@ -427,11 +432,11 @@ class SquadPredictConfig(PredictConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SquadEvaluateConfig(ComputeConfig):
+class SquadEvaluateConfig(ComputeConfig, BadEntriesConfig):
     """Questions with answers, and what is scored on them: a file of predictions, or a model."""
 
     data: Annotated[Path, Parameter(group=REQUIRED)]
-    """The official JSON file of questions and answers."""
+    """Questions and answers, the official JSON or rows with the same fields: .jsonl, .json or .parquet."""
     predictions: Path | None = None
     """JSON object: question id to answer, empty for "no answer"."""
     model: Path | None = None
@@ -485,17 +490,20 @@ class Answering(Use):
         return None if logits is None else (features, logits)
 
     def read(self, inputs: tuple[Path, ...]) -> "list[SquadData]":
-        from shoal.data.squad.questions import questions_of, read_questions
+        from shoal.data.squad.questions import one_question, read_questions
 
         question, context = self.settings.question, self.settings.context
         if question is not None:
-            files = [questions_of(Path("--question"), [("1", question, context)])]
+            files = [one_question(Path("--question"), question, context)]
         else:
-            files = [read_questions(path) for path in inputs]
+            files = [read_questions(path, self.settings.bad_entries(path)) for path in inputs]
         return [replace(data, version=_version(self.settings, data)) for data in files]
 
     def describe(self, data: "SquadData") -> str:
         return f"{data.path}: {len(data.questions):,} questions"
+
+    def remarks(self, data: "SquadData") -> list[str]:
+        return data.remarks()
 
     def rows(self, data: "SquadData", outputs: "Logits") -> Iterator[Row]:
         from shoal.data.squad.answers import choose_answers
@@ -524,6 +532,7 @@ class Answering(Use):
             null_threshold=settings.null_threshold,
             version=None if settings.rules == "auto" else settings.rules,
             out=settings.json,
+            bad=settings.bad_entries(settings.data),
         )
 
     def check_evaluation(self, inputs: tuple[Path, ...]) -> list[str]:
@@ -533,7 +542,8 @@ class Answering(Use):
     def labelled(self, inputs: tuple[Path, ...]) -> "list[SquadData]":
         from shoal.data.squad.dataset import read_squad
 
-        data, rules = read_squad(self.settings.data, misplaced="keep"), self.settings.rules
+        path, rules = self.settings.data, self.settings.rules
+        data = read_squad(path, purpose="score", bad=self.settings.bad_entries(path))
         return [data if rules == "auto" else replace(data, version=rules)]
 
     def scores(self, data: "SquadData", outputs: "Logits") -> str:
@@ -569,7 +579,6 @@ def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
     Raises:
         UsageError: a file or model that cannot be used, or sizes that do not divide.
     """
-    from shoal.data.squad.dataset import describe_misplaced
     from shoal.data.squad.features import make_features
 
     finetuning.require_paths(config, config.data, "questions")
@@ -587,7 +596,7 @@ def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
             f"{f.data.path}: SQuAD {f.data.version}, {len(f.data.questions):,} questions, {len(f):,} windows"
             for f in windows
         ),
-        *(line for data in files if (line := describe_misplaced(data))),
+        *(line for data in files for line in data.remarks()),
     ]
 
 

@@ -312,7 +312,7 @@ def read_files(settings: T5DataConfig) -> "list[ClassifyData]":
     classify.require_names(settings.eval)
     source, target = settings.source_column, settings.target_column
     return [
-        read_text_pairs(path, source=source, target=target, bad=settings.bad_entries(path))
+        read_text_pairs(path, source=source, target=target, bad=settings.counter(path))
         for path in (required(settings.path), *settings.eval)
     ]
 
@@ -438,9 +438,9 @@ class Writing(TextUse):
 
     def rows(self, data: "ClassifyData", outputs: Any) -> Iterator[Row]:
         if self.labels and self.settings.data.labels_by == "likelihood":
-            yield from self.label_rows(-outputs)
+            yield from self.label_rows(data, -outputs)
             return
-        for number, output in enumerate(outputs, start=1):
+        for number, output in zip(data.numbers, outputs, strict=True):
             if self.labels:
                 yield {"id": number, "generated_label": (*self.labels, None)[output]}
             else:
@@ -462,11 +462,11 @@ class Writing(TextUse):
         if columns.is_text:
             source, target = columns.source_column, columns.target_column
             for path in inputs:
-                yield read_text_pairs(path, source=source, target=target, bad=columns.bad_entries(path))
+                yield read_text_pairs(path, source=source, target=target, bad=columns.counter(path))
             return
         labels = t5_written.require_labels(self.settings.model, self.model)
         for path in inputs:
-            yield read_classify(path, columns.columns(), labels=labels, bad=columns.bad_entries(path))
+            yield read_classify(path, columns.columns(), labels=labels, bad=columns.counter(path))
 
     def scores(self, data: "ClassifyData", outputs: Any) -> str:
         columns, metrics = self.settings.data, self.settings.generation.metrics

@@ -167,6 +167,7 @@ def predict(use: Use, inputs: tuple[Path, ...], world: "World", precision: "Prec
     use.open(world, precision)
     rows: list[Row] = []
     for data in use.read(inputs):
+        _say(use, data, world)
         outputs = use.outputs(data)
         if outputs is not None:
             rows += use.rows(data, outputs)
@@ -198,9 +199,16 @@ def evaluate(use: Use, inputs: tuple[Path, ...], world: "World", precision: "Pre
         require_writable(use.settings.out)  # workers may have been started without a check
     use.open(world, precision)
     for data in use.labelled(inputs):
+        _say(use, data, world)
         scores = use.score(data)
         if scores is not None:
             print(scores)
+
+
+def _say(use: Use, data: Any, world: "World") -> None:
+    """Say on the first worker's standard error what is left out of a file."""
+    for line in use.remarks(data) if world.is_main else ():
+        print(f"shoal: {line}", file=sys.stderr)
 
 
 def check_files(inputs: tuple[Path, ...]) -> None:

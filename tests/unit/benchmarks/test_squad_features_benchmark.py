@@ -37,7 +37,7 @@ def data(tmp_path: Path) -> SquadData:
     ]
     file = tmp_path / "data.json"
     file.write_text(json.dumps({"version": "v2.0", "data": [{"title": "t", "paragraphs": paragraphs}]}))
-    return read_squad(file, misplaced="refuse")
+    return read_squad(file, purpose="train")
 
 
 @needs_data

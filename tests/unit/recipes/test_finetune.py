@@ -247,7 +247,7 @@ def test_the_loss_is_that_of_transformers(model: Path, questions: Path, tmp_path
     theirs = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "saved").double()
     ours.double()
     features = make_features(
-        read_squad(questions, misplaced="keep"), read_source_tokenizer(model), config.window
+        read_squad(questions, purpose="score"), read_source_tokenizer(model), config.window
     )
     wanted = torch.zeros((), dtype=torch.float64)
     for window in range(len(features)):

@@ -1,7 +1,8 @@
-"""Reads and writes the JSON files of SQuAD: data, predictions, null odds. Standard library only.
+"""Reads and writes the files of SQuAD: data, predictions, null odds.
 
-Another file is refused with its path and the invalid key. Real files have answers whose text is not at
-``answer_start`` in the paragraph; the caller chooses to keep, skip or refuse them.
+Data is the official JSON, or a row for each question as the hub's sets have them: JSON lines, a JSON array,
+or Parquet. Entries of another form are counted and left out by the rule of :mod:`shoal.data.bad_entries`, as
+are answers to learn that do not stand at ``answer_start`` in their paragraph.
 """
 
 from __future__ import annotations
@@ -9,17 +10,24 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from shoal.atomic_io import read_text
+from shoal.data.bad_entries import BadEntries, BadEntry
+from shoal.data.text.rows import field_names, field_rows, json_rows
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
 
-Misplaced = Literal["keep", "skip", "refuse", "ignore"]
+Purpose = Literal["train", "score", "ask"]
+"""In training answers must stand at their place; scorers compare texts; a file to ask needs no answers."""
 Version = Literal["1.1", "2.0"]
+
+MISPLACED = "an answer that does not stand at its answer_start"
+NOT_SQUAD = "an entry of another form than SQuAD's"
+SAME_ID = "a question whose id another one has"
 
 _SHOWN = 3
 """Number of ids or places that a message names."""
@@ -63,76 +71,184 @@ class SquadData:
     """2.0 if any question is marked ``is_impossible`` (true or false), or has no answer where others have."""
     paragraphs: tuple[str, ...]
     questions: tuple[Question, ...]
-    misplaced: tuple[str, ...]
-    """Keys of the answers that are not at ``answer_start``."""
-    num_dropped: int
-    """Questions that were skipped because all their answers were misplaced."""
+    bad: BadEntries | None = None
+    """Counts of what was left out."""
+    misplaced: tuple[str, ...] = ()
+    """Places of answers that were kept although they are not at ``answer_start``."""
     hint: str = ""
     """Explanation of misplaced answers, if it is the same for all."""
 
+    def remarks(self) -> list[str]:
+        """Return a line about what was left out, and one about misplaced answers, where there are such."""
+        lines = [f"{line}{self.hint}" for line in (self.bad.lines() if self.bad else ())]
+        if self.misplaced:
+            lines.append(
+                f"{self.path}: {len(self.misplaced)} answers do not stand at answer_start "
+                f"({shorten(self.misplaced)}){self.hint}"
+            )
+        return lines
 
-def read_squad(path: Path, *, misplaced: Misplaced) -> SquadData:
-    """Read a data file of SQuAD 1.1 or 2.0.
 
-    Ids may be whole numbers, as tools write them.
+def read_squad(path: Path, *, purpose: Purpose, bad: BadEntries | None = None) -> SquadData:
+    """Read the questions of a file of SQuAD 1.1 or 2.0, or of rows with the same fields.
+
+    Its name ends in ``.jsonl``, ``.parquet``, or is that of the official JSON, or of a JSON array of rows.
+    Answers of a row are a list of ``text`` and ``answer_start``, or an object with a list of each. Ids may be
+    whole numbers, and are the number of the question, line or row where the file has none; scores need them.
 
     Args:
-        misplaced: ``keep`` answers whose text is not at ``answer_start``, as the official scorers do, which
-            compare texts only; ``skip`` them, and questions without another answer; ``refuse`` the file; or
-            ``ignore`` answers, which the file may lack altogether; ids too, questions are then numbered.
+        purpose: what the file is for; decides which keys it may lack, and whether answers are checked.
+        bad: counts invalid entries; default: they are left out.
 
     Raises:
-        UsageError: the file cannot be read, is not SQuAD, holds an id twice or no question; or holds a
-            misplaced answer, which is refused.
+        UsageError: the file cannot be read, is not SQuAD, holds no question, or too many invalid entries.
+    """
+    reader = _Reader(purpose, bad or BadEntries(path))
+    for number, place, context, entry in _entries(path, reader.bad):
+        try:
+            reader.take(place, context, entry, number)
+        except BadEntry as error:
+            reader.bad.add(error, place)
+    return reader.finish(path)
+
+
+class _Reader:
+    """Collects the questions of a file."""
+
+    def __init__(self, purpose: Purpose, bad: BadEntries) -> None:
+        self.bad = bad
+        self._purpose = purpose
+        self._questions: list[Question] = []
+        self._paragraphs: dict[str, int] = {}
+        self._ids: set[str] = set()
+        self._misplaced: list[str] = []
+        self._off: list[tuple[str, Answer]] = []
+        """Misplaced answers with their paragraphs."""
+        self._is_marked = False
+
+    def take(self, place: str, context: Any, entry: Any, number: int) -> None:
+        """Add a question.
+
+        Raises:
+            BadEntry: it cannot be used.
+        """
+        _check_shape(context, str, "context")
+        entry = _official(entry, self._purpose)
+        _check_shape(entry, _QUESTION, "", _OPTIONAL[self._purpose])
+        name = str(entry.get("id", number))
+        if name in self._ids:
+            raise BadEntry(SAME_ID, repr(name))
+        answers = self._placed(entry.get("answers", []), context, place)
+        self._ids.add(name)
+        self._is_marked |= "is_impossible" in entry
+        if entry.get("answers") and not answers:
+            return
+        paragraph = self._paragraphs.setdefault(context, len(self._paragraphs))
+        is_impossible = entry.get("is_impossible", False)
+        self._questions.append(Question(name, entry["question"], paragraph, answers, is_impossible))
+
+    def _placed(self, entries: list[Any], context: str, place: str) -> tuple[Answer, ...]:
+        """Return the answers to keep; those of a training file stand at ``answer_start``."""
+        answers = []
+        for number, entry in enumerate(entries):
+            answer = Answer(entry["text"], entry.get("answer_start", -1))
+            if not stands_at(context, answer.text, answer.start):
+                here, first = f"{place}.answers[{number}]", max(answer.start, 0)
+                self._off.append((context, answer))
+                if self._purpose == "train":
+                    stands = context[first : first + len(answer.text)]
+                    value = f"{answer.text!r:.40} at {answer.start}, where {stands!r:.40} stands"
+                    self.bad.add(BadEntry(MISPLACED, value), here)
+                    continue
+                self._misplaced.append(here)
+            answers.append(answer)
+        return tuple(answers)
+
+    def finish(self, path: Path) -> SquadData:
+        """Return the questions.
+
+        Raises:
+            UsageError: there is none, or too much was left out.
+        """
+        questions, hint = self._questions, _hint(self._off)
+        try:
+            self.bad.check(len(questions))
+        except UsageError as error:
+            raise UsageError(f"{error}{hint}") from None
+        if not questions:
+            raise UsageError(f"{path}: holds no question")
+        has_answers = self._purpose != "ask" or any(question.answers for question in questions)
+        lacks_some = has_answers and not all(question.answers for question in questions)
+        return SquadData(
+            path=path,
+            version="2.0" if self._is_marked or lacks_some else "1.1",
+            paragraphs=tuple(self._paragraphs),
+            questions=tuple(questions),
+            bad=self.bad,
+            misplaced=tuple(self._misplaced),
+            hint=hint,
+        )
+
+
+def _entries(path: Path, bad: BadEntries) -> Iterator[tuple[int, str, Any, Any]]:
+    """Yield the number, the place, the paragraph and the question of each entry, which may be of any form."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        rows = enumerate(field_rows(path, field_names(path, str(path)), str(path)), start=1)
+        yield from ((number, f"row {number}", row.get("context"), row) for number, row in rows)
+    elif suffix == ".jsonl":
+        for number, place, row in json_rows(read_text(path), bad):
+            yield number, place, row.get("context"), row
+    else:
+        for number, entry in enumerate(_nested(path, bad), start=1):
+            yield number, *entry
+
+
+def _nested(path: Path, bad: BadEntries) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the entries of one JSON value: articles with paragraphs and their questions, or rows.
+
+    Raises:
+        UsageError: it is of another form.
     """
     tree = _load(path)
-    # the official scorers do not need answer_start, so a file that is only scored may lack it
-    optional = ["is_impossible", *_OPTIONAL.get(misplaced, ())]
-    _check_shape(path, tree, _FILE, "", optional)
-    _complete_ids(tree)
-    listed = [
-        (f"data[{a}].paragraphs[{p}]", paragraph)
-        for a, article in enumerate(tree["data"])
-        for p, paragraph in enumerate(article["paragraphs"])
-    ]
-    questions: list[Question] = []
-    place_of: dict[str, str] = {}
-    misplaced_at: list[str] = []
-    off: list[tuple[str, Answer]] = []
-    num_dropped, is_marked = 0, False
-    for number, (place, paragraph) in enumerate(listed):
-        for q, entry in enumerate(paragraph["qas"]):
-            here, name = f"{place}.qas[{q}]", entry["id"]
-            if name in place_of:
-                raise UsageError(
-                    f"{path}: {here}.id {name!r} is that of {place_of[name]} too; each question needs its own"
-                )
-            place_of[name] = here
-            is_marked |= "is_impossible" in entry
-            listed_answers = entry.get("answers", [])
-            context = paragraph["context"]
-            answers, wrong = _read_answers(path, listed_answers, context, here, misplaced)
-            misplaced_at += [place for place, _ in wrong]
-            off += [(context, answer) for _, answer in wrong]
-            if listed_answers and not answers:
-                num_dropped += 1
-                continue
-            is_impossible = entry.get("is_impossible", False)
-            questions.append(Question(name, entry["question"], number, answers, is_impossible))
-    if not questions:
-        dropped = f" ({num_dropped} were left out: misplaced answers{_hint(off)})" if num_dropped else ""
-        raise UsageError(f"{path}: holds no question{dropped}")
-    has_answers = misplaced != "ignore" or any(question.answers for question in questions)
-    lacks_some = has_answers and not all(question.answers for question in questions)
-    return SquadData(
-        path=path,
-        version="2.0" if is_marked or lacks_some else "1.1",
-        paragraphs=tuple(paragraph["context"] for _, paragraph in listed),
-        questions=tuple(questions),
-        misplaced=tuple(misplaced_at),
-        num_dropped=num_dropped,
-        hint=_hint(off),
-    )
+    if not isinstance(tree, list):
+        keys = list(map(str, tree)) if isinstance(tree, dict) else []
+        if "data" not in keys or not isinstance(tree["data"], list):
+            raise UsageError(
+                f"{path}: must be an object with the key 'data', a list of articles."
+                f"{did_you_mean('data', keys)} Is it a file of SQuAD?"
+            )
+        tree = tree["data"]
+    for a, article in enumerate(tree):
+        if isinstance(article, dict) and "question" in article:
+            yield f"data[{a}]", article.get("context"), article
+        elif _is_valid(article, {"paragraphs": []}, f"data[{a}]", bad):
+            for p, paragraph in enumerate(article["paragraphs"]):
+                place = f"data[{a}].paragraphs[{p}]"
+                if _is_valid(paragraph, {"context": str, "qas": []}, place, bad):
+                    for q, entry in enumerate(paragraph["qas"]):
+                        yield f"{place}.qas[{q}]", paragraph["context"], entry
+
+
+def _official(entry: Any, purpose: Purpose) -> Any:
+    """Return a question with the official form of its answers, without keys of no value."""
+    if not isinstance(entry, dict):
+        return entry
+    entry = {key: value for key, value in entry.items() if value is not None or key not in _MAY_BE_NULL}
+    answers = entry.get("answers")
+    if isinstance(answers, dict) and isinstance(texts := answers.get("text"), list):
+        starts = answers.get("answer_start")
+        if isinstance(starts, list) and len(starts) == len(texts):
+            pairs = zip(texts, starts, strict=True)
+            entry["answers"] = [{"text": text, "answer_start": start} for text, start in pairs]
+        elif purpose != "train":
+            entry["answers"] = [{"text": text} for text in texts]
+    if purpose == "ask":  # a question is asked whatever its answers are
+        try:
+            _check_shape(entry.get("answers", []), [_ANSWER], "", _OPTIONAL[purpose])
+        except BadEntry:
+            del entry["answers"]
+    return entry
 
 
 def _hint(off: Sequence[tuple[str, Answer]]) -> str:
@@ -150,17 +266,6 @@ def _hint(off: Sequence[tuple[str, Answer]]) -> str:
         if all(stands_at(context, one.text, one.start + shift) for context, one in off):
             return f"; all stand {abs(shift)} {'before' if shift < 0 else 'behind'} their answer_start"
     return ""
-
-
-def describe_misplaced(data: SquadData) -> str | None:
-    """Return one line about misplaced answers, or ``None`` if there are none."""
-    if not data.misplaced:
-        return None
-    dropped = f"; {data.num_dropped} questions without another answer left out" if data.num_dropped else ""
-    return (
-        f"{data.path}: {len(data.misplaced)} answers do not stand at answer_start "
-        f"({shorten(data.misplaced)}){dropped}{data.hint}"
-    )
 
 
 def read_predictions(path: Path) -> dict[str, str]:
@@ -197,63 +302,46 @@ def shorten(names: tuple[str, ...] | list[str]) -> str:
 
 _ANSWER = {"text": str, "answer_start": int}
 _QUESTION = {"id": (str, int), "question": str, "answers": [_ANSWER], "is_impossible": bool}
-_OPTIONAL = {"keep": ("answer_start",), "ignore": ("answer_start", "answers", "id")}
-"""Keys that a file may lack, by what is done with misplaced answers."""
-_FILE = {"data": [{"paragraphs": [{"context": str, "qas": [_QUESTION]}]}]}
+_MAY_BE_NULL = ("id", "answers", "is_impossible")
+_OPTIONAL = {
+    "train": ("id", "is_impossible"),
+    "score": ("answer_start", "is_impossible"),
+    "ask": ("answer_start", "answers", "id", "is_impossible"),
+}
+"""Keys that a question may lack, by what the file is for."""
 
 
-def _check_shape(path: Path, node: Any, shape: Any, place: str, optional: Sequence[str]) -> None:
+def _check_shape(node: Any, shape: Any, place: str, optional: Sequence[str] = ()) -> None:
     """Check that the node at ``place``, the keys that lead to it, has the types and keys of ``shape``.
 
     Raises:
-        UsageError: names the first that is wrong.
+        BadEntry: names the first that is wrong.
     """
     kind: Any = shape if isinstance(shape, type | tuple) else type(shape)
     if not isinstance(node, kind) or (kind is not bool and isinstance(node, bool)):
         keys = f" with the key {next(iter(shape))!r}" if kind is dict else ""
-        raise UsageError(f"{path}: {place or 'the file'} is {_shown(node)}, but must be {_KINDS[kind]}{keys}")
+        raise BadEntry(NOT_SQUAD, f"{place} is {_shown(node)}, but must be {_KINDS[kind]}{keys}".lstrip())
     if isinstance(shape, list):
-        for number, entry in enumerate(node):
-            _check_shape(path, entry, shape[0], f"{place}[{number}]", optional)
+        for number, entry in enumerate(node if shape else ()):
+            _check_shape(entry, shape[0], f"{place}[{number}]", optional)
     elif isinstance(shape, dict):
         for key, inner in shape.items():
             if key in node:
-                _check_shape(path, node[key], inner, f"{place}.{key}".lstrip("."), optional)
+                _check_shape(node[key], inner, f"{place}.{key}".lstrip("."), optional)
             elif key not in optional:
-                raise UsageError(
-                    f"{path}: {place or 'the file'} has no key {key!r}.{did_you_mean(key, map(str, node))} "
-                    "Is it a file of SQuAD?"
+                raise BadEntry(
+                    NOT_SQUAD, f"{place} has no key {key!r}.{did_you_mean(key, map(str, node))}".lstrip()
                 )
 
 
-def _complete_ids(tree: Any) -> None:
-    """Make texts of ids that are numbers, and number questions without one, in a tree of the right shape."""
-    entries = [one for article in tree["data"] for each in article["paragraphs"] for one in each["qas"]]
-    for number, entry in enumerate(entries, start=1):
-        entry["id"] = str(entry.get("id", number))
-
-
-def _read_answers(
-    path: Path, entries: list[Any], context: str, place: str, policy: Misplaced
-) -> tuple[tuple[Answer, ...], list[tuple[str, Answer]]]:
-    """Return the answers to keep, and those that are not at ``answer_start`` with their places."""
-    answers: list[Answer] = []
-    misplaced: list[tuple[str, Answer]] = []
-    for number, entry in enumerate(entries):
-        text, start = entry["text"], entry.get("answer_start", -1)
-        if not stands_at(context, text, start):
-            here = f"{place}.answers[{number}]"
-            if policy == "refuse":
-                stands = context[max(start, 0) : max(start, 0) + len(text)]
-                raise UsageError(
-                    f"{path}: {here}: {text!r} does not stand at answer_start {start}, {stands!r} does; "
-                    "correct the file, or let such answers be skipped"
-                )
-            misplaced.append((here, Answer(text, start)))
-            if policy == "skip":
-                continue
-        answers.append(Answer(text, start))
-    return tuple(answers), misplaced
+def _is_valid(node: Any, shape: Any, place: str, bad: BadEntries) -> bool:
+    """Return whether a node has the keys of ``shape``; count it if not."""
+    try:
+        _check_shape(node, shape, "")
+    except BadEntry as error:
+        bad.add(error, place)
+        return False
+    return True
 
 
 def stands_at(context: str, text: str, start: int) -> bool:

@@ -1,73 +1,35 @@
-"""Reads questions to answer: SQuAD's JSON, with or without answers, or a line of JSONL for each question."""
+"""Reads questions to answer: SQuAD's JSON, with or without answers, or a row of JSONL or Parquet for each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from shoal.atomic_io import read_text
+from shoal.data.bad_entries import BadEntries
 from shoal.data.squad.dataset import Question, SquadData, read_squad
 from shoal.errors import UsageError
-from shoal.json_text import parse_json
-
-_NEEDED = ("question", "context")
 
 
-def read_questions(path: Path) -> SquadData:
-    """Read a file whose name ends in ``.json`` (SQuAD's form) or ``.jsonl``.
+def read_questions(path: Path, bad: BadEntries | None = None) -> SquadData:
+    """Read a file whose name ends in ``.json`` (SQuAD's form), ``.jsonl`` or ``.parquet``.
 
-    A line of JSONL is an object with ``question``, ``context`` and, if there is one, ``id``, else the number
-    of the line is the question's id.
+    A row is an object with ``question``, ``context`` and, if there is one, ``id``, else the number of the
+    line or row is the question's id.
+
+    Args:
+        bad: counts invalid entries; default: they are left out.
 
     Raises:
-        UsageError: the file cannot be read, a line is damaged, an id is there twice, or there is no question.
+        UsageError: the file cannot be read, has too many invalid entries, or no question.
     """
-    if path.suffix == ".json":
-        return read_squad(path, misplaced="ignore")
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() not in (".json", ".jsonl", ".parquet"):
         raise UsageError(
-            f"{path}: is known by the end of its name: .json (SQuAD's form) or .jsonl (a question per line)"
+            f"{path}: is known by the end of its name: .json (SQuAD's form), .jsonl (a question per line) or "
+            ".parquet"
         )
-    return questions_of(path, list(_entries(path)))
+    return read_squad(path, purpose="ask", bad=bad)
 
 
-def questions_of(path: Path, asked: list[tuple[str, str, str]]) -> SquadData:
-    """Return questions without answers from (id, question, paragraph) each.
-
-    Raises:
-        UsageError: there is none, or an id is there twice.
-    """
-    if not asked:
-        raise UsageError(f"{path}: holds no question")
-    paragraphs = list(dict.fromkeys(paragraph for *_, paragraph in asked))
-    number = {paragraph: index for index, paragraph in enumerate(paragraphs)}
-    seen: set[str] = set()
-    for name, *_ in asked:
-        if name in seen:
-            raise UsageError(f"{path}: the id {name!r} is there twice; each question needs its own")
-        seen.add(name)
-    return SquadData(
-        path=path,
-        version="1.1",
-        paragraphs=tuple(paragraphs),
-        questions=tuple(
-            Question(name, text, number[paragraph], (), False) for name, text, paragraph in asked
-        ),
-        misplaced=(),
-        num_dropped=0,
-    )
-
-
-def _entries(path: Path) -> Iterator[tuple[str, str, str]]:
-    for line_number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {line_number}"
-        entry: Any = parse_json(line, where, error=UsageError)
-        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in _NEEDED):
-            raise UsageError(f'{where}: must be a JSON object with the strings "question" and "context"')
-        name = entry.get("id", line_number)
-        if isinstance(name, bool) or not isinstance(name, str | int):
-            raise UsageError(f"{where}: the id must be a string or a whole number")
-        yield str(name), entry["question"], entry["context"]
+def one_question(path: Path, question: str, context: str) -> SquadData:
+    """Return a question of the command line."""
+    asked = Question("1", question, 0, (), False)
+    return SquadData(path=path, version="1.1", paragraphs=(context,), questions=(asked,))

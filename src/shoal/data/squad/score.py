@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.atomic_io import write_json
+from shoal.data.bad_entries import BadEntries
 from shoal.data.squad.dataset import (
     Question,
     SquadData,
     Version,
-    describe_misplaced,
     read_null_odds,
     read_predictions,
     read_squad,
@@ -168,6 +168,7 @@ def evaluate(
     null_threshold: float,
     version: Version | None,
     out: Path | None,
+    bad: BadEntries | None = None,
 ) -> str:
     """Return the scores as the official script's JSON; print remarks about the files on stderr.
 
@@ -175,7 +176,7 @@ def evaluate(
         UsageError: a file is not what it should be, or the files do not belong together.
         ShoalError: ``out`` cannot be written.
     """
-    squad = read_squad(data, misplaced="keep")
+    squad = read_squad(data, purpose="score", bad=bad)
     rules = version or squad.version
     missing_are: Missing = "wrong" if rules == "1.1" else "left out"
     scores = score_squad(
@@ -189,7 +190,7 @@ def evaluate(
     official = scores.official
     if scores.missing:
         official = {**official, f"missing_{missing_are.replace(' ', '_')}": len(scores.missing)}
-    if line := describe_misplaced(squad):
+    for line in squad.remarks():
         print(f"shoal: {line}", file=sys.stderr)
     for names, what in (
         (scores.missing, f"questions have no prediction and are {missing_are}, by the rules of {rules}"),

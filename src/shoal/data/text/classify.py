@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -19,12 +20,15 @@ from tokenizers import Tokenizer
 
 from shoal.atomic_io import read_text
 from shoal.data.bad_entries import NO_LABEL, OTHER_WIDTH, BadEntries, BadEntry
-from shoal.data.text.rows import field_names, field_rows
+from shoal.data.text.rows import field_names, field_rows, json_rows, lines_of
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
 from shoal.errors import UsageError, did_you_mean
 from shoal.formatting import table
-from shoal.json_text import parse_json
+
+_DELIMITERS = ",;\t"
+"""Characters that may end cells of ``.csv``: spreadsheets of many countries write semicolons."""
+_MOST_CELL = 1 << 28
 
 MNLI_LABELS = ("entailment", "neutral", "contradiction")
 """In the order of GLUE."""
@@ -61,6 +65,8 @@ class ClassifyData:
     examples: tuple[Example, ...]
     bad: BadEntries | None = None
     """Counts of the rows that were left out."""
+    numbers: tuple[int, ...] = ()
+    """Of texts without labels: the number of each row in the file, from 1."""
 
 
 def read_classify(
@@ -70,10 +76,10 @@ def read_classify(
     labels: Sequence[str] | None,
     bad: BadEntries | None = None,
 ) -> ClassifyData:
-    """Read a file whose name ends in ``.tsv``, ``.csv`` (column names first), ``.jsonl`` or ``.parquet``.
+    """Read a file: ``.tsv``, ``.csv`` (column names first), ``.jsonl``, ``.json`` or ``.parquet``.
 
     Quotes in a tab-separated file are ordinary characters, as in MNLI's. An example has no label if its cell
-    is ``columns.unlabelled`` or null, or -1 beside numbers from 0, as in SNLI on the hub.
+    is ``columns.unlabelled``, empty, null or NaN, or -1 beside numbers from 0, as in SNLI on the hub.
 
     Args:
         labels: the set of labels, in the order of the model's outputs; ``None`` takes those of the file,
@@ -131,22 +137,32 @@ def _refuse_scores(path: Path, labels: Sequence[str]) -> None:
         )
 
 
-def read_texts(path: Path, columns: Columns, *, labels: Sequence[str]) -> ClassifyData:
+def read_texts(
+    path: Path, columns: Columns, *, labels: Sequence[str], bad: BadEntries | None = None
+) -> ClassifyData:
     """Read the texts of a file as :func:`read_classify` does, without labels: all examples get the first.
 
     Args:
         columns: ``label`` and ``unlabelled`` are not read.
         labels: those of the model.
+        bad: counts invalid rows; default: they are left out.
 
     Raises:
-        UsageError: the file cannot be read, a column is not there, a row is invalid (each text gets an
-            answer), or there is no text.
+        UsageError: the file cannot be read, a column is not there, too many rows are invalid, or there is no
+            text.
     """
-    rows = read_rows(path, replace(columns, label=()), BadEntries(path, "refuse"))
-    examples = tuple(Example(first, second, 0) for _, first, second, _ in rows)
+    bad = bad or BadEntries(path)
+    examples: list[Example] = []
+    numbers: list[int] = []
+    for _, first, second, _ in read_rows(path, replace(columns, label=()), bad):
+        examples.append(Example(first, second, 0))
+        numbers.append(len(examples) + bad.total)  # rows come one by one
+    bad.check(len(examples))
     if not examples:
         raise UsageError(f"{path}: holds no text")
-    return ClassifyData(path=path, labels=tuple(labels), examples=examples)
+    return ClassifyData(
+        path=path, labels=tuple(labels), examples=tuple(examples), bad=bad, numbers=tuple(numbers)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +220,13 @@ def read_rows(path: Path, columns: Columns, bad: BadEntries) -> Iterator[tuple[s
 
 def _label_of(value: Any, columns: Columns) -> str | None:
     """Return a cell as a label, ``None`` if it is none."""
-    if value is None:
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):
         return columns.unlabelled
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
+        if math.isinf(value):
+            return None
         return str(int(value)) if value.is_integer() else str(value)
     return str(value) if isinstance(value, str | int) else None
 
@@ -217,72 +235,74 @@ def _entries(
     path: Path, columns: Columns, bad: BadEntries
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     """Yield place, names of the wanted columns and cells of each row that is not empty."""
-    if path.suffix == ".parquet":
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
         names = _chosen(str(path), columns, field_names(path, str(path)))
         for number, entry in enumerate(field_rows(path, names, str(path)), start=1):
             yield f"row {number}", names, entry
-    elif path.suffix == ".jsonl":
+    elif suffix in (".jsonl", ".json"):
         yield from _json_rows(path, columns, bad)
-    elif path.suffix in (".tsv", ".csv"):
+    elif suffix in (".tsv", ".csv"):
         yield from _table_rows(path, columns, bad)
     else:
         raise UsageError(
             f"{path}: is known by the end of its name: .tsv (tab-separated) or .csv, column names first, "
-            ".jsonl or .parquet"
+            ".jsonl (an object a line), .json (an array of objects) or .parquet; unpack compressed files"
         )
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not empty with their numbers; only \\n and \\r\\n end a line."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip("\r"):
-            yield number, line.removesuffix("\r")
-
-
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(io.StringIO(read_text(path), newline=""))
+    """Yield the rows with the numbers of their last lines; cells end at what the first line has most of.
+
+    Raises:
+        UsageError: it is not CSV, or a quote is not closed, which would make one cell of all lines behind it.
+    """
+    text = read_text(path)
+    delimiter = max(_DELIMITERS, key=text.partition("\n")[0].count)
+    csv.field_size_limit(_MOST_CELL)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    first = last = 0
     try:
-        yield from ((reader.line_num, row) for row in reader if row)
+        for row in reader:
+            first, last = last + 1, reader.line_num
+            if row:
+                yield last, row
     except csv.Error as error:
         raise UsageError(f"{path}, line {reader.line_num}: is not CSV: {error}") from None
+    if last > first and text.count('"') % 2:
+        raise UsageError(
+            f"{path}: a quote in line {first} is not closed; double it inside a cell, or close it"
+        )
 
 
 def _json_rows(
     path: Path, columns: Columns, bad: BadEntries
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     names: list[str] = []
-    for number, line in _lines(read_text(path)):
+    for _, place, entry in json_rows(read_text(path), bad):
         try:
-            entry = parse_json(line, "", error=UsageError)
-        except UsageError as error:
-            bad.add(BadEntry("a line that is not JSON", str(error).lstrip(": ")), f"line {number}")
-            continue
-        if not isinstance(entry, dict):
-            bad.add(BadEntry("a line that is no JSON object", f"{line:.60}"), f"line {number}")
-            continue
-        try:
-            names = _chosen(f"{path}, line {number}", columns, entry)
+            names = _chosen(f"{path}, {place}", columns, entry)
         except UsageError:
             if not names:  # the first line tells whether the columns are those of the file
                 raise
             missing = [name for name in names if name not in entry]
-            bad.add(
-                BadEntry("a line without a column that others have", ", ".join(missing)), f"line {number}"
-            )
+            bad.add(BadEntry("a line without a column that others have", ", ".join(missing)), place)
         else:
-            yield f"line {number}", names, entry
+            yield place, names, entry
 
 
 def _table_rows(
     path: Path, columns: Columns, bad: BadEntries
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     """Yield the rows of a table. Quotes enclose cells in ``.csv``, and are plain characters in ``.tsv``."""
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         numbered = _csv_rows(path)
     else:
-        numbered = ((number, line.split("\t")) for number, line in _lines(read_text(path)))
+        numbered = ((number, line.split("\t")) for number, line in lines_of(read_text(path)))
     header = next(numbered, (1, [""]))[1]
     names = _chosen(f"{path}, line 1", columns, header)
+    if twice := [name for name in names if header.count(name) > 1]:
+        raise UsageError(f"{path}, line 1: there are several columns {twice[0]!r}; rename all but one")
     num_quoted = num_rows = 0
     for number, parts in numbered:
         num_rows += 1

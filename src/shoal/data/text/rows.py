@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.data.bad_entries import NO_TEXT, BadEntry
+from shoal.data.bad_entries import NO_TEXT, BadEntries, BadEntry
 from shoal.errors import UsageError, did_you_mean, import_extra
 from shoal.json_text import parse_json
 
@@ -54,6 +54,43 @@ def json_line_text(line: str, field: str, where: str, *, is_first: bool) -> str:
     if not isinstance(text, str):
         raise BadEntry("a row whose text is no string", f"{text!r:.60}")
     return text
+
+
+def lines_of(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not empty with their numbers; only \\n and \\r\\n end a line."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip("\r"):
+            yield number, line.removesuffix("\r")
+
+
+def json_rows(text: str, bad: BadEntries) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield number, place and object of each line, or of each entry of a text that is one JSON array.
+
+    Blank lines do not count; what is no object is counted.
+
+    Raises:
+        UsageError: ``bad`` refuses a line.
+    """
+    array = None
+    if text.lstrip().startswith("["):
+        with contextlib.suppress(UsageError):  # else lines, the first of which is no object
+            array = parse_json(text, "", error=UsageError)
+    numbered = enumerate(array or (), start=1) if array is not None else lines_of(text)
+    for number, entry in numbered:
+        place = f"line {number}" if array is None else f"entry {number}"
+        row = entry
+        if array is None:
+            if entry.isspace():
+                continue
+            try:
+                row = parse_json(entry, "", error=UsageError)
+            except UsageError as error:
+                bad.add(BadEntry("a line that is not JSON", str(error).lstrip(": ")), place)
+                continue
+        if isinstance(row, dict):
+            yield number, place, row
+        else:
+            bad.add(BadEntry("a line that is no JSON object", f"{entry!s:.60}"), place)
 
 
 def column_bytes(path: Path, field: str, name: str) -> int:

@@ -331,10 +331,12 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     tokens = [line.rstrip("\r") for line in read_text(path).removesuffix("\n").split("\n")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
-        twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)
+        again = [n for n, token in enumerate(tokens) if vocabulary[token] != n]
+        places = ", ".join(f"line {n + 1}: {tokens[n]!r}" for n in again[:3])
+        more = f" and {len(again) - 3} more" if len(again) > 3 else ""
         warnings.warn(
-            f"tokenizer {path}: {len(tokens) - len(vocabulary)} tokens are there again, such as {twice!r}; "
-            "the last line of each is its id",
+            f"tokenizer {path}: {len(again)} tokens are there again below ({places}{more}); the last line of "
+            "each is its id",
             stacklevel=3,
         )
     return vocabulary

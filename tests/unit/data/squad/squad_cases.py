@@ -26,8 +26,6 @@ def make_data(*cases: tuple[str, str, str | None]) -> SquadData:
         version="2.0",
         paragraphs=tuple(context for context, _, _ in cases),
         questions=tuple(questions),
-        misplaced=(),
-        num_dropped=0,
     )
 
 

@@ -74,14 +74,12 @@ def span_text(features: SquadFeatures, window: int) -> str:
 @pytest.mark.parametrize(("length", "overlap"), [(384, 128), (120, 30), (100, 0)])
 def test_real_data_is_cut_like_run_qa(length: int, overlap: int) -> None:
     tokenizer = read_tokenizer(real("tokenizers/bert-uncased-vocab.txt"), lowercase=True)
-    data = read_squad(real("squad/cs224n-dev-v2.0.json"), misplaced="refuse")
+    data = read_squad(real("squad/cs224n-dev-v2.0.json"), purpose="train")
     some = SquadData(
         path=data.path,
         version="2.0",
         paragraphs=data.paragraphs,
         questions=data.questions[::12],
-        misplaced=(),
-        num_dropped=0,
     )
     config = WindowConfig(max_seq_length=length, overlap=overlap)
     features = make_features(some, tokenizer, config)
@@ -204,8 +202,6 @@ def test_marked_misplaced_and_blank_answers_are_in_no_window() -> None:
         version="2.0",
         paragraphs=("a b",),
         questions=(*questions, good),
-        misplaced=(),
-        num_dropped=0,
     )
     features = make_features(data, words_tokenizer(), WindowConfig())
     assert features.start.tolist() == [0, 0, 0, 0, 4]

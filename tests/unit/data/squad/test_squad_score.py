@@ -42,8 +42,6 @@ def make_data(golds: dict[str, list[str]], version: Version = "2.0") -> SquadDat
         version=version,
         paragraphs=("",),
         questions=questions,
-        misplaced=(),
-        num_dropped=0,
     )
 
 
@@ -52,7 +50,7 @@ def make_data(golds: dict[str, list[str]], version: Version = "2.0") -> SquadDat
 )
 def test_published_answers_to_1_1(system: str, exact: str, f1: str) -> None:
     """The published F1 was summed in float32, which shows in its last digit."""
-    data = read_squad(real("xquad.en.json"), misplaced="refuse")
+    data = read_squad(real("xquad.en.json"), purpose="train")
     predictions = read_predictions(real(f"system_predictions/{system}.json"))
     scores = score_squad(data, predictions)
     assert data.version == "1.1" and len(data.questions) == 1190
@@ -68,7 +66,7 @@ def test_published_answers_to_1_1(system: str, exact: str, f1: str) -> None:
 
 
 def test_published_figures_of_2_0() -> None:
-    data = read_squad(real("cs224n-dev-v2.0.json"), misplaced="refuse")
+    data = read_squad(real("cs224n-dev-v2.0.json"), purpose="train")
     empty = score_squad(data, {q.id: "" for q in data.questions})
     assert f"{empty.official['exact']:.9f}" == f"{empty.official['f1']:.9f}" == "52.122408687"
     assert empty.official["NoAns_total"] == 3168 and empty.official["HasAns_f1"] == 0.0

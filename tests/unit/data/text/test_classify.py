@@ -15,6 +15,7 @@ from shoal.data.text.classify import (
     Columns,
     Example,
     read_classify,
+    read_texts,
     score_classify,
 )
 from shoal.env.settings import test_data_dir as data_dir
@@ -194,3 +195,71 @@ def test_scores_by_hand() -> None:
         "yes       0    1        1      50.0",
         "perhaps   0    0        0         -",
     ]
+
+
+def test_texts_to_predict_keep_the_numbers_of_their_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, "a\tb\none\tx\n\nodd\ntwo\ty\n\todd\todd\nthree\tz\n")
+    data = read_texts(path, Columns(first="a", second=None), labels=("0", "1"))
+    assert [example.first for example in data.examples] == ["one", "two", "three"]
+    assert data.numbers == (1, 3, 5) and data.bad is not None and data.bad.total == 2
+    with pytest.raises(UsageError, match=r"x\.tsv: line 4 is a line with another .*: 1 for 2;"):
+        read_texts(path, Columns(first="a", second=None), labels=(), bad=BadEntries(path, "refuse"))
+
+
+TEXTS = Columns(first="a", second=None, label=("label",))
+TABLE = "a,label\n" + "".join(f"text {number},{number % 2}\n" for number in range(30))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "last"),
+    [
+        pytest.param("x.csv", TABLE.replace(",", ";"), "text 29", id="semicolons"),
+        pytest.param("x.csv", TABLE.replace(",", "\t"), "text 29", id="tabs"),
+        pytest.param("X.CSV", "\ufeff" + TABLE.replace("\n", "\r\n"), "text 29", id="capitals, mark, CRLF"),
+        pytest.param(
+            "x.csv", TABLE + '"he said ""so"",\nand left",1', 'he said "so",\nand left', id="quotes"
+        ),
+        pytest.param("x.csv", TABLE + "x" * 200_000 + ",1\n", "x" * 200_000, id="long cell"),
+        pytest.param("x.csv", TABLE + 'of 5" and 7",1\n', 'of 5" and 7"', id="inches"),
+        pytest.param(
+            "x.json",
+            json.dumps([{"a": f"t {n}", "label": n % 2} for n in range(30)], indent=1),
+            "t 29",
+            id="array",
+        ),
+        pytest.param(
+            "x.jsonl", json.dumps([{"a": f"t {n}", "label": n % 2} for n in range(3)]), "t 2", id="line"
+        ),
+    ],
+)
+def test_tables_as_tools_write_them(tmp_path: Path, name: str, text: str, last: str) -> None:
+    data = read_classify(write(tmp_path, text, name), TEXTS, labels=None)
+    assert data.labels == ("0", "1") and data.examples[-1].first == last
+    assert data.bad is not None and not data.bad.total
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.csv", TABLE + "none,\nnor here, \n"),
+        ("x.tsv", TABLE.replace(",", "\t") + "none\t\nnor here\t \n"),
+        ("x.json", '[{"a": "t", "label": 0}, {"a": "t", "label": 1.0}, {"a": "t", "label": NaN}, '
+                   '{"a": "t", "label": null}]'),
+    ],
+)  # fmt: skip
+def test_empty_cells_and_nan_are_no_labels(tmp_path: Path, name: str, text: str) -> None:
+    data = read_classify(write(tmp_path, text, name), TEXTS, labels=None)
+    assert data.labels == ("0", "1") and num_unlabelled(data) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.csv", TABLE + '"open,1\n' + "t,1\n" * 50, r"a quote in line 32 is not closed"),
+        ("x.csv", "a,a,label\nt,u,1\n", r"line 1: there are several columns 'a'; rename all but one"),
+        ("x.csv.gz", "", r"is known by the end of its name: .*; unpack compressed files"),
+    ],
+)
+def test_tables_that_would_be_misread_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_classify(write(tmp_path, text, name), TEXTS, labels=None)

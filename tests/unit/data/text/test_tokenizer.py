@@ -213,13 +213,16 @@ def test_a_vocabulary_with_lines_twice_is_that_of_transformers(tmp_path: Path) -
     from transformers import BertTokenizer
 
     lines = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "ship", "", "fox", "ship", "", "##es"]
+    lines += ["\u3000", "\u00a0", "\u2028", "\u0085", ""]  # spaces that end no line, and a blank last line
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(lines) + "\n")
-    with pytest.warns(UserWarning, match=r"vocab\.txt: 2 tokens are there again, such as 'ship'"):
+    with pytest.warns(UserWarning, match=r"vocab\.txt: 3 tokens are there again below \(line 7: 'ship', l"):
         tokenizer = read_tokenizer(path, lowercase=True)
     theirs = BertTokenizer(vocab={token: number for number, token in enumerate(lines)})
     for text in ("the ship", "the fox ships", "foxes", "shipes the fox"):
         assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
+    last = {token: number for number, token in enumerate(lines)}
+    assert {token: tokenizer.token_to_id(token) for token in lines} == last
     assert tokenizer.token_to_id("ship") == 9 and vocab_size(tokenizer) == len(lines)
 
 
