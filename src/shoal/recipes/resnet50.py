@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
+from shoal.data.bad_entries import MOST_BAD, OnBad
 from shoal.data.images.augment import AugmentConfig
 from shoal.data.images.shards import ImageShards
 from shoal.decide.batch import BatchPlan, MicroBatch, plan_batch
@@ -74,9 +75,11 @@ class DataConfig(ImageDataConfig):
     decode: Literal["host", "device"] = "host"
     """Decode and augment training images in threads of the host, or on the worker's device (nvJPEG on a GPU;
     without colour jitter and padded crops)."""
-    on_bad: Literal["refuse", "skip"] = "refuse"
-    """For a training image that cannot be decoded: end the run and name it, or replace it by another
-    image."""
+    on_bad: OnBad | None = None
+    """A training image that cannot be decoded: name it and take another in its place, or end the run.
+    Default: skip; refuse where the device decodes. With skip given, the record counts replaced images."""
+    most_bad: float = MOST_BAD
+    """Largest share of the images that may be replaced."""
     block_size: int = 0
     """For slow storage: shuffle within windows of blocks of this many consecutive images; 0: shuffle all. A
     full cache then evicts the least recently used shards."""
@@ -89,6 +92,11 @@ class DataConfig(ImageDataConfig):
         if self.decode == "device" and self.on_bad == "skip":
             raise UsageError("data.on_bad 'skip' is done on the host only: set data.decode 'host', or refuse")
         require_positive("data", self, "block_size", least=0)
+
+    @property
+    def bad_images(self) -> dict[str, Any]:
+        """Options of :class:`~shoal.data.images.reader.ImageReader` for images that cannot be decoded."""
+        return {"on_bad": self.on_bad or "skip", "most_bad": self.most_bad}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,7 +460,7 @@ def open_training(
         in_bytes = images.copies_bytes(run.world, augment)
         normalise = Normalisation(run.world.device, mean=augment.mean, std=augment.std)
         dtype: DTypeName = "uint8" if in_bytes else "uint16" if halves else "float32"
-        reader = open_reader(config, run, train, TrainTransform(augment), on_bad=data.on_bad, dtype=dtype)
+        reader = open_reader(config, run, train, TrainTransform(augment), dtype=dtype, **data.bad_images)
 
         def images_of(batch: "Batch") -> "Tensor":
             pixels: Tensor = run.to_device(batch["images"])
@@ -596,7 +604,7 @@ def with_norms_of(
 
     scored = copy.deepcopy(model)
     full_size = TrainTransform(replace(config.augment, first_size=None))
-    reader = open_reader(config, run, train, full_size, on_bad=config.data.on_bad)
+    reader = open_reader(config, run, train, full_size, **config.data.bad_images)
     batch_size, num_images = config.validation.batch_size, config.train.norm_images
     estimate_norms(scored, reader, run, batch_size, num_images=num_images)
     return scored

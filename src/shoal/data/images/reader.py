@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.bad_entries import OnBad
+from shoal.data.bad_entries import MOST_BAD, BadEntries, OnBad
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.storage import Bytes
 from shoal.data.steps import SizedReader, example_names
@@ -76,6 +76,7 @@ class DecodeThreads:
 
 
 _TRIES = 8
+UNDECODABLE = "an image that cannot be decoded"
 
 DTypeName = Literal["float32", "uint16", "uint8"]
 
@@ -140,6 +141,7 @@ class ImageReader(ShardReader):
         dtype: DTypeName = "float32",
         channels_last: bool = False,
         on_bad: OnBad = "refuse",
+        most_bad: float = MOST_BAD,
     ) -> None:
         """Read ``shards``.
 
@@ -153,6 +155,8 @@ class ImageReader(ShardReader):
             on_bad: refuse: raise at an image that cannot be decoded; skip: replace it by another image, drawn
                 from (seed, epoch, index), and mark it in ``replaced``. Not for validation, where an image
                 would count twice.
+            most_bad: share of the images of the split that may be replaced, see
+                :class:`~shoal.data.bad_entries.BadEntries`; each process counts those that it meets.
 
         Raises:
             UsageError: the split has no images, or ``threads`` is below 1.
@@ -164,6 +168,7 @@ class ImageReader(ShardReader):
         self._dtype: DTypeName = dtype
         self._channels_last = channels_last
         self._on_bad: OnBad = on_bad
+        self._most_bad = most_bad
         self._reported: dict[int, object] = {}
 
     @property
@@ -182,6 +187,7 @@ class ImageReader(ShardReader):
 
         Raises:
             ShoalError: an image cannot be decoded, or a shard cannot be read.
+            UsageError: so many images cannot be decoded that the set is damaged.
         """
         epochs_, indices_ = example_names(epochs, indices)
         count = len(indices_)
@@ -213,12 +219,15 @@ class ImageReader(ShardReader):
         if self._on_bad == "refuse":
             raise ShoalError(
                 f"{problem}; repair it and prepare the images again, or have such images replaced "
-                "(on_bad skip)"
+                "(--data.on-bad skip)"
             )
         mine = object()
         if self._reported.setdefault(index, mine) is mine:  # the first of the threads that find it
             # one write: print() writes the line end separately, and another thread may interleave
             sys.stderr.write(f"{problem}; another image takes its place\n")
+            bad = BadEntries(str(self.shards.location), "skip", self._most_bad, options="--data.")
+            bad.add_counts({UNDECODABLE: (len(self._reported), [problem.rpartition(": ")[0]])})
+            bad.check(self.num_examples - len(self._reported))
         draws = draw(random_keys(self.seed, Stream.IMAGE_REPLACEMENT, epoch, index), np.arange(_TRIES))
         for other in below(draws, self.num_examples).tolist():
             if self._try(out, epoch, other) is None:

@@ -290,7 +290,7 @@ def test_an_image_that_cannot_be_decoded_is_named(with_bad, processes):
     places = [
         f"{with_bad}/train-0000{1 if i >= 18 else 0}.tar: {key_of(i)}: not an image" for i in BAD_NUMBERS
     ]
-    assert any(message.startswith(place) for place in places) and "on_bad skip" in message
+    assert any(message.startswith(place) for place in places) and "--data.on-bad skip" in message
     assert "\n" not in message
 
 
@@ -312,6 +312,16 @@ def test_bad_images_are_replaced_the_same_way_by_everybody(with_bad, monkeypatch
     others = reader.batch(1, np.arange(N))["images"][list(BAD_NUMBERS), 0, 0, 4]
     assert others.tolist() != used[list(BAD_NUMBERS)].tolist(), "each epoch draws again"
     assert streamed(reader, num_workers=3) == streamed(again_reader(with_bad))
+
+
+def test_many_bad_images_are_a_damaged_set(tmp_path):
+    """The rule of all readers: 20 of them pass, 21 of 100 do not, unless that share is allowed."""
+    images = [BAD if number < 21 else data for number, data in enumerate((IMAGES * 9)[:100])]
+    write_images(tmp_path, images)
+    reader_of(tmp_path, on_bad="skip").batch(0, np.arange(20))
+    with pytest.raises(UsageError, match=r"21 of 100 entries are invalid, .*--data\.most-bad 0\.2"):
+        reader_of(tmp_path, on_bad="skip", threads=1).batch(0, np.arange(21))
+    reader_of(tmp_path, on_bad="skip", most_bad=0.21).batch(0, np.arange(21))
 
 
 def again_reader(directory):
