@@ -38,8 +38,8 @@ def prepare_images(
     Parameters
     ----------
     source
-        A folder with train/CLASS/ and val/CLASS/ (or validation/, test/), a folder of class folders, or the
-        folder of ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
+        A folder with train/CLASS/ and val/CLASS/ (or validation/, test/), a folder of class folders, a .tar
+        or .tar.gz of one, or the folder of ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (or .tar.gz).
     out
         Directory for shards and manifest; needed unless it is a dry run.
     validation
@@ -60,7 +60,8 @@ def prepare_images(
         source, validation=validation, seed=config.seed, ground_truth=ground_truth, synsets=synsets
     )
     if out is None or dry_run:
-        print("\n".join([found.description, *found.remarks, *try_out(found, config)]))
+        lines = try_out(found, config)
+        print("\n".join([found.description, *found.remarks, *lines]))
     else:
         prepare_source(found, out, config=config)
 
@@ -75,6 +76,7 @@ def prepare_coco(
     validation_annotations: Path | None = None,
     keep_empty: bool = False,
     masks: Literal["as-given", "run-lengths"] = "as-given",
+    boxes_only: Literal["keep", "skip", "fill"] = "keep",
     config: Annotated[ImagePrepareConfig, Parameter(name="*")] = ImagePrepareConfig(),  # noqa: B008
 ) -> None:
     """Turn COCO's images and annotations into image shards. Run it again to continue after a stop or a crash.
@@ -96,6 +98,9 @@ def prepare_coco(
     masks
         as-given: polygons become masks in each training batch, exact at its size; run-lengths: here, once,
         at the size of the image.
+    boxes_only
+        Objects without a segmentation: keep them, for detectors of boxes; skip them; or fill, to take the
+        box for the mask.
     """
     from shoal.data.coco.source import CocoSource, CocoSplit
     from shoal.data.coco.source import prepare_coco as prepare_split
@@ -114,5 +119,6 @@ def prepare_coco(
         most_bad=config.most_bad,
         keep_empty=keep_empty,
         run_lengths=masks == "run-lengths",
+        boxes_only=boxes_only,
     )
     prepare_split(source, out, config=config)

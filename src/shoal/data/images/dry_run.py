@@ -11,8 +11,9 @@ import numpy as np
 from shoal.data.images.headers import BadImage
 from shoal.data.images.prepare import ImagePrepareConfig, list_images, num_shards, read_image
 from shoal.data.images.reencode import check_pillow, reencode
-from shoal.data.images.sources import TRAIN, ImageSource, Listing
+from shoal.data.images.sources import TRAIN, ImageSource, Listing, PackedSource
 from shoal.env.machine import num_cores
+from shoal.errors import UsageError
 from shoal.formatting import plural, size
 
 _TRIED = 64
@@ -20,14 +21,17 @@ _MEMBER_BYTES = 512 + 256
 """Header of a tar member, and half a block on average to pad its last one."""
 
 
-def dry_run(source: ImageSource, config: ImagePrepareConfig) -> list[str]:
+def dry_run(source: ImageSource | PackedSource, config: ImagePrepareConfig) -> list[str]:
     """List the source, read and re-encode some of its images, and return the lines of the report.
 
     Raises:
-        UsageError: the source cannot be used.
+        UsageError: the source cannot be used, or is packed.
         ShoalError: it cannot be read.
     """
     check_pillow()
+    if isinstance(source, PackedSource):
+        names = ", ".join(str(path) for path in source.files)
+        raise UsageError(f"{names}: a dry run does not unpack; unpack it, or leave --dry-run out")
     with tempfile.TemporaryDirectory(prefix="shoal-dry-run-") as name:
         totals = list_images(source, Path(name))
         listing = Listing(Path(name), TRAIN)

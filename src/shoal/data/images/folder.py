@@ -1,5 +1,7 @@
 """Reads images from class folders: ``train/CLASS/…`` with ``val/CLASS/…``, or ``CLASS/…`` alone.
 
+The folders may be in a tar, whose images are read in their places (``tars``).
+
 Labels number the classes in the order of their names, as in torchvision's ``ImageFolder``, and images are
 recognised by their suffix. Other files are ignored. If there is no folder of validation images, a fraction of
 each class is held out.
@@ -8,13 +10,15 @@ each class is held out.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple, NoReturn
 
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
+from shoal.data.images.tars import members
 from shoal.errors import ShoalError, UsageError, did_you_mean
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
@@ -27,6 +31,71 @@ class _File(NamedTuple):
     name: str  # relative to the folder of the class, with slashes
     size: int
     changed_ns: int
+    offset: int = 0
+
+
+class _Disk:
+    """Folders on a disk."""
+
+    def folders(self, path: Path) -> list[str]:
+        """Return the sorted names of the folders in ``path`` that are not hidden."""
+        return _folders(path)
+
+    def files(self, folder: Path) -> list[_File]:
+        """Return the images below a class folder, sorted by name."""
+        return _files(folder)
+
+    def names(self, root: Path, leading_back: list[Path]) -> Iterator[PurePath]:
+        """Yield the paths of all files; links that lead back are appended to ``leading_back``."""
+        return _visible(root, leading_back)
+
+    def image(self, path: Path, file: _File, key: str, label: int) -> SourceImage:
+        """Return a file below the class folder ``path`` as an image."""
+        return SourceImage(key, path / file.name, 0, file.size, label)
+
+
+class _Tar:
+    """Folders in a tar; paths begin with that of the tar. Members whose names begin with a dot are hidden."""
+
+    def __init__(self, path: Path) -> None:
+        """List the tar, and leave out a folder around all others."""
+        self._path = path
+        changed_ns = path.stat().st_mtime_ns
+        self._files: dict[str, _File] = {}
+        for name, offset, size in members(path):
+            if not any(map(_is_hidden, name.split("/"))):
+                self._files[name] = _File(name, size, changed_ns, offset)  # a later one replaces an earlier
+        self._sorted = sorted(self._files)
+        self.root = path
+        while len(names := self.folders(self.root)) == 1 and all(
+            "/" in name for name in self._below(self.root)
+        ):
+            self.root = self.root / names[0]
+
+    def _begin(self, path: Path) -> str:
+        return "".join(f"{part}/" for part in path.relative_to(self._path).parts)
+
+    def _below(self, path: Path) -> list[str]:
+        """Return the sorted names below ``path``, relative to it."""
+        begin = self._begin(path)
+        first = bisect_left(self._sorted, begin)
+        last = bisect_left(self._sorted, f"{begin[:-1]}0") if begin else len(self._sorted)  # 0 follows /
+        return [name[len(begin) :] for name in self._sorted[first:last]]
+
+    def folders(self, path: Path) -> list[str]:
+        return sorted({name.partition("/")[0] for name in self._below(path) if "/" in name})
+
+    def files(self, folder: Path) -> list[_File]:
+        begin = self._begin(folder)
+        names = (name for name in self._below(folder) if PurePosixPath(name).suffix.lower() in SUFFIXES)
+        return [self._files[begin + name]._replace(name=name) for name in names]
+
+    def names(self, root: Path, leading_back: list[Path]) -> Iterator[PurePath]:
+        return map(PurePosixPath, self._below(root))
+
+    def image(self, path: Path, file: _File, key: str, label: int) -> SourceImage:
+        member = self._begin(path) + file.name
+        return SourceImage(key, self._path, file.offset, file.size, label, member)
 
 
 class FolderSource:
@@ -36,7 +105,7 @@ class FolderSource:
         """List the class folders of ``path``.
 
         Args:
-            path: the folder.
+            path: the folder, or a tar of it, which may hold one folder around all others.
             validation: fraction of each class that is held out if there is no folder of validation images;
                 ``None``: 0.05, 0: none.
             seed: another seed holds out other images.
@@ -47,7 +116,11 @@ class FolderSource:
             ShoalError: a folder cannot be read.
         """
         self._seed = seed
-        folders = _folders(path)
+        self._tree: _Disk | _Tar = _Disk()
+        if not path.is_dir():
+            self._tree = tar = _Tar(path)
+            path = tar.root
+        folders = self._tree.folders(path)
         self._roots = {TRAIN: path}
         self._left_alone: list[str] = []
         if TRAIN in folders:
@@ -66,7 +139,7 @@ class FolderSource:
         if not 0 <= share < 1:
             raise UsageError(f"validation={share} must be at least 0 and below 1")
         self._share = 0.0 if VALIDATION in self._roots else share
-        self.classes = tuple(_folders(self._roots[TRAIN]))
+        self.classes = tuple(self._tree.folders(self._roots[TRAIN]))
         self._check_classes()
         self.splits = (TRAIN, VALIDATION) if self._share or VALIDATION in self._roots else (TRAIN,)
         held_out = f", {self._share:g} of each class held out" if self._share else ""
@@ -79,7 +152,7 @@ class FolderSource:
             used, others = self._roots[VALIDATION].name, ", ".join(self._left_alone)
             lines.append(f"validation images are those of {used}; {others} is left alone")
         leading_back: list[Path] = []
-        each = (path for root in self._roots.values() for path in _visible(root, leading_back))
+        each = (path for root in self._roots.values() for path in self._tree.names(root, leading_back))
         suffixes = (path.suffix.lower() for path in each)
         counts = Counter(suffix or "without suffix" for suffix in suffixes if suffix not in SUFFIXES)
         if counts:
@@ -96,7 +169,7 @@ class FolderSource:
         digest = blake2b(digest_size=16)
         for root in self._roots.values():
             for name in self.classes:
-                for file in _files(root / name):
+                for file in self._tree.files(root / name):
                     line = f"{root.name}/{name}/{file.name}\0{file.size}\0{file.changed_ns}\n"
                     digest.update(line.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
@@ -104,14 +177,14 @@ class FolderSource:
     def images(self, split: str) -> Iterator[SourceImage]:
         root = self._roots.get(split, self._roots[TRAIN])
         for label, name in enumerate(self.classes):
-            files = _files(root / name)
+            files = self._tree.files(root / name)
             keys = unique_keys([f"{name}/{file.name}" for file in files])
             chosen: Sequence[int] = range(len(files))
             if self._share:
                 held_out = set(self._held_out(keys))
                 chosen = [at for at in chosen if (at in held_out) == (split == VALIDATION)]
             for at in chosen:
-                yield SourceImage(keys[at], root / name / files[at].name, 0, files[at].size, label)
+                yield self._tree.image(root / name, files[at], keys[at], label)
 
     def _held_out(self, keys: Sequence[str]) -> list[int]:
         """Return the indices of a class's validation images, by a hash; at least one if it has two images."""
@@ -133,7 +206,7 @@ class FolderSource:
         if VALIDATION not in self._roots:
             return
         other = self._roots[VALIDATION]
-        found = _folders(other)
+        found = self._tree.folders(other)
         extra = [name for name in found if name not in self.classes]
         missing = [name for name in self.classes if name not in found]
         if extra:
@@ -167,11 +240,16 @@ def unique_keys(names: Sequence[str]) -> list[str]:
     return keys
 
 
+def _is_hidden(name: str) -> bool:
+    """Return whether a file or folder is left out: those with a dot, and what zips of macOS have beside."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
 def _folders(path: Path) -> list[str]:
     """Return the sorted names of the folders in ``path`` that are not hidden."""
     try:
         with os.scandir(path) as entries:
-            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            return sorted(e.name for e in entries if e.is_dir() and not _is_hidden(e.name))
     except OSError as error:
         _unreadable(error)
 
@@ -197,14 +275,14 @@ def _visible(folder: Path, leading_back: list[Path] | None = None) -> Iterator[P
     """
     visited = {_identity(one) for one in (folder, *folder.resolve().parents)}
     for root, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
-        found, folders[:] = sorted(name for name in folders if not name.startswith(".")), []
+        found, folders[:] = sorted(name for name in folders if not _is_hidden(name)), []
         for path in (Path(root, name) for name in found):
             if (identity := _identity(path)) not in visited:
                 visited.add(identity)
                 folders.append(path.name)
             elif leading_back is not None:
                 leading_back.append(path)
-        yield from (Path(root, name) for name in names if not name.startswith("."))
+        yield from (Path(root, name) for name in names if not _is_hidden(name))
 
 
 def _identity(folder: Path) -> tuple[int, int]:

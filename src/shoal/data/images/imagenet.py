@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import struct
 import tarfile
 import zlib
@@ -17,71 +16,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 import numpy as np
 
 from shoal.atomic_io import MAX_WHOLE_BYTES, read_whole
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
+from shoal.data.images.tars import Member, members
 from shoal.errors import ShoalError, UsageError, did_you_mean
-
-_BLOCK = tarfile.BLOCKSIZE
-
-
-class Member(NamedTuple):
-    """A file in a tar; ``offset`` counts from the beginning of the outermost file."""
-
-    name: str
-    offset: int
-    size: int
-
-
-def members(path: Path, inside: Member | None = None) -> Iterator[Member]:
-    """Yield the files of the tar ``path``, or of the tar that is its member ``inside``, in their order.
-
-    Folders and extended headers (long names, which ImageNet does not have) are skipped.
-
-    Raises:
-        ShoalError: the file cannot be read, is not a tar, is truncated or damaged.
-    """
-    where = f"{path}: {inside.name}" if inside else str(path)
-    try:
-        with path.open("rb", buffering=0) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            at = inside.offset if inside else 0
-            end = min(at + inside.size, num_bytes) if inside else num_bytes
-            while True:
-                header = os.pread(file.fileno(), _BLOCK, at) if at + _BLOCK <= end else b""
-                if not header:
-                    raise ShoalError(f"{where} was cut short: it has no end after byte {at:,}; get it again")
-                if not any(header):  # a tar ends with blocks of zeros
-                    return
-                member = _parse(header, where, at)
-                if member.size < 0:  # the next header would be this one again, or before it
-                    raise ShoalError(
-                        f"{where} is damaged at byte {at:,}: {member.name} has the size {member.size:,}, "
-                        "which must be at least 0; get it again"
-                    )
-                if at + _BLOCK + member.size > end:
-                    raise ShoalError(
-                        f"{where} was cut short in {member.name}, which ends at byte "
-                        f"{at + _BLOCK + member.size:,} of {end:,}; get it again"
-                    )
-                if member.isreg():
-                    yield Member(member.name, at + _BLOCK, member.size)
-                at += _BLOCK + -(-member.size // _BLOCK) * _BLOCK
-    except OSError as error:
-        raise ShoalError(f"{where} cannot be read: {error.strerror}") from error
-
-
-def _parse(header: bytes, where: str, at: int) -> tarfile.TarInfo:
-    try:
-        return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-    except tarfile.TarError as error:
-        if at == 0:
-            raise ShoalError(f"{where} is not an uncompressed tar ({error})") from None
-        raise ShoalError(f"{where} is damaged at byte {at:,} ({error}); get it again") from None
-
 
 _MAT_HEADER_BYTES = 128
 _MATRIX, _COMPRESSED = 14, 15  # types of elements
@@ -279,12 +220,18 @@ class ImageNetSource:
     remarks: tuple[str, ...] = ()
 
     def __init__(
-        self, folder: Path, *, ground_truth: Path | None = None, synsets: Path | None = None
+        self,
+        folder: Path,
+        *,
+        ground_truth: Path | None = None,
+        synsets: Path | None = None,
+        tars: tuple[Path, Path] | None = None,
     ) -> None:
         """List the classes and read the ground truth.
 
         Args:
             folder: of both tars and the development kit.
+            tars: those of training and of validation images, where they are not in ``folder``.
             ground_truth: a file of one synset or number per line; ``None`` finds it in ``folder``.
             synsets: ``meta.mat``, or a text file of the synsets in the order of the numbers.
 
@@ -292,7 +239,7 @@ class ImageNetSource:
             UsageError: a tar, the ground truth or the list of synsets is missing; the tar has no classes.
             ShoalError: a file cannot be read or is damaged.
         """
-        self._train, self._validation = folder / TRAIN_TAR, folder / VALIDATION_TAR
+        self._train, self._validation = tars or (folder / TRAIN_TAR, folder / VALIDATION_TAR)
         for path in (self._train, self._validation):
             if not path.is_file():
                 raise UsageError(f"{path}: there is no such file, and ImageNet is prepared from both tars")

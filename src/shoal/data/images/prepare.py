@@ -36,6 +36,7 @@ from shoal.data.images.sources import (
     VALIDATION,
     ImageSource,
     Listing,
+    PackedSource,
     SourceImage,
     Totals,
     write_listing,
@@ -96,7 +97,11 @@ class ImagePrepareConfig(ReencodeConfig):
 
 
 def prepare_images(
-    source: ImageSource, out: Path, *, config: ImagePrepareConfig | None = None, progress: bool = True
+    source: ImageSource | PackedSource,
+    out: Path,
+    *,
+    config: ImagePrepareConfig | None = None,
+    progress: bool = True,
 ) -> ImageManifest:
     """Prepare ``source`` into ``out`` and return the manifest; return it if it is there already.
 
@@ -118,6 +123,10 @@ def prepare_images(
     with begun as (shown, is_prepared):
         if is_prepared:
             return ImageManifest.load(out)
+        if isinstance(source, PackedSource):
+            names = ", ".join(str(path) for path in source.files)
+            shown.say(f"unpacking {names} to {out / RECORDS}, until the shards are written")
+            source = source.unpack(out / RECORDS)
         for line in source.remarks:
             shown.say(line)
         totals = _list_source(source, out, shown)

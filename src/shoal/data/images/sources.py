@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -82,6 +82,33 @@ class ImageSource(Protocol):
             UsageError: the source cannot be used as it is.
             ShoalError: it cannot be read.
         """
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """Images in compressed archives, which have to be unpacked before anything is known about them.
+
+    Attributes:
+        description: as that of an :class:`ImageSource`.
+        files: the archives.
+        options: what the result depends on besides.
+        unpack: writes what it unpacks into a folder and returns the source.
+    """
+
+    remarks: ClassVar[tuple[str, ...]] = ()
+
+    description: str
+    files: tuple[Path, ...]
+    options: str
+    unpack: Callable[[Path], ImageSource]
+
+    def state(self) -> str:
+        """Return a digest that changes when an archive does, or another option is given."""
+        digest = blake2b(self.options.encode(), digest_size=16)
+        for path in self.files:
+            facts = path.stat()
+            digest.update(f"{path.name}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
