@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +17,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import UsageError, import_extra
 from shoal.models.profile import StepProfile, profile_step
 from shoal.planner.hardware import shipped
-from shoal.planner.workload import MOMENTUM_BYTES, Layer, Workload
-
-_SAMPLES = 2
-"""Samples in the batch that is counted: batch norm needs more than one value."""
+from shoal.planner.workload import Layer, Workload
 
 
 def workload_of_model(
@@ -123,37 +119,8 @@ def workload_of_entry(name: str, sequence_length: int | None = None) -> Workload
         ShoalError: the library that provides the model is not installed.
     """
     entry = shipped("models.toml")[name]
-    return _detector(name, entry) if "image" in entry else _language_model(name, entry, sequence_length)
-
-
-def _library(module: str, extra: str) -> Any:
-    return import_extra(module, extra, f"this recipe's model comes from {module}")
-
-
-def _detector(name: str, entry: Mapping[str, Any]) -> Workload:
-    """Count the dense parts of a detector of boxes at its training sizes."""
-    detection = _library("torchvision.models.detection", "vision")
-    with torch.device("meta"):
-        model = getattr(detection, entry["architecture"])(weights=None, weights_backbone=None)
-        images = torch.empty(_SAMPLES, 3, *entry["image"])
-        boxes = torch.empty(_SAMPLES * entry["boxes"], 256, 7, 7)
-
-    def loss() -> Tensor:
-        features = list(model.backbone(images).values())
-        scores, offsets = model.rpn.head(features)
-        heads = model.roi_heads
-        classes, refined = heads.box_predictor(heads.box_head(boxes))
-        total: Tensor = sum(t.sum() for t in (*scores, *offsets, classes, refined, *features))
-        return total
-
-    profile = profile_step(model.train(), loss, num_samples=_SAMPLES)
-    workload = workload_of_profile(name, profile, unit="images", optimizer_bytes=MOMENTUM_BYTES)
-    return replace(workload, num_kernels=workload.num_kernels + entry["operations"])
-
-
-def _language_model(name: str, entry: Mapping[str, Any], sequence_length: int | None) -> Workload:
-    """Count a decoder of transformers."""
-    architecture = getattr(_library("transformers", "text"), entry["architecture"])
+    library = import_extra("transformers", "text", "this recipe's model comes from transformers")
+    architecture = getattr(library, entry["architecture"])
     length = sequence_length or entry["length"]
     config = architecture.config_class(**entry["config"], **{entry["length_key"]: length})
     with torch.device("meta"):

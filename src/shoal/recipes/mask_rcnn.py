@@ -1,5 +1,7 @@
 """Trains Mask R-CNN (He et al. 2017, arXiv 1703.06870): objects in images, with their boxes and masks.
 
+Without masks (``--model.no-masks``, the presets faster-rcnn-…) it is Faster R-CNN, which learns from boxes.
+
     python -m shoal.recipes.mask_rcnn --preset tiny
     torchrun --nproc-per-node 8 -m shoal.recipes.mask_rcnn --preset coco-1x --data.path /data/coco
     shoal train mask_rcnn --preset tiny --workers 2
@@ -68,6 +70,8 @@ PRESETS = (
     "coco-novograd-256",
     "coco-novograd-512",
     "tiny",
+    "faster-rcnn-coco-1x",
+    "faster-rcnn-tiny",
 )
 
 
@@ -148,13 +152,10 @@ class DetectionRunConfig(RunOutputConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskRCNNTrainConfig(images.ImageTrainConfig):
-    """All settings of training Mask R-CNN; presets are TOML files in ``presets/mask_rcnn``."""
+    """All settings of training a detector; presets are TOML files in ``presets/mask_rcnn``."""
 
     longer: ClassVar[str] = "--train.total-steps"
     prepare: ClassVar[str] = "shoal prepare coco"
-    scores: ClassVar[dict[str, tuple[str, ...]]] = {
-        "validation": ("box_AP", "box_AP50", "box_AP75", "mask_AP", "mask_AP50", "mask_AP75")
-    }
 
     model: MaskRCNNConfig = field(default_factory=MaskRCNNConfig)
     augment: DetectionAugmentConfig = field(default_factory=DetectionAugmentConfig)
@@ -162,6 +163,12 @@ class MaskRCNNTrainConfig(images.ImageTrainConfig):
     optim: OptimConfig = field(default_factory=OptimConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     run: DetectionRunConfig = field(default_factory=DetectionRunConfig)
+
+    @property
+    def scores(self) -> dict[str, tuple[str, ...]]:
+        """Names of the scores in the record, by split."""
+        names = tuple(f"{NAMES[kind]}_{name}" for kind in kinds_of(self.model) for name in _RECORDED)
+        return {"validation": names}
 
 
 IMMUTABLE = (
@@ -242,7 +249,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
                         inputs = normalise(inputs, targets["sizes"])
                     losses = mean_losses(ddp(images.like_weights(inputs, model), targets, keys))
                     step.backward(losses.sum() / step.num_samples)
-                    step.add(step.num_samples, **dict(zip(LOSSES, losses, strict=True)))
+                    step.add(step.num_samples, **dict(zip(LOSSES, losses, strict=False)))
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.is_done and run.due(config.run.validation_frequency, evaluation=True):
                 scored = score()
@@ -262,21 +269,23 @@ LOSSES = {
     "loss_box_reg": "count_region",
     "loss_mask": "count_mask",
 }
-"""Parts of the loss by torchvision's names; in every image each is divided by this count."""
+"""Parts of the loss by torchvision's names (the last one with masks); in every image each is divided by this
+count."""
 
 TARGETS = ("sizes", "boxes", "labels", "num_objects", "masks", "mask_places")
 """Tensors of a batch that the model learns from."""
 
 
 def mean_losses(parts: "Mapping[str, Tensor]") -> "Tensor":
-    """Return the parts of the loss, each the sum over images of the mean within one, ``[5]``.
+    """Return the parts of the loss, each the sum over images of the mean within one, ``[5]``; or 4 of boxes.
 
     With a mean per image neither the number of workers nor the micro-batch changes the gradient (except by
     norms that learn).
     """
     import torch
 
-    return torch.stack([(parts[name] / parts[count].clamp(min=1)).sum() for name, count in LOSSES.items()])
+    there = {name: count for name, count in LOSSES.items() if name in parts}
+    return torch.stack([(parts[name] / parts[count].clamp(min=1)).sum() for name, count in there.items()])
 
 
 def sampling_keys(seed: int, batch: "Batch") -> "Tensor":
@@ -356,13 +365,19 @@ def open_data(
 
     Args:
         in_bytes: training images are not normalised.
+
+    Raises:
+        UsageError: there are none, or objects lack the masks that the network learns from.
     """
     from shoal.data.coco.reader import DetectionReader
-    from shoal.data.coco.source import read_categories
+    from shoal.data.coco.source import check_masks, read_categories
     from shoal.data.coco.transform import DetectionTransform
     from shoal.data.sources import ReaderSource
 
     train, held_out = images.open_shards(config, world)
+    masks = config.model.masks
+    if masks:
+        check_masks(images.location_of(config))
     make_reader = partial(
         DetectionReader,
         categories=read_categories(images.location_of(config)),
@@ -371,7 +386,9 @@ def open_data(
     )
     source = ReaderSource(
         reader=make_reader(
-            train, DetectionTransform(config.augment), dtype="uint8" if in_bytes else "float32"
+            train,
+            DetectionTransform(config.augment, masks=masks),
+            dtype="uint8" if in_bytes else "float32",
         ),
         order=GroupedOrder(
             aspect_groups(train.sizes),
@@ -380,13 +397,18 @@ def open_data(
         ),
         processes=config.data.loader_processes,
     )
-    return source, make_reader(held_out, DetectionTransform(config.validation.view))
+    return source, make_reader(held_out, DetectionTransform(config.validation.view, masks=masks))
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
 
 NAMES: "dict[Kind, str]" = {"bbox": "box", "segm": "mask"}
 _RECORDED = ("AP", "AP50", "AP75")
+
+
+def kinds_of(network: MaskRCNNConfig) -> "tuple[Kind, ...]":
+    """Return what a network finds: boxes, and masks if it has them."""
+    return ("bbox", "segm") if network.masks else ("bbox",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,7 +419,7 @@ class Scored:
     """This worker's part."""
     truth: "CocoAnnotations | None" = None
     scores: "list[CocoScore]" = field(default_factory=list)
-    """Of boxes and of masks."""
+    """Of boxes, and of masks if the network has them."""
 
 
 def evaluate(
@@ -420,7 +442,6 @@ def evaluate(
     """
     import numpy as np
 
-    from shoal.data.coco.results import KINDS
     from shoal.data.coco.source import prepared_truth
     from shoal.train.world import infer
 
@@ -429,7 +450,7 @@ def evaluate(
         with precision.autocast():
             return model.detect(inputs, batch["sizes"].to(world.device, non_blocking=True)), batch
 
-    objects: Objects = {kind: {} for kind in KINDS}
+    objects: Objects = {kind: {} for kind in kinds_of(model.config)}
     numbers: list[int] = []
     was_training = model.training
     model.eval()
@@ -443,7 +464,7 @@ def evaluate(
     truth = prepared_truth(
         reader.shards, reader.categories, range(reader.num_examples) if world.is_main else numbers
     )
-    scores = [score_across_workers(world, truth, objects[kind], kind) for kind in KINDS]
+    scores = [score_across_workers(world, truth, objects[kind], kind) for kind in objects]
     there = [score for score in scores if score]
     return Scored(objects=objects, truth=truth if there else None, scores=there)
 
@@ -491,7 +512,7 @@ def add_objects(
     """Add the detections of a batch, in the images' own sizes.
 
     Args:
-        objects: by kind and id of the image; both kinds in the same order.
+        objects: by kind and id of the image; both kinds in the same order, or boxes only.
         detections: of the batch.
         batch: its ``sizes``, ``original_size`` and ``image_id``, as of ``DetectionReader.batch``.
         categories: their ids in the order of the labels.
@@ -506,7 +527,8 @@ def add_objects(
     bitmaps = detections.bitmaps(boxes, [(int(height), int(width)) for height, width in sizes])
     labels, scores, corners = detections.labels.tolist(), detections.scores.tolist(), boxes.tolist()
     first = 0
-    for image, count, masks in zip(batch["image_id"].tolist(), detections.counts, bitmaps, strict=True):
+    counted = zip(batch["image_id"].tolist(), detections.counts, strict=True)
+    for (image, count), masks in zip_longest(counted, bitmaps):
         part = slice(first, first + count)
         names = [categories[label - 1] for label in labels[part]]
         shapes = [[x1, y1, x2 - x1, y2 - y1] for x1, y1, x2, y2 in corners[part]]
@@ -514,22 +536,28 @@ def add_objects(
             Detection(name, score, box, box[2] * box[3])
             for name, score, box in zip(names, scores[part], shapes, strict=True)
         ]
+        first += count
+        if masks is None:
+            continue
         rles = encoded(masks.cpu().numpy().astype(np.uint8))
         objects["segm"][image] = [
             Detection(name, score, rle, area)
             for name, score, rle, area in zip(names, scores[part], rles, areas(rles), strict=True)
         ]
-        first += count
 
 
 def results_of(
     objects: "Mapping[Kind, Mapping[int, Sequence[Detection]]]", image: int
 ) -> list[dict[str, Any]]:
     """Return the objects of an image as in COCO's results."""
-    return [
-        {"category_id": box.category_id, "score": box.score, "bbox": box.shape, "segmentation": mask.shape}
-        for box, mask in zip(objects["bbox"][image], objects["segm"][image], strict=True)
+    results: list[dict[str, Any]] = [
+        {"category_id": box.category_id, "score": box.score, "bbox": box.shape}
+        for box in objects["bbox"][image]
     ]
+    if "segm" in objects:
+        for result, mask in zip(results, objects["segm"][image], strict=True):
+            result["segmentation"] = mask.shape
+    return results
 
 
 def gather_results(
@@ -769,15 +797,17 @@ class Detecting(images.ImageUse):
         return iter(outputs)
 
     def labelled(self, inputs: tuple[Path, ...]) -> list[ImageShards]:
-        from shoal.data.coco.source import read_categories
+        from shoal.data.coco.source import check_masks, read_categories
 
         model, data = self.settings.model, self.settings.data
+        if self.detector.model.config.masks:
+            check_masks(data)
         if self.detector.categories != read_categories(data):
             raise UsageError(f"--model {model}: its categories are not those of the images {data}")
         return [ImageShards(data, self.settings.split)]
 
     def score(self, data: ImageShards) -> str | None:
-        """Return COCO's metrics of boxes and masks."""
+        """Return COCO's metrics of boxes, and of masks if the detector finds them."""
         import torch
 
         from shoal.atomic_io import write_json
@@ -792,7 +822,10 @@ class Detecting(images.ImageUse):
             detector.model.to(memory_format=torch.channels_last)
         reader = DetectionReader(
             data,
-            DetectionTransform(ValidationConfig(shorter=detector.shorter, longer=detector.longer).view),
+            DetectionTransform(
+                ValidationConfig(shorter=detector.shorter, longer=detector.longer).view,
+                masks=detector.model.config.masks,
+            ),
             categories=detector.categories,
             seed=0,
             threads=default_decode_threads(world.place.num_local_workers),
@@ -816,13 +849,13 @@ def objects_in(
     """Return the objects of a picture uint8 ``[H, W, 3]``, the surest first, as in COCO's results.
 
     Each has ``category_id``, ``category`` (its name), ``score``, ``bbox`` (x, y, width, height in pixels) and
-    ``segmentation`` (run lengths). The picture is brought to the form of the run's validation images.
+    ``segmentation`` (run lengths) if the network has masks. The picture is brought to the form of the run's
+    validation images.
     """
     import numpy as np
     import torch
 
     from shoal.data.coco.augment import SIZE_STEP, placement
-    from shoal.data.coco.results import KINDS
     from shoal.data.coco.transform import unflipped_pixels
     from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
     from shoal.data.images.pixels import finish
@@ -843,7 +876,7 @@ def objects_in(
     }
     with torch.inference_mode(), precision.autocast():
         detections = detector.model.detect(torch.from_numpy(image).to(device), batch["sizes"].to(device))
-    objects: Objects = {kind: {} for kind in KINDS}
+    objects: Objects = {kind: {} for kind in kinds_of(detector.model.config)}
     add_objects(objects, detections, batch, list(detector.categories))
     return [{"category": detector.categories[one["category_id"]], **one} for one in results_of(objects, 0)]
 
@@ -915,9 +948,9 @@ def _drawn_objects(
     from shoal.data.coco.masks import bitmaps
 
     labels = {number: label for label, number in enumerate(detector.categories, 1)}
-    masks = bitmaps([one["segmentation"] for one in objects], height, width).astype(bool)
+    rles = [one["segmentation"] for one in objects if "segmentation" in one]
     found = []
-    for one, mask in zip(objects, masks, strict=True):
+    for one, mask in zip_longest(objects, bitmaps(rles, height, width).astype(bool)):
         x, y, w, h = one["bbox"]
         text = f"{one['category']} {one['score']:.0%}"
         label = labels[one["category_id"]]
@@ -946,8 +979,12 @@ def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[
     data = config.data
     num_train, num_held_out = data.made_images, data.num_made_held_out
     if data.path is not None or not data.made_images:
+        from shoal.data.coco.source import check_masks
+
         train, held_out = images.open_shards(config)
         num_train, num_held_out = len(train), len(held_out)
+        if config.model.masks:
+            check_masks(images.location_of(config))
     plan = make_plan(config, num_examples=num_train, num_workers=num_workers)
     weights, begun = config.model.weights, (required(config.run.dir) / CONFIG_FILE).is_file()
     if weights is not None and not begun and not weights.is_file():

@@ -147,6 +147,7 @@ def test_every_name_that_is_measured_is_known() -> None:
         ("resnet50", "imagenet-16k", None, "resnet50"),
         ("resnet50", "cifar10", None, "resnet8"),
         ("mask_rcnn", "coco-sgd-192", None, "mask-rcnn"),
+        ("mask_rcnn", "faster-rcnn-tiny", None, "faster-rcnn"),
         ("squad", "bert", None, "squad-bert-base"),
         ("classify", "albert", "large", "classify-albert-large"),
         ("squad", "tiny", None, "squad-bert-tiny"),

@@ -85,6 +85,8 @@ def test_an_image_counts_as_much_as_another() -> None:
     found = {name: torch.tensor([6.0, 10.0, 0.0]) for name in LOSSES}
     found |= {name: torch.tensor([2, 10, 0]) for name in LOSSES.values()}
     assert mean_losses(found).tolist() == [4.0] * 5
+    del found["loss_mask"]
+    assert mean_losses(found).tolist() == [4.0] * 4
 
 
 def test_figures_without_an_object_to_find_are_not_recorded() -> None:

@@ -30,8 +30,8 @@ class Drawn:
     text: str
     box: tuple[float, float, float, float]
     """x1, y1, x2, y2 in pixels."""
-    mask: npt.NDArray[np.bool_]
-    """``[H, W]``, of the whole picture."""
+    mask: npt.NDArray[np.bool_] | None
+    """``[H, W]``, of the whole picture; ``None``: only the box is drawn."""
 
 
 def colour_of(label: int) -> Colour:
@@ -57,7 +57,9 @@ def drawn(pixels: Pixels, objects: Sequence[Drawn]) -> Pixels:
     height, width, _ = pixels.shape
     mixed = pixels.astype(np.float32)
     for one in objects:
-        mixed[one.mask] += MASK_OPACITY * (np.array(colour_of(one.label), dtype=np.float32) - mixed[one.mask])
+        if one.mask is not None:
+            colour = np.array(colour_of(one.label), dtype=np.float32)
+            mixed[one.mask] += MASK_OPACITY * (colour - mixed[one.mask])
     picture = Image.fromarray(np.rint(mixed).astype(np.uint8))
     pen, line = ImageDraw.Draw(picture), line_width(height, width)
     font = ImageFont.load_default(size=max(10, round(min(height, width) / 30)))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 import zipfile
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shoal.atomic_io import write_json
 from shoal.data.bad_entries import MOST_BAD, BadEntries, BadEntry, OnBad
@@ -39,9 +41,16 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 
 CATEGORIES = "categories.json"
-"""Format, version, and the categories in the order of their labels: objects with id and name."""
+"""Format, version, the categories in the order of their labels (objects with id and name), and the number of
+objects that have boxes only, by split."""
 FORMAT = "shoal-coco"
 VERSION = 1
+BoxesOnly = Literal["keep", "skip", "fill"]
+"""Objects that have a box and no segmentation: keep, leave out, or take the box for the mask."""
+MASKS_REMEDY = (
+    "Mask R-CNN learns from masks: train on boxes only (--preset faster-rcnn-coco-1x, or --model.no-masks), "
+    "or prepare the images again with --boxes-only skip (without such objects) or fill (a box is its mask)"
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,7 @@ class CocoSource:
         most_bad: float = MOST_BAD,
         keep_empty: bool = False,
         run_lengths: bool = False,
+        boxes_only: BoxesOnly = "keep",
     ) -> None:
         """Read the annotations and find the images.
 
@@ -102,6 +112,7 @@ class CocoSource:
             keep_empty: keep training images without objects (crowds do not count); validation keeps all.
             run_lengths: convert every mask to run lengths of the whole image now; otherwise keep polygons,
                 which are rasterised in each training batch.
+            boxes_only: what becomes of objects without a segmentation.
 
         Raises:
             UsageError: a file is not COCO, too many entries cannot be used, or categories differ.
@@ -112,10 +123,13 @@ class CocoSource:
         self._truth: dict[str, CocoAnnotations] = {}
         self._files: dict[str, list[tuple[CocoImage, _Place]]] = {}
         self.remarks: tuple[str, ...] = ()
+        self.boxes_only: dict[str, int] = {}
+        """Number of objects without a segmentation, by split."""
         digest = blake2b(digest_size=16)
         for name, split in splits.items():
             truth = self._truth[name] = read_annotations(split.truth_file(), on_bad=on_bad, most_bad=most_bad)
             images = _Images(split.images)
+            num_boxes = _treat_boxes(truth, boxes_only)
             if truth.categories != self.categories:
                 raise UsageError(
                     f"{split.annotations} has other categories than {train.annotations}; "
@@ -139,16 +153,18 @@ class CocoSource:
             self.remarks += tuple(truth.bad.lines())
             if num_empty:
                 self.remarks += (f"{num_empty:,} images without objects are left out (--keep-empty)",)
-            of_split = [one for objects in truth.objects.values() for one in objects if not one.is_crowd]
-            if num_boxes := sum(one.segmentation is None for one in of_split):
+            self.boxes_only[name] = num_boxes if boxes_only == "keep" else 0
+            if num_boxes:
+                num_objects = sum(not one.is_crowd for some in truth.objects.values() for one in some)
+                num_objects += num_boxes if boxes_only == "skip" else 0
                 self.remarks += (
-                    f"{num_boxes:,} of the {len(of_split):,} objects of {split.annotations} have no "
-                    "segmentation, only a box: Mask R-CNN refuses them",
+                    f"{num_boxes:,} of the {num_objects:,} objects of {split.annotations} have no "
+                    f"segmentation, only a box: {_BOXES_ONLY_MEANS[boxes_only]}",
                 )
         self.splits = tuple(splits)
         parts = [f"{split.images} with {split.annotations}" for split in splits.values()]
         self.description = f"COCO: {' and '.join(parts)}, {len(self.categories)} categories"
-        self._state = f"{digest.hexdigest()} {on_bad} {keep_empty} {run_lengths}"
+        self._state = f"{digest.hexdigest()} {on_bad} {keep_empty} {run_lengths} {boxes_only}"
 
     @property
     def categories(self) -> Mapping[int, str]:
@@ -168,6 +184,35 @@ class CocoSource:
             yield SourceImage(key, path, offset, size, member=member, annotations=text, annotated_size=shape)
 
 
+_BOXES_ONLY_MEANS = {
+    "keep": "train Faster R-CNN on them (--preset faster-rcnn-coco-1x)",
+    "skip": "they are left out",
+    "fill": "their boxes are their masks",
+}
+
+
+def _treat_boxes(truth: CocoAnnotations, how: BoxesOnly) -> int:
+    """Return how many objects, crowds aside, have no segmentation, after their treatment."""
+    count = 0
+    for image, objects in truth.objects.items():
+        without = [one.segmentation is None and not one.is_crowd for one in objects]
+        count += sum(without)
+        if how == "keep" or not any(without):
+            continue
+        pairs = zip(objects, without, strict=True)
+        truth.objects[image] = tuple(
+            _boxed(one) if is_box else one for one, is_box in pairs if not is_box or how == "fill"
+        )
+    return count
+
+
+def _boxed(one: CocoObject) -> CocoObject:
+    """Return an object whose mask is its box."""
+    x, y, width, height = one.box
+    polygon = array("d", [x, y, x + width, y, x + width, y + height, x, y + height])
+    return replace(one, segmentation=(polygon,))
+
+
 def prepare_coco(source: CocoSource, out: Path, *, config: ImagePrepareConfig) -> ImageManifest:
     """Prepare ``source`` into ``out``: image shards, their manifest, and :data:`CATEGORIES`.
 
@@ -176,18 +221,23 @@ def prepare_coco(source: CocoSource, out: Path, *, config: ImagePrepareConfig) -
         ShoalError: likewise.
     """
     manifest = prepare_images(source, out, config=config)
-    write_categories(out, source.categories)
+    write_categories(out, source.categories, source.boxes_only)
     return manifest
 
 
-def write_categories(out: Path, categories: Mapping[int, str]) -> None:
+def write_categories(
+    out: Path, categories: Mapping[int, str], boxes_only: Mapping[str, int] | None = None
+) -> None:
     """Write :data:`CATEGORIES`.
+
+    Args:
+        boxes_only: number of objects without a segmentation, by split; default: none.
 
     Raises:
         ShoalError: the disk is full or the folder cannot be written.
     """
     entries = [{"id": number, "name": name} for number, name in categories.items()]
-    tree = {"format": FORMAT, "version": VERSION, "categories": entries}
+    tree = {"format": FORMAT, "version": VERSION, "categories": entries, "boxes_only": dict(boxes_only or {})}
     write_json(out / CATEGORIES, tree)
 
 
@@ -201,6 +251,31 @@ def read_categories(location: Path | str) -> dict[int, str]:
         UsageError: the directory was not prepared from COCO.
         ShoalError: the file cannot be read, is damaged or has another format version.
     """
+    path, tree = _read_description(location)
+    try:
+        return {int(entry["id"]): str(entry["name"]) for entry in tree["categories"]}
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ShoalError(f"{path}: a field is missing or wrong ({error}); prepare the images again") from None
+
+
+def check_masks(location: Path | str) -> None:
+    """Check that all objects have masks, as far as the preparation has counted them.
+
+    Raises:
+        UsageError: some have boxes only.
+        ShoalError: as for :func:`read_categories`.
+    """
+    _, tree = _read_description(location)
+    counts = tree.get("boxes_only") or {}
+    words = [f"{count:,} of {split}" for split, count in counts.items() if count]
+    if words:
+        raise UsageError(
+            f"{location}: objects have a box but no segmentation ({', '.join(words)}). {MASKS_REMEDY}"
+        )
+
+
+def _read_description(location: Path | str) -> tuple[str, dict[str, Any]]:
+    """Return the path of :data:`CATEGORIES` and what it holds."""
     path = f"{location}/{CATEGORIES}"
     try:
         data = open_storage(location).whole(CATEGORIES)
@@ -213,10 +288,7 @@ def read_categories(location: Path | str) -> dict[int, str]:
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         tree = {"categories": tree}  # version None
     check_version(tree.get("version"), VERSION, path, "coco")
-    try:
-        return {int(entry["id"]): str(entry["name"]) for entry in tree["categories"]}
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise ShoalError(f"{path}: a field is missing or wrong ({error}); prepare the images again") from None
+    return path, tree
 
 
 def as_json(image: CocoImage, objects: tuple[CocoObject, ...], *, run_lengths: bool = False) -> str:
@@ -285,6 +357,9 @@ class _Images:
 
     def _name_of(self, file_name: str) -> str:
         """Return the name below the folder. Tools also write paths of their own machine, or of Windows."""
+        for form in ("NFC", "NFD"):  # macOS and others write the same letters in different ways
+            if self._has(name := unicodedata.normalize(form, file_name)):
+                file_name = name
         if self._has(file_name):
             return file_name
         parts = [part for part in re.split(r"[/\\]", file_name) if part]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from shoal.data.coco.annotations import Rle
 from shoal.data.coco.augment import DetectionAugmentConfig, Placement, placement
 from shoal.data.coco.masks import areas, as_compressed, bitmaps, encoded, mask_library
+from shoal.data.coco.source import MASKS_REMEDY
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.pixels import Pixels, finish
 from shoal.data.images.storage import Bytes
@@ -33,14 +34,19 @@ class DetectionObjects:
     categories: npt.NDArray[np.int64]
     """Category ids ``[N]``."""
     masks: list[Rle]
-    """Run lengths in the frame."""
+    """Run lengths in the frame; empty if masks are not read."""
 
 
-def placed_objects(extra: Bytes, shape: tuple[int, int], place: Placement) -> DetectionObjects:
+def placed_objects(
+    extra: Bytes, shape: tuple[int, int], place: Placement, *, masks: bool = True
+) -> DetectionObjects:
     """Return the objects in ``extra`` (``KEY.json``) of an image of height and width ``shape``.
 
     Objects of which less than a pixel is visible are dropped, and so are crowds, which are not single
     objects.
+
+    Args:
+        masks: read masks too, which each object must have.
 
     Raises:
         ShoalError: the annotations are for an image of another shape, are damaged, or an object has no mask.
@@ -63,30 +69,36 @@ def placed_objects(extra: Bytes, shape: tuple[int, int], place: Placement) -> De
     boxes = placed_boxes(boxes, (height, width), place)
     large = np.all(boxes[:, 2:] - boxes[:, :2] >= _LEAST_PIXELS, axis=1)
     seen: list[int] = np.flatnonzero(large).tolist()
-    masks = {}
-    for n in seen:
+    shapes: dict[int, Rle] = {}
+    for n in seen if masks else ():
         if not objects[n]["segmentation"]:
             raise ShoalError(
-                f"object {objects[n]['id']} of image {image_id} has a box but no segmentation; Mask R-CNN "
-                "learns from masks: give it one, or leave the object out, and prepare the images again"
+                f"object {objects[n]['id']} of image {image_id} has a box but no segmentation; {MASKS_REMEDY}"
             )
-        masks[n] = _placed_mask(objects[n]["segmentation"], (height, width), place)
-    seen = [n for n, area in zip(seen, areas(list(masks.values())), strict=True) if area]
+        shapes[n] = _placed_mask(objects[n]["segmentation"], (height, width), place)
+    if masks:
+        seen = [n for n, area in zip(seen, areas(list(shapes.values())), strict=True) if area]
     return DetectionObjects(
         image_id=image_id,
         original_size=(height, width),
         boxes=boxes[seen].astype(np.float32),
         categories=np.array([objects[n]["category_id"] for n in seen], dtype=np.int64),
-        masks=[masks[n] for n in seen],
+        masks=[shapes[n] for n in seen if masks],
     )
 
 
 class DetectionTransform:
     """Decodes and augments an image with its objects by its key. Picklable; threads may share it."""
 
-    def __init__(self, config: DetectionAugmentConfig) -> None:
-        """Augment as ``config`` describes."""
+    def __init__(self, config: DetectionAugmentConfig, *, masks: bool = True) -> None:
+        """Augment as ``config`` describes.
+
+        Args:
+            config: size, crop and flip.
+            masks: read masks too; without, objects may have boxes only.
+        """
         self.config = config
+        self._masks = masks
 
     def frame(self, key: tuple[int, int, int], height: int, width: int) -> tuple[int, int]:
         """Return height and width of an augmented image of ``height`` × ``width``."""
@@ -113,7 +125,7 @@ class DetectionTransform:
         of_floats = normalisation(IMAGENET_MEAN, IMAGENET_STD)
         scale, shift = IDENTITY if out.dtype == np.uint8 else of_floats
         finish(unflipped_pixels(pixels, place), out, scale=scale, shift=shift, flip=place.flip)
-        return placed_objects(extra, shape, place)
+        return placed_objects(extra, shape, place, masks=self._masks)
 
 
 def unflipped_pixels(pixels: Pixels, place: Placement) -> Pixels:

@@ -16,6 +16,8 @@ class MaskRCNNConfig:
     weights: Path | None = None
     """Trained weights to begin with, a safetensors file with torchvision's names: of a residual network for
     classification, or of a whole detector."""
+    masks: bool = True
+    """Find the mask of an object beside its box; without, the network is Faster R-CNN (arXiv 1506.01497)."""
     backbone: Literal["resnet18", "resnet34", "resnet50", "resnet101"] = "resnet50"
     """The residual network below the pyramid."""
     channels: int = 256
@@ -60,6 +62,11 @@ class MaskRCNNConfig:
         require_positive("model", self, "proposal_samples", "proposals_a_level", "proposals", least=2)
         require_positive("model", self, "region_samples", least=4)
         require_positive("model", self, "label_smoothing", "least_score", least=0, below=1)
+
+    @property
+    def network(self) -> str:
+        """Name of the network, as the planner has it."""
+        return "mask-rcnn" if self.masks else "faster-rcnn"
 
     @property
     def stages_frozen(self) -> int:

@@ -1,5 +1,7 @@
 """Mask R-CNN (He et al., arXiv 1703.06870) on a ResNet with a feature pyramid, whole batches at a time.
 
+Without its mask head (``MaskRCNNConfig.masks``) it is Faster R-CNN (Ren et al., arXiv 1506.01497).
+
 The network is torchvision's, with its names of parameters, so either side loads the other's weights; what
 happens between its layers (matching, sampling, suppression, targets) is this package's, on padded batches.
 With the same weights and the same samples, losses and detections are torchvision's.
@@ -47,8 +49,8 @@ class Detections:
     """float32 ``[N]``."""
     labels: Tensor
     """int64 ``[N]``, from 1."""
-    masks: Tensor
-    """float32 ``[N, 28, 28]``: probabilities within the box."""
+    masks: Tensor | None
+    """float32 ``[N, 28, 28]``: probabilities within the box; ``None`` of a network without masks."""
     counts: list[int]
     """Detections per image."""
 
@@ -59,8 +61,11 @@ class Detections:
         return self.boxes * ratios.repeat_interleave(counts, dim=0)
 
     def bitmaps(self, boxes: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return each image's masks, bool ``[counts[b], height, width]``; ``boxes`` are ``scaled`` to it."""
-        return paste_bitmaps(self.masks, boxes, self.counts, sizes)
+        """Return each image's masks, bool ``[counts[b], height, width]``; ``boxes`` are ``scaled`` to it.
+
+        Without masks there is none.
+        """
+        return [] if self.masks is None else paste_bitmaps(self.masks, boxes, self.counts, sizes)
 
 
 class MaskRCNN(nn.Module):
@@ -84,7 +89,7 @@ class MaskRCNN(nn.Module):
         micro-batches, without communication; with one image per worker it is torchvision's loss. The keys are
         torchvision's names of losses (``loss_objectness``, ``loss_rpn_box_reg``, ``loss_classifier``,
         ``loss_box_reg``, ``loss_mask``) and ``count_proposal``, ``count_region``, ``count_mask``: anchors,
-        regions, and pixels of masks.
+        regions, and pixels of masks. A network without masks has no ``loss_mask`` and ``count_mask``.
 
         Args:
             images: normalised ``[B, 3, H, W]``, padded at the bottom and on the right.
@@ -105,8 +110,8 @@ class MaskRCNN(nn.Module):
             proposals, boxes, targets["labels"], counts, fold_in(keys, 1), config.region_samples
         )
         second = region_losses(*self._classify(pyramid, sampled.regions), sampled, boxes, config)
-        mask_loss, num_pixels = self._mask_loss(pyramid, sampled, targets)
-        return {**first, **second, "loss_mask": mask_loss, "count_mask": num_pixels}
+        third = self._mask_loss(pyramid, sampled, targets) if config.masks else {}
+        return {**first, **second, **third}
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> Detections:
@@ -117,7 +122,9 @@ class MaskRCNN(nn.Module):
         row = torch.arange(len(images), device=images.device)[:, None]
         classified = self._classify(pyramid, _regions(row, proposals.boxes))
         image, boxes, scores, labels = detect(*classified, proposals, sizes, config)
-        masks = self._mask_logits(pyramid, _regions(image, boxes), labels).sigmoid()
+        masks = None
+        if config.masks:
+            masks = self._mask_logits(pyramid, _regions(image, boxes), labels).sigmoid()
         counts = torch.bincount(image, minlength=len(images)).tolist()
         return Detections(boxes=boxes, scores=scores, labels=labels, masks=masks, counts=counts)
 
@@ -146,7 +153,7 @@ class MaskRCNN(nn.Module):
 
     def _mask_loss(
         self, pyramid: list[Tensor], sampled: Sampled, targets: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> dict[str, Tensor]:
         rows = (sampled.labels > 0).nonzero()[:, 0]
         regions, objects = sampled.regions[rows], sampled.objects[rows]
         logits = self._mask_logits(pyramid, regions, sampled.labels[rows])
@@ -162,7 +169,10 @@ class MaskRCNN(nn.Module):
         losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(dim=(1, 2))
         num_pixels = torch.full_like(image, logits.shape[-1] ** 2)
         num_images = len(targets["sizes"])
-        return sum_by_image(losses, image, num_images), sum_by_image(num_pixels, image, num_images)
+        return {
+            "loss_mask": sum_by_image(losses, image, num_images),
+            "count_mask": sum_by_image(num_pixels, image, num_images),
+        }
 
 
 def largest_step(model: MaskRCNN, images: Tensor) -> Tensor:
@@ -177,11 +187,12 @@ def largest_step(model: MaskRCNN, images: Tensor) -> Tensor:
     classes, boxes = heads.box_predictor(
         heads.box_head(images.new_empty(num_regions, channels, _BOX_SIZE, _BOX_SIZE))
     )
-    num_positives = int(num_regions * POSITIVE_FRACTION)
-    masks = heads.mask_predictor(
-        heads.mask_head(images.new_empty(num_positives, channels, _MASK_SIZE, _MASK_SIZE))
-    )
-    return torch.stack([one.sum() for one in (*logits, *deltas, classes, boxes, masks)]).sum()
+    outputs = [*logits, *deltas, classes, boxes]
+    if model.config.masks:
+        num_positives = int(num_regions * POSITIVE_FRACTION)
+        features = images.new_empty(num_positives, channels, _MASK_SIZE, _MASK_SIZE)
+        outputs.append(heads.mask_predictor(heads.mask_head(features)))
+    return torch.stack([one.sum() for one in outputs]).sum()
 
 
 @cache
@@ -229,11 +240,16 @@ def _new_parts(config: MaskRCNNConfig, num_labels: int) -> Any:
         tuple((size,) for size in config.anchor_sizes), (_ANCHOR_RATIOS,) * len(config.anchor_sizes)
     )
     features = 4 * channels
+    of_boxes = {
+        "rpn_anchor_generator": anchors,
+        "box_head": detection.faster_rcnn.TwoMLPHead(channels * _BOX_SIZE**2, features),
+        "box_predictor": detection.faster_rcnn.FastRCNNPredictor(features, num_labels),
+    }
+    if not config.masks:
+        return detection.FasterRCNN(backbone, **of_boxes)
     return detection.MaskRCNN(
         backbone,
-        rpn_anchor_generator=anchors,
-        box_head=detection.faster_rcnn.TwoMLPHead(channels * _BOX_SIZE**2, features),
-        box_predictor=detection.faster_rcnn.FastRCNNPredictor(features, num_labels),
+        **of_boxes,
         mask_head=detection.mask_rcnn.MaskRCNNHeads(channels, (channels,) * 4, 1),
         mask_predictor=detection.mask_rcnn.MaskRCNNPredictor(channels, channels, num_labels),
     )

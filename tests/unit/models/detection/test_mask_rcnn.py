@@ -1,4 +1,4 @@
-"""Mask R-CNN against torchvision's own model: the same weights, the same samples, losses and detections."""
+"""Mask and Faster R-CNN against torchvision's models: the same weights and samples, losses and detections."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torchvision.models.detection import FasterRCNN as TheirFasterRCNN
 from torchvision.models.detection import MaskRCNN as TheirMaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
@@ -56,12 +57,15 @@ class KeyedSampler:
         return [a[0].to(torch.uint8) for a, _ in found], [b[0].to(torch.uint8) for _, b in found]
 
 
-def both(config: MaskRCNNConfig) -> tuple[MaskRCNN, TheirMaskRCNN]:
+BOXES_ONLY = replace(CONFIG, masks=False)
+
+
+def both(config: MaskRCNNConfig) -> tuple[MaskRCNN, TheirFasterRCNN]:
     torch.manual_seed(3)
     backbone = resnet_fpn_backbone(
         backbone_name="resnet18", weights=None, norm_layer=torch.nn.BatchNorm2d, trainable_layers=5
     )
-    theirs = TheirMaskRCNN(
+    theirs = (TheirMaskRCNN if config.masks else TheirFasterRCNN)(
         backbone,
         CLASSES + 1,
         rpn_anchor_generator=AnchorGenerator(
@@ -118,12 +122,12 @@ def a_batch(counts: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor], list[di
     return images, ours, theirs
 
 
-@pytest.mark.parametrize("sampled", ["some", "all"])
+@pytest.mark.parametrize("sampled", ["some", "all", "some, boxes only"])
 def test_losses_and_gradients_are_torchvisions(sampled: str) -> None:
     """Some, drawn by keys, of objects of equal number; or all anchors and regions, an image being empty."""
     keys = torch.tensor([123456789, -987654321])
-    if sampled == "some":
-        config, counts = CONFIG, (3, 3)
+    if sampled.startswith("some"):
+        config, counts = CONFIG if sampled == "some" else BOXES_ONLY, (3, 3)
     else:
         many = {"proposal_samples": 100_000, "region_samples": 10_000}
         config, counts = MaskRCNNConfig(**{**vars(CONFIG), **many}), (4, 0)
@@ -141,9 +145,10 @@ def test_losses_and_gradients_are_torchvisions(sampled: str) -> None:
     sum(expected.values()).backward()
 
     sums = ours(images, targets, keys)
-    found = {name: sums[name].sum() / sums[f"count_{COUNTS[name]}"].sum() for name in NAMES}
+    found = {name: sums[name].sum() / sums[f"count_{COUNTS[name]}"].sum() for name in expected}
+    assert {name for name in sums if name.startswith("loss")} == set(expected)
     sum(found.values()).backward()
-    for name in NAMES:
+    for name in expected:
         assert expected[name] > 0
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7, msg=name)
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
@@ -154,8 +159,9 @@ def test_losses_and_gradients_are_torchvisions(sampled: str) -> None:
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-3, atol=1e-4 * scale, msg=name)
 
 
-def test_detections_are_torchvisions() -> None:
-    ours, theirs = both(CONFIG)
+@pytest.mark.parametrize("config", [CONFIG, BOXES_ONLY], ids=["with masks", "boxes only"])
+def test_detections_are_torchvisions(config: MaskRCNNConfig) -> None:
+    ours, theirs = both(config)
     ours.eval()
     theirs.eval()
     images, _, _ = a_batch((3, 3))
@@ -169,14 +175,17 @@ def test_detections_are_torchvisions() -> None:
     for name in ("boxes", "scores", "labels"):
         wanted = torch.cat([one[name] for one in expected])
         torch.testing.assert_close(getattr(found, name), wanted, rtol=1e-5, atol=1e-4)
-    masks = torch.cat([one["masks"] for one in expected])[:, 0]
-    torch.testing.assert_close(found.masks, masks, rtol=1e-4, atol=1e-5)
+    if config.masks:
+        masks = torch.cat([one["masks"] for one in expected])[:, 0]
+        torch.testing.assert_close(found.masks, masks, rtol=1e-4, atol=1e-5)
+    else:
+        assert found.masks is None
 
     originals = [(180, 256), (48, 50)]
     expected = theirs.transform.postprocess(expected, SIZES, originals)
     boxes = found.scaled(torch.tensor(SIZES), torch.tensor(originals))
     torch.testing.assert_close(boxes, torch.cat([one["boxes"] for one in expected]), rtol=1e-5, atol=1e-4)
-    for bitmaps, one in zip(found.bitmaps(boxes, originals), expected, strict=True):
+    for bitmaps, one in zip(found.bitmaps(boxes, originals), expected, strict=config.masks):
         differ = bitmaps != (one["masks"][:, 0] > 0.5)
         assert differ.float().mean() < 1e-3
 
