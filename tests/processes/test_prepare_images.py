@@ -337,6 +337,27 @@ def test_an_unfinished_preparation_of_another_format_version_is_refused(source: 
     path.write_text(path.read_text().replace('"version": 0', '"version": 1'))
 
 
+def test_a_compressed_tar_gives_the_shards_of_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {f"{name}/{n}.jpg": encoded(photo(seed=n)) for name in ("a", "b") for n in range(12)}
+    folder = write_folder(tmp_path / "photos", files)
+    archive = tmp_path / "photos.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, "photos")
+    config = ImagePrepareConfig(processes=1)
+    prepare_images(detect_source(folder), tmp_path / "plain", config=config)
+    manifest = prepare_images(detect_source(archive), tmp_path / "packed", config=config)
+    assert manifest.source.startswith(f"{archive}, 2 classes")
+    assert f"unpacking {archive} to {tmp_path / 'packed' / 'records'}" in capsys.readouterr().err
+    for split in ("train", "validation"):
+        shard = f"{split}-00000.tar"
+        assert (tmp_path / "packed" / shard).read_bytes() == (tmp_path / "plain" / shard).read_bytes()
+    assert not (tmp_path / "packed" / "records").exists()
+    with pytest.raises(UsageError, match="a dry run does not unpack"):
+        dry_run(detect_source(archive), config)
+
+
 def test_an_empty_class_is_named(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", {"a/1.jpg": encoded(photo()), "a/2.jpg": encoded(photo())})
     (source / "b").mkdir()

@@ -162,8 +162,8 @@ def test_models_that_cannot_be_used_are_refused(
     ("content", "message"),
     [
         ("", "the file is empty"),
-        ('{"rows": []}', "has no key 'data'"),
-        ("[]", "is a list of 0"),
+        ('{"rows": []}', "must be an object with the key 'data'"),
+        ("[]", "holds no question"),
         ('{"data": []}', "holds no question"),
     ],
 )

@@ -127,9 +127,10 @@ class CocoSource:
         """Number of objects without a segmentation, by split."""
         digest = blake2b(digest_size=16)
         for name, split in splits.items():
-            truth = self._truth[name] = read_annotations(split.truth_file(), on_bad=on_bad, most_bad=most_bad)
+            read = read_annotations(split.truth_file(), on_bad=on_bad, most_bad=most_bad)
+            truth, num_boxes = _treat_boxes(read, boxes_only)
+            self._truth[name] = truth
             images = _Images(split.images)
-            num_boxes = _treat_boxes(truth, boxes_only)
             if truth.categories != self.categories:
                 raise UsageError(
                     f"{split.annotations} has other categories than {train.annotations}; "
@@ -191,19 +192,20 @@ _BOXES_ONLY_MEANS = {
 }
 
 
-def _treat_boxes(truth: CocoAnnotations, how: BoxesOnly) -> int:
-    """Return how many objects, crowds aside, have no segmentation, after their treatment."""
-    count = 0
-    for image, objects in truth.objects.items():
-        without = [one.segmentation is None and not one.is_crowd for one in objects]
-        count += sum(without)
-        if how == "keep" or not any(without):
-            continue
-        pairs = zip(objects, without, strict=True)
-        truth.objects[image] = tuple(
-            _boxed(one) if is_box else one for one, is_box in pairs if not is_box or how == "fill"
-        )
-    return count
+def _treat_boxes(truth: CocoAnnotations, how: BoxesOnly) -> tuple[CocoAnnotations, int]:
+    """Return the annotations with objects without a segmentation treated, and the number of these.
+
+    Crowds stay as they are.
+    """
+    count, objects = 0, dict(truth.objects)
+    for image, all_of_it in truth.objects.items():
+        boxes = {one.id for one in all_of_it if one.segmentation is None and not one.is_crowd}
+        count += len(boxes)
+        if boxes and how == "skip":
+            objects[image] = tuple(one for one in all_of_it if one.id not in boxes)
+        elif boxes and how == "fill":
+            objects[image] = tuple(_boxed(one) if one.id in boxes else one for one in all_of_it)
+    return replace(truth, objects=objects), count
 
 
 def _boxed(one: CocoObject) -> CocoObject:

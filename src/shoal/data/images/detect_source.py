@@ -67,7 +67,7 @@ def detect_source(
         f"class folders in {path}",
         (path,),
         f"{validation} {seed}",
-        lambda folder: FolderSource(unpack(path, folder), validation=validation, seed=seed),
+        lambda folder: FolderSource(unpack(path, folder), validation=validation, seed=seed, name=path),
     )
 
 

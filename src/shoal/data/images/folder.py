@@ -101,7 +101,9 @@ class _Tar:
 class FolderSource:
     """Class folders as a source (:class:`shoal.data.images.sources.ImageSource`)."""
 
-    def __init__(self, path: Path, *, validation: float | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, path: Path, *, validation: float | None = None, seed: int = 0, name: Path | None = None
+    ) -> None:
         """List the class folders of ``path``.
 
         Args:
@@ -109,13 +111,14 @@ class FolderSource:
             validation: fraction of each class that is held out if there is no folder of validation images;
                 ``None``: 0.05, 0: none.
             seed: another seed holds out other images.
+            name: of the source in its description; default: ``path``.
 
         Raises:
             UsageError: there are no class folders, they differ between train and validation, or a fraction
                 is given for a source that has validation images.
             ShoalError: a folder cannot be read.
         """
-        self._seed = seed
+        self._seed, name = seed, name or path
         self._tree: _Disk | _Tar = _Disk()
         if not path.is_dir():
             self._tree = tar = _Tar(path)
@@ -143,7 +146,7 @@ class FolderSource:
         self._check_classes()
         self.splits = (TRAIN, VALIDATION) if self._share or VALIDATION in self._roots else (TRAIN,)
         held_out = f", {self._share:g} of each class held out" if self._share else ""
-        self.description = f"{path}, {len(self.classes)} classes{held_out}"
+        self.description = f"{name}, {len(self.classes)} classes{held_out}"
 
     @property
     def remarks(self) -> tuple[str, ...]:

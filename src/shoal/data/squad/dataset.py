@@ -193,6 +193,11 @@ class _Reader:
 def _entries(path: Path, bad: BadEntries) -> Iterator[tuple[int, str, Any, Any]]:
     """Yield the number, the place, the paragraph and the question of each entry, which may be of any form."""
     suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        raise UsageError(
+            f"{path}: questions are read from .json, .jsonl or .parquet; convert the table, as by "
+            'DataFrame.to_json(..., orient="records", lines=True)'
+        )
     if suffix == ".parquet":
         rows = enumerate(field_rows(path, field_names(path, str(path)), str(path)), start=1)
         yield from ((number, f"row {number}", row.get("context"), row) for number, row in rows)
@@ -243,6 +248,8 @@ def _official(entry: Any, purpose: Purpose) -> Any:
             entry["answers"] = [{"text": text, "answer_start": start} for text, start in pairs]
         elif purpose != "train":
             entry["answers"] = [{"text": text} for text in texts]
+    if isinstance(entry.get("answers"), list):
+        entry["answers"] = [_with_whole_start(one) for one in entry["answers"]]
     if purpose == "ask":  # a question is asked whatever its answers are
         try:
             _check_shape(entry.get("answers", []), [_ANSWER], "", _OPTIONAL[purpose])
@@ -298,6 +305,14 @@ def shorten(names: tuple[str, ...] | list[str]) -> str:
     """Return the first few of ``names``, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def _with_whole_start(answer: Any) -> Any:
+    """Return an answer whose start is a whole number, where a table has made a float of it."""
+    start = answer.get("answer_start") if isinstance(answer, dict) else None
+    return (
+        {**answer, "answer_start": int(start)} if isinstance(start, float) and start.is_integer() else answer
+    )
 
 
 _ANSWER = {"text": str, "answer_start": int}

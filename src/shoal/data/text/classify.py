@@ -26,6 +26,8 @@ from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTempl
 from shoal.errors import UsageError, did_you_mean
 from shoal.formatting import table
 
+_NO_LABEL = ("", "nan", "NaN")
+"""Cells without a label, as spreadsheets and pandas write them."""
 _DELIMITERS = ",;\t"
 """Characters that may end cells of ``.csv``: spreadsheets of many countries write semicolons."""
 _MOST_CELL = 1 << 28
@@ -123,8 +125,9 @@ def read_classify(
 
 def _missing_number(present: Collection[str], labels: Collection[str] | None) -> Collection[str]:
     """Return -1 if it is no class but marks examples without one: beside numbers from 0 only."""
-    others = set(present) - {"-1"} if labels is None else set(labels)
-    return ["-1"] if others and all(label.isdigit() for label in others) else []
+    missing = {"-1", "-1.0"}
+    others = set(present) - missing if labels is None else set(labels)
+    return missing if others and all(re.fullmatch(r"\d+(\.0)?", label) for label in others) else []
 
 
 def _refuse_scores(path: Path, labels: Sequence[str]) -> None:
@@ -220,7 +223,7 @@ def read_rows(path: Path, columns: Columns, bad: BadEntries) -> Iterator[tuple[s
 
 def _label_of(value: Any, columns: Columns) -> str | None:
     """Return a cell as a label, ``None`` if it is none."""
-    if value is None or value != value or (isinstance(value, str) and not value.strip()):
+    if value is None or value != value or (isinstance(value, str) and value.strip() in _NO_LABEL):
         return columns.unlabelled
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -300,13 +303,15 @@ def _table_rows(
     else:
         numbered = ((number, line.split("\t")) for number, line in lines_of(read_text(path)))
     header = next(numbered, (1, [""]))[1]
+    if any("\r" in cell for cell in header):
+        raise UsageError(f"{path}: its lines end in CR alone; convert them, as by `tr '\\r' '\\n'`")
     names = _chosen(f"{path}, line 1", columns, header)
     if twice := [name for name in names if header.count(name) > 1]:
         raise UsageError(f"{path}, line 1: there are several columns {twice[0]!r}; rename all but one")
     num_quoted = num_rows = 0
     for number, parts in numbered:
         num_rows += 1
-        num_quoted += any(len(part) > 1 and part[0] == part[-1] == '"' for part in parts)
+        num_quoted += any(map(_is_quoted, parts))
         if len(parts) != len(header):
             bad.add(BadEntry(OTHER_WIDTH, f"{len(parts)} for {len(header)}"), f"line {number}")
         else:
@@ -316,6 +321,11 @@ def _table_rows(
             f"{path}: cells are in quotes, which are ordinary characters in .tsv, and some have line ends in "
             'them; write it as .csv, or as .jsonl: DataFrame.to_json(..., orient="records", lines=True)'
         )
+
+
+def _is_quoted(cell: str) -> bool:
+    """Return whether a cell is in quotes, or a part of one that is."""
+    return cell.count('"') % 2 == 1 or (len(cell) > 1 and cell[0] == cell[-1] == '"')
 
 
 def _chosen(where: str, columns: Columns, present: Collection[str]) -> list[str]:

@@ -12,7 +12,7 @@ from PIL import Image
 from shoal.data.coco.masks import areas, as_compressed
 from shoal.data.coco.results import KINDS, Detection
 from shoal.data.coco.score import overlaps_of, summarise
-from shoal.data.coco.source import CocoSource, CocoSplit, prepared_truth, read_categories
+from shoal.data.coco.source import BoxesOnly, CocoSource, CocoSplit, prepared_truth, read_categories
 from shoal.data.coco.synthetic import draw_scene, make_coco
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.synthetic import SHAPES
@@ -55,7 +55,7 @@ def test_the_truth_comes_back_from_the_shards(tmp_path: Path) -> None:
 
 
 def test_objects_with_a_box_alone_are_said(tmp_path: Path) -> None:
-    """Exports of LabelImg and others have no masks; training would refuse them one by one."""
+    """Exports of LabelImg and others have no masks; they are kept, left out, or their masks."""
     box = {"image_id": 1, "category_id": 1, "bbox": [1, 1, 4, 4], "area": 16, "iscrowd": 0}
     polygon = {"segmentation": [[1, 1, 5, 1, 5, 5, 1, 5]]}
     tree = {
@@ -65,11 +65,18 @@ def test_objects_with_a_box_alone_are_said(tmp_path: Path) -> None:
     }
     (tmp_path / "boxes.json").write_text(json.dumps(tree))
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    (remark,) = CocoSource(CocoSplit(tmp_path, tmp_path / "boxes.json")).remarks
-    assert remark == (
-        f"2 of the 3 objects of {tmp_path / 'boxes.json'} have no segmentation, only a box: Mask R-CNN "
-        "refuses them"
-    )
+    means = {
+        "keep": "train Faster R-CNN on them (--preset faster-rcnn-coco-1x)",
+        "skip": "they are left out",
+        "fill": "their boxes are their masks",
+    }
+    choices: tuple[BoxesOnly, ...] = ("keep", "skip", "fill")
+    for how in choices:
+        source = CocoSource(CocoSplit(tmp_path, tmp_path / "boxes.json"), boxes_only=how)
+        assert source.remarks == (
+            f"2 of the 3 objects of {tmp_path / 'boxes.json'} have no segmentation, only a box: {means[how]}",
+        )
+        assert source.boxes_only == {"train": 2 if how == "keep" else 0}
 
 
 @pytest.mark.parametrize("version", [0, 2, None])

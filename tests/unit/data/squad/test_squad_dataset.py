@@ -240,6 +240,13 @@ def test_rows_as_the_hub_has_them(tmp_path: Path, form: str) -> None:
         assert data.version == "2.0" and data.paragraphs == ("Ada met Bob.", "It rains.")
 
 
+def test_starts_that_a_table_made_floats_are_whole(tmp_path: Path) -> None:
+    path = squad_file(tmp_path, {**question("a"), "answers": [{"text": "Bob", "answer_start": 8.0}]})
+    assert read_squad(path, purpose="train").questions[0].answers == (Answer("Bob", 8),)
+    with pytest.raises(UsageError, match=r"a\.csv: questions are read from \.json, \.jsonl or \.parquet"):
+        read_squad(tmp_path / "a.csv", purpose="train")
+
+
 def test_rows_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     odd = {"question": "Who?", "context": "Ada.", "answers": {"text": ["Ada"], "answer_start": []}}

@@ -94,7 +94,7 @@ def test_jsonl_single_texts_and_labels_of_the_file(tmp_path: Path) -> None:
         ),
         ('{"label": "neutral"}\n', "x.jsonl", "line 1: there is no column 'sentence1', only 'label'"),
         ("{}\n", "x.jsonl", "line 1: there is no column 'sentence1', only"),
-        ("\n[1]\n", "x.jsonl", r"line that is no JSON object: 1 \(line 2: \[1\]"),
+        ("\n[1]\n", "x.jsonl", r"line that is no JSON object: 1 \(entry 1: 1\)"),
         ('{"label": \n', "x.jsonl", r"line that is not JSON: 1 \(line 1: "),
         ('{"label": "-", "sentence1": 1, "sentence2": ""}', "x.jsonl", r"text is no string: 1 \(line 1: 1\)"),
         ('{"label": "-", "sentence1": "", "sentence2": null}', "x.jsonl", r"is no string: 1 \(line 1: None"),
@@ -241,7 +241,8 @@ def test_tables_as_tools_write_them(tmp_path: Path, name: str, text: str, last: 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("x.csv", TABLE + "none,\nnor here, \n"),
+        ("x.csv", TABLE + "none,\nnor here, NaN\n"),
+        ("x.csv", TABLE.replace(",0", ",0.0") + "t,-1.0\nt,-1\n"),
         ("x.tsv", TABLE.replace(",", "\t") + "none\t\nnor here\t \n"),
         ("x.json", '[{"a": "t", "label": 0}, {"a": "t", "label": 1.0}, {"a": "t", "label": NaN}, '
                    '{"a": "t", "label": null}]'),
@@ -249,7 +250,7 @@ def test_tables_as_tools_write_them(tmp_path: Path, name: str, text: str, last: 
 )  # fmt: skip
 def test_empty_cells_and_nan_are_no_labels(tmp_path: Path, name: str, text: str) -> None:
     data = read_classify(write(tmp_path, text, name), TEXTS, labels=None)
-    assert data.labels == ("0", "1") and num_unlabelled(data) == 2
+    assert {float(label) for label in data.labels} == {0, 1} and num_unlabelled(data) == 2
 
 
 @pytest.mark.parametrize(
@@ -257,6 +258,8 @@ def test_empty_cells_and_nan_are_no_labels(tmp_path: Path, name: str, text: str)
     [
         ("x.csv", TABLE + '"open,1\n' + "t,1\n" * 50, r"a quote in line 32 is not closed"),
         ("x.csv", "a,a,label\nt,u,1\n", r"line 1: there are several columns 'a'; rename all but one"),
+        ("x.tsv", "a\tlabel\rt\t1\rt\t0\r", r"its lines end in CR alone; convert them"),
+        ("x.tsv", "a\tlabel\n" + '"one ""x"",\nmore"\t1\n' * 9, r"cells are in quotes, .* write it as \.csv"),
         ("x.csv.gz", "", r"is known by the end of its name: .*; unpack compressed files"),
     ],
 )
