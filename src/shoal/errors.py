@@ -7,11 +7,13 @@ an exception that nobody expected, a likely bug, goes to a file that the line na
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -32,6 +34,11 @@ EXIT_LOST = 76
 """Another host is gone, or a worker on it: the run continues from its last checkpoint when started again."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C: 128 and the number of SIGINT."""
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Schedulers send one of them to all processes of a job before its time limit or a preemption.
+
+Workers save and leave with :data:`EXIT_STOPPED`, helpers go on. USR1 is usual with Slurm, USR2 is submitit's.
+"""
 
 _PACKAGE = Path(__file__).parent
 _NETS = ("cli/app.py", "launch/worker.py")
@@ -79,11 +86,13 @@ _LOST_PEER_SIGNS = (
     "timed out waiting",
     "timeout waiting for key",  # torch's FileStore, to whose time-outs it gives no type of their own
     "wait timeout",
+    "waiting for clients",
     "remote process exited",
     "was lost",  # of backend shoal, as "rank 1 (10.0.0.2, pid 7) was lost: it closed the connection"
     "has left the group",
 )
-_LOST_PEER_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+_LOST_PEER_TYPES = frozenset({"DistBackendError", "DistNetworkError"})
+"""Not DistStoreError: a store in a file raises it for errors of the file system, too."""
 
 
 class ShoalError(RuntimeError):
@@ -170,7 +179,13 @@ class Ending:
 
 
 def ending(
-    error: BaseException, *, who: str = "", run: Path | None = None, rank: int = 0, debug: bool = False
+    error: BaseException,
+    *,
+    who: str = "",
+    run: Path | None = None,
+    rank: int = 0,
+    debug: bool = False,
+    is_alone: bool = False,
 ) -> Ending:
     """Return how ``error`` ends this process, and keep the traceback of a likely bug.
 
@@ -180,8 +195,9 @@ def ending(
         run: the run directory, whose ``logs`` get the traceback; ``None``: a file in the temporary folder.
         rank: of this worker.
         debug: put the traceback before the line instead.
+        is_alone: there is no other worker, whose loss could be the cause.
     """
-    line, exit_code = _explain(error)
+    line, exit_code = _explain(error, is_alone=is_alone)
     is_bug = not line
     if is_bug:
         message = " ".join(str(error).split())[:_MAX_CHARACTERS]
@@ -195,6 +211,15 @@ def ending(
             f"--bundle bug.tar.gz{of_run}"
         )
     return Ending(text=f"{trace if debug else ''}{who}{line}", exit_code=exit_code, is_bug=is_bug)
+
+
+def print_any_character() -> None:
+    """Write characters that stdout's encoding lacks as ``\\u2026``, as Python does on stderr.
+
+    Under ``LC_ALL=C`` or ``PYTHONIOENCODING=ascii`` the first ``×`` would end the command.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def flush_output() -> None:
@@ -258,7 +283,7 @@ def is_lost_peer(error: BaseException) -> bool:
     return False
 
 
-def _explain(error: BaseException) -> tuple[str, int]:
+def _explain(error: BaseException, *, is_alone: bool = False) -> tuple[str, int]:
     """Return the line of an error that can be expected, and the exit code; an empty line for any other."""
     if isinstance(error, ShoalError):
         return str(error), error.exit_code
@@ -270,9 +295,13 @@ def _explain(error: BaseException) -> tuple[str, int]:
         what = " ".join(str(error).split())[:_MAX_CHARACTERS]
         remedy = "use smaller batches, fewer workers on this host or a smaller model, or see `ulimit -v`"
         return f"out of memory{what and f' ({what})'}{_place(error)}; {remedy}", EXIT_FAILURE
-    if is_lost_peer(error):
+    if not is_alone and is_lost_peer(error):
         what = " ".join(str(error).split())[:_MAX_CHARACTERS]
         return f"another worker was lost ({what}); its own output says why", EXIT_FAILURE
+    if type(error).__name__ == "DistStoreError":
+        what = " ".join(str(error).split())[:_MAX_CHARACTERS]
+        remedy = "a store in a file needs a file system with locks and space: set TMPDIR to a local one"
+        return f"torch's key-value store failed ({what}){_place(error)}; {remedy}", EXIT_FAILURE
     if isinstance(error, OSError):
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         file = " and ".join(names) or _open_file(error)

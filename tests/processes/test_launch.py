@@ -151,6 +151,7 @@ def test_a_worker_killed_from_outside_beside_gloo_is_the_culprit(start: Launcher
     [
         (signal.SIGTERM, "SIGTERM"),
         (signal.SIGUSR1, "SIGUSR1"),
+        (signal.SIGUSR2, "SIGUSR2"),
         (signal.SIGINT, "SIGTERM"),
         (signal.SIGHUP, "SIGTERM"),
     ],
@@ -169,7 +170,7 @@ def test_a_signal_to_the_launcher_lets_all_save(
     job.assert_no_worker_is_left(0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_to_one_worker_lets_all_save(
     start: Launchers, tmp_path: Path, number: signal.Signals
 ) -> None:

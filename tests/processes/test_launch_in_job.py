@@ -15,6 +15,7 @@ import pytest
 
 from forked import fork_process, free_port, wait_for
 from shoal.cli.app import main
+from shoal.errors import WARNING_SIGNALS
 
 WORKER = """
 import os, pathlib, sys
@@ -108,6 +109,7 @@ def test_two_nodes_meet_a_helper_and_get_torchruns_variables(tmp_path: Path) -> 
     nodes = [Started(tmp_path, slurm(job, node), *command) for node in (1, 0)]
     assert [code for code, _ in end(*nodes)] == [0, 0]
     helper.signal(signal.SIGUSR1)  # a warning to the whole job
+    helper.signal(signal.SIGUSR2)
     helper.signal(signal.SIGHUP)
     time.sleep(1.0)
     assert helper.process.exitcode is None
@@ -257,13 +259,14 @@ def test_a_host_that_is_gone_without_a_word_makes_the_run_resumable(tmp_path: Pa
     assert "worker 0 lost another worker" in "".join(text for _, text in ends)
 
 
-def test_a_signal_while_helpers_are_awaited_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", WARNING_SIGNALS)
+def test_a_signal_while_helpers_are_awaited_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
     job = Started(tmp_path, slurm(free_job(), 0, "1"), "--workers", "1", "--helpers", "1", "--", "true")
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("jobs/*/starts/*/secret")):
         assert time.monotonic() < deadline and job.process.exitcode is None
         time.sleep(0.05)
-    job.signal(signal.SIGUSR1)
+    job.signal(number)
     assert end(job)[0][0] == 75
 
 

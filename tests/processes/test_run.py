@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import runpy
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -188,11 +190,17 @@ def test_a_step_that_is_repeated_leaves_no_trace(tmp_path: Path, options: dict[s
 
 
 def test_another_error_ends_the_run_and_the_same_command_continues(whole: Path, tmp_path: Path) -> None:
-    found = train(tmp_path / "run", fail_at=(5,), error=ZeroDivisionError)
+    found = train(tmp_path / "run", fail_at=(6,), error=ZeroDivisionError)
     assert found == [EXIT_FAILURE, EXIT_FAILURE]
-    assert "step 5 fails" in (tmp_path / "run" / "worker-0.log").read_text()
+    assert "step 6 fails" in (tmp_path / "run" / "worker-0.log").read_text()
     assert train(tmp_path / "run") == [EXIT_OK, EXIT_OK]
     assert same(tmp_path / "run", whole)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "step"].count(4) == 2  # after the checkpoint
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(losses(whole))
+    assert [event.step for event in events.Scalars("validation/steps")] == [4, 8]
 
 
 def test_a_signal_saves_and_the_same_command_continues(whole: Path, tmp_path: Path) -> None:

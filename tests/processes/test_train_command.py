@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -91,3 +92,24 @@ def test_the_tiny_bert_learns(tmp_path: Path) -> None:
     assert sorted(found) == [300, 600, 900, 1_150]
     for last_step in (900, 1_150):
         assert found[last_step] < start.references["mlm_loss"] - 0.5
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
+    ],
+    ids=["ascii", "locale C"],
+)
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_an_output_without_all_characters_ends_no_command(
+    data: Path, tmp_path: Path, command: str, variables: dict[str, str]
+) -> None:
+    words = {
+        "train": [*settings(data, tmp_path / "run", 8), "--dry-run"],
+        "plan": ["plan", "albert-base", "--cluster", "8xp4d.24xlarge"],
+    }[command]
+    done = subprocess.run([*SHOAL, *words], capture_output=True, check=False, env={**os.environ, **variables})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"\xd7" in done.stdout  # the sign of multiplication

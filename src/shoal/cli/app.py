@@ -21,7 +21,7 @@ from shoal.cli.commands import emulate, export, report
 from shoal.cli.help_text import HelpText, explained
 from shoal.cli.plan import plan
 from shoal.env.settings import debug, set_debug
-from shoal.errors import EXIT_OK, EXIT_USAGE, ending, flush_output, hook_errors
+from shoal.errors import EXIT_OK, EXIT_USAGE, ending, flush_output, hook_errors, print_any_character
 
 app = App(
     name="shoal",
@@ -125,6 +125,7 @@ def main() -> NoReturn:
     if not debug():
         hook_errors()
     try:
+        print_any_character()
         result = app(words, result_action="return_value", exit_on_error=False, print_error=True)
         sys.stdout.flush()
         code = result if isinstance(result, int) else EXIT_OK

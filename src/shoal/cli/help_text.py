@@ -1,15 +1,16 @@
 """Lays out the texts of ``--help``: as Markdown would, without the 0.1 s that its parser takes to import.
 
-Also says which argument of a command is missing.
+Also says which argument of a command is missing, and in which section a misplaced setting is.
 """
 
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cyclopts import CycloptsError
+    from cyclopts import CycloptsError, UnknownOptionError
     from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions
     from rich.panel import Panel
@@ -70,12 +71,30 @@ def laid_out(text: str) -> Text:
 
 def explained(error: CycloptsError) -> Panel:
     """Return the box of an error in the command line."""
-    from cyclopts import CycloptsPanel, MissingArgumentError
+    from cyclopts import CycloptsPanel
+
+    text = explanation(error)
+    return CycloptsPanel(error if text == str(error) else text)
+
+
+def explanation(error: CycloptsError) -> str:
+    """Return the text of an error in the command line."""
+    from cyclopts import MissingArgumentError, UnknownOptionError
 
     if type(error) is MissingArgumentError and not error.keyword and error.argument:
         command = " ".join(("shoal", *(error.command_chain or ())))
         name = (
             error.argument.name if error.argument.index is None else error.argument.name.lstrip("-").upper()
         )
-        return CycloptsPanel(f"{command} needs {name}; see {command} --help")
-    return CycloptsPanel(error)
+        return f"{command} needs {name}; see {command} --help"
+    if isinstance(error, UnknownOptionError) and (namesake := _namesake(error)):
+        return f"{str(error).partition(' Did you mean')[0]} Did you mean {namesake}?"
+    return str(error)
+
+
+def _namesake(error: UnknownOptionError) -> str:
+    """Return the option of another section with the unknown one's name; empty if there is none."""
+    given = (error.token.keyword or error.token.value).partition("=")[0]
+    names = [name for argument in error.argument_collection if argument.parse for name in argument.names]
+    namesakes = [name for name in names if name.partition(".")[2] == given.partition(".")[2] != ""]
+    return next(iter(get_close_matches(given, namesakes, n=1, cutoff=0.0)), "")

@@ -20,7 +20,7 @@ from shoal.env import settings
 from shoal.env.machine import num_cores
 from shoal.env.secret import MAKE_SECRET, job_secret
 from shoal.env.settings import SECRET_FILE
-from shoal.errors import EXIT_OK, ShoalError, UsageError, ending
+from shoal.errors import EXIT_OK, WARNING_SIGNALS, ShoalError, UsageError, ending, print_any_character
 
 DEFAULT_PORT = 7070
 _WAIT_S = 0.1
@@ -36,7 +36,7 @@ def serve(
     metrics: str | None = None,
     weights_mib: int = 0,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; return the exit code. SIGUSR1 and SIGHUP change nothing.
+    """Serve until SIGTERM or Ctrl-C; return the exit code. SIGUSR1, SIGUSR2 and SIGHUP change nothing.
 
     Args:
         address: address (IPv4 or IPv6) of the interface to listen on, and on no other.
@@ -75,7 +75,7 @@ def serve(
     stops: list[int] = []  # no Event: a second signal within its set() would wait for the first for ever
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stops.append(number))
-    for number in (signal.SIGUSR1, signal.SIGHUP):  # schedulers warn all of a job's processes by them
+    for number in (signal.SIGHUP, *WARNING_SIGNALS):  # schedulers warn all of a job's processes by them
         signal.signal(number, signal.SIG_IGN)
     with ExitStack() as stack:
         pages = None
@@ -122,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         help="MiB of weights, optimizer state and options to keep at most; 0: half of the host's memory",
     )  # fmt: skip
     given = parser.parse_args(argv)
+    print_any_character()
     try:
         return serve(**vars(given))
     except Exception as error:  # noqa: BLE001  # the last net, where the command line's is not

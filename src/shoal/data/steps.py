@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from shoal.decide.order import Order, ShuffledOrder, micro_batches, worker_part
 from shoal.decide.rng import Int64Array
+from shoal.errors import WARNING_SIGNALS
 
 _BLOCK_TOKENS = 1 << 14
 """NumPy's overhead per call dominates small batches: 32 × 128 tokens take 0.75 ms alone, 0.34 ms four at a
@@ -210,7 +211,7 @@ def submit(processes: ProcessPoolExecutor, read: Callable[..., _Read], *place: r
         return processes.submit(_read_in_process, read, *place)
 
 
-_LEFT_TO_WORKER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LEFT_TO_WORKER = (signal.SIGINT, signal.SIGTERM, *WARNING_SIGNALS)
 """A launcher may signal every process of a job. The worker decides; loader processes end when it does."""
 
 

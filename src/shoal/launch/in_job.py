@@ -30,7 +30,15 @@ from shoal.env.settings import HELPERS, PROGRESS_FILE, SECRET_FILE, TRANSPORT, h
 from shoal.env.slurm import SlurmStep, slurm_step, workers_first_node
 from shoal.env.torchrun import kubeflow_host
 from shoal.env.variables import child_environment, set_variables, without_brackets
-from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, ShoalError, UsageError
+from shoal.errors import (
+    EXIT_FAILURE,
+    EXIT_LOST,
+    EXIT_OK,
+    EXIT_STOPPED,
+    WARNING_SIGNALS,
+    ShoalError,
+    UsageError,
+)
 from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.host_rendezvous import await_workers_end
 from shoal.launch.job_folder import NEXT, JobFolder, usable_hosts
@@ -109,7 +117,7 @@ def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path |
     """
     step = slurm_step()
     options = _numbered(options) if step is None else options
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS):
         signal.signal(number, _exit_stopped)
     if options.stdin_secret:
         set_variables({SECRET_FILE: str(take_secret(sys.stdin))})
@@ -242,6 +250,7 @@ def _launch_host(
         run_id=folder.run_id if folder else options.run_id or "shoal",
         failure_file=failure_file,
         helpers_wait=helpers_wait,
+        usr2_is_term=options.stdin_secret,
     )
     if code in (EXIT_OK, EXIT_STOPPED) and folder is not None and is_first:
         folder.saved()
@@ -359,7 +368,8 @@ def _serve(folder: JobFolder | None, step: SlurmStep | None, options: HostOption
     if secret_file is not None:
         arguments += ["--secret-file", str(secret_file)]
     server = subprocess.Popen([*HELPER_COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
-    for number in (signal.SIGUSR1, signal.SIGHUP):
+    mpiruns_stop = (signal.SIGUSR2,) if options.stdin_secret else ()
+    for number in {signal.SIGHUP, *WARNING_SIGNALS}.difference(mpiruns_stop):
         signal.signal(number, signal.SIG_IGN)
     held = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: None if held.is_set() else server.terminate())

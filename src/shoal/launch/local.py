@@ -61,6 +61,7 @@ def launch(
     run_id: str = "shoal",
     failure_file: Path | None = None,
     helpers_wait: bool = False,
+    usr2_is_term: bool = False,
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
@@ -85,6 +86,7 @@ def launch(
         run_id: name of this start of the job, which workers find in TORCHELASTIC_RUN_ID.
         failure_file: file for the text of a failure, which is shown too.
         helpers_wait: helpers connect to ``rdzv`` too, even with one host, and end with the launchers.
+        usr2_is_term: SIGUSR2 is mpirun's way to ask for the end; workers get SIGTERM.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -98,23 +100,13 @@ def launch(
     host, port = _rendezvous_of(num_workers, nnodes, rdzv, has_secret=given_secret is not None)
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))  # 0700
     try:
-        with Job(log_dir, error_dir=folder) as job, without(SECRET):
+        with Job(log_dir, error_dir=folder, usr2_is_term=usr2_is_term) as job, without(SECRET):
             secret = given_secret or secrets.token_hex(32).encode()
             group = None
             if nnodes > 1 or helpers_wait:
-                from shoal.launch.host_rendezvous import join_hosts  # not for one host
-
-                join = partial(
-                    join_hosts,
-                    host=host,
-                    port=port,
-                    num_hosts=nnodes,
-                    num_workers=num_workers,
-                    secret=secret,
-                    deadline_s=rendezvous_deadline_s,
-                    stopped=lambda: job.stop_requested,
+                group = _meet(
+                    job, host, port, nnodes, num_workers, secret=secret, deadline_s=rendezvous_deadline_s
                 )
-                group = _unless_stopped(job, join)
             if job.stop_requested:
                 return EXIT_STOPPED
             shared = {
@@ -131,19 +123,44 @@ def launch(
                 master = host, group.master_port
             ranks = range(first, first + num_workers)
             job.wait(_start_workers(job, command, shared, ranks, num_hosts=nnodes, master=master))
-            outcome = job.outcome()
-            if group is not None:
-                code, text = group.cause(outcome.exit_code, outcome.text)
-                outcome = Outcome(exit_code=code, text=text)
-                group.leave(
-                    wait=job.num_interrupts < 2, has_failed=job.has_failed, exit_code=outcome.exit_code
-                )
+            outcome = _common_outcome(job, group, nnodes)
         if failure_file is not None and outcome.text:
             failure_file.parent.mkdir(parents=True, exist_ok=True)
             failure_file.write_text(outcome.text, encoding="utf-8")
         return outcome.report()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _meet(
+    job: Job, host: str, port: int, num_hosts: int, num_workers: int, *, secret: bytes, deadline_s: float
+) -> HostGroup | None:
+    """Return the group of the launchers of all hosts, or ``None`` if the job was asked to stop before."""
+    from shoal.launch.host_rendezvous import join_hosts  # not for one host
+
+    return _unless_stopped(
+        job,
+        partial(
+            join_hosts,
+            host=host,
+            port=port,
+            num_hosts=num_hosts,
+            num_workers=num_workers,
+            secret=secret,
+            deadline_s=deadline_s,
+            stopped=lambda: job.stop_requested,
+        ),
+    )
+
+
+def _common_outcome(job: Job, group: HostGroup | None, num_hosts: int) -> Outcome:
+    """Return the outcome of a job whose workers have ended here; leave the group of the hosts."""
+    outcome = job.outcome(has_other_hosts=num_hosts > 1)
+    if group is None:
+        return outcome
+    code, text = group.cause(outcome.exit_code, outcome.text)
+    group.leave(wait=job.num_interrupts < 2, has_failed=job.has_failed, exit_code=code)
+    return Outcome(exit_code=code, text=text)
 
 
 def _rendezvous_of(num_workers: int, nnodes: int, rdzv: str | None, *, has_secret: bool) -> tuple[str, int]:

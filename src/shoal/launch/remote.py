@@ -22,7 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from shoal.errors import EXIT_FAILURE, EXIT_LOST, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, ShoalError, UsageError
+from shoal.errors import (
+    EXIT_FAILURE,
+    EXIT_LOST,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    WARNING_SIGNALS,
+    ShoalError,
+    UsageError,
+)
 from shoal.launch.job_size import HELPER_PORT, RENDEZVOUS_PORT, SIZE, Workers
 
 _HOST = re.compile(r"([\w.-]+@)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?")
@@ -219,7 +228,7 @@ def run(starts: Sequence[Start]) -> int:
 
     handlers = {
         number: signal.signal(number, close)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS)
     }
     readers = []
     try:
@@ -278,7 +287,7 @@ def _started(start: Start, secret: str, stdins: list[int]) -> subprocess.Popen[s
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             start_new_session=True,  # Ctrl-C is for this process, which closes the stdins
         )

@@ -216,7 +216,7 @@ def checked(request: dict[str, Any]) -> dict[str, Any]:
 
 def text_of(value: Any, indent: str = "") -> str:
     """Return JSON with each object and list on one line where that is short enough."""
-    flat = json.dumps(value, ensure_ascii=False)
+    flat = json.dumps(value)
     if len(indent) + len(flat) <= _WIDTH or not isinstance(value, dict | list) or not value:
         return flat
     inner = indent + "  "
@@ -225,7 +225,7 @@ def text_of(value: Any, indent: str = "") -> str:
     else:
         words = all(isinstance(each, str) for each in value)
         rows = (
-            _filled([json.dumps(each, ensure_ascii=False) for each in value], inner)
+            _filled([json.dumps(each) for each in value], inner)
             if words
             else [text_of(each, inner) for each in value]
         )

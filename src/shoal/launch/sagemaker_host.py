@@ -14,7 +14,7 @@ from shoal.env.sagemaker import SECRET_ID, sagemaker_base, secret_id, source_sha
 from shoal.env.secret import job_secret
 from shoal.env.settings import HELPERS, SECRET_FILE
 from shoal.env.variables import set_variables
-from shoal.errors import EXIT_LOST, EXIT_STOPPED, ShoalError
+from shoal.errors import EXIT_LOST, EXIT_STOPPED, WARNING_SIGNALS, ShoalError
 from shoal.json_text import parse_json
 from shoal.launch.aws_calls import called, client
 from shoal.launch.in_job import HostOptions, in_job
@@ -90,7 +90,7 @@ def run(command: Sequence[str], options: HostOptions) -> int:
         _give_reason(base, str(problem))
         raise
     if code in (EXIT_STOPPED, EXIT_LOST):
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS):
             signal.signal(number, signal.SIG_IGN)
         time.sleep(_STOPPED_WAIT_S)
     return code

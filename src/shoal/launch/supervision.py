@@ -18,7 +18,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
-from shoal.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_LOST, EXIT_OK, EXIT_STOPPED
+from shoal.errors import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_LOST,
+    EXIT_OK,
+    EXIT_STOPPED,
+    WARNING_SIGNALS,
+)
 from shoal.launch.worker import WorkerError, read_errors
 
 POLL_S = 0.05
@@ -33,6 +40,7 @@ THREADS = ("OMP_NUM_THREADS", "PJRT_NPROC", "TF_NUM_INTRAOP_THREADS")
 _FORWARDED_AS = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGUSR2: signal.SIGUSR2,
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGINT: signal.SIGTERM,
 }
@@ -69,15 +77,16 @@ class Job:
         error_dir: folder in which workers report errors (:func:`shoal.launch.worker.write_error`); ``None``
             for a command that reports none: its stdout and stderr go to one file, its exit code 75 has no
             meaning, a request to stop gives it 10 s, and only the first failure counts.
+        usr2_is_term: SIGUSR2 asks for the end, as SIGTERM does, for which workers get it.
     """
 
-    def __init__(self, log_dir: Path, *, error_dir: Path | None) -> None:
+    def __init__(self, log_dir: Path, *, error_dir: Path | None, usr2_is_term: bool = False) -> None:
         self.exit_codes: dict[int, int] = {}
         """Exit codes by rank; minus the signal's number for a death by signal."""
         self.received: int | None = None
         """The last signal that requests a stop."""
         self.num_interrupts = 0
-        self._log_dir, self._error_dir = log_dir, error_dir
+        self._log_dir, self._error_dir, self._usr2_is_term = log_dir, error_dir, usr2_is_term
         self._workers: dict[int, subprocess.Popen[str]] = {}
         self._forwarded: list[int] = []
         self._killed: set[int] = set()
@@ -142,8 +151,12 @@ class Job:
                 self._kill()
             time.sleep(POLL_S)
 
-    def outcome(self) -> Outcome:
-        """Return the outcome of the job, from its workers' exit codes and errors."""
+    def outcome(self, *, has_other_hosts: bool = False) -> Outcome:
+        """Return the outcome of the job, from its workers' exit codes and errors.
+
+        Args:
+            has_other_hosts: other launchers have workers of the job, too.
+        """
         if not self.exit_codes:  # asked to stop before the start
             return Outcome(exit_code=EXIT_STOPPED)
         if self.num_interrupts > 1:
@@ -153,12 +166,19 @@ class Job:
             failed = [self._ended_at[rank] for rank, code in codes.items() if code != EXIT_OK]
             codes = {r: c for r, c in codes.items() if c == EXIT_OK or self._ended_at[r] == min(failed)}
         return decide_outcome(
-            codes, self._errors(), killed=self._killed, forwarded=self._forwarded, logs=self._logs
+            codes,
+            self._errors(),
+            killed=self._killed,
+            forwarded=self._forwarded,
+            logs=self._logs,
+            has_other_hosts=has_other_hosts,
         )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.num_interrupts += number == signal.SIGINT
-        if number != signal.SIGUSR1:
+        if number == signal.SIGUSR2 and self._usr2_is_term:
+            number = signal.SIGTERM
+        if number not in WARNING_SIGNALS:
             self.received = number
         if (forwarded := _FORWARDED_AS[signal.Signals(number)]) not in self._forwarded:
             self._forwarded.append(forwarded)
@@ -234,11 +254,13 @@ def decide_outcome(
     killed: Collection[int] = (),
     forwarded: Collection[int] = (),
     logs: Mapping[int, Path] | None = None,
+    has_other_hosts: bool = False,
 ) -> Outcome:
     """Return the failure that caused the others.
 
     A worker's own error comes first, the earliest of several; then a death by a signal that the launcher
-    did not send, and an exit without an error; then the mere loss of another worker.
+    did not send, and an exit without an error; then the mere loss of another worker, which is blamed on
+    another host only if there is one.
 
     Args:
         exit_codes: of this host's workers by rank; minus the signal's number for a death by signal.
@@ -246,6 +268,7 @@ def decide_outcome(
         killed: ranks that the launcher has killed.
         forwarded: signals sent by the launcher; a worker that died of one had not started to train.
         logs: files with the output of workers, by rank.
+        has_other_hosts: workers of the job run on other hosts, too.
     """
     logs = logs or {}
     own = [error for error in errors.values() if not error.lost_peer]
@@ -267,6 +290,9 @@ def decide_outcome(
         return Outcome(exit_code=EXIT_STOPPED)
     if errors:
         first = min(errors.values(), key=lambda error: error.time_s)
+        if not has_other_hosts:
+            text = f"worker {first.rank}: {first.message}{_where(first.rank, logs)}"
+            return Outcome(exit_code=first.exit_code, text=text)
         return Outcome(
             exit_code=EXIT_LOST,
             text=f"worker {first.rank} lost another worker, which runs on another host: look for the error "

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from shoal.env.launcher import worker_env
 from shoal.env.settings import debug, launch_dir
-from shoal.errors import ending, flush_output, hook_errors, is_lost_peer
+from shoal.errors import ending, flush_output, hook_errors, is_lost_peer, print_any_character
 from shoal.json_text import parse_json
 
 EXIT_DEADLINE_S = 5.0
@@ -58,6 +58,7 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
     faulthandler.enable()
     if not debug():
         hook_errors()
+    print_any_character()
     if folder is not None:
         _stop_without_launcher()
     try:
@@ -68,11 +69,12 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
         raise
     except BaseException as error:  # noqa: BLE001  # every error is reported
         env = worker_env()
-        report = describe_error(error, rank=env.place.rank if env else 0, run=run)
+        rank, size = (env.place.rank, env.place.num_workers) if env else (0, 1)
+        report = describe_error(error, rank=rank, run=run, is_alone=size == 1)
         if folder is not None:
             write_error(folder, report)
         if folder is None or report.rank != 0:  # the others' stderr is a file under our launcher
-            who = f"worker {report.rank}: " if env and env.place.num_workers > 1 else ""
+            who = f"worker {report.rank}: " if size > 1 else ""
             print(f"{who}{report.message}", file=sys.stderr, flush=True)
         if not debug():
             hook_errors(has_ended=True)
@@ -82,16 +84,18 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
     sys.exit(exit_code)
 
 
-def describe_error(error: BaseException, *, rank: int, run: Path | None = None) -> WorkerError:
+def describe_error(
+    error: BaseException, *, rank: int, run: Path | None = None, is_alone: bool = False
+) -> WorkerError:
     """Return the report of an exception; the traceback of an unexpected one is written to a file."""
-    end = ending(error, run=run, rank=rank, debug=debug())
+    end = ending(error, run=run, rank=rank, debug=debug(), is_alone=is_alone)
     return WorkerError(
         rank=rank,
         time_s=time.time(),
         message=end.text,
         exit_code=end.exit_code,
         is_bug=end.is_bug,
-        lost_peer=is_lost_peer(error),
+        lost_peer=not is_alone and is_lost_peer(error),
     )
 
 

@@ -7,6 +7,7 @@ evaluates. So outputs are the same bits on any number of workers, and those of t
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
+import codecs
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -112,7 +113,9 @@ class PredictConfig(UseConfig):
         """
         from shoal.atomic_io import write_atomically
 
-        text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        encoding = "utf-8" if self.out is not None else sys.stdout.encoding or "utf-8"
+        has_all = codecs.lookup(encoding).name == "utf-8"  # for others JSON has escapes
+        text = "".join(f"{json.dumps(row, ensure_ascii=not has_all)}\n" for row in rows)
         if self.out is not None:
             write_atomically(self.out, text.encode())
         else:

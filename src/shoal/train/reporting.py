@@ -206,11 +206,13 @@ class EventWriter:
 
     Args:
         folder: of the event files.
+        first_step: the first step that will be written, or written again: TensorBoard then drops what an
+            earlier process wrote about it and later ones, whose weights were lost. ``None``: drop nothing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int | None) -> None:
         self._folder = folder
-        self._events = SummaryWriter(str(folder), flush_secs=10)
+        self._events = SummaryWriter(str(folder), flush_secs=10, purge_step=first_step)
         self._settings: dict[str, Any] = {}
 
     def write(self, row: Row) -> None:
@@ -261,12 +263,21 @@ class RunLog(AbstractContextManager["RunLog"]):
         run_dir: an existing run directory; this process becomes its owner.
         progress: the progress bar, closed with the log.
         others: further writers; their owners close them.
+        first_step: the first step that this process does; 0 if it also writes about the state before;
+            ``None`` if it does none.
     """
 
-    def __init__(self, run_dir: Path, progress: Progress, others: Sequence[RowWriter] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        progress: Progress,
+        others: Sequence[RowWriter] = (),
+        *,
+        first_step: int | None = None,
+    ) -> None:
         self._owner = own(run_dir)
         self.progress = progress
-        record, events = RecordWriter(run_dir), EventWriter(run_dir / "tensorboard")
+        record, events = RecordWriter(run_dir), EventWriter(run_dir / "tensorboard", first_step)
         self._writers: list[RowWriter] = [record, *others, events, progress]
         self._stack = contextlib.ExitStack()
         for own_writer in (record, events, progress):

@@ -787,7 +787,10 @@ class Run:
                     *notes,
                 ]
             progress = Progress(self._total, self.step, unit=self._settings.unit)
-            self.log = self._stack.enter_context(RunLog(self.directory, progress, self._writers))
+            first_step = self.step + 1 if self._restored is not None else 0
+            trains = self._settings.output.evaluate is None
+            log = RunLog(self.directory, progress, self._writers, first_step=first_step if trains else None)
+            self.log = self._stack.enter_context(log)
             self.log.write(
                 self._settings.start_row(
                     self.directory,

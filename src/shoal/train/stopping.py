@@ -16,18 +16,19 @@ from types import FrameType, TracebackType
 
 from shoal.decide.batch import BatchPlan
 from shoal.env.settings import debug
-from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.errors import WARNING_SIGNALS, ShoalError, UsageError, did_you_mean
 from shoal.train.config import DistributedConfig, LoopConfig, RunOutputConfig, ServersConfig
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGTERM, *WARNING_SIGNALS)
 
 
 class StopRequest:
     """Records the first signal that requests a stop; the loop checks it between steps.
 
-    Handles SIGTERM (schedulers, the launcher) and SIGUSR1 (Slurm's ``--signal=USR1@60``). Both are ignored
-    once the interpreter exits: Python then restores the default actions, and a second SIGTERM would replace
-    the exit code of a saved run. Construct it in the main thread.
+    Handles SIGTERM (schedulers, the launcher) and those that come before a preemption: SIGUSR1 (Slurm's
+    ``--signal=USR1@60``) and SIGUSR2 (submitit's). All are ignored once the interpreter exits: Python then
+    restores the default actions, and a second SIGTERM would replace the exit code of a saved run. Construct
+    it in the main thread.
     """
 
     def __init__(self) -> None:

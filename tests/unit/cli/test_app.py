@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cyclopts import UnknownOptionError
 
+from shoal.cli.app import app
 from shoal.doctor import version_text
 
 COMMANDS = (
@@ -149,3 +151,21 @@ def test_commands_imported_on_use_explain_themselves(command: str) -> None:
 
     assert app[command].help
     assert [name for name in app[command] if not name.startswith("-")]
+
+
+@pytest.mark.parametrize(
+    ("option", "suggested"),
+    [
+        ("--distributed.wait-for", "--servers.wait-for"),  # where it was before
+        ("--train.learning-rate=1e-3", "--optim.learning-rate"),
+        ("--tain.seed", "--train.seed"),
+        ("--servers.wait-four", "--servers.wait-for"),
+    ],
+)
+def test_a_setting_in_the_wrong_section_is_found_by_its_name(
+    option: str, suggested: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UnknownOptionError):
+        app(["train", "albert", option, "1"], exit_on_error=False, print_error=True)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"Did you mean {suggested}?" in said

@@ -288,7 +288,7 @@ def test_loader_processes_outlive_signals_but_not_their_worker(reader):
             loaders = loaders_of(worker.pid)
             assert len(loaders) >= 1
             for pid in loaders:
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
                     os.kill(pid, number)
             for _ in range(300):  # through several blocks
                 worker.stdin.write("go on\n")

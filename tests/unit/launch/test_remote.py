@@ -185,7 +185,7 @@ def test_signals_that_come_during_the_start_let_all_workers_save() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) * 20:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP) * 20:
             process.send_signal(number)
         assert len(process.stdout.readlines()) == 39
         assert process.wait(60) == 75

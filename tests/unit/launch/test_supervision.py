@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -62,8 +65,11 @@ def test_an_error_beats_a_stop() -> None:
 
 
 def test_only_lost_peers_point_to_another_host() -> None:
-    outcome = decide_outcome({0: 1, 1: 1}, {0: error(0, 2.0, lost=True), 1: error(1, 1.0, lost=True)})
+    codes, errors = {0: 1, 1: 1}, {0: error(0, 2.0, lost=True), 1: error(1, 1.0, lost=True)}
+    outcome = decide_outcome(codes, errors, has_other_hosts=True)
     assert (outcome.exit_code, outcome.text.split(",")[0]) == (76, "worker 1 lost another worker")
+    outcome = decide_outcome(codes, errors)
+    assert (outcome.exit_code, outcome.text) == (1, "worker 1: message of 1")
 
 
 def test_the_log_of_a_silent_worker_is_quoted(tmp_path: Path) -> None:
@@ -119,3 +125,70 @@ def test_a_peer_that_did_not_come_to_the_store_file_is_lost(tmp_path: Path) -> N
         with pytest.raises(RuntimeError) as caught:
             ask()
         assert describe_error(caught.value, rank=0).lost_peer
+
+
+NO_LOCKS = """
+#include <errno.h>
+int flock(int file, int operation) { (void)file; (void)operation; errno = ENOLCK; return -1; }
+"""
+ALONE = """
+import sys
+from shoal.launch.worker import run_worker
+def main():
+    import torch.distributed as dist
+    from shoal.env.launcher import worker_env
+    place = worker_env()
+    dist.init_process_group("gloo", init_method=place.init_method, rank=0, world_size=1)
+    return 0
+run_worker(main)
+"""
+
+
+def test_a_store_on_a_file_system_without_locks_blames_no_other_worker(tmp_path: Path) -> None:
+    """As NFS without its lock daemon: the only worker of a job, whose store is a file."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "locks.c").write_text(NO_LOCKS)
+    (tmp_path / "alone.py").write_text(ALONE)
+    library = tmp_path / "locks.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "locks.c"], check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "launch",
+        "--workers",
+        "1",
+        "--",
+        "env",
+        f"LD_PRELOAD={library}",
+    ]
+    done = subprocess.run(
+        [*command, sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "No locks available" in done.stderr and "set TMPDIR to a local one" in done.stderr
+    assert "another" not in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+LAUNCHER = """
+import subprocess, sys
+from pathlib import Path
+from shoal.launch.supervision import Job
+wait = "trap 'exit 75' TERM; echo ready; while sleep 0.1; do :; done"
+folder = Path(sys.argv[1])
+with Job(folder, error_dir=folder, usr2_is_term=sys.argv[2] == "mpirun") as job:
+    worker = subprocess.Popen(["sh", "-c", wait], text=True, start_new_session=True)
+    job.wait({0: worker})
+print(job.exit_codes[0], job.outcome().exit_code)
+"""
+
+
+@pytest.mark.parametrize(("sender", "code"), [("mpirun", 75), ("scheduler", -signal.SIGUSR2)])
+def test_usr2_of_mpirun_reaches_workers_as_a_wish_to_stop(tmp_path: Path, sender: str, code: int) -> None:
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path), sender]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
+        launcher.send_signal(signal.SIGUSR2)
+        assert launcher.stdout.read() == f"{code} 75\n"

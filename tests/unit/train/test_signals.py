@@ -23,6 +23,7 @@ class LateSignal:
     def __del__(self):  # runs while the interpreter is taken down, after Python has let its handlers go
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
         os.write(1, b"sent")
 
 import builtins
@@ -31,7 +32,9 @@ sys.exit(75)
 """
 
 
-@pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGUSR1"), ("SIGUSR1", "SIGTERM")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("SIGTERM", "SIGUSR1"), ("SIGUSR1", "SIGTERM"), ("SIGUSR2", "SIGTERM")]
+)
 def test_signals_leave_a_note_and_the_exit_code_stays(first: str, second: str) -> None:
     assert hasattr(signal, first)
     code = CODE.format(first=first, second=second)
