@@ -177,8 +177,10 @@ def _measured(
     if not member.rules["connections"] and not fabric_providers(member.options.transport):
         trial, its_records = member.another(MANY_CONNECTIONS, "trial", share=False)
         other = replace(probe, engine=trial, records=its_records)
-        several = helps_much(other.host_rate(), host)
+        several = helps_much(with_several := other.host_rate(), host)
         trial.close()
+        if several:  # once more: another program may have taken the processors during the first reading
+            several = helps_much(with_several, probe.host_rate())
         remember_connections(MANY_CONNECTIONS if several else 1)
         if several:
             engine.close()
