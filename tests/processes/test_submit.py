@@ -114,6 +114,7 @@ def test_dry_runs_have_the_planners_summary(tmp_path: Path) -> None:
     pods = ("--image", "shoal:1", "--claim", "runs", "--gpus-per-host", "8")
     machines = ("--machine", "p4d.24xlarge", "--helper-machine", "c5n.18xlarge")
     bert = ("--", "shoal", "train", "bert", "--preset", "large-lans")
+    on_fsx = (*bert, "--data.path", "/opt/ml/input/data/fsx/text", "--run.dir", "/opt/ml/input/data/fsx/bert")
     done = shoal("submit", "kubernetes", *options, *pods, *machines, *bert, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["kind"] == "JobSet"  # the summary is a comment
@@ -126,11 +127,11 @@ def test_dry_runs_have_the_planners_summary(tmp_path: Path) -> None:
         'fsx = "fs-0123456789abcdef0"\nfsx-path = "/abcdefgh"\n'
     )
     training = ("--config", "cluster.toml")
-    done = shoal("submit", "sagemaker", *options, *training, *bert, cwd=tmp_path)
+    done = shoal("submit", "sagemaker", *options, *training, *on_fsx, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["RoleArn"].endswith("/shoal")
     assert "bert-large on 2xp4d.24xlarge" in done.stderr and "c5n.18xlarge" in done.stderr
-    written = shoal("submit", "sagemaker", *options[:4], *training, "--to", "job", *bert, cwd=tmp_path)
+    written = shoal("submit", "sagemaker", *options[:4], *training, "--to", "job", *on_fsx, cwd=tmp_path)
     assert "head -c 32 /dev/urandom | base64 > secret); aws secretsmanager create-secret" in written.stdout
     assert "--secret-string file://secret; rm secret\n" in written.stdout  # not an argument, which ps shows
 

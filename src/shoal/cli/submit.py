@@ -3,7 +3,6 @@
 # Annotations are objects here, not texts: cyclopts reads those of the settings.
 
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Annotated
 
 from cyclopts import App, Group, Parameter
 
+from shoal.cli import submit_checks
 from shoal.cli.settings import settings_from
 from shoal.decide.backend import Situation, planned_backend
 from shoal.errors import EXIT_OK, UsageError
@@ -20,16 +20,17 @@ from shoal.launch import kubernetes as pods
 from shoal.launch import kubernetes_manifest, remote, submissions
 from shoal.launch import sagemaker as training
 from shoal.launch import slurm as queue
-from shoal.launch.job_size import check_use_of_helpers, option_of
+from shoal.launch.job_command import JobCommand, check_files, check_source, read_command
+from shoal.launch.job_size import check_use_of_helpers, option_of, usable_workers
 from shoal.launch.kubernetes import KubernetesJob
 from shoal.launch.remote import RemoteJob, Start
 from shoal.launch.sagemaker import SageMakerJob
 from shoal.launch.slurm import SlurmJob
 from shoal.launch.source import ARCHIVE, pack
-from shoal.recipes import RECIPES, recipe_of_command, script
+from shoal.launch.tools import run_tool
+from shoal.recipes import RECIPES, script
 
 submit = App(name="submit", config=(settings_from(lambda _: ""),))
-_CHECKED = ("train", "finetune")
 _WORDS = Annotated[str, Parameter(allow_leading_hyphen=True)]
 _OUTPUT = Group("Output", sort_key=3)
 _OPTION = Parameter(group=_OUTPUT)
@@ -80,22 +81,21 @@ def slurm(
     command
         The command of a worker and its arguments, after `--`, as after srun.
     check
-        Check the settings of a recipe first, as `shoal train … --dry-run` does.
+        Check the program and the settings of a recipe first, as `shoal train … --dry-run` does.
     """
-    _check(command, job.helpers)
+    parts = _read(command, job.helpers)
     folder = (output.to or Path("jobs") / queue.job_name(job, command)).absolute()
     script = queue.render(job, command, folder)
-    own = _own_words(command)
-    said = _check_settings(own, job) if check and own[:1] and own[0] in _CHECKED else []
+    said = _check_on_nodes(job, command) if check else []
     if output.dry_run:
         print("\n".join([script, *said]))
-        _summarise(script, command, job, output.machine, output.helper_machine)
+        _summarise(script, parts, job, output.machine, output.helper_machine)
         return EXIT_OK
     path = queue.write(script, folder)
     if output.to is not None:
         print(f"{path}\nsubmit it with: sbatch {path}")
         return EXIT_OK
-    number = queue.submit(path)
+    number = queue.submit(path, earlier=submissions.earlier_id(folder))
     submissions.note(folder, "slurm", number, run=_run_dir(command))
     print(f"job {number} is submitted; its output: {folder / queue.output_name(job)}")
     return EXIT_OK
@@ -106,6 +106,7 @@ def kubernetes(
     *command: _WORDS,
     job: Annotated[KubernetesJob, _options("Kubernetes")],
     output: Annotated[PlannedOutput, _OUTPUT_OPTIONS] = PlannedOutput(),
+    check: Annotated[bool, _OPTION] = True,
 ) -> int:
     """Submit a command to Kubernetes: `shoal submit kubernetes --hosts 8 … -- shoal train bert`.
 
@@ -116,13 +117,19 @@ def kubernetes(
     ----------
     command
         The command of a worker and its arguments, after `--`.
+    check
+        Check the settings of a recipe first, and that its paths are below --mount.
     """
-    _check(command, job.helpers)
+    parts = _read(command, job.helpers)
+    if check:
+        count = usable_workers(job.hosts, job.workers_per_host or job.gpus_per_host or 1, job.global_batch)
+        rule = submit_checks.inside_mount(job.mount, job.claim)
+        submit_checks.check_command(parts, num_workers=count, reads_data=False, allow=rule)
     name = pods.job_name(job, command)
     text = kubernetes_manifest.render(job, command)
     if output.dry_run:
         print(text, end="")
-        predicted = _prediction(command, job.hosts, output.machine, job.helpers, output.helper_machine)
+        predicted = _prediction(parts, job.hosts, output.machine, job.helpers, output.helper_machine)
         print("".join(f"# {line}\n" for line in predicted.splitlines()), end="")
         return EXIT_OK
     folder = output.to or Path("jobs") / name
@@ -142,6 +149,7 @@ def sagemaker(
     *command: _WORDS,
     job: Annotated[SageMakerJob, _options("SageMaker")],
     output: Annotated[Output, _OUTPUT_OPTIONS] = Output(),
+    check: Annotated[bool, _OPTION] = True,
 ) -> int:
     """Submit a command to SageMaker: `shoal submit sagemaker --hosts 8 --helpers 4 … -- shoal train bert`.
 
@@ -153,10 +161,14 @@ def sagemaker(
     ----------
     command
         The command of a worker and its arguments, after `--`.
+    check
+        Check the settings of a recipe first, and that its paths are in the containers.
     """
-    _check(command, job.helpers)
+    parts = _read(command, job.helpers)
     filled = job.filled()
-    _check_instance(job)
+    num_gpus = _check_instance(job)
+    if check:
+        _check_in_containers(filled, parts, num_gpus)
     base = training.base_name(filled, command)
     name = training.job_name(base)
     request = training.checked(training.render(filled, command, name))
@@ -164,7 +176,7 @@ def sagemaker(
     if output.dry_run:
         print(text)
         kinds = _in_catalog(job.instance), job.helpers, _in_catalog(job.helper_instance)
-        print(_prediction(command, job.hosts, *kinds), file=sys.stderr)
+        print(_prediction(parts, job.hosts, *kinds), file=sys.stderr)
         return EXIT_OK
     folder = output.to or Path("jobs") / base
     path = _write(folder / training.REQUEST, f"{text}\n")
@@ -191,6 +203,7 @@ def ssh(
     job: Annotated[RemoteJob, _options("Start on hosts")],
     dry_run: Annotated[bool, _OPTION] = False,
     config: Annotated[Path | None, _OPTION] = None,
+    check: Annotated[bool, _OPTION] = True,
 ) -> int:
     """Run a command on hosts by ssh: `shoal submit ssh --hosts n1 --hosts n2 -- python train.py`.
 
@@ -205,14 +218,18 @@ def ssh(
         Print the commands; start nothing.
     config
         TOML file with options of this command, such as hosts = ["n1", "n2"].
+    check
+        Check the settings of a recipe first, and on the hosts that the program is there.
     """
-    _check(command, len(job.helper_hosts))
+    parts = _read(command, len(job.helper_hosts))
+    if check:
+        _check_on_hosts(job, parts)
     starts = remote.ssh_starts(job, command)
     if dry_run:
         return _show(starts)
     from shoal.doctor import version_text
 
-    remote.check_versions(job, version_text())
+    remote.check_hosts(job, version_text(), parts if check else None)
     return remote.run(starts)
 
 
@@ -222,6 +239,7 @@ def mpi(
     job: Annotated[RemoteJob, _options("Start on hosts")],
     dry_run: Annotated[bool, _OPTION] = False,
     config: Annotated[Path | None, _OPTION] = None,
+    check: Annotated[bool, _OPTION] = True,
 ) -> int:
     """Run a command on hosts by mpirun: `shoal submit mpi --hosts n1 --hosts n2 -- python train.py`.
 
@@ -236,12 +254,14 @@ def mpi(
         Print the commands; start nothing.
     config
         TOML file with options of this command, such as hosts = ["n1", "n2"].
+    check
+        Check the settings of a recipe first.
     """
-    _check(command, len(job.helper_hosts))
-    try:
-        version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
-    except FileNotFoundError:
-        raise UsageError("mpirun was not found: load MPI's module, or use shoal submit ssh") from None
+    parts = _read(command, len(job.helper_hosts))
+    if check:
+        _check_on_hosts(job, parts)
+    absent = "load MPI's module, or use shoal submit ssh"
+    version = run_tool(["mpirun", "--version"], absent=absent, remedies={}).stdout
     starts = remote.mpi_starts(job, command, version)
     return _show(starts) if dry_run else remote.run(starts)
 
@@ -265,52 +285,36 @@ def _show(starts: Sequence[Start]) -> int:
     return EXIT_OK
 
 
-def _check(command: Sequence[str], num_helpers: int) -> None:
-    """Check that there is a command, and that it uses the helper hosts."""
+def _read(command: Sequence[str], num_helpers: int) -> JobCommand:
+    """Take the command of the workers apart.
+
+    Raises:
+        UsageError: there is none, or it leaves the helper hosts idle.
+    """
     if not command:
         raise UsageError("name the command of the workers after --: … -- shoal train bert --preset large")
     check_use_of_helpers(command, num_helpers)
+    return read_command(command)
 
 
-def _check_instance(job: SageMakerJob) -> None:
-    """Check that an instance type in the planner's catalog has a GPU for each worker."""
-    from shoal.planner.hardware import Catalog
-
-    known = Catalog().instances.get(job.instance.removeprefix("ml."))
-    num_gpus = known.num_accelerators if known is not None and known.accelerator is not None else 0
-    if 0 < num_gpus < (job.workers_per_host or 0):
-        raise UsageError(
-            f"--workers-per-host {job.workers_per_host} must be at most {num_gpus}, "
-            f"the GPUs of {job.instance}"
-        )
+# ---- checks ------------------------------------------------------------------------------------------------
 
 
-def _own_words(command: Sequence[str]) -> list[str]:
-    """Return the words after ``shoal``, for any path of it; empty for another program."""
-    if Path(command[0]).name == "shoal":
-        return list(command[1:])
-    is_python = Path(command[0]).name.startswith("python")
-    return list(command[3:]) if is_python and list(command[1:3]) == ["-m", "shoal"] else []
-
-
-def _check_settings(command: Sequence[str], job: SlurmJob) -> list[str]:
-    """Check a recipe's settings (the words after ``shoal``) for all workers; return the run's description."""
-    if "--workers" in command:
-        raise UsageError("leave --workers out of the command: --workers-per-host N goes before the --")
-    words = [word.replace(queue.SEED, "0") for word in command]
-    count = job.hosts * (job.workers_per_host or job.gpus_per_host or 1)
-    if job.min_hosts is not None and job.global_batch is not None:
-        count = count // job.hosts
-    checked = subprocess.run(
-        [sys.executable, "-m", "shoal", *words, "--workers", str(count), "--dry-run"],
-        capture_output=True,
-        text=True,
+def _check_on_nodes(job: SlurmJob, command: Sequence[str]) -> list[str]:
+    """Check a job of Slurm, whose files are here; return the description of its run."""
+    parts = read_command([word.replace(queue.SEED, "0") for word in command])
+    per_host = job.workers_per_host or job.gpus_per_host or 1
+    hosts = 1 if job.min_hosts is not None and job.global_batch is not None else job.hosts
+    count = usable_workers(hosts, per_host, job.global_batch)
+    said = submit_checks.check_command(
+        parts, num_workers=count, reads_data=True, allow=submit_checks.shared_by_nodes(job.hosts)
     )
-    if checked.returncode != 0:
-        raise UsageError(f"{checked.stderr.strip().removeprefix('shoal: ')} (--no-check submits it anyway)")
-    description = checked.stdout.strip().rpartition("\n\n")[2].splitlines()  # after the settings
-    described = [line for line in description if not line.startswith("backend ")]  # that of this host
-    return [f"# {line}" for line in (*described, f"backend      {_planned_backend(words, job, count)}")]
+    if not any(option.startswith("--chdir") for option in job.option):
+        check_files(parts, Path.cwd(), searches_path=not job.prolog)
+    if not said:
+        return []
+    described = [line for line in said if not line.startswith("# backend ")]  # that of this host
+    return [*described, f"# backend      {_planned_backend(parts.arguments, job, count)}"]
 
 
 def _planned_backend(command: Sequence[str], job: SlurmJob, num_workers: int) -> str:
@@ -328,8 +332,53 @@ def _planned_backend(command: Sequence[str], job: SlurmJob, num_workers: int) ->
     )
 
 
+def _check_in_containers(job: SageMakerJob, parts: JobCommand, num_gpus: int) -> None:
+    """Check a job of SageMaker; ``num_gpus``: of an instance, 0 if it is not known."""
+    if job.source is not None:
+        check_source(parts, job.source)
+    per_host = job.workers_per_host or num_gpus
+    rule = submit_checks.inside_channels(
+        training.channels(job), written=training.kept(job), source=job.source
+    )
+    submit_checks.check_command(
+        parts,
+        num_workers=usable_workers(job.hosts, per_host, job.global_batch) if per_host else None,
+        reads_data=False,
+        allow=rule,
+    )
+
+
+def _check_on_hosts(job: RemoteJob, parts: JobCommand) -> None:
+    """Check a job on hosts whose files and GPUs are not known here."""
+    count = None
+    if job.workers_per_host is not None:
+        count = usable_workers(len(job.hosts), job.workers_per_host, job.global_batch)
+    submit_checks.check_command(parts, num_workers=count, reads_data=False)
+
+
+def _check_instance(job: SageMakerJob) -> int:
+    """Return the GPUs of an instance, 0 if its type is not in the planner's catalog.
+
+    Raises:
+        UsageError: it has fewer than workers.
+    """
+    from shoal.planner.hardware import Catalog
+
+    known = Catalog().instances.get(job.instance.removeprefix("ml."))
+    num_gpus = known.num_accelerators if known is not None and known.accelerator is not None else 0
+    if 0 < num_gpus < (job.workers_per_host or 0):
+        raise UsageError(
+            f"--workers-per-host {job.workers_per_host} must be at most {num_gpus}, "
+            f"the GPUs of {job.instance}"
+        )
+    return num_gpus
+
+
+# ---- the planner -------------------------------------------------------------------------------------------
+
+
 def _summarise(
-    script: str, command: Sequence[str], job: SlurmJob, machine: str | None, helper_machine: str | None
+    script: str, command: JobCommand, job: SlurmJob, machine: str | None, helper_machine: str | None
 ) -> None:
     if queue.is_here():
         with tempfile.TemporaryDirectory() as folder:
@@ -341,17 +390,17 @@ def _summarise(
 
 
 def _prediction(
-    command: Sequence[str], hosts: int, machine: str | None, helpers: int, helper_machine: str | None
+    command: JobCommand, hosts: int, machine: str | None, helpers: int, helper_machine: str | None
 ) -> str:
     """Return the planner's time and cost of a recipe's preset on the given machines; empty: no recipe."""
-    own = _own_words(command)
-    recipe = recipe_of_command(*own[:2]) if len(own) > 1 else None
+    own = submit_checks.own_words(command)
+    recipe = submit_checks.recipe_of(own)
     if machine is None or recipe is None or not hasattr(script(recipe), "sample"):
         return ""
     from shoal.planner import answer
     from shoal.recipes.workloads import plan, workload_name
 
-    model = workload_name(recipe, option_of(command, "--preset") or RECIPES[recipe].preset)
+    model = workload_name(recipe, option_of(own, "--preset") or RECIPES[recipe].preset)
     helping = f"{helpers}x{helper_machine}" if helper_machine and helpers else None
     return answer.text_of(plan(model, f"{hosts}x{machine}", helping), [], compare=False)
 

@@ -7,20 +7,22 @@ Settings come from options, then from a file, then from a preset.
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from attrs import evolve
-from cyclopts import App, Argument, ArgumentCollection, Group, Parameter
+from cyclopts import App, Argument, ArgumentCollection, CycloptsError, Group, Parameter
 
+from shoal.cli.help_text import explanation
 from shoal.cli.settings import preset_of, settings_from, this_command
 from shoal.decide.backend import Situation, planned_backend
 from shoal.env.launcher import worker_env
 from shoal.env.machine import num_gpus
 from shoal.env.settings import helpers
+from shoal.errors import UsageError
 from shoal.recipes import RECIPES, main_of, recipe_of_command, script
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
@@ -183,18 +185,8 @@ def command_for(name: str) -> Callable[..., int]:
         launch: Annotated[Launch, _LAUNCH] = Launch(),  # noqa: B008
         **given: Any,
     ) -> int:
-        sections = {name.removeprefix(_SECTION): given.pop(name) for name in list(given) if _SECTION in name}
-        changes: dict[str, dict[str, Any]] = {}
-        for option, value in given.items():
-            if value is not None:
-                section, setting = recipe.shortcuts[option].split(".")
-                changes.setdefault(section, {})[setting] = value
-        for section, changed in changes.items():  # at once: settings of a section may need one another
-            sections[section] = replace(sections.get(section, defaults[section]), **changed)
-        settings = Config(**sections)
-        return run_recipe(name, settings, launch, preset)
+        return run_recipe(name, _settings(name, given), launch, preset)
 
-    defaults = {section.name: _default(section) for section in fields(Config)}
     *own, launch, _ = inspect.signature(command).parameters.values()
     short = [_shortcut(Config, option, setting) for option, setting in recipe.shortcuts.items()]
     all_of_it = [*short, *own, *_sections(Config), launch]
@@ -202,6 +194,43 @@ def command_for(name: str) -> Callable[..., int]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in all_of_it}
     command.__doc__ = _PARAMETERS
     return command
+
+
+def _settings(name: str, given: Mapping[str, Any]) -> Any:
+    """Return the settings of a recipe: defaults, the sections that are given, and shortcuts over them."""
+    recipe, config = RECIPES[name], getattr(script(name), RECIPES[name].config)
+    sections = {key.removeprefix(_SECTION): value for key, value in given.items() if _SECTION in key}
+    defaults = {section.name: _default(section) for section in fields(config)}
+    changes: dict[str, dict[str, Any]] = {}
+    for option, value in given.items():
+        if option in recipe.shortcuts and value is not None:
+            section, setting = recipe.shortcuts[option].split(".")
+            changes.setdefault(section, {})[setting] = value
+    for section, changed in changes.items():  # at once: settings of a section may need one another
+        sections[section] = replace(sections.get(section, defaults[section]), **changed)
+    return config(**sections)
+
+
+def settings_of(words: Sequence[str]) -> tuple[str, Any]:
+    """Return the recipe and the settings of ``train NAME …`` or ``finetune NAME …``, without running it.
+
+    Raises:
+        UsageError: the command or an option is not known, or settings do not go together.
+    """
+    command = {"train": train, "finetune": finetune}[words[0]]
+    name = recipe_of_command(words[0], words[1]) if len(words) > 1 else None
+    try:
+        _, bound, _ = command.parse_args(list(words[1:]), print_error=False, exit_on_error=False)
+    except CycloptsError as error:
+        cause = error.__cause__
+        text = str(cause) if isinstance(cause, UsageError) else explanation(error)
+        raise UsageError(f"shoal {words[0]}: {text}") from None
+    if name is None:
+        raise UsageError(f"shoal {words[0]} needs the name of a recipe")
+    given = {
+        key: value for key, value in bound.arguments.items() if key not in ("preset", "config", "launch")
+    }
+    return name, _settings(name, given)
 
 
 def _shortcut(config: type[Any], option: str, setting: str) -> inspect.Parameter:

@@ -15,6 +15,7 @@ from typing import Literal
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.aws_calls import called, client
 from shoal.launch.job_size import check_form
+from shoal.launch.tools import run_tool
 
 DOCKERFILE = Path("docker") / "Dockerfile"
 TOOLS = ("docker", "podman", "buildah")
@@ -194,14 +195,11 @@ def _digest_of(image: Image, version: str) -> str:
     return mine[-1].rpartition("@")[2] if mine else done.stderr.strip()
 
 
-def _run(image: Image, tool: str, command: Sequence[str], *, stdin: str | None = None) -> None:
+def _run(image: Image, tool: str, command: Sequence[str], *, stdin: str = "") -> None:
     """Run a command; its stdout is shown, and its stderr becomes the text of the error."""
-    done = subprocess.run(command, input=stdin, stderr=subprocess.PIPE, text=True, errors="replace")
-    if done.returncode == 0:
-        return
-    last = "\n".join(done.stderr.strip().splitlines()[-5:])
     known = {"path": image.repository.partition("/")[2], "host": image.host, "tool": tool}
-    remedy = next((text for sign, text in _REMEDIES.items() if sign in last.lower()), "")
-    raise ShoalError(
-        f"{tool} {command[1]} ended with {done.returncode}: {last}{remedy and f' ({remedy.format(**known)})'}"
-    )
+    remedies = {sign: remedy.format(**known) for sign, remedy in _REMEDIES.items()}
+    run_tool(
+        command, absent="install it, or choose another --tool", remedies=remedies, stdin=stdin,
+        deadline_s=None, shows_output=True,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 
 from shoal.env.settings import check_helpers
 from shoal.errors import UsageError
+from shoal.launch.job_folder import usable_hosts
 
 HELPER_PORT, RENDEZVOUS_PORT = 7070, 29_400
 """Ports of helpers' servers and of the first worker host, on schedulers that give each job its own hosts."""
@@ -20,7 +21,7 @@ SIZE = Parameter(group=Group("Size of the job", sort_key=1))
 """Puts an option into this group of ``--help``."""
 _COUNTS = (
     "hosts", "min_hosts", "workers_per_host", "global_batch", "gpus_per_host", "cpus_per_host",
-    "efa_per_host", "save_s", "volume_gb", "nnodes", "workers", "helper_port",
+    "efa_per_host", "helper_efa", "save_s", "volume_gb", "nnodes", "workers", "helper_port",
 )  # fmt: skip
 _LEAST = {**dict.fromkeys(_COUNTS, 1), "helpers": 0}
 _OWN_WORDS = ("shoal", "train", "finetune")
@@ -72,6 +73,15 @@ class JobSize(Workers):
     """Helper hosts."""
     name: str | None = None
     """Name of the job; default: the command's first words."""
+
+
+def usable_workers(num_hosts: int, workers_per_host: int, global_batch: int | None) -> int:
+    """Return the workers of the largest number of hosts over whose workers a global batch divides.
+
+    Raises:
+        UsageError: it does not divide over the workers of one host.
+    """
+    return usable_hosts(num_hosts, workers_per_host, global_batch) * workers_per_host
 
 
 def option(field: str) -> str:

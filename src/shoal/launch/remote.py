@@ -32,6 +32,7 @@ from shoal.errors import (
     ShoalError,
     UsageError,
 )
+from shoal.launch.job_command import JobCommand
 from shoal.launch.job_size import HELPER_PORT, RENDEZVOUS_PORT, SIZE, Workers
 
 _HOST = re.compile(r"([\w.-]+@)?[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?")
@@ -164,11 +165,16 @@ def _remote(job: RemoteJob, words: Sequence[str]) -> str:
     return f"cd {shlex.quote(str(job.folder or Path.cwd()))} && exec {shlex.join(words)}"
 
 
-def check_versions(job: RemoteJob, version: str) -> None:
-    """Compare the versions of shoal on all hosts, by ssh.
+def check_hosts(job: RemoteJob, version: str, command: JobCommand | None) -> None:
+    """Compare the versions of shoal on all hosts, by ssh, and look for the command's files on worker hosts.
+
+    Args:
+        job: the job.
+        version: of shoal here.
+        command: of the workers; ``None``: its files are not looked for.
 
     Raises:
-        ShoalError: a host cannot be reached, or has no shoal or another version.
+        ShoalError: a host cannot be reached, has no shoal or another version, or lacks a file.
     """
     asked = {
         host: subprocess.Popen(
@@ -176,16 +182,17 @@ def check_versions(job: RemoteJob, version: str) -> None:
                 *("ssh", "-T", "-o", "BatchMode=yes"),
                 *job.option,
                 host,
-                _remote(job, [job.shoal, "--version"]),
+                _question(job, command if host in job.hosts else None),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         for host in (*job.hosts, *job.helper_hosts)
     }
-    wrong = []
+    wrong, absent = [], []
     for host, process in asked.items():
         try:
             said, complaint = process.communicate(timeout=_ASK_S)
@@ -196,13 +203,30 @@ def check_versions(job: RemoteJob, version: str) -> None:
             continue
         if process.returncode != 0:
             wrong.append(f"{host}: {complaint.strip() or f'exit code {process.returncode}'}")
-        elif said.strip() != version:
+        elif (lines := said.strip().splitlines())[:1] != [version]:
             wrong.append(f"{host} has {said.strip()!r:.100}")
+        elif lines[1:]:
+            absent.append(f"{host} has no {' and no '.join(lines[1:])}")
     if wrong:
         raise ShoalError(
             f"not all hosts have {version} as {job.shoal} in {job.folder or Path.cwd()}: {'; '.join(wrong)} "
             "(--shoal PATH, --folder DIR)"
         )
+    if absent:
+        raise ShoalError(
+            f"not all hosts have the files of the command in {job.folder or Path.cwd()}: {'; '.join(absent)} "
+            "(--folder DIR; --no-check starts it anyway)"
+        )
+
+
+def _question(job: RemoteJob, command: JobCommand | None) -> str:
+    """Return the remote command line that prints shoal's version, then the files that are not there."""
+    asked = f"cd {shlex.quote(str(job.folder or Path.cwd()))} && {shlex.quote(job.shoal)} --version"
+    if command is None or command.is_elsewhere:
+        return asked
+    tests = [("command -v --", command.words[0]), *([("test -e", command.script)] if command.script else [])]
+    looked = [f"{test} {shlex.quote(file)} > /dev/null || echo {shlex.quote(file)}" for test, file in tests]
+    return f"{asked} && {{ {'; '.join(looked)}; }}"
 
 
 def run(starts: Sequence[Start]) -> int:

@@ -25,7 +25,7 @@ from shoal.launch.source import ARCHIVE, digest, pack
 
 REQUEST = "request.json"
 WORKERS, HELPERS = "workers", "helpers"
-CHECKPOINTS = "/opt/ml/checkpoints"
+INPUT, CHECKPOINTS, MODEL = "/opt/ml/input/data", "/opt/ml/checkpoints", "/opt/ml/model"
 FSX_CHANNEL, SOURCE_CHANNEL = "fsx", "source"
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,39}")
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!.*'()/-]*)?")
@@ -187,6 +187,17 @@ def _channels(job: SageMakerJob, name: str) -> list[dict[str, Any]]:
         source = {"FileSystemDataSource": {**system, "DirectoryPath": job.fsx_path}}
         channels.append({"ChannelName": FSX_CHANNEL, "DataSource": source})
     return channels
+
+
+def channels(job: SageMakerJob) -> list[str]:
+    """Return the folders of data in the containers."""
+    return [f"{INPUT}/{channel.split('=', 1)[0]}" for channel in job.channel]
+
+
+def kept(job: SageMakerJob) -> list[str]:
+    """Return the folders in the containers that outlive the job and that all of its hosts share."""
+    own = [*([CHECKPOINTS] if job.checkpoints else []), MODEL] if job.hosts == 1 else []
+    return [*([f"{INPUT}/{FSX_CHANNEL}"] if job.fsx else []), *own]
 
 
 def source_uri(job: SageMakerJob, name: str) -> str:

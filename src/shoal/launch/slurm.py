@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -10,15 +9,15 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from shoal.errors import ShoalError, UsageError
-from shoal.json_text import parse_json
 from shoal.launch.job_size import SIZE, JobSize, check_form, name_of
+from shoal.launch.tools import run_tool
 
 SEED = "{seed}"
 """Part of the command that is replaced by the number of an array's task."""
-SCRIPT, SUBMITTED, STOP = "job.sbatch", "submitted.json", "stop"
+SCRIPT, STOP = "job.sbatch", "stop"
 _SIGNAL_MARGIN_S = 60
 """A signal may come up to 60 s early, by Slurm's man page; one came 10 s late."""
 _WORD = re.compile(r"[\w.,:/@%+=~*\[\]-]+")
@@ -29,7 +28,6 @@ _OWNED = (
     "array", "het-group", "job-name", "kill-on-bad-exit", "mpi", "nodes", "ntasks", "ntasks-per-node",
     "open-mode", "output", "error", "requeue", "no-requeue", "signal", "time", "wrap",
 )  # fmt: skip
-_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,46 +222,47 @@ def write(script: str, folder: Path) -> Path:
     return path
 
 
-def submit(path: Path) -> str:
-    """Submit a script and return the job's id, which is also written to ``submitted.json`` beside it.
+def submit(path: Path, *, earlier: str | None) -> str:
+    """Submit a script and return the job's id.
+
+    Args:
+        path: of the script, in the job's folder.
+        earlier: id of the job that was submitted from this folder before.
 
     Raises:
-        ShoalError: Slurm is not installed, refuses the job, or still has a job of this folder.
+        ShoalError: Slurm is not installed, refuses the job, or still has the earlier one.
     """
-    if (earlier := submitted(path.parent)) and (state := state_of(earlier["id"])):
+    if earlier is not None and (state := state_of(earlier)):
         raise ShoalError(
-            f"{path.parent}: its job {earlier['id']} is {state}; scancel {earlier['id']} first, or choose "
-            "another --name"
+            f"{path.parent}: its job {earlier} is {state}; scancel {earlier} first, or choose another --name"
         )
     for marker in (path.parent / STOP, *path.parent.glob(f"*/{STOP}")):
         marker.unlink(missing_ok=True)
-    number = _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
-    (path.parent / SUBMITTED).write_text(
-        json.dumps({"backend": "slurm", "id": number}) + "\n", encoding="utf-8"
-    )
+    number = _slurm("sbatch", "--parsable", str(path)).stdout.strip().partition(";")[0]
+    if not number.isdecimal():
+        raise ShoalError(f"sbatch --parsable said {number!r:.200}, which is no job id; see squeue")
     return number
 
 
-def stop(folder: Path) -> str:
+def stop(folder: Path, number: str) -> str:
     """Stop the job of a folder after it has saved; return a message.
 
     A file ``stop`` in the folder prevents its script from requeueing it until it is submitted again.
 
     Raises:
-        UsageError: no job was submitted from this folder, or it has ended.
+        UsageError: it has ended.
         ShoalError: Slurm refuses.
     """
-    job = submitted(folder)
-    state = state_of(job["id"]) if job else ""
-    if job is None or not state:
+    state = state_of(number)
+    if not state:
         raise UsageError(f"{folder} has no job that waits or runs")
     for start in {folder, *(path.parent for path in folder.glob("*/starts.json"))}:
         (start / STOP).touch()
     if state != "RUNNING":
-        _slurm("scancel", job["id"])
-        return f"job {job['id']} was {state} and is cancelled"
-    _slurm("scancel", "--signal=USR1", job["id"])
-    return f"job {job['id']} saves and leaves"
+        _slurm("scancel", number)
+        return f"job {number} was {state} and is cancelled"
+    _slurm("scancel", "--signal=USR1", number)
+    return f"job {number} saves and leaves"
 
 
 def test_only(path: Path) -> str:
@@ -272,24 +271,15 @@ def test_only(path: Path) -> str:
     Raises:
         ShoalError: Slurm would refuse it.
     """
-    return _slurm("sbatch", "--test-only", str(path)).strip()
-
-
-def submitted(folder: Path) -> dict[str, Any] | None:
-    """Return the stored submission of a folder, or ``None`` if none was submitted."""
-    path = folder / SUBMITTED
-    if not path.exists():
-        return None
-    stored = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
-    if not isinstance(stored, dict) or not re.fullmatch(r"\d{1,12}", str(stored.get("id"))):
-        raise ShoalError(f"{path} has no job id; remove it")
-    return stored
+    done = _slurm("sbatch", "--test-only", str(path))
+    return (done.stdout + done.stderr).strip()
 
 
 def state_of(number: str) -> str:
     """Return the state of a job that waits or runs, such as ``PENDING``; empty if it has ended."""
     try:
-        return _slurm("squeue", "--noheader", "--format=%T", "--jobs", number).partition("\n")[0].strip()
+        listed = _slurm("squeue", "--noheader", "--format=%T", "--jobs", number).stdout
+        return listed.partition("\n")[0].strip()
     except ShoalError as problem:
         if "Invalid job id" in str(problem):
             return ""
@@ -301,36 +291,21 @@ def is_here() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def _slurm(*command: str) -> str:
-    """Run a command of Slurm and return its stdout and stderr."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
-    except FileNotFoundError:
-        raise ShoalError(
-            f"{command[0]} was not found: submit on a login node of the cluster, or write the script with "
-            "--to DIR"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise ShoalError(
-            f"{' '.join(command)} did not answer in {_DEADLINE_S:g} s; try scontrol ping"
-        ) from None
-    text = (done.stdout + done.stderr).strip()
-    if done.returncode != 0:
-        raise ShoalError(f"{text}{_remedy(text)}")
-    return text
+def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    absent = "submit on a login node of the cluster, or write the script with --to DIR"
+    return run_tool(command, absent=absent, remedies=_REMEDIES)
 
 
-def _remedy(text: str) -> str:
-    hints = {
-        "invalid partition": "; sinfo lists the partitions",
-        "Invalid account": "; sacctmgr show associations user=$USER lists your accounts",
-        "Invalid qos": "; sacctmgr show qos lists them",
-        "invalid generic resource": "; sinfo -o '%P %G' shows the GPUs that nodes have",
-        "violates accounting": "; sacctmgr show associations user=$USER shows the limits",
-        "node count specification invalid": "; sinfo -o '%P %D' shows how many nodes partitions have",
-        "node configuration is not available": "; sinfo -o '%P %D %c %G' shows what nodes have",
-        "configuration source": "; submit on a host of the cluster, or write the script with --to DIR",
-        "contact slurm controller": "; scontrol ping shows whether it runs; --to DIR writes the script",
-        "Time limit": "; sinfo -o '%P %l' shows the partitions' limits",
-    }
-    return next((hint for sign, hint in hints.items() if sign.lower() in text.lower()), "")
+_REMEDIES = {
+    "invalid partition": "sinfo lists the partitions",
+    "Invalid account": "sacctmgr show associations user=$USER lists your accounts",
+    "Invalid qos": "sacctmgr show qos lists them",
+    "invalid generic resource": "sinfo -o '%P %G' shows the GPUs that nodes have",
+    "violates accounting": "sacctmgr show associations user=$USER shows the limits",
+    "node count specification invalid": "sinfo -o '%P %D' shows how many nodes partitions have",
+    "node configuration is not available": "sinfo -o '%P %D %c %G' shows what nodes have",
+    "configuration source": "submit on a host of the cluster, or write the script with --to DIR",
+    "contact slurm controller": "scontrol ping shows whether it runs; --to DIR writes the script",
+    "Time limit": "sinfo -o '%P %l' shows the partitions' limits",
+    "timeout": "try scontrol ping",
+}

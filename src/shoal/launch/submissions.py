@@ -6,6 +6,7 @@ It reads the jobs' folders and calls the schedulers' commands; no process runs i
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,8 +18,8 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.launch import kubernetes, sagemaker, slurm
 from shoal.launch.job_folder import JobFolder
-from shoal.launch.slurm import SUBMITTED
 
+SUBMITTED = "submitted.json"
 _ENDED = "ENDED"
 _TAIL_LINES = 100
 _POLL_S = 5.0
@@ -69,10 +70,21 @@ def read(folder: Path) -> Submission:
     if not path.exists():
         raise UsageError(f"{folder} has no job that waits or runs")
     stored = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
-    if not isinstance(stored, dict) or not isinstance(stored.get("id"), str):
+    where = stored if isinstance(stored, dict) else {}
+    where = {key: value for key, value in where.items() if isinstance(value, str)}
+    backend = where.get("backend", "slurm")
+    if not re.fullmatch(r"\d{1,12}" if backend == "slurm" else r"[\w.-]{1,100}", where.get("id", "")):
         raise ShoalError(f"{path} has no job id; remove it")
-    where = {key: value for key, value in stored.items() if isinstance(value, str)}
-    return Submission(folder=folder, backend=where.get("backend", "slurm"), id=stored["id"], where=where)
+    return Submission(folder=folder, backend=backend, id=where["id"], where=where)
+
+
+def earlier_id(folder: Path) -> str | None:
+    """Return the id of the job that was submitted from this folder, or ``None`` if none was.
+
+    Raises:
+        ShoalError: its file is damaged.
+    """
+    return read(folder).id if (folder / SUBMITTED).exists() else None
 
 
 def jobs(folder: Path) -> list[Submitted]:
@@ -131,7 +143,7 @@ def stop(folder: Path) -> str:
     if job.backend == "sagemaker":
         sagemaker.stop(job.id, job.where.get("region"))
         return f"training job {job.id} has two minutes to save"
-    return slurm.stop(folder)
+    return slurm.stop(folder, job.id)
 
 
 def logs(folder: Path, *, follow: bool) -> int:

@@ -12,7 +12,8 @@ import pytest
 
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import remote
-from shoal.launch.remote import RemoteJob, Start, check_versions, mpi_starts, run, ssh_starts
+from shoal.launch.job_command import read_command
+from shoal.launch.remote import RemoteJob, Start, check_hosts, mpi_starts, run, ssh_starts
 
 COMMAND = ("python", "train.py", "a b", "$HOME")
 OPEN_MPI = "mpirun (Open MPI) 4.1.4\n"
@@ -167,12 +168,43 @@ def test_a_host_without_shoal_or_with_another_is_named(
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    check_versions(RemoteJob(hosts=("n1",), folder=tmp_path), "shoal 1")
+    check_hosts(RemoteJob(hosts=("n1",), folder=tmp_path), "shoal 1", None)
     with pytest.raises(ShoalError) as raised:
-        check_versions(RemoteJob(hosts=("n1", "n2"), helper_hosts=("n3",), folder=tmp_path), "shoal 1")
+        check_hosts(RemoteJob(hosts=("n1", "n2"), helper_hosts=("n3",), folder=tmp_path), "shoal 1", None)
     said = str(raised.value)
     assert "not all hosts have shoal 1" in said and "n1" not in said.partition(":")[2]
     assert "n2 has 'shoal 2'; n3: sh: shoal: not found" in said
+
+
+def test_files_of_the_command_are_looked_for_on_the_worker_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host is a folder of this machine here, in which ``ssh`` runs the command line."""
+    (tmp_path / "ssh").write_text(
+        "#!/bin/sh\n"
+        'for line; do host=$last; last=$line; done\n'
+        f"cd {tmp_path}/$host && sh -c \"${{line#cd * && }}\"\n"
+    )  # fmt: skip
+    (tmp_path / "shoal").write_text("#!/bin/sh\necho shoal 1\n")
+    for host, files in (("n1", ("venv/python", "a train.py")), ("n2", ("a train.py",)), ("h1", ())):
+        (tmp_path / host / "venv").mkdir(parents=True)
+        for file in files:
+            (tmp_path / host / file).touch(0o755)
+    for program in ("ssh", "shoal"):
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def check(*words: str, hosts: tuple[str, ...] = ("n1", "n2")) -> None:
+        job = RemoteJob(hosts=hosts, helper_hosts=("h1",), folder=tmp_path)
+        check_hosts(job, "shoal 1", read_command(words))
+
+    check("env", "A=b", "python3", "a train.py")
+    check("venv/python", "a train.py", hosts=("n1",))
+    check("apptainer", "exec", "image.sif", "python", "/absent.py")
+    with pytest.raises(ShoalError, match=r"not all hosts have the files .*: n2 has no venv/python \("):
+        check("venv/python", "a train.py")
+    with pytest.raises(ShoalError, match=r"n1 has no absent\.py; n2 has no venv/python and no absent\.py"):
+        check("venv/python", "absent.py")
 
 
 def test_signals_that_come_during_the_start_let_all_workers_save() -> None:

@@ -166,7 +166,8 @@ def test_mistakes_in_the_options(settings: dict[str, Any], said: str) -> None:
 def test_more_workers_than_the_instances_have_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     def submit(workers: int, instance: str) -> int:
         job = SageMakerJob(**{**COMMON, "workers_per_host": workers, "instance": instance})
-        return command(*BERT, job=job, output=Output(dry_run=True))
+        words = (*BERT, "--run.dir", "/opt/ml/input/data/fsx/bert")
+        return command(*words, job=job, output=Output(dry_run=True))
 
     with pytest.raises(
         UsageError, match=r"--workers-per-host 9 must be at most 8, the GPUs of ml\.p4d\.24xl"

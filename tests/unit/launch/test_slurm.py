@@ -170,7 +170,7 @@ def test_names() -> None:
 def test_no_slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ShoalError, match=r"sbatch was not found: submit on a login node .* --to DIR"):
-        slurm.submit(slurm.write(render(SlurmJob(hosts=1), BERT, FOLDER), tmp_path))
+        slurm.submit(slurm.write(render(SlurmJob(hosts=1), BERT, FOLDER), tmp_path), earlier=None)
     assert not slurm.is_here()
 
 
@@ -195,15 +195,8 @@ def test_what_slurm_refuses_is_passed_on_with_a_remedy(
 ) -> None:
     (fake / "sbatch").write_text(f'#!/bin/sh\necho "sbatch: error: {complaint}" >&2; exit 1\n')
     with pytest.raises(ShoalError) as raised:
-        slurm.submit(slurm.write(render(SlurmJob(hosts=1), BERT, FOLDER), tmp_path))
+        slurm.submit(slurm.write(render(SlurmJob(hosts=1), BERT, FOLDER), tmp_path), earlier=None)
     assert complaint in str(raised.value) and remedy in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"id": "4; rm"}'])
-def test_a_job_id_that_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "submitted.json").write_text(text)
-    with pytest.raises(ShoalError, match=r"submitted\.json.*remove it|remove .*submitted\.json"):
-        slurm.submitted(tmp_path)
 
 
 @pytest.fixture
@@ -222,27 +215,33 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_job_is_stopped_and_submitted_again(tmp_path: Path, fake: Path) -> None:
     folder = tmp_path / "jobs" / "bert"
     path = slurm.write(render(SlurmJob(hosts=1), BERT, folder), folder)
-    assert slurm.submit(path) == "4711"
+    assert slurm.submit(path, earlier=None) == "4711"
     with pytest.raises(ShoalError, match=r"its job 4711 is RUNNING; scancel 4711 first"):
-        slurm.submit(path)
-    assert slurm.stop(folder) == "job 4711 saves and leaves"
+        slurm.submit(path, earlier="4711")
+    assert slurm.stop(folder, "4711") == "job 4711 saves and leaves"
     assert (fake / "said").read_text() == "scancel --signal=USR1 4711\n"
     assert (folder / "stop").exists()
     (fake / "squeue").write_text(
         "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n"
     )
     with pytest.raises(UsageError, match=r"bert has no job that waits or runs"):
-        slurm.stop(folder)
-    slurm.submit(path)
+        slurm.stop(folder, "4711")
+    slurm.submit(path, earlier="4711")
     assert not (folder / "stop").exists()
 
 
-def test_a_job_that_waits_is_cancelled(tmp_path: Path, fake: Path) -> None:
-    (fake / "squeue").write_text("#!/bin/sh\n")
+def test_what_a_plug_in_says_beside_the_job_id_is_no_part_of_it(tmp_path: Path, fake: Path) -> None:
     path = slurm.write(render(SlurmJob(hosts=1), BERT, tmp_path), tmp_path)
-    slurm.submit(path)
+    (fake / "sbatch").write_text("#!/bin/sh\necho '4711;cluster'; echo 'sbatch: lua: welcome' >&2\n")
+    assert slurm.submit(path, earlier=None) == "4711"
+    (fake / "sbatch").write_text("#!/bin/sh\necho 'welcome'\n")
+    with pytest.raises(ShoalError, match="sbatch --parsable said 'welcome', which is no job id; see squeue"):
+        slurm.submit(path, earlier=None)
+
+
+def test_a_job_that_waits_is_cancelled(tmp_path: Path, fake: Path) -> None:
     (fake / "squeue").write_text("#!/bin/sh\necho PENDING\n")
-    assert slurm.stop(tmp_path) == "job 4711 was PENDING and is cancelled"
+    assert slurm.stop(tmp_path, "4711") == "job 4711 was PENDING and is cancelled"
     assert (fake / "said").read_text() == "scancel 4711\n"
 
 

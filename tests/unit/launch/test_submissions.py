@@ -82,9 +82,12 @@ def test_jobs_of_all_back_ends_in_one_table(
     assert runs(folder) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0][:5] == ["name", "on", "job", "state", "starts"]
-    assert lines[1][:4] == ["a", "slurm", "4711", "?"] and "(cannot reach the controller)" in " ".join(
-        lines[1]
-    )
+    assert lines[1][:4] == [
+        "a",
+        "slurm",
+        "4711",
+        "?",
+    ] and "(squeue: cannot reach the controller)" in " ".join(lines[1])
     assert lines[2] == ["b", "kubernetes", "b", "ENDED", "0", "-", "-", "-"]
 
 
@@ -125,6 +128,17 @@ def test_stop(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "a" / submissions.SUBMITTED).write_text("[]")
     with pytest.raises(ShoalError, match="has no job id; remove it"):
         stop(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"id": "4; rm"}', '{"backend": "kubernetes", "id": "a b"}'],
+    ids=["JSON", "list", "words", "name"],
+)  # fmt: skip
+def test_a_job_id_that_is_none(tmp_path: Path, text: str) -> None:
+    assert submissions.earlier_id(tmp_path) is None
+    (tmp_path / "submitted.json").write_text(text)
+    with pytest.raises(ShoalError, match=r"submitted\.json.*remove it|remove .*submitted\.json"):
+        submissions.earlier_id(tmp_path)
 
 
 def test_logs(
