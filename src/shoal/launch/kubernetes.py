@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Literal
 
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.job_size import SIZE, JobSize, check_form, name_of
+from shoal.launch.tools import run_tool
 
 MANIFEST = "job.yaml"
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -20,8 +20,9 @@ _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]{0,400}")
 _QUANTITY = re.compile(r"\d{1,9}(\.\d{1,3})?(m|[kMGT]i?)?")
 _RESOURCE = re.compile(r"([a-z0-9.-]{1,63}/)?[a-z][\w.-]{0,62}")
 _SELECTOR = re.compile(r"[\w./-]{1,300}=[\w.-]{0,63}")
+_TOLERATION = re.compile(r"[\w./-]{1,300}(=[\w.-]{0,63})?(:(NoSchedule|PreferNoSchedule|NoExecute))?")
+_ACCOUNT = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _PATH = re.compile(r"/[\w./-]*")
-_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,9 @@ class KubernetesJob(JobSize):
     gpus_per_host: Annotated[int | None, SIZE] = None
     """GPUs of a worker pod."""
     efa_per_host: Annotated[int | None, SIZE] = None
-    """EFA interfaces of a worker pod (vpc.amazonaws.com/efa), for NCCL's plug-in; backend shoal uses TCP."""
+    """EFA interfaces of a worker pod (vpc.amazonaws.com/efa), for NCCL's plug-in and --transport ofi:efa."""
+    helper_efa: Annotated[int | None, SIZE] = None
+    """EFA interfaces of a helper pod; default: 1 with --transport ofi:efa."""
     cpus_per_host: Annotated[str | None, SIZE] = None
     """CPUs of a worker pod; needed without GPUs."""
     memory_per_host: Annotated[str | None, SIZE] = None
@@ -60,6 +63,18 @@ class KubernetesJob(JobSize):
     """LocalQueue of Kueue."""
     node_selector: tuple[str, ...] = ()
     """Labels of the workers' nodes, like node.kubernetes.io/instance-type=p4d.24xlarge."""
+    helper_node_selector: tuple[str, ...] = ()
+    """Labels of the helpers' nodes."""
+    toleration: tuple[str, ...] = ()
+    """Taints of nodes on which workers may run: KEY, KEY=VALUE or KEY=VALUE:EFFECT, like
+    nvidia.com/gpu:NoSchedule."""
+    helper_toleration: tuple[str, ...] = ()
+    """The same of helpers."""
+    service_account: str | None = None
+    """Service account of all pods, such as one with a role in AWS (IRSA) or with the image's pull secrets."""
+    transport: str | None = None
+    """tcp, or ofi:efa for workers and helpers, if the image has libfabric; default: ofi:efa with
+    --efa-per-host, otherwise tcp."""
     save_s: int = 120
     """Seconds that saving a checkpoint may take when a pod is asked to stop."""
     api: Literal["jobset", "trainjob"] = "jobset"
@@ -79,13 +94,40 @@ class KubernetesJob(JobSize):
             "image": _IMAGE, "claim": _LABEL, "mount": _PATH, "gpu": _RESOURCE, "helper_cpus": _QUANTITY,
             "helper_memory": _QUANTITY, "cpus_per_host": _QUANTITY, "memory_per_host": _QUANTITY,
             "shared_memory": _QUANTITY, "name": _LABEL, "namespace": _LABEL, "queue": _LABEL,
-            "topology": _RESOURCE,
+            "topology": _RESOURCE, "service_account": _ACCOUNT,
         }  # fmt: skip
         for name, form in forms.items():
             check_form(self, name, form, f"is not what Kubernetes takes ({form.pattern})")
-        check_form(self, "node_selector", _SELECTOR, "is not of the form KEY=VALUE")
+        for name in ("node_selector", "helper_node_selector"):
+            check_form(self, name, _SELECTOR, "is not of the form KEY=VALUE")
+        for name in ("toleration", "helper_toleration"):
+            rule = "is not of the form KEY, KEY=VALUE or KEY=VALUE:EFFECT with NoSchedule or NoExecute"
+            check_form(self, name, _TOLERATION, rule)
+        self._check_efa()
         if self.topology is not None and self.queue is None:
             raise UsageError(f"--topology {self.topology} is for Kueue: name its --queue too")
+
+    def _check_efa(self) -> None:
+        if self.transport is not None and "efa" in self.transport and self.efa_per_host is None:
+            raise UsageError(
+                f"--transport {self.transport} needs the pods' devices: add --efa-per-host N, the EFA "
+                "interfaces of an instance"
+            )
+        if self.helper_efa is not None and not self.uses_efa:
+            raise UsageError(
+                f"--helper-efa {self.helper_efa} is of no use over TCP: add --efa-per-host N for the "
+                "workers, whose transport helpers share, and leave out --transport tcp"
+            )
+
+    @property
+    def uses_efa(self) -> bool:
+        """True if backend shoal uses EFA, so that helpers need interfaces as well."""
+        return "efa" in (self.chosen_transport or "")
+
+    @property
+    def chosen_transport(self) -> str | None:
+        """The transport of workers and helpers; ``None``: shoal's default."""
+        return self.transport or ("ofi:efa" if self.efa_per_host else None)
 
 
 def job_name(job: KubernetesJob, command: Sequence[str]) -> str:
@@ -122,19 +164,19 @@ def submit(path: Path, name: str, namespace: str | None, queue: str | None = Non
     _kubectl(["kubectl", "create", *where, "--filename", str(path)], "")
 
 
-_HINTS = {
-    "AlreadyExists": "; kubectl delete it, or choose another --name",
-    "exceeded quota": "; kubectl describe resourcequota shows what is left: ask for more, or fewer --hosts",
-    'kind "JobSet"': "; the cluster has no JobSet controller: install it, or use --api trainjob",
-    'kind "TrainJob"': "; the cluster has no Kubeflow trainer: install it, or use --api jobset",
-    'kind "TrainingRuntime"': "; the cluster has no Kubeflow trainer: install it, or use --api jobset",
-    "localqueues": "; kubectl get localqueues lists the queues of --queue",
-    'namespaces "': "; kubectl get namespaces lists those of --namespace",
-    "forbidden": "; kubectl auth can-i --list shows what you may do there",
-    "must be logged in": "; the credentials have expired: log in again, with EKS aws eks update-kubeconfig",
-    "expired": "; the credentials have expired: log in again, with EKS aws eks update-kubeconfig",
-    "connection to the server": "; kubectl config current-context names the cluster",
-    "connection refused": "; kubectl config get-contexts lists the clusters; --to DIR writes the manifest",
+_REMEDIES = {
+    "AlreadyExists": "kubectl delete it, or choose another --name",
+    "exceeded quota": "kubectl describe resourcequota shows what is left: ask for more, or fewer --hosts",
+    'kind "JobSet"': "the cluster has no JobSet controller: install it, or use --api trainjob",
+    'kind "TrainJob"': "the cluster has no Kubeflow trainer: install it, or use --api jobset",
+    'kind "TrainingRuntime"': "the cluster has no Kubeflow trainer: install it, or use --api jobset",
+    "localqueues": "kubectl get localqueues lists the queues of --queue",
+    'namespaces "': "kubectl get namespaces lists those of --namespace",
+    "forbidden": "kubectl auth can-i --list shows what you may do there",
+    "must be logged in": "the credentials have expired: log in again, with EKS aws eks update-kubeconfig",
+    "expired": "the credentials have expired: log in again, with EKS aws eks update-kubeconfig",
+    "connection to the server": "kubectl config current-context names the cluster",
+    "connection refused": "kubectl config get-contexts lists the clusters; --to DIR writes the manifest",
 }
 
 _WORKERS = {"jobset": "workers-0", "trainjob": "node-0"}
@@ -192,14 +234,5 @@ def _in(namespace: str | None) -> list[str]:
 
 
 def _kubectl(command: list[str], text: str) -> str:
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_DEADLINE_S)
-    except FileNotFoundError:
-        raise ShoalError("kubectl was not found: install it, or write the manifest with --to DIR") from None
-    except subprocess.TimeoutExpired:
-        raise ShoalError(f"the cluster did not answer kubectl in {_DEADLINE_S:g} s") from None
-    if done.returncode != 0:
-        said = done.stderr.strip()
-        hint = next((hint for sign, hint in _HINTS.items() if sign.lower() in said.lower()), "")
-        raise ShoalError(f"kubectl: {said}{hint}")
-    return done.stdout
+    absent = "install it, or write the manifest with --to DIR"
+    return run_tool(command, absent=absent, remedies=_REMEDIES, stdin=text).stdout

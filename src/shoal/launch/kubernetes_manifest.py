@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import indent
 
 from shoal.env.settings import TRANSPORT
@@ -15,6 +15,7 @@ from shoal.launch.job_size import HELPER_PORT, RENDEZVOUS_PORT
 from shoal.launch.kubernetes import KubernetesJob, job_name
 
 _GRACE_MARGIN_S = 60
+_EFA = "vpc.amazonaws.com/efa"
 _RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
 
 
@@ -85,7 +86,7 @@ template:
     restartPolicy: OnFailure
     securityContext: {security}
     automountServiceAccountToken: false
-    containers:
+{place}    containers:
     - name: shoal
       image: {image}
       securityContext: {container_security}
@@ -93,7 +94,7 @@ template:
       env:
       - {{name: SHOAL_SECRET_FILE, value: /run/shoal/secret}}
       - {{name: POD_IP, valueFrom: {{fieldRef: {{fieldPath: status.podIP}}}}}}
-{transport}      resources: {{limits: {{cpu: "{cpus}", memory: {memory}{efa}}}}}
+{transport}      resources: {{limits: {{{limits}}}}}
 {probe}      volumeMounts: [{{name: secret, mountPath: /run/shoal, readOnly: true}}]
     volumes: [{{name: secret, secret: {{secretName: {name}-secret, defaultMode: 0440}}}}]
 """
@@ -113,7 +114,7 @@ template:
     terminationGracePeriodSeconds: {grace}
     securityContext: {security}
     automountServiceAccountToken: false
-{selector}    containers:
+{place}    containers:
     - name: {container}
       image: {image}
       securityContext: {container_security}
@@ -141,15 +142,19 @@ template:
 def _helper_job(job: KubernetesJob, name: str) -> str:
     """Return the spec of the helpers' Job, which JobSet ends with the workers'."""
     probe = f"      readinessProbe: {{tcpSocket: {{port: {HELPER_PORT}}}}}\n"
+    limits = {
+        "cpu": job.helper_cpus,
+        "memory": job.helper_memory,
+        _EFA: (job.helper_efa or 1) if job.uses_efa else None,
+    }
     return _HELPERS.format(
         count=job.helpers,
         name=name,
         image=job.image,
         port=HELPER_PORT,
-        cpus=job.helper_cpus,
-        memory=job.helper_memory,
+        limits=_flow_map(limits),
+        place=_place(job, job.helper_node_selector, job.helper_toleration),
         probe=probe if job.helpers_required else "",
-        efa=', vpc.amazonaws.com/efa: "1"' if "efa" in (job.transport or "") else "",
         **_common(job, name),
     )
 
@@ -158,12 +163,10 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
     servers = ",".join(f"{name}-helpers-0-{number}.{name}:{HELPER_PORT}" for number in range(job.helpers))
     limits = {
         job.gpu: job.gpus_per_host,
-        "vpc.amazonaws.com/efa": job.efa_per_host,
+        _EFA: job.efa_per_host,
         "cpu": job.cpus_per_host,
         "memory": job.memory_per_host,
     }
-    labels = [label.partition("=") for label in job.node_selector]
-    selector = ", ".join(f"{key}: {json.dumps(value)}" for key, _, value in labels)
     return _WORKERS.format(
         name=name,
         workers=workers,
@@ -177,13 +180,38 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
         grace=job.save_s + _GRACE_MARGIN_S,
         restarts=_RESTARTS,
         gpus=f'      - {{name: SHOAL_GPUS, value: "{job.gpus_per_host}"}}\n' if job.gpus_per_host else "",
-        selector=f"    nodeSelector: {{{selector}}}\n" if selector else "",
+        place=_place(job, job.node_selector, job.toleration),
         options="".join(f", {option}" for option in job.launch_options()),
         command=_flow(command),
         servers=f"      - {{name: SHOAL_HELPERS, value: {json.dumps(servers)}}}\n" if servers else "",
-        limits=", ".join(f"{key}: {json.dumps(v)}" for key, v in limits.items() if v is not None),
+        limits=_flow_map(limits),
         **_common(job, name),
     )
+
+
+def _place(job: KubernetesJob, selector: Sequence[str], tolerations: Sequence[str]) -> str:
+    """Return the lines of a pod about the nodes where it may run, and its service account."""
+    labels = {key: value for key, _, value in (label.partition("=") for label in selector)}
+    tolerated = ", ".join(f"{{{_flow_map(_toleration(text))}}}" for text in tolerations)
+    lines = [
+        *([f"serviceAccountName: {json.dumps(job.service_account)}"] if job.service_account else []),
+        *([f"nodeSelector: {{{_flow_map(labels)}}}"] if labels else []),
+        *([f"tolerations: [{tolerated}]"] if tolerated else []),
+    ]
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _toleration(text: str) -> dict[str, str | None]:
+    """Return the toleration of a taint as ``kubectl taint`` writes it; without a value, of any."""
+    taint, _, effect = text.partition(":")
+    key, has_value, value = taint.partition("=")
+    operator = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
+    return {"key": key, **operator, "effect": effect or None}
+
+
+def _flow_map(values: Mapping[str, object]) -> str:
+    """Return the fields of a YAML map on one line, without those that are ``None``."""
+    return ", ".join(f"{key}: {json.dumps(value)}" for key, value in values.items() if value is not None)
 
 
 def _common(job: KubernetesJob, name: str) -> dict[str, str]:
@@ -191,12 +219,12 @@ def _common(job: KubernetesJob, name: str) -> dict[str, str]:
     annotations = f"      kueue.x-k8s.io/podset-required-topology: {job.topology}\n"
     if job.helpers:
         annotations += f"      kueue.x-k8s.io/podset-group-name: {name}  # workers and helpers side by side\n"
-    variable = f"      - {{name: {TRANSPORT}, value: {json.dumps(job.transport)}}}\n"
+    transport = json.dumps(job.chosen_transport)
     ids = ", ".join(f"{key}: {job.user}" for key in ("runAsUser", "runAsGroup", "fsGroup"))
     return {
         "security": f"{{runAsNonRoot: true, {ids}, seccompProfile: {{type: RuntimeDefault}}}}",
         "container_security": "{allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}",
-        "transport": variable if job.transport else "",
+        "transport": f"      - {{name: {TRANSPORT}, value: {transport}}}\n" if job.chosen_transport else "",
         "pod": f"  metadata:\n    annotations:\n{annotations}" if job.topology else "",
     }
 

@@ -169,8 +169,16 @@ def rules(jobset: dict[str, Any]) -> list[str]:
         {"node_selector": ("node.kubernetes.io/instance-type=p4d.24xlarge",), "workers_per_host": 8},
         {"helpers": 2, "queue": "team", "topology": "cloud.provider.com/topology-rack"},
         {"name": "a" * 40, "hosts": 1000, "helpers": 1000},
+        {
+            "helpers": 2, "efa_per_host": 4, "helper_efa": 2, "service_account": "trainer.a",
+            "toleration": ("nvidia.com/gpu:NoSchedule", "team=bert", "a"),
+            "helper_toleration": ("b=:NoExecute",),
+            "helper_node_selector": ("node.kubernetes.io/instance-type=c5n.18xlarge", "a=true"),
+        },
+        {"helpers": 2, "efa_per_host": 4, "transport": "tcp"},
     ],
-)
+    ids=["least", "helpers", "required", "cpus", "selector", "rack", "many", "efa", "tcp"],
+)  # fmt: skip
 @pytest.mark.parametrize("api", ["jobset", "trainjob"])
 def test_the_api_accepts_manifests(settings: dict[str, Any], api: str) -> None:
     found = documents(**settings, api=api)
@@ -288,25 +296,53 @@ def test_commands_variables_and_limits_of_the_containers() -> None:
     assert variables["SHOAL_HELPERS"] == "bert-helpers-0-0.bert:7070,bert-helpers-0-1.bert:7070"
     assert variables["SHOAL_SECRET_FILE"] == "/run/shoal/secret"
     assert workers["resources"]["limits"] == {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 4}
-    assert "SHOAL_TRANSPORT" not in {each["name"] for each in (*workers["env"], *helpers["env"])}
+    assert variables["SHOAL_TRANSPORT"] == "ofi:efa"
     secret = pod_of(jobset)["volumes"][0]["secret"]
     assert secret == {"secretName": "bert-secret", "defaultMode": 0o440}
     assert pod_of(jobset)["securityContext"]["fsGroup"] == 1000
     assert pod_of(jobset)["terminationGracePeriodSeconds"] == 180
 
 
-def test_a_transport_is_that_of_all_pods() -> None:
-    """Helper pods request an interface for EFA only."""
-    for transport, efa in (("ofi:efa", {"vpc.amazonaws.com/efa": "1"}), ("ofi:tcp;ofi_rxm", {})):
-        jobset = manifest(helpers=2, transport=transport)
-        helpers, workers = (
-            each["template"]["spec"]["template"]["spec"]["containers"][0]
-            for each in jobset["spec"]["replicatedJobs"]
-        )
-        for container in (helpers, workers):
-            assert {"name": "SHOAL_TRANSPORT", "value": transport} in container["env"]
-        limits = helpers["resources"]["limits"]
-        assert {name: limits[name] for name in limits if "efa" in name} == efa
+def pods_of(jobset: dict[str, Any]) -> list[Any]:
+    """Return the pods of helpers and of workers."""
+    return [each["template"]["spec"]["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]]
+
+
+@pytest.mark.parametrize("api", ["jobset", "trainjob"])
+def test_efa_is_for_workers_and_helpers_or_for_nccl_alone(api: str) -> None:
+    def found(**settings: Any) -> list[tuple[Any, Any]]:
+        first = documents(helpers=2, api=api, **settings)[0]
+        pods = pods_of(first["spec"]["template"] if api == "trainjob" else first)
+        containers = [pod["containers"][0] for pod in pods]
+        variables = [{each["name"]: each.get("value") for each in one["env"]} for one in containers]
+        efa = [one["resources"]["limits"].get("vpc.amazonaws.com/efa") for one in containers]
+        return list(zip(efa, (each.get("SHOAL_TRANSPORT") for each in variables), strict=True))
+
+    assert found() == [(None, None), (None, None)]
+    assert found(efa_per_host=4) == [(1, "ofi:efa"), (4, "ofi:efa")]
+    assert found(efa_per_host=4, helper_efa=2) == [(2, "ofi:efa"), (4, "ofi:efa")]
+    assert found(efa_per_host=4, transport="tcp") == [(None, "tcp"), (4, "tcp")]
+    assert found(transport="ofi:tcp;ofi_rxm") == [(None, "ofi:tcp;ofi_rxm")] * 2
+
+
+def test_where_pods_may_run_and_for_whom() -> None:
+    jobset = manifest(
+        helpers=2, service_account="trainer", node_selector=("pool=gpu",), helper_node_selector=("pool=1",),
+        toleration=("nvidia.com/gpu:NoSchedule", "team=bert", "a=:NoExecute"), helper_toleration=("any",),
+    )  # fmt: skip
+    helpers, workers = pods_of(jobset)
+    assert workers["nodeSelector"] == {"pool": "gpu"} and helpers["nodeSelector"] == {"pool": "1"}
+    assert workers["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "bert"},
+        {"key": "a", "operator": "Equal", "value": "", "effect": "NoExecute"},
+    ]
+    assert helpers["tolerations"] == [{"key": "any", "operator": "Exists"}]
+    for pod in (helpers, workers):
+        assert pod["serviceAccountName"] == "trainer"
+        assert pod["automountServiceAccountToken"] is False  # a role in AWS has a volume of its own
+    for pod in pods_of(manifest(helpers=2)):
+        assert not {"nodeSelector", "tolerations", "serviceAccountName"} & pod.keys()
 
 
 def test_the_words_of_the_command_arrive_as_they_are() -> None:
@@ -346,6 +382,15 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"user": 0}, "--user 0 must be at least 1: not root"),
     ({"mount": "runs"}, "--mount 'runs' is not"),
     ({"topology": "rack"}, "--topology rack is for Kueue: name its --queue too"),
+    ({"helper_node_selector": ("c5n",)}, "--helper-node-selector 'c5n' is not of the form KEY=VALUE"),
+    ({"toleration": ("a:Never",)}, "--toleration 'a:Never' is not of the form KEY, KEY=VALUE or"),
+    ({"helper_toleration": ("a b",)}, "--helper-toleration 'a b' is not of the form"),
+    ({"service_account": "Me"}, "--service-account 'Me' is not"),
+    ({"transport": "udp"}, "transport 'udp' is not known; it is tcp, or ofi:"),
+    ({"transport": "ofi:efa"}, "--transport ofi:efa needs the pods' devices: add --efa-per-host N"),
+    ({"helper_efa": 1}, "--helper-efa 1 is of no use over TCP: add --efa-per-host N"),
+    ({"efa_per_host": 4, "transport": "tcp", "helper_efa": 1}, "--helper-efa 1 is of no use over TCP"),
+    ({"helper_efa": 0}, "--helper-efa 0 must be at least 1"),
 ]
 
 
