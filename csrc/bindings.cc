@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <memory>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/cpu.h"
 #include "base/crc32c.h"
 #include "c_api/group.h"
@@ -25,6 +27,7 @@
 #include "detection/match.h"
 #include "detection/paste.h"
 #include "detection/suppress.h"
+#include "device/lane.h"
 #include "engine/engine.h"
 #include "engine/helper.h"
 #include "engine/reduce.h"
@@ -545,6 +548,43 @@ std::vector<std::tuple<std::string, std::size_t, std::size_t, std::size_t>> opti
   return ranges;
 }
 
+constexpr double kLongestS = 1e9;  // longer ones do not fit into nanoseconds
+
+// Address of a table on the device (0: is not copied), its rows, and its first row in a buffer.
+using TableTuple = std::tuple<std::uintptr_t, std::size_t, std::size_t>;
+
+shoal::DeviceTable table_of(const TableTuple& given) {
+  return {reinterpret_cast<std::byte*>(std::get<0>(given)), std::get<1>(given), std::get<2>(given)};
+}
+
+template <class Group>
+std::uint64_t begin_transfer(shoal::Lane& lane, std::shared_ptr<Group> engine, const nb::object& operation,
+                             const TableTuple& source, const TableTuple& target, std::size_t buffer_rows, std::size_t width,
+                             std::size_t columns, std::uintptr_t ready, double timeout_s) {
+  shoal::Transfer transfer{spec_of(operation), table_of(source), table_of(target), buffer_rows, width, columns,
+                           reinterpret_cast<shoal::CudaEvent>(ready), std::chrono::steady_clock::now() + shoal::seconds(std::min(timeout_s, kLongestS))};
+  auto chunks = lane.engine_of(engine.get(), [&] { return std::make_shared<shoal::ChunkEngineOf<Group>>(engine); });
+  nb::gil_scoped_release release;
+  return lane.begin(std::move(chunks), std::move(transfer));
+}
+
+void bind_lane(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<shoal::Lane>(m, "Lane")
+      .def("__init__",
+           [](shoal::Lane* self, const std::string& library, int device, std::uintptr_t to_host, std::uintptr_t to_device,
+              std::size_t num_buffers, std::size_t buffer_bytes) {
+             new (self) shoal::Lane(shoal::CudaRuntime(library),
+                                    {device, reinterpret_cast<shoal::CudaStream>(to_host),
+                                     reinterpret_cast<shoal::CudaStream>(to_device), num_buffers, buffer_bytes});
+           })
+      .def("begin", &begin_transfer<shoal::Engine>)
+      .def("begin", &begin_transfer<shoal::SingleRank>)
+      .def("wait", &shoal::Lane::wait, Release())
+      .def("counters", &shoal::Lane::counters)
+      .def("stop", &shoal::Lane::stop, Release());
+}
+
 void bind_engine(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::register_exception_translator(raise_group_error);
@@ -669,4 +709,5 @@ NB_MODULE(_core, m) {
         nb::arg("steps"), nb::arg("scale"), nb::arg("shift"), nb::arg("flip"), nb::arg("level").none());
   bind_detection(m);
   bind_engine(m);
+  bind_lane(m);
 }

@@ -37,6 +37,7 @@ class SingleRank {
   void finish_delegated(std::uint64_t) {}
   bool wait(std::uint64_t, double) { return true; }
   bool is_done(std::uint64_t) { return true; }
+  void on_end(std::uint64_t, const std::function<void()>& then) { then(); }
   void then(std::uint64_t, const std::function<void()>& then) { then(); }
 
   std::uint64_t num_submitted() {

@@ -64,6 +64,7 @@ CORE_ALLOWED: dict[str, frozenset[str]] = {
     "base": frozenset(),
     **dict.fromkeys(("transport", "optim", "image", "detection"), frozenset({"base"})),
     "engine": frozenset({"base", "transport", "optim"}),
+    "device": frozenset({"base", "engine"}),
     "c_api": frozenset({"base", "transport", "engine"}),
     "mpi_abi": frozenset({"c_api"}),
 }

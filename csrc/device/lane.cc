@@ -1,0 +1,426 @@
+#include "device/lane.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <exception>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "engine/errors.h"
+
+namespace shoal {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Copies to the host that are queued before the first of them has completed: enough that the device always has one.
+constexpr std::size_t kCopiesAhead = 4;
+// A thread that sleeps wakes up about this late.
+constexpr std::chrono::microseconds kSpin{50};
+constexpr double kLeastTimeS = 1e-3;  // 0 would be no limit
+
+// Returns a function that throws a copy of the exception that is being handled.
+std::function<void()> raises_copy() {
+  try {
+    throw;
+  } catch (const GroupError& error) {
+    return [what = std::string(error.what())] { throw GroupError(what); };
+  } catch (const CudaError& error) {
+    return [what = std::string(error.what())] { throw CudaError(what); };
+  } catch (const std::exception& error) {
+    return [what = std::string(error.what())] { throw std::runtime_error(what); };
+  }
+}
+
+}  // namespace
+
+// What the threads use. The engines' callbacks hold it too.
+struct Lane::Core : std::enable_shared_from_this<Core> {
+  struct Buffer {
+    std::byte* memory = nullptr;
+    CudaEvent event = nullptr;
+    bool recorded = false;
+  };
+
+  // A transfer under way. The last three are accessed with the lane's lock.
+  struct Moving {
+    Transfer transfer;
+    std::shared_ptr<ChunkEngine> engine;
+    std::atomic<bool> failed{false};
+    std::size_t num_open = 0;  // chunks at the engine
+    bool sending = true;       // the sender has it, or will have it
+    std::function<void()> raise;  // the first error, as a new exception of its type
+
+    bool ended() const { return !sending && (raise || num_open == 0); }
+  };
+
+  struct Chunk {
+    std::shared_ptr<Moving> of;
+    Buffer* buffer = nullptr;
+    std::size_t first = 0, count = 0;  // columns
+    std::uint64_t seq = 0;
+
+    std::size_t width() const { return size_of(of->transfer.spec.element); }
+    std::size_t row_bytes() const { return count * width(); }
+    std::size_t pitch() const { return of->transfer.width * width(); }
+    std::byte* at(const DeviceTable& table) const { return table.data + first * width(); }
+    std::byte* buffered(const DeviceTable& table) const { return buffer->memory + table.first * row_bytes(); }
+  };
+
+  struct Counters {
+    std::atomic<std::uint64_t> chunks{0}, copies_to_host{0}, copies_to_device{0}, bytes_to_host{0}, bytes_to_device{0}, events{0},
+        waits{0}, sleeps{0};
+  };
+
+  Core(CudaRuntime with, Options with_options) : runtime(std::move(with)), options(with_options) {}
+  ~Core();
+
+  void launch(const char* name, void (Core::*run)());
+  void send_all();
+  void receive_all();
+
+  std::shared_ptr<Moving> next_to_send();
+  void send(const std::shared_ptr<Moving>& moving);
+  Buffer* take_buffer(bool may_wait);
+  void queue_copy(const Chunk& chunk);
+  void submit(Chunk chunk);
+  void await(CudaEvent event);
+
+  bool next_to_receive(Chunk& chunk);
+  void receive(const Chunk& chunk);
+  void fail(Moving& moving);
+  void put_back(Buffer* buffer);
+
+  const CudaRuntime runtime;
+  const Options options;
+  Counters counts;
+
+  Mutex mutex;
+  Condition to_send, to_receive, freed, ended;
+  std::deque<std::shared_ptr<Moving>> begun GUARDED_BY(mutex);
+  std::deque<Chunk> completed GUARDED_BY(mutex);  // by the engine
+  std::deque<Buffer*> free GUARDED_BY(mutex);
+  std::vector<std::unique_ptr<Buffer>> buffers GUARDED_BY(mutex);
+  std::map<std::uint64_t, std::shared_ptr<Moving>> moving GUARDED_BY(mutex);
+  std::map<const void*, std::shared_ptr<ChunkEngine>> engines GUARDED_BY(mutex);
+  std::uint64_t num_begun GUARDED_BY(mutex) = 0;
+  std::size_t num_open GUARDED_BY(mutex) = 0;
+  int num_threads GUARDED_BY(mutex) = 0;
+  bool stopping GUARDED_BY(mutex) = false, all_sent GUARDED_BY(mutex) = false;
+};
+
+Lane::Core::~Core() {
+  for (const auto& each : buffers) {
+    if (each->event) runtime.destroy_event(each->event);
+    if (each->memory) runtime.free_pinned(each->memory);
+  }
+}
+
+Lane::Lane(CudaRuntime runtime, Options options)
+    : pid_(static_cast<int>(getpid())), core_(std::make_shared<Core>(std::move(runtime), options)) {
+  core_->launch("shoal-to-host", &Core::send_all);
+  core_->launch("shoal-to-device", &Core::receive_all);
+}
+
+Lane::~Lane() {
+  if (getpid() != pid_) {  // a forked child has no threads, and maybe a locked mutex
+    static_cast<void>(new std::shared_ptr<Core>(core_));
+    return;
+  }
+  const MutexLock lock(core_->mutex);
+  core_->stopping = true;
+  core_->to_send.notify_all();
+}
+
+std::shared_ptr<ChunkEngine> Lane::engine_of(const void* object, const std::function<std::shared_ptr<ChunkEngine>()>& make) {
+  const MutexLock lock(core_->mutex);
+  std::shared_ptr<ChunkEngine>& engine = core_->engines[object];
+  if (!engine) engine = make();
+  return engine;
+}
+
+std::uint64_t Lane::begin(std::shared_ptr<ChunkEngine> engine, Transfer transfer) {
+  const std::size_t bytes = transfer.buffer_rows * transfer.columns * size_of(transfer.spec.element);
+  if (transfer.columns == 0 || bytes > core_->options.buffer_bytes) {
+    throw std::invalid_argument("a chunk of " + std::to_string(bytes) + " bytes for buffers of " +
+                                std::to_string(core_->options.buffer_bytes));
+  }
+  auto moving = std::make_shared<Core::Moving>();
+  moving->transfer = std::move(transfer);
+  moving->engine = std::move(engine);
+  const MutexLock lock(core_->mutex);
+  if (core_->stopping) throw std::logic_error("a transfer begins after its lane was stopped");
+  core_->moving[core_->num_begun] = moving;
+  core_->begun.push_back(std::move(moving));
+  core_->to_send.notify_all();
+  return core_->num_begun++;
+}
+
+bool Lane::wait(std::uint64_t number, double timeout_s) {
+  std::shared_ptr<Core::Moving> moving;
+  const auto until = Clock::now() + seconds(timeout_s);
+  {
+    const MutexLock lock(core_->mutex);
+    const auto found = core_->moving.find(number);
+    if (found == core_->moving.end()) throw std::invalid_argument("transfer " + std::to_string(number) + " is not under way");
+    moving = found->second;
+    while (!moving->ended()) {
+      if (!core_->ended.wait_until(core_->mutex, until) && !moving->ended()) return false;
+    }
+    core_->moving.erase(number);
+  }
+  if (moving->raise) moving->raise();
+  return true;
+}
+
+void Lane::stop() {
+  if (getpid() != pid_) return;
+  const MutexLock lock(core_->mutex);
+  core_->stopping = true;
+  core_->to_send.notify_all();
+  while (core_->num_threads > 0) core_->ended.wait(core_->mutex);
+}
+
+std::map<std::string, std::uint64_t> Lane::counters() const {
+  const Core::Counters& counts = core_->counts;
+  return {{"chunks", counts.chunks},
+          {"copies_to_host", counts.copies_to_host},
+          {"copies_to_device", counts.copies_to_device},
+          {"bytes_to_host", counts.bytes_to_host},
+          {"bytes_to_device", counts.bytes_to_device},
+          {"events", counts.events},
+          {"waits", counts.waits},
+          {"sleeps", counts.sleeps}};
+}
+
+void Lane::Core::launch(const char* name, void (Core::*run)()) {
+  {
+    const MutexLock lock(mutex);
+    ++num_threads;
+  }
+  sigset_t all, before;  // signals are for the program's threads
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread([core = shared_from_this(), name, run] {
+    pthread_setname_np(pthread_self(), name);
+    (*core.*run)();
+    const MutexLock lock(core->mutex);
+    --core->num_threads;
+    core->ended.notify_all();
+  }).detach();
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+// Ends a transfer with the exception that is being handled. The caller who waits gets a copy.
+void Lane::Core::fail(Moving& moving) {
+  moving.failed = true;
+  std::function<void()> raise = raises_copy();
+  const MutexLock lock(mutex);
+  if (!moving.raise) moving.raise = std::move(raise);
+  ended.notify_all();
+}
+
+void Lane::Core::put_back(Buffer* buffer) {
+  const MutexLock lock(mutex);
+  free.push_back(buffer);
+  freed.notify_all();
+}
+
+// ---- device to host -------------------------------------------------------------------------------------
+
+void Lane::Core::send_all() {
+  std::exception_ptr problem;
+  try {
+    runtime.enter_thread(options.device);
+  } catch (const CudaError&) {
+    problem = std::current_exception();
+  }
+  while (std::shared_ptr<Moving> moving = next_to_send()) {
+    try {
+      if (problem) std::rethrow_exception(problem);
+      send(moving);
+    } catch (const std::exception&) {
+      fail(*moving);
+    }
+    const MutexLock lock(mutex);
+    moving->sending = false;
+    ended.notify_all();
+  }
+  const MutexLock lock(mutex);
+  all_sent = true;
+  to_receive.notify_all();
+}
+
+// Returns null once the lane stops and has nothing left to send.
+std::shared_ptr<Lane::Core::Moving> Lane::Core::next_to_send() {
+  const MutexLock lock(mutex);
+  while (begun.empty() && !stopping) to_send.wait(mutex);
+  if (begun.empty()) return nullptr;
+  std::shared_ptr<Moving> first = std::move(begun.front());
+  begun.pop_front();
+  return first;
+}
+
+void Lane::Core::send(const std::shared_ptr<Moving>& moving) {
+  const Transfer& transfer = moving->transfer;
+  runtime.wait(options.to_host, transfer.ready);
+  std::deque<Chunk> queued;
+  const auto submit_first = [&] {
+    submit(queued.front());
+    queued.pop_front();
+  };
+  try {
+    for (std::size_t first = 0; first < transfer.width && !moving->failed; first += transfer.columns) {
+      if (queued.size() == kCopiesAhead) submit_first();
+      Buffer* buffer = nullptr;
+      while (!(buffer = take_buffer(queued.empty()))) submit_first();
+      queued.push_back({moving, buffer, first, std::min(transfer.columns, transfer.width - first)});
+      queue_copy(queued.back());
+    }
+    while (!queued.empty() && !moving->failed) submit_first();
+  } catch (...) {
+    for (const Chunk& chunk : queued) put_back(chunk.buffer);
+    throw;
+  }
+  for (const Chunk& chunk : queued) put_back(chunk.buffer);  // of a transfer that has failed
+}
+
+// Returns null if no buffer is free and the caller must not wait for one.
+Lane::Core::Buffer* Lane::Core::take_buffer(bool may_wait) {
+  {
+    const MutexLock lock(mutex);
+    while (free.empty() && buffers.size() == options.num_buffers) {
+      if (!may_wait) return nullptr;
+      freed.wait(mutex);
+    }
+    if (!free.empty()) {
+      Buffer* const first = free.front();
+      free.pop_front();
+      return first;
+    }
+  }
+  auto made = std::make_unique<Buffer>();
+  made->event = runtime.create_event();
+  try {
+    made->memory = static_cast<std::byte*>(runtime.allocate_pinned(options.buffer_bytes));
+  } catch (...) {
+    runtime.destroy_event(made->event);
+    throw;
+  }
+  const MutexLock lock(mutex);
+  buffers.push_back(std::move(made));
+  return buffers.back().get();
+}
+
+void Lane::Core::queue_copy(const Chunk& chunk) {
+  const DeviceTable& source = chunk.of->transfer.source;
+  if (!source.data) return;
+  Buffer& buffer = *chunk.buffer;
+  if (buffer.recorded) runtime.wait(options.to_host, buffer.event);
+  runtime.copy_to_host(chunk.buffered(source), chunk.at(source), {source.rows, chunk.row_bytes(), chunk.row_bytes(), chunk.pitch()},
+                       options.to_host);
+  runtime.record(buffer.event, options.to_host);
+  buffer.recorded = true;
+  ++counts.copies_to_host;
+  ++counts.events;
+  counts.bytes_to_host += source.rows * chunk.row_bytes();
+}
+
+// Submits a chunk once its copy has completed, or, where nothing was copied, the last one out of its buffer has.
+void Lane::Core::submit(Chunk chunk) {
+  if (chunk.buffer->recorded) await(chunk.buffer->event);
+  Moving& moving = *chunk.of;
+  const Transfer& transfer = moving.transfer;
+  OpSpec spec = transfer.spec;
+  spec.count = chunk.count;
+  spec.input = chunk.buffered(transfer.source);
+  spec.output = chunk.buffered(transfer.target);
+  spec.timeout_s = std::max(kLeastTimeS, std::chrono::duration<double>(transfer.deadline - Clock::now()).count());
+  chunk.seq = moving.engine->submit(std::move(spec));
+  ++counts.chunks;
+  {
+    const MutexLock lock(mutex);
+    ++moving.num_open;
+    ++num_open;
+  }
+  // On a thread of the engine, which must not wait for the device.
+  moving.engine->on_end(chunk.seq, [core = shared_from_this(), chunk] {
+    const MutexLock lock(core->mutex);
+    core->completed.push_back(chunk);
+    core->to_receive.notify_all();
+  });
+}
+
+void Lane::Core::await(CudaEvent event) {
+  ++counts.waits;
+  const auto until = Clock::now() + kSpin;
+  do {
+    if (runtime.has_passed(event)) return;
+    std::this_thread::yield();
+  } while (Clock::now() < until);
+  ++counts.sleeps;
+  runtime.synchronize(event);
+}
+
+// ---- host to device -------------------------------------------------------------------------------------
+
+void Lane::Core::receive_all() {
+  std::exception_ptr problem;
+  try {
+    runtime.enter_thread(options.device);
+  } catch (const CudaError&) {
+    problem = std::current_exception();
+  }
+  Chunk chunk;
+  while (next_to_receive(chunk)) {
+    try {
+      if (problem) std::rethrow_exception(problem);
+      receive(chunk);
+    } catch (const std::exception&) {
+      fail(*chunk.of);
+    }
+    put_back(chunk.buffer);
+    {
+      const MutexLock lock(mutex);
+      --chunk.of->num_open;
+      --num_open;
+      ended.notify_all();
+    }
+    chunk = {};
+  }
+}
+
+// Returns false once the lane stops and every chunk has been received.
+bool Lane::Core::next_to_receive(Chunk& chunk) {
+  const MutexLock lock(mutex);
+  while (completed.empty() && !(all_sent && num_open == 0)) to_receive.wait(mutex);
+  if (completed.empty()) return false;
+  chunk = std::move(completed.front());
+  completed.pop_front();
+  return true;
+}
+
+void Lane::Core::receive(const Chunk& chunk) {
+  Moving& moving = *chunk.of;
+  moving.engine->wait(chunk.seq, 0);  // throws the error of a chunk that failed
+  const DeviceTable& target = moving.transfer.target;
+  if (!target.data || moving.failed) return;
+  runtime.copy_to_device(chunk.at(target), chunk.buffered(target),
+                         {target.rows, chunk.row_bytes(), chunk.pitch(), chunk.row_bytes()}, options.to_device);
+  runtime.record(chunk.buffer->event, options.to_device);
+  chunk.buffer->recorded = true;
+  ++counts.copies_to_device;
+  ++counts.events;
+  counts.bytes_to_device += target.rows * chunk.row_bytes();
+}
+
+}  // namespace shoal
