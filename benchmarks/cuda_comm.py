@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,16 +25,17 @@ from benchmarks.memory_device import MemoryDevice
 from benchmarks.worker import run_here
 from shoal.comm.collectives import collective
 from shoal.comm.cuda_device import CudaDevice
-from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
 from shoal.comm.devices import Device
 from shoal.comm.engine import EngineOptions, SingleProcessEngine
 from shoal.comm.routes import flat_route
+from shoal.comm.staging import DeviceWork, Staging, Transfer
 from shoal.env.settings import NATIVE_GROUP
 
 MIB = 1 << 20
 SIZES_MIB = (1, 25, 256)
 HOSTS = ("one", "other")
 OVERLAP_TARGET = 0.5
+LIMITS = {"events": 2, "waits": 1}
 STAGING_TARGET = 0.9
 """of a plain copy's bandwidth; both directions at once may give more than 1"""
 MODEL = {"width": 4096, "layers": 8, "batch": 16384, "bucket_mb": 64}
@@ -55,14 +55,16 @@ class _NoFailure:
         return problem
 
 
-def staged_and_back(pipeline: CopyPipeline, device: Device, tensor: torch.Tensor) -> None:
+def staged_and_back(
+    staging: Staging, device: Device, engine: SingleProcessEngine, tensor: torch.Tensor
+) -> None:
     operation = collective("all_reduce", tensor, tensor)
-    work = DeviceWork(device, "all_reduce", [tensor], lambda: None, lambda: None)
-    pipeline.begin(
+    work = DeviceWork(device, "all_reduce", [tensor], _NoFailure(), lambda: None)
+    staging.begin(
         Transfer(
-            route=flat_route(operation, SingleProcessEngine(), 0, 1),
+            route=flat_route(operation, engine, 0, 1),
             ready=device.current_stream().record_event(),
-            deadline=time.monotonic() + 60, work=work, on_end=lambda: None,
+            timeout_s=60, work=work, on_end=lambda: None,
         )
     )  # fmt: skip
     work.wait(timedelta(seconds=60))
@@ -70,13 +72,13 @@ def staged_and_back(pipeline: CopyPipeline, device: Device, tensor: torch.Tensor
 
 
 def add_staging(bench: Benchmark, device: Device) -> None:
-    options = EngineOptions()
-    pipeline = CopyPipeline(
+    options, engine = EngineOptions(), SingleProcessEngine()
+    staging = Staging(
         device, _NoFailure(), num_buffers=options.staging_buffers, buffer_bytes=options.staging_bytes
     )
     for size in SIZES_MIB[:1] if bench.args.device == "memory" else SIZES_MIB:
         tensor = torch.zeros(size * MIB // 4, device=device.torch_device)
-        pinned = device.host_buffer(size * MIB).view(torch.float32)
+        pinned = torch.empty(size * MIB // 4, pin_memory=bench.args.device == "cuda")
 
         def plain(tensor: torch.Tensor = tensor, pinned: torch.Tensor = pinned) -> None:
             pinned.copy_(tensor, non_blocking=True)
@@ -85,12 +87,18 @@ def add_staging(bench: Benchmark, device: Device) -> None:
 
         bench.compare(
             f"{size} MiB to the host and back",
-            ours=partial(staged_and_back, pipeline, device, tensor),
+            ours=partial(staged_and_back, staging, device, engine, tensor),
             peer=plain,
             peer_name="a pinned copy each way",
             target=STAGING_TARGET if size >= 25 else None,
         )
-    pipeline.stop()
+    counts = staging.lane.counters()
+    for case, count in (("events recorded", "events"), ("waits of the host for an event", "waits")):
+        bench.limit(
+            f"{case}, for each chunk", counts[count] / counts["chunks"], LIMITS[count], unit="",
+            formula="one for each copy" if count == "events" else "for the copy to the host",
+        )  # fmt: skip
+    staging.stop()
     device.close()
 
 

@@ -1,24 +1,25 @@
-"""Implements shoal's device interface in host memory: streams are threads that execute their queue in order.
+"""Implements shoal's device interface in host memory, on a runtime of CUDA whose streams are threads.
 
-For tests, and to run the copy pipeline without a GPU. Tensors are ordinary CPU tensors. What a caller does to
-them outside of a stream is complete when the call returns, as on the CPU, unless it runs inside
-:meth:`MemoryDevice.on`. A queue keeps no memory alive, as a GPU's does not: a step whose tensors were freed
-before the stream came to it fails, where a GPU would use memory that has been given out again.
+For tests, and to run staging without a GPU. The runtime, ``tests/fake_cuda``, is compiled on first use; the
+lane of the core calls it as it calls CUDA's. Tensors are ordinary CPU tensors. What a caller does to them
+outside of a stream is complete when the call returns, as on the CPU, unless it runs inside
+:meth:`MemoryDevice.on`. A queue keeps no memory alive, as a GPU's does not: a step or a copy whose tensors
+were freed before the stream came to it fails, where a GPU would use memory that has been given out again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
-import queue
-import random
 import threading
-import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,16 +27,81 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shoal.comm import native_build
 from shoal.comm.collectives import collective
 from shoal.comm.devices import Stream
 from shoal.comm.engine import EngineOptions
+from shoal.comm.lane import Lane
 from shoal.comm.rendezvous import connect_engine
+from shoal.comm.routes import Route
 
-_DELAYS_S = (0.0, 0.0, 0.0, 0.0005, 0.002)
+_SOURCES = Path(__file__).parents[1] / "tests" / "fake_cuda"
 _CPU = torch.device("cpu")
+_NOT_READY = 600
+_LAUNCH_FAILURE = 719
+_RELAXED = 2
+_NUM_KEPT = 64
 FREED = "a step uses memory that was freed before the stream came to it: keep its tensors until a later event"
 
 Step = Callable[[], object]
+
+_numbers = itertools.count(1)
+_queued: dict[int, Step] = {}
+"""Functions that streams have not come to."""
+_failures: list[Exception] = []
+"""Errors of functions on streams, the first one first."""
+_moved: deque[tuple[int, int, StorageWeakRef]] = deque(maxlen=_NUM_KEPT)
+"""Address, size and storage of the tensors of the last transfers."""
+
+
+def _run(number: int) -> None:
+    try:
+        with torch.no_grad():
+            _queued.pop(number)()
+    except Exception as problem:  # for those who wait for the stream
+        _failures.append(problem)
+        runtime().fake_cuda_break(None, _LAUNCH_FAILURE)
+
+
+def _look(address: int) -> int:
+    for begin, size, storage in reversed(list(_moved)):
+        if begin <= address < begin + size:
+            found = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+            if found is None or found.data_ptr() != begin:
+                _failures.append(RuntimeError(FREED))
+                return 0
+            return 1
+    return 1
+
+
+_run_queued = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_run)
+_is_alive = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_look)
+
+
+def runtime_file() -> Path:
+    """Return the file of the runtime, compiled if the cache lacks it."""
+    return native_build.build(
+        native_build.Library(
+            title="a runtime of CUDA without a GPU",
+            kind="fake-cuda",
+            name="fake_cudart",
+            sources=_SOURCES,
+            versions=(),
+            includes=(),
+        )
+    )
+
+
+@cache
+def runtime() -> Any:
+    """Return the loaded runtime."""
+    loaded = ctypes.CDLL(str(runtime_file()))
+    loaded.cudaGetErrorString.restype = ctypes.c_char_p
+    loaded.fake_cuda_seed.argtypes = [ctypes.c_uint64]
+    loaded.fake_cuda_count.restype = ctypes.c_uint64
+    loaded.cudaLaunchHostFunc.argtypes = [ctypes.c_void_p, type(_run_queued), ctypes.c_void_p]
+    loaded.fake_cuda_ask(_is_alive)
+    return loaded
 
 
 def borrowed(step: Step) -> Step:
@@ -89,81 +155,86 @@ def _alias(tensor: Tensor) -> Tensor:
     return empty.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def watch(on: bool) -> None:
+    """Let copies of memory that was freed fail (default), or not, so that a copy runs without Python."""
+    runtime().fake_cuda_ask(_is_alive if on else None)
+
+
+def forget_failures() -> None:
+    """Let streams and calls work again after a failure, which on a GPU ends the process's use of it."""
+    _failures.clear()
+    runtime().fake_cuda_reset()
+
+
+def _check(code: int) -> None:
+    if code and _failures:
+        raise _failures[0]
+    if code:
+        raise RuntimeError(f"{runtime().cudaGetErrorString(code).decode()} (error {code})")
+
+
 class MemoryEvent:
-    """An event that the stream's thread sets, with the first error of the work before it.
+    """An event of the runtime. One that was not recorded is reached."""
 
-    Args:
-        check: raises where the calling thread must not look at events.
-    """
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p()
+        _check(runtime().cudaEventCreateWithFlags(ctypes.byref(self._handle), 0))
+        weakref.finalize(self, runtime().cudaEventDestroy, self._handle).atexit = False
 
-    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
-        self._check = check
-        self._reached = threading.Event()
-        self._failure: Exception | None = None
+    @property
+    def cuda_event(self) -> int:
+        assert self._handle.value is not None
+        return self._handle.value
 
-    def set(self, failure: Exception | None) -> None:
-        self._failure = failure
-        self._reached.set()
+    def record(self, stream: ctypes.c_void_p) -> None:
+        _check(runtime().cudaEventRecord(self._handle, stream))
 
     def synchronize(self) -> None:
-        self._check()
-        self.passed()
-
-    def passed(self) -> None:
-        """Wait, as a stream does."""
-        self._reached.wait()
-        if self._failure is not None:
-            raise self._failure
+        _check(runtime().cudaEventSynchronize(self._handle))
 
     def query(self) -> bool:
-        self._check()
-        return self._reached.is_set()
+        code = runtime().cudaEventQuery(self._handle)
+        if code != _NOT_READY:
+            _check(code)
+        return bool(code != _NOT_READY)
 
 
 class MemoryStream:
-    """A thread that executes steps in order. After a failure it skips them and passes the error to events.
+    """A stream of the runtime. After a failure it skips its work, and all calls raise the error.
 
     Args:
-        check: of its events.
-        delays: draws the seconds before each step and event; default: none.
+        seed: of random delays before each piece of its work; default: none.
     """
 
-    def __init__(self, check: Callable[[], None] = lambda: None, delays: random.Random | None = None) -> None:
-        self._check, self._delays = check, delays
-        self._steps: queue.SimpleQueue[Step | MemoryEvent | None] = queue.SimpleQueue()
-        self._failure: Exception | None = None
-        threading.Thread(target=self._run, name="shoal-memory-stream", daemon=True).start()
+    def __init__(self, seed: int | None = None) -> None:
+        self._handle = ctypes.c_void_p()
+        runtime().fake_cuda_seed(0 if seed is None else seed + 1)
+        _check(runtime().cudaStreamCreateWithPriority(ctypes.byref(self._handle), 0, 0))
 
-    def _run(self) -> None:
-        with torch.no_grad():
-            while (step := self._steps.get()) is not None:
-                if self._delays is not None:
-                    time.sleep(self._delays.choice(_DELAYS_S))
-                if isinstance(step, MemoryEvent):
-                    step.set(self._failure)
-                elif self._failure is None:
-                    try:
-                        step()
-                    except Exception as problem:
-                        self._failure = problem
+    @property
+    def handle(self) -> int:
+        assert self._handle.value is not None
+        return self._handle.value
 
     def run(self, step: Step) -> None:
-        self._steps.put(borrowed(step))
+        self.call(borrowed(step))
 
     def call(self, function: Step) -> None:
         """Queue a function of the host, which the stream keeps."""
-        self._steps.put(function)
+        number = next(_numbers)
+        _queued[number] = function
+        _check(runtime().cudaLaunchHostFunc(self._handle, _run_queued, number))
 
     def wait_event(self, event: MemoryEvent) -> None:
-        self._steps.put(event.passed)
+        _check(runtime().cudaStreamWaitEvent(self._handle, event._handle, 0))
 
     def record_event(self) -> MemoryEvent:
-        event = MemoryEvent(self._check)
-        self._steps.put(event)
+        event = MemoryEvent()
+        event.record(self._handle)
         return event
 
     def close(self) -> None:
-        self._steps.put(None)
+        runtime().cudaStreamDestroy(self._handle)
 
 
 class _CallerStream:
@@ -176,9 +247,18 @@ class _CallerStream:
         event.synchronize()
 
     def record_event(self) -> MemoryEvent:
-        event = MemoryEvent()
-        event.set(None)
-        return event
+        return MemoryEvent()
+
+
+class MemoryLane(Lane):
+    """A lane that notes the memory of its tensors: a copy of what was freed by then fails."""
+
+    def begin(self, route: Route, columns: int, ready: int, timeout_s: float) -> int:
+        for table in (route.source, route.target):
+            storage = table.untyped_storage()
+            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            _moved.append((storage.data_ptr(), storage.nbytes(), weak))
+        return super().begin(route, columns, ready, timeout_s)
 
 
 class MemoryDevice:
@@ -218,30 +298,32 @@ class MemoryDevice:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Behave as during the capture of a graph, in CUDA's mode ``global``: threads other than those of
-        :meth:`run_thread` must not look at events nor allocate."""
+        :meth:`run_thread` and of lanes must not wait for events nor allocate."""
         self._capturing = True
+        runtime().fake_cuda_capture(1)
         try:
             yield
         finally:
+            runtime().fake_cuda_capture(0)
             self._capturing = False
 
-    def _check(self) -> None:
-        if self._capturing and not getattr(self._of_thread, "relaxed", False):
-            raise RuntimeError("operation not permitted when stream is capturing")
-
     def new_stream(self) -> MemoryStream:
-        delays = None if self._seed is None else random.Random(1_000 * self._seed + len(self._streams))
-        self._streams.append(MemoryStream(self._check, delays))
+        seed = None if self._seed is None else 1_000 * self._seed + len(self._streams)
+        self._streams.append(MemoryStream(seed))
         return self._streams[-1]
+
+    def open_lane(
+        self, to_host: MemoryStream, to_device: MemoryStream, num_buffers: int, buffer_bytes: int
+    ) -> Lane:
+        return MemoryLane(
+            str(runtime_file()), 0, to_host.handle, to_device.handle,
+            num_buffers=num_buffers, buffer_bytes=buffer_bytes,
+        )  # fmt: skip
 
     def upload(self, tensor: Tensor, stream: MemoryStream) -> Tensor:
         copied = torch.empty_like(tensor)
         stream.run(partial(copied.copy_, tensor))
         return copied
-
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        self._check()
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def intra_host_group(
         self, store: Store, rank: int, size: int, timeout: timedelta, name: str
@@ -255,7 +337,7 @@ class MemoryDevice:
         return []
 
     def run_thread(self, work: Callable[[], None]) -> None:
-        self._of_thread.relaxed = True
+        runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
         with torch.no_grad():
             work()
 

@@ -99,6 +99,7 @@ struct Lane::Core : std::enable_shared_from_this<Core> {
   void receive(const Chunk& chunk);
   void fail(Moving& moving);
   void put_back(Buffer* buffer);
+  void drain(CudaStream stream) noexcept;
 
   const CudaRuntime runtime;
   const Options options;
@@ -229,6 +230,18 @@ void Lane::Core::fail(Moving& moving) {
   ended.notify_all();
 }
 
+// Waits for copies that are queued, also those of transfers that have failed: they use the buffers.
+void Lane::Core::drain(CudaStream stream) noexcept {
+  CudaEvent event = nullptr;
+  try {
+    event = runtime.create_event();
+    runtime.record(event, stream);
+    runtime.synchronize(event);
+  } catch (const CudaError&) {  // nothing runs on a device that has failed
+  }
+  if (event) runtime.destroy_event(event);
+}
+
 void Lane::Core::put_back(Buffer* buffer) {
   const MutexLock lock(mutex);
   free.push_back(buffer);
@@ -255,6 +268,7 @@ void Lane::Core::send_all() {
     moving->sending = false;
     ended.notify_all();
   }
+  drain(options.to_host);
   const MutexLock lock(mutex);
   all_sent = true;
   to_receive.notify_all();
@@ -272,7 +286,8 @@ std::shared_ptr<Lane::Core::Moving> Lane::Core::next_to_send() {
 
 void Lane::Core::send(const std::shared_ptr<Moving>& moving) {
   const Transfer& transfer = moving->transfer;
-  runtime.wait(options.to_host, transfer.ready);
+  if (transfer.source.data) runtime.wait(options.to_host, transfer.ready);
+  else await(transfer.ready);  // the caller's work may still use the target
   std::deque<Chunk> queued;
   const auto submit_first = [&] {
     submit(queued.front());
@@ -397,6 +412,7 @@ void Lane::Core::receive_all() {
     }
     chunk = {};
   }
+  drain(options.to_device);
 }
 
 // Returns false once the lane stops and every chunk has been received.

@@ -61,7 +61,7 @@ struct Transfer {
   DeviceTable source, target;
   std::size_t buffer_rows = 1;         // rows of a chunk in its buffer
   std::size_t width = 0, columns = 1;  // elements of a row, of the tables and of a chunk
-  CudaEvent ready = nullptr;           // recorded after the work that produces `source`; lives until the transfer has ended
+  CudaEvent ready = nullptr;           // recorded after the caller's work on the tables; lives until the transfer has ended
   std::chrono::steady_clock::time_point deadline;
 };
 

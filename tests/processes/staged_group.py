@@ -1,4 +1,4 @@
-"""Sends CPU tensors through the copy pipeline of CUDA tensors, on a device whose streams are threads."""
+"""Sends CPU tensors the way of CUDA tensors, on a runtime of CUDA whose streams are threads."""
 
 from __future__ import annotations
 

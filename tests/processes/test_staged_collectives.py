@@ -1,4 +1,4 @@
-"""Tests the copy pipeline with CPU tensors: the bits of the CPU path of the same placement."""
+"""Tests staging with CPU tensors: the bits of the CPU path of the same placement."""
 
 from __future__ import annotations
 

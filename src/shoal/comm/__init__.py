@@ -27,9 +27,9 @@ The path of one gradient:
     on which DDP waits. The gradient was averaged in place. With ``priority.prioritize`` nothing blocks:
     later buckets overtake earlier ones, and the next forward pass starts with the buckets that have arrived.
 
-Gradients on a GPU go through an engine of their own (``device_group``) by way of pinned memory, chunk by
-chunk, in both directions (``d2h_pipeline``). Where a host has several GPUs, they reduce among themselves
-first, and each sends a part (``routes``).
+Gradients on a GPU go through an engine of their own (``device_group``) by way of pinned memory. The core
+copies them chunk by chunk, in both directions (``lane``), and ``staging`` delivers the results. Where a
+host has several GPUs, they reduce among themselves first, and each sends a part (``routes``).
 
 ``hooks`` holds DDP communication hooks that send gradients in fewer bytes: bf16, or 8-bit blocks with error
 feedback.

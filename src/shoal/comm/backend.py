@@ -116,7 +116,7 @@ class ShoalProcessGroup(ProcessGroup):
     Attributes:
         engine: of CPU tensors; it announces the collectives on others.
         operations: submits to the engine, and keeps operations that are in flight.
-        devices: makes the device of tensors that pass through the copy pipeline, by device type.
+        devices: makes the device of tensors that pass through staging, by device type.
         device_groups: the collectives on each of these devices.
     """
 

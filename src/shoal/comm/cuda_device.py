@@ -1,6 +1,6 @@
 """Implements the device interface for GPUs: CUDA streams and events; NCCL inside a host.
 
-Nothing here blocks the CPU except an event's ``synchronize``, which only threads of the copy pipeline call.
+Nothing here blocks the CPU except an event's ``synchronize``, which only the thread that delivers calls.
 Tensors of other streams are not recorded with the caching allocator: the code that queues a step keeps
 them alive until a later event is reached.
 """
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 from torch.distributed import ReduceOp
+
+from shoal.comm.engine import CommError
+from shoal.comm.lane import Lane
 
 _log = logging.getLogger(__name__)
 _RELAXED = 2
@@ -37,6 +40,10 @@ class CudaStream:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
+
+    @property
+    def handle(self) -> int:
+        return int(self._stream.cuda_stream)
 
     def run(self, step: Callable[[], object]) -> None:
         with torch.cuda.stream(self._stream):
@@ -70,9 +77,13 @@ class CudaDevice:
         # queued.
         return CudaStream(torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        with torch.cuda.device(self.torch_device):
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    def open_lane(
+        self, to_host: CudaStream, to_device: CudaStream, num_buffers: int, buffer_bytes: int
+    ) -> Lane:
+        return Lane(
+            runtime_library(), self.torch_device.index, to_host.handle, to_device.handle,
+            num_buffers=num_buffers, buffer_bytes=buffer_bytes,
+        )  # fmt: skip
 
     def intra_host_group(
         self, store: Store, rank: int, size: int, timeout: timedelta, name: str
@@ -92,6 +103,17 @@ class CudaDevice:
 
     def close(self) -> None:
         """Do nothing: torch pools its streams."""
+
+
+def runtime_library() -> str:
+    """Return the name of CUDA's runtime that torch has loaded, such as ``libcudart.so.13``.
+
+    Raises:
+        CommError: torch was built without CUDA.
+    """
+    if torch.version.cuda is None:
+        raise CommError("tensors of a GPU need a torch that was built with CUDA; install one (pytorch.org)")
+    return f"libcudart.so.{torch.version.cuda.split('.')[0]}"
 
 
 def permit_captures() -> None:

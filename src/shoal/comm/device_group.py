@@ -1,4 +1,4 @@
-"""Holds the per-device state of a process group: its engines, the intra-host group and the copy pipeline.
+"""Holds the per-device state of a process group: its engines, the intra-host group and the staging.
 
 The group's first collective on the device creates it; all ranks take part. Its engines are separate from the
 group's engine, because chunks are submitted when they have left the device, and the caller submits other
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,12 +18,19 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.d2h_pipeline import CopyPipeline, DeviceWork, Transfer
-from shoal.comm.devices import BounceBuffers, Device, IntraHostGroup
+from shoal.comm.devices import BounceBuffers, Device
 from shoal.comm.engine import CommError, Engine, Operation
 from shoal.comm.operations import Member
 from shoal.comm.rendezvous import connect_engine
-from shoal.comm.routes import INTRA_HOST_OPS, HierarchicalRoutes, RankLayout, Route, flat_route
+from shoal.comm.routes import (
+    INTRA_HOST_OPS,
+    HierarchicalRoutes,
+    IntraHostGroup,
+    RankLayout,
+    Route,
+    flat_route,
+)
+from shoal.comm.staging import DeviceWork, Staging, Transfer
 from shoal.comm.store import wait_for_keys
 from shoal.comm.work import first_cause
 from shoal.env.machine import host_identity
@@ -47,7 +53,7 @@ class DeviceGroup:
         self._device, self._group, self._store, self._timeout = device, group, store, timeout
         options = group.options
         min_bytes = (group.size + 1) * _MAX_ELEMENT_BYTES
-        self.pipeline = CopyPipeline(
+        self.staging = Staging(
             device, self,
             num_buffers=options.staging_buffers, buffer_bytes=max(options.staging_bytes, min_bytes),
         )  # fmt: skip
@@ -90,15 +96,16 @@ class DeviceGroup:
         handle = begin(_announcement(f"{device}_{kind}", operation))
         try:
             route = self._route(operation)
+            ready = self._device.current_stream().record_event()
         except Exception:
             self._group.engine.finish_delegated(handle)
             raise
-        work = DeviceWork(self._device, kind, operation.result, self.error, idle)
-        self.pipeline.begin(
+        work = DeviceWork(self._device, kind, operation.result, self, idle)
+        self.staging.begin(
             Transfer(
                 route=route,
-                ready=self._device.current_stream().record_event(),
-                deadline=time.monotonic() + operation.timeout_s,
+                ready=ready,
+                timeout_s=operation.timeout_s,
                 work=work,
                 on_end=lambda: self._group.engine.finish_delegated(handle),
             )
@@ -155,7 +162,7 @@ class DeviceGroup:
         )  # fmt: skip
 
     def _connect_host(self, layout: RankLayout, direction: int) -> IntraHostGroup:
-        """Connect the ranks of this host for one of the pipeline's two streams, and test a reduction."""
+        """Connect the ranks of this host for the collectives of one stream, and test a reduction."""
         store = PrefixStore(f"host/{layout.host}/{direction}/", self._store)
         name = f"{self._group.name}, host {layout.host}, stream {direction}"
         size = len(layout.hosts[0])
@@ -233,11 +240,11 @@ class DeviceGroup:
     def stop(self) -> None:
         """Shut down; abort operations that have not completed."""
         self._stopped.set()
-        if self.error() or not self.pipeline.is_idle:
+        if self.error() or not self.staging.is_idle:
             self._abort_all(
                 self.error() or f"rank {self._group.rank} of group {self._group.name} has left it"
             )
-        self.pipeline.stop()
+        self.staging.stop()
         for ranks in self._intra_host:
             ranks.close()
         for engine in self._engines:

@@ -1,9 +1,9 @@
-"""Defines the device interface of the copy pipeline: streams, events, pinned buffers, intra-host group.
+"""Defines the device interface of staging: streams, events, the lane.
 
 :class:`BounceBuffers` uses it for single copies, of tensors that are sent as messages.
 
-``cuda_device`` implements it for GPUs. ``benchmarks/memory_device.py`` implements it with threads as streams
-and CPU tensors, so that the tests run all code above this interface without a GPU.
+``cuda_device`` implements it for GPUs. ``benchmarks/memory_device.py`` implements it for CPU tensors with a
+runtime of CUDA whose streams are threads, so that the tests run all code, and the lane, without a GPU.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from shoal.comm.lane import Lane
+from shoal.comm.routes import IntraHostGroup
+
 
 class Event(Protocol):
     """A point in a stream, reached once all work queued before it has completed."""
+
+    @property
+    def cuda_event(self) -> int:
+        """Return the handle of CUDA's runtime."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the event is reached; raise the first error before it."""
@@ -40,20 +47,6 @@ class Stream(Protocol):
     def record_event(self) -> Event: ...
 
 
-class IntraHostGroup(Protocol):
-    """Collectives among the ranks of one host, called in a stream's step, in the same order on all ranks."""
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
-        """Reduce the ranks' inputs; write the rank-th of as many equal parts as there are ranks."""
-
-    def all_gather(self, output: Tensor, input: Tensor) -> None: ...
-
-    def abort(self, reason: str) -> None:
-        """Release ranks that wait in a collective."""
-
-    def close(self) -> None: ...
-
-
 class Device(Protocol):
     """One device, as used by one process group."""
 
@@ -67,8 +60,8 @@ class Device(Protocol):
 
     def new_stream(self) -> Stream: ...
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        """Return pinned host memory (uint8), which the device copies to and from asynchronously."""
+    def open_lane(self, to_host: Any, to_device: Any, num_buffers: int, buffer_bytes: int) -> Lane:
+        """Return a lane whose copies to the host and back are on these streams."""
 
     def intra_host_group(
         self, store: Store, rank: int, size: int, timeout: timedelta, name: str
@@ -84,7 +77,7 @@ class Device(Protocol):
     def run_thread(self, work: Callable[[], None]) -> None:
         """Run the body of a thread with this as its current device.
 
-        Only such threads may wait for events and allocate buffers while another one captures a graph.
+        Only such threads may wait for events while another one captures a graph.
         """
 
     def close(self) -> None: ...

@@ -150,7 +150,8 @@ class EngineOptions:
             rank's tensor over the network for it.
         transport: "tcp", or "ofi:" and libfabric's providers, one per rail, separated by commas: "ofi:efa",
             "ofi:tcp;ofi_rxm,tcp;ofi_rxm". ``None``: SHOAL_TRANSPORT if set, else TCP.
-        staging_bytes: bytes of a CUDA tensor that are copied to or from the host at a time.
+        staging_bytes: largest part of a CUDA tensor that is copied to the host, reduced and copied back at a
+            time. Smaller tensors are copied in parts of a quarter, of at least 1 MiB.
         staging_buffers: pinned host buffers of that size, per group and device.
         ordered_callbacks: whether a collective waits until callbacks of earlier ones have returned. Needed if
             callbacks and the program issue collectives concurrently, as PowerSGD's with several buckets.
@@ -269,6 +270,11 @@ class CollectiveEngine:
     def __init__(self, core: Any) -> None:
         self._engine = core
         self.shares: Any = None
+
+    @property
+    def core(self) -> Any:
+        """Return the engine of the C++ core."""
+        return self._engine
 
     def submit(self, operation: Operation) -> int:
         """Begin an operation and return its handle, its number in the group. Never waits for peers.

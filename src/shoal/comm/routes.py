@@ -17,23 +17,38 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.comm.devices import IntraHostGroup
 from shoal.comm.engine import CollectiveEngine, Operation
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 INTRA_HOST_OPS = ("sum", "avg", "prod", "min", "max")
 _COLUMN_ALIGNMENT = 128
 """Chunks are multiples of this many elements."""
+_NUM_CHUNKS, _MIN_CHUNK_BYTES = 4, 1 << 20
+"""One chunk leaves the device while others are reduced and return; smaller ones cost more than they hide."""
 
 Step = Callable[[], object]
+
+
+class IntraHostGroup(Protocol):
+    """Collectives among the ranks of one host, called in a stream's step, in the same order on all ranks."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:
+        """Reduce the ranks' inputs; write the rank-th of as many equal parts as there are ranks."""
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None: ...
+
+    def abort(self, reason: str) -> None:
+        """Release ranks that wait in a collective."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -98,13 +113,18 @@ class Route:
         """Rows of a chunk in its host buffer."""
         return {"all_gather": self.size, "reduce_scatter": self.size + 1}.get(self.operation.kind, 1)
 
-    def chunks(self, buffer_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the column range of each chunk, the same on all ranks."""
-        width = self.source.shape[1]
-        step = buffer_bytes // (self.rows * self.source.element_size())
-        step = step // _COLUMN_ALIGNMENT * _COLUMN_ALIGNMENT or step
-        for first in range(0, width, step):
-            yield first, min(first + step, width)
+    @property
+    def buffered_rows(self) -> tuple[int, int]:
+        """Return the first rows of the source and of the target in a chunk's host buffer."""
+        kind = self.operation.kind
+        return self.rank if kind == "all_gather" else 0, self.size if kind == "reduce_scatter" else 0
+
+    def columns(self, buffer_bytes: int) -> int:
+        """Return the number of columns of a chunk, the same on all ranks."""
+        column_bytes = self.rows * self.source.element_size()
+        part_bytes = -(-self.source.shape[1] // _NUM_CHUNKS) * column_bytes
+        columns = min(max(part_bytes, _MIN_CHUNK_BYTES), buffer_bytes) // column_bytes
+        return columns // _COLUMN_ALIGNMENT * _COLUMN_ALIGNMENT or columns
 
 
 def flat_route(operation: Operation, engine: CollectiveEngine | None, rank: int, size: int) -> Route:
@@ -137,8 +157,8 @@ class HierarchicalRoutes:
     Attributes:
         layout: the ranks of each host.
         rail: engine of the ranks with this rank's index in their hosts; ``None`` with one host.
-        d2h_ranks: the ranks of this host, for the pipeline's device-to-host stream.
-        h2d_ranks: the same ranks, for the host-to-device stream. Each group so sees its operations in one
+        d2h_ranks: the ranks of this host, for the stream of work before the copies to the host.
+        h2d_ranks: the same ranks, for the stream of the copies back. Each group so sees its operations in one
             order on all ranks.
         widen: whether sums of 16-bit tensors leave the host in float32.
     """

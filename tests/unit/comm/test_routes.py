@@ -46,17 +46,22 @@ def route(kind: str, rank: int = 0, root: int = 0, count: int = 1000, size: int 
         ("reduce_scatter", 4, (3, 1000), (1, 1000)),
     ],
 )
-def test_chunks_cover_all_columns_and_fit_a_buffer(
-    kind: str, rows: int, source: tuple[int, int], target: tuple[int, int]
-) -> None:
+def test_chunks_fit_a_buffer(kind: str, rows: int, source: tuple[int, int], target: tuple[int, int]) -> None:
     found = route(kind)
     assert (found.rows, found.source.shape, found.target.shape) == (rows, source, target)
-    for buffer_bytes in (16, 100, 4096, 1 << 20):
-        chunks = list(found.chunks(buffer_bytes))
-        assert [first for first, _ in chunks] == [0, *(last for _, last in chunks[:-1])]
-        assert chunks[-1][1] == 1000
-        assert all(rows * (last - first) * 4 <= buffer_bytes for first, last in chunks)
-    assert list(found.chunks(1 << 20)) == [(0, 1000)]
+    for buffer_bytes, columns in ((16, 4 // rows), (100, 25 // rows), (4096, 1024 // rows // 128 * 128)):
+        assert found.columns(buffer_bytes) == columns
+    assert found.columns(1 << 20) >= 1000, "a small tensor is one chunk"
+    first_rows = {"all_reduce": (0, 0), "all_gather": (0, 0), "reduce_scatter": (0, 3)}
+    assert found.buffered_rows == first_rows[kind]
+    assert route("all_gather", rank=2).buffered_rows == (2, 0)
+
+
+def test_a_chunk_is_a_quarter_of_a_tensor_between_its_limits() -> None:
+    mib, limit = 1 << 20, 4 << 20
+    for tensor, chunk in ((1, 1), (2, 1), (4, 1), (10, 2.5), (16, 4), (32, 4)):
+        assert route("all_reduce", count=tensor * mib // 4).columns(limit) * 4 == chunk * mib
+    assert route("all_reduce", count=64 * mib // 4).columns(16 << 20) * 4 == 16 * mib
 
 
 def test_who_sends_and_who_receives() -> None:

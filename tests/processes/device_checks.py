@@ -1,0 +1,327 @@
+"""Checks of backend "shoal" on tensors of a device: a GPU (``tests/gpu``), or a runtime of CUDA without one.
+
+Each check is a worker's; all workers run it. Numbers are small and whole: sums are exact in every dtype and
+order. gloo does the same on CPU copies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.memory_device import MemoryDevice
+from shoal_workers import shoal_group
+from staged_group import PYTHON_GROUP, device_of, small_pieces, staged
+from test_backend_work import raises
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.comm.engine import CommError
+from shoal.comm.hooks import bf16_wire
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
+CYCLES = 200_000_000
+"""of a GPU's clock: about a tenth of a second"""
+SLEEP_S = 0.02
+
+
+class Gpu:
+    """A CUDA device.
+
+    Attributes:
+        count: elements of a tensor that travels in several chunks of ``piece_bytes``.
+        wraps: ways to train that give the CPU's weights, to rounding.
+        environment: of the workers.
+    """
+
+    count, piece_bytes = 300_001, 1 << 18
+    wraps: tuple[str, ...] = ("ddp", "fsdp")
+    type = "cuda"
+    environment: dict[str, str] = {}  # noqa: RUF012
+
+    @contextmanager
+    def used(self, seed: int | None = None) -> Iterator[None]:
+        """Let collectives of tensors that :meth:`put` has returned go by way of the device."""
+        yield
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor.cuda()
+
+    def streams(self) -> list[Any]:
+        return [torch.cuda.current_stream(), torch.cuda.Stream()]
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def block(self) -> Callable[[], object]:
+        """Keep the current stream busy, at most until the returned function is called."""
+        torch.cuda._sleep(CYCLES)
+        return lambda: None
+
+    def kernel(self, step: Callable[[], object]) -> None:
+        """Queue a step on the current stream."""
+        step()
+
+    def is_busy(self) -> bool:
+        return not torch.cuda.current_stream().query()
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture a graph, in the mode that forbids other threads to wait."""
+        side, graph, cell = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+        with torch.cuda.stream(side):  # torch.cuda.graph would synchronize the device first
+            graph.capture_begin()
+            cell.add_(1)
+            yield
+            graph.capture_end()
+
+    def has_same_weights(self, found: list[Tensor], wanted: list[Tensor]) -> None:
+        for mine, plain in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+
+
+class FakeGpu(Gpu):
+    """CPU tensors, on a runtime of CUDA whose streams are threads. They must have the plain way's bits."""
+
+    count, piece_bytes = 3_001, 1 << 10
+    wraps = ("ddp", "bf16", "fsdp")
+    type = "cpu"
+    environment = PYTHON_GROUP
+
+    _device: MemoryDevice
+
+    @contextmanager
+    def used(self, seed: int | None = None) -> Iterator[None]:
+        with staged(seed=seed) as side:
+            self._device = device_of(side)
+            yield
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def streams(self) -> list[Any]:
+        return [self._device.new_stream()]
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return self._device.on(stream)
+
+    def _stream(self) -> Any:
+        return self._device.current_stream()
+
+    def block(self) -> Callable[[], object]:
+        go_on = threading.Event()
+        self._stream().call(go_on.wait)
+        return go_on.set
+
+    def kernel(self, step: Callable[[], object]) -> None:
+        self._stream().call(step)
+
+    def is_busy(self) -> bool:
+        return not self._stream().record_event().query()
+
+    def synchronize(self) -> None:
+        self._stream().record_event().synchronize()
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return self._device.capturing()
+
+    def has_same_weights(self, found: list[Tensor], wanted: list[Tensor]) -> None:
+        assert all(map(torch.equal, found, wanted))
+
+
+def part(rank: int, dtype: torch.dtype, count: int) -> Tensor:
+    return torch.randint(1, 4, (count,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+# ---- collectives ----------------------------------------------------------------------------------------
+
+
+def check_collectives(rank: int, gpu: Gpu, size: int, is_hierarchical: bool) -> None:
+    small_pieces(num_bytes=gpu.piece_bytes)
+    gloo = dist.new_group(backend="gloo")
+
+    def same(call: Any, *tensors: Tensor) -> None:
+        cpu = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor.clone() for tensor in tensors]
+        call(*cpu, group=gloo)
+        found = [gpu.put(tensor) for tensor in tensors]
+        call(*found, group=dist.group.WORLD)
+        for one, other in zip(cpu, found, strict=True):
+            torch.testing.assert_close(other.cpu(), one.to(other.dtype), rtol=0, atol=0)
+
+    with gpu.used(seed=rank):
+        for dtype in DTYPES:
+            _check_dtype(rank, gpu, size, dtype, same)
+        _check_layouts_and_messages(rank, gpu, size, same)
+    (device_group,) = shoal_group().device_groups.values()
+    assert (device_group._hierarchical is not None) == is_hierarchical
+
+
+def _check_dtype(rank: int, gpu: Gpu, size: int, dtype: torch.dtype, same: Any) -> None:
+    mine = partial(part, rank, dtype)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        same(partial(dist.all_reduce, op=op), mine(gpu.count))
+        if dtype != torch.float64:  # gloo's reduce leaves partial sums on the other ranks
+            reduced, wanted = gpu.put(mine(gpu.count)), mine(gpu.count)
+            dist.reduce(reduced, 1, op)
+            if rank == 1:
+                rows = torch.stack([part(each, dtype, gpu.count) for each in range(size)]).double()
+                reduce = {"SUM": rows.sum, "PRODUCT": rows.prod, "MIN": rows.amin, "MAX": rows.amax}
+                wanted = reduce[op.name](0).to(dtype)
+            assert torch.equal(reduced.cpu(), wanted)
+    for root in range(size):
+        same(lambda tensor, group, root=root: dist.broadcast(tensor, root, group), mine(gpu.count))
+    same(dist.all_gather_into_tensor, torch.zeros(size * gpu.count, dtype=dtype), mine(gpu.count))
+    rows = [torch.zeros(7, dtype=dtype)] * size
+    same(lambda given, *rows, group: dist.all_gather(list(rows), given, group), mine(7), *rows)
+    sums = gpu.put(torch.empty(1000, dtype=dtype))
+    dist.reduce_scatter_tensor(sums, gpu.put(mine(size * 1000)))
+    total = sum(part(each, dtype, size * 1000).double() for each in range(size))
+    assert torch.equal(sums.cpu().double(), Tensor(total).view(size, -1)[rank])
+
+
+def _check_layouts_and_messages(rank: int, gpu: Gpu, size: int, same: Any) -> None:
+    average = gpu.put(part(rank, torch.float32, gpu.count))
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    wanted = torch.stack([part(each, torch.float32, gpu.count) for each in range(size)]).sum(0) / size
+    assert torch.equal(average.cpu(), wanted)
+    strided = part(rank, torch.float32, 12).view(3, 4)
+    same(lambda tensor, group: dist.all_reduce(tensor.t(), group=group), strided)
+    same(
+        lambda to, given, group: dist.all_to_all_single(to, given, group=group),
+        torch.zeros(size),
+        torch.arange(size) + 10.0 * rank,
+    )
+    received = gpu.put(torch.zeros(4))
+    works: Any = [
+        dist.isend(gpu.put(torch.full((4,), float(rank))), (rank + 1) % size),
+        dist.irecv(received, (rank - 1) % size),
+    ]
+    for work in works:
+        work.wait()
+    assert received.tolist() == [(rank - 1) % size] * 4
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, rank)
+    assert objects == list(range(size))
+
+
+# ---- streams and graphs -------------------------------------------------------------------------------
+
+
+def check_streams(rank: int, gpu: Gpu) -> None:
+    small_pieces(num_bytes=gpu.piece_bytes)
+    with gpu.used(seed=rank):
+        tensor = gpu.put(torch.zeros(gpu.count))
+        seen = torch.zeros_like(tensor)
+        dist.all_reduce(tensor)  # the first one meets the others
+        for stream in gpu.streams():
+            with gpu.on(stream):
+                for step in range(5):
+                    go_on = gpu.block()
+                    gpu.kernel(partial(tensor.fill_, step + rank))
+                    work: Any = dist.all_reduce(tensor, async_op=True)
+                    assert gpu.is_busy(), "the call does not wait for the kernels before it"
+                    go_on()
+                    work.wait()
+                    gpu.kernel(partial(seen.copy_, tensor))
+                    gpu.kernel(partial(tensor.fill_, -1))  # must not overtake the copy back
+                    gpu.synchronize()
+                    assert (seen == 2 * step + 1).all()
+                    assert work.is_completed() and work.is_success()
+                _check_given_memory(gpu)
+        last = gpu.put(torch.full((gpu.count,), 1.0))
+        work = dist.all_reduce(last, async_op=True)
+        future = work.get_future().then(lambda done: done.value()[0] * 3)
+        assert (future.wait() == 6).all()
+
+
+def _check_given_memory(gpu: Gpu) -> None:
+    """Give inputs away while they are read: nobody else keeps them."""
+    rows = [gpu.put(torch.empty(2 * gpu.count)) for _ in range(20)]
+    works: list[Any] = []
+    for step, row in enumerate(rows):
+        given = gpu.put(torch.full((gpu.count,), float(step)))
+        works.append(dist.all_gather_into_tensor(row, given, async_op=True))
+        del given
+        gpu.put(torch.full((gpu.count,), float("nan")))
+    for work in works:
+        work.wait()
+    gpu.synchronize()
+    for step, row in enumerate(rows):
+        assert (row == step).all()
+
+
+def check_captures_beside_collectives(rank: int, gpu: Gpu) -> None:
+    """The threads that copy wait for events and allocate while another thread captures."""
+    small_pieces(num_bytes=gpu.piece_bytes)
+    with gpu.used(seed=rank):
+        for step in range(5):
+            with gpu.on(gpu.streams()[-1]):
+                large = gpu.put(torch.full((8 * gpu.count,), float(rank + step)))
+                go_on = gpu.block()  # copies wait for it, so the sum is under way during the capture
+                work: Any = dist.all_reduce(large, async_op=True)
+                with gpu.capturing():
+                    go_on()
+                    time.sleep(SLEEP_S)
+                work.wait()
+                gpu.synchronize()
+                assert (large == 2 * step + 1).all()
+
+
+# ---- training -----------------------------------------------------------------------------------------
+
+
+def trained(rank: int, device: str, wrap: str) -> list[Tensor]:
+    torch.manual_seed(5)
+    module: Any = nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 3)).to(device)
+    if wrap == "fsdp":
+        module = fully_shard(module, mesh=dist.init_device_mesh(device, (2,)))
+    else:
+        module = DistributedDataParallel(module, bucket_cap_mb=0.003)
+        if wrap == "bf16":
+            module.register_comm_hook(None, bf16_wire)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(3):
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+        optimizer.zero_grad()
+        module(inputs).square().mean().backward()
+        optimizer.step()
+    return [
+        getattr(each, "full_tensor", lambda each=each: each)().detach().cpu() for each in module.parameters()
+    ]
+
+
+def check_training(rank: int, gpu: Gpu) -> None:
+    small_pieces()
+    for wrap in gpu.wraps:
+        plain = trained(rank, "cpu", wrap)
+        with gpu.used(seed=7 + rank):
+            found = trained(rank, gpu.type, wrap)
+        gpu.has_same_weights(found, plain)
+
+
+def check_lost(rank: int, gpu: Gpu, size: int) -> None:
+    small_pieces()
+    with gpu.used():
+        tensor = gpu.put(torch.ones(gpu.count))
+        dist.all_reduce(tensor)
+        if rank == size - 1:
+            dist.all_reduce(tensor, async_op=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with raises(CommError, f"rank {size - 1}", "was lost"):
+            for _ in range(1000):
+                dist.all_reduce(tensor)
+        with raises(CommError, f"rank {size - 1}"):
+            dist.all_reduce(tensor)
+        dist.destroy_process_group()
