@@ -136,7 +136,7 @@ def test_time_to_target_where_one_is_published(
 
 def test_published_targets_are_what_the_recipes_take() -> None:
     for name, recipe in (("resnet50", ResNetTrainConfig), ("mask-rcnn", MaskRCNNTrainConfig)):
-        assert read_target(convergence_of(name).target, recipe.scores)
+        assert read_target(convergence_of(name).target, recipe().scores)
     assert read_target(convergence_of("bert-large-mlperf").target, BertConfig().scores)
 
 
