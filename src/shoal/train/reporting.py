@@ -212,7 +212,11 @@ class EventWriter:
 
     def __init__(self, folder: Path, first_step: int | None) -> None:
         self._folder = folder
-        self._events = SummaryWriter(str(folder), flush_secs=10, purge_step=first_step)
+        # Names have whole seconds only: a run that goes on in the same one would write over the file.
+        suffix = f".{time.time_ns()}"
+        self._events = SummaryWriter(
+            str(folder), flush_secs=10, purge_step=first_step, filename_suffix=suffix
+        )
         self._settings: dict[str, Any] = {}
 
     def write(self, row: Row) -> None:

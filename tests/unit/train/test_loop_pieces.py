@@ -39,7 +39,7 @@ from shoal.train.config import (
     load_toml,
     to_toml,
 )
-from shoal.train.reporting import Progress, StepTimer, duration, peak_memory_bytes
+from shoal.train.reporting import EventWriter, Progress, StepTimer, duration, peak_memory_bytes
 from shoal.train.run import Run
 from shoal.train.run_dir import open_run_dir
 from shoal.train.step import RunningMetrics
@@ -329,6 +329,13 @@ def test_wires_that_cannot_be_are_refused() -> None:
     T5Config(distributed=int8)
     with pytest.raises(UsageError, match=r"wire int8: with parallel\.shard, replicas add their gradients in"):
         T5Config(distributed=int8, parallel=ParallelConfig(shard=True))
+
+
+def test_a_run_that_goes_on_within_a_second_keeps_the_events_before(tmp_path: Path) -> None:
+    for first_step in (None, 4, 6):
+        EventWriter(tmp_path, first_step).close()
+    names = sorted(tmp_path.glob("*tfevents*"))
+    assert names == sorted(names, key=lambda path: path.stat().st_mtime_ns) and len(names) == 3
 
 
 def test_run_and_step_have_few_methods() -> None:
