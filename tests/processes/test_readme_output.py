@@ -18,7 +18,7 @@ SMALL = {
         *("--train.total-steps", "4", "--optim.warmup-steps", "2", "--train.global-batch-size", "8"),
         *(
             "--workers",
-            "1",
+            "2",
             "--run.log-frequency",
             "2",
             "--run.validation-frequency",
