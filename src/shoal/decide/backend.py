@@ -45,7 +45,7 @@ Readings = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What the record of a run says of its workers so far."""
+    """Workers of a run so far, by its record."""
 
     backend: str
     num_workers: int

@@ -240,7 +240,7 @@ class _Averaging:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step()`` take the gradients as they are: after :meth:`synchronize`."""
+        """Make ``step()`` take the gradients as they are: after :meth:`synchronize`."""
         self._skips = True
         try:
             yield

@@ -68,7 +68,7 @@ def _named(params: Any) -> list[tuple[str, Any]]:
 
 
 def _send_when_made(waiting: Sequence[Tensor], root_rank: int) -> None:
-    """Let the modules of parameters without a shape send them at the beginning of their first call."""
+    """Make the modules of parameters without a shape send them at the beginning of their first call."""
     left = {id(each) for each in waiting}
 
     def send(module: nn.Module, inputs: Any) -> None:

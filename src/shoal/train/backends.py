@@ -61,7 +61,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 @dataclass(frozen=True, kw_only=True)
 class Purpose:
-    """What a process group is for.
+    """Purpose of a process group.
 
     Attributes:
         averages: whether gradients are averaged in it; workers that only predict do not.
