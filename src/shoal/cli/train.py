@@ -17,7 +17,7 @@ from attrs import evolve
 from cyclopts import App, Argument, ArgumentCollection, CycloptsError, Group, Parameter
 
 from shoal.cli.help_text import explanation
-from shoal.cli.settings import preset_of, settings_from, this_command
+from shoal.cli.settings import Fill, preset_of, settings_from, this_command
 from shoal.decide.backend import Situation, planned_backend
 from shoal.env.launcher import worker_env
 from shoal.env.machine import num_gpus
@@ -334,8 +334,12 @@ def _planned_backend(config: Any, launch: Launch, num_workers: int) -> str:
     )
 
 
-_fill = settings_from(lambda command: recipe_of_command(command[0], command[-1]) or "")
-train.config = finetune.config = (_fill,)
+def _settings_in(group: str) -> Fill:
+    """Return what fills in the settings of a group's recipes, also where ``settings_of`` parses it alone."""
+    return settings_from(lambda command: recipe_of_command(group, command[-1]) or "")
+
+
+train.config, finetune.config = (_settings_in("train"),), (_settings_in("finetune"),)
 for _name, _recipe in RECIPES.items():
     _texts = (_recipe.help, _recipe.details, _LAUNCHING, f"Example: `{_recipe.example}`")
     {"train": train, "finetune": finetune}[_recipe.group].command(

@@ -89,6 +89,8 @@ def test_right_settings_are_taken_without_their_data(backend: str, here: Path) -
     data, folder = PLACES.get(backend, ("text", "run"))
     for program in PROGRAMS:
         assert run(JOBS[backend], told(program, TRAIN.format(data=data, run=folder), here)) == 0
+    train = TRAIN.format(data=data, run=folder)
+    assert run(JOBS[backend], f"shoal {train} --train.total-steps 240") == 0  # its preset warms up 200 steps
 
 
 @pytest.mark.parametrize("backend", JOBS)
