@@ -240,24 +240,22 @@ def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
     torch.manual_seed(SEED)
     batch_size = TINY_BATCH if spec["size"] == "tiny" else CASES[spec["case"]].batch_size["cpu"]
     samples: dict[str, list[float]] = {"ours": [], "peer": []}
-    with (
-        tempfile.TemporaryDirectory() as name,
-        join_world(worker, DistributedConfig(device="cpu")) as world,
-    ):
-        assert world.backend == "shoal", world.why
+    with tempfile.TemporaryDirectory() as name:  # before the group is there: save_pretrained is then rank 0's
         sides = MAKERS[spec["case"]](Path(name), SIZES[spec["size"]], batch_size)
-        precision = choose_precision("fp32", world.device)
-        steps = {"ours": OurStep(sides, world, precision)}
-        with averaging_over(world.control):
-            steps["peer"] = OurStep(replace(sides, ours=deepcopy(sides.ours)), world, precision)
-        for step in range(WARM_UP_STEPS + spec["num_steps"]):
-            number = step * world.num_workers + world.place.rank
-            num_tokens = len(sides.read(number)["input_ids"])
-            for side, ours in steps.items():
-                world.barrier()
-                begin_s = time.perf_counter()
-                ours.take(number)
-                samples[side].append(num_tokens / (time.perf_counter() - begin_s))
+        with join_world(worker, DistributedConfig(device="cpu")) as world:
+            assert world.backend == "shoal", world.why
+            precision = choose_precision("fp32", world.device)
+            steps = {"ours": OurStep(sides, world, precision)}
+            with averaging_over(world.control):
+                steps["peer"] = OurStep(replace(sides, ours=deepcopy(sides.ours)), world, precision)
+            for step in range(WARM_UP_STEPS + spec["num_steps"]):
+                number = step * world.num_workers + world.place.rank
+                num_tokens = len(sides.read(number)["input_ids"])
+                for side, ours in steps.items():
+                    world.barrier()
+                    begin_s = time.perf_counter()
+                    ours.take(number)
+                    samples[side].append(num_tokens / (time.perf_counter() - begin_s))
     return {side: figures[WARM_UP_STEPS:] for side, figures in samples.items()}
 
 
