@@ -6,8 +6,7 @@ clipping, and take their steps by turns in one process. The Trainer has SDPA and
 batch; a padded place of it counts for nothing: both sides are measured in tokens that are text. The fill in
 a row's name is the share of the Trainer's places that hold one.
 
-On CPUs the same step of ours is also taken by two workers, by turns over backend shoal, their default, and
-over gloo.
+On CPUs, two workers also run our step, alternately over backend shoal (the default) and over gloo.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ _NEUTRAL = frozenset(
         "scale_local_gradients",
     }
 )
-"""Where and in which groups tensors are reduced, and their names, change no result here."""
+"""Keywords that are accepted and ignored: devices, groups and names do not affect the result."""
 _NOTHING_ELSE = {
     "comm": "the launcher says which processes there are",
     "momentum_correction": "leave it out, or give False",

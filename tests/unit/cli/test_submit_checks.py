@@ -1,4 +1,4 @@
-"""What ``shoal submit`` refuses on every back-end before anything is rented, whatever stands before shoal."""
+"""Tests the checks of ``shoal submit`` on every back-end, for commands that start shoal in various ways."""
 
 from __future__ import annotations
 
