@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 from benchmarks.plan_rows import PER_GPU_METRICS, THROUGHPUT, TIME, Row, recipe_of, sequence_length_of
-from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
+from shoal.planner.convergence import Convergence, Phase, at_any_batch, convergence_of
 from shoal.planner.device_memory import largest_micro_batch
 from shoal.planner.hardware import Machines, require_accelerators
 from shoal.planner.network import CONNECTIONS_PER_PEER
@@ -15,7 +15,7 @@ from shoal.planner.prediction import START_S, Part, run_time
 from shoal.planner.recipe_workloads import workload
 from shoal.planner.step_time import Layout, achieved_flops_for, step_time
 from shoal.planner.workload import Workload
-from shoal.recipes.workloads import count_recipe
+from shoal.recipes.workloads import count_recipe, preset_of
 
 MIB = 1 << 20
 
@@ -180,17 +180,24 @@ def _convergence(row: Row, recipe: str, name: str) -> Convergence:
         epochs = float(fixed[1])
         return replace(coco, points=at_any_batch(epochs))
     length = sequence_length_of(row)
-    phases = [phase for phase in convergence_of(recipe).phases if length in (None, phase.sequence_length)]
-    samples = float(sum(phase.steps * phase.batch for phase in phases))
+    phases = [phase for phase in _phases_of(recipe) if length in (None, phase.sequence_length or length)]
+    samples = float(sum((phase.steps or 0) * phase.batch for phase in phases))
     return Convergence(name=name, source="fixed length", points=at_any_batch(samples))
+
+
+def _phases_of(recipe: str) -> tuple[Phase, ...]:
+    """Return the phases of the recipe's own settings."""
+    preset = preset_of(recipe)
+    assert preset
+    return preset.phases
 
 
 def _phases(row: Row, recipe: str, workers: Machines, achieved_flops: float) -> float:
     """Return minutes of BERT's two phases, each with its own sequence length, batch and steps."""
     total_s = START_S
-    for phase in convergence_of(recipe).phases:
+    for phase in _phases_of(recipe):
         model = workload(recipe, phase.sequence_length, count_recipe)
         part = replace(row, global_batch=phase.batch)
         layout = layout_of(part, recipe, model, workers)
-        total_s += phase.steps * _step_s(model, workers, layout, achieved_flops)
+        total_s += (phase.steps or 0) * _step_s(model, workers, layout, achieved_flops)
     return total_s / 60 if math.isfinite(total_s) else math.inf

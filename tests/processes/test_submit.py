@@ -119,7 +119,7 @@ def test_dry_runs_have_the_planners_summary(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["kind"] == "JobSet"  # the summary is a comment
     said = done.stdout.partition("\n# ")[2]
-    assert "bert-large on 2xp4d.24xlarge" in said and "c5n.18xlarge" in said
+    assert "bert-large-lans on 2xp4d.24xlarge" in said and "c5n.18xlarge" in said
     (tmp_path / "cluster.toml").write_text(
         'instance = "ml.p4d.24xlarge"\nimage = "a/shoal:1"\nbucket = "s3://my-data/shoal"\n'
         'region = "us-east-1"\nrole = "arn:aws:iam::123456789012:role/shoal"\n'
@@ -130,7 +130,7 @@ def test_dry_runs_have_the_planners_summary(tmp_path: Path) -> None:
     done = shoal("submit", "sagemaker", *options, *training, *on_fsx, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["RoleArn"].endswith("/shoal")
-    assert "bert-large on 2xp4d.24xlarge" in done.stderr and "c5n.18xlarge" in done.stderr
+    assert "bert-large-lans on 2xp4d.24xlarge" in done.stderr and "c5n.18xlarge" in done.stderr
     written = shoal("submit", "sagemaker", *options[:4], *training, "--to", "job", *on_fsx, cwd=tmp_path)
     assert "head -c 32 /dev/urandom | base64 > secret); aws secretsmanager create-secret" in written.stdout
     assert "--secret-string file://secret; rm secret\n" in written.stdout  # not an argument, which ps shows

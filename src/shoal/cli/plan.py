@@ -23,8 +23,8 @@ _WITH_HELPERS = "two-hop-helpers"
 class Request:
     """The options of ``shoal plan``."""
 
-    cluster: str
-    """The machines that train, like 256xp3dn.24xlarge."""
+    cluster: Annotated[str, Parameter(allow_repeating=False)]
+    """The machines that train, like 256xp3dn.24xlarge; one kind in one plan."""
     helpers: str | None = None
     """CPU hosts with summation servers, like 64xc5n.18xlarge."""
     goal: Literal["time", "cost"] = "time"
@@ -75,7 +75,7 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     Parameters
     ----------
     recipe
-        Name of the model: resnet50, mask-rcnn, bert-large, albert-base, t5-3b, gpt-13b, ...
+        Name of the model or preset: resnet50, mask-rcnn, bert-large, bert-large-lans, t5-3b, gpt-13b, ...
     """
     if bool(recipe) == bool(request.model):
         raise UsageError("name a recipe (shoal plan bert-large ...) or your own model with --model, not both")
@@ -110,21 +110,25 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
         start_s=request.start_s,
         catalog=request.catalog,
     )
-    curve = []
+    curve, refused = [], []
     training, workers = plans[0].training, plans[0].workers
     helpers = next((found.helpers for found in plans if found.helpers), None)
     for count in counts:
         fewer = replace(workers, count=count)
         helping = helpers and replace(helpers, count=max(1, round(helpers.count * count / workers.count)))
-        best = search(
-            training, fewer, helping, goal=request.goal, algorithms=algorithms, wire_bytes=wire_bytes
-        )
-        curve += best[:1]
+        try:
+            best = search(
+                training, fewer, helping, goal=request.goal, algorithms=algorithms, wire_bytes=wire_bytes
+            )
+        except UsageError as error:  # of a number of hosts on which `shoal train` would not start either
+            refused.append(f"{fewer}: {error}")
+        else:
+            curve += best[:1]
     unequal = []
     if request.slow_hosts or request.jitter:
         speeds = unequal_hosts.host_speeds(workers.count, request.slow_hosts)
         unequal = unequal_hosts.divisions(plans[0], speeds, jitter=request.jitter)
-    print(answer.text_of(plans, curve, compare=request.compare, unequal=unequal))
+    print("\n".join([answer.text_of(plans, curve, compare=request.compare, unequal=unequal), *refused]))
     if note := _build_note(require_accelerators(workers)):
         print(f"\n{note}")
     if request.json:

@@ -400,7 +400,8 @@ def _prediction(
     from shoal.planner import answer
     from shoal.recipes.workloads import plan, workload_name
 
-    model = workload_name(recipe, option_of(own, "--preset") or RECIPES[recipe].preset)
+    preset = option_of(own, "--preset") or RECIPES[recipe].preset
+    model = workload_name(recipe, preset) if RECIPES[recipe].starts_from else f"{recipe}-{preset}"
     helping = f"{helpers}x{helper_machine}" if helper_machine and helpers else None
     return answer.text_of(plan(model, f"{hosts}x{machine}", helping), [], compare=False)
 

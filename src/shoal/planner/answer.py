@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import html
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from shoal.formatting import duration
 from shoal.planner.hardware import Accelerator, require_accelerators
-from shoal.planner.prediction import Plan
+from shoal.planner.prediction import Part, Plan
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.step_time import Layout
 from shoal.planner.unequal_hosts import Division, recommended
-from shoal.planner.workload import Workload
 
 _BAR = 46
 
@@ -61,7 +61,30 @@ def text_of(
             f"{duration(plan.total_s):>12} {_dollars(plan):>12}  {plan.layouts[0].algorithm}"
             for plan in curve
         ]
+    if command := command_of(plans[0]):
+        lines += ["", "to train so, on each host and with your data", f"  {shlex.join(command)}"]
     return "\n".join(lines)
+
+
+def command_of(plan: Plan) -> list[str]:
+    """Return the command that trains as planned, without its data; empty if no recipe does."""
+    training, layout = plan.training, plan.layouts[0]
+    if not training.command:
+        return []
+    words = [*training.command]
+    for part, each in zip(training.parts, plan.layouts, strict=True):
+        words += [f"--{part.section}.global-batch-size", f"{part.global_batch}"]
+        words += [f"--{part.section}.micro-batch-size", f"{each.micro_batch}"]
+    if layout.stages > 1:
+        words += ["--parallel.pipeline", f"{layout.stages}"]
+    if layout.wire_bytes == 2:
+        words += ["--distributed.wire", "bf16"]
+    if layout.algorithm.startswith("two-hop"):
+        words += ["--distributed.backend", "shoal"]
+    words += ["--workers", f"{plan.workers.instance.num_accelerators}"]
+    if plan.workers.count > 1:
+        words += ["--nnodes", f"{plan.workers.count}", "--rdzv", "HOST:PORT"]
+    return words
 
 
 def _best(plan: Plan) -> list[str]:
@@ -86,7 +109,7 @@ def _best(plan: Plan) -> list[str]:
         f"{share:g} samples, {step.micro_batches} × {share / step.micro_batches:g})",
         f"  gradients          {'fp32' if layout.wire_bytes == 4 else 'bf16'}, buckets of "
         f"{layout.bucket_bytes / 2**20:.0f} MiB",
-        f"  precision          {_precision(device, part.workload)}",
+        f"  precision          {_precision(device, part)}",
         f"  memory per device  {plan.memory_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
         f"  basis              {part.basis}",
         *([f"  network            {network}"] if network.startswith("measured") else []),
@@ -99,11 +122,11 @@ def _best(plan: Plan) -> list[str]:
     return lines
 
 
-def _precision(device: Accelerator, workload: Workload) -> str:
-    """Return the precision of `--train.precision auto` on the device, and which torch it needs."""
-    precision = device.precision
-    if precision == "fp16" and (model := workload.refuses_fp16):
-        precision = f"fp16, in which {model} overflows: shoal trains it in fp32 there, which takes longer"
+def _precision(device: Accelerator, part: Part) -> str:
+    """Return the precision of the model on the device, its reason, and which torch the device needs."""
+    precision = part.precision
+    if precision == "fp32" and (model := part.workload.refuses_fp16):
+        precision = f"fp32, since {model} overflows in {device.precision}, the device's 16-bit type"
     if not device.capability:
         return precision
     needed = f"sm_{device.capability.replace('.', '')}"
@@ -245,6 +268,7 @@ def json_of(
         "target": plans[0].training.parts[0].convergence.target,
         "basis": [part.basis for part in plans[0].training.parts],
         "network": plans[0].workers.instance.network.source,
+        "command": command_of(plans[0]),
         "best": _plan_json(plans[0]),
         "plans": [_plan_json(plan) for plan in plans],
         "sweep": [_plan_json(plan) for plan in curve],

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Union
 
 from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
-from shoal.planner.convergence import Convergence, at_any_batch, convergence_of
-from shoal.planner.hardware import Catalog, Machines, require_accelerators, shipped
+from shoal.planner.convergence import Convergence, Phase, at_any_batch, convergence_of
+from shoal.planner.hardware import Accelerator, Catalog, Machines, require_accelerators, shipped
 from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
-from shoal.planner.recipe_workloads import Count, workload
+from shoal.planner.recipe_workloads import Count, Preset, Presets, workload
 from shoal.planner.search import Goal, search
 from shoal.planner.workload import Workload
 
@@ -44,6 +44,7 @@ def plan(
     start_s: float = START_S,
     catalog: Sequence[Path] = (),
     count: Count | None = None,
+    presets: Presets | None = None,
 ) -> list[Plan]:
     """Predict the training of a model on machines that you do not have; return all plans, the best first.
 
@@ -52,16 +53,16 @@ def plan(
     step is simulated. ``docs/plan.md`` describes the model and its errors on published results.
 
     Args:
-        model: name of a recipe (``"bert-large"``), ``"module:function"`` as ``shoal plan --model`` takes it,
-            a module, best built under ``torch.device("meta")``, or a
-            :class:`~shoal.planner.workload.Workload` of your own numbers.
+        model: name of a recipe's model or preset (``"bert-large"``, ``"bert-large-lans"``),
+            ``"module:function"`` as ``shoal plan --model`` takes it, a module, best built under
+            ``torch.device("meta")``, or a :class:`~shoal.planner.workload.Workload` of your own numbers.
         workers: hosts that train, such as ``"32xp4d.24xlarge"``.
         helpers: CPU hosts that run summation servers, such as ``"8xc5n.18xlarge"``.
         inputs: for a module, one batch, name -> tensor ``[samples, ...]``.
-        global_batch: samples per step; default: the recipe's, or the largest known to converge.
+        global_batch: samples per step; default: the preset's, or the largest known to converge.
         sequence_length: tokens per sample, for recipes with one phase.
         train_samples: samples in the whole training; default: until the recipe's target by its published
-            convergence, else one million.
+            convergence, else the preset's steps, else one million.
         samples_per_s: throughput that you measured on one host of ``workers``.
         measured: files written by ``shoal bench train --json`` and ``shoal bench comm --json``.
         goal: rank by ``"time"`` or by ``"cost"``.
@@ -71,9 +72,11 @@ def plan(
         start_s: seconds from starting the processes to the first step.
         catalog: TOML files that add instance types.
         count: counts recipes, and lengths of sequences, that are not in the catalog; ``shoal.plan`` has it.
+        presets: returns the settings of recipes; ``shoal.plan`` has it.
 
     Raises:
-        UsageError: a name or size is unknown or invalid, or the model fits on no layout.
+        UsageError: a name or size is unknown or invalid, the batch does not divide over the accelerators, or
+            the model fits on no layout.
         ShoalError: the library that provides a recipe's model is not installed.
 
     Example:
@@ -97,29 +100,48 @@ def plan(
         raise UsageError(
             f"--throughput and --measured {trained[0].path} both give the speed: leave one of them out"
         )
+    preset = presets(model) if presets and isinstance(model, str) else None
     if isinstance(model, str) and ":" not in model:
-        name = model
-        phases = _recipe_phases(
-            name, sequence_length, global_batch, train_samples, hosts.num_accelerators, count
-        )
+        own, name, known_as = None, model, preset.model if preset else model
+        phases = _phases(model, preset, sequence_length, global_batch, train_samples, hosts.num_accelerators)
     else:
         own = _own_workload(model, inputs)
-        name = own.name
+        name = known_as = own.name
         if global_batch is None:
             raise UsageError("a model of yours needs a global batch (--global-batch)")
-        phases = [(own, _fixed_length(name, train_samples), global_batch)]
-    parts = []
-    for counted, table, batch in phases:
+        phases = [(Phase(batch=global_batch), _fixed_length(name, train_samples))]
+    device, parts = require_accelerators(hosts), []
+    for phase, table in phases:
+        counted = own or workload(known_as, phase.sequence_length, count)
+        precision = _precision(preset, device, counted)
         if trained:
-            flops, basis = _calibrated(name, counted, trained, hosts, count)
+            flops, basis = _calibrated(known_as, counted, trained, hosts, count)
         else:
             flops, basis = achieved(
-                counted, name, hosts.instance, samples_per_s=samples_per_s, global_batch=batch
+                counted,
+                known_as,
+                hosts.instance,
+                precision=precision,
+                samples_per_s=samples_per_s,
+                global_batch=phase.batch,
             )
         parts.append(
-            Part(workload=counted, convergence=table, global_batch=batch, achieved_flops=flops, basis=basis)
+            Part(
+                workload=counted,
+                convergence=table,
+                global_batch=phase.batch,
+                achieved_flops=flops,
+                basis=basis,
+                precision=precision,
+                micro_batch=phase.micro_batch,
+                section=phase.section,
+            )
         )
-    training = Training(recipe=name, parts=tuple(parts), start_s=start_s)
+    command: tuple[str, ...] = ()
+    if preset and not parts[0].convergence.target:
+        length = (f"--{preset.length.replace('_', '-')}", str(sequence_length)) if sequence_length else ()
+        command = ("shoal", *preset.command, *length)
+    training = Training(recipe=name, parts=tuple(parts), start_s=start_s, command=command)
     return search(training, hosts, helping, goal=goal, algorithms=algorithms, wire_bytes=wire_bytes)
 
 
@@ -148,33 +170,60 @@ def _own_workload(model: Model, inputs: Mapping[str, Tensor] | None) -> Workload
     return workload_of_model(model, inputs)
 
 
-def _recipe_phases(
+def _precision(preset: Preset | None, device: Accelerator, counted: Workload) -> str:
+    """Return the type in which ``shoal train`` computes on a device."""
+    if preset and preset.precision != "auto":
+        return preset.precision
+    return "fp32" if counted.refuses_fp16 and device.precision == "fp16" else device.precision
+
+
+def _phases(
     name: str,
+    preset: Preset | None,
     sequence_length: int | None,
     global_batch: int | None,
     train_samples: float | None,
     num_accelerators: int,
-    count: Count | None,
-) -> list[tuple[Workload, Convergence, int]]:
-    """Return (workload, convergence, global batch) of each phase of a recipe."""
-    has_table = name in shipped("convergence.toml")
-    table = convergence_of(name) if has_table else _fixed_length(name, train_samples)
-    if len(table.phases) > 1 and sequence_length is not None:
-        lengths = " and ".join(str(phase.sequence_length) for phase in table.phases)
-        raise UsageError(f"{name} has phases of {lengths} tokens; leave --sequence-length out")
-    if train_samples is not None:
-        table = replace(table, points=at_any_batch(train_samples / table.samples_per_epoch), target="")
-    if not table.phases:
+) -> list[tuple[Phase, Convergence]]:
+    """Return each phase of a training with its length: until a published target, or of the preset's steps."""
+    if name in shipped("convergence.toml") or preset is None:
+        is_known = name in shipped("convergence.toml")
+        table = convergence_of(name) if is_known else _fixed_length(name, train_samples)
+        if train_samples is not None:
+            table = replace(table, points=at_any_batch(train_samples / table.samples_per_epoch), target="")
         # The largest batch known to converge that every accelerator shares equally, within bounds.
         most = min(max(table.largest_batch // num_accelerators, 1), _MOST_SAMPLES)
-        return [(workload(name, sequence_length, count), table, global_batch or num_accelerators * most)]
-    phases = []
-    for phase in table.phases:
-        samples = train_samples or float(phase.steps * phase.batch)
-        fixed = replace(table, phases=(), points=at_any_batch(samples))
-        counted = workload(name, sequence_length or phase.sequence_length, count)
-        phases.append((counted, fixed, global_batch or phase.batch))
-    return phases
+        batch = global_batch or num_accelerators * most
+        micro = preset.phases[0].micro_batch if preset else None
+        fits = micro is not None and batch % (num_accelerators * micro) == 0
+        own = Phase(batch=batch, sequence_length=sequence_length, micro_batch=micro if fits else None)
+        return [(own, table)]
+    if len(preset.phases) > 1 and sequence_length is not None:
+        lengths = " and ".join(str(phase.sequence_length) for phase in preset.phases)
+        raise UsageError(f"{name} has phases of {lengths} tokens; leave --sequence-length out")
+    phases = [
+        replace(
+            phase,
+            batch=global_batch or phase.batch,
+            sequence_length=sequence_length or phase.sequence_length,
+        )
+        for phase in preset.phases
+    ]
+    return [(phase, _length_of(preset, phase, train_samples)) for phase in phases]
+
+
+def _length_of(preset: Preset, phase: Phase, train_samples: float | None) -> Convergence:
+    """Return the length of a preset's phase, in samples that are known, else in those that are asked for."""
+    tables = shipped("convergence.toml")
+    per_epoch = tables[preset.model].get("samples_per_epoch") if preset.model in tables else None
+    if train_samples is None and phase.steps is not None:
+        amount, source = float(phase.steps * phase.batch), f"{phase.steps:,} steps of {preset.name}"
+    elif train_samples is None and phase.epochs is not None and per_epoch:
+        amount, source = phase.epochs * per_epoch, f"{phase.epochs:g} epochs of {preset.name}"
+    else:
+        return _fixed_length(preset.name, train_samples)
+    points = at_any_batch(amount)
+    return Convergence(name=preset.name, source=source, points=points, largest_batch=phase.batch)
 
 
 def _fixed_length(name: str, samples: float | None) -> Convergence:

@@ -12,11 +12,18 @@ from shoal.planner.hardware import shipped
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase of a training with a fixed number of steps."""
+    """A phase of a recipe's training, as its settings have it."""
 
-    sequence_length: int
     batch: int
-    steps: int
+    steps: int | None = None
+    """None: the settings name epochs, or the data decides."""
+    epochs: float | None = None
+    sequence_length: int | None = None
+    """Tokens of a sample; None: the model's own, or samples are no sequences."""
+    micro_batch: int | None = None
+    """None: as :func:`shoal.decide.batch.plan_batch` divides a worker's share."""
+    section: str = "train"
+    """Section of the settings that has the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +35,12 @@ class Convergence:
     target: str = ""
     """The scores to reach, in the form of ``--run.until``; empty for a training of fixed length."""
     points: tuple[tuple[int, float], ...] = ()
-    """(global batch, epochs), by ascending batch; empty where ``phases`` are given."""
+    """(global batch, epochs), by ascending batch."""
     samples_per_epoch: int = 1
     evaluate_every_epochs: float = math.inf
     evaluation_samples: int = 0
     evaluation_pause_s: float = 0.0
     """Pause per evaluation on any number of hosts: the input pipeline changes over, the host scores."""
-    phases: tuple[Phase, ...] = ()
-    """Phases of a training whose number of steps does not depend on the hosts."""
     largest_batch: int = 0
     """Largest batch that is published to reach the target."""
 
@@ -81,6 +86,5 @@ def convergence_of(name: str) -> Convergence:
     if other := entry.get("epochs_of"):
         return replace(convergence_of(other), target="")
     points = tuple((int(batch), float(epochs)) for batch, epochs in entry.pop("points", ()))
-    phases = tuple(Phase(**phase) for phase in entry.pop("phases", ()))
     largest = entry.pop("largest_batch", points[-1][0] if points else 0)
-    return Convergence(name=name, points=points, phases=phases, largest_batch=largest, **entry)
+    return Convergence(name=name, points=points, largest_batch=largest, **entry)

@@ -42,6 +42,12 @@ class Part:
     achieved_flops: float
     basis: str
     """Source of ``achieved_flops``."""
+    precision: str = "fp16"
+    """Type in which the model computes."""
+    micro_batch: int | None = None
+    """Of the settings; None: as :func:`shoal.decide.batch.plan_batch` divides a worker's share."""
+    section: str = "train"
+    """Section of the settings that has the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,8 @@ class Training:
     start_s: float = START_S
     """From starting the hosts' processes to the first step: data, communicators, compilation."""
     checkpoint_every_steps: int | None = 1000
+    command: tuple[str, ...] = ()
+    """Starts it, up to the options that a plan chooses; empty: no recipe trains it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,16 +183,16 @@ def achieved(
     recipe: str,
     instance: Instance,
     *,
+    precision: str = "fp16",
     samples_per_s: float | None = None,
     global_batch: int | None = None,
 ) -> tuple[float, str]:
     """Return the FLOP/s of an accelerator and the source of the figure.
 
     It follows from ``samples_per_s`` of one host where given, else from a published throughput of a host with
-    the same accelerator, else from a share of the peak.
+    the same accelerator, else from a share of the peak in ``precision``.
     """
     accelerator = require_accelerators(Machines(count=1, instance=instance))
-    peak = accelerator.peak("fp16")
     if samples_per_s is not None:
         batch = global_batch or instance.num_accelerators
         rate = _from_rate(workload, instance, batch, samples_per_s)
@@ -197,8 +205,10 @@ def achieved(
             host = replace(instance, num_accelerators=entry["num_accelerators"])
             rate = _from_rate(workload, host, entry["global_batch"], entry["samples_per_s"])
             return rate, f"published: {entry['samples_per_s']:g} {workload.unit}/s, {entry['source']}"
-    text = f"assumed: {100 * ASSUMED_UTILISATION:.0f} % of the peak of {accelerator.name}; measure one host"
-    return ASSUMED_UTILISATION * peak, text
+    text = (
+        f"assumed: {100 * ASSUMED_UTILISATION:.0f} % of the {precision} peak of {accelerator.name}; measure "
+    )
+    return ASSUMED_UTILISATION * accelerator.peak(precision), f"{text}one host"
 
 
 def _from_rate(workload: Workload, instance: Instance, batch: int, samples_per_s: float) -> float:

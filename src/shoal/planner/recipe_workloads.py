@@ -7,16 +7,41 @@ They were counted and lie in ``catalog/workloads.json``, so that a plan needs no
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
+from shoal.planner.convergence import Phase
 from shoal.planner.hardware import shipped
 from shoal.planner.workload import Layer, Workload
 
 Count = Callable[[str, int | None], Workload | None]
 """Counts a recipe's model by its name and the tokens of a sample; ``None`` for an unknown name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A recipe with the settings of a preset."""
+
+    command: tuple[str, ...]
+    """Starts the training, such as ``("train", "bert", "--preset", "large")``."""
+    model: str
+    """Name of its workload."""
+    phases: tuple[Phase, ...]
+    length: str = ""
+    """The setting with the tokens of a sample, such as ``data.max_seq_length``."""
+    precision: str = "auto"
+
+    @property
+    def name(self) -> str:
+        """The preset, for messages."""
+        return " ".join(self.command)
+
+
+Presets = Callable[[str], Preset | None]
+"""Returns the preset that a name of the planner stands for; ``None`` if there is none."""
 
 
 def workload(name: str, sequence_length: int | None = None, count: Count | None = None) -> Workload:

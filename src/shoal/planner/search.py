@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+from shoal.decide.batch import StagesConfig
 from shoal.decide.server_assignment import recommended_bucket_bytes
 from shoal.errors import UsageError
 from shoal.planner.device_memory import RESERVED, device_memory
@@ -22,11 +24,12 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
     """Return the layouts of a part that fit, at most one per number of stages.
 
     A model that fits on one device is not split; another is tried with the fewest stages and twice as many.
-    With the same stages the largest micro-batch that fits has the least fixed cost, so only it is kept. The
-    optimizer is sharded where the whole one does not fit.
+    The batch is divided as in ``shoal train``; where its micro-batch does not fit, the largest divisor that
+    does is taken.
 
     Raises:
-        UsageError: nothing fits; names the nearest layout and how much memory it lacks.
+        UsageError: the batch does not divide, or nothing fits: names the nearest layout and how much memory
+            it lacks.
     """
     room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
     layouts: list[Layout] = []
@@ -48,45 +51,41 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
         needed, layout = min(tried, key=lambda pair: pair[0])
         raise UsageError(
             f"{part.workload.name} fits on no layout of {workers}: the nearest, {layout.stages} stages with "
-            f"micro-batches of {layout.micro_batch:g} and the optimizer sharded, needs "
-            f"{needed / 2**30:.1f} GiB a device, {(needed - room) / 2**30:.1f} GiB more than there are; "
-            "take more or larger devices"
+            f"micro-batches of {layout.micro_batch:g}, needs {needed / 2**30:.1f} GiB a device, "
+            f"{(needed - room) / 2**30:.1f} GiB more than there are; take more or larger devices"
         )
     return layouts
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    global_batch_size: int
+    micro_batch_size: int | None
 
 
 def _candidates(
     part: Part, workers: Machines, *, stages: int, algorithm: str, wire_bytes: int
 ) -> Iterator[Layout]:
-    """Yield the layouts with a number of stages, from the best downwards where it fits."""
-    buckets = recommended_bucket_bytes(
-        workers.count,
-        ranks_per_host=max(workers.instance.num_accelerators, 1),
-        gradient_bytes=4 * part.workload.num_parameters // stages,  # fp32, as DDP's buckets hold them
-    )
-    share = part.global_batch * stages / workers.num_accelerators
-    for sharded in (False, True):
-        for micro in _micro_batches(share, stages):
-            yield Layout(
-                global_batch=part.global_batch,
-                micro_batch=micro,
-                stages=stages,
-                virtual=2 if stages > 1 else 1,
-                algorithm=algorithm,
-                wire_bytes=wire_bytes,
-                bucket_bytes=max(buckets, part.workload.num_parameters // 16 // stages),
-                sharded_optimizer=sharded,
-            )
-
-
-def _micro_batches(share: float, stages: int) -> Iterator[float]:
-    """Yield a replica's share in halves down to one sample; with stages at least four micro-batches each."""
-    micro = share if stages == 1 else min(share, max(share / (4 * stages), 1.0))
-    while True:
-        yield micro
-        if micro <= 1:
-            return
-        micro = max(micro / 2, 1.0)
+    """Yield the layouts with a number of stages, with the micro-batch of ``shoal train`` and smaller ones."""
+    sizes = _Sizes(part.global_batch, part.micro_batch)
+    batch = StagesConfig(pipeline=stages).plan(sizes, workers.num_accelerators, section=part.section)
+    share, most = batch.worker_batch_size, batch.micro_batch_size
+    for micro in range(most, 0, -1):
+        if share % micro:
+            continue
+        yield Layout(
+            global_batch=part.global_batch,
+            micro_batch=micro,
+            stages=stages,
+            virtual=2 if stages > 1 else 1,
+            algorithm=algorithm,
+            wire_bytes=wire_bytes,
+            bucket_bytes=recommended_bucket_bytes(
+                workers.count,
+                ranks_per_host=max(workers.instance.num_accelerators, 1),
+                gradient_bytes=4 * part.workload.num_parameters // stages,  # fp32, as DDP's buckets hold them
+            ),
+        )
 
 
 def search(
@@ -116,7 +115,11 @@ def search(
         choices = [
             layouts_of(part, workers, algorithm=algorithm, wire_bytes=wire_bytes) for part in training.parts
         ]
-        plans += [predict(training, workers, layouts, used) for layouts in itertools.product(*choices)]
+        plans += [
+            predict(training, workers, layouts, used)
+            for layouts in itertools.product(*choices)
+            if len({layout.stages for layout in layouts}) == 1  # a run has one layout
+        ]
     if not plans:
         raise UsageError("no algorithm is left to plan with; two-hop-helpers needs --helpers")
     if goal == "cost" and any(plan.dollars is None for plan in plans):

@@ -29,6 +29,8 @@ KERNEL_S = 10e-6
 """τ at the clock of an A100: launch, ramp and tail of a kernel over a tiny tensor. Latencies are counted in
 cycles, so τ scales with the inverse of the clock. One figure for all models and devices; see docs/plan.md."""
 KERNEL_CLOCK_HZ = 1.41e9
+MOST_BUCKETS = 64
+"""Buckets that are simulated: of more, several are one, whose bytes count and whose latency counts once."""
 MEMORY_EFFICIENCY = 0.8
 """Streaming kernels reach about 80 % of a device's memory rate (STREAM on GPUs)."""
 JITTER = 0.01
@@ -170,7 +172,8 @@ def _average(
 ) -> Exchange:
     """Simulate the averaging of the gradients that become ready in the window after ``begin_s``."""
     trained = workload.trainable / layout.per_replica * layout.wire_bytes
-    buckets = gradient_buckets(workload.layers, layout.bucket_bytes, trained)
+    least = workload.num_parameters * trained / MOST_BUCKETS
+    buckets = gradient_buckets(workload.layers, max(layout.bucket_bytes, least), trained)
     # Sharded, gradients are only scattered; the new parameters are gathered in the next forward pass.
     halved = 0.5 if layout.sharded_optimizer else 1.0
     ready = [

@@ -79,7 +79,7 @@ class Workload:
 
 
 def gradient_buckets(
-    layers: Sequence[Layer], bucket_bytes: int, bytes_per_element: float
+    layers: Sequence[Layer], bucket_bytes: float, bytes_per_element: float
 ) -> list[tuple[float, float]]:
     """Return (share of the backward pass after which it is ready, bytes) of each bucket, in that order.
 

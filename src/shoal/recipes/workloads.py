@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from shoal.decide.batch import MemoryEstimate
 from shoal.errors import UsageError
 from shoal.planner import api
-from shoal.planner.recipe_workloads import catalog
+from shoal.planner.convergence import Phase
+from shoal.planner.recipe_workloads import Preset, catalog
 from shoal.planner.workload import LAMB_BYTES, MOMENTUM_BYTES, Workload
 from shoal.recipes import RECIPES, Sample, preset_file, script
 from shoal.train.config import activation_bytes
@@ -136,6 +137,47 @@ def _find(name: str) -> tuple[str, str, str] | None:
     return None
 
 
+@cache
+def preset_of(name: str) -> Preset | None:
+    """Return the preset that a name stands for, or ``None`` if it names none.
+
+    Args:
+        name: as :func:`workload_name` returns it, or the recipe and a preset, such as ``bert-large-lans``.
+    """
+    recipe, preset, model = _find(name) or _of_preset(name)
+    if not recipe:
+        return None
+    entry, config = RECIPES[recipe], preset_settings(recipe, preset)
+    length = entry.length.rpartition(".")[2]
+    phases = [
+        Phase(
+            batch=sizes.global_batch_size,
+            steps=getattr(sizes, "total_steps", None),
+            epochs=getattr(sizes, "total_epochs", None),
+            sequence_length=getattr(sizes, length) if section != "train" else None,
+            micro_batch=sizes.micro_batch_size,
+            section=section,
+        )
+        for section, sizes in getattr(config, "phases", [("train", config.train)])
+    ]
+    return Preset(
+        command=(entry.group, entry.command or recipe, "--preset", preset),
+        model=(model and f"{recipe}-{model}") or workload_name(recipe, preset, config),
+        phases=tuple(phases),
+        length=entry.length,
+        precision=getattr(config.train, "precision", "auto"),
+    )
+
+
+def _of_preset(name: str) -> tuple[str, str, str]:
+    """Return (recipe, preset, nothing) of a recipe and its preset; nothing of another name."""
+    for recipe, entry in RECIPES.items():
+        preset = name.removeprefix(f"{recipe}-")
+        if preset != name and not entry.starts_from and preset in script(recipe).PRESETS:
+            return recipe, preset, ""
+    return "", "", ""
+
+
 # ------------------------------------------------------------------------------------------------- workloads
 
 
@@ -208,13 +250,14 @@ def _counting(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def counting(*args: P.args, **options: P.kwargs) -> T:
         options.setdefault("count", count_recipe)
+        options.setdefault("presets", preset_of)
         return function(*args, **options)
 
     return counting
 
 
 plan = _counting(api.plan)
-"""``api.plan``, which counts recipes that are not in the catalog."""
+"""``api.plan``, which knows the presets of recipes, and counts those that are not in the catalog."""
 
 
 def count_catalog() -> str:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from shoal.bench.step_timing import TrainResult
 from shoal.cli.app import main
-from shoal.errors import EXIT_OK, EXIT_USAGE
+from shoal.cli.train import settings_of
+from shoal.decide.batch import BatchPlan, StagesConfig
+from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
 from shoal.formatting import duration
+from shoal.planner.answer import command_of
 from shoal.planner.convergence import convergence_of
+from shoal.planner.hardware import Catalog
+from shoal.recipes import script
 from shoal.recipes.bert import BertConfig
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
+from shoal.recipes.workloads import plan, preset_settings
 from shoal.train.stopping import read_target
 
 CLUSTER = ("--cluster", "8xp3dn.24xlarge")
@@ -119,7 +127,8 @@ def test_the_torch_here_is_compared_with_the_gpus(
     assert typed(monkeypatch, "t5-3b", "--cluster", hosts) == EXIT_OK
     text = capsys.readouterr().out
     assert text.endswith(said) and ("the torch here" in text) == bool(said)
-    assert ("in which T5 overflows: shoal trains it in fp32" in text) == ("p3dn" in hosts)
+    assert ("fp32, since T5 overflows in fp16" in text) == ("p3dn" in hosts)
+    assert ("of the fp32 peak of V100" in text) == ("p3dn" in hosts), "the rate is that of the precision"
 
 
 def test_time_to_target_where_one_is_published(
@@ -132,6 +141,90 @@ def test_time_to_target_where_one_is_published(
     whole, evaluation = plan["best"]["total_s"], plan["best"]["where_s"]["evaluation"]
     assert evaluation > 0 and plan["target"] == "top1>=0.759"
     assert f"{duration(whole)}, {duration(whole - evaluation)} without evaluation: top1>=0.759" in line
+
+
+def test_a_second_cluster_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert typed(monkeypatch, *SMALL, *CLUSTER, "--cluster", "1xp5.48xlarge") == EXIT_USAGE
+    assert "--cluster specified multiple times" in capsys.readouterr().err
+
+
+def test_hosts_of_a_sweep_that_do_not_divide_the_batch_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("albert-tiny", "--cluster", "2xp3dn.24xlarge", "--sweep", "nodes=1..3", "--global-batch", "64")
+    assert typed(monkeypatch, *words) == EXIT_OK
+    said = capsys.readouterr().out
+    assert "3xp3dn.24xlarge: train.global_batch_size 64 does not divide over 24 workers" in said
+
+
+PRESETS = [
+    (recipe, preset)
+    for recipe in ("albert", "bert", "t5", "resnet50", "mask_rcnn")
+    for preset in script(recipe).PRESETS
+]
+CLUSTERS = [
+    f"{count}x{name}"
+    for name, instance in Catalog().instances.items()
+    if instance.accelerator
+    for count in (1, 3, 8, 64)
+]
+
+
+def batches_of(config: Any, num_workers: int) -> list[tuple[Any, BatchPlan]]:
+    """Return the sizes of each phase with their division over the workers, as the recipe divides them."""
+    parallel = getattr(config, "parallel", StagesConfig())
+    phases = getattr(config, "phases", [("train", config.train)])
+    return [(sizes, parallel.plan(sizes, num_workers, section=section)) for section, sizes in phases]
+
+
+def assert_the_command_trains_as_planned(recipe: str, preset: str, cluster: str) -> bool:
+    """Compare a plan with what its command resolves to; return whether there is a plan."""
+    try:
+        found = plan(f"{recipe}-{preset}", cluster, algorithms=["hierarchical-ring"])[0]
+    except UsageError as error:
+        if "fits on no layout" not in str(error):
+            num_workers = Catalog().machines(cluster).num_accelerators
+            with pytest.raises(UsageError, match=re.escape(str(error))):
+                batches_of(preset_settings(recipe, preset), num_workers)
+        return False
+    name, config = settings_of(command_of(found)[1:])
+    assert name == recipe
+    assert getattr(config, "parallel", StagesConfig()).pipeline == found.layouts[0].stages
+    batches = batches_of(config, found.workers.num_accelerators)
+    for (sizes, batch), part, step, run in zip(
+        batches, found.training.parts, found.steps, found.runs, strict=True
+    ):
+        assert (batch.global_batch_size, batch.accumulation_steps) == (part.global_batch, step.micro_batches)
+        if steps := getattr(sizes, "total_steps", None):
+            assert run.num_steps == steps
+        if length := getattr(sizes, "max_seq_length", None):
+            assert part.workload.tokens_per_sample == length
+    return True
+
+
+def test_a_plan_is_what_its_command_trains() -> None:
+    every = [(*preset, cluster) for preset in PRESETS for cluster in CLUSTERS]
+    planned = [assert_the_command_trains_as_planned(*each) for each in Random(51).sample(every, 60)]
+    assert sum(planned) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "preset"), PRESETS)
+def test_every_plan_is_what_its_command_trains(recipe: str, preset: str) -> None:
+    assert sum(assert_the_command_trains_as_planned(recipe, preset, cluster) for cluster in CLUSTERS)
+
+
+def test_a_preset_has_its_own_steps() -> None:
+    def steps(name: str) -> list[int]:
+        return [run.num_steps for run in plan(name, "1xp5.48xlarge", algorithms=["ring"])[0].runs]
+
+    assert steps("bert-large") == [7038, 1563]
+    assert steps("bert-large-lans") == [3519, 782]
+    assert steps("t5-base") == steps("t5-3b") == [1_000_000]
+    assert steps("mask_rcnn-coco-1x") == [90_000]
+    assert steps("resnet50-imagenet-16k") == [7038]  # 90 epochs of 1,281,167 images
 
 
 def test_published_targets_are_what_the_recipes_take() -> None:
@@ -149,6 +242,10 @@ def test_published_targets_are_what_the_recipes_take() -> None:
         (("resnet5", *CLUSTER), "recipe 'resnet5' is not known. Did you mean 'resnet50'?"),
         (CLUSTER, "name a recipe"),
         (("resnet50", *SMALL, *CLUSTER), "not both"),
+        (
+            ("t5-base", "--cluster", "3xp3dn.24xlarge"),
+            "train.global_batch_size 2048 does not divide over 24 workers; the nearest sizes that do are",
+        ),
         (("bert-large", *CLUSTER, "--sequence-length", "64"), "has phases of 128 and 512 tokens"),
         ((*SMALL[:2], *CLUSTER), "--model needs --global-batch"),
         ((*SMALL[:2], "--global-batch", "0", *CLUSTER), "the global batch is 0; it must be at least 1"),
