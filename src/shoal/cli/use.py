@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import cyclopts
 from cyclopts import App, Group, Parameter
 
 from shoal.cli.settings import this_command
+from shoal.data.bad_entries import MOST_BAD, OnBad
 from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes import RECIPES, Command, command_use, using
@@ -155,7 +156,8 @@ def evaluate_coco(
     *,
     annotations: Path,
     results: Annotated[list[Path], Parameter(consume_multiple=True)],
-    on_bad: Literal["refuse", "skip"] = "refuse",
+    on_bad: OnBad = "skip",
+    most_bad: float = MOST_BAD,
     json: Path | None = None,
 ) -> None:
     """Compute COCO's twelve metrics for boxes and for masks, over all images.
@@ -169,13 +171,15 @@ def evaluate_coco(
     results
         Files of results in COCO's format, with boxes, masks or both; each image in only one of them.
     on_bad
-        Invalid entries, such as results for unknown images: refuse the file, or skip and count them.
+        Invalid entries, such as results for unknown images: skip and count them, or refuse the first one.
+    most_bad
+        Largest share of the entries of a file that may be left out.
     json
         File for the figures in full precision and per category.
     """
     from shoal.data.coco import score as coco
 
-    print(coco.evaluate(annotations, results, on_bad=on_bad, out=json))
+    print(coco.evaluate(annotations, results, on_bad=on_bad, most_bad=most_bad, out=json))
 
 
 @evaluate.command(name="checkpoint")

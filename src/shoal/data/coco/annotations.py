@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zipfile
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,8 @@ Boxes = Literal["keep", "check"]
 
 _MIN_POLYGON = 6
 _MOST_DIGITS = 18
+_END = 1 << 63
+"""Ids are below, as int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class CocoAnnotations:
     bad: BadEntries
     """Counts of what was left out."""
     numbers: Mapping[str, int] = field(default_factory=dict)
-    """Ids of images in ``images`` by those in the file that are words and no numbers."""
+    """Ids of images in ``images`` by those in the file that are words, or numbers above int64."""
 
     @property
     def has_masks(self) -> bool:
@@ -78,8 +80,8 @@ class CocoAnnotations:
     def image_of(self, value: Any) -> CocoImage | None:
         """Return the image that an id means, as a file of results has it: ``42``, ``42.0``, ``"a1f"``."""
         number = whole_number(value)
-        if number is None and isinstance(value, str):
-            number = self.numbers.get(value)
+        if number is None and isinstance(value, str | int):
+            number = self.numbers.get(str(value))
         return None if number is None else self.images.get(number)
 
 
@@ -121,7 +123,7 @@ class _Reader:
         self._categories: dict[int, str] = {}
         self._objects: list[tuple[int | str, int, CocoObject]] = []
         """Id of the image, index in the file, object."""
-        self._ids: set[int] = set()
+        self._ids: set[int | str] = set()
         self._names: dict[str, int] = {}
         """Numbers of images whose ids are words."""
         self._takers = {
@@ -143,6 +145,7 @@ class _Reader:
                     number = f" (id {entry['id']})" if isinstance(entry, dict) and "id" in entry else ""
                     self._bad.add(bad, f"{key}[{index}]{number}")
         self._check_keys(keys)
+        check_pixels(self._path, [one.box for _, _, one in self._objects])
         objects = self._placed()
         self._bad.check(len(self._images) + len(self._categories) + sum(map(len, objects.values())))
         return CocoAnnotations(
@@ -171,7 +174,7 @@ class _Reader:
             raise UsageError(f"{self._path}: holds no image")
 
     def _take_image(self, entry: Any, index: int) -> None:
-        number = _image_id(entry, "id")
+        number = _id(entry, "id")
         if number in self._images or number in self._names:
             raise BadEntry("an image whose id another one has", f"id {number}")
         name = entry.get("file_name") or str(entry.get("coco_url") or "").rpartition("/")[2]
@@ -197,10 +200,11 @@ class _Reader:
 
     def _take_object(self, entry: Any, index: int) -> None:
         is_numbered = isinstance(entry, dict) and entry.get("id") is None
-        number = -1 - index if is_numbered else _whole(entry, "id")
-        if number in self._ids:
-            raise BadEntry("an annotation whose id another one has", f"id {number}")
-        image, category = _image_id(entry, "image_id"), _whole(entry, "category_id")
+        own = -1 - index if is_numbered else _id(entry, "id")
+        if own in self._ids:
+            raise BadEntry("an annotation whose id another one has", f"id {own}")
+        number = -1 - index if isinstance(own, str) else own
+        image, category = _id(entry, "image_id"), _whole(entry, "category_id")
         segmentation = self._segmentation(entry.get("segmentation"), f"annotations[{index}] (id {number})")
         box = self._box(entry.get("bbox"), segmentation)
         area = entry.get("area")
@@ -211,7 +215,7 @@ class _Reader:
         if crowd not in (0, 1):
             raise BadEntry("an annotation whose iscrowd is neither 0 nor 1", shown(crowd))
         one = CocoObject(number, category, box, areas[0], bool(crowd), segmentation)
-        self._ids.add(number)
+        self._ids.add(own)
         self._objects.append((image, index, one))
 
     def _segmentation(self, shape: Any, place: str) -> Segmentation | None:
@@ -304,23 +308,42 @@ def _whole(entry: Any, key: str) -> int:
     if not isinstance(entry, dict):
         raise BadEntry("an entry that is no object", shown(entry))
     if (number := whole_number(entry.get(key))) is None:
-        raise BadEntry(f"an entry whose {key} is no whole number", shown(entry.get(key)))
+        raise BadEntry(f"an entry whose {key} is no whole number of 63 bits", shown(entry.get(key)))
     return number
 
 
 def whole_number(value: Any) -> int | None:
-    """Return the whole number that a JSON value is, as ``42``, ``42.0`` or ``"42"``; ``None`` for others."""
+    """Return the int64 that a JSON value is, as ``42``, ``42.0`` or ``"42"``; ``None`` for others."""
     if isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
     if isinstance(value, str) and len(value) <= _MOST_DIGITS and value.isascii() and value.isdigit():
         return int(value)
-    return value if type(value) is int else None
+    return value if type(value) is int and -_END <= value < _END else None
 
 
-def _image_id(entry: Any, key: str) -> int | str:
-    """Return the id of an image: a whole number, or the word that a tool gives it."""
+def _id(entry: Any, key: str) -> int | str:
+    """Return the id of an image or annotation: an int64, or as text a word or number that a tool gives it."""
     value = entry.get(key) if isinstance(entry, dict) else None
-    return value if isinstance(value, str) and value and whole_number(value) is None else _whole(entry, key)
+    if whole_number(value) is None and ((isinstance(value, str) and value) or type(value) is int):
+        return str(value)
+    return _whole(entry, key)
+
+
+def check_pixels(path: Path, boxes: Sequence[Sequence[float]]) -> None:
+    """Check that boxes x, y, width, height are in pixels.
+
+    Raises:
+        UsageError: all lie between 0 and 1, and not at whole numbers: they are fractions of their image.
+    """
+    ends = ((x, y, x + width, y + height) for x, y, width, height in boxes)
+    if all(-0.01 <= value <= 1.01 for box in ends for value in box) and any(
+        not value.is_integer() for box in boxes for value in box
+    ):
+        raise UsageError(
+            f"{path}: all boxes lie between 0 and 1, as fractions of the image ({list(boxes[0])}), but "
+            "COCO's are in pixels: multiply x and width by the image's width, y and height by its height, "
+            "and polygons and areas likewise"
+        )
 
 
 def read_segmentation(value: Any) -> Segmentation | None:

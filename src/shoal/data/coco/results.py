@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.atomic_io import write_atomically
-from shoal.data.bad_entries import BadEntries, BadEntry, OnBad
+from shoal.data.bad_entries import MOST_BAD, BadEntries, BadEntry, OnBad
 from shoal.data.coco.annotations import (
     CocoAnnotations,
     CocoImage,
     Rle,
+    check_pixels,
     finite_numbers,
     read_segmentation,
     shown,
@@ -55,7 +56,11 @@ class CocoResults:
 
 
 def read_results(
-    paths: Sequence[Path], annotations: CocoAnnotations, *, on_bad: OnBad = "refuse"
+    paths: Sequence[Path],
+    annotations: CocoAnnotations,
+    *,
+    on_bad: OnBad = "skip",
+    most_bad: float = MOST_BAD,
 ) -> CocoResults:
     """Read files of results, those of several workers for example.
 
@@ -63,13 +68,17 @@ def read_results(
     file has entries of the same kind for the image: two workers with the same image would count its objects
     twice.
 
+    Args:
+        on_bad: leave bad entries out and count them, or refuse a file at the first one.
+        most_bad: see :class:`shoal.data.bad_entries.BadEntries`.
+
     Raises:
-        UsageError: a file cannot be read, is not an array, or has a bad entry, which is refused; or no file
-            holds a result that can be used while some are bad.
+        UsageError: a file cannot be read, is not an array, has a bad entry, which is refused, or too many; or
+            its boxes are fractions of their images.
     """
     reader = _Reader(annotations)
     for path in paths:
-        reader.read(path, BadEntries(path, on_bad))
+        reader.read(path, BadEntries(path, on_bad, most_bad))
     return reader.results
 
 
@@ -88,9 +97,14 @@ class _Reader:
         self._annotations = annotations
         self.results = CocoResults()
         self._owners: dict[tuple[Kind, int], Path] = {}
+        self._num_good = 0
+        """Shapes of the present file."""
+        self._boxes: list[list[float]] = []
+        """Those of the present file."""
 
     def read(self, path: Path, bad: BadEntries) -> None:
         self.results.bad.append(bad)
+        self._num_good, self._boxes = 0, []
         for key, index, entry in top_level_entries(path):
             if key:
                 raise UsageError(
@@ -99,6 +113,8 @@ class _Reader:
                 )
             if index is not None:
                 self._take(entry, path, f"[{index}]", bad)
+        check_pixels(path, self._boxes)
+        bad.check(self._num_good)
 
     def _take(self, entry: Any, path: Path, place: str, bad: BadEntries) -> None:
         try:
@@ -118,6 +134,9 @@ class _Reader:
             else:
                 of_kind = self.results.detections.setdefault(kind, {})
                 of_kind.setdefault(image.id, []).append(Detection(category, score, shape, area))
+                self._num_good += 1
+                if not isinstance(shape, dict):
+                    self._boxes.append(shape)
         return None
 
     def _checked(self, entry: Any) -> tuple[CocoImage, int, float]:

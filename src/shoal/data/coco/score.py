@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.atomic_io import write_json
-from shoal.data.bad_entries import OnBad
+from shoal.data.bad_entries import MOST_BAD, OnBad
 from shoal.data.coco.annotations import CocoAnnotations, CocoObject, read_annotations
 from shoal.data.coco.masks import as_compressed, evaluation_library, mask_library
 from shoal.data.coco.results import KINDS, CocoResults, Detection, Kind, read_results
@@ -220,7 +220,14 @@ def _shape(annotations: CocoAnnotations, image_id: int, one: CocoObject, kind: K
 _WORDS: dict[Kind, str] = {"bbox": "boxes", "segm": "masks"}
 
 
-def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: Path | None) -> str:
+def evaluate(
+    annotations: Path,
+    results: Sequence[Path],
+    *,
+    on_bad: OnBad = "skip",
+    most_bad: float = MOST_BAD,
+    out: Path | None = None,
+) -> str:
     """Return the official tables of boxes, of masks or of both, over all images of the annotations.
 
     What was skipped is printed on stderr, one line per rule.
@@ -229,11 +236,9 @@ def evaluate(annotations: Path, results: Sequence[Path], *, on_bad: OnBad, out: 
         UsageError: a file is not what it should be, or the files do not belong together.
         ShoalError: faster-coco-eval is not installed, or ``out`` cannot be written.
     """
-    truth = read_annotations(annotations, on_bad=on_bad, boxes="keep")
-    found = read_results(results, truth, on_bad=on_bad)
+    truth = read_annotations(annotations, on_bad=on_bad, most_bad=most_bad, boxes="keep")
+    found = read_results(results, truth, on_bad=on_bad, most_bad=most_bad)
     bad = [truth.bad, *found.bad]
-    if not found.detections and any(entries.counts for entries in found.bad):
-        raise UsageError(f"{', '.join(map(str, results))}: holds no result that can be scored")
     for line in (line for entries in bad for line in entries.lines()):
         print(f"shoal: {line}", file=sys.stderr)
     kinds = found.detections.keys() or {"bbox", *(["segm"] if truth.has_masks else [])}  # nothing detected: 0

@@ -53,7 +53,7 @@ BAD_ENTRIES: dict[str, tuple[Change, str]] = {
     "box of NaN": (lambda t: first(t, bbox=[1, 2, 3, float("nan")]), "whose bbox is not 4 finite numbers"),
     "area of text": (lambda t: first(t, area="big"), "whose area is no finite number: 'big'"),
     "crowd of two": (lambda t: first(t, iscrowd=2), "whose iscrowd is neither 0 nor 1: 2"),
-    "id of text": (lambda t: first(t, id="x"), "an entry whose id is no whole number: 'x'"),
+    "id of text": (lambda t: first(t, id=1.5), "an entry whose id is no whole number of 63 bits: 1.5"),
     "polygon of two": (
         lambda t: first(t, segmentation=[[1, 2, 3, 4]]),
         "polygons are not lists of at least 3",
@@ -303,7 +303,7 @@ def test_bad_results(name: str, tmp_path: Path) -> None:
     results[3].update(values)
     path = write(tmp_path / "results.json", results)
     with pytest.raises(UsageError, match=rf"^{path}: \[3\] is {rule}"):
-        read_results([path], annotations)
+        read_results([path], annotations, on_bad="refuse")
     found = read_results([path], annotations, on_bad="skip")
     assert sum(found.bad[0].counts.values()) == 1
     kept = sum(len(one) for kinds in found.detections.values() for one in kinds.values())
@@ -321,7 +321,7 @@ def test_run_lengths_beyond_the_image(tmp_path: Path) -> None:
     for counts in ("o" * 9, shape["counts"] + "000", [5000]):
         results[0]["segmentation"] = {**shape, "counts": counts}
         with pytest.raises(UsageError, match="segmentation is not COCO's"):
-            read_results([write(tmp_path / "r.json", results)], annotations)
+            read_results([write(tmp_path / "r.json", results)], annotations, on_bad="refuse")
 
 
 def test_an_image_in_two_files(tmp_path: Path) -> None:
@@ -330,12 +330,61 @@ def test_an_image_in_two_files(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"b.json: .* of which another file holds results: image_id \d+, in "
     ):
-        read_results(paths, annotations)
+        read_results(paths, annotations, on_bad="refuse")
     images = {one["image_id"] for one in results[:9]}
-    found = read_results(paths, annotations, on_bad="skip")
+    found = read_results(paths, annotations, most_bad=1.0)
     assert sum(map(len, found.detections["bbox"].values())) == 9 + sum(
         one["image_id"] not in images for one in results[8:]
     )
+
+
+def test_many_bad_results_are_a_wrong_file(tmp_path: Path) -> None:
+    """The rule of all readers: 20 of them pass, 21 do not, unless that share is allowed."""
+    annotations, results = a_truth(tmp_path)
+    wrong = [{**results[0], "image_id": "none"}] * 21
+    read_results([write(tmp_path / "a.json", results + wrong[1:])], annotations)
+    path = write(tmp_path / "b.json", results + wrong)
+    with pytest.raises(UsageError, match=r"21 of \d+ entries are invalid, .*--most-bad 0\."):
+        read_results([path], annotations)
+    assert read_results([path], annotations, most_bad=0.9).bad[0].total == 21
+
+
+@pytest.mark.parametrize("what", ["annotations", "results"])
+def test_boxes_as_fractions_of_the_image_are_refused(tmp_path: Path, what: str) -> None:
+    annotations, results = a_truth(tmp_path)
+    box = {"bbox": [0.25, 0.1, 0.5, 0.4], "segmentation": None}
+    match = r"all boxes lie between 0 and 1, .*multiply x and width by the image's width"
+    if what == "results":
+        with pytest.raises(UsageError, match=match):
+            read_results([write(tmp_path / "r.json", [{**one, **box} for one in results])], annotations)
+    else:
+        tree = json.loads((tmp_path / "truth.json").read_text())
+        tree["annotations"] = [{**one, **box} for one in tree["annotations"]]
+        with pytest.raises(UsageError, match=match):
+            read_annotations(write(tmp_path / "t.json", tree))
+        tree["annotations"][0]["bbox"] = [0, 0, 5, 5]  # others may be smaller than a pixel
+        assert not read_annotations(write(tmp_path / "t.json", tree)).bad.total
+
+
+def test_ids_above_int64_and_words_are_taken(tmp_path: Path) -> None:
+    a_truth(tmp_path)
+    tree = json.loads((tmp_path / "truth.json").read_text())
+    num_objects = len(tree["annotations"])
+    large = 1 << 70
+    first = tree["images"][0]["id"]
+    tree["images"][0]["id"] = large
+    for number, one in enumerate(tree["annotations"]):
+        one["image_id"] = large if one["image_id"] == first else one["image_id"]
+        one["id"] = large + number if number % 2 else f"a{number}"
+    read = read_annotations(write(tmp_path / "t.json", tree))
+    assert not read.bad.total and sum(map(len, read.objects.values())) == num_objects
+    assert all(abs(number) < 1 << 63 for number in read.images)
+    assert all(abs(one.id) < 1 << 63 for some in read.objects.values() for one in some)
+    image = read.image_of(large)
+    assert image is not None and image == read.image_of(str(large))
+    tree["categories"][0]["id"] = large
+    with pytest.raises(UsageError, match="is an entry whose id is no whole number of 63 bits"):
+        read_annotations(write(tmp_path / "t.json", tree), on_bad="refuse")
 
 
 def test_results_that_are_annotations(tmp_path: Path) -> None:
@@ -356,7 +405,7 @@ def test_command_tells_what_it_skipped(tmp_path: Path, capsys: pytest.CaptureFix
     results[0]["image_id"] = 5
     path, out = write(tmp_path / "results.json", results), tmp_path / "out.json"
     command = ["evaluate", "coco", "--annotations", str(tmp_path / "truth.json"), "--results", str(path)]
-    app([*command, "--on-bad", "skip", "--json", str(out)], result_action="return_value")
+    app([*command, "--json", str(out)], result_action="return_value")
     printed = capsys.readouterr()
     assert (
         f"{path}: left out 1: result for an image that is not in the ground truth: 1 ([0]: 5)" in printed.err
@@ -365,9 +414,11 @@ def test_command_tells_what_it_skipped(tmp_path: Path, capsys: pytest.CaptureFix
     tree = json.loads(out.read_text())
     assert tree["skipped"] == {str(path): {"a result for an image that is not in the ground truth": 1}}
     assert [one["name"] for one in tree["by_category"]] == ["hen", "fox", "egg"]
-    with pytest.raises(UsageError, match="no result that can be scored"):
+    with pytest.raises(UsageError, match="nothing can be used; left out 1: result for an image"):
         write(path, [{**results[0], "image_id": "none"}])
-        app([*command, "--on-bad", "skip"], result_action="return_value", exit_on_error=False)
+        app(command, result_action="return_value", exit_on_error=False)
+    with pytest.raises(UsageError, match=r"\[0\] is a result for an image .*--on-bad skip"):
+        app([*command, "--on-bad", "refuse"], result_action="return_value", exit_on_error=False)
     write(path, [])
     app(command, result_action="return_value")
     assert capsys.readouterr().out.count("= 0.000") == 24  # a model that detects nothing
