@@ -31,7 +31,7 @@ from benchmarks.bert_step_cases import MAKERS, SEED, Arrays, Batch, Sides
 from shoal.data.loader import as_tensors, copies_to, to_device
 from shoal.data.steps import DataShard
 from shoal.env.launcher import worker_env
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.models.text_config import BertModelConfig
 from shoal.train.config import DistributedConfig
 from shoal.train.gradients import LossScale, Precision, Update
@@ -175,12 +175,12 @@ def check_equal(ours: OurStep, sides: Sides, first: Sequence[dict[str, Tensor]])
 
 
 def alone() -> WorkerEnv:
-    """Return the place of the only worker."""
+    """Return the environment of the only worker."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
-    return WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
+    ranks = WorkerRanks(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+    return WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="benchmark")
 
 
 def run(
@@ -249,7 +249,7 @@ def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
             with averaging_over(world.control):
                 steps["peer"] = OurStep(replace(sides, ours=deepcopy(sides.ours)), world, precision)
             for step in range(WARM_UP_STEPS + spec["num_steps"]):
-                number = step * world.num_workers + world.place.rank
+                number = step * world.num_workers + world.rank
                 num_tokens = len(sides.read(number)["input_ids"])
                 for side, ours in steps.items():
                     world.barrier()

@@ -35,7 +35,7 @@ def share(spec: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     worker = worker_env()
     assert worker is not None
-    speed = spec["speeds"][worker.place.rank]
+    speed = spec["speeds"][worker.ranks.rank]
     draw = torch.Generator().manual_seed(0)
     inputs = torch.randn(8_192, 16, generator=draw)
     dataset = TensorDataset(inputs, (inputs.prod(dim=1) > 0).long())
@@ -60,7 +60,7 @@ def share(spec: dict[str, Any]) -> dict[str, Any]:
                 step.update(optimizer)
             ends.append(time.monotonic())
         run.finish()
-    if worker.place.rank:  # rank 0 has the record
+    if worker.ranks.rank:  # rank 0 has the record
         return {}
     rows = read_record(run_dir)
     return {

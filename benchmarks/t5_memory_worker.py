@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.models import t5 as _models  # noqa: F401  # imported before the first measurement
 from shoal.recipes import t5_classify, t5_stages  # noqa: F401
 from shoal.recipes.finetuning import FinetuneRunConfig, FinetuneTrainConfig, SourceConfig
@@ -35,8 +35,8 @@ def growth(spec: dict[str, Any]) -> int:
         distributed=DistributedConfig(device="cpu", backend="gloo"),
         parallel=ParallelConfig(pipeline=pipeline),
     )
-    place = WorkerPlace(rank=rank, num_workers=pipeline, local_rank=rank, num_local_workers=pipeline)
-    worker = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=spec["port"], launcher="test")
+    ranks = WorkerRanks(rank=rank, num_workers=pipeline, local_rank=rank, num_local_workers=pipeline)
+    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=spec["port"], launcher="test")
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1).step()  # imports dynamo, as any optimizer
     before = resident("VmRSS")
     if code := t5_classify.main(config, worker):

@@ -123,7 +123,7 @@ def main() -> None:
     module, _, name = function.partition(":")
     shared = {**json.loads(spec), "folder": str(Path(out).parent.absolute())}
     result = getattr(importlib.import_module(module), name)(shared)
-    if worker is None or worker.place.rank == 0:
+    if worker is None or worker.ranks.rank == 0:
         Path(out).write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -386,7 +386,7 @@ def _launcher() -> Check:
         return Check("launcher", str(error), "missing", remedy)
     if worker is None:
         return Check("launcher", "none: shoal starts the workers itself")
-    number = f"worker {worker.place.rank} of {worker.place.num_workers}"
+    number = f"worker {worker.ranks.rank} of {worker.ranks.num_workers}"
     return Check("launcher", f"{worker.launcher}: {number}, meeting at {worker.init_method}")
 
 

@@ -7,7 +7,7 @@ import sys
 from multiprocessing.process import BaseProcess
 
 from forked import fork_process, free_port, wait_for
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.launch.worker import run_worker
 from shoal.recipes import classify, squad, t5_classify
 from shoal.recipes.finetuning import FinetuneConfig
@@ -25,9 +25,9 @@ def run(config: FinetuneConfig, num_workers: int = 1, deadline_s: float = 120.0)
 
 
 def worker(rank: int, num_workers: int, port: int) -> WorkerEnv:
-    """Return a worker's place in a job on this host."""
-    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    return WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    """Return the environment of a worker of a job on this host."""
+    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    return WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
 
 
 def _work(config: FinetuneConfig, rank: int, num_workers: int, port: int) -> None:

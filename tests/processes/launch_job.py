@@ -62,20 +62,20 @@ def agree_over(backend: str) -> Callable[[bool], bool]:
     import torch
     import torch.distributed as dist
 
-    place = worker_env()
-    assert place is not None
+    worker = worker_env()
+    assert worker is not None
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,
-        init_method=place.init_method,
-        rank=place.place.rank,
-        world_size=place.place.num_workers,
+        init_method=worker.init_method,
+        rank=worker.ranks.rank,
+        world_size=worker.ranks.num_workers,
     )
 
     def agree(asked: bool) -> bool:
         votes = torch.tensor([int(asked), 1])
         dist.all_reduce(votes)
-        assert votes[1] == place.place.num_workers
+        assert votes[1] == worker.ranks.num_workers
         return bool(votes[0] > 0)
 
     return agree

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from forked import fork_process, free_port, wait_for
 from shoal.data.text.prepare import PrepareConfig, prepare_text
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.launch.worker import run_worker
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes import RECIPES, main_of
@@ -258,6 +258,6 @@ def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
 
 
 def joined(rank: int, num_workers: int, port: int) -> WorkerEnv:
-    """Return a worker's place in a job on this host."""
-    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    return WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    """Return the environment of a worker of a job on this host."""
+    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    return WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from forked_workers import run_workers
 
 from forked import fork_process, wait_for
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.errors import ShoalError, UsageError
 from shoal.record import Stop, read_record
 from shoal.train import checkpoint
@@ -97,10 +97,10 @@ def refused(rank: int, run_dir: Path) -> None:
     told = r"is in use by job \w+ \(process \d+ on host"
     with pytest.raises(UsageError, match=told) as caught:
         Checkpointer(run_dir)
-    place = WorkerPlace(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)
+    ranks = WorkerRanks(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)
     control = dist.group.WORLD
     assert control is not None
-    world = World(place=place, device=torch.device("cpu"), backend="gloo", control=control)
+    world = World(ranks=ranks, device=torch.device("cpu"), backend="gloo", control=control)
     with pytest.raises(UsageError, match=told), owner.owned(run_dir, world):
         raise AssertionError("it must not be entered")
     (run_dir / f"told-{rank}").write_text(str(caught.value))

@@ -13,7 +13,7 @@ from forked_workers import run_workers
 from shoal.data.coco.annotations import read_annotations
 from shoal.data.coco.results import KINDS, read_results
 from shoal.env.settings import test_data_dir as data_dir
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.recipes.mask_rcnn import score_across_workers
 from shoal.train.world import World
 
@@ -28,8 +28,8 @@ def evaluate(rank: int, num_workers: int, out: Path) -> None:
         assert isinstance(control, dist.ProcessGroup)
     else:
         control = None  # type: ignore[assignment]
-    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    world = World(place=place, device=torch.device("cpu"), backend="gloo", control=control)
+    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    world = World(ranks=ranks, device=torch.device("cpu"), backend="gloo", control=control)
     truth = read_annotations(FILES / "instances_val2014_100.json")
     figures = {}
     for kind in KINDS:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from forked_workers import run_workers
 
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.train.world import World, gather_rows
 
 
@@ -18,8 +18,8 @@ def gather(rank: int, rows_of: list[list[int]]) -> None:
     """Gather the rows of a table; a worker without rows does not know the number of columns."""
     num_workers = len(rows_of)
     control = dist.new_group(backend="gloo") if num_workers > 1 else None
-    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    world = World(place=place, device=torch.device("cpu"), backend="gloo", control=control)  # type: ignore[arg-type]
+    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    world = World(ranks=ranks, device=torch.device("cpu"), backend="gloo", control=control)  # type: ignore[arg-type]
     table = torch.arange(10.0).reshape(5, 2)
     own = table[rows_of[rank]] if rows_of[rank] else torch.empty(0, 1)
     gathered = gather_rows(world, own, [np.array(rows, dtype=np.int64) for rows in rows_of])

@@ -19,7 +19,7 @@ from shoal.data.loader import Batch, as_tensors, copies_to
 from shoal.data.steps import DataShard
 from shoal.data.text.examples import packed
 from shoal.decide.rng import dropout_keys
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
 from shoal.train.config import DistributedConfig
@@ -80,8 +80,8 @@ def micro_batch(rows: Tensor) -> Batch:
 def a_world(rank: int, num_workers: int) -> World:
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
-    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    return World(place=place, device=torch.device("cpu"), backend="gloo", control=control)
+    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    return World(ranks=ranks, device=torch.device("cpu"), backend="gloo", control=control)
 
 
 def compute(

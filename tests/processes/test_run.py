@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 from forked import fork_process, free_port, torchrun, wait_for
 from shoal.data.sources import IterableSource
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, RetryStep, UsageError
 from shoal.launch.worker import run_worker
 from shoal.record import Evaluation, Step, read_record
@@ -76,7 +76,7 @@ def script(
     several: bool = False,
 ) -> int:
     settings = RunConfig(name="test", log_frequency=1, checkpoint_frequency=3)
-    precision = precision if isinstance(precision, str) else precision[worker.place.rank]
+    precision = precision if isinstance(precision, str) else precision[worker.ranks.rank]
     loop = LoopConfig(seed=5, precision=precision, max_nonfinite_steps=2)  # type: ignore[arg-type]
     with Run.open(directory, settings=settings, loop=loop, worker=worker) as run:
         module = net(norm)
@@ -111,8 +111,8 @@ def _work(directory: Path, rank: int, num_workers: int, port: int, options: dict
     directory.mkdir(parents=True, exist_ok=True)
     log = (directory / f"worker-{rank}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
-    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    worker = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
     run_worker(lambda: script(directory, worker, **options))
 
 
@@ -239,8 +239,8 @@ def test_a_step_without_an_update_is_refused(tmp_path: Path) -> None:
 
 def loader(worker: WorkerEnv) -> DataLoader[Any]:
     points = Points()
-    place = worker.place
-    sampler = DistributedSampler(points, place.num_workers, place.rank, seed=7)
+    ranks = worker.ranks
+    sampler = DistributedSampler(points, ranks.num_workers, ranks.rank, seed=7)
     return DataLoader(points, batch_size=3, sampler=sampler)
 
 
@@ -268,7 +268,7 @@ def constant_rows(worker: WorkerEnv) -> DataLoader[Any]:
 
 def own_first_batch(worker: WorkerEnv) -> DataLoader[Any]:
     points = [Points(3)[k % 3] for k in range(12)]
-    return DataLoader(points, batch_size=3 if worker.place.rank == 0 else 2)  # type: ignore[arg-type]
+    return DataLoader(points, batch_size=3 if worker.ranks.rank == 0 else 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from test_run import Points, Sizes, net, same
 
 import finetune_made as made
 from forked import fork_process, free_port, shoal, wait_for
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.launch.worker import run_worker
 from shoal.recipes.finetuning import FinetuneConfig
@@ -56,14 +56,14 @@ def script(directory: Path, until: str | None, worker: WorkerEnv, die_at: int = 
                     raise ZeroDivisionError("killed")
         reached, num_steps = run.reached, run.step
         code = run.finish(lambda directory: torch.save(module.state_dict(), directory / "model.pt"))
-        (directory / f"reached-{worker.place.rank}.json").write_text(json.dumps([reached, num_steps]))
+        (directory / f"reached-{worker.ranks.rank}.json").write_text(json.dumps([reached, num_steps]))
         return code
 
 
 def _work(directory: Path, rank: int, port: int, until: str | None, die_at: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    place = WorkerPlace(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)
-    worker = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    ranks = WorkerRanks(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)
+    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
     log = (directory / f"worker-{rank}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())

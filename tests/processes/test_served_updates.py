@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from engine_group import SECRET
 from shoal import native
 from shoal.comm.engine import CommError, lost_helpers
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
@@ -239,10 +239,10 @@ class OfRecipe:
 
 
 def compare_in_recipe(rank: int, name: str) -> None:
-    place = WorkerPlace(rank=rank, num_workers=dist.get_world_size(), local_rank=0, num_local_workers=1)
+    ranks = WorkerRanks(rank=rank, num_workers=dist.get_world_size(), local_rank=0, num_local_workers=1)
     control = dist.group.WORLD
     assert control is not None
-    world = World(place=place, device=torch.device("cpu"), backend="shoal", control=control)
+    world = World(ranks=ranks, device=torch.device("cpu"), backend="shoal", control=control)
     precision = Precision(name="fp32", device_type="cpu", dtype=None)
     config = DistributedConfig(backend="shoal", bucket_mb=0.05)
     steppers = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from forked import fork_process, free_port, wait_for
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
 from shoal.launch.worker import run_worker
 from shoal.record import Shares, Step, read_record
@@ -57,7 +57,7 @@ def script(
     signal_at: int = 0,
 ) -> int:
     settings = RunConfig(name="test", log_frequency=1, checkpoint_frequency=1_000)
-    rank = worker.place.rank
+    rank = worker.ranks.rank
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16) if norm else nn.Tanh(), nn.Linear(16, 2))
     with Run.open(
@@ -87,8 +87,8 @@ def _work(directory: Path, rank: int, num_workers: int, port: int, options: dict
     directory.mkdir(parents=True, exist_ok=True)
     log = (directory / f"worker-{rank}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
-    place = WorkerPlace(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    worker = WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
+    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
     run_worker(lambda: script(directory, worker, **options))
 
 

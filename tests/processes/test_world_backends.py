@@ -23,7 +23,7 @@ from test_serve_metrics import scrape, value
 from forked import fork_process, free_port, wait_for
 from shoal.comm import native_group
 from shoal.comm.backend import ShoalProcessGroup
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, UsageError
 from shoal.recipes.albert import AlbertConfig
 from shoal.record import Start, read_record
@@ -40,10 +40,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def place_of(rank: int, port: int) -> WorkerEnv:
-    """Return the place of one of two workers, each on a host of its own."""
+    """Return the environment of one of two workers, each on a host of its own."""
     os.environ["SHOAL_HOST_ID"] = f"host-{rank}"
-    place = WorkerPlace(rank=rank, num_workers=2, local_rank=0, num_local_workers=1)
-    return WorkerEnv(place=place, master_addr="127.0.0.1", master_port=port, launcher="test")
+    ranks = WorkerRanks(rank=rank, num_workers=2, local_rank=0, num_local_workers=1)
+    return WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
 
 
 # ---- what workers agree on -----------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Groups:
     """
 
     def __init__(self, worker: WorkerEnv, backends: Sequence[str] = (), *, timeout_s: float = 300.0) -> None:
-        self.rank, self.size = worker.place.rank, worker.place.num_workers
+        self.rank, self.size = worker.ranks.rank, worker.ranks.num_workers
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             "gloo", init_method=worker.init_method, rank=self.rank, world_size=self.size, timeout=timeout

@@ -241,14 +241,14 @@ def measure(name: str, config: Any, worker: WorkerEnv, options: TrainBench, *, t
         title: name of recipe and model, such as ``bert-large`` or ``squad-bert-large``.
         model: as for :func:`timed_settings`.
     """
-    place = worker.place
+    ranks = worker.ranks
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         more = replace(options, steps=options.steps + (TRACED_STEPS if options.trace else 0))
-        config = timed_settings(name, config, Path(folder), more, num_workers=place.num_workers, model=model)
+        config = timed_settings(name, config, Path(folder), more, num_workers=ranks.num_workers, model=model)
         config = with_few_lines(config, options)
-        with traced(options, is_main=place.is_main):
+        with traced(options, is_main=ranks.is_main):
             script(name).main(config, worker)
-        if place.is_main:
+        if ranks.is_main:
             result = read_result(name, config, options, title)
             print("\n".join(result.lines()))
             if options.json:

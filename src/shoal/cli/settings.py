@@ -57,7 +57,7 @@ def preset_of(recipe: str, preset: str) -> dict[str, Any]:
 def starts_or_leads() -> bool:
     """Return whether this process starts workers or is the first of them: one of all prints."""
     worker = worker_env()
-    return worker is None or (worker.place.is_main and launch_dir() is None)
+    return worker is None or (worker.ranks.is_main and launch_dir() is None)
 
 
 def this_command() -> list[str]:

@@ -30,7 +30,7 @@ from shoal.comm.store import PrefixStore, Store
 from shoal.comm.tcp_store import TcpStore, TcpStoreServer, listening_socket
 from shoal.env.launcher import store_port, worker_env
 from shoal.env.secret import job_secret
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.errors import UsageError
 
 TIMEOUT_S = 300.0
@@ -52,14 +52,14 @@ class JobGroup:
 
     def __init__(
         self,
-        place: WorkerPlace,
+        ranks: WorkerRanks,
         engine: CollectiveEngine,
         timeout_s: float,
         store: TcpStore | None = None,
         server: TcpStoreServer | None = None,
     ) -> None:
-        self.rank, self.size = place.rank, place.num_workers
-        self.local_rank, self.local_size = place.local_rank, place.num_local_workers
+        self.rank, self.size = ranks.rank, ranks.num_workers
+        self.local_rank, self.local_size = ranks.local_rank, ranks.num_local_workers
         self.engine, self.timeout_s = engine, timeout_s
         self._store, self._server = store, server
 
@@ -136,14 +136,14 @@ def join(
         >>> group.close()
     """
     worker = worker_env()
-    if worker is None or worker.place.num_workers == 1:
-        alone = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+    if worker is None or worker.ranks.num_workers == 1:
+        alone = WorkerRanks(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
         return JobGroup(alone, SingleProcessEngine(), timeout_s)
-    secret, limit, rank = job_secret(), timedelta(seconds=timeout_s), worker.place.rank
+    secret, limit, rank = job_secret(), timedelta(seconds=timeout_s), worker.ranks.rank
     if store is not None:
         kept = PrefixStore(f"shoal/{_GROUP}/", store)
-        engine = _connect(kept, worker.place, limit, options)
-        return JobGroup(worker.place, engine, timeout_s)
+        engine = _connect(kept, worker.ranks, limit, options)
+        return JobGroup(worker.ranks, engine, timeout_s)
     server = None
     if worker.store_file is not None:  # all ranks are on this host, and no port is known
         if rank == 0:
@@ -155,12 +155,12 @@ def join(
         if rank == 0:
             server = TcpStoreServer(listening_socket("", port), secret)
     own = TcpStore(host, port, secret, limit)
-    return JobGroup(worker.place, _connect(own, worker.place, limit, options), timeout_s, own, server)
+    return JobGroup(worker.ranks, _connect(own, worker.ranks, limit, options), timeout_s, own, server)
 
 
-def _connect(store: Store, place: WorkerPlace, limit: timedelta, options: EngineOptions | None) -> Engine:
-    size = place.num_workers
-    return connect_engine(store, place.rank, size, _GROUP, place.rank, limit, options or EngineOptions())
+def _connect(store: Store, ranks: WorkerRanks, limit: timedelta, options: EngineOptions | None) -> Engine:
+    size = ranks.num_workers
+    return connect_engine(store, ranks.rank, size, _GROUP, ranks.rank, limit, options or EngineOptions())
 
 
 def _port_file(store_file: Path) -> Path:

@@ -186,7 +186,7 @@ def _library() -> native_build.Library:
 
 def _is_first_of_host() -> bool:
     worker = worker_env()
-    return worker is None or worker.place.local_rank == 0
+    return worker is None or worker.ranks.local_rank == 0
 
 
 def _pybind_flags() -> list[str]:

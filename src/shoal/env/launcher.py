@@ -32,7 +32,7 @@ def worker_env(environ: Environ = None) -> WorkerEnv | None:
     if (worker := torchrun.torchrun_worker(environ)) is not None:
         return worker
     step = slurm_step(environ)
-    if step is not None and mpi.mpi_place(environ) is None:  # srun --mpi=pmi2 sets PMI_RANK too
+    if step is not None and mpi.mpi_ranks(environ) is None:  # srun --mpi=pmi2 sets PMI_RANK too
         return slurm_worker(step, environ)
     return mpi.mpi_worker(environ)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.env.variables import Environ, number, variables_of
-from shoal.env.worker import RankNames, WorkerEnv, WorkerPlace, read_worker
+from shoal.env.worker import RankNames, WorkerEnv, WorkerRanks, read_worker
 from shoal.errors import UsageError
 
 NAMES = {
@@ -36,7 +36,7 @@ def mpi_worker(environ: Mapping[str, str]) -> WorkerEnv | None:
     return None
 
 
-def mpi_place(environ: Environ = None) -> WorkerPlace | None:
+def mpi_ranks(environ: Environ = None) -> WorkerRanks | None:
     """Return the ranks of this process if mpirun has started it and names the local ones too, or ``None``.
 
     Raises:
@@ -46,7 +46,7 @@ def mpi_place(environ: Environ = None) -> WorkerPlace | None:
     for names in NAMES.values():
         if all(name in environ for name in names):
             rank, size, local_rank, local_size = (number(environ, name) for name in names)
-            return WorkerPlace(
+            return WorkerRanks(
                 rank=rank, num_workers=size, local_rank=local_rank, num_local_workers=local_size
             )
     return None

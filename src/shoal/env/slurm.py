@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.env.variables import Environ, number, text, variables_of
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import UsageError
 
 _JOB_ID = "SLURM_JOB_ID"
@@ -23,7 +23,7 @@ class SlurmStep:
     job: int
     restarts: int
     """Times that Slurm has requeued the job."""
-    place: WorkerPlace
+    ranks: WorkerRanks
     """The task, its number among all tasks and among those of its node."""
     node: int
     num_nodes: int
@@ -69,7 +69,7 @@ def slurm_step(environ: Environ = None) -> SlurmStep | None:
     return SlurmStep(
         job=number(environ, _JOB_ID),
         restarts=number(environ, "SLURM_RESTART_COUNT", default=0),
-        place=WorkerPlace(
+        ranks=WorkerRanks(
             rank=number(environ, "SLURM_PROCID"),
             num_workers=sum(counts),
             local_rank=number(environ, "SLURM_LOCALID"),
@@ -84,10 +84,10 @@ def slurm_step(environ: Environ = None) -> SlurmStep | None:
 
 def slurm_worker(step: SlurmStep, environ: Mapping[str, str]) -> WorkerEnv | None:
     """Return the worker of a task; ``None`` for a single task, which may start workers itself."""
-    if step.place.num_workers == 1:
+    if step.ranks.num_workers == 1:
         return None
     return WorkerEnv(
-        place=step.place,
+        ranks=step.ranks,
         master_addr=environ.get("MASTER_ADDR") or (step.first_node if step.num_nodes > 1 else "127.0.0.1"),
         master_port=number(environ, "MASTER_PORT", default=step.port),
         launcher="Slurm",

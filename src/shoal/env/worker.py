@@ -19,7 +19,7 @@ _SAFE_IN_URL = re.compile(r"/[^?#\x00-\x1f]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerPlace:
+class WorkerRanks:
     """Rank of this process in the job and on its host."""
 
     rank: int
@@ -37,7 +37,7 @@ class WorkerPlace:
 class WorkerEnv:
     """Rank of a worker process, and the rendezvous of the workers."""
 
-    place: WorkerPlace
+    ranks: WorkerRanks
     master_addr: str
     master_port: int
     launcher: str
@@ -64,9 +64,9 @@ class RankNames(NamedTuple):
 
 def alone(folder: Path) -> WorkerEnv:
     """Return the environment of a process that is the only worker; its store is a file in ``folder``."""
-    place = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+    ranks = WorkerRanks(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
     return WorkerEnv(
-        place=place, master_addr="127.0.0.1", master_port=0, launcher="none", store_file=folder / "store"
+        ranks=ranks, master_addr="127.0.0.1", master_port=0, launcher="none", store_file=folder / "store"
     )
 
 
@@ -94,7 +94,7 @@ def read_worker(
             "export the address of the host of rank 0 to all of them"
         )
     return WorkerEnv(
-        place=WorkerPlace(
+        ranks=WorkerRanks(
             rank=rank, num_workers=num_workers, local_rank=local_rank, num_local_workers=num_local
         ),
         master_addr=address or "127.0.0.1",

@@ -12,14 +12,14 @@ from torch._C._distributed_c10d import HashStore
 from shoal.comm import BACKEND_NAME
 from shoal.comm.horovod import check_keywords
 from shoal.env.launcher import worker_env
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.errors import UsageError
 
 
 class _Job:
-    """Place of this process, while it has joined, and whether the group is its own to leave."""
+    """Ranks of this process, while it has joined, and whether the group is its own to leave."""
 
-    place: WorkerPlace | None = None
+    ranks: WorkerRanks | None = None
     owns_group = False
 
 
@@ -47,26 +47,26 @@ def init(comm: None = None, process_sets: None = None, *, timeout_s: float | Non
         >>> hvd.shutdown()
     """
     check_keywords("init", {"comm": comm, "process_sets": process_sets})
-    if _Job.place is not None:
+    if _Job.ranks is not None:
         return
     worker = worker_env()
     if not dist.is_initialized():
         options: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
         if worker is not None:
-            place = worker.place
-            options = {"init_method": worker.init_method, "rank": place.rank, "world_size": place.num_workers}
+            ranks = worker.ranks
+            options = {"init_method": worker.init_method, "rank": ranks.rank, "world_size": ranks.num_workers}
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
         dist.init_process_group(BACKEND_NAME, timeout=limit, **options)
         _Job.owns_group = True
         atexit.register(shutdown)
     rank, size = dist.get_rank(), dist.get_world_size()
-    local = (worker.place.local_rank, worker.place.num_local_workers) if worker else (rank, size)
-    _Job.place = WorkerPlace(rank=rank, num_workers=size, local_rank=local[0], num_local_workers=local[1])
+    local = (worker.ranks.local_rank, worker.ranks.num_local_workers) if worker else (rank, size)
+    _Job.ranks = WorkerRanks(rank=rank, num_workers=size, local_rank=local[0], num_local_workers=local[1])
 
 
 def shutdown() -> None:
     """Leave the other processes, if :func:`init` has joined them. A program's end does it too."""
-    _Job.place = None
+    _Job.ranks = None
     if _Job.owns_group:
         _Job.owns_group = False
         atexit.unregister(shutdown)
@@ -76,13 +76,13 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Return whether :func:`init` was called."""
-    return _Job.place is not None
+    return _Job.ranks is not None
 
 
-def _place() -> WorkerPlace:
-    if _Job.place is None:
+def _ranks() -> WorkerRanks:
+    if _Job.ranks is None:
         raise UsageError("shoal.horovod_torch.init() was not called; call it before the first collective")
-    return _Job.place
+    return _Job.ranks
 
 
 def rank() -> int:
@@ -91,22 +91,22 @@ def rank() -> int:
     Raises:
         UsageError: :func:`init` was not called; as of all functions here.
     """
-    return _place().rank
+    return _ranks().rank
 
 
 def size() -> int:
     """Return the number of processes."""
-    return _place().num_workers
+    return _ranks().num_workers
 
 
 def local_rank() -> int:
     """Return the rank of this process among those of its host."""
-    return _place().local_rank
+    return _ranks().local_rank
 
 
 def local_size() -> int:
     """Return the number of processes on this host."""
-    return _place().num_local_workers
+    return _ranks().num_local_workers
 
 
 def cross_rank() -> int:
@@ -126,5 +126,5 @@ def barrier(process_set: None = None) -> None:
         CommError: a rank was lost, or did not come in time.
     """
     check_keywords("barrier", {"process_set": process_set})
-    _place()
+    _ranks()
     dist.barrier()

@@ -24,7 +24,7 @@ from typing import Literal, NoReturn
 
 from shoal.env.launcher import rendezvous
 from shoal.env.machine import promised_gpus
-from shoal.env.mpi import mpi_place
+from shoal.env.mpi import mpi_ranks
 from shoal.env.secret import job_secret
 from shoal.env.settings import HELPERS, PROGRESS_FILE, SECRET_FILE, TRANSPORT, helpers
 from shoal.env.slurm import SlurmStep, slurm_step, workers_first_node
@@ -130,7 +130,7 @@ def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path |
     folder = JobFolder(job, options.run_id or (step.run_id if step else "0.0")) if job else None
     if options.is_helper:
         return _serve(folder, step, options)
-    if step is not None and step.place.num_workers != step.num_nodes:
+    if step is not None and step.ranks.num_workers != step.num_nodes:
         return _become_worker(command, options, step, _required(folder))
     return _launch_host(command, options, step, folder, failure_file)
 
@@ -139,7 +139,7 @@ def _numbered(options: HostOptions) -> HostOptions:
     """Return the options with this host's number from mpirun or Kubeflow, which start a launcher per host."""
     if options.node_rank is not None:
         return options
-    ranks, pod = mpi_place(), kubeflow_host()
+    ranks, pod = mpi_ranks(), kubeflow_host()
     if ranks is not None and ranks.num_local_workers > 1:
         raise UsageError(
             f"mpirun has started {ranks.num_local_workers} shoal launch on this host; it starts the workers "
@@ -199,13 +199,13 @@ def _check_step(options: HostOptions, step: SlurmStep) -> None:
             f"--nnodes {options.nnodes}, but Slurm has started this step on {step.num_nodes} nodes; "
             "leave it out"
         )
-    if step.place.num_workers != step.num_nodes and options.workers not in (None, 1):
+    if step.ranks.num_workers != step.num_nodes and options.workers not in (None, 1):
         raise UsageError(
-            f"--workers {options.workers}, but Slurm has started {step.place.num_workers} tasks on "
+            f"--workers {options.workers}, but Slurm has started {step.ranks.num_workers} tasks on "
             f"{step.num_nodes} nodes, and several tasks of a node are a worker each: start one task per node "
             "(srun --ntasks-per-node=1), or leave out --workers"
         )
-    workers = 0 if options.is_helper else options.workers or step.place.num_local_workers
+    workers = 0 if options.is_helper else options.workers or step.ranks.num_local_workers
     if 0 < step.num_gpus < workers:
         raise UsageError(
             f"{workers} workers on the node {os.uname().nodename}, and Slurm gives the job "
@@ -261,20 +261,20 @@ def _become_worker(
     command: Sequence[str], options: HostOptions, step: SlurmStep, folder: JobFolder
 ) -> NoReturn:
     """Replace this process, one of several tasks on its node, by the command as one worker."""
-    place = step.place
-    if place.num_workers != step.num_nodes * place.num_local_workers:
+    ranks = step.ranks
+    if ranks.num_workers != step.num_nodes * ranks.num_local_workers:
         raise UsageError(
-            f"Slurm has started {place.num_workers} tasks on {step.num_nodes} nodes, not the same number on "
+            f"Slurm has started {ranks.num_workers} tasks on {step.num_nodes} nodes, not the same number on "
             "each; use srun --ntasks-per-node"
         )
-    variables = _job_variables(folder, options, is_first=place.rank == 0)
+    variables = _job_variables(folder, options, is_first=ranks.rank == 0)
     variables |= worker_variables(
-        place.rank,
+        ranks.rank,
         num_hosts=step.num_nodes,
-        workers_per_host=place.num_local_workers,
+        workers_per_host=ranks.num_local_workers,
         master=(step.first_node, step.port),
     )
-    variables |= {"LOCAL_RANK": str(place.local_rank), "TORCHELASTIC_RUN_ID": folder.run_id}
+    variables |= {"LOCAL_RANK": str(ranks.local_rank), "TORCHELASTIC_RUN_ID": folder.run_id}
     try:
         os.execvpe(command[0], list(command), child_environment(**variables))
     except OSError as problem:
@@ -382,7 +382,7 @@ def _serve(folder: JobFolder | None, step: SlurmStep | None, options: HostOption
     for line in server.stdout:
         print(line, end="", flush=True)
         if folder is not None and (ready := _READY.search(line)):
-            folder.publish_helper(step.place.rank if step else options.node_rank or 0, ready[1])
+            folder.publish_helper(step.ranks.rank if step else options.node_rank or 0, ready[1])
     code = server.wait()
     return ends[0] if ends and not code else code if code >= 0 else EXIT_FAILURE
 

@@ -69,7 +69,7 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
         raise
     except BaseException as error:  # noqa: BLE001  # every error is reported
         env = worker_env()
-        rank, size = (env.place.rank, env.place.num_workers) if env else (0, 1)
+        rank, size = (env.ranks.rank, env.ranks.num_workers) if env else (0, 1)
         report = describe_error(error, rank=rank, run=run, is_alone=size == 1)
         if folder is not None:
             write_error(folder, report)

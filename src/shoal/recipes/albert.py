@@ -108,7 +108,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
                 held_out,
                 micro_batch_size=run.batch.micro_batch_size,
                 limit=config.run.validation_samples,
-                rank=run.world.place.rank,
+                rank=run.world.rank,
                 num_workers=run.world.num_workers,
             )
             scores, num_samples = evaluate(ddp, batches, run.world.device, run.sum, "sop")

@@ -194,7 +194,7 @@ def open_source(config: SourceConfig, run: "Run") -> Path:
 
     path, world = required(config.path), run.world
     if find_source(path).kind == "hub":  # each host has a cache of its own
-        return Path(run_on_all(world.control, lambda: str(resolve(path)))[world.place.rank])
+        return Path(run_on_all(world.control, lambda: str(resolve(path)))[world.rank])
     folder = required(run.directory)
     return Path(
         run_on_all(world.control, lambda: str(prepare_source(path, folder)) if world.is_main else "")[0]

@@ -181,7 +181,7 @@ def open_shards(
 
 def decode_threads(data: ImageDataConfig, world: "World") -> int:
     """Return the number of threads of this worker that decode images."""
-    return data.decode_threads or default_decode_threads(world.place.num_local_workers, data.loader_processes)
+    return data.decode_threads or default_decode_threads(world.ranks.num_local_workers, data.loader_processes)
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -217,7 +217,7 @@ def shared_batches(reader: "Reader", world: "World", batch_size: int, **options:
     return held_out_batches(
         reader,
         micro_batch_size=batch_size,
-        rank=world.place.rank,
+        rank=world.rank,
         num_workers=world.num_workers,
         dealt=True,
         num_ahead=2,

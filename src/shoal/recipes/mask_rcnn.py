@@ -783,9 +783,7 @@ class Detecting(images.ImageUse):
             return path, pixels, objects_in(self.detector, pixels, world.device, precision)
 
         rows = []
-        for path, pixels, detected in infer(
-            detect, data[world.place.rank :: world.num_workers], world.device
-        ):
+        for path, pixels, detected in infer(detect, data[world.rank :: world.num_workers], world.device):
             sure = [one for one in detected if one["score"] >= settings.min_score]
             objects = [one for one in sure if one["category"] in classes]
             rows.append(write_objects(settings.out, path, pixels, objects, self.detector, precision))
@@ -828,7 +826,7 @@ class Detecting(images.ImageUse):
             ),
             categories=detector.categories,
             seed=0,
-            threads=default_decode_threads(world.place.num_local_workers),
+            threads=default_decode_threads(world.ranks.num_local_workers),
         )
         size = self.settings.batch_size
         scored = evaluate(detector.model, reader, world, self.precision, batch_size=size)

@@ -57,7 +57,7 @@ def main(config: MaskedLMConfig, worker: WorkerEnv | None = None) -> int:
         )
         keep_tokenizer(train.shards, run)
         references = masked_lm.reference_lines(task, held_out, config.run.validation_samples)
-        replica = run.world.place.rank // parallel.pipeline
+        replica = run.world.rank // parallel.pipeline
 
         # ----------------------------------------------------------------------------------------- model
         torch.manual_seed(run.seed)

@@ -793,7 +793,7 @@ class Classifying(images.ImageUse):
         from shoal.train.world import gather_rows, infer
 
         world, size = self.world, self.settings.batch_size
-        threads = default_decode_threads(world.place.num_local_workers)
+        threads = default_decode_threads(world.ranks.num_local_workers)
         reader = FileReader(data, self.network.centre, threads=threads)
 
         def logits_of(batch: Any) -> torch.Tensor:
@@ -826,7 +826,7 @@ class Classifying(images.ImageUse):
         from shoal.data.images.reader import ImageReader, default_decode_threads
 
         world, size = self.world, self.settings.batch_size
-        threads = default_decode_threads(world.place.num_local_workers)
+        threads = default_decode_threads(world.ranks.num_local_workers)
         reader = ImageReader(data, self.network.centre, seed=0, threads=threads, channels_last=True)
         metrics, count = evaluate(
             self.model, reader, world, self.precision, batch_size=size, mirror=self.mirror

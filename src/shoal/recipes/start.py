@@ -63,18 +63,18 @@ def start(
         command: what a worker is started with: this command again.
         run_dir: the run's directory; the workers' output goes into its folder ``logs``.
         describe: checks the settings for a number of workers, and returns the lines of a dry run.
-        work: what a worker does at its place.
+        work: what a worker does, given its environment.
 
     Raises:
         UsageError: settings that cannot work together or with the data, or a job that uses ``run_dir``.
         ShoalError: a worker failed.
         ModuleNotFoundError: torch is not installed.
     """
-    place = worker_env()
-    if place is not None:
+    worker = worker_env()
+    if worker is not None:
         from shoal.launch.worker import run_worker
 
-        return run_worker(lambda: work(place), run=run_dir)
+        return run_worker(lambda: work(worker), run=run_dir)
     num_hosts, num_local, hosts = options.nnodes, options.workers, []
     if options.on == "emulated":
         num_hosts, num_local = required(options.emulated.hosts), 1 if num_local is None else num_local

@@ -185,7 +185,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
 
     worker = worker or worker_env()
     if config.parallel.layout == "auto":
-        found = find_layouts(config, worker.place.num_workers if worker else 1)
+        found = find_layouts(config, worker.ranks.num_workers if worker else 1)
         config = with_layout(config, found[0])
     parallel = config.parallel
     with (
@@ -218,7 +218,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
             ReaderSource(reader=train, processes=config.data.loader_processes, whole=True),
             batch,
             until=config.train.total_steps,
-            replica=(run.world.place.rank // parallel.pipeline, batch.num_workers),
+            replica=(run.world.rank // parallel.pipeline, batch.num_workers),
             references=references,
             notes=[
                 f"data: {train.num_examples:,} training examples an epoch, {held_out.num_examples:,} held "
@@ -402,7 +402,7 @@ def evaluate(
     shard = DataShard(
         global_batch_size=size,
         micro_batch_size=run.batch.worker_batch_size,
-        rank=run.world.place.rank // pipeline,
+        rank=run.world.rank // pipeline,
         num_workers=run.batch.num_workers,
     )
     steps = StepReader(reader=reader, share=shard)

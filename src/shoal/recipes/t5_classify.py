@@ -202,7 +202,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             plan.batch,
             until=plan.total_steps,
             targets=None if parallel.splits else lambda batch: int((batch["labels"] != IGNORED).sum()),
-            replica=(run.world.place.rank // parallel.pipeline, plan.batch.num_workers)
+            replica=(run.world.rank // parallel.pipeline, plan.batch.num_workers)
             if parallel.splits
             else None,
             notes=[

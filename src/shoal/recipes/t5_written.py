@@ -345,7 +345,7 @@ def _losses(
     import numpy as np
     import torch
 
-    size, replica = run.batch.worker_batch_size, run.world.place.rank // pipeline
+    size, replica = run.batch.worker_batch_size, run.world.rank // pipeline
     losses = torch.zeros(len(rows), dtype=torch.float64)
     for first in range(0, len(losses), run.batch.num_workers * size):
         own = np.arange(first + replica * size, first + (replica + 1) * size)

@@ -317,7 +317,7 @@ def outputs_of(
         with precision.autocast():
             return compute(to_device(batch, world.device)).float().cpu()
 
-    rank, num_workers = world.place.rank, world.num_workers
+    rank, num_workers = world.rank, world.num_workers
     model.eval()
     batches = evaluation_batches(data, batch_size=batch_size, rank=rank, num_workers=num_workers)
     own = list(infer(computed, (batch for _, batch in batches), world.device))

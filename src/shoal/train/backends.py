@@ -39,7 +39,7 @@ from shoal.decide.backend import (
 from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.env.secret import job_secret
 from shoal.env.settings import helpers
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.train.config import DistributedConfig
 
@@ -76,7 +76,7 @@ class Purpose:
 
 def agree_on_backend(
     store: Store,
-    place: WorkerPlace,
+    ranks: WorkerRanks,
     device: torch.device,
     config: DistributedConfig,
     purpose: Purpose,
@@ -85,7 +85,7 @@ def agree_on_backend(
 
     Args:
         store: of the job.
-        place: ranks of this worker.
+        ranks: of this worker.
         device: of this worker.
         config: backend, bucket size and wire format.
         purpose: of the process group.
@@ -95,12 +95,12 @@ def agree_on_backend(
             hosts cannot be used.
         ShoalError: a worker did not come in time, or the record of the run is damaged.
     """
-    asked, num_hosts = check_backend(config.backend, device), num_hosts_of(place)
-    looks = asked == AUTO and purpose.averages and place.num_workers > 1 and _may_be_shoal(device, num_hosts)
+    asked, num_hosts = check_backend(config.backend, device), num_hosts_of(ranks)
+    looks = asked == AUTO and purpose.averages and ranks.num_workers > 1 and _may_be_shoal(device, num_hosts)
     own = {"device": device.type, "unloaded": native_group.problem()[:_MOST_TEXT] if looks else ""}
     timeout = timedelta(seconds=config.timeout_s)
     records = Records(PrefixStore("backend/", store), "the workers", job_secret(), timeout)
-    job = _exchange(records, place, own, purpose)
+    job = _exchange(records, ranks, own, purpose)
     recorded = [Recorded(**each) for each in job["recorded"]]
     try:
         if len(job["devices"]) > 1:
@@ -112,7 +112,7 @@ def agree_on_backend(
             Situation(
                 asked=asked,
                 on_gpu=_is_gpu(device),
-                num_workers=place.num_workers,
+                num_workers=ranks.num_workers,
                 num_hosts=num_hosts,
                 num_helpers=job["num_helpers"],
                 averages=purpose.averages,
@@ -122,9 +122,9 @@ def agree_on_backend(
             )
         )
     except UsageError:
-        records.wait_for_readers(place.rank, place.num_workers)
+        records.wait_for_readers(ranks.rank, ranks.num_workers)
         raise
-    return choice or compare(store, place, device, config)
+    return choice or compare(store, ranks, device, config)
 
 
 def check_backend(name: str, device: torch.device) -> str:
@@ -152,9 +152,9 @@ def check_backend(name: str, device: torch.device) -> str:
     return backend
 
 
-def num_hosts_of(place: WorkerPlace) -> int:
+def num_hosts_of(ranks: WorkerRanks) -> int:
     """Return the number of hosts of a job."""
-    return -(-place.num_workers // place.num_local_workers)
+    return -(-ranks.num_workers // ranks.num_local_workers)
 
 
 def _is_gpu(device: torch.device) -> bool:
@@ -167,15 +167,15 @@ def _may_be_shoal(device: torch.device, num_hosts: int) -> bool:
 
 
 def _exchange(
-    records: Records, place: WorkerPlace, own: Mapping[str, str], purpose: Purpose
+    records: Records, ranks: WorkerRanks, own: Mapping[str, str], purpose: Purpose
 ) -> dict[str, Any]:
     """Return what all workers and worker 0 know, in the form of :data:`_JOB`."""
-    records.put(f"worker/{place.rank}", dict(own))
-    if place.rank == 0:
+    records.put(f"worker/{ranks.rank}", dict(own))
+    if ranks.rank == 0:
         try:
             recorded = purpose.recorded()
             named = len(helpers())
-            each = [records.get(f"worker/{rank}", rank, _WORKER) for rank in range(place.num_workers)]
+            each = [records.get(f"worker/{rank}", rank, _WORKER) for rank in range(ranks.num_workers)]
         except ShoalError as problem:
             records.put("job", {"error": f"worker 0: {problem}"[:_MOST_TEXT]})
             raise
@@ -192,7 +192,7 @@ def _exchange(
 # ---- the comparison --------------------------------------------------------------------------------------
 
 
-def compare(store: Store, place: WorkerPlace, device: torch.device, config: DistributedConfig) -> Choice:
+def compare(store: Store, ranks: WorkerRanks, device: torch.device, config: DistributedConfig) -> Choice:
     """Return the faster of nccl and shoal for the sum of a bucket, in the run's own wire format.
 
     The readings are maxima over the workers, and so the same on all of them.
@@ -201,14 +201,14 @@ def compare(store: Store, place: WorkerPlace, device: torch.device, config: Dist
         ShoalError: neither works.
     """
     bucket_bytes = int((config.bucket_mb or 0) * MIB) or recommended_bucket_bytes(
-        num_hosts_of(place), ranks_per_host=place.num_local_workers
+        num_hosts_of(ranks), ranks_per_host=ranks.num_local_workers
     )
     timeout = timedelta(seconds=min(config.timeout_s, _TRIAL_TIMEOUT_S))
     dist.init_process_group(
         GLOO,
         store=PrefixStore("trial/", store),
-        rank=place.rank,
-        world_size=place.num_workers,
+        rank=ranks.rank,
+        world_size=ranks.num_workers,
         timeout=timeout,
     )
     try:

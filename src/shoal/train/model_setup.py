@@ -57,7 +57,7 @@ def wrap_model(
     _require_replica(model)
     recommended = recommended_bucket_bytes(
         world.num_hosts,
-        ranks_per_host=world.place.num_local_workers,
+        ranks_per_host=world.ranks.num_local_workers,
         gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
     )
     ddp = DataParallel(

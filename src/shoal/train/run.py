@@ -252,7 +252,7 @@ class Run:
             copies=self.to_device,
             scale=_loss_scale(self._precision, self._settings.loop),
             update=Update(on_device=world.device.type == "cuda"),
-            seed_key=int(random_keys(self.seed, Stream.DROPOUT, world.place.rank).item()),
+            seed_key=int(random_keys(self.seed, Stream.DROPOUT, world.rank).item()),
             kept=self._kept,
             saves=self._checkpointer is not None,
         )
@@ -498,7 +498,7 @@ class Run:
                 "checkpoints would be empty: call run.keep(model=model, optimizer=optimizer) before "
                 "run.steps, or train without, Run.open(settings=RunOutputConfig(save=False))"
             )
-        index, num_replicas = replica or (self.world.place.rank, self.world.num_workers)
+        index, num_replicas = replica or (self.world.rank, self.world.num_workers)
         if not isinstance(batch, BatchPlan):
             batch = plan_batch(batch, num_replicas, section=section, unit=self._settings.unit)
         if self._settings.output.evaluate is not None:

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.env.machine import GPU_DEVICES, promised_gpus, selected_gpus
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.backends import Purpose, agree_on_backend, num_hosts_of
@@ -49,7 +49,7 @@ _joins = itertools.count()
 class World:
     """Rank, device and process groups of this worker."""
 
-    place: WorkerPlace
+    ranks: WorkerRanks
     device: torch.device
     backend: str
     """Backend of the default process group."""
@@ -61,19 +61,24 @@ class World:
     """A gloo group of all workers."""
 
     @cached_property
+    def rank(self) -> int:
+        """Rank of this worker, from 0 to ``num_workers`` - 1."""
+        return self.ranks.rank
+
+    @cached_property
     def num_workers(self) -> int:
         """Number of workers on all hosts."""
-        return self.place.num_workers
+        return self.ranks.num_workers
 
     @cached_property
     def is_main(self) -> bool:
         """True on the worker of rank 0."""
-        return self.place.is_main
+        return self.ranks.is_main
 
     @cached_property
     def num_hosts(self) -> int:
         """Number of hosts."""
-        return num_hosts_of(self.place)
+        return num_hosts_of(self.ranks)
 
     def barrier(self) -> None:
         """Wait until all workers have called this."""
@@ -82,7 +87,7 @@ class World:
     def by_rank(self, value: float) -> list[float]:
         """Return zeros with ``value`` at this worker's rank; summed over all workers, they are all values."""
         values = [0.0] * self.num_workers
-        values[self.place.rank] = value
+        values[self.rank] = value
         return values
 
     def follow_rates(self) -> None:
@@ -185,30 +190,30 @@ def join_world(
         UsageError: see :func:`choose_device` and :func:`shoal.train.backends.agree_on_backend`.
         ShoalError: a worker did not come in time.
     """
-    place = joined.place
-    device = choose_device(config, place.local_rank, place.num_local_workers)
+    ranks = joined.ranks
+    device = choose_device(config, ranks.local_rank, ranks.num_local_workers)
     timeout = timedelta(seconds=config.timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         choose_kernels()
     store, _, _ = next(
-        rendezvous(joined.init_method, rank=place.rank, world_size=place.num_workers, timeout=timeout)
+        rendezvous(joined.init_method, rank=ranks.rank, world_size=ranks.num_workers, timeout=timeout)
     )
     store.set_timeout(timeout)
     store = PrefixStore(f"join {next(_joins)}/", store)  # torchrun's outlives the process group
-    choice = agree_on_backend(store, place, device, config, purpose)
+    choice = agree_on_backend(store, ranks, device, config, purpose)
     dist.init_process_group(
         choice.backend,
         store=PrefixStore("workers/", store),
-        rank=place.rank,
-        world_size=place.num_workers,
+        rank=ranks.rank,
+        world_size=ranks.num_workers,
         timeout=timeout,
     )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
         yield World(
-            place=place,
+            ranks=ranks,
             device=device,
             backend=choice.backend,
             why=choice.why,
@@ -297,7 +302,7 @@ def gather_arrays(world: World, own: npt.NDArray[Any]) -> list[npt.NDArray[Any]]
     if world.num_workers == 1:
         return [own]
     sizes = torch.zeros(world.num_workers, dtype=torch.int64)
-    sizes[world.place.rank] = len(own)
+    sizes[world.rank] = len(own)
     dist.all_reduce(sizes, group=world.control)
     padded = torch.from_numpy(np.pad(own, (0, int(sizes.max()) - len(own))))
     parts = [torch.empty_like(padded) for _ in sizes] if world.is_main else None

@@ -13,7 +13,7 @@ from engine_group import engine_group, on_threads
 from shoal.comm import arrays
 from shoal.comm.engine import SingleProcessEngine
 from shoal.comm.job_group import GlobalGroup, JobGroup
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.errors import UsageError
 
 SHAPES = [(3, 4), (0,), (), (6, 30_000), (9,)]
@@ -21,15 +21,15 @@ SHAPES = [(3, 4), (0,), (), (6, 30_000), (9,)]
 
 @contextmanager
 def groups(size: int) -> Iterator[list[JobGroup]]:
-    places = [
-        WorkerPlace(rank=rank, num_workers=size, local_rank=rank, num_local_workers=size)
+    members = [
+        WorkerRanks(rank=rank, num_workers=size, local_rank=rank, num_local_workers=size)
         for rank in range(size)
     ]
     if size == 1:
-        yield [JobGroup(places[0], SingleProcessEngine(), 60.0)]
+        yield [JobGroup(members[0], SingleProcessEngine(), 60.0)]
         return
     with engine_group(["a", "b", "a"][:size]) as group:
-        yield [JobGroup(place, engine, 60.0) for place, engine in zip(places, group.engines, strict=True)]
+        yield [JobGroup(ranks, engine, 60.0) for ranks, engine in zip(members, group.engines, strict=True)]
 
 
 def each(size: int, call: Callable[[JobGroup], Any]) -> list[Any]:

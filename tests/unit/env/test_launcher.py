@@ -11,13 +11,13 @@ import pytest
 from shoal.env import machine
 from shoal.env.launcher import has_other_hosts, rendezvous, worker_env
 from shoal.env.machine import cores_per_worker, promised_gpus
-from shoal.env.mpi import mpi_place
+from shoal.env.mpi import mpi_ranks
 from shoal.env.sagemaker import sagemaker_base, sagemaker_defaults
 from shoal.env.settings import helpers
 from shoal.env.slurm import first_node, slurm_step
 from shoal.env.torchrun import KubeflowHost, kubeflow_host
 from shoal.env.variables import child_environment
-from shoal.env.worker import WorkerEnv, WorkerPlace
+from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import UsageError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -29,7 +29,7 @@ OPEN_MPI = {
 }
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 MEETING = {"MASTER_ADDR": "host-0", "MASTER_PORT": "12345"}
-PLACE = WorkerPlace(rank=5, num_workers=8, local_rank=1, num_local_workers=4)
+RANKS = WorkerRanks(rank=5, num_workers=8, local_rank=1, num_local_workers=4)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ PLACE = WorkerPlace(rank=5, num_workers=8, local_rank=1, num_local_workers=4)
 )
 def test_ranks_under_each_launcher(variables: dict[str, str], launcher: str) -> None:
     given = worker_env({**variables, **MEETING, "HOME": "/home/x"})
-    assert given == WorkerEnv(place=PLACE, master_addr="host-0", master_port=12345, launcher=launcher)
+    assert given == WorkerEnv(ranks=RANKS, master_addr="host-0", master_port=12345, launcher=launcher)
 
 
 def test_cores_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,13 +56,13 @@ def test_torchrun_goes_before_mpi() -> None:
     outer = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}
     given = worker_env({**outer, **MPICH, **TORCHRUN, **MEETING})
     assert given is not None
-    assert (given.launcher, given.place) == ("torchrun", PLACE)
+    assert (given.launcher, given.ranks) == ("torchrun", RANKS)
 
 
 def test_one_host_needs_only_rank_and_size() -> None:
     given = worker_env({"RANK": "1", "WORLD_SIZE": "3"})
     assert given is not None
-    assert given.place == WorkerPlace(rank=1, num_workers=3, local_rank=1, num_local_workers=3)
+    assert given.ranks == WorkerRanks(rank=1, num_workers=3, local_rank=1, num_local_workers=3)
     assert (given.master_addr, given.master_port) == ("127.0.0.1", 29_500)
     assert given.init_method == "tcp://127.0.0.1:29500"
 
@@ -81,11 +81,11 @@ TRAIN_JOB = {name: value for name, value in PYTORCH_JOB.items() if "PET" in name
 def test_each_pod_of_a_pytorch_job_is_a_host_with_one_worker(variables: dict[str, str]) -> None:
     given = worker_env(variables)
     assert given is not None
-    assert given.place == WorkerPlace(rank=2, num_workers=4, local_rank=0, num_local_workers=1)
+    assert given.ranks == WorkerRanks(rank=2, num_workers=4, local_rank=0, num_local_workers=1)
     assert given.init_method == "tcp://bert-master-0:23456"
     assert has_other_hosts(variables)
     alone = worker_env({**variables, "WORLD_SIZE": "1", "RANK": "0", "PET_NNODES": "1"})
-    assert alone is not None and (alone.place.num_workers, alone.place.num_local_workers) == (1, 1)
+    assert alone is not None and (alone.ranks.num_workers, alone.ranks.num_local_workers) == (1, 1)
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "[::1]", ""])
@@ -93,7 +93,7 @@ def test_ranks_with_the_address_of_this_host_are_those_of_its_workers(address: s
     variables = {**OLD_PYTORCH_JOB, "MASTER_ADDR": address}
     given = worker_env(variables)
     assert given is not None
-    assert given.place == WorkerPlace(rank=2, num_workers=4, local_rank=2, num_local_workers=4)
+    assert given.ranks == WorkerRanks(rank=2, num_workers=4, local_rank=2, num_local_workers=4)
     assert not has_other_hosts(variables)
 
 
@@ -103,7 +103,7 @@ def test_pods_that_are_to_start_several_workers_each() -> None:
     with pytest.raises(UsageError, match=r"WORLD_SIZE=32 workers on PET_NNODES=4 hosts.* shoal launch --"):
         worker_env(eight)
     started = worker_env({**eight, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "RANK": "17"})
-    assert started is not None and started.place.local_rank == 1
+    assert started is not None and started.ranks.local_rank == 1
     assert kubeflow_host(eight) == KubeflowHost(number=2, num_hosts=4, num_workers=8)
 
 
@@ -166,7 +166,7 @@ def test_mpi_on_several_hosts_needs_an_address(variables: dict[str, str]) -> Non
 def test_worker_env_reads_the_real_environment() -> None:
     program = (
         "from shoal.env import launcher, settings;"
-        "print(launcher.worker_env().place.rank, settings.launch_dir())"
+        "print(launcher.worker_env().ranks.rank, settings.launch_dir())"
     )
     child_env = child_environment(**TORCHRUN, **MEETING, SHOAL_LAUNCH_DIR="/run/shoal")
     child = run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=child_env)
@@ -174,10 +174,10 @@ def test_worker_env_reads_the_real_environment() -> None:
 
 
 def test_only_rank_0_is_main() -> None:
-    places = [
-        WorkerPlace(rank=rank, num_workers=4, local_rank=rank % 2, num_local_workers=2) for rank in range(4)
+    workers = [
+        WorkerRanks(rank=rank, num_workers=4, local_rank=rank % 2, num_local_workers=2) for rank in range(4)
     ]
-    assert [place.is_main for place in places] == [True, False, False, False]
+    assert [ranks.is_main for ranks in workers] == [True, False, False, False]
 
 
 # Recorded in a step of `srun --ntasks-per-node=2` on Slurm 22.05, second node, first task.
@@ -195,12 +195,12 @@ SLURM = {
 
 def test_ranks_in_a_step_of_slurm() -> None:
     given = worker_env(SLURM)
-    place = WorkerPlace(rank=2, num_workers=4, local_rank=0, num_local_workers=2)
-    assert given == WorkerEnv(place=place, master_addr="n1", master_port=24_711, launcher="Slurm")
+    ranks = WorkerRanks(rank=2, num_workers=4, local_rank=0, num_local_workers=2)
+    assert given == WorkerEnv(ranks=ranks, master_addr="n1", master_port=24_711, launcher="Slurm")
     assert worker_env({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"}) == given  # srun --mpi=pmi2
     assert worker_env({**SLURM, "PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.4711.2"}) == given
     hydra = worker_env({**SLURM, **MPICH, **MEETING})
-    assert hydra is not None and (hydra.launcher, hydra.place) == ("MPICH", PLACE)
+    assert hydra is not None and (hydra.launcher, hydra.ranks) == ("MPICH", RANKS)
     again = slurm_step({**SLURM, "SLURM_RESTART_COUNT": "3"})
     assert again is not None and (again.run_id, again.port) == ("4711.3", 24_711)
 
@@ -285,9 +285,9 @@ RECORDED = {
 def test_the_ranks_in_recorded_environments(launcher: str) -> None:
     given = worker_env(RECORDED[launcher])
     assert given is not None and given.launcher == ("Open MPI" if "Open" in launcher else "MPICH")
-    assert given.place == WorkerPlace(rank=1, num_workers=2, local_rank=1, num_local_workers=2)
-    launchers = mpi_place(RECORDED[launcher])
-    assert launchers == (None if "gforker" in launcher else given.place)
+    assert given.ranks == WorkerRanks(rank=1, num_workers=2, local_rank=1, num_local_workers=2)
+    launchers = mpi_ranks(RECORDED[launcher])
+    assert launchers == (None if "gforker" in launcher else given.ranks)
     assert not has_other_hosts(RECORDED[launcher])
 
 
@@ -297,7 +297,7 @@ def test_prterun_says_no_number_of_workers() -> None:
     with pytest.raises(UsageError, match=r"PMIX_RANK.* export RANK, WORLD_SIZE"):
         worker_env({**prterun, "PRTE_LAUNCHED": "1"})
     given = worker_env({**prterun, **TORCHRUN, **MEETING})
-    assert given is not None and given.place == PLACE
+    assert given is not None and given.ranks == RANKS
 
 
 def test_the_rendezvous_from_an_environment_with_an_address_only() -> None:

@@ -68,14 +68,14 @@ def test_helpers_are_announced_with_their_ratio() -> None:
     assert helpers_setting(plain, announce_rates=True) == "10.77.1.1:7070"
 
 
-def test_workers_find_their_places() -> None:
+def test_workers_find_their_ranks() -> None:
     for rank in range(6):
         variables = worker_variables(rank, num_hosts=2, workers_per_host=3, master=("10.77.0.1", 29_501))
-        place = worker_env(variables)
-        assert place is not None
-        assert (place.place.rank, place.place.num_workers) == (rank, 6)
-        assert (place.place.local_rank, place.place.num_local_workers) == (rank % 3, 3)
-        assert (place.master_addr, place.master_port) == ("10.77.0.1", 29_501)
+        worker = worker_env(variables)
+        assert worker is not None
+        assert (worker.ranks.rank, worker.ranks.num_workers) == (rank, 6)
+        assert (worker.ranks.local_rank, worker.ranks.num_local_workers) == (rank % 3, 3)
+        assert (worker.master_addr, worker.master_port) == ("10.77.0.1", 29_501)
         assert variables["GROUP_RANK"] == variables["NODE_RANK"] == str(rank // 3)
 
 

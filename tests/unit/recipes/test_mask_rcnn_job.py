@@ -10,7 +10,7 @@ from shoal.data.coco.score import NAMES, CocoScore
 from shoal.data.coco.synthetic import make_coco
 from shoal.data.steps import DataShard
 from shoal.decide.bucketing import GroupedOrder
-from shoal.env.worker import WorkerPlace
+from shoal.env.worker import WorkerRanks
 from shoal.recipes.images import ImageDataConfig
 from shoal.recipes.mask_rcnn import (
     LOSSES,
@@ -39,9 +39,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> MaskRCNNTrainConfig:
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    place = WorkerPlace(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
+    ranks = WorkerRanks(rank=0, num_workers=1, local_rank=0, num_local_workers=1)
     return World(
-        place=place,
+        ranks=ranks,
         device=torch.device("cpu"),
         backend="gloo",
         control=None,
