@@ -142,9 +142,8 @@ def predict(
                 checkpoint_every_steps=training.checkpoint_every_steps,
             )
         )
-        replicas = num_replicas(workers, layout)
-        micro = part.global_batch / replicas / step.micro_batches
-        memories.append(device_memory(part.workload, layout, replicas=replicas, micro_batch=micro))
+        micro = part.global_batch / num_replicas(workers, layout) / step.micro_batches
+        memories.append(device_memory(part.workload, layout, micro_batch=micro, precision=part.precision))
     total_s = sum(run.total_s for run in runs)
     alone = _alone(training.parts[0], workers, layouts[0])
     rate = training.parts[0].global_batch / steps[0].total_s

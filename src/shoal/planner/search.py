@@ -14,7 +14,7 @@ from shoal.planner.device_memory import RESERVED, device_memory
 from shoal.planner.hardware import Machines, require_accelerators
 from shoal.planner.network import ALGORITHMS
 from shoal.planner.prediction import Part, Plan, Training, predict
-from shoal.planner.step_time import Layout, num_replicas
+from shoal.planner.step_time import Layout
 
 Goal = Literal["time", "cost"]
 _STAGES = (1, 2, 4, 8, 16, 32, 64)
@@ -33,7 +33,7 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
     """
     room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
     layouts: list[Layout] = []
-    tried: list[tuple[float, Layout]] = []
+    tried: list[tuple[int, Layout]] = []
     for stages in _STAGES:
         if workers.num_accelerators % stages or stages > len(part.workload.layers):
             continue
@@ -41,8 +41,9 @@ def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int
             break  # more stages than the model needs only add bubbles
         for layout in _candidates(part, workers, stages=stages, algorithm=algorithm, wire_bytes=wire_bytes):
             assert layout.micro_batch is not None
-            replicas = num_replicas(workers, layout)
-            needed = device_memory(part.workload, layout, replicas=replicas, micro_batch=layout.micro_batch)
+            needed = device_memory(
+                part.workload, layout, micro_batch=layout.micro_batch, precision=part.precision
+            )
             tried.append((needed, layout))
             if needed <= room:
                 layouts.append(layout)

@@ -50,6 +50,8 @@ class Workload:
     tokens_per_sample: int = 1
     optimizer_bytes: float = LAMB_BYTES
     """Memory traffic of the optimizer's step per trained parameter."""
+    state_bytes: float = 8.0
+    """State of the optimizer per trained parameter."""
     trainable: float = 1.0
     """Share of the parameters that have gradients (LoRA trains few)."""
     equal_shares: bool = False

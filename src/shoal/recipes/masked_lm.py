@@ -405,7 +405,7 @@ def describe(
     Raises:
         UsageError: sizes that do not divide, or no data that fits.
     """
-    from shoal.decide.batch import estimate_memory
+    from shoal.decide.footprint import footprint, optimizer_state_bytes, transformer_activations
 
     manifest = read_manifest(config.data)
     manifest.check_vocabulary(config.model.vocab_size)
@@ -422,16 +422,19 @@ def describe(
             f"{config.data.path}",
         ]
         memories.append(
-            estimate_memory(
-                num_parameters=num_parameters,
-                micro_batch_size=plan.micro_batch_size,
-                sequence_length=length,
-                hidden_size=config.model.hidden_size,
-                intermediate_size=config.model.intermediate_size,
-                num_layers=config.model.num_hidden_layers,
-                num_logits=plan.micro_batch_size * predictions * config.model.vocab_size,
-                activation_bytes=activation_bytes(config) if dry_run else 4,
-                activation_checkpointing=config.model.activation_checkpointing,
+            footprint(
+                num_parameters,
+                state_bytes=optimizer_state_bytes(config.optim.optimizer),
+                activations_bytes=transformer_activations(
+                    micro_batch_size=plan.micro_batch_size,
+                    sequence_length=length,
+                    hidden_size=config.model.hidden_size,
+                    intermediate_size=config.model.intermediate_size,
+                    num_layers=config.model.num_hidden_layers,
+                    num_logits=plan.micro_batch_size * predictions * config.model.vocab_size,
+                    activation_bytes=activation_bytes(config) if dry_run else 4,
+                    activation_checkpointing=config.model.activation_checkpointing,
+                ),
             )
         )
     if config.finetune.at:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from shoal.data.manifest import Manifest
     from shoal.data.text.span_corruption import SpanReader
-    from shoal.decide.batch import MemoryEstimate
+    from shoal.decide.footprint import Footprint
     from shoal.decide.layout_search import Layout
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
@@ -332,6 +332,7 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
     import torch
 
     from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES, Conditions
+    from shoal.decide.footprint import optimizer_state_bytes
     from shoal.decide.layout_search import MICRO_BATCH_SIZES, LayoutSearch
     from shoal.decide.partition import Memory
     from shoal.models.t5 import new_t5
@@ -350,7 +351,7 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
         model = new_t5(config.model, pad_id=0, end_id=1)
         batch = {name: torch.zeros(base, size, dtype=torch.int64) for name, size in lengths.items()}
         graph = export_model(model, batch, training=True)
-    optimizer_ratio = 0.01 if config.optim.optimizer == "adafactor" else 2.0
+    optimizer_ratio = optimizer_state_bytes(config.optim.optimizer) / 4
     search = LayoutSearch(
         cost=estimate_cost(graph, device.rates),
         memory=Memory(limit_bytes=parse_bytes(parallel.memory), optimizer_ratio=optimizer_ratio),
@@ -517,13 +518,12 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
     ]
 
 
-def _estimate_memory(config: T5Config, batch: BatchPlan) -> "MemoryEstimate":
+def _estimate_memory(config: T5Config, batch: BatchPlan) -> "Footprint":
     """Estimate a worker's memory with equal stages that keep as many micro-batches as there are stages."""
-    from shoal.decide.batch import estimate_memory
+    from shoal.decide.footprint import footprint, optimizer_state_bytes, transformer_activations
 
     model, spans, stages = config.model, config.spans(), config.parallel.pipeline
-    whole = estimate_memory(
-        num_parameters=model.num_parameters // stages,
+    activations = transformer_activations(
         micro_batch_size=batch.micro_batch_size * min(stages, batch.accumulation_steps),
         sequence_length=spans.input_length + spans.target_length,
         hidden_size=max(model.d_model, model.num_heads * model.d_kv),
@@ -533,7 +533,11 @@ def _estimate_memory(config: T5Config, batch: BatchPlan) -> "MemoryEstimate":
         activation_bytes=activation_bytes(config),
         activation_checkpointing=False,
     )
-    return replace(whole, optimizer_bytes=0) if config.optim.optimizer == "adafactor" else whole
+    return footprint(
+        model.num_parameters / stages,
+        state_bytes=optimizer_state_bytes(config.optim.optimizer),
+        activations_bytes=activations,
+    )
 
 
 # ------------------------------------------------------------------------------------------------- sample

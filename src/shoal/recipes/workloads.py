@@ -16,7 +16,7 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from shoal.decide.batch import MemoryEstimate
+from shoal.decide.footprint import Footprint, footprint, optimizer_state_bytes
 from shoal.errors import UsageError
 from shoal.planner import api
 from shoal.planner.convergence import Phase
@@ -50,22 +50,18 @@ def flops_per_sample(sample: Sample) -> float:
     return 3 * sum(flops for _, _, flops in profile_of(sample).layers) / sample.num_samples
 
 
-def memory_of(profile: StepProfile, config: Any, micro_batch_size: int) -> MemoryEstimate:
+def memory_of(profile: StepProfile, config: Any, micro_batch_size: int) -> Footprint:
     """Return the memory of a worker: weights, optimizer, and the activations of a micro-batch."""
-    weights_bytes = 4 * profile.num_trainable
-    num_moments = 1 if _keeps_one_moment(config) else 2
-    saved_bytes = profile.saved_bytes * micro_batch_size // profile.num_samples
-    return MemoryEstimate(
-        weights_bytes=weights_bytes,
-        gradients_bytes=weights_bytes,
-        optimizer_bytes=num_moments * weights_bytes,
-        activations_bytes=saved_bytes * activation_bytes(config) // 4,
+    saved_bytes = profile.saved_bytes * micro_batch_size / profile.num_samples
+    return footprint(
+        profile.num_trainable,
+        state_bytes=_state_bytes(config),
+        activations_bytes=saved_bytes * activation_bytes(config) / 4,
     )
 
 
-def _keeps_one_moment(config: Any) -> bool:
-    """Return whether the optimizer keeps one value for each weight; others keep two."""
-    return getattr(getattr(config, "optim", None), "optimizer", "") in ("sgd", "lars", "novograd")
+def _state_bytes(config: Any) -> float:
+    return optimizer_state_bytes(getattr(getattr(config, "optim", None), "optimizer", ""))
 
 
 # ------------------------------------------------------------------------------------------------- names
@@ -237,7 +233,8 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
         profile,
         unit=config.unit,
         tokens_per_sample=sample.sequence_length,
-        optimizer_bytes=MOMENTUM_BYTES if _keeps_one_moment(config) else LAMB_BYTES,
+        optimizer_bytes=MOMENTUM_BYTES if _state_bytes(config) == 4 else LAMB_BYTES,
+        state_bytes=_state_bytes(config),
         relay_bytes=sample.relay_bytes,
         trainable=profile.num_trainable / sum(weight.numel() for weight in sample.model.parameters()),
         equal_shares=getattr(config, "equal_shares", False),

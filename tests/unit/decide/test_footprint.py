@@ -8,7 +8,7 @@ import torch
 
 from shoal.data.loader import as_tensors
 from shoal.data.packing import pack
-from shoal.decide.batch import estimate_memory
+from shoal.decide.footprint import footprint, optimizer_state_bytes, transformer_activations
 from shoal.models.pretraining import AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
 
@@ -55,8 +55,7 @@ def test_activations_within_a_third_of_what_autograd_keeps(layers: int) -> None:
     from dataclasses import replace
 
     config = replace(CONFIG, num_hidden_layers=layers)
-    estimate = estimate_memory(
-        num_parameters=config.num_parameters,
+    estimate = transformer_activations(
         micro_batch_size=BATCH,
         sequence_length=LENGTH,
         hidden_size=config.hidden_size,
@@ -66,12 +65,11 @@ def test_activations_within_a_third_of_what_autograd_keeps(layers: int) -> None:
         activation_bytes=4,
         activation_checkpointing=False,
     )
-    assert estimate.activations_bytes == pytest.approx(saved_bytes(config), rel=1 / 3)
+    assert estimate == pytest.approx(saved_bytes(config), rel=1 / 3)
 
 
 def test_the_sum_and_what_checkpointing_saves() -> None:
     settings = {
-        "num_parameters": 1_000,
         "micro_batch_size": 2,
         "sequence_length": 8,
         "hidden_size": 4,
@@ -80,9 +78,11 @@ def test_the_sum_and_what_checkpointing_saves() -> None:
         "num_logits": 10,
         "activation_bytes": 2,
     }
-    full = estimate_memory(**settings, activation_checkpointing=False)
+    full = transformer_activations(**settings, activation_checkpointing=False)
     layer = 2 * 8 * (9 * 4 + 2 * 16) * 2
-    assert full.activations_bytes == 3 * layer + 80
-    assert full.total_bytes == 16_000 + 3 * layer + 80
-    slim = estimate_memory(**settings, activation_checkpointing=True)
-    assert slim.activations_bytes == layer + 3 * 2 * 8 * 4 * 2 + 80
+    assert full == 3 * layer + 80
+    for optimizer, state in (("adamw", 8_000), ("sgd", 4_000), ("adafactor", 40)):
+        found = footprint(1_000, state_bytes=optimizer_state_bytes(optimizer), activations_bytes=full)
+        assert (found.optimizer_bytes, found.total_bytes) == (state, 8_000 + state + full)
+    slim = transformer_activations(**settings, activation_checkpointing=True)
+    assert slim == layer + 3 * 2 * 8 * 4 * 2 + 80
