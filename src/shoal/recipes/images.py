@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
+from shoal.data.bad_entries import MOST_BAD, OnBad
 from shoal.data.images.cache import CacheConfig
 from shoal.data.images.reader import default_decode_threads
 from shoal.data.images.shards import ImageShards
@@ -68,11 +69,21 @@ class ImageDataConfig:
     """Folder on a fast local disk, or in memory, to which shards are copied on demand."""
     cache_bytes: str = "64GB"
     """Maximum size of the cache folder; further shards are read from their storage."""
+    on_bad: OnBad | None = None
+    """A training image that cannot be used: name it and take another in its place, or end the run. Default:
+    skip; refuse where the device decodes. With skip given, the record counts replaced images."""
+    most_bad: float = MOST_BAD
+    """Largest share of the images that may be replaced."""
 
     def __post_init__(self) -> None:
         require_positive("data", self, "decode_threads", "made_size")
         require_positive("data", self, "made_images", "loader_processes", least=0)
         parse_bytes(self.cache_bytes, "data.cache_bytes")
+
+    @property
+    def bad_images(self) -> dict[str, Any]:
+        """Options of :class:`~shoal.data.images.reader.ShardReader` for images that cannot be used."""
+        return {"on_bad": self.on_bad or "skip", "most_bad": self.most_bad}
 
     @property
     def num_made_held_out(self) -> int:

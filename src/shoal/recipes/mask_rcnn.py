@@ -250,6 +250,8 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
                     losses = mean_losses(ddp(images.like_weights(inputs, model), targets, keys))
                     step.backward(losses.sum() / step.num_samples)
                     step.add(step.num_samples, **dict(zip(LOSSES, losses, strict=False)))
+                    if config.data.on_bad == "skip":
+                        step.add(0, replaced_images=batch["replaced"].sum())
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.is_done and run.due(config.run.validation_frequency, evaluation=True):
                 scored = score()
@@ -389,6 +391,7 @@ def open_data(
             train,
             DetectionTransform(config.augment, masks=masks),
             dtype="uint8" if in_bytes else "float32",
+            **config.data.bad_images,
         ),
         order=GroupedOrder(
             aspect_groups(train.sizes),

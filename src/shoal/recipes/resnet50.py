@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
-from shoal.data.bad_entries import MOST_BAD, OnBad
 from shoal.data.images.augment import AugmentConfig
 from shoal.data.images.shards import ImageShards
 from shoal.decide.batch import BatchPlan, MicroBatch, plan_batch
@@ -75,11 +74,6 @@ class DataConfig(ImageDataConfig):
     decode: Literal["host", "device"] = "host"
     """Decode and augment training images in threads of the host, or on the worker's device (nvJPEG on a GPU;
     without colour jitter and padded crops)."""
-    on_bad: OnBad | None = None
-    """A training image that cannot be decoded: name it and take another in its place, or end the run.
-    Default: skip; refuse where the device decodes. With skip given, the record counts replaced images."""
-    most_bad: float = MOST_BAD
-    """Largest share of the images that may be replaced."""
     block_size: int = 0
     """For slow storage: shuffle within windows of blocks of this many consecutive images; 0: shuffle all. A
     full cache then evicts the least recently used shards."""
@@ -92,11 +86,6 @@ class DataConfig(ImageDataConfig):
         if self.decode == "device" and self.on_bad == "skip":
             raise UsageError("data.on_bad 'skip' is done on the host only: set data.decode 'host', or refuse")
         require_positive("data", self, "block_size", least=0)
-
-    @property
-    def bad_images(self) -> dict[str, Any]:
-        """Options of :class:`~shoal.data.images.reader.ImageReader` for images that cannot be decoded."""
-        return {"on_bad": self.on_bad or "skip", "most_bad": self.most_bad}
 
 
 @dataclass(frozen=True, kw_only=True)

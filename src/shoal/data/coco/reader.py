@@ -18,15 +18,18 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from shoal.data.bad_entries import MOST_BAD, OnBad
 from shoal.data.coco.augment import SIZE_STEP
 from shoal.data.coco.masks import Bitmaps, crops
 from shoal.data.coco.transform import DetectionObjects, DetectionTransform
 from shoal.data.images.reader import DecodeThreads, ShardReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.steps import example_names
-from shoal.errors import ShoalError
+from shoal.decide.bucketing import aspect_groups
+from shoal.errors import ShoalError, UsageError
 
 Arrays = dict[str, npt.NDArray[Any]]
+Problems = dict[int, str]
 
 
 class DetectionReader(ShardReader):
@@ -41,6 +44,8 @@ class DetectionReader(ShardReader):
         seed: int,
         threads: int | None = None,
         dtype: Literal["float32", "uint8"] = "float32",
+        on_bad: OnBad = "refuse",
+        most_bad: float = MOST_BAD,
     ) -> None:
         """Read ``shards``.
 
@@ -52,11 +57,13 @@ class DetectionReader(ShardReader):
             threads: that decode; default: the cores that this process may use.
             dtype: of the images; uint8: as decoded, for
                 :class:`~shoal.data.images.normalise.Normalisation`.
+            on_bad, most_bad: see :class:`~shoal.data.images.reader.ShardReader`; an image is replaced by one
+                that is as wide or as tall.
 
         Raises:
             UsageError: the split has no images, or ``threads`` is below 1.
         """
-        super().__init__(shards, seed)
+        super().__init__(shards, seed, on_bad, most_bad)
         self.transform = transform
         self.categories = dict(categories)
         self.example_tokens = 3 * math.prod(transform.config.largest_batch)
@@ -82,42 +89,77 @@ class DetectionReader(ShardReader):
         - ``mask_places`` int64 ``[B, M, 5]``: offset in ``masks``, row and column of the first pixel in the
           frame, height, width; beyond it the mask is 0;
         - ``image_id`` int64 ``[B]``, ``original_size`` int64 ``[B, 2]``: height and width in the annotations;
+        - ``replaced`` bool ``[B]``: the image is another one, because this one cannot be used;
         - ``epoch``, ``index`` int64 ``[B]``: of the examples.
 
         Raises:
             ShoalError: an image or its annotations cannot be used, or a shard cannot be read.
+            UsageError: so many images cannot be used that the set is damaged.
         """
         epochs_, indices_ = example_names(epochs, indices)
-        names = zip(epochs_.tolist(), indices_.tolist(), strict=True)
+        self.shards.will_need(indices_.tolist())
+        used = indices_.copy()
+        arrays, problems = self._made(epochs_, used)
+        if problems:
+            for row, problem in sorted(problems.items()):
+                used[row] = self._other(problem, int(epochs_[row]), int(indices_[row]))
+            arrays, _ = self._made(epochs_, used)
+        return {**arrays, "replaced": used != indices_, "epoch": epochs_, "index": indices_}
+
+    def _made(self, epochs: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]) -> tuple[Arrays, Problems]:
+        """Return the arrays of images, or by row what is wrong with those that cannot be used."""
+        names = zip(epochs.tolist(), indices.tolist(), strict=True)
         keys = [(self.seed, epoch, index) for epoch, index in names]
-        frames = [
-            self.transform.frame(key, height, width)
-            for key, (width, height) in zip(keys, self.shards.sizes[indices_].tolist(), strict=True)
-        ]
+        frames = [self._frame(key) for key in keys]
         height, width = (-(-max(sides) // SIZE_STEP) * SIZE_STEP for sides in zip(*frames, strict=True))
         images = np.zeros((len(keys), 3, height, width), self._dtype)
         made: dict[int, tuple[DetectionObjects, list[tuple[int, int, Bitmaps]]]] = {}
+        problems: Problems = {}
 
         def make(row: int) -> None:
             height, width = frames[row]
-            index, out = keys[row][-1], images[row, :, :height, :width]
-            encoded, extra = self.shards.read(index), self.shards.extra(index)
-            try:
-                objects = self.transform(encoded, extra, out, keys[row])
-            except ShoalError as error:
-                raise type(error)(f"{self.shards.name(index)}: {error}") from None
-            made[row] = objects, crops(objects.masks)
+            objects = self._load(images[row, :, :height, :width], keys[row])
+            if isinstance(objects, str):
+                problems[row] = objects
+            else:
+                made[row] = objects, crops(objects.masks)
 
-        self.shards.will_need(indices_.tolist())
         self._threads.run(make, len(keys))
+        if problems:
+            return {}, problems
         return {
             "images": images,
             "sizes": np.array(frames, dtype=np.int64),
             **self._padded([made[row][0] for row in range(len(keys))]),
             **_packed([made[row][1] for row in range(len(keys))]),
-            "epoch": epochs_,
-            "index": indices_,
-        }
+        }, {}
+
+    def _frame(self, key: tuple[int, int, int]) -> tuple[int, int]:
+        width, height = self.shards.sizes[key[-1]].tolist()
+        return self.transform.frame(key, height, width)
+
+    def _load(self, out: npt.NDArray[Any], key: tuple[int, int, int]) -> DetectionObjects | str:
+        """Write an image to ``out`` and return its objects, or the problem if it cannot be used."""
+        index = key[-1]
+        encoded, extra = self.shards.read(index), self.shards.extra(index)
+        try:
+            return self.transform(encoded, extra, out, key)
+        except UsageError as error:
+            raise UsageError(f"{self.shards.name(index)}: {error}") from None
+        except ShoalError as error:
+            return f"{self.shards.name(index)}: {error}"
+
+    def _other(self, problem: str, epoch: int, index: int) -> int:
+        """Return an image of the same aspect, since the batch is as large as its largest image."""
+        aspects = aspect_groups(self.shards.sizes)
+
+        def attempt(other: int) -> str | None:
+            key = (self.seed, epoch, other)
+            objects = self._load(np.zeros((3, *self._frame(key)), self._dtype), key)
+            return objects if isinstance(objects, str) else None
+
+        candidates = np.flatnonzero(aspects == aspects[index])
+        return self._replacement(problem, epoch, index, candidates, attempt)
 
     def _padded(self, images: Sequence[DetectionObjects]) -> Arrays:
         counts = np.array([len(one.boxes) for one in images], dtype=np.int64)

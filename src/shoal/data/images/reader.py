@@ -76,7 +76,7 @@ class DecodeThreads:
 
 
 _TRIES = 8
-UNDECODABLE = "an image that cannot be decoded"
+UNUSABLE = "an image that cannot be decoded, or not with its annotations"
 
 DTypeName = Literal["float32", "uint16", "uint8"]
 
@@ -98,8 +98,17 @@ class Transform(Protocol):
 class ShardReader(SizedReader):
     """Base of the readers of image shards. Picklable."""
 
-    def __init__(self, shards: ImageShards, seed: int) -> None:
+    def __init__(
+        self, shards: ImageShards, seed: int, on_bad: OnBad = "refuse", most_bad: float = MOST_BAD
+    ) -> None:
         """Read ``shards``.
+
+        Args:
+            on_bad: refuse: raise at an image that cannot be used; skip: replace it by another image, drawn
+                from (seed, epoch, index), and mark it in ``replaced``. Not for validation, where an image
+                would count twice.
+            most_bad: share of the images of the split that may be replaced, see
+                :class:`~shoal.data.bad_entries.BadEntries`; each process counts those that it meets.
 
         Raises:
             UsageError: the split has no images.
@@ -107,6 +116,9 @@ class ShardReader(SizedReader):
         if not len(shards):
             raise UsageError(f"{shards.location}: the split {shards.split!r} has no images; prepare some")
         self.shards, self.seed = shards, seed
+        self._on_bad: OnBad = on_bad
+        self._most_bad = most_bad
+        self._reported: dict[int, object] = {}
 
     @property
     def num_examples(self) -> int:
@@ -115,6 +127,47 @@ class ShardReader(SizedReader):
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return the examples unchanged."""
         return dict(arrays)
+
+    def _replacement(
+        self,
+        problem: str,
+        epoch: int,
+        index: int,
+        candidates: npt.NDArray[np.int64] | None,
+        attempt: Callable[[int], str | None],
+    ) -> int:
+        """Return the index of the image that replaces one that cannot be used.
+
+        Args:
+            problem: place and reason.
+            candidates: to draw from; default: all images.
+            attempt: tries an image and returns its problem, if any.
+
+        Raises:
+            ShoalError: such images are refused, or no other can be used either.
+            UsageError: so many cannot be used that the set is damaged.
+        """
+        if self._on_bad == "refuse":
+            raise ShoalError(
+                f"{problem}; repair it and prepare the images again, or have such images replaced "
+                "(--data.on-bad skip)"
+            )
+        mine = object()
+        if self._reported.setdefault(index, mine) is mine:  # the first of the threads that find it
+            # one write: print() writes the line end separately, and another thread may interleave
+            sys.stderr.write(f"{problem}; another image takes its place\n")
+            bad = BadEntries(str(self.shards.location), "skip", self._most_bad, options="--data.")
+            bad.add_counts({UNUSABLE: (len(self._reported), [self.shards.name(index)])})
+            bad.check(self.num_examples - len(self._reported))
+        draws = draw(random_keys(self.seed, Stream.IMAGE_REPLACEMENT, epoch, index), np.arange(_TRIES))
+        count = self.num_examples if candidates is None else len(candidates)
+        for drawn in below(draws, count).tolist():
+            other = int(drawn if candidates is None else candidates[drawn])
+            if attempt(other) is None:
+                return other
+        raise ShoalError(
+            f"{problem}; nor can any of {_TRIES} others that were drawn in its place: are these images?"
+        )
 
 
 class ImageReader(ShardReader):
@@ -152,24 +205,17 @@ class ImageReader(ShardReader):
             threads: that decode; default: the cores that this process may use.
             dtype: of the images, as the transform writes them (uint16: the bits of bfloat16).
             channels_last: memory format of the images. Those from loader processes are never channels last.
-            on_bad: refuse: raise at an image that cannot be decoded; skip: replace it by another image, drawn
-                from (seed, epoch, index), and mark it in ``replaced``. Not for validation, where an image
-                would count twice.
-            most_bad: share of the images of the split that may be replaced, see
-                :class:`~shoal.data.bad_entries.BadEntries`; each process counts those that it meets.
+            on_bad, most_bad: see :class:`ShardReader`.
 
         Raises:
             UsageError: the split has no images, or ``threads`` is below 1.
         """
-        super().__init__(shards, seed)
+        super().__init__(shards, seed, on_bad, most_bad)
         self.transform = transform
         self._threads = DecodeThreads(threads)
         self.example_tokens = 3 * max(transform.size_at(epoch) for epoch in (0, 1 << 31)) ** 2
         self._dtype: DTypeName = dtype
         self._channels_last = channels_last
-        self._on_bad: OnBad = on_bad
-        self._most_bad = most_bad
-        self._reported: dict[int, object] = {}
 
     @property
     def example_bytes(self) -> int:
@@ -216,25 +262,7 @@ class ImageReader(ShardReader):
         problem = self._try(out, epoch, index)
         if problem is None:
             return index
-        if self._on_bad == "refuse":
-            raise ShoalError(
-                f"{problem}; repair it and prepare the images again, or have such images replaced "
-                "(--data.on-bad skip)"
-            )
-        mine = object()
-        if self._reported.setdefault(index, mine) is mine:  # the first of the threads that find it
-            # one write: print() writes the line end separately, and another thread may interleave
-            sys.stderr.write(f"{problem}; another image takes its place\n")
-            bad = BadEntries(str(self.shards.location), "skip", self._most_bad, options="--data.")
-            bad.add_counts({UNDECODABLE: (len(self._reported), [problem.rpartition(": ")[0]])})
-            bad.check(self.num_examples - len(self._reported))
-        draws = draw(random_keys(self.seed, Stream.IMAGE_REPLACEMENT, epoch, index), np.arange(_TRIES))
-        for other in below(draws, self.num_examples).tolist():
-            if self._try(out, epoch, other) is None:
-                return int(other)
-        raise ShoalError(
-            f"{problem}; nor can any of {_TRIES} others that were drawn in its place: are these images?"
-        )
+        return self._replacement(problem, epoch, index, None, lambda other: self._try(out, epoch, other))
 
     def _try(self, out: npt.NDArray[Any], epoch: int, index: int) -> str | None:
         """Write an image to ``out``; return the problem if it cannot be decoded."""

@@ -229,6 +229,36 @@ def test_refusals_name_the_image(directory: Path) -> None:
         reader.batch(0, [4])
 
 
+def test_an_image_that_cannot_be_used_is_replaced_by_one_of_its_aspect(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its objects; the same in every process, and the other images stay as they are."""
+
+    class Damaged(ImageShards):
+        def extra(self, number: int) -> bytes:
+            return b"{}" if number in (3, 4) else bytes(super().extra(number))
+
+    def reader() -> DetectionReader:
+        shards = Damaged(directory, "train")
+        return DetectionReader(shards, DetectionTransform(PLAIN), CATEGORIES, seed=SEED, on_bad="skip")
+
+    whole, batch = reader_of(directory), reader().batch(0, np.arange(11))
+    assert np.flatnonzero(batch["replaced"]).tolist() == [3, 4]
+    assert batch["index"].tolist() == list(range(11))
+    ids = whole.batch(0, np.arange(11))["image_id"].tolist()
+    used = [ids.index(number) for number in batch["image_id"].tolist()]
+    assert [number for number in used if number in (3, 4)] == []
+    aspects = aspect_groups(whole.shards.sizes)
+    assert (aspects[used] == aspects).all()
+    expected = whole.batch(0, used)
+    for name in ("images", "boxes", "labels", "masks", "mask_places", "sizes"):
+        assert np.array_equal(batch[name], expected[name]), name
+    assert np.array_equal(reader().batch(0, [4, 5])["image_id"], batch["image_id"][[4, 5]])
+    said = capsys.readouterr().err
+    assert "train-00000.tar: 4: annotations of an image cannot be read" in said
+    assert "another image takes its place" in said
+
+
 @pytest.mark.skipif(not TINY.is_dir(), reason="SHOAL_TEST_DATA has no coco_tiny100")
 def test_masks_of_coco_are_the_official_ones(tmp_path: Path) -> None:
     """Neither resized nor mirrored: every object of 12 images, as pycocotools rasterises it."""
