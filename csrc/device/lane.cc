@@ -70,10 +70,21 @@ struct Lane::Core : std::enable_shared_from_this<Core> {
     std::uint64_t seq = 0;
 
     std::size_t width() const { return size_of(of->transfer.spec.element); }
+    // Weights may come back in another type.
+    std::size_t target_width() const { return returns_weights(of->transfer.spec.kind) ? size_of(of->transfer.spec.weights) : width(); }
     std::size_t row_bytes() const { return count * width(); }
-    std::size_t pitch() const { return of->transfer.width * width(); }
-    std::byte* at(const DeviceTable& table) const { return table.data + first * width(); }
     std::byte* buffered(const DeviceTable& table) const { return buffer->memory + table.first * row_bytes(); }
+    // Address of the contribution, or of the result: in the buffer, or memory of the host that `spec` gives.
+    const std::byte* input() const {
+      const OpSpec& spec = of->transfer.spec;
+      return sends_coefficients(spec.kind) || spec.kind == Kind::configure ? spec.input : buffered(of->transfer.source);
+    }
+    std::byte* output() const {
+      const OpSpec& spec = of->transfer.spec;
+      if (spec.kind == Kind::configure) return spec.output;
+      if (returns_sums(spec.kind)) return spec.output + first / kServedUnit * kSums * sizeof(double);
+      return buffered(of->transfer.target);
+    }
   };
 
   struct Counters {
@@ -154,6 +165,10 @@ std::uint64_t Lane::begin(std::shared_ptr<ChunkEngine> engine, Transfer transfer
   if (transfer.columns == 0 || bytes > core_->options.buffer_bytes) {
     throw std::invalid_argument("a chunk of " + std::to_string(bytes) + " bytes for buffers of " +
                                 std::to_string(core_->options.buffer_bytes));
+  }
+  if (is_served(transfer.spec.kind) && transfer.columns < transfer.width && transfer.columns % kServedBlock) {
+    throw std::invalid_argument("chunks of " + std::to_string(transfer.columns) + " numbers, where a server has blocks of " +
+                                std::to_string(kServedBlock));
   }
   auto moving = std::make_shared<Core::Moving>();
   moving->transfer = std::move(transfer);
@@ -341,8 +356,9 @@ void Lane::Core::queue_copy(const Chunk& chunk) {
   if (!source.data) return;
   Buffer& buffer = *chunk.buffer;
   if (buffer.recorded) runtime.wait(options.to_host, buffer.event);
-  runtime.copy_to_host(chunk.buffered(source), chunk.at(source), {source.rows, chunk.row_bytes(), chunk.row_bytes(), chunk.pitch()},
-                       options.to_host);
+  const std::size_t width = chunk.width();
+  runtime.copy_to_host(chunk.buffered(source), source.data + chunk.first * width,
+                       {source.rows, chunk.row_bytes(), chunk.row_bytes(), chunk.of->transfer.width * width}, options.to_host);
   runtime.record(buffer.event, options.to_host);
   buffer.recorded = true;
   ++counts.copies_to_host;
@@ -357,8 +373,12 @@ void Lane::Core::submit(Chunk chunk) {
   const Transfer& transfer = moving.transfer;
   OpSpec spec = transfer.spec;
   spec.count = chunk.count;
-  spec.input = chunk.buffered(transfer.source);
-  spec.output = chunk.buffered(transfer.target);
+  spec.input = chunk.input();
+  spec.output = chunk.output();
+  if (is_served(spec.kind)) {  // a chunk is a tensor of its own to the servers, numbered by its first block
+    spec.table += static_cast<std::uint32_t>(chunk.first / kServedBlock);
+    spec.place += chunk.first / kServedBlock;
+  }
   spec.timeout_s = std::max(kLeastTimeS, std::chrono::duration<double>(transfer.deadline - Clock::now()).count());
   chunk.seq = moving.engine->submit(std::move(spec));
   ++counts.chunks;
@@ -430,13 +450,14 @@ void Lane::Core::receive(const Chunk& chunk) {
   moving.engine->wait(chunk.seq, 0);  // throws the error of a chunk that failed
   const DeviceTable& target = moving.transfer.target;
   if (!target.data || moving.failed) return;
-  runtime.copy_to_device(chunk.at(target), chunk.buffered(target),
-                         {target.rows, chunk.row_bytes(), chunk.pitch(), chunk.row_bytes()}, options.to_device);
+  const std::size_t width = chunk.target_width(), row_bytes = chunk.count * width;
+  runtime.copy_to_device(target.data + chunk.first * width, chunk.buffered(target),
+                         {target.rows, row_bytes, moving.transfer.width * width, row_bytes}, options.to_device);
   runtime.record(chunk.buffer->event, options.to_device);
   chunk.buffer->recorded = true;
   ++counts.copies_to_device;
   ++counts.events;
-  counts.bytes_to_device += target.rows * chunk.row_bytes();
+  counts.bytes_to_device += target.rows * row_bytes;
 }
 
 }  // namespace shoal

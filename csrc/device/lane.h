@@ -56,8 +56,11 @@ struct DeviceTable {
 };
 
 // A collective of a tensor on the device. All ranks cut it into the same chunks, of `columns` columns of its tables.
+// Of operations on weights that servers keep, one side may be memory of the host (options, coefficients, sums): its address
+// is that of `spec`, and the side's table is null. Their chunks begin with blocks (kServedBlock): to the servers each is a
+// tensor, whose number is the whole one's plus the number of blocks before it.
 struct Transfer {
-  OpSpec spec;  // kind, element, reduction, root, shape and priority of each chunk
+  OpSpec spec;  // kind, element, reduction, root, shape and priority of each chunk; what servers need
   DeviceTable source, target;
   std::size_t buffer_rows = 1;         // rows of a chunk in its buffer
   std::size_t width = 0, columns = 1;  // elements of a row, of the tables and of a chunk

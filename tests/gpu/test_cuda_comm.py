@@ -19,9 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 from device_checks import (
     DTYPES,
     Gpu,
+    check_bounded,
     check_captures_beside_collectives,
     check_collectives,
+    check_local,
     check_lost,
+    check_rounded,
+    check_served,
     check_streams,
     check_training,
     part,
@@ -94,6 +98,11 @@ def test_order_with_streams_captures_and_training(check: Any, tmp_path: Path) ->
 def test_a_lost_rank_is_named(tmp_path: Path) -> None:
     codes = exit_codes(check_lost, 2, tmp_path, Gpu(), 2, hosts=("a", "b"))
     assert codes == [0, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("check", [check_served, check_rounded, check_bounded, check_local])
+def test_servers_update_weights_that_stay_on_the_gpu(check: Any, tmp_path: Path) -> None:
+    run_group(check, 2, tmp_path, Gpu(), hosts=("a", "b"))
 
 
 # ---- several devices ----------------------------------------------------------------------------------

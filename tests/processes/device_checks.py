@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.memory_device import MemoryDevice
 from shoal_workers import shoal_group
-from staged_group import PYTHON_GROUP, device_of, small_pieces, staged
+from staged_group import PYTHON_GROUP, device_of, small_pieces, stage_all, staged
 from test_backend_work import raises
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -27,11 +27,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.engine import CommError
 from shoal.comm.hooks import bf16_wire
+from shoal.comm.native_group import python_group
+from shoal.optim.adamw import AdamW
+from shoal.optim.lamb import Lamb
+from shoal.optim.sgd import SGD
+from shoal.train.servers.local import local_steps
+from shoal.train.servers.update import update_on_servers
+from shoal.train.servers.waiting import bound_waiting
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
 CYCLES = 200_000_000
 """of a GPU's clock: about a tenth of a second"""
 SLEEP_S = 0.02
+SERVED_BUFFER_BYTES = 8 * 16_384
+"""The least buffer for weights on servers: a gradient and weights of one block."""
 
 
 class Gpu:
@@ -91,6 +100,10 @@ class Gpu:
         for mine, plain in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
 
+    def stage_all(self) -> None:
+        """Let all collectives from now on go by way of the device, in chunks of one block of numbers."""
+        small_pieces(num_bytes=SERVED_BUFFER_BYTES, num_buffers=3)
+
 
 class FakeGpu(Gpu):
     """CPU tensors, on a runtime of CUDA whose streams are threads. They must have the plain way's bits."""
@@ -110,6 +123,9 @@ class FakeGpu(Gpu):
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
+
+    def stage_all(self) -> None:
+        stage_all(SERVED_BUFFER_BYTES, seed=7)
 
     def streams(self) -> list[Any]:
         return [self._device.new_stream()]
@@ -325,3 +341,133 @@ def check_lost(rank: int, gpu: Gpu, size: int) -> None:
         with raises(CommError, f"rank {size - 1}"):
             dist.all_reduce(tensor)
         dist.destroy_process_group()
+
+
+# ---- weights on servers -------------------------------------------------------------------------------
+
+
+class Slopes(nn.Module):
+    """Has the gradients that it is given, to the bit, whatever its weights and its device are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(5)
+        self.weights = nn.ParameterList(
+            torch.randn(shape, generator=draw) for shape in ((3, 15_000), (2_049,), (7,))
+        )
+
+    def forward(self, slopes: list[Tensor]) -> Tensor:
+        products = (weight * slope for weight, slope in zip(self.weights, slopes, strict=True))
+        return torch.stack([each.sum() for each in products]).sum()
+
+
+def slopes(rank: int, step: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-8, 9, weight.shape, generator=draw).float() for weight in Slopes().weights]
+
+
+def on_device(gpu: Gpu) -> DistributedDataParallel:
+    model = Slopes()
+    for parameter in model.parameters():
+        parameter.data = gpu.put(parameter.data)
+    return DistributedDataParallel(model, bucket_cap_mb=0.05, broadcast_buffers=False)
+
+
+def stepped(optimizer: Any, num_steps: int) -> Slopes:
+    """Return a model on the CPU after steps with the mean gradients of both ranks."""
+    model = Slopes()
+    by_itself = optimizer(model)
+    for step in range(num_steps):
+        for parameter, first, second in zip(
+            model.parameters(), slopes(0, step), slopes(1, step), strict=True
+        ):
+            parameter.grad = first * 0.5 + second * 0.5
+        by_itself.step()
+    return model
+
+
+def require_weights(found: nn.Module, wanted: nn.Module, gpu: Gpu) -> None:
+    for mine, plain in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert mine.device.type == gpu.type, "weights stay on the device"
+        assert torch.equal(mine.detach().cpu(), plain)
+
+
+def check_served(rank: int, gpu: Gpu) -> None:
+    """Servers step with gradients of a device: the bits are those of one process on the CPU."""
+    gpu.stage_all()
+    for optimizer, max_norm in (
+        (lambda model: AdamW(model.parameters(), lr=0.01), None),
+        (lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), float("inf")),
+        (lambda model: Lamb(model.parameters(), lr=0.01), None),
+    ):
+        model = on_device(gpu)
+        stepper = optimizer(model)
+        with update_on_servers(model, stepper, max_norm=max_norm):
+            for step in range(4):
+                model([gpu.put(each) for each in slopes(rank, step)]).backward()
+                stepper.step()
+                stepper.zero_grad()
+        want = stepped(optimizer, 4)
+        require_weights(model, want, gpu)
+    (side,) = python_group(dist.group.WORLD).device_groups.values()
+    assert side.staging.lane.counters()["bytes_to_device"] > 0
+
+
+def check_rounded(rank: int, gpu: Gpu) -> None:
+    """Weights come to the device in bf16, and the servers' float32 ones at the end."""
+    gpu.stage_all()
+    model = on_device(gpu)
+    stepper = AdamW(model.parameters(), lr=0.01)
+    with update_on_servers(model, stepper, weights="bf16") as update:
+        for step in range(4):
+            model([gpu.put(each) for each in slopes(rank, step)]).backward()
+            stepper.step()
+            stepper.zero_grad()
+        want = stepped(lambda each: AdamW(each.parameters(), lr=0.01), 4)
+        for mine, plain in zip(model.parameters(), want.parameters(), strict=True):
+            assert torch.equal(mine.detach().cpu(), plain.detach().bfloat16().float())
+        update.bring_state()
+        require_weights(model, want, gpu)
+
+
+def check_bounded(rank: int, gpu: Gpu) -> None:
+    """Workers run ahead by a step; the gradients here do not depend on the weights."""
+    gpu.stage_all()
+    model = on_device(gpu)
+    stepper = AdamW(model.parameters(), lr=0.01)
+    with bound_waiting(model, stepper, staleness=1) as steps:
+        for step in steps.batches(range(5)):
+            model([gpu.put(each) for each in slopes(rank, step)]).backward()
+            stepper.step()
+            stepper.zero_grad()
+    require_weights(model, stepped(lambda each: AdamW(each.parameters(), lr=0.01), 5), gpu)
+
+
+def check_local(rank: int, gpu: Gpu) -> None:
+    """Each worker steps on the device; its moves go to the servers, and their weights come back."""
+    gpu.stage_all()
+    model = on_device(gpu)
+    inner = torch.optim.SGD(model.parameters(), lr=0.25)  # whose products are exact on any device
+    outer = SGD(model.parameters(), lr=0.5, momentum=0.5)
+    with local_steps(model, inner, outer, every=2):
+        for step in range(4):
+            model([gpu.put(each) for each in slopes(rank, step)]).backward()
+            inner.step()
+            inner.zero_grad()
+    whole = Slopes()
+    stepper = SGD(whole.parameters(), lr=0.5, momentum=0.5)
+    for first in (0, 2):
+        moves = [moves_of(whole, each, first) for each in range(2)]
+        for parameter, mine, other in zip(whole.parameters(), *moves, strict=True):
+            parameter.grad = mine * 0.5 + other * 0.5
+        stepper.step()
+    require_weights(model, whole, gpu)
+
+
+def moves_of(whole: Slopes, rank: int, first: int) -> list[Tensor]:
+    """Return the negative moves of a rank in two local steps from these weights."""
+    weights = [parameter.detach().clone() for parameter in whole.parameters()]
+    for step in (first, first + 1):
+        for weight, slope in zip(weights, slopes(rank, step), strict=True):
+            weight.sub_(slope * 0.25)
+    return [before.detach() - now for before, now in zip(whole.parameters(), weights, strict=True)]

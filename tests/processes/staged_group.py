@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from benchmarks.memory_device import MemoryDevice
 
+from shoal.comm.backend import ShoalProcessGroup
 from shoal.comm.device_group import DeviceGroup
 from shoal.comm.native_group import python_group
 
@@ -39,6 +40,26 @@ def staged(identity: str | None = None, group: Any = None, seed: int | None = No
         yield device_group
     finally:
         del group.devices["cpu"]
+
+
+def stage_all(num_bytes: int | None = None, seed: int | None = None) -> None:
+    """Send what this process begins from now on through staging, in all groups in Python, also later ones.
+
+    Args:
+        num_bytes: of a buffer; default: the options'.
+        seed: delays the devices' streams at random.
+    """
+    begin = ShoalProcessGroup.__init__
+
+    def open_group(self: ShoalProcessGroup, *args: Any, **given: Any) -> None:
+        begin(self, *args, **given)
+        self.devices["cpu"] = lambda _: MemoryDevice(seed=seed)
+
+    ShoalProcessGroup.__init__ = open_group  # type: ignore[method-assign]
+    world = python_group(dist.group.WORLD)
+    world.devices["cpu"] = lambda _: MemoryDevice(seed=seed)
+    if num_bytes is not None:
+        small_pieces(world, num_bytes, 3)
 
 
 def device_of(side: DeviceGroup) -> MemoryDevice:

@@ -539,7 +539,7 @@ def refuse(rank: int) -> None:
     refused("no amsgrad=True", lambda m: torch.optim.AdamW(groups_of(m), amsgrad=True))
     refused("no dampening=0.5", lambda m: torch.optim.SGD(groups_of(m), momentum=0.9, dampening=0.5))
     refused("lacks 2 that are trained", lambda m: SGD(groups_of(m)[:1]))
-    refused("dense float32 .*head.bias is torch.float64",
+    refused("dense float32, .*head.bias is torch.float64",
             lambda m: SGD(groups_of(m)), _with_double_bias())  # fmt: skip
     hooked = wrapped()
     hooked.register_comm_hook(None, allreduce_hook)

@@ -17,9 +17,13 @@ import torch.distributed as dist
 from benchmarks.memory_device import runtime
 from device_checks import (
     FakeGpu,
+    check_bounded,
     check_captures_beside_collectives,
     check_collectives,
+    check_local,
     check_lost,
+    check_rounded,
+    check_served,
     check_streams,
     check_training,
 )
@@ -94,6 +98,11 @@ def test_collectives_give_what_gloo_gives(hosts: str, is_hierarchical: bool, tmp
         check_collectives, len(hosts), tmp_path, FakeGpu(), len(hosts), is_hierarchical,
         hosts=tuple(hosts), environment=PYTHON_GROUP,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("check", [check_served, check_rounded, check_bounded, check_local])
+def test_servers_update_weights_that_stay_on_the_device(check: Any, tmp_path: Path) -> None:
+    run_group(check, 2, tmp_path, FakeGpu(), hosts=("a", "b"), environment=PYTHON_GROUP)
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------

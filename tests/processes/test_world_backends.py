@@ -253,10 +253,11 @@ def train_staged(config: AlbertConfig, rank: int, port: int, environment: Mappin
     train(config, rank, port, "", environment)
 
 
-def test_a_recipe_on_gpus_sums_on_its_helper(data: Path, tmp_path: Path) -> None:
-    """Without the setting, as with ``--helpers 1``: what the helper sums is counted there."""
+@pytest.mark.parametrize("mode", ["off", "sync"])
+def test_a_recipe_on_gpus_sums_on_its_helper(data: Path, tmp_path: Path, mode: str) -> None:
+    """Without the setting, as with ``--helpers 1``: what the helper sums, or steps with, is counted there."""
     run_dir, port = tmp_path / "run", free_port()
-    config = jobs.small_config(data, run_dir, train={"total_steps": 3})
+    config = jobs.small_config(data, run_dir, train={"total_steps": 3}, servers={"mode": mode})
     with HelperProcess("h0", arguments=("--metrics", "0")) as helper:
         assert helper.process.stdout is not None
         url = helper.process.stdout.readline().strip().partition(" at ")[2]

@@ -160,10 +160,12 @@ class ShoalProcessGroup(ProcessGroup):
         works = [self._submit_one(operation) for operation in operations]
         return works[0] if len(works) == 1 else JoinedWork(works, result)
 
-    def _submit_one(self, operation: Operation) -> BaseWork:
+    def _submit_one(self, operation: Operation, device: torch.device | None = None) -> BaseWork:
         if operation.timeout_s <= 0:
             operation.timeout_s = seconds_of(self.operations.timeout)
-        device_group = None if operation.source is None else self._device_group(operation.source.device)
+        if device is None and operation.source is not None:
+            device = operation.source.device
+        device_group = None if device is None else self._device_group(device)
         if device_group is not None:
             return self._coalesced(
                 device_group.submit(operation, begin=self._begin, idle=self.operations.idle)
@@ -238,9 +240,19 @@ class ShoalProcessGroup(ProcessGroup):
         check_tensors([tensor], "all_reduce")
         return self._submit(self._build.reduce([tensor], AllreduceOptions(), priority=priority))
 
-    def submit(self, operation: Operation) -> Work:
-        """Submit an operation on memory of the host, such as those of ``train.servers.update``."""
-        return self._submit_one(operation)
+    def submit(self, operation: Operation, device: torch.device = _CPU) -> Work:
+        """Submit an operation on weights that servers keep, for ``train.servers.tensors``.
+
+        Args:
+            operation: its memory; see :attr:`Operation.served`.
+            device: of the weights. All operations of a model take the way of their device, so that servers
+                get them in one order.
+        """
+        return self._submit_one(operation, device)
+
+    def carries(self, device: torch.device) -> bool:
+        """Return whether tensors of a device pass through this group."""
+        return device.type == "cpu" or device.type in self.devices
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = options_of(opts, AllreduceCoalescedOptions)

@@ -29,6 +29,7 @@ from shoal.comm.routes import (
     RankLayout,
     Route,
     flat_route,
+    served_route,
 )
 from shoal.comm.staging import DeviceWork, Staging, Transfer
 from shoal.comm.store import wait_for_keys
@@ -113,15 +114,21 @@ class DeviceGroup:
         return work
 
     def _route(self, operation: Operation) -> Route:
+        if operation.is_served:
+            return served_route(operation, self._engine_of_all(), self._group.rank, self._group.size)
         if self._group.size == 1 or operation.target.numel() == 0:
             return flat_route(operation, None, 0, 1)
         self._exchange_layout()
         if self._hierarchical is not None and operation.op in INTRA_HOST_OPS:
             return self._hierarchical.route(operation)
+        return flat_route(operation, self._engine_of_all(), self._group.rank, self._group.size)
+
+    def _engine_of_all(self) -> Engine:
+        """Return the engine of all ranks; the first call connects it."""
         if self._flat is None:
             self._exchange("all", None)
             self._flat = self._connect("all", self._group.rank, self._group.size)
-        return flat_route(operation, self._flat, self._group.rank, self._group.size)
+        return self._flat
 
     # ---- rendezvous ---------------------------------------------------------------------------------------
 

@@ -192,6 +192,10 @@ class EngineOptions:
         fabric_providers(self.transport)
 
 
+SERVED_KINDS = ("configure", "load", "dump", "update", "collect", "measure", "apply")
+"""Of operations on weights that servers keep."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Operation:
     """A collective, as one rank submits it. The core reads the fields up to ``source_rank``.
@@ -219,7 +223,8 @@ class Operation:
         source_rank: of a receive, address of the int32 that gets the number of the rank that has sent.
         served: table, step, rule and place of an operation on weights that servers keep: configure, load,
             dump, update, collect, measure and apply (``csrc/engine/served_weights.h``), which are made by
-            ``train.servers.tensors``.
+            ``train.servers.tensors``. Of weights on a device, ``source`` and ``target`` are what is copied
+            from there and to there, and ``input`` and ``output`` the other side's memory of the host.
         weights: dtype in which an update or an apply answers: float32 or bfloat16.
         copied: whether ranks have a second copy of the weights that helpers keep.
         text: names the options of a configure, for messages.
@@ -253,6 +258,11 @@ class Operation:
     target: Any = None
     result: Any = None
     finish: Callable[[], None] | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it concerns weights that servers keep."""
+        return self.kind in SERVED_KINDS
 
     @property
     def name(self) -> str:

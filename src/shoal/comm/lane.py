@@ -51,10 +51,12 @@ class Lane:
         """
         assert route.engine is not None
         asked, (source_row, target_row) = route.operation, route.buffered_rows
-        operation = Operation(
-            kind=asked.kind, dtype=ENGINE_DTYPES[route.source.dtype], op=route.op, root=route.root,
-            shape=asked.shape, priority=asked.priority,
-        )  # fmt: skip
+        operation = asked
+        if not asked.is_served:
+            operation = Operation(
+                kind=asked.kind, dtype=ENGINE_DTYPES[route.source.dtype], op=route.op, root=route.root,
+                shape=asked.shape, priority=asked.priority,
+            )  # fmt: skip
         source, target = (
             (table.data_ptr() if copied else 0, table.shape[0], first)
             for table, copied, first in (
@@ -63,8 +65,7 @@ class Lane:
             )
         )
         number: int = self._core.begin(
-            route.engine.core, operation, source, target, route.rows, route.source.shape[1], columns, ready,
-            timeout_s,
+            route.engine.core, operation, source, target, route.rows, route.width, columns, ready, timeout_s
         )  # fmt: skip
         return number
 

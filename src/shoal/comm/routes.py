@@ -25,7 +25,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shoal import native
 from shoal.comm.engine import CollectiveEngine, Operation
+from shoal.errors import UsageError
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 INTRA_HOST_OPS = ("sum", "avg", "prod", "min", "max")
@@ -33,6 +35,8 @@ _COLUMN_ALIGNMENT = 128
 """Chunks are multiples of this many elements."""
 _NUM_CHUNKS, _MIN_CHUNK_BYTES = 4, 1 << 20
 """One chunk leaves the device while others are reduced and return; smaller ones cost more than they hide."""
+_SERVED_CHUNK_BYTES = 1 << 20
+"""Of weights that servers keep."""
 
 Step = Callable[[], object]
 
@@ -111,20 +115,49 @@ class Route:
     @property
     def rows(self) -> int:
         """Rows of a chunk in its host buffer."""
+        if self.weights_are_apart:
+            return 2
         return {"all_gather": self.size, "reduce_scatter": self.size + 1}.get(self.operation.kind, 1)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row of the whole tensor."""
+        return self.operation.count if self.operation.is_served else self.source.shape[1]
+
+    @property
+    def weights_are_apart(self) -> bool:
+        """Return whether a gradient and the weights after it have different sizes in a buffer."""
+        return self.operation.kind == "update" and self.operation.weights != "float32"
 
     @property
     def buffered_rows(self) -> tuple[int, int]:
         """Return the first rows of the source and of the target in a chunk's host buffer."""
         kind = self.operation.kind
+        if self.weights_are_apart:
+            return 0, 1
         return self.rank if kind == "all_gather" else 0, self.size if kind == "reduce_scatter" else 0
 
     def columns(self, buffer_bytes: int) -> int:
         """Return the number of columns of a chunk, the same on all ranks."""
+        if self.operation.is_served:
+            return self._served_columns(buffer_bytes)
         column_bytes = self.rows * self.source.element_size()
         part_bytes = -(-self.source.shape[1] // _NUM_CHUNKS) * column_bytes
         columns = min(max(part_bytes, _MIN_CHUNK_BYTES), buffer_bytes) // column_bytes
         return columns // _COLUMN_ALIGNMENT * _COLUMN_ALIGNMENT or columns
+
+    def _served_columns(self, buffer_bytes: int) -> int:
+        """Return the columns of a chunk of weights, always the same: to the servers each is a tensor."""
+        if self.operation.kind == "configure":
+            return self.width
+        block: int = native.core().SERVED_BLOCK
+        blocks = min(_SERVED_CHUNK_BYTES, buffer_bytes // 2) // (4 * block)  # the buffer may have two rows
+        if not blocks:
+            raise UsageError(
+                f"weights on servers: a buffer of {buffer_bytes} bytes holds no gradient and weights of "
+                f"{block} numbers; EngineOptions.staging_bytes must be at least {8 * block}"
+            )
+        return blocks * block
 
 
 def flat_route(operation: Operation, engine: CollectiveEngine | None, rank: int, size: int) -> Route:
@@ -148,6 +181,22 @@ def flat_route(operation: Operation, engine: CollectiveEngine | None, rank: int,
         sends=kind != "broadcast" or rank == operation.root,
         receives=not rooted or (rank == operation.root) == (kind == "reduce"),
     )
+
+
+def served_route(operation: Operation, engine: CollectiveEngine, rank: int, size: int) -> Route:
+    """Return the route of an operation on weights that servers keep: whole tensors, of all ranks."""
+    sends, receives = operation.source is not None, operation.target is not None
+    source, target = operation.source, operation.target
+    nothing = torch.empty(0)
+    return Route(
+        engine=engine, operation=operation, rank=rank, size=size, sends=sends, receives=receives,
+        source=_as_row(source if sends else nothing), target=_as_row(target if receives else nothing),
+    )  # fmt: skip
+
+
+def _as_row(tensor: Tensor) -> Tensor:
+    """Return the elements in the order of the memory."""
+    return tensor.as_strided((1, tensor.numel()), (tensor.numel(), 1))
 
 
 @dataclass(kw_only=True)

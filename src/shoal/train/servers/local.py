@@ -86,8 +86,8 @@ def local_steps(
     rank 0's. The options are those of :class:`shoal.train.config.ServersConfig`.
 
     Args:
-        model: of float32 parameters on the CPU, without a communication hook, on at least two hosts of
-            backend ``"shoal"``; with buffers it needs ``broadcast_buffers=False``.
+        model: of float32 parameters on the CPU or on a GPU, where they stay, without a communication hook, on
+            at least two hosts of backend ``"shoal"``; with buffers it needs ``broadcast_buffers=False``.
         inner: any optimizer over the model's parameters; each worker has its own state.
         outer: ``shoal.optim``'s SGD or AdamW, or torch's, over the same parameters. DiLoCo's is SGD with
             ``lr=0.7, momentum=0.9, nesterov=True``; SGD with ``lr=1.0`` averages the weights.

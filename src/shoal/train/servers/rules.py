@@ -119,13 +119,18 @@ def check_model(model: DistributedDataParallel) -> None:
         )
     if dist.get_world_size(model.process_group) == 1:
         raise UsageError("weights on servers: a single worker has no servers; use the optimizer itself")
+    device = next((each.device for _, each in _named(model)), torch.device("cpu"))
     for name, parameter in _named(model):
         dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-        if not (parameter.is_cpu and parameter.dtype == torch.float32 and dense and parameter.numel()):
+        if not (parameter.dtype == torch.float32 and dense and parameter.numel()):
             raise UsageError(
-                f"weights on servers: parameters are dense float32 on the CPU, since servers keep weights in "
-                f"the memory of hosts, and {name} is {parameter.dtype}{list(parameter.shape)} on "
-                f"{parameter.device}; step on the workers, or train on CPUs (--distributed.device cpu)"
+                f"weights on servers: parameters are dense float32, and {name} is "
+                f"{parameter.dtype}{list(parameter.shape)}; step on the workers"
+            )
+        if parameter.device != device or not python_group(model.process_group).carries(device):
+            raise UsageError(
+                f"weights on servers: all parameters are on the CPU or on one GPU, and {name} is on "
+                f"{parameter.device}, the first one on {device}; step on the workers"
             )
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

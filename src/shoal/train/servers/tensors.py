@@ -182,7 +182,8 @@ class Table:
     Attributes:
         index: in the order of the optimizer's groups.
         group: index of its parameter group.
-        place: of its first block among those of all tensors.
+        place: of its first block among those of all tensors, which also numbers it: a device's tensor goes to
+            the servers in several, numbered by their first blocks.
         unit: its first unit among those of all tensors.
         step: updates taken.
         has_state: whether the servers have state for it.
@@ -220,7 +221,7 @@ def tables_of(optimizer: Optimizer) -> list[Table]:
 
 @dataclass
 class _Numbers:
-    """Numbers that a group's servers know: of the next model, and of its first tensor."""
+    """Numbers that a group's servers know: of the next model, and of its first tensor's first block."""
 
     model: int = 0
     table: int = 0
@@ -228,6 +229,11 @@ class _Numbers:
 
 _numbers: WeakKeyDictionary[Any, _Numbers] = WeakKeyDictionary()
 """By group."""
+
+
+_FROM_DEVICE = ("load", "update", "collect")
+_TO_DEVICE = ("load", "dump", "update", "apply")
+"""Operations whose contribution, or result, has the device of the weights; of others it is on the host."""
 
 
 class ServedTensors:
@@ -257,7 +263,8 @@ class ServedTensors:
             table.half = torch.empty_like(table.parameter, dtype=torch.bfloat16) if half else None
         numbers = _numbers.setdefault(group, _Numbers())
         self._number, self._first = numbers.model, numbers.table
-        numbers.model, numbers.table = numbers.model + 1, numbers.table + len(self.tables)
+        numbers.model, numbers.table = numbers.model + 1, numbers.table + _num_blocks(self.tables)
+        self._device = self.tables[0].parameter.device
         units = sum(table.num_units for table in self.tables)
         self._sums = torch.zeros(units, native.core().SERVED_SUMS, dtype=torch.float64)
         self._rule = 0
@@ -280,7 +287,7 @@ class ServedTensors:
         text = describe(optimizer, len(self.tables)) + (", replicas=2" if self._copied else "") + more
         served = self._number, 0, self._rule, 0
         try:
-            self._submit(memory, kind="configure", dtype="uint8", op="bor", served=served, text=text)
+            self._submit(memory, memory, kind="configure", dtype="uint8", op="bor", served=served, text=text)
         except ValueError as problem:
             raise UsageError(f"weights on servers: {problem}") from None
 
@@ -336,15 +343,15 @@ class ServedTensors:
         """Send a gradient, in whose place the weights after the step come, or to ``table.half``."""
         target = memory if table.half is None else table.half
         return self._submit(
-            memory, kind="update", dtype="float32", root=table.group, served=self._served(table, self._rule),
-            output=target.data_ptr(), weights=_name_of(target),
+            memory, target, kind="update", dtype="float32", root=table.group,
+            served=self._served(table, self._rule), weights=_name_of(target),
         )  # fmt: skip
 
     def collect(self, table: Table, memory: Tensor) -> Any:
         """Send a gradient, which the servers sum and keep; :meth:`totals` has its norm when that is done."""
         return self._submit(
-            memory, kind="collect", dtype="float32", root=table.group, served=self._served(table, 0),
-            output=self._sums_of(table).data_ptr(),
+            memory, self._sums_of(table), kind="collect", dtype="float32", root=table.group,
+            served=self._served(table, 0),
         )  # fmt: skip
 
     def measure(self, table: Table, factor: float) -> Any:
@@ -394,28 +401,31 @@ class ServedTensors:
         given = torch.zeros(native.core().SERVED_COEFFICIENTS)
         given[: len(coefficients)] = torch.tensor(coefficients)
         return self._submit(
-            given, kind=kind, dtype="int32", op="bor", root=table.group, output=result.data_ptr(),
-            count=table.parameter.numel(), served=self._served(table, self._rule), kept=result,
-            weights=_name_of(result),
+            given, result, kind=kind, dtype="int32", op="bor", root=table.group,
+            count=table.parameter.numel(), served=self._served(table, self._rule), weights=_name_of(result),
         )  # fmt: skip
 
     def _move(self, kind: str, table: Table, slot: int, memory: Tensor) -> Any:
         """Load a slot of a tensor from rank 0's memory or dump it; all ranks' memory then holds it."""
         if kind == "load" and self._group.rank() != 0:
             memory.zero_()
-        served = (self._first + table.index, table.step, self._number, table.place)
-        return self._submit(memory, kind=kind, dtype="int32", op="bor", root=slot, served=served)
+        served = (self._first + table.place, table.step, self._number, table.place)
+        return self._submit(memory, memory, kind=kind, dtype="int32", op="bor", root=slot, served=served)
 
     def _served(self, table: Table, rule: int) -> tuple[int, int, int, int]:
-        return self._first + table.index, table.step + 1, rule, table.place
+        return self._first + table.place, table.step + 1, rule, table.place
 
-    def _submit(self, memory: Tensor, *, kept: Tensor | None = None, **words: Any) -> Any:
-        address = memory.data_ptr()
-        given = {"input": address, "output": address, "count": memory.numel(), **words}
+    def _submit(self, given: Tensor, result: Tensor, *, kind: str, **words: Any) -> Any:
+        """Submit an operation with a contribution and memory for what comes back.
+
+        A device copies those that are its own; the rest is memory of the host, as all is of CPU tensors.
+        """
         operation = Operation(
-            shape=tuple(memory.shape), memory=(memory, kept), result=memory, copied=self._copied, **given
-        )
-        return self._group.submit(operation)
+            kind=kind, input=given.data_ptr(), output=result.data_ptr(), shape=tuple(given.shape),
+            source=given if kind in _FROM_DEVICE else None, target=result if kind in _TO_DEVICE else None,
+            memory=(given, result), result=given, copied=self._copied, **{"count": given.numel(), **words},
+        )  # fmt: skip
+        return self._group.submit(operation, self._device)
 
     def _slots_of(self, table: Table, optimizer: Optimizer) -> tuple[str, ...]:
         group = optimizer.param_groups[table.group]
@@ -426,9 +436,13 @@ class ServedTensors:
         return self._sums[table.unit : table.unit + table.num_units]
 
 
+def _num_blocks(tables: Sequence[Table]) -> int:
+    return sum(-(-table.parameter.numel() // int(native.core().SERVED_BLOCK)) for table in tables)
+
+
 def checksum(tensors: list[Tensor]) -> int:
     """Return the CRC-32C of the numbers of all tensors, each in the order of its shape."""
-    return native.crc32c(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors))
+    return native.crc32c(b"".join(tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors))
 
 
 def _name_of(weights: Tensor) -> str:

@@ -188,7 +188,8 @@ def update_on_servers(
     rank 0's.
 
     Args:
-        model: of float32 parameters on the CPU, without a communication hook, on at least two hosts.
+        model: of float32 parameters on the CPU or on a GPU, where they stay, without a communication hook, on
+            at least two hosts.
         optimizer: ``shoal.optim``'s AdamW, SGD, Lamb, Lars or Novograd, or torch's AdamW or SGD, over all
             trained parameters of ``model``. Its state is moved to the servers. torch's SGD gives the same
             weights; torch's AdamW is replaced by shoal's, whose weights may differ by an ulp.
@@ -466,7 +467,7 @@ class ServedUpdate(ServersUpdate):
             memory = buffer.as_strided(parameter.size(), parameter.stride(), gradient.storage_offset())
             begin = self._servers.collect if self._phased else self._servers.update
             self._updates.append(_InFlight(table, memory, begin(table, memory)))
-        done: Future[Tensor] = Future()
+        done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         done.set_result(buffer)
         return done
 

@@ -103,8 +103,8 @@ def bound_waiting(
     rank 0's. The options are those of :class:`shoal.train.config.ServersConfig`.
 
     Args:
-        model: of float32 parameters on the CPU, without a communication hook, on at least two hosts of
-            backend ``"shoal"``; with buffers it needs ``broadcast_buffers=False``.
+        model: of float32 parameters on the CPU or on a GPU, where they stay, without a communication hook, on
+            at least two hosts of backend ``"shoal"``; with buffers it needs ``broadcast_buffers=False``.
         optimizer: one that :func:`shoal.train.servers.update.update_on_servers` takes; its state goes to the
             servers.
         wait_for: a step is taken when this number of workers have their gradients, with their mean. A worker
@@ -156,12 +156,14 @@ class _Gradient:
         batch: number of the step for which it is meant; of asynchronous steps, of this worker's batches.
         tensors: one for each parameter.
         weights: those that it is the gradient of, for compensation.
+        ready: after the device's work on both.
         step: the step that has taken or dropped it.
     """
 
     batch: int
     tensors: list[Tensor]
     weights: list[Tensor]
+    ready: torch.cuda.Event | None
     step: int | None = None
 
 
@@ -381,6 +383,7 @@ class BoundedSteps(ServersUpdate):
             ends: whether no batch follows.
         """
         follower = self._follower
+        follower.note_work()
         before = follower.num_synchronized
         last = self._num_handed if self._rule.asynchronous else self._batch - 1
         follower.send({"kind": "synchronize", "batch": last, "then": then, "ends": ends})
@@ -415,7 +418,8 @@ class BoundedSteps(ServersUpdate):
         weights = [each.detach().clone() for each in parameters] if self._config.compensation else []
         self._num_handed += 1
         batch = self._num_handed if self._rule.asynchronous else self._batch
-        gradient = _Gradient(batch, tensors, weights)  # type: ignore[arg-type]
+        ready = self._follower.mark()
+        gradient = _Gradient(batch, tensors, weights, ready)  # type: ignore[arg-type]
         self._follower.add(gradient)
         return gradient
 
@@ -484,6 +488,11 @@ class Follower:
         self._servers.load(optimizer)
         self._newest = [parameter.detach().clone() for parameter in self.parameters]
         self._spare = [torch.empty_like(each) for each in self._newest]
+        device = self.parameters[0].device
+        # A GPU's work for steps is not queued behind what this worker computes meanwhile.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._published: torch.cuda.Event | None = None  # after the newest weights have come
+        self._read = self.mark()  # after the worker's work on weights and statistics
         self._united = after  # the step after which all had the same statistics
         self._changed = threading.Condition()
         # what follows is shared by this worker's two threads, under that lock
@@ -525,6 +534,20 @@ class Follower:
         with self._changed:
             self._handed.append(gradient)
 
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event after what the calling thread has queued on a GPU; ``None`` on a CPU."""
+        return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+
+    def note_work(self) -> None:
+        """Note what the worker has queued: the thread's work on its tensors comes after it."""
+        with self._changed:
+            self._read = self.mark()
+
+    def _after(self, event: torch.cuda.Event | None) -> None:
+        """Let the calling thread's work on a GPU come after an event."""
+        if event is not None:
+            torch.cuda.current_stream(self.parameters[0].device).wait_event(event)
+
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition on the attributes holds; raise the error of a thread that has failed."""
         with self._changed:
@@ -548,11 +571,13 @@ class Follower:
             batch: extrapolate for this batch, by the steps that the weights lack then.
         """
         with self._changed:
+            self._after(self._published)
             if self.version != known or self._extrapolation:
                 torch._foreach_copy_(self.parameters, self._newest)
             if self._extrapolation and batch is not None:
                 num_lacking = batch - 1 - self.version
                 extrapolate(self.parameters, self._move, self._extrapolation * num_lacking)
+            self._read = self.mark()
             return self.version
 
     # ---- the thread -------------------------------------------------------------------------------
@@ -560,7 +585,8 @@ class Follower:
     def _start(self, run: Callable[[], None], name: str) -> None:
         def guarded() -> None:
             try:
-                run()
+                with torch.cuda.stream(self._stream):
+                    run()
             except Exception as problem:  # noqa: BLE001  # raised at the next step
                 with self._changed:
                     self._problem = self._problem or problem
@@ -592,6 +618,10 @@ class Follower:
         """Send this worker's part of a step, or zeros, and receive the weights after it."""
         step, used, servers = order["step"], order["used"], self._servers
         own = self._settle(used, step)
+        with self._changed:
+            self._after(self._read)  # of the memory that is written now
+        for each in own:
+            self._after(each.ready)
         self._drop(order["dropped"], step)
         set_values(self.optimizer, order["options"]["groups"])
         share = 1.0 / len(used)
@@ -611,8 +641,10 @@ class Follower:
             if is_taken:
                 self._newest, self._spare = self._spare, self._newest
             if self._extrapolation:
+                self._after(self._read)
                 torch._foreach_copy_(self._move, self._newest)
                 torch._foreach_sub_(self._move, self._spare if is_taken else self._newest)
+            self._published = self.mark()
             self.num_skipped += not is_taken
             self.version, self.until = step, order["until"]
             self._counts.add(order)
@@ -658,6 +690,8 @@ class Follower:
 
     def _synchronize(self, order: Message) -> None:
         sums = {}
+        with self._changed:
+            self._after(self._read)
         if order["step"] != self._united:  # once: means of means have other last bits
             self._united = order["step"]
             unite([*self._statistics, *self._own], self._workers)
@@ -672,6 +706,7 @@ class Follower:
         if sums:
             self._log.write({"step": order["step"], "used": [], "dropped": [], **sums})
         with self._changed:
+            self._published = self.mark()
             self.num_synchronized += 1
             self.until = None
             self._changed.notify_all()
