@@ -201,7 +201,7 @@ def ending(
     is_bug = not line
     if is_bug:
         message = " ".join(str(error).split())[:_MAX_CHARACTERS]
-        line = f"{_name(error)}{message and ': '}{message}{_place(error)}, which shoal did not expect"
+        line = f"{_name(error)}{message and ': '}{message}{_source_line(error)}, which shoal did not expect"
     trace = "".join(traceback.format_exception(error)) if debug or is_bug else ""
     if is_bug and not debug:
         kept = _keep(trace, run and run / "logs" / f"worker-{rank:05}.traceback")
@@ -294,26 +294,29 @@ def _explain(error: BaseException, *, is_alone: bool = False) -> tuple[str, int]
     if is_out_of_memory(error):
         what = " ".join(str(error).split())[:_MAX_CHARACTERS]
         remedy = "use smaller batches, fewer workers on this host or a smaller model, or see `ulimit -v`"
-        return f"out of memory{what and f' ({what})'}{_place(error)}; {remedy}", EXIT_FAILURE
+        return f"out of memory{what and f' ({what})'}{_source_line(error)}; {remedy}", EXIT_FAILURE
     if not is_alone and is_lost_peer(error):
         what = " ".join(str(error).split())[:_MAX_CHARACTERS]
         return f"another worker was lost ({what}); its own output says why", EXIT_FAILURE
     if type(error).__name__ == "DistStoreError":
         what = " ".join(str(error).split())[:_MAX_CHARACTERS]
         remedy = "a store in a file needs a file system with locks and space: set TMPDIR to a local one"
-        return f"torch's key-value store failed ({what}){_place(error)}; {remedy}", EXIT_FAILURE
+        return f"torch's key-value store failed ({what}){_source_line(error)}; {remedy}", EXIT_FAILURE
     if isinstance(error, OSError):
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         file = " and ".join(names) or _open_file(error)
         what = error.strerror or " ".join(str(error).split()) or type(error).__name__
         remedy = _REMEDIES.get(error.errno or 0, "--debug shows where")
-        return f"{file}{file and ': '}{what}{'' if file else _place(error)}; {remedy}", EXIT_FAILURE
+        return f"{file}{file and ': '}{what}{'' if file else _source_line(error)}; {remedy}", EXIT_FAILURE
     if isinstance(error, UnicodeDecodeError):
         where = f"{_open_file(error) or 'a text'}: byte {error.start + 1} ({error.object[error.start]:#04x})"
-        return f"{where} is not {error.encoding}; convert the file to UTF-8{_place(error)}", EXIT_FAILURE
+        return (
+            f"{where} is not {error.encoding}; convert the file to UTF-8{_source_line(error)}",
+            EXIT_FAILURE,
+        )
     if isinstance(error, UnicodeEncodeError):
         what = f"the character {error.object[error.start]!a} cannot be written in {error.encoding}"
-        return f"{what}{_place(error)}; set PYTHONUTF8=1, or LANG=C.UTF-8", EXIT_FAILURE
+        return f"{what}{_source_line(error)}; set PYTHONUTF8=1, or LANG=C.UTF-8", EXIT_FAILURE
     return "", EXIT_FAILURE
 
 
@@ -323,12 +326,12 @@ def _name(error: BaseException) -> str:
     return kind.__name__ if library == "builtins" else f"{library}.{kind.__name__}"
 
 
-def _place(error: BaseException) -> str:
+def _source_line(error: BaseException) -> str:
     """Return the line of this package that was running, such as `` (shoal/record.py, line 7)``."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(_PACKAGE) and (place := str(file.relative_to(_PACKAGE))) not in _NETS:
-            return f" (shoal/{place}, line {number})"
+        if file.is_relative_to(_PACKAGE) and (source := str(file.relative_to(_PACKAGE))) not in _NETS:
+            return f" (shoal/{source}, line {number})"
     return ""
 
 

@@ -86,7 +86,7 @@ template:
     restartPolicy: OnFailure
     securityContext: {security}
     automountServiceAccountToken: false
-{place}    containers:
+{scheduling}    containers:
     - name: shoal
       image: {image}
       securityContext: {container_security}
@@ -114,7 +114,7 @@ template:
     terminationGracePeriodSeconds: {grace}
     securityContext: {security}
     automountServiceAccountToken: false
-{place}    containers:
+{scheduling}    containers:
     - name: {container}
       image: {image}
       securityContext: {container_security}
@@ -153,7 +153,7 @@ def _helper_job(job: KubernetesJob, name: str) -> str:
         image=job.image,
         port=HELPER_PORT,
         limits=_flow_map(limits),
-        place=_place(job, job.helper_node_selector, job.helper_toleration),
+        scheduling=_scheduling(job, job.helper_node_selector, job.helper_toleration),
         probe=probe if job.helpers_required else "",
         **_common(job, name),
     )
@@ -180,7 +180,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
         grace=job.save_s + _GRACE_MARGIN_S,
         restarts=_RESTARTS,
         gpus=f'      - {{name: SHOAL_GPUS, value: "{job.gpus_per_host}"}}\n' if job.gpus_per_host else "",
-        place=_place(job, job.node_selector, job.toleration),
+        scheduling=_scheduling(job, job.node_selector, job.toleration),
         options="".join(f", {option}" for option in job.launch_options()),
         command=_flow(command),
         servers=f"      - {{name: SHOAL_HELPERS, value: {json.dumps(servers)}}}\n" if servers else "",
@@ -189,7 +189,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
     )
 
 
-def _place(job: KubernetesJob, selector: Sequence[str], tolerations: Sequence[str]) -> str:
+def _scheduling(job: KubernetesJob, selector: Sequence[str], tolerations: Sequence[str]) -> str:
     """Return the lines of a pod about the nodes where it may run, and its service account."""
     labels = {key: value for key, _, value in (label.partition("=") for label in selector)}
     tolerated = ", ".join(f"{{{_flow_map(_toleration(text))}}}" for text in tolerations)

@@ -98,7 +98,7 @@ class MLPerfLog:
         """Write the begin of a block, unless it stands there."""
         if not self._in_block:
             self._in_block = True
-            self._interval(self._keys.BLOCK_START, self._block_s, **self._place("first_epoch_num"))
+            self._interval(self._keys.BLOCK_START, self._block_s, **self._epoch_metadata("first_epoch_num"))
 
     def _end_block(self, time_s: float, samples: int) -> None:
         """Write the end of the block after ``samples`` of the run, if it has any."""
@@ -107,7 +107,7 @@ class MLPerfLog:
         self._samples = samples
         if self._in_block:
             self._in_block = False
-            self._interval(self._keys.BLOCK_STOP, time_s, **self._place("first_epoch_num"))
+            self._interval(self._keys.BLOCK_STOP, time_s, **self._epoch_metadata("first_epoch_num"))
 
     def _evaluation(self, row: Evaluation) -> None:
         keys, begin_s = self._keys, row.time_s - row.seconds
@@ -115,12 +115,12 @@ class MLPerfLog:
         if not self._has_evaluated:
             self._event(keys.EVAL_SAMPLES, row.num_samples, begin_s)
             self._has_evaluated = True
-        self._interval(keys.EVAL_START, begin_s, **self._place())
+        self._interval(keys.EVAL_START, begin_s, **self._epoch_metadata())
         watched = {name: value for name, value in row.metrics.items() if name in self._watched}
         scores = watched or row.metrics
         value: Any = next(iter(scores.values())) if len(scores) == 1 else scores
-        self._event(keys.EVAL_ACCURACY, value, row.time_s, split=row.split, **self._place())
-        self._interval(keys.EVAL_STOP, row.time_s, **self._place())
+        self._event(keys.EVAL_ACCURACY, value, row.time_s, split=row.split, **self._epoch_metadata())
+        self._interval(keys.EVAL_STOP, row.time_s, **self._epoch_metadata())
         self._block_s = row.time_s
 
     def _stop(self, status: str, time_s: float) -> None:
@@ -130,7 +130,7 @@ class MLPerfLog:
             self._end_block(time_s, self._samples)
             self._interval(self._keys.RUN_STOP, time_s, status=status)
 
-    def _place(self, epoch: str = "epoch_num") -> dict[str, float]:
+    def _epoch_metadata(self, epoch: str = "epoch_num") -> dict[str, float]:
         """Return the progress of the run: in samples, and in epochs if it is defined in them."""
         epochs = {epoch: self._samples / self._epoch_samples} if self._epoch_samples else {}
         return {"samples_count": self._samples, **epochs}

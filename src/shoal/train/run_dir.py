@@ -254,13 +254,13 @@ def _this_process() -> _Owner:
         host=socket.gethostname(),
         pid=os.getpid(),
         since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-        place=_place(),
+        place=_process_namespace(),
         started=_status_of(os.getpid())[1],
         token=token,
     )
 
 
-def _place() -> str:
+def _process_namespace() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return " ".join([boot, str(Path("/proc/self/ns/pid").readlink()), settings.host_id() or ""])
@@ -279,7 +279,7 @@ def _status_of(pid: int) -> tuple[str, int]:
 
 
 def _has_ended(owner: _Owner) -> bool:
-    """Return whether a process of this place has ended; ``/proc`` may hide those of other users."""
+    """Return whether a process of this host has ended; ``/proc`` may hide those of other users."""
     try:
         os.kill(owner.pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -361,7 +361,7 @@ def _judge(run_dir: Path, seen: _Seen) -> bool:
         return False
     if owner.released:
         return True
-    if not owner.place or owner.place != _place():
+    if not owner.place or owner.place != _process_namespace():
         return False
     if owner.pid == os.getpid() or _has_ended(owner):
         return True
