@@ -251,9 +251,10 @@ void OfiTransport::hear(std::size_t rail, const Rail::Completion& completion) {
   const std::string wrong = check_message(header, data, size);
   Payload payload;
   if (wrong.empty()) {
-    std::shared_ptr<std::byte> copy = pool_.take(size);
-    if (size) std::memcpy(copy.get(), data, size);
-    payload = Payload::received(std::move(copy), size, header.payload_crc);
+    std::shared_ptr<std::byte> place = sink_.place_for(peer, header);
+    if (!place) place = pool_.take(size);
+    if (size) std::memcpy(place.get(), data, size);
+    payload = Payload::received(std::move(place), size, header.payload_crc);
   }
   rails_[rail]->receive_again(slot);
   ++frames_received_;

@@ -1,12 +1,19 @@
 // Tests what is particular to libfabric; every test of engines runs over it too (carriers() in engine_group.h).
 #ifdef SHOAL_HAS_LIBFABRIC
 
+#include <atomic>
 #include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "base/clock.h"
 #include "check.h"
 #include "engine_group.h"
+#include "transport/ofi.h"
 
 // For the leak checker: libfabric 1.17 forgets what it knows of a peer that connects while an endpoint is closed.
 extern "C" const char* __lsan_default_suppressions() { return "leak:libfabric.so"; }
@@ -74,6 +81,65 @@ TEST(ofi_carries_the_chunks_and_nothing_else) {
     CHECK(counts.at("bytes_sent") - counts.at("fabric_bytes_sent") < 16 << 10);
   }
   group.close();
+}
+
+// A process with one peer. Payloads are written to `place`, if there is one.
+struct Process final : shoal::Sink {
+  Process() {
+    shoal::TransportOptions options;
+    options.fabric = "tcp;ofi_rxm";
+    options.tcp.secret = kSecret;
+    transport = std::make_unique<shoal::OfiTransport>(options, *this);
+    transport->start();
+  }
+  ~Process() override { transport->stop(); }
+
+  int on_introduction(const shoal::Introduction&, std::string&) override { return 0; }
+  void on_connected(int) override { ++connected; }
+  std::shared_ptr<std::byte> place_for(int, const shoal::FrameHeader&) override { return {place, place.get()}; }
+  void on_frame(int, const shoal::FrameHeader&, shoal::Payload payload) override {
+    in_place = payload.data() == place.get();
+    ++received;
+  }
+  void on_down(int, const std::string&) override {}
+  void on_tick() override {}
+  void on_error(const std::string&) override {}
+
+  std::shared_ptr<std::byte> place;
+  std::atomic<int> connected{0}, received{0};
+  std::atomic<bool> in_place{false};
+  std::unique_ptr<shoal::OfiTransport> transport;
+};
+
+void wait_until(const std::function<bool()>& holds) {
+  const auto until = std::chrono::steady_clock::now() + shoal::seconds(kDeadlineS);
+  while (!holds() && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  CHECK(holds());
+}
+
+// A sum is copied once, from the rail's memory to where the operation wants it; what has no place, to a buffer.
+TEST(ofi_payloads_are_written_to_their_place) {
+  constexpr std::size_t kBytes = 20'000;
+  const std::vector<std::byte> sent(kBytes, std::byte{7});
+  Process from, to;
+  const std::shared_ptr<std::byte> place(new std::byte[kBytes]{}, std::default_delete<std::byte[]>());
+  from.transport->set_peer(0, "127.0.0.1", to.transport->port());
+  from.transport->call_peer(0, {"from", true}, kDeadlineS);
+  wait_until([&] { return from.connected == 2 && to.connected == 2; });  // the connection stands; the rails are known
+  for (const bool placed : {true, false}) {
+    to.transport->post([&, placed] { to.place = placed ? place : nullptr; });
+    from.transport->post([&] {
+      from.transport->assert_here();
+      shoal::FrameHeader header;
+      header.type = shoal::FrameType::result;
+      from.transport->send(0, header, shoal::Payload(sent.data(), sent.size()));
+    });
+    const int expected = placed ? 1 : 2;
+    wait_until([&] { return to.received == expected; });
+    CHECK_EQ(to.in_place.load(), placed);
+    CHECK(std::memcmp(place.get(), sent.data(), kBytes) == 0);
+    CHECK(from.transport->counters().at("fabric_frames_sent") == static_cast<std::uint64_t>(expected));
+  }
 }
 
 // A helper without libfabric, and frames larger than a message of it, take TCP.
