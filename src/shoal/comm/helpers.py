@@ -41,6 +41,7 @@ _PATTERN_LENGTH = 240
 MANY_CONNECTIONS = 4
 """Connections to each peer that are tried beside one: clouds limit the rate of a flow."""
 _WORTH_CONNECTIONS = 1.3
+_TURNS = 4  # readings that must all agree before a group takes more connections
 _SAME_RATE = 2.0  # a short probe of links that let bursts through resolves no smaller ratios
 _STANDS_OUT = 1.3  # a helper this far from the median is measured again
 _LIKE_HOST = 1.33  # helpers within this ratio of a worker host count as equal to it
@@ -126,9 +127,18 @@ def remember_connections(number: int) -> None:
     _connections = number
 
 
-def helps_much(rate: float, with_one: float) -> bool:
-    """Return whether a rate with several connections is worth them, beside the rate with one."""
-    return rate > _WORTH_CONNECTIONS * with_one
+def connections_help(one: Callable[[], float], several: Callable[[], float], first: float) -> bool:
+    """Return whether several connections to a peer are worth it: every time, by readings in turn.
+
+    Another program that takes the processors lowers a rate, and nothing raises it: of the rates with one
+    connection (``first`` is one already measured) the best counts.
+    """
+    best = first
+    for _ in range(_TURNS):
+        if several() <= _WORTH_CONNECTIONS * best:
+            return False
+        best = max(best, one())
+    return True
 
 
 def helper_bandwidths() -> tuple[float, ...]:

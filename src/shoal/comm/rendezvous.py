@@ -24,7 +24,7 @@ from shoal.comm.helpers import (
     MANY_CONNECTIONS,
     Probe,
     bandwidth_of,
-    helps_much,
+    connections_help,
     measured_connections,
     name_of,
     reachable_helpers,
@@ -177,10 +177,8 @@ def _measured(
     if not member.rules["connections"] and not fabric_providers(member.options.transport):
         trial, its_records = member.another(MANY_CONNECTIONS, "trial", share=False)
         other = replace(probe, engine=trial, records=its_records)
-        several = helps_much(with_several := other.host_rate(), host)
+        several = connections_help(probe.host_rate, other.host_rate, host)
         trial.close()
-        if several:  # once more: another program may have taken the processors during the first reading
-            several = helps_much(with_several, probe.host_rate())
         remember_connections(MANY_CONNECTIONS if several else 1)
         if several:
             engine.close()

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.comm.helpers import Probe, confirmed, until_steady
+from shoal.comm.helpers import Probe, confirmed, connections_help, until_steady
 
 
 class Link:
@@ -129,3 +129,18 @@ def test_one_helper_of_many_hosts_is_not_measured_for_seconds() -> None:
     probe.spent_s = 0.0
     probe.helper_rates(host, 1)
     assert probe.spent_s < 1.5
+
+
+@pytest.mark.parametrize(
+    ("one", "several", "helps"),
+    [
+        pytest.param([1.0] * 5, [4.0] * 4, True, id="flows-are-capped"),
+        pytest.param([1.0] * 5, [1.0] * 4, False, id="one-fills-the-link"),
+        pytest.param([0.6, 0.6, 1.0, 0.6, 0.6], [1.0] * 4, False, id="one-was-disturbed-twice"),
+        pytest.param([1.0] * 5, [2.0, 1.1, 2.0, 2.0], False, id="several-were-faster-once"),
+        pytest.param([0.5, 1.0, 1.0, 1.0, 1.0], [4.0] * 4, True, id="capped-and-disturbed"),
+    ],
+)
+def test_more_connections_must_help_every_time(one: list[float], several: list[float], helps: bool) -> None:
+    first, *later = one
+    assert connections_help(iter(later).__next__, iter(several).__next__, first) is helps
