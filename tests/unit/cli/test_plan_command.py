@@ -179,16 +179,17 @@ def batches_of(config: Any, num_workers: int) -> list[tuple[Any, BatchPlan]]:
     return [(sizes, parallel.plan(sizes, num_workers, section=section)) for section, sizes in phases]
 
 
-def assert_the_command_trains_as_planned(recipe: str, preset: str, cluster: str) -> bool:
-    """Compare a plan with what its command resolves to; return whether there is a plan."""
+def assert_the_command_trains_as_planned(recipe: str, preset: str, cluster: str) -> str:
+    """Compare a plan with its command's settings, or its refusal with training's; return which."""
     try:
         found = plan(f"{recipe}-{preset}", cluster, algorithms=["hierarchical-ring"])[0]
     except UsageError as error:
-        if "fits on no layout" not in str(error):
-            num_workers = Catalog().machines(cluster).num_accelerators
-            with pytest.raises(UsageError, match=re.escape(str(error))):
-                batches_of(preset_settings(recipe, preset), num_workers)
-        return False
+        if "fits on no layout" in str(error):
+            return "too large"
+        num_workers = Catalog().machines(cluster).num_accelerators
+        with pytest.raises(UsageError, match=re.escape(str(error))):
+            batches_of(preset_settings(recipe, preset), num_workers)
+        return "refused"
     name, config = settings_of(command_of(found)[1:])
     assert name == recipe
     assert getattr(config, "parallel", StagesConfig()).pipeline == found.layouts[0].stages
@@ -201,19 +202,22 @@ def assert_the_command_trains_as_planned(recipe: str, preset: str, cluster: str)
             assert run.num_steps == steps
         if length := getattr(sizes, "max_seq_length", None):
             assert part.workload.tokens_per_sample == length
-    return True
+    return "planned"
 
 
 def test_a_plan_is_what_its_command_trains() -> None:
     every = [(*preset, cluster) for preset in PRESETS for cluster in CLUSTERS]
-    planned = [assert_the_command_trains_as_planned(*each) for each in Random(51).sample(every, 60)]
-    assert sum(planned) > 20
+    outcomes = [assert_the_command_trains_as_planned(*each) for each in Random(51).sample(every, 60)]
+    assert outcomes.count("planned") > 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "preset"), PRESETS)
 def test_every_plan_is_what_its_command_trains(recipe: str, preset: str) -> None:
-    assert sum(assert_the_command_trains_as_planned(recipe, preset, cluster) for cluster in CLUSTERS)
+    outcomes = {assert_the_command_trains_as_planned(recipe, preset, cluster) for cluster in CLUSTERS}
+    assert outcomes - {
+        "too large"
+    }  # a batch of 2 divides over no cluster of the catalog, nor does training's
 
 
 def test_a_preset_has_its_own_steps() -> None:

@@ -57,8 +57,9 @@ class DetectionReader(ShardReader):
             threads: that decode; default: the cores that this process may use.
             dtype: of the images; uint8: as decoded, for
                 :class:`~shoal.data.images.normalise.Normalisation`.
-            on_bad, most_bad: see :class:`~shoal.data.images.reader.ShardReader`; an image is replaced by one
-                that is as wide or as tall.
+            on_bad: see :class:`~shoal.data.images.reader.ShardReader`; an image is replaced by one of the
+                same aspect.
+            most_bad: see there.
 
         Raises:
             UsageError: the split has no images, or ``threads`` is below 1.

@@ -205,7 +205,8 @@ class ImageReader(ShardReader):
             threads: that decode; default: the cores that this process may use.
             dtype: of the images, as the transform writes them (uint16: the bits of bfloat16).
             channels_last: memory format of the images. Those from loader processes are never channels last.
-            on_bad, most_bad: see :class:`ShardReader`.
+            on_bad: see :class:`ShardReader`.
+            most_bad: see there.
 
         Raises:
             UsageError: the split has no images, or ``threads`` is below 1.
