@@ -8,7 +8,9 @@ package calls the methods of their base, :class:`CollectiveEngine`. Independent 
 from __future__ import annotations
 
 import atexit
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cache
@@ -21,6 +23,7 @@ from shoal.errors import ShoalError, UsageError
 
 _FABRIC = "ofi:"
 _MAX_BYTES = 1 << 40
+_UNINTERRUPTED_S = 0.5  # a wait in C++ returns to Python this often, for signals
 _Range = tuple[float, float, int]
 _RANGES: dict[str, _Range] = {
     "min_window_bytes": (0, _MAX_BYTES, 1),
@@ -306,11 +309,16 @@ class CollectiveEngine:
     def wait(self, handle: int, timeout_s: float | None = None) -> bool:
         """Wait for an operation; return ``False`` if it has not completed after ``timeout_s``.
 
+        Signals are handled meanwhile: Ctrl-C raises ``KeyboardInterrupt``.
+
         Raises:
             CommError: the operation failed.
         """
-        done: bool = self._engine.wait(handle, -1.0 if timeout_s is None else max(timeout_s, 0.0))
-        return done
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._engine.wait(handle, min(_UNINTERRUPTED_S, max(until - time.monotonic(), 0.0))):
+            if time.monotonic() >= until:
+                return False
+        return True
 
     def is_done(self, handle: int) -> bool:
         """Return whether the operation has completed or failed."""

@@ -50,3 +50,42 @@ def test_three_processes_join(by: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     said = [worker.communicate(timeout=60)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0, 0], "\n".join(said)
+
+
+INTERRUPTED = """
+import signal, sys, time
+from pathlib import Path
+from shoal.comm.job_group import join
+
+interrupted = Path(sys.argv[1])
+group = join(timeout_s=20.0)
+if group.rank == 0:
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # what Ctrl-C does
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        group.barrier()
+    except KeyboardInterrupt:
+        interrupted.touch()
+else:
+    while not interrupted.exists():
+        time.sleep(0.05)
+    group.barrier()
+assert group.broadcast_bytes(b"as before") == b"as before"
+group.close()
+"""
+
+
+def test_a_wait_for_others_can_be_interrupted(tmp_path: Path) -> None:
+    variables = {"WORLD_SIZE": "2", "SHOAL_STORE_FILE": str(tmp_path / "store")}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED, str(tmp_path / "interrupted")],
+            env={**os.environ, **variables, "RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert [worker.wait(timeout=40) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
