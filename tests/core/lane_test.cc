@@ -263,14 +263,18 @@ TEST(lane_returns_the_call_that_failed_and_goes_on) {
       const fake::Array source(8 * kColumns * kRanks), target(8 * kColumns);
       Device device(3);
       const auto engine = std::make_shared<LateEngine>(5);
-      // A copy waits: so long that the sender sleeps.
-      device.compute.run([] { std::this_thread::sleep_for(std::chrono::milliseconds(2)); });
+      // Copies wait until the sender sleeps or its call has failed.
+      const auto has_ended = std::make_shared<std::atomic<bool>>(false);
+      device.compute.run([has_ended, sleeps = fake_cuda_count(fake_synchronizes)] {
+        while (!*has_ended && fake_cuda_count(fake_synchronizes) == sleeps) std::this_thread::yield();
+      });
       const fake::Event ready(device.compute), later;
       const auto begin = [&](const fake::Event& after) {
         return device.lane.begin(engine, transfer_of(Kind::reduce_scatter, 8 * kColumns, &source, &target, after));
       };
       fake_cuda_fail(function, std::string(function) == "cudaEventSynchronize" ? 0 : nth, 719);
       const std::string message = CHECK_THROWS(shoal::CudaError, ends(device, begin(ready)));
+      *has_ended = true;
       CHECK_EQ(message, std::string(function) + ": cudaErrorLaunchFailure (719): unspecified launch failure");
       fake_cuda_reset();
       for (int k = 0; k < 3; ++k) CHECK(ends(device, begin(later)));  // no buffer was lost
