@@ -22,6 +22,7 @@ from device_checks import (
     check_bounded,
     check_captures_beside_collectives,
     check_collectives,
+    check_eight_bits,
     check_local,
     check_lost,
     check_rounded,
@@ -90,7 +91,9 @@ def test_graphs_are_replayed_between_collectives(tmp_path: Path) -> None:
     run_group(check_graphs, 2, tmp_path, hosts=("a", "b"))
 
 
-@pytest.mark.parametrize("check", [check_streams, check_captures_beside_collectives, check_training])
+@pytest.mark.parametrize(
+    "check", [check_streams, check_captures_beside_collectives, check_training, check_eight_bits]
+)
 def test_order_with_streams_captures_and_training(check: Any, tmp_path: Path) -> None:
     run_group(check, 2, tmp_path, Gpu(), hosts=("a", "b"))
 

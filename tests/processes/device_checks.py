@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.engine import CommError
-from shoal.comm.hooks import bf16_wire
+from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.comm.native_group import python_group
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
@@ -307,6 +307,8 @@ def trained(rank: int, device: str, wrap: str) -> list[Tensor]:
         module = DistributedDataParallel(module, bucket_cap_mb=0.003)
         if wrap == "bf16":
             module.register_comm_hook(None, bf16_wire)
+        if wrap == "int8":
+            module.register_comm_hook(None, EightBitWire(module.module.named_parameters()))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in range(3):
         inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
@@ -325,6 +327,34 @@ def check_training(rank: int, gpu: Gpu) -> None:
         with gpu.used(seed=7 + rank):
             found = trained(rank, gpu.type, wrap)
         gpu.has_same_weights(found, plain)
+
+
+def sums_in_eight_bits(rank: int, put: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return the sums of three steps, and the residuals after them."""
+    parameters = [nn.Parameter(put(torch.zeros(shape))) for shape in ((700,), (41, 30), (1,))]
+    wire = EightBitWire([(str(number), each) for number, each in enumerate(parameters)])
+    count = sum(each.numel() for each in parameters)
+    sums = []
+    for step in range(3):
+        numbers = torch.randn(count, generator=torch.Generator().manual_seed(100 * step + rank))
+        if step == 1:
+            numbers[5] = torch.inf  # a block that arrives as NaN and leaves no residual
+        sums.append(wire.sum(put(numbers), parameters).wait().cpu())
+    return [*sums, *(each.cpu() for each in wire.residuals().values())]
+
+
+def check_eight_bits(rank: int, gpu: Gpu) -> None:
+    small_pieces()
+    plain = sums_in_eight_bits(rank, torch.clone)
+    exact = trained(rank, "cpu", "ddp")
+    with gpu.used(seed=7 + rank):
+        found = sums_in_eight_bits(rank, gpu.put)
+        weights = trained(rank, gpu.type, "int8")
+    assert plain[1].isnan().sum() == 256
+    for mine, wanted in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
+    for mine, wanted in zip(weights, exact, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-3)
 
 
 def check_lost(rank: int, gpu: Gpu, size: int) -> None:

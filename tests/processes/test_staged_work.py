@@ -20,6 +20,7 @@ from device_checks import (
     check_bounded,
     check_captures_beside_collectives,
     check_collectives,
+    check_eight_bits,
     check_local,
     check_lost,
     check_rounded,
@@ -79,7 +80,9 @@ def test_futures_and_waits_of_other_streams(tmp_path: Path) -> None:
     run_group(check_order, 2, tmp_path, hosts=("a", "b"), environment=PYTHON_GROUP)
 
 
-@pytest.mark.parametrize("check", [check_streams, check_captures_beside_collectives, check_training])
+@pytest.mark.parametrize(
+    "check", [check_streams, check_captures_beside_collectives, check_training, check_eight_bits]
+)
 def test_order_with_streams_captures_and_training(check: Any, tmp_path: Path) -> None:
     run_group(check, 2, tmp_path, FakeGpu(), hosts=("a", "b"), environment=PYTHON_GROUP)
 

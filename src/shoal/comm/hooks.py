@@ -25,8 +25,8 @@ residual takes the place of its worker's, because a worker's own part is never r
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -95,13 +95,40 @@ class _Exchange:
     buffers: _BucketBuffers
     buffer: Tensor
     work: Any
-    begun: Future[Any] = field(default_factory=Future)
+    begun: Future[Tensor]
     error: Exception | None = None
 
-    def outcome(self, _: Future[Any]) -> Tensor:
+    def outcome(self, _: Future[Tensor]) -> Tensor:
         if self.error is not None:
             raise self.error
         return self.buffer
+
+
+class _Stage:
+    """Takes the buckets through one part of an exchange, in order: a thread, and on a GPU a stream."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, f"shoal-8bit-{name}")
+        self._stream: torch.cuda.Stream | None = None
+
+    def submit(self, step: Callable[[_Exchange], None], exchange: _Exchange) -> None:
+        """Run a step of an exchange; DDP raises its error."""
+        self._thread.submit(self._run, step, exchange)
+
+    def _run(self, step: Callable[[_Exchange], None], exchange: _Exchange) -> None:
+        try:
+            with self._stream_of(exchange.buffer.device):
+                step(exchange)
+        except Exception as problem:  # noqa: BLE001  # raised by DDP
+            exchange.error = problem
+            exchange.begun.set_result(exchange.buffer)
+
+    def _stream_of(self, device: torch.device) -> AbstractContextManager[Any]:
+        if device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._stream)
 
 
 class EightBitWire:
@@ -162,32 +189,22 @@ class EightBitWire:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
         self._residuals: dict[str, Tensor] = {}
         self._buffers: dict[tuple[int, ...], _BucketBuffers] = {}
-        # One thread each, so that buckets pass each stage in order.
-        self._adding = ThreadPoolExecutor(1, "shoal-8bit-sums")
-        self._reading = ThreadPoolExecutor(1, "shoal-8bit-results")
+        self._adding, self._reading = _Stage("sums"), _Stage("results")
         self._is_exact = False
         self.__name__ = self.__qualname__ = type(self).__name__  # DDP reads them
 
     def __call__(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        """Average a bucket; ``state`` is unused.
-
-        Raises:
-            UsageError: the gradients are not on the CPU.
-        """
+        """Average a bucket; ``state`` is unused."""
         buffer = bucket.buffer()
         if self._is_exact or buffer.dtype != torch.float32:
             return default_hooks.allreduce_hook(self._group, bucket)
-        if buffer.device.type != "cpu":
-            raise UsageError(
-                f"8-bit gradients on {buffer.device}: EightBitWire takes CPU tensors; use bf16_wire there"
-            )
         return self.sum(buffer.div_(self._size), bucket.parameters())
 
     def sum(self, buffer: Tensor, parameters: Iterable[Tensor]) -> Future[Tensor]:
         """Begin to replace float32 gradients by their sum over the workers; the future is for its end.
 
         Args:
-            buffer: the gradients of ``parameters`` one after the other, ``[N]``, on the CPU.
+            buffer: the gradients of ``parameters`` one after the other, ``[N]``.
             parameters: the same ones in the same order on every worker.
         """
         buffers = self._buffers_of(buffer, tuple(parameters))
@@ -204,8 +221,9 @@ class EightBitWire:
             if other != self._rank:
                 int8_blocks.encode(buffers.residual[other], values[other], scales[other])
         work = dist.all_to_all_single(buffers.received, buffers.sent, group=self._group, async_op=True)
-        exchange = _Exchange(buffers=buffers, buffer=buffer, work=work)
-        self._adding.submit(_guarded, self._add_up, exchange)
+        begun: Future[Tensor] = Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
+        exchange = _Exchange(buffers=buffers, buffer=buffer, work=work, begun=begun)
+        self._adding.submit(self._add_up, exchange)
         return exchange.begun.then(exchange.outcome)
 
     def _add_up(self, exchange: _Exchange) -> None:
@@ -218,12 +236,12 @@ class EightBitWire:
         exchange.work = dist.all_gather_into_tensor(
             buffers.sums.view(-1), buffers.served, group=self._back, async_op=True
         )
-        self._reading.submit(_guarded, self._read, exchange)
+        self._reading.submit(self._read, exchange)
 
     def _read(self, exchange: _Exchange) -> None:
         exchange.work.wait()
         int8_blocks.decode_rows(exchange.buffers.sums, exchange.buffer)
-        exchange.begun.set_result(None)
+        exchange.begun.set_result(exchange.buffer)
 
     @contextmanager
     def no_error_feedback(self) -> Iterator[None]:
@@ -242,13 +260,13 @@ class EightBitWire:
     def _buffers_of(self, buffer: Tensor, parameters: tuple[Tensor, ...]) -> _BucketBuffers:
         """Return the buffers of a bucket; if DDP has rebuilt its buckets, carry the residuals over."""
         key = tuple(map(id, parameters))
-        if (found := self._buffers.get(key)) is not None:
-            return found
+        if (known := self._buffers.get(key)) is not None:
+            return known
         count = buffer.numel()
         num_blocks = -(-count // (self._size * int8_blocks.BLOCK))
-        rows = torch.zeros(self._size, num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8)
+        rows = buffer.new_zeros(self._size, num_blocks * int8_blocks.BLOCK_BYTES, dtype=torch.uint8)
         buffers = _BucketBuffers(
-            residual=torch.zeros(self._size, num_blocks, int8_blocks.BLOCK),
+            residual=buffer.new_zeros(self._size, num_blocks, int8_blocks.BLOCK),
             sent=rows,
             received=rows.clone(),
             served=rows[0].clone(),
@@ -310,15 +328,6 @@ class EightBitWire:
         for full in sorted(tensors, key=lambda full: int(full.partition(".")[0])):
             name = full.partition(".")[2]
             if name in self._residuals:
-                self._residuals[name].add_(tensors[full])
+                self._residuals[name].add_(tensors[full].to(self._residuals[name].device))
             else:
                 self._residuals[name] = tensors[full].clone()
-
-
-def _guarded(step: Callable[[_Exchange], None], exchange: _Exchange) -> None:
-    """Run a stage of an exchange; DDP raises its error."""
-    try:
-        step(exchange)
-    except Exception as problem:  # noqa: BLE001  # raised by DDP
-        exchange.error = problem
-        exchange.begun.set_result(None)

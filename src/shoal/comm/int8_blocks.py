@@ -3,6 +3,8 @@
 A block is 256 signed bytes q and one float32 scale s, 1/127 of the largest magnitude in the block; it
 represents the numbers q · s, in 1.016 bytes per number. The rounding error is at most s / 2 per number and is
 exact: x - fl(q · s) is representable in float32 (Sterbenz's lemma; for q = 0 it is x itself).
+
+Every device gives the same bits: each step rounds once, by IEEE 754. On a GPU nothing waits for a result.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ LEVELS = 127
 _MIN_SCALE = torch.finfo(torch.float32).tiny
 """Blocks with a smaller scale are sent as zeros: division by a subnormal loses precision."""
 _TILE = 256
-"""Blocks processed at a time: 256 KiB, so that several passes over them hit the cache."""
+"""Blocks that a CPU processes at a time: 256 KiB, so that several passes over them hit the cache."""
 
 
 def values_and_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +55,8 @@ def encode(numbers: Tensor, values: Tensor, scales: Tensor) -> None:
         scale.copy_(piece.abs().amax(1).div_(LEVELS))
         scale.masked_fill_(scale < _MIN_SCALE, 0.0)
         steps = piece.div(scale.masked_fill(scale == 0.0, 1.0)[:, None]).round_()
-        if not (finite := scale.isfinite()).all():
+        finite = scale.isfinite()
+        if not _is_host(piece) or not finite.all():  # to ask a GPU would wait for it
             scale.masked_fill_(~finite, torch.nan)
             steps.masked_fill_(~finite[:, None], 0.0)
             piece.masked_fill_(~finite[:, None], 0.0)
@@ -72,15 +75,15 @@ def add_in_order(received: Tensor, own: Tensor, rank: int) -> None:
 
     Args:
         received: uint8 [n, m * BLOCK_BYTES], row r from rank r. The row of ``rank`` is not read: its numbers
-        are
-            ``own``, which were not rounded.
+            are ``own``, which were not rounded.
         own: float32 [m, BLOCK], overwritten with the sum.
         rank: of this process.
     """
     values, scales = values_and_scales(received)
-    total, term = (torch.empty(min(_TILE, len(own)), BLOCK) for _ in range(2))
-    for begin in range(0, len(own), _TILE):
-        piece = own[begin : begin + _TILE]
+    tile = _tile_of(own)
+    total, term = (own.new_empty(tile, BLOCK) for _ in range(2))
+    for begin in range(0, len(own), tile):
+        piece = own[begin : begin + tile]
         end, size = begin + len(piece), len(piece)
         for other in range(len(received)):
             target = total[:size] if other == 0 else term[:size]
@@ -104,4 +107,14 @@ def decode_rows(rows: Tensor, flat: Tensor) -> None:
 
 
 def _tiles(numbers: Tensor, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    return zip(*(torch.split(each, _TILE) for each in (numbers, values, scales)), strict=True)
+    tile = _tile_of(numbers)
+    return zip(*(torch.split(each, tile) for each in (numbers, values, scales)), strict=True)
+
+
+def _tile_of(numbers: Tensor) -> int:
+    """Return how many blocks are processed at a time; a GPU takes all of them."""
+    return max(min(_TILE, len(numbers)) if _is_host(numbers) else len(numbers), 1)
+
+
+def _is_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"

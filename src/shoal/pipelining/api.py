@@ -162,11 +162,6 @@ def pipeline(
         >>> stage.close()
     """
     own_device = device_of(device, mesh)
-    if isinstance(wire, type) and own_device.type != "cpu":
-        raise UsageError(
-            f"wire {wire.__name__} (distributed.wire int8) is for tensors on CPUs, and stages are on "
-            f"{own_device}; use bf16 or fp32"
-        )
     groups = make_process_groups(mesh, data_parallel, own_device)
     example = {name: tensor.detach() for name, tensor in example_inputs.items()}
     source = groups.together(lambda: _source(model, example, microbatches, modules, own_device))

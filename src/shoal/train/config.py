@@ -124,8 +124,8 @@ class DistributedConfig:
     timeout_s: float = 600.0
     """Timeout of collectives in seconds."""
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Format of fp32 gradients on the network: bf16 halves the bytes; int8 (blocks with error feedback, CPU
-    only) sends a quarter."""
+    """Format of fp32 gradients on the network: bf16 halves the bytes; int8 (blocks with error feedback)
+    sends a quarter."""
     shares: str = "equal"
     """Division of the global batch among workers: equal; by-speed: proportional to the measured speed of
     each; or the directory of a run, whose shares are repeated."""

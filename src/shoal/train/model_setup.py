@@ -51,8 +51,7 @@ def wrap_model(
         lap: called with ``"backward"`` when the last gradient is ready; the rest of backward is waiting.
 
     Raises:
-        UsageError: 8-bit gradients on a GPU, or a model that is sharded, wrapped already or has nothing to
-            train.
+        UsageError: the model is sharded, wrapped already or has nothing to train.
     """
     _require_replica(model)
     recommended = recommended_bucket_bytes(
@@ -74,10 +73,6 @@ def wrap_model(
 
         hook = bf16_wire
     elif config.wire == "int8":
-        if world.device.type != "cpu":
-            raise UsageError(
-                "distributed.wire int8 supports CPU tensors only, and this run uses GPUs: use bf16 or fp32"
-            )
         from shoal.comm.hooks import EightBitWire
 
         timeout = timedelta(seconds=config.timeout_s)

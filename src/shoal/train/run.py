@@ -370,9 +370,6 @@ class Run:
         Args:
             average: whether backward averages. Otherwise each worker clips its own gradient, and
                 :meth:`Step.update` averages.
-
-        Raises:
-            UsageError: 8-bit gradients on a GPU.
         """
         ddp = wrap_model(
             model.to(self.world.device),

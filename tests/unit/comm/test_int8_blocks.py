@@ -69,6 +69,32 @@ def test_a_block_that_is_not_finite_travels_as_nan_and_leaves_nothing(bad: float
     assert torch.equal((out.double() + rest.double())[others], numbers.double()[others])
 
 
+@pytest.mark.parametrize("bad", [0.0, math.inf])
+def test_what_a_gpu_computes_has_the_bits_of_a_cpu(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = some_blocks(600)
+    numbers[5, 100] = bad
+
+    def results() -> list[Tensor]:
+        rest, out, total = numbers.clone(), torch.empty_like(numbers), numbers.clone()
+        row = torch.zeros(600 * BLOCK_BYTES, dtype=torch.uint8)
+        int8_blocks.encode(rest, *int8_blocks.values_and_scales(row))
+        int8_blocks.decode(*int8_blocks.values_and_scales(row), out)
+        int8_blocks.add_in_order(torch.stack([row] * 3), total, 1)
+        return [row, rest, out.view(torch.int32), total.view(torch.int32)]
+
+    on_cpu = results()
+    monkeypatch.setattr(int8_blocks, "_is_host", lambda _: False)
+    assert all(map(torch.equal, results(), on_cpu))
+
+
+def test_nothing_asks_a_gpu_for_a_number() -> None:
+    numbers, rows = torch.empty(600, BLOCK, device="meta"), torch.empty(3, 600 * BLOCK_BYTES, device="meta")
+    rows = rows.to(torch.uint8)
+    int8_blocks.encode(numbers, *int8_blocks.values_and_scales(rows[0]))
+    int8_blocks.add_in_order(rows, numbers, 1)
+    int8_blocks.decode_rows(rows, torch.empty(3 * 600 * BLOCK - 100, device="meta"))
+
+
 def test_a_row_is_all_values_and_then_all_scales() -> None:
     rows = torch.zeros(2, 3 * BLOCK_BYTES, dtype=torch.uint8)
     values, scales = int8_blocks.values_and_scales(rows)
