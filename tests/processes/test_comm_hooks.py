@@ -14,10 +14,11 @@ import torch.distributed as dist
 from shoal_workers import exit_codes, group_counters, run_group
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wire_oracle as oracle
-from shoal.comm.hooks import EightBitWire, bf16_wire
+from shoal.comm.hooks import Bf16ReduceScatter, EightBitWire, bf16_wire
 from shoal.comm.int8_blocks import BLOCK, BLOCK_BYTES
 from shoal.train.checkpoint import Checkpointer
 
@@ -134,6 +135,28 @@ def test_bf16_is_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
         for number, shape in enumerate(SHAPES):
             a, b, c = (gradient(shape, number, other, 0).bfloat16().float() for other in range(3))
             assert torch.equal(found[number], ((a + b) + c).bfloat16().float() / 3)
+
+
+def shards_in_bf16(rank: int, out: Path) -> None:
+    module: Any = fully_shard(Given(SHAPES), mesh=dist.init_device_mesh("cpu", (3,)))
+    module.set_custom_reduce_scatter(Bf16ReduceScatter())
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)
+    for step in range(2):  # gradients of two micro-batches
+        module(gradients(SHAPES, rank, step)).backward()
+    torch.save([parameter.grad.full_tensor() for parameter in module.parameters()], out / f"{rank}.pt")
+
+
+def test_shards_of_fsdp_get_sums_in_bf16_that_are_rounded_once(tmp_path: Path) -> None:
+    run_group(shards_in_bf16, 3, tmp_path, tmp_path, hosts=HOSTS[:3])
+    for rank in range(3):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for number, shape in enumerate(SHAPES):
+            wanted = torch.zeros(shape)
+            for step in range(2):
+                a, b, c = (gradient(shape, number, other, step).bfloat16().float() for other in range(3))
+                wanted += ((a + b) + c).bfloat16()
+            assert torch.equal(found[number], wanted)
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------

@@ -297,6 +297,7 @@ def on_four_ranks(worker: Worker) -> dict[str, Any]:
         "tied on four": tied_weight(worker, most_bytes=1_000, ranks=4, schedule="gpipe"),
         "verified": verified_replicas(worker),
         "8 bits": eight_bits(worker),
+        "bf16 shards": three_steps(worker, "t5", ranks=2, replicas=2, shard=True, wire=torch.bfloat16),
     }
 
 
@@ -317,6 +318,7 @@ def test_training_equals_one_process(tmp_path: Path) -> None:
     check_evaluation([found["evaluation"] for found in two])
     check_ties(two, four)
     check_eight_bits([found["8 bits"] for found in four])
+    assert all(1e-4 < found["bf16 shards"] < 1e-2 for found in four), four
     check_memory([found["saved"] for found in two])
     check_trace([found["traced"] for found in two])
     assert all("verify: the pipeline's first step differs" in found["verified"] for found in two)

@@ -203,11 +203,12 @@ class StagesConfig:
         """Check that replicas of stages can send their gradients in the format ``wire``.
 
         Raises:
-            UsageError: another one than fp32 for gradients that FSDP2 sums.
+            UsageError: 8-bit blocks for gradients that FSDP2 sums.
         """
-        if wire != "fp32" and self.shard:
+        if wire == "int8" and self.shard:
             raise UsageError(
-                f"distributed.wire {wire}: with parallel.shard, replicas add their gradients in fp32"
+                "distributed.wire int8: its residuals would take the memory that parallel.shard saves; use "
+                "bf16"
             )
 
     def check(self, config: Any) -> None:

@@ -131,8 +131,8 @@ def pipeline(
             ``torch.float16`` with a loss scale (:class:`Pipeline`). Do not run ``step`` inside
             ``torch.autocast``, since it runs the backward pass too. Default: that of the parameters.
         wire: dtype in which replicas send fp32 gradients: ``torch.bfloat16`` for half the bytes,
-            the class :class:`shoal.EightBitWire` for a quarter, with error feedback, on CPUs; not those
-            that ``shard`` divides. Default: as they are.
+            the class :class:`shoal.EightBitWire` for a quarter, with error feedback, but not with ``shard``.
+            Default: as they are.
 
     Raises:
         UsageError: the model cannot be exported or split as requested, or fits no device; the message is the
@@ -194,7 +194,7 @@ def pipeline(
     else:
         move_stages(own_device, mine)
     if shard and data_parallel is not None and data_parallel.size() > 1:
-        shard_stages(runners.values(), data_parallel, repeated(used_by))
+        shard_stages(runners.values(), data_parallel, repeated(used_by), wire)
     checked = verify or plan.schedule.name in SPLIT_BACKWARD
     if checked and any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError("verify needs a model that is not on the meta device: it is run unsplit")

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from shoal.comm.hooks import Bf16ReduceScatter
+from shoal.errors import UsageError
 from shoal.pipelining.stage import StageModule, replace_tensors
 from shoal.pipelining.stage_runner import StageRunner
 
@@ -41,12 +43,25 @@ def state_of(runners: Iterable[StageRunner]) -> tuple[dict[str, nn.Parameter], d
     return parameters, buffers, set(buffers) - saved
 
 
-def shard_stages(runners: Iterable[StageRunner], mesh: DeviceMesh, whole: Collection[str]) -> None:
+def shard_stages(
+    runners: Iterable[StageRunner],
+    mesh: DeviceMesh,
+    whole: Collection[str],
+    wire: torch.dtype | type | None = None,
+) -> None:
     """Wrap each stage by FSDP2, with gradients summed over the replicas.
 
     Args:
         whole: names of parameters that are not sharded.
+        wire: dtype in which float32 gradients are sent; default: as they are.
+
+    Raises:
+        UsageError: it is not bf16.
     """
+    if wire not in (None, torch.bfloat16):
+        raise UsageError(
+            f"wire {wire} with shard: FSDP2's gradients are sent in torch.bfloat16, or as they are"
+        )
     for runner in runners:
         names = runner.stage.parameter_names
         own = dict(runner.stage.named_parameters(remove_duplicate=False))
@@ -56,3 +71,5 @@ def shard_stages(runners: Iterable[StageRunner], mesh: DeviceMesh, whole: Collec
         fully_shard(runner, mesh=mesh, ignored_params=ignored)
         runner.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # fully_shard has changed its class
         runner.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        if wire is not None:
+            runner.set_custom_reduce_scatter(Bf16ReduceScatter())  # type: ignore[operator]

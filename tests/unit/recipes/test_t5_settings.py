@@ -112,8 +112,8 @@ def test_layouts_that_cannot_be(sections: dict[str, Any], num_workers: int, mess
             "mode bounded does not go with a model in stages or shards: each stage would have servers",
         ),
         (
-            {"distributed": {"wire": "bf16"}, "parallel": {"shard": True}},
-            "wire bf16: with parallel.shard, replicas add their gradients in fp32",
+            {"distributed": {"wire": "int8"}, "parallel": {"shard": True}},
+            "wire int8: its residuals would take the memory that parallel.shard saves",
         ),
         ({"data": {"noise_density": 0.0}}, "noise_density 0.0 must lie between"),
         ({"parallel": {"pipeline": 0}}, "parallel.pipeline 0 must be at least 1"),
