@@ -18,8 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wire_oracle as oracle
-from shoal.comm.hooks import Bf16ReduceScatter, EightBitWire, bf16_wire
+from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.comm.int8_blocks import BLOCK, BLOCK_BYTES
+from shoal.pipelining.device_placement import Bf16ReduceScatter
 from shoal.train.checkpoint import Checkpointer
 
 HOSTS = ("a", "b", "c", "d")

@@ -1,10 +1,9 @@
-"""Compresses gradients on the wire: hooks of DistributedDataParallel, and FSDP2's reduce-scatter.
+"""Compresses DistributedDataParallel's gradients on the wire: hooks for ``register_comm_hook``.
 
     ddp.register_comm_hook(None, bf16_wire)                             # half the bytes of fp32
     ddp.register_comm_hook(None, EightBitWire(ddp.module.named_parameters()))     # about a quarter
-    fsdp_module.set_custom_reduce_scatter(Bf16ReduceScatter())
 
-The two in bf16 are stateless. :class:`EightBitWire` averages a bucket over n workers as follows:
+``bf16_wire`` is stateless. :class:`EightBitWire` averages a bucket over n workers as follows:
 
 1.  Each worker adds its gradient / n to its *residual*, the error that earlier steps have left.
 2.  The bucket is divided into n parts, and worker r serves part r: all others send it that part in 8-bit
@@ -72,51 +71,6 @@ def bf16_wire(group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Ten
 
     future: Future[Tensor] = work.get_future().then(widen)
     return future
-
-
-class Bf16ReduceScatter:
-    """Sends FSDP2's float32 gradients in bf16, for ``set_custom_reduce_scatter``; others unchanged.
-
-    On backend shoal, servers add in float32 and round once. FSDP2's own ``reduce_dtype`` also adds up
-    micro-batches in bf16; here they are added in float32.
-
-    Example (one process; under torchrun every rank does the same):
-
-        >>> import torch.distributed as dist
-        >>> from torch.distributed.fsdp import fully_shard
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> model = fully_shard(nn.Linear(4, 2), mesh=dist.init_device_mesh("cpu", (1,)))
-        >>> model.set_custom_reduce_scatter(Bf16ReduceScatter())
-        >>> dist.destroy_process_group()
-    """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the gradients of a module, or for this rank's part of the sums."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce ``input_tensor`` into ``output_tensor``, on the current stream.
-
-        Args:
-            output_tensor: receives this rank's part, ``[N / n]``.
-            input_tensor: the gradients of all ranks' parts, ``[N]``.
-            group: the ranks with shards.
-            op: the reduction.
-            async_op: unused: the result is valid on the current stream.
-        """
-        if input_tensor.dtype != torch.float32:
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
-            return
-        part = torch.empty_like(output_tensor, dtype=torch.bfloat16)
-        dist.reduce_scatter_tensor(part, input_tensor.to(torch.bfloat16), op, group)
-        output_tensor.copy_(part)
 
 
 @dataclass(kw_only=True)

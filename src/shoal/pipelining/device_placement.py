@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shoal.comm.hooks import Bf16ReduceScatter
 from shoal.errors import UsageError
 from shoal.pipelining.stage import StageModule, replace_tensors
 from shoal.pipelining.stage_runner import StageRunner
@@ -41,6 +42,36 @@ def state_of(runners: Iterable[StageRunner]) -> tuple[dict[str, nn.Parameter], d
                 buffers.setdefault(stage.buffer_names[own], buffer)
         saved |= {stage.buffer_names[own] for own in stage.state_dict() if own in stage.buffer_names}
     return parameters, buffers, set(buffers) - saved
+
+
+class Bf16ReduceScatter:
+    """Sends FSDP2's float32 gradients in bf16, others unchanged (FSDP2's ``ReduceScatter``).
+
+    On backend shoal, servers add in float32 and round once. FSDP2's own ``reduce_dtype`` also adds up
+    micro-batches in bf16; here they are added in float32.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce the gradients of all parts, ``[N]``, into this rank's part, ``[N / n]``.
+
+        The result is valid on the current stream, whatever ``async_op`` is.
+        """
+        if input_tensor.dtype != torch.float32:
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+            return
+        part = torch.empty_like(output_tensor, dtype=torch.bfloat16)
+        dist.reduce_scatter_tensor(part, input_tensor.to(torch.bfloat16), op, group)
+        output_tensor.copy_(part)
 
 
 def shard_stages(
