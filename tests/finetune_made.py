@@ -12,7 +12,7 @@ from transformers import BertConfig, T5Config
 
 from shoal.data.squad.config import WindowConfig
 from shoal.data.text.tokenizer import tokenizer_json, train_tokenizer
-from shoal.recipes.classify import ClassifyConfig, ClassifyDataConfig
+from shoal.recipes.classify import ClassifyConfig, ScoredDataConfig
 from shoal.recipes.finetuning import (
     FinetuneOptimConfig,
     FinetuneRunConfig,
@@ -59,6 +59,19 @@ def write_pairs(path: Path, num_examples: int, *, seed: int) -> Path:
         second = [word, *others[:2]] if same else others[:3]
         draw.shuffle(second)
         lines.append(f"{word}\t{' '.join(second)}\t{'same' if same else 'other'}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_scored_pairs(path: Path, num_examples: int, *, seed: int) -> Path:
+    """Write pairs whose score, with fractions, says how many words the second text shares with the first."""
+    draw = random.Random(seed)
+    lines = ["sentence1\tsentence2\tscore"]
+    for _ in range(num_examples):
+        words, shared = draw.sample(WORDS, 6), draw.randrange(4)
+        second = [*words[:shared], *words[3 : 6 - shared]]
+        draw.shuffle(second)
+        lines.append(f"{' '.join(words[:3])}\t{' '.join(second)}\t{1.25 * shared:.2f}")
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -153,7 +166,7 @@ def classify_config(
 ) -> ClassifyConfig:
     """Return settings for quick steps from random weights."""
     config = ClassifyConfig(
-        data=ClassifyDataConfig(path=examples, eval=evals, max_seq_length=32), **_shared(source, run_dir)
+        data=ScoredDataConfig(path=examples, eval=evals, max_seq_length=32), **_shared(source, run_dir)
     )
     return _changed(config, changes)
 

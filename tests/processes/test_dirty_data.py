@@ -183,7 +183,7 @@ def test_finetuning_takes_sets_as_they_are_distributed(
 def test_scores_are_no_classes_for_a_finetuning(model: Path) -> None:
     path = str(REPORTS / "A4" / "s.tsv")
     command = ["finetune", "classify", "--model", str(model), "--data", path, "--eval", path]
-    with pytest.raises(UsageError, match=r"labels such as 0\.1 are scores; .* not regression"):
+    with pytest.raises(UsageError, match=r"labels such as 0\.1 are scores, which .*--data\.scores"):
         app(
             [*command, "--data.label", "score", "--dry-run"],
             result_action="return_value",

@@ -9,6 +9,7 @@ import finetune_jobs as jobs
 import pretrain_jobs  # noqa: F401  # the processes that are forked have its imports
 import pytest
 import torch
+import use_jobs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import finetune_made as made
@@ -107,6 +108,43 @@ def test_single_texts_and_jsonl(model: Path, tmp_path: Path) -> None:
     )
     assert jobs.run(config) == [EXIT_OK]
     assert json.loads((tmp_path / "run" / "scores-rows.json").read_text())["accuracy"] == 100.0
+
+
+def scores_by_transformers(directory: Path, file: Path) -> tuple[list[float], list[float], float]:
+    """Return the scores of a file, those that transformers predicts with a saved model, and its own loss."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    rows = [line.split("\t") for line in file.read_text().splitlines()[1:]]
+    gold = [float(row[2]) for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    first, second = ([row[column] for row in rows] for column in (0, 1))
+    batch = tokenizer(first, second, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        out = model(**batch, labels=torch.tensor(gold))
+    assert model.config.problem_type == "regression" and model.config.num_labels == 1
+    return gold, out.logits[:, 0].tolist(), out.loss.item()
+
+
+def test_scores_are_learnt_and_measured_as_glue_does(model: Path, tmp_path: Path) -> None:
+    train = made.write_scored_pairs(tmp_path / "train.tsv", 64, seed=1)
+    run = tmp_path / "run"
+    config = made.classify_config(
+        model, train, (train,), run, data={"label": ("score",), "scores": True}, train={"total_steps": 120}
+    )
+    assert jobs.run(config) == [EXIT_OK], (run / "worker-0.log").read_text()
+    gold, predicted, loss = scores_by_transformers(run / "transformers", train)
+    steps = [row for row in read_record(run) if isinstance(row, record.Step)]
+    assert steps[0].loss > 4 > 1 > loss
+    lines = (run / "predictions-train.txt").read_text().splitlines()
+    assert [float(line) for line in lines] == pytest.approx(predicted, abs=1e-4)
+    stats = pytest.importorskip("scipy.stats")
+    known = {"pearson": stats.pearsonr(gold, predicted)[0], "spearman": stats.spearmanr(gold, predicted)[0]}
+    assert json.loads((run / "scores-train.json").read_text()) == pytest.approx(known, abs=1e-5)
+    (row,) = [row for row in read_record(run) if isinstance(row, record.Evaluation)]
+    assert row.metrics == pytest.approx(known, abs=1e-5) and known["pearson"] > 0.7
+    rows = use_jobs.lines(tmp_path, "predict", "classify", train, "--model", run)
+    assert [f"{row['score']:.7g}" for row in rows] == lines and rows[5]["id"] == 6
+    said = use_jobs.said(tmp_path, "evaluate", "classify", train, "--model", run, "--data.label", "score")
+    assert f"Pearson {known['pearson']:.4f}, Spearman {known['spearman']:.4f} of 64 examples" in said
 
 
 def test_labels_outside_the_set_are_named(model: Path, train: Path, tmp_path: Path) -> None:

@@ -134,6 +134,11 @@ def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(at_least_fp32(logits), labels, reduction="sum")
 
 
+def score_loss(logits: Tensor, scores: Tensor) -> Tensor:
+    """Return the summed squared error of ``logits [B, 1]`` from ``scores [B]``."""
+    return F.mse_loss(at_least_fp32(logits)[:, 0], scores, reduction="sum")
+
+
 # ------------------------------------------------------------------------------------------------ reading
 
 _CLASSES: dict[type, Any] = {
@@ -161,7 +166,8 @@ def load_task_model(
     Args:
         kind: ``QuestionAnswering``, ``SequenceClassification`` or ``MaskedLM``.
         source: a transformers directory, or ``hub:NAME``.
-        labels: names of the labels, in the order of the logits; default: those of the source.
+        labels: names of the labels, in the order of the logits; a single one is that of a score, as of a
+            regression; default: those of the source.
         from_scratch: take only the sizes; all weights are new.
         dropout: of hidden states and of attention; default: that of the source.
         activation_checkpointing: recompute layers in the backward pass.
@@ -200,6 +206,7 @@ def _task_config(
             )
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
+        config.problem_type = "regression" if len(labels) == 1 else None
     if dropout is not None:
         distilbert = ("dropout", "attention_dropout")
         others = ("hidden_dropout_prob", "attention_probs_dropout_prob")

@@ -261,6 +261,8 @@ _CLASSIFY = """For each evaluation file, the run directory gets predictions-NAME
 scores-NAME.json (accuracy and confusion table, which is printed too), and the finetuned model as a
 transformers directory. Columns have MNLI's names unless --data.first, --data.second and --data.label give
 others."""
+_SCORES = """ With --data.scores labels are numbers, as STS-B's: predictions are too, and scores are Pearson's
+and Spearman's correlation."""
 _T5 = f"""{_CLASSIFY} With --source-column and --target-column targets are texts: inputs begin with the task's
 name, outputs are found by beam search, and scores are exact match, token F1, ROUGE and BLEU."""
 _CLASSIFY_SHORTCUTS = {
@@ -394,7 +396,7 @@ Example: `shoal evaluate squad --model runs/squad --data dev-v2.0.json --out sco
         help="Finetune on sentences or pairs with labels: MNLI, any tab-separated, JSONL or Parquet file.",
         example="shoal finetune classify --model runs/first --data train.tsv --eval dev.tsv",
         group="finetune",
-        details=_CLASSIFY,
+        details=_CLASSIFY + _SCORES,
         shortcuts=_CLASSIFY_SHORTCUTS,
         starts_from=("bert", "albert"),
         length="data.max_seq_length",
@@ -403,14 +405,14 @@ Example: `shoal evaluate squad --model runs/squad --data dev-v2.0.json --out sco
             help="Label texts or pairs of texts.",
             details="""Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives
 one input instead. A line of the output: {"id": 1, "label": "entailment", "probabilities": {"neutral": 0.1,
-…}}.
+…}}, or {"id": 1, "score": 3.2} of a model that learnt scores.
 
 Example: `shoal predict classify pairs.tsv --model runs/mnli --out labels.jsonl --workers 2`""",
             inputs="Files of texts.",
         ),
         evaluate=Command(
             name="classify",
-            help="Compute the accuracy of a finetuned model on labelled texts, for each file separately.",
+            help="Score a finetuned model on texts with labels or scores, for each file separately.",
             details="""Predictions and scores are bitwise those of its own finetuning in the same precision,
 on any number of workers.
 

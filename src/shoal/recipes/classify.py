@@ -1,4 +1,4 @@
-"""Finetunes on sentences or pairs with labels: MNLI, or any file like it.
+"""Finetunes on sentences or pairs with labels, or with scores: MNLI, STS-B, or any file like these.
 
     python -m shoal.recipes.classify --model bert/ --data train.tsv --eval dev_matched.tsv dev_mismatched.tsv
     torchrun --nproc-per-node 8 -m shoal.recipes.classify --preset albert --model runs/first ...
@@ -6,6 +6,7 @@
 
 The loss of a sequence is the cross-entropy of its label, summed and divided by the sequences of the whole
 global batch. Each evaluation file has its own scores: accuracy, confusion table, and a file of predictions.
+With ``--data.scores`` labels are numbers: the loss is the squared error, and the measures are correlations.
 """
 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
@@ -27,7 +28,13 @@ from shoal.recipes.using import EvaluateConfig, PredictConfig
 from shoal.train.config import required
 
 if TYPE_CHECKING:
-    from shoal.data.text.classify import ClassifyData, ClassifyScores, Columns, PairFeatures
+    from shoal.data.text.classify import (
+        ClassifyData,
+        ClassifyScores,
+        Columns,
+        Correlations,
+        PairFeatures,
+    )
     from shoal.models.tasks import SequenceClassification
     from shoal.train.gradients import Precision
     from shoal.train.run import Run
@@ -84,22 +91,50 @@ class ClassifyDataConfig(LabelledColumnsConfig):
     labels: tuple[str, ...] = ()
     """The set of labels, in the order of the model's outputs; default: those of the training file, sorted."""
 
+    def known_labels(self) -> tuple[str, ...] | None:
+        """Return the labels if they are known before the training file is read."""
+        return self.labels or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredDataConfig(ClassifyDataConfig):
+    """The files of examples, whose labels may be numbers."""
+
+    scores: bool = False
+    """Learn the labels as numbers (regression), such as STS-B's similarities, by their squared error; scores
+    of an evaluation are Pearson's and Spearman's correlation."""
+
+    def known_labels(self) -> tuple[str, ...] | None:
+        """Return the labels if they are known before the training file is read; of scores, their name."""
+        from shoal.data.text.classify import SCORE
+
+        return SCORE if self.scores else super().known_labels()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig(FinetuneConfig):
     """All settings of finetuning on labels; presets are TOML files in ``presets/classify``."""
 
-    data: ClassifyDataConfig = field(default_factory=ClassifyDataConfig)
+    data: ScoredDataConfig = field(default_factory=ScoredDataConfig)
 
     @property
     def scores(self) -> dict[str, tuple[str, ...]]:
         """The names of the scores in the record, by split."""
-        return {path.stem: ("accuracy",) for path in self.data.eval}
+        names = ("pearson", "spearman") if self.data.scores else ("accuracy",)
+        return {path.stem: names for path in self.data.eval}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data.scores and self.data.labels:
+            raise UsageError("data.labels lists classes, and data.scores learns numbers: give one of them")
 
 
 IMMUTABLE = (
     *finetuning.IMMUTABLE,
-    *(f"data.{name}" for name in ("labels", "first", "second", "label", "unlabelled", "max_seq_length")),
+    *(
+        f"data.{name}"
+        for name in ("labels", "scores", "first", "second", "label", "unlabelled", "max_seq_length")
+    ),
 )
 
 
@@ -110,7 +145,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.text.classify import make_pairs
     from shoal.data.text.task_batches import TaskSource
     from shoal.models.encoder import packed_inputs
-    from shoal.models.tasks import SequenceClassification, label_loss, load_task_model
+    from shoal.models.tasks import SequenceClassification, label_loss, load_task_model, score_loss
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
@@ -131,6 +166,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
         run.compile(model, dynamic=True, by_default=False)
         optimizer = build_optimizer(model.named_parameters(), config.optim)
+        loss_of = score_loss if config.data.scores else label_loss
         run.keep(model=model, optimizer=optimizer)
 
         # ----------------------------------------------------------------------------------------- loop
@@ -147,7 +183,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             with step:
                 set_learning_rate(optimizer, learning_rate(plan.schedule, step.number - 1))
                 for batch in step:
-                    loss = label_loss(ddp(**packed_inputs(batch)), batch["labels"])
+                    loss = loss_of(ddp(**packed_inputs(batch)), batch["labels"])
                     step.backward(loss / step.num_samples)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency, evaluation=True):
@@ -169,15 +205,23 @@ def read_files(data: ClassifyDataConfig) -> "list[ClassifyData]":
         UsageError: a file is not of the form that its name says, holds a label outside the set, or two
             evaluation files have the same name, which their scores are named after.
     """
-    from shoal.data.text.classify import read_classify
-
     require_names(data.eval)
-    columns = data.columns()
-    path = required(data.path)
-    train = read_classify(path, columns, labels=data.labels or None, bad=data.counter(path))
-    labels = train.labels
-    others = (read_classify(path, columns, labels=labels, bad=data.counter(path)) for path in data.eval)
-    return [train, *others]
+    train = read_file(required(data.path), data, data.known_labels())
+    return [train, *(read_file(path, data, train.labels) for path in data.eval)]
+
+
+def read_file(path: Path, data: LabelledColumnsConfig, labels: tuple[str, ...] | None) -> "ClassifyData":
+    """Return the examples of a file, with scores if the only label is the name of a score.
+
+    Raises:
+        UsageError: as for :func:`read_files`.
+    """
+    from shoal.data.text.classify import SCORE, read_classify, read_scores
+
+    columns, bad = data.columns(), data.counter(path)
+    if labels is not None and len(labels) == len(SCORE):
+        return read_scores(path, columns, labels=labels, bad=bad)
+    return read_classify(path, columns, labels=labels, bad=bad)
 
 
 def require_names(files: tuple[Path, ...]) -> None:
@@ -204,11 +248,14 @@ def left_out(data: "ClassifyData") -> str:
 def evaluate(
     model: "SequenceClassification", files: "list[PairFeatures]", config: ClassifyConfig, run: "Run"
 ) -> None:
-    """Predict the labels of each file with all workers and record the scores."""
+    """Predict the labels or scores of each file with all workers and record how right they are."""
     for file in files:
         logits = label_logits(
             model, file, run.world, run.precision, batch_size=config.run.evaluation_batch_size
         )
+        if file.data.has_scores:
+            record_correlations(run, file.data, logits)
+            continue
         predicted = None if logits is None else [int(label) for label in logits.argmax(axis=1)]
         record_scores(run, file.data, file.data.labels, predicted)
 
@@ -272,6 +319,41 @@ def write_scores(
         tree = {name: scores.accuracy, "labels": list(labels), "counts": [*map(list, scores.counts)]}
         write_json(out / f"scores-{data.path.stem}.json", tree)
     return scores
+
+
+def record_correlations(run: "Run", data: "ClassifyData", outputs: "Float32Array | None") -> None:
+    """Write predicted scores and correlations into the run directory; only the first worker has outputs."""
+    pearson = spearman = 0.0
+    if outputs is not None:
+        found = write_correlations(required(run.directory), data, outputs)
+        pearson, spearman = found.pearson, found.spearman
+        if run.log:
+            run.log.progress.say(f"{data.path.name}: {correlation_text(found)}")
+    metrics = {"pearson": pearson, "spearman": spearman}
+    run.evaluation(data.path.stem, metrics, num_samples=len(data.examples))
+
+
+def correlation_text(found: "Correlations") -> str:
+    """Return both correlations as text."""
+    return f"Pearson {found.pearson:.4f}, Spearman {found.spearman:.4f}"
+
+
+def write_correlations(out: Path | None, data: "ClassifyData", outputs: "Float32Array") -> "Correlations":
+    """Return the correlations of a file's outputs ``[N, 1]``, and write both, if there is a folder for them.
+
+    Files: ``predictions-NAME.txt`` with one score per line, in the order of the examples that have one, and
+    ``scores-NAME.json`` with the correlations.
+    """
+    from shoal.atomic_io import write_atomically, write_json
+    from shoal.data.text.classify import correlate
+
+    predicted = outputs[:, 0].tolist()
+    found = correlate([example.score for example in data.examples], predicted)
+    if out is not None:
+        lines = "".join(f"{score:.7g}\n" for score in predicted)
+        write_atomically(out / f"predictions-{data.path.stem}.txt", lines.encode())
+        write_json(out / f"scores-{data.path.stem}.json", vars(found))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- use
@@ -403,16 +485,19 @@ class Labelling(TextUse):
         return self.read_texts(inputs, self.settings.data)
 
     def rows(self, data: "ClassifyData", outputs: "Float32Array") -> Iterator[Row]:
+        if data.has_scores:
+            numbered = zip(data.numbers, outputs[:, 0].tolist(), strict=True)
+            return ({"id": number, "score": score} for number, score in numbered)
         return self.label_rows(data, outputs)
 
     def labelled(self, inputs: tuple[Path, ...]) -> "Iterator[ClassifyData]":
-        from shoal.data.text.classify import read_classify
-
-        data = self.settings.data
         for path in inputs:
-            yield read_classify(path, data.columns(), labels=self.labels, bad=data.counter(path))
+            yield read_file(path, self.settings.data, self.labels)
 
     def scores(self, data: "ClassifyData", outputs: "Float32Array") -> str:
+        if data.has_scores:
+            text = correlation_text(write_correlations(self.settings.out, data, outputs))
+            return f"{data.path}: {text} of {len(data.examples):,} examples, in {self.precision.name}"
         return self.label_scores(data, self.labels, [int(label) for label in outputs.argmax(axis=1)])
 
 
@@ -440,7 +525,7 @@ def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
     pairs = [make_pairs(data, required(tokenizer), max_seq_length=length) for data in files]
     return [
         *finetuning.describe(config, len(pairs[0]), num_workers),
-        f"labels       {', '.join(files[0].labels)}",
+        f"labels       {'numbers' if config.data.scores else ', '.join(files[0].labels)}",
         *(counts(f.data, len(f), f.num_cut, length) for f in pairs),
     ]
 
@@ -449,13 +534,14 @@ def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
 
 
 def sample(config: ClassifyConfig) -> Sample:
-    """Return the first examples and the model; without a file, full sequences of two labels."""
-    from shoal.data.text.classify import make_pairs
+    """Return the first examples and the model; without a file, full sequences of two labels, or a score."""
+    from shoal.data.text.classify import SCORE, make_pairs
     from shoal.models.tasks import SequenceClassification
 
     length = config.data.max_seq_length
     if config.data.path is None:
-        return finetuning.sample(config, SequenceClassification, length, None, ("0", "1"))
+        labels = SCORE if config.data.scores else ("0", "1")
+        return finetuning.sample(config, SequenceClassification, length, None, labels)
     data = read_files(config.data)[0]
     pairs = partial(make_pairs, data, max_seq_length=length)
     return finetuning.sample(config, SequenceClassification, length, pairs, data.labels)
@@ -463,16 +549,17 @@ def sample(config: ClassifyConfig) -> Sample:
 
 def trial(config: ClassifyConfig, folder: Path) -> ClassifyConfig:
     """Return the settings of a short run, on synthetic pairs with labels where none are named."""
-    return finetuning.trial(config, folder, ".tsv", partial(write_pairs, config.data.max_seq_length))
-
-
-def write_pairs(length: int, num_pairs: int, words: finetuning.Words) -> str:
-    """Return pairs of ``length`` words each, with labels, in MNLI's columns."""
     from shoal.models.synthetic import LABELS
 
+    labels = ("0.5", "1.5", "2.5") if config.data.scores else LABELS
+    return finetuning.trial(config, folder, ".tsv", partial(write_pairs, config.data.max_seq_length, labels))
+
+
+def write_pairs(length: int, labels: tuple[str, ...], num_pairs: int, words: finetuning.Words) -> str:
+    """Return pairs of ``length`` words each, with labels, in MNLI's columns."""
     lines = ["sentence1\tsentence2\tgold_label"]
     for number in range(num_pairs):
-        label = LABELS[number % len(LABELS)]
+        label = labels[number % len(labels)]
         lines.append("\t".join((words(length), words(length), label)))
     return "\n".join(lines) + "\n"
 

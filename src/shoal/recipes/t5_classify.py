@@ -536,7 +536,9 @@ def sample(config: T5ClassifyConfig) -> Sample:
 
 def trial(config: T5ClassifyConfig, folder: Path) -> T5ClassifyConfig:
     """Return the settings of a short run, on synthetic pairs with labels where none are named."""
-    write = partial(classify.write_pairs, config.data.max_seq_length)
+    from shoal.models.synthetic import LABELS
+
+    write = partial(classify.write_pairs, config.data.max_seq_length, LABELS)
     return finetuning.trial(config, folder, ".tsv", write)
 
 

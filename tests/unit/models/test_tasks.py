@@ -13,7 +13,7 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 
 from shoal.models.encoder import packed_inputs
 from shoal.models.layers import ALBERTS, MODEL_TYPES
-from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, span_loss
+from shoal.models.tasks import QuestionAnswering, SequenceClassification, label_loss, score_loss, span_loss
 
 architectures = pytest.mark.parametrize("model_type", MODEL_TYPES)
 START, END = torch.tensor([0, 7, 3, 16]), torch.tensor([2, 19, 3, 16])
@@ -69,6 +69,20 @@ def test_sequence_classification(model_type: str, checkpointing: bool) -> None:
     logits = model(**packed(batch))
     torch.testing.assert_close(logits, out.logits, rtol=1e-11, atol=1e-12)
     loss = label_loss(logits, LABELS) / len(LABELS)
+    assert loss.item() == pytest.approx(out.loss.item(), rel=1e-12)
+    loss.backward()
+    out.loss.backward()
+    same_gradients(model.weights, theirs)
+
+
+@architectures
+def test_scores_are_learnt_as_in_transformers(model_type: str) -> None:
+    kind = {"num_labels": 1, "problem_type": "regression"}
+    weights = weights_of(AutoModelForSequenceClassification, model_type, **kind)
+    theirs, batch, scores = copy.deepcopy(weights), padded_batch(), torch.tensor([0.0, 2.5, 5, 3.2]).double()
+    out = theirs(**inputs_of(model_type, batch), labels=scores)
+    model = SequenceClassification(weights)
+    loss = score_loss(model(**packed(batch)), scores) / len(scores)
     assert loss.item() == pytest.approx(out.loss.item(), rel=1e-12)
     loss.backward()
     out.loss.backward()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from shoal.atomic_io import read_text
@@ -26,11 +27,17 @@ from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTempl
 from shoal.errors import UsageError, did_you_mean
 from shoal.formatting import table
 
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+
 _NO_LABEL = ("", "nan", "NaN")
 """Cells without a label, as spreadsheets and pandas write them."""
 _DELIMITERS = ",;\t"
 """Characters that may end cells of ``.csv``: spreadsheets of many countries write semicolons."""
 _MOST_CELL = 1 << 28
+
+SCORE = ("score",)
+"""The labels of a model that computes a score."""
 
 MNLI_LABELS = ("entailment", "neutral", "contradiction")
 """In the order of GLUE."""
@@ -51,11 +58,12 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One text or pair, and the index of its label."""
+    """One text or pair, and the index of its label, or its score."""
 
     first: str
     second: str | None
     label: int
+    score: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +72,17 @@ class ClassifyData:
 
     path: Path
     labels: tuple[str, ...]
+    """The names of the model's outputs; one alone is the name of a score."""
     examples: tuple[Example, ...]
     bad: BadEntries | None = None
     """Counts of the rows that were left out."""
     numbers: tuple[int, ...] = ()
     """Of texts without labels: the number of each row in the file, from 1."""
+
+    @property
+    def has_scores(self) -> bool:
+        """Return whether the examples have scores instead of labels."""
+        return len(self.labels) == 1
 
 
 def read_classify(
@@ -90,7 +104,7 @@ def read_classify(
 
     Raises:
         UsageError: the file cannot be read, a column is not there, too many rows are invalid, a label is not
-            in the set (with its line), labels are scores, or there is no example.
+            in the set (with its line), labels are scores (:func:`read_scores`), or there is no example.
     """
     bad = bad or BadEntries(path)
     rows = list(read_rows(path, columns, bad))
@@ -135,9 +149,47 @@ def _refuse_scores(path: Path, labels: Sequence[str]) -> None:
     scores = [label for label in labels if re.fullmatch(r"-?\d*\.\d*[1-9]\d*", label)]
     if scores:
         raise UsageError(
-            f"{path}: labels such as {scores[0]} are scores; classes are learnt here, and not regression. "
-            "Give a column of classes, or list the labels if these are classes (--labels)"
+            f"{path}: labels such as {scores[0]} are scores, which `shoal finetune classify --data.scores` "
+            "learns as numbers; if they are classes, list them with --labels"
         )
+
+
+def read_scores(
+    path: Path, columns: Columns, *, labels: Sequence[str] = SCORE, bad: BadEntries | None = None
+) -> ClassifyData:
+    """Read a file as :func:`read_classify` does, whose labels are numbers to learn, such as STS-B's.
+
+    Args:
+        labels: the one name of the model's output.
+        bad: counts invalid rows; default: they are left out.
+
+    Raises:
+        UsageError: the file cannot be read, a column is not there, too many rows are invalid, or there is no
+            example with a score.
+    """
+    bad = bad or BadEntries(path)
+    examples: list[Example] = []
+    for where, first, second, label in read_rows(path, columns, bad):
+        score = _number(label)
+        if label == columns.unlabelled:
+            bad.add(BadEntry(NO_LABEL, repr(label)), where)
+        elif score is None:
+            bad.add(BadEntry("a row whose score is no number", repr(label)), where)
+        else:
+            examples.append(Example(first, second, 0, score))
+    bad.check(len(examples))
+    if not examples:
+        raise UsageError(f"{path}: holds no example with a score")
+    return ClassifyData(path=path, labels=tuple(labels), examples=tuple(examples), bad=bad)
+
+
+def _number(text: str) -> float | None:
+    """Return the finite number that a text is, ``None`` if it is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def read_texts(
@@ -197,6 +249,35 @@ def score_classify(labels: Sequence[str], gold: Iterable[int], predicted: Iterab
     return ClassifyScores(
         labels=tuple(labels), counts=tuple(tuple(pairs[g, p] for p in indices) for g in indices)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correlations:
+    """Agreement of predicted scores with those of the data, from -1 to 1: GLUE's measures of STS-B.
+
+    They are 0 where all predictions, or all scores of the data, are equal.
+    """
+
+    pearson: float
+    spearman: float
+
+
+def correlate(gold: Sequence[float], predicted: Sequence[float]) -> Correlations:
+    """Return the correlations of two lists of scores; equal scores share the mean of their ranks."""
+    pairs = (np.asarray(gold, dtype=np.float64), np.asarray(predicted, dtype=np.float64))
+    return Correlations(pearson=_pearson(*pairs), spearman=_pearson(*map(_ranks, pairs)))
+
+
+def _pearson(first: Float64Array, second: Float64Array) -> float:
+    first, second = first - first.mean(), second - second.mean()
+    norm = math.sqrt(first @ first) * math.sqrt(second @ second)
+    return float(first @ second / norm) if norm else 0.0
+
+
+def _ranks(values: Float64Array) -> Float64Array:
+    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Float64Array = (np.cumsum(counts) - (counts - 1) / 2)[where]
+    return ranks
 
 
 def read_rows(path: Path, columns: Columns, bad: BadEntries) -> Iterator[tuple[str, str, str | None, str]]:
@@ -347,8 +428,8 @@ class PairFeatures(TaskData):
 
     TARGETS = ("labels",)
     data: ClassifyData
-    labels: Int32Array
-    """Index of each sequence's label in ``data.labels``."""
+    labels: Int32Array | Float32Array
+    """Index of each sequence's label in ``data.labels``, or its score."""
     num_cut: int
     """Sequences that were truncated."""
 
@@ -386,7 +467,11 @@ def make_pairs(data: ClassifyData, tokenizer: Tokenizer, *, max_seq_length: int)
         tokens=tokens,
         types=types,
         bounds=bounds,
-        labels=np.array([example.label for example in data.examples], dtype=np.int32),
+        labels=(
+            np.array([example.score for example in data.examples], dtype=np.float32)
+            if data.has_scores
+            else np.array([example.label for example in data.examples], dtype=np.int32)
+        ),
         num_cut=int((np.sum(lengths, axis=0) > room).sum()),
     )
 

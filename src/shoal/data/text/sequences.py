@@ -45,8 +45,12 @@ class TaskData(Sequences):
     """Segment ids of all sequences, flat."""
 
     def batch(self, indices: Int64Array) -> Arrays:
-        """Return the sequences ``indices`` packed, with their targets (int64 ``[B]``)."""
+        """Return the sequences ``indices`` packed, with their targets ``[B]``, int64 or fp32."""
         lengths = self.lengths[indices]
         where = ranges(self.bounds[indices], lengths)
-        targets = {name: getattr(self, name)[indices].astype(np.int64) for name in self.TARGETS}
+        chosen = {name: getattr(self, name)[indices] for name in self.TARGETS}
+        targets = {
+            name: values if values.dtype == np.float32 else values.astype(np.int64)
+            for name, values in chosen.items()
+        }
         return {**pack(self.tokens[where], self.types[where], lengths), **targets}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from shoal.data.text.classify import (
     ClassifyData,
     Columns,
     Example,
+    correlate,
     read_classify,
+    read_scores,
     read_texts,
     score_classify,
 )
@@ -132,7 +135,7 @@ def test_labels_of_other_types_and_missing_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scores", [["0.0", "1.3"], ["2.50", "2.75"], ["-0.5", "1"]])
 def test_scores_are_no_classes(tmp_path: Path, scores: list[str]) -> None:
     text = HEAD + "".join(f"{score}\ta\tb\n" for score in scores)
-    with pytest.raises(UsageError, match=r"x\.tsv: labels such as .* are scores; .* not regression"):
+    with pytest.raises(UsageError, match=r"x\.tsv: labels such as .* are scores, which .* --data\.scores"):
         labels_of(tmp_path, text, "x.tsv")
     listed = read_classify(write(tmp_path, text), Columns(), labels=scores)
     assert [example.label for example in listed.examples] == [0, 1]
@@ -266,3 +269,30 @@ def test_empty_cells_and_nan_are_no_labels(tmp_path: Path, name: str, text: str)
 def test_tables_that_would_be_misread_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_classify(write(tmp_path, text, name), TEXTS, labels=None)
+
+
+def test_scores_are_numbers_of_any_form(tmp_path: Path) -> None:
+    text = a_line(label=3) + a_line(label=0.25) + a_line(label="1e-1") + a_line(label=None)
+    data = read_scores(write(tmp_path, text, "x.jsonl"), Columns())
+    assert [example.score for example in data.examples] == [3, 0.25, 0.1] and num_unlabelled(data) == 1
+    assert data.has_scores and data.labels == ("score",)
+
+
+def test_what_is_no_score_is_named(tmp_path: Path) -> None:
+    for value in ("high", True, "inf"):
+        path = write(tmp_path, a_line(label=value), "x.jsonl")
+        with pytest.raises(UsageError, match=r"nothing can be used; .* whose score is no number: 1 \(line 1"):
+            read_scores(path, Columns())
+
+
+def test_correlations_are_those_of_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    draw = random.Random(5)
+    for _ in range(20):
+        gold = [draw.choice((0, 0.5, 2, 5)) for _ in range(30)]  # with ties
+        predicted = [score + draw.choice((-1, 0, 0, 1.5)) for score in gold]
+        found = correlate(gold, predicted)
+        assert found.pearson == pytest.approx(stats.pearsonr(gold, predicted)[0], abs=1e-12)
+        assert found.spearman == pytest.approx(stats.spearmanr(gold, predicted)[0], abs=1e-12)
+    constant = correlate([1, 2, 3], [4, 4, 4])
+    assert (constant.pearson, constant.spearman) == (0, 0)
