@@ -39,6 +39,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.replace_random import replace_random_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -69,6 +70,8 @@ class Code:
 
     is_backward: bool
     text: str
+    num_bytes: int
+    """Read and written by its Triton kernels: each tensor once by each of them."""
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -127,13 +130,15 @@ def _generate(found: list[Code], is_backward: bool, graph: torch.fx.GraphModule,
     with mode:
         inputs = [_on_cuda(value) for value in inputs]
     FakeTensorProp(there, mode).propagate_dont_convert_inputs(*inputs)
-    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+    with unset_fake_temporarily(), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
         replace_random_passes(there)
         lowered = GraphLowering(there, inputs, mode.shape_env, is_backward=is_backward)
         with V.set_graph_handler(lowered):
             lowered.run(*inputs)
             code, _ = lowered.codegen()
-    found.append(Code(is_backward, code if isinstance(code, str) else code.value))
+            nodes = lowered.scheduler.nodes
+            num_bytes = sum(n.get_read_write_buffers_sizes() for n in nodes if not n.is_extern())
+    found.append(Code(is_backward, code if isinstance(code, str) else code.value, num_bytes))
     return make_boxed_func(graph.forward)
 
 

@@ -122,10 +122,19 @@ def _keep_mask(keys: Tensor, width: int, num_dropped: int) -> Tensor:
     """Return true for kept elements, bool ``[*keys.shape, width]``; drops ``num_dropped`` of 2**16."""
     # One hash serves four elements, 16 bits each. Its last operation is a multiplication: shifts of signed
     # numbers repeat the sign, which an exclusive or would cancel in the topmost bit.
-    x = keys[..., None] + _steps(torch.arange(-1, (width + 3) // 4 - 1, device=keys.device))
+    most = num_dropped - (DROPOUT_RANGE // 2 + 1)
+    if torch.compiler.is_compiling():
+        # To view hashes as int16, Inductor would write them to memory. So each element computes its own.
+        column = torch.arange(width, device=keys.device)
+        x = _hash(keys[..., None] + _steps((column >> 2) - 1))
+        return (x >> ((column & 3) << 4)).to(torch.int16) > most
+    x = _hash(keys[..., None] + _steps(torch.arange(-1, (width + 3) // 4 - 1, device=keys.device)))
+    return x.view(torch.int16)[..., :width] > most
+
+
+def _hash(x: Tensor) -> Tensor:
     x = (x ^ (x >> 32)) * _FIRST
-    x = (x ^ (x >> 29)) * _SECOND
-    return x.view(torch.int16)[..., :width] > num_dropped - (DROPOUT_RANGE // 2 + 1)
+    return (x ^ (x >> 29)) * _SECOND
 
 
 def attention(

@@ -56,6 +56,13 @@ def test_the_ends_of_the_range() -> None:
     assert dropout(x, sample_keys(20), 0.0) is x
 
 
+@pytest.mark.parametrize("width", [1, 6, 8, 33])
+def test_a_compiled_mask_has_the_bits_of_an_eager_one(width: int) -> None:
+    keys = torch.cat([sample_keys(40), torch.tensor([0, -1, 1 << 62, -(1 << 63)])])
+    compiled = torch.compile(torch.ops.shoal.keep_mask, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(keys, width, 6_554), torch.ops.shoal.keep_mask(keys, width, 6_554))
+
+
 def test_types_stay() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         x = torch.ones(8, 12, dtype=dtype)
