@@ -166,6 +166,20 @@ std::pair<double, double> lamb_step(const Addresses& weights, const Addresses& g
   return {norms.grad_sq, norms.weight_sq};
 }
 
+std::pair<double, double> lans_step(const Addresses& weights, const Addresses& grads,
+                                    const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
+                                    const Counts& counts, const std::vector<double>& steps,
+                                    double learning_rate, double beta1, double beta2, double eps,
+                                    double weight_decay, double grad_scale, int num_threads,
+                                    const std::optional<std::string>& level_name) {
+  const auto tensors = moments_tensors(weights, grads, exp_avgs, exp_avg_sqs, counts, steps);
+  const shoal::LansOptions options{learning_rate, beta1, beta2, eps, weight_decay, grad_scale};
+  const shoal::Level level = level_of(level_name);
+  nb::gil_scoped_release release;
+  const shoal::Norms norms = shoal::lans_step(tensors, options, num_threads, level);
+  return {norms.grad_sq, norms.weight_sq};
+}
+
 std::vector<shoal::MomentumTensor> momentum_tensors(const Addresses& weights, const Addresses& grads,
                                                     const Addresses& momenta, const Counts& counts) {
   std::vector<shoal::MomentumTensor> tensors;
@@ -252,6 +266,22 @@ Coefficients lamb_coefficients(const Sums& total, double learning_rate, bool tru
   options.learning_rate = learning_rate;
   options.trust_ratio = trust_ratio;
   return {shoal::lamb_step_size(options, std::get<1>(total), std::get<2>(total))};
+}
+
+// Returns the factor that normalises a tensor's gradient.
+double lans_grad_scale(const Sums& total, double grad_scale, double eps) {
+  shoal::LansOptions options{};
+  options.grad_scale = grad_scale;
+  options.eps = eps;
+  return shoal::lans_grad_scale(options, std::get<0>(total));
+}
+
+Coefficients lans_coefficients(const Sums& total, double learning_rate, double beta1) {
+  shoal::LansOptions options{};
+  options.learning_rate = learning_rate;
+  options.beta1 = beta1;
+  const auto steps = shoal::lans_step_sizes(options, {std::get<0>(total), std::get<1>(total), std::get<2>(total)});
+  return {steps.begin(), steps.end()};
 }
 
 Coefficients lars_coefficients(const Sums& total, double learning_rate, double momentum, double weight_decay, double eta,
@@ -593,6 +623,7 @@ void bind_engine(nb::module_& m) {
   optimizers["sgd"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::sgd);
   optimizers["adamw"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::adamw);
   optimizers["lamb"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::lamb);
+  optimizers["lans"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::lans);
   optimizers["lars"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::lars);
   optimizers["novograd"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::novograd);
   m.attr("SERVED_OPTIMIZERS") = optimizers;
@@ -684,6 +715,10 @@ NB_MODULE(_core, m) {
         nb::arg("exp_avg_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
         nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
         nb::arg("bias_correction"), nb::arg("trust_ratio"), nb::arg("num_threads"), nb::arg("level").none());
+  m.def("lans_step", &lans_step, nb::arg("weights"), nb::arg("grads"), nb::arg("exp_avgs"),
+        nb::arg("exp_avg_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
+        nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
+        nb::arg("num_threads"), nb::arg("level").none());
   m.def("lars_step", &lars_step, nb::arg("weights"), nb::arg("grads"), nb::arg("momenta"), nb::arg("counts"),
         nb::kw_only(), nb::arg("learning_rate"), nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("eta"),
         nb::arg("eps"), nb::arg("grad_scale"), nb::arg("clips"), nb::arg("nesterov"), nb::arg("trust_ratio"),
@@ -698,6 +733,9 @@ NB_MODULE(_core, m) {
   m.def("unit_totals", &unit_totals, nb::arg("units"), nb::arg("counts"));
   m.def("lamb_coefficients", &lamb_coefficients, nb::arg("total"), nb::kw_only(), nb::arg("learning_rate"),
         nb::arg("trust_ratio"));
+  m.def("lans_grad_scale", &lans_grad_scale, nb::arg("total"), nb::kw_only(), nb::arg("grad_scale"), nb::arg("eps"));
+  m.def("lans_coefficients", &lans_coefficients, nb::arg("total"), nb::kw_only(), nb::arg("learning_rate"),
+        nb::arg("beta1"));
   m.def("lars_coefficients", &lars_coefficients, nb::arg("total"), nb::kw_only(), nb::arg("learning_rate"),
         nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("eta"), nb::arg("eps"), nb::arg("clips"),
         nb::arg("nesterov"), nb::arg("trust_ratio"));

@@ -46,6 +46,8 @@ MomentsTensor moments_of(std::array<std::vector<float>, 3>& slots, const float* 
 
 LambOptions lamb_options(const GroupOptions& o) { return {o[0], o[1], o[2], o[3], o[4], 1.0, o[5] != 0.0, true}; }
 
+LansOptions lans_options(const GroupOptions& o) { return {o[0], o[1], o[2], o[3], o[4], 1.0}; }
+
 // The kernels give the same bits for a tensor that is cut anywhere.
 void step_elementwise(std::array<std::vector<float>, 3>& slots, Optimizer optimizer, const GroupOptions& o,
                       const float* grad, std::uint32_t step) {
@@ -116,7 +118,7 @@ std::string ServedWeights::configure(std::uint32_t model, const std::byte* data,
   if (bytes < sizeof head) return "options of " + std::to_string(bytes) + " bytes";
   std::memcpy(head.data(), data, sizeof head);
   const auto [number, optimizer, num_groups, zero] = head;
-  if (optimizer > static_cast<std::uint32_t>(Optimizer::novograd) || zero != 0 || bytes > kMaxOptionBytes ||
+  if (optimizer > static_cast<std::uint32_t>(Optimizer::lans) || zero != 0 || bytes > kMaxOptionBytes ||
       bytes != sizeof head + num_groups * kGroupBytes) {
     return "options of " + std::to_string(bytes) + " bytes for optimizer " + std::to_string(optimizer) + " with " +
            std::to_string(num_groups) + " groups";
@@ -160,7 +162,8 @@ void ServedWeights::make_room(std::vector<float>& slot, std::size_t count) {
 }
 
 void ServedWeights::make_state(Piece& piece, const Rule& rule, const GroupOptions& options) {
-  const bool moments = rule.optimizer == Optimizer::adamw || rule.optimizer == Optimizer::lamb;
+  const bool moments = rule.optimizer == Optimizer::adamw || rule.optimizer == Optimizer::lamb ||
+                       rule.optimizer == Optimizer::lans;
   const bool plain = rule.optimizer == Optimizer::sgd && options[1] == 0.0;
   const std::size_t slots = moments ? 2 : plain ? 0 : 1;
   for (std::size_t slot = 1; slot <= slots; ++slot) make_room(piece.slots[slot], piece.slots[0].size());
@@ -291,6 +294,8 @@ std::string ServedWeights::measure(const FrameHeader& header, Payload& sum) {
   std::vector<UnitSums> sums(num_units(piece.grad.size()));
   if (at.rule->optimizer == Optimizer::lamb) {
     lamb_measure(moments_of(piece.slots, piece.grad.data(), header.step), lamb_options(*at.options), sums.data());
+  } else if (at.rule->optimizer == Optimizer::lans) {
+    lans_measure(moments_of(piece.slots, piece.grad.data(), header.step), lans_options(*at.options), sums.data());
   } else if (at.rule->optimizer == Optimizer::lars) {
     const MomentumTensor tensor{piece.slots[0].data(), piece.grad.data(), piece.slots[1].data(), piece.grad.size()};
     lars_measure(tensor, (*at.options)[0], sums.data());
@@ -316,6 +321,8 @@ std::string ServedWeights::apply(const FrameHeader& header, Payload& sum) {
   piece.phase = Phase::idle;
   if (optimizer == Optimizer::lamb) {
     lamb_move(moments_of(piece.slots, piece.grad.data(), piece.step), lamb_options(*at.options), given[0]);
+  } else if (optimizer == Optimizer::lans) {
+    lans_move(moments_of(piece.slots, piece.grad.data(), piece.step), lans_options(*at.options), {given[0], given[1]});
   } else if (needs_norms(optimizer)) {
     const MomentumTensor tensor{piece.slots[0].data(), piece.grad.data(), piece.slots[1].data(), piece.grad.size()};
     move_by(tensor, {given[0], given[1], given[2], given[3], given[4], given[5]});

@@ -10,7 +10,7 @@
 // them receive, and decide with the functions of optim that workers use:
 //   collect    the summed gradient, which is kept                       the sums of squares of its units (unit_sums.h)
 //   measure    coefficients: first a factor of the gradient             the sums that the optimizer needs
-//   apply      coefficients: a factor of the gradient (SGD, AdamW), the step's size (LAMB), or a Motion   the weights after it
+//   apply      coefficients: a factor of the gradient (SGD, AdamW), the sizes of the step (LAMB, LANS), or a Motion   the weights after it
 // The weights that answer an update or apply are float32, or bfloat16 (the header's element): the server's stay float32.
 // A collect may come again before the rest of its update: the step was given up. An update has number `step` of its
 // tensor, one more than the piece's last. What overtakes its options waits for them (SumServer). Ranks agree about all of
@@ -45,14 +45,14 @@ struct WeightBudget {
 };
 
 // Options of a group of parameters. SGD: learning rate, momentum, weight decay, nesterov (0 or 1), 0, 0. AdamW: learning
-// rate, beta1, beta2, eps, weight decay, 0. LAMB: as AdamW, and bias correction (0 or 1). LARS: weight decay, 0 ...
-// NovoGrad: 0 ...
+// rate, beta1, beta2, eps, weight decay, 0. LAMB: as AdamW, and bias correction (0 or 1). LANS: as AdamW. LARS: weight
+// decay, 0 ... NovoGrad: 0 ...
 using GroupOptions = std::array<double, kOptionsOfGroup>;
 
 // Options of one step, as a configure carries them: u32 number, u32 optimizer, u32 number of groups, u32 0; then the
 // options of each group, at most kMaxOptionGroups.
 struct Rule {
-  enum class Optimizer : std::uint32_t { sgd, adamw, lamb, lars, novograd };
+  enum class Optimizer : std::uint32_t { sgd, adamw, lamb, lars, novograd, lans };
 
   std::uint32_t number = 0;
   Optimizer optimizer = Optimizer::sgd;

@@ -1,7 +1,8 @@
-// LAMB on the CPU: per tensor, pass 1 updates the moments and measures the norms, pass 2 applies the update, which it
-// recomputes from the moments (cheaper than storing it).
+// LAMB and LANS on the CPU: per tensor, pass 1 updates the moments and measures the norms, pass 2 applies the update,
+// which it recomputes from the moments (cheaper than storing it).
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <span>
 
@@ -44,6 +45,31 @@ Norms lamb_step(std::span<const MomentsTensor> tensors, const LambOptions& optio
 void lamb_measure(const MomentsTensor& piece, const LambOptions& options, UnitSums* sums, Level level = best_level());
 float lamb_step_size(const LambOptions& options, double weight_sq, double update_sq);
 void lamb_move(const MomentsTensor& piece, const LambOptions& options, float step_size, Level level = best_level());
+
+struct LansOptions {
+  double learning_rate;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double grad_scale;  // gradients are multiplied by it on the fly
+};
+
+// g = g / (|g| + eps) of each tensor, m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
+// u_m = m^ / (sqrt(v^) + eps) + weight_decay w, u_g = g / (sqrt(v^) + eps) + weight_decay w,
+// w = w - learning_rate (beta1 ratio_m u_m + (1 - beta1) ratio_g u_g), a ratio as LAMB's.
+// The bits are as independent of threads. A pass over the gradients comes first, for their norms.
+Norms lans_step(std::span<const MomentsTensor> tensors, const LansOptions& options, int num_threads,
+                Level level = best_level());
+
+// The same for a piece of a tensor: the factor that normalises its gradient, from the sum of squares of the whole; pass 1
+// with that factor as grad_scale, whose sums are of u_g (in grad_sq), of the weights and of u_m; the sizes of both updates
+// in w, that of u_m first; and pass 2.
+double lans_grad_scale(const LansOptions& options, double grad_sq);
+void lans_measure(const MomentsTensor& piece, const LansOptions& options, UnitSums* sums, Level level = best_level());
+using LansSteps = std::array<float, 2>;
+LansSteps lans_step_sizes(const LansOptions& options, const UnitSums& total);
+void lans_move(const MomentsTensor& piece, const LansOptions& options, LansSteps steps, Level level = best_level());
 
 // Returns the sum of squares over all tensors, in the same fixed order.
 struct ConstTensor {

@@ -209,6 +209,23 @@ def lamb_step(
     return _updated("lamb_step", *addresses, _counts(weights), list(steps), **options)
 
 
+def lans_step(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[float],
+    **options: Any,
+) -> tuple[float, float]:
+    """Update weights and moments in place by LANS (:mod:`shoal.optim.lans` has the formula).
+
+    Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`; the norm of the
+    gradients is that before they are normalised.
+    """
+    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, exp_avgs, exp_avg_sqs)]
+    return _updated("lans_step", *addresses, _counts(weights), list(steps), **options)
+
+
 def lars_step(
     weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], **options: Any
 ) -> tuple[float, float]:

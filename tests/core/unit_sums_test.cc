@@ -75,6 +75,32 @@ TEST(unit_sums_give_the_bits_of_lamb) {
   }
 }
 
+TEST(unit_sums_give_the_bits_of_lans) {
+  const LansOptions options{0.01, 0.9, 0.999, 1e-6, 0.01, 0.25};
+  std::vector<float> w = made(1), m = made(3), v(kCount, 0.3f);
+  const std::vector<float> g = made(2), w0 = w, m0 = m, v0 = v;
+  const MomentsTensor whole{w.data(), g.data(), m.data(), v.data(), kCount, 3.0};
+  lans_step(std::span(&whole, 1), options, kThreads);
+  for (const std::size_t piece : kPieces) {
+    std::vector<float> pw = w0, pm = m0, pv = v0;
+    std::vector<UnitSums> units(num_units(kCount));
+    const auto at = [&](std::size_t begin, std::size_t count) {
+      return MomentsTensor{&pw[begin], &g[begin], &pm[begin], &pv[begin], count, 3.0};
+    };
+    over_pieces(piece, [&](std::size_t begin, std::size_t count) {
+      squares_of_units(&g[begin], count, &units[begin / kSumUnit]);
+    });
+    LansOptions normalised = options;
+    normalised.grad_scale = lans_grad_scale(options, total(units).grad_sq);
+    over_pieces(piece, [&](std::size_t begin, std::size_t count) {
+      lans_measure(at(begin, count), normalised, &units[begin / kSumUnit]);
+    });
+    const LansSteps steps = lans_step_sizes(options, total(units));
+    over_pieces(piece, [&](std::size_t begin, std::size_t count) { lans_move(at(begin, count), normalised, steps); });
+    CHECK(pw == w && pm == m && pv == v);
+  }
+}
+
 TEST(unit_sums_give_the_bits_of_lars_and_novograd) {
   for (const bool clips : {false, true}) {
     const LarsOptions options{0.5, 0.9, 0.01, 0.02, 0.0, 1.0, clips, true, true};

@@ -277,7 +277,7 @@ def test_what_does_not_go_together_is_named(
 @pytest.mark.parametrize(
     ("servers", "changes", "message"),
     [
-        (STALE, {"optim": {"optimizer": "lans"}}, "no kernel for shoal.optim.lans.Lans"),
+        (STALE, {"optim": {"optimizer": "lans"}}, "with Lans, which divides each gradient by its norm"),
         ({"mode": "local", "local_steps": 2, "wait_for": 3}, {}, "wait_for 3 must be from 1 to 2 with 3"),
         (
             {"mode": "local", "local_steps": 5, "wait_for": 2},

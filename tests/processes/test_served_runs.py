@@ -66,7 +66,7 @@ def test_three_workers_and_servers_take_the_same_steps(data: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optim": {"optimizer": "lans"}}, "no kernel for shoal.optim.lans.Lans"),
+        ({"optim": {"optimizer": "lans"}}, "with Lans, which divides each gradient by its norm"),
         ({"optim": {"clip": "worker"}}, "servers.mode sync with optim.clip worker"),
     ],
 )

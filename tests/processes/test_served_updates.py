@@ -33,6 +33,7 @@ from shoal.env.worker import WorkerRanks
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
+from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.moments import clip_factor, norm_of, scale_all
 from shoal.optim.novograd import Novograd
@@ -58,6 +59,7 @@ OPTIMIZERS: dict[str, tuple[Factory, Factory]] = {
         lambda groups: Lamb(groups, lr=0.01, bias_correction=False, max_grad_norm=0.3),
         lambda groups: Lamb(groups, lr=0.01, bias_correction=False, max_grad_norm=0.3),
     ),
+    "lans": (lambda groups: Lans(groups, lr=0.01), lambda groups: Lans(groups, lr=0.01)),
     "lars": (lambda groups: Lars(groups, lr=0.5, eta=0.02), lambda groups: Lars(groups, lr=0.5, eta=0.02)),
     "larc": (
         lambda groups: Lars(groups, lr=0.5, eta=0.02, form="larc", nesterov=True),
@@ -209,6 +211,7 @@ def compare(rank: int, name: str, max_norm: float | None) -> None:
         ("sgd", 0.3, ("a", "b"), 1),
         ("lamb", 0.3, ("a", "a", "b"), 0),
         ("lamb with its own clip", None, ("a", "b", "c"), 3),
+        ("lans", None, ("a", "a", "b"), 1),
         ("lars", 0.3, ("a", "b"), 1),
         ("larc", None, ("a", "b", "c"), 0),
         ("novograd", 0.3, ("a", "a", "b"), 1),

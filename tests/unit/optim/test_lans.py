@@ -10,9 +10,11 @@ import torch
 from moments_formula import after_steps, assert_close, make_parameters, set_gradients, trust_ratio
 from torch import Tensor, nn
 
+from shoal import native
 from shoal.errors import UsageError
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lans import Lans
+from shoal.optim.moments import Implementation
 from shoal.train.optim_config import OptimConfig
 from shoal.train.optimizers import build_optimizer
 
@@ -52,10 +54,13 @@ def formula(
 @pytest.mark.parametrize("weight_decay", [0.0, 0.05])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9)])
 @pytest.mark.parametrize("grad_scale", [1.0, 1 / 128])
-def test_formula(weight_decay: float, betas: tuple[float, float], grad_scale: float) -> None:
+@pytest.mark.parametrize("implementation", ["native", "foreach"])
+def test_formula(
+    weight_decay: float, betas: tuple[float, float], grad_scale: float, implementation: Implementation
+) -> None:
     params = make_parameters()
     begin = [p.detach().clone() for p in params]
-    optimizer = Lans(groups_of(params, weight_decay), lr=0.02, betas=betas)
+    optimizer = Lans(groups_of(params, weight_decay), lr=0.02, betas=betas, implementation=implementation)
     grads_of_step = []
     for step in range(5):
         set_gradients(params, step, scale=10.0 ** (step - 2))
@@ -67,6 +72,25 @@ def test_formula(weight_decay: float, betas: tuple[float, float], grad_scale: fl
     )
     assert_close(params, expected, 2e-6)
     assert min(float((p.detach() - b).abs().max()) for p, b in zip(params, begin, strict=True)) > 1e-3
+
+
+def test_the_bits_depend_neither_on_threads_nor_on_the_processor() -> None:
+    def stepped(num_threads: int, level: native.Level | None) -> list[Tensor]:
+        random = torch.Generator().manual_seed(1)
+        weights, grads, moments, squares = (
+            [torch.rand(count, generator=random) for count in (70_001, 3, 16_384)] for _ in range(4)
+        )
+        norms = native.lans_step(
+            weights, grads, moments, squares, [2.0, 2.0, 5.0],
+            learning_rate=0.1, betas=(0.9, 0.999), eps=1e-6,
+            weight_decay=0.01, grad_scale=0.5, num_threads=num_threads, level=level,
+        )  # fmt: skip
+        return [*weights, *moments, *squares, torch.tensor(norms)]
+
+    plain = stepped(1, "portable")
+    for level in native.simd_levels():
+        for num_threads in (1, 4):
+            assert all(map(torch.equal, stepped(num_threads, level), plain))
 
 
 def test_float64_is_the_formula_to_the_last_digits() -> None:

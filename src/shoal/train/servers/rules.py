@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
 from shoal.optim.lamb import Lamb
+from shoal.optim.lans import Lans
 from shoal.train.gradients import parameters_of
 from shoal.train.servers.tensors import KERNELS, kernel_of
 
@@ -30,7 +31,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     if type(optimizer) not in KERNELS:
         raise UsageError(
             f"weights on servers: the servers have no kernel for {type(optimizer).__module__}.{name}; they "
-            "have AdamW and SGD of shoal.optim and torch.optim, and shoal.optim's Lamb, Lars and Novograd"
+            "have AdamW and SGD of shoal.optim and torch.optim, and shoal.optim's Lamb, Lans, Lars and "
+            "Novograd"
         )
     for group in optimizer.param_groups:
         for option in _OFF:
@@ -75,9 +77,14 @@ def check_no_momentum(optimizer: Optimizer) -> None:
 
 
 def check_max_norm(optimizer: Optimizer, max_norm: float | None) -> None:
-    """Check that ``max_norm`` is above 0, and that the optimizer does not clip too."""
+    """Check that ``max_norm`` is above 0, and that the optimizer neither clips nor normalises."""
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm={max_norm} must be above 0; None clips nothing")
+    if max_norm is not None and max_norm < math.inf and isinstance(optimizer, Lans):
+        raise UsageError(
+            f"max_norm={max_norm} with Lans, which divides each gradient by its norm: leave it out "
+            "(--optim.max-grad-norm none)"
+        )
     own_limit = optimizer.max_grad_norm if isinstance(optimizer, Lamb) else None
     if max_norm is not None and max_norm < math.inf and own_limit is not None:
         raise UsageError(

@@ -1,8 +1,8 @@
 """Describes the servers' optimizers, and begins the operations on the tensors that servers keep.
 
-The kernels are those of :mod:`shoal.optim`. What depends on the norm of a whole tensor (LAMB's and LARS's
-ratio, NovoGrad's running norm) is decided here, on every worker alike, by the functions that the kernels of
-workers use; servers get the result. csrc/engine/served_weights.h describes the operations.
+The kernels are those of :mod:`shoal.optim`. What depends on the norm of a whole tensor (the ratios of LAMB,
+LANS and LARS, NovoGrad's running norm) is decided here, on every worker alike, by the functions that the
+kernels of workers use; servers get the result. csrc/engine/served_weights.h describes the operations.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shoal.comm.engine import Operation
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
+from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.moments import clip_factor
 from shoal.optim.novograd import Novograd
@@ -45,6 +46,8 @@ class Kernel:
         has_norm: whether the state has a squared norm of the gradient, one number, which workers keep.
         options: returns the six numbers of a group that servers need.
         decide: returns the coefficients of a tensor's step from its norms; ``None`` if it needs no norms.
+        normalise: returns the factor of a tensor's gradient from its norm and that of all gradients; ``None``
+            if the latter is all.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Kernel:
     options: Callable[[Optimizer, Group], tuple[float, ...]]
     decide: Callable[[Optimizer, Group, Totals, int, float], tuple[list[float], float]] | None = None
     has_norm: bool = False
+    normalise: Callable[[Group, Totals, float], float] | None = None
 
 
 def kernel_of(optimizer: Optimizer) -> Kernel:
@@ -134,6 +138,18 @@ def _decide_lamb(
     return decided, norm_sq
 
 
+def _normalise_lans(group: Group, totals: Totals, factor: float) -> float:
+    scale: float = native.core().lans_grad_scale(totals, grad_scale=factor, eps=group["eps"])
+    return scale
+
+
+def _decide_lans(
+    optimizer: Optimizer, group: Group, totals: Totals, step: int, norm_sq: float
+) -> tuple[list[float], float]:
+    decided = native.core().lans_coefficients(totals, learning_rate=group["lr"], beta1=group["betas"][0])
+    return decided, norm_sq
+
+
 def _decide_lars(
     optimizer: Optimizer, group: Group, totals: Totals, step: int, norm_sq: float
 ) -> tuple[list[float], float]:
@@ -166,6 +182,7 @@ KERNELS: dict[type[Optimizer], Kernel] = {
     AdamW: Kernel("adamw", _MOMENTS, True, _adam_options),
     torch.optim.AdamW: Kernel("adamw", _MOMENTS, True, _adam_options),
     Lamb: Kernel("lamb", _MOMENTS, True, _adam_options, _decide_lamb),
+    Lans: Kernel("lans", _MOMENTS, True, _adam_options, _decide_lans, normalise=_normalise_lans),
     Lars: Kernel("lars", _MOMENTUM, False, _lars_options, _decide_lars),
     Novograd: Kernel("novograd", ("exp_avg",), True, _no_options, _decide_novograd, has_norm=True),
 }
@@ -373,9 +390,14 @@ class ServedTensors:
             factor: finite.
         """
         self.configure(optimizer)
-        decide = self._kernel.decide
+        decide, normalise = self._kernel.decide, self._kernel.normalise
         if decide is not None:
-            for work in [self.measure(table, factor) for table, _ in updates]:
+            factors = [factor] * len(updates)
+            if normalise is not None:
+                sums = self.totals()[0]
+                groups = optimizer.param_groups
+                factors = [normalise(groups[table.group], sums[table.index], factor) for table, _ in updates]
+            for work in [self.measure(table, own) for (table, _), own in zip(updates, factors, strict=True)]:
                 work.wait()
         totals = self.totals()[0]
         works = []
