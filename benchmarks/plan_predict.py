@@ -56,7 +56,7 @@ def layout_of(row: Row, recipe: str, model: Workload, workers: Machines) -> Layo
         micro: float = samples
     else:
         micro = largest_micro_batch(
-            model, require_accelerators(workers), share=share, activation_bytes=wire_bytes
+            model, require_accelerators(workers), share=share, precision="fp32" if wire_bytes == 4 else None
         )
     return Layout(
         global_batch=row.global_batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from shoal.decide.footprint import Activations
 from shoal.planner.hardware import Accelerator, Instance, Machines, Network
 from shoal.planner.workload import Layer, Workload
 
@@ -46,6 +47,12 @@ def hosts(
     return Machines(count=count, instance=instance)
 
 
+KEPT = {
+    precision: Activations(sample_bytes=num_bytes)
+    for precision, num_bytes in (("fp32", 2e6), ("bf16", 1e6), ("fp16", 1e6))
+}
+
+
 def model(
     *, num_layers: int = 10, parameters: int = 10_000_000, flops: float = 1e9, kernels: int = 100
 ) -> Workload:
@@ -53,7 +60,7 @@ def model(
         Layer(name=f"layer.{index}", num_parameters=parameters, forward_flops=flops)
         for index in range(num_layers)
     )
-    return Workload(name="made", layers=layers, num_kernels=kernels, saved_bytes=1e6)
+    return Workload(name="made", layers=layers, num_kernels=kernels, activations=KEPT)
 
 
 def ideal(instance: Instance) -> Instance:

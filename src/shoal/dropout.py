@@ -15,8 +15,8 @@ dropout, and in evaluation, it is computed by torch's fused kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ _FIRST, _SECOND = (signed(multiplier) for _, multiplier in ROUNDS)
 
 USES_KERNELS = attention_kernel() and not compiler_problem()
 """Select the fused kernels of :mod:`shoal.attention_kernel` for the CUDA tensors that they support."""
+_assumed_kernels: bool | None = None
 
 
 def fold_in(keys: Tensor, counters: Tensor | int) -> Tensor:
@@ -182,18 +183,36 @@ def attention(
     return dropout(weights, keys, p) @ value
 
 
+@contextmanager
+def assuming_kernels(has_kernels: bool) -> Iterator[None]:
+    """Choose attention as on a device with or without its kernels, in this process, to count its memory."""
+    global _assumed_kernels
+    before, _assumed_kernels = _assumed_kernels, has_kernels
+    try:
+        yield
+    finally:
+        _assumed_kernels = before
+
+
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """Return whether the kernels of :mod:`shoal.attention_kernel` compute attention of such tensors."""
     return (
-        USES_KERNELS
-        and query.is_cuda
-        and torch.cuda.is_available()
-        and query.dtype in (torch.bfloat16, torch.float16)
+        query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
         and query.ndim == 4
         and query.shape[-1] in (16, 32, 64, 128)
         and key.shape == value.shape == (*query.shape[:2], key.shape[2], query.shape[-1])
         and (attn_mask is None or _is_of_keys(attn_mask, query.shape[0], key.shape[2]))
+        and (_runs_kernels(query) if _assumed_kernels is None else _assumed_kernels)
+    )
+
+
+def _runs_kernels(query: Tensor) -> bool:
+    """Return whether the device of a tensor runs the kernels of :mod:`shoal.attention_kernel`."""
+    return (
+        USES_KERNELS
+        and query.is_cuda
+        and torch.cuda.is_available()
         and torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin >= 128 << 10
     )
 

@@ -1,7 +1,7 @@
 """Estimates the memory of a worker: for dry runs, for the search of layouts, and for plans of other hosts.
 
 Weights and gradients are fp32, whatever the precision of the computation. The optimizer's state depends on
-its class, activations on the micro-batch and the precision.
+its class. What the forward pass keeps was counted (:mod:`shoal.models.step_memory`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _ONE_MOMENT = frozenset({"sgd", "lars", "novograd"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes that the forward pass of a micro-batch keeps for its backward pass, in one precision."""
+
+    sample_bytes: float
+    """For each sample."""
+    fixed_bytes: float = 0.0
+    """For any number of samples: 16-bit copies of weights, and the gradient of the largest weight before it
+    is added to the others of a step."""
+
+    def of(self, num_samples: float, share: float = 1.0) -> int:
+        """Return the bytes of ``num_samples`` on a device with a share of the layers."""
+        return round(share * (self.fixed_bytes + num_samples * self.sample_bytes))
+
+    def with_recomputed(self, whole: Activations, num_layers: int) -> Activations:
+        """Return these, of activation checkpointing, with the layer that the backward pass computes again.
+
+        Args:
+            whole: what is kept without checkpointing.
+        """
+        sample_bytes, fixed_bytes = (
+            kept + max(of_all - kept, 0.0) / num_layers
+            for kept, of_all in (
+                (self.sample_bytes, whole.sample_bytes),
+                (self.fixed_bytes, whole.fixed_bytes),
+            )
+        )
+        return Activations(sample_bytes=sample_bytes, fixed_bytes=fixed_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,38 +98,3 @@ def optimizer_state_bytes(optimizer: str) -> float:
     if optimizer == "adafactor":
         return 0.04
     return 4.0 if optimizer in _ONE_MOMENT else 8.0
-
-
-def activation_width(precision: str) -> int:
-    """Return the bytes of an activation in a precision."""
-    return 4 if precision == "fp32" else 2
-
-
-def transformer_activations(
-    *,
-    micro_batch_size: int,
-    sequence_length: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_layers: int,
-    num_logits: int,
-    activation_bytes: int,
-    activation_checkpointing: bool,
-) -> int:
-    """Return the bytes that a transformer keeps for the backward pass of a micro-batch.
-
-    A layer keeps input, query, key, value, context, two sums and two norms (9 × hidden) and the feed-forward
-    before and after its activation (2 × intermediate) for each token; fused attention keeps no matrix of
-    weights. That is the count of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) without dropout
-    masks. With activation checkpointing one layer's input is kept a layer, and one layer is computed again at
-    a time.
-
-    Args:
-        num_logits: rows of logits times the vocabulary, of one micro-batch; kept in fp32 with their softmax.
-        activation_bytes: bytes of an activation (:func:`activation_width`).
-    """
-    tokens = micro_batch_size * sequence_length
-    layer = tokens * (9 * hidden_size + 2 * intermediate_size) * activation_bytes
-    layer_input = tokens * hidden_size * activation_bytes
-    layers = layer + num_layers * layer_input if activation_checkpointing else num_layers * layer
-    return layers + 8 * num_logits

@@ -1,4 +1,4 @@
-"""Counts layers, FLOPs, operations and saved bytes of a model's training step without computing it.
+"""Counts layers, FLOPs and operations of a model's training step without computing it.
 
 The model and its inputs are on the meta device, so the largest ones take seconds and no memory. FLOPs come
 from the formulas of ``torch.utils.flop_counter`` for matrix products and convolutions.
@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from shoal.models.step_memory import FusedAttention
 
 _FREE = frozenset(
     {"detach", "alias", "empty", "empty_like", "empty_strided", "lift_fresh", "_unsafe_view", "new_empty"}
@@ -32,9 +31,6 @@ class StepProfile:
     parameters (attention) counts for the module before it, a shared parameter for its first user."""
     num_operations: int
     """Kernels; a convolution's backward pass has two."""
-    saved_bytes: int
-    """Of tensors saved for the backward pass, without parameters, at the elements' sizes."""
-    num_trainable: int
     num_samples: int
 
 
@@ -46,15 +42,14 @@ def profile_step(model: nn.Module, loss: Callable[[], Tensor], *, num_samples: i
         loss: computes a scalar with ``model`` from meta tensors.
         num_samples: in the batch of ``loss``.
     """
-    counter = _Counter(model)
+    counter = _Counter()
     handles = [
         module.register_forward_pre_hook(counter.entering(name))
         for name, module in model.named_modules()
         if any(True for _ in module.parameters(recurse=False))
     ]
     try:
-        keeping = torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda kept: kept)
-        with keeping, _FusedAttention(), counter:
+        with FusedAttention(), counter:
             value = loss()
             counter.in_forward = False
             value.backward()  # type: ignore[no-untyped-call]
@@ -66,8 +61,6 @@ def profile_step(model: nn.Module, loss: Callable[[], Tensor], *, num_samples: i
     return StepProfile(
         layers=layers,
         num_operations=counter.num_operations,
-        saved_bytes=sum(counter.saved.values()),
-        num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         num_samples=num_samples,
     )
 
@@ -86,35 +79,14 @@ def _first_users(model: nn.Module, order: list[str]) -> dict[str, int]:
     return counts
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Computes attention as one kernel, as accelerators do; meta tensors would have its matrices."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        query, key, value = args[:3]
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        causal = bool(kwargs.get("is_causal", False)) or mask is not None
-        dropout = float(kwargs.get("dropout_p", 0.0))
-        fused = torch.ops.aten._scaled_dot_product_efficient_attention
-        return fused(query, key, value, None, True, dropout, causal)[0]
-
-
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.own = {p.untyped_storage()._cdata for p in model.parameters()}
         self.order: list[str] = []
         self.flops: dict[str, float] = {}
         self.current = ""
         self.in_forward = True
         self.num_operations = 0
-        self.saved: dict[int, int] = {}
-        self.alive: list[Tensor] = []
 
     def entering(self, name: str) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, inputs: Any) -> None:
@@ -124,13 +96,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.current = name
 
         return enter
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.own and storage._cdata not in self.saved:
-            self.saved[storage._cdata] = storage.nbytes()
-            self.alive.append(tensor)  # so that no other storage gets its address
-        return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.decide.footprint import Activations
 from shoal.errors import UsageError, import_extra
 from shoal.models.profile import StepProfile, profile_step
+from shoal.models.step_memory import TYPES, kept_activations
 from shoal.planner.hardware import shipped
 from shoal.planner.workload import Layer, Workload
 
@@ -44,8 +46,8 @@ def workload_of_model(
     on_meta = {key: value.to("meta") for key, value in inputs.items()}
     name = name or type(model).__name__
 
-    def loss() -> Tensor:
-        out = model(**on_meta)
+    def loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        out = model(**inputs)
         own_loss = getattr(out, "loss", None)
         leaves = tree_leaves(out if own_loss is None else own_loss)
         trained = [leaf.sum() for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -54,7 +56,7 @@ def workload_of_model(
         return torch.stack(trained).sum()
 
     count = num_samples or len(next(iter(on_meta.values())))
-    return _count(name, model, loss, num_samples=count, unit="samples")
+    return _count(name, model, on_meta, loss, num_samples=count, unit="samples")
 
 
 def workload_of_function(text: str) -> Workload:
@@ -80,10 +82,13 @@ def workload_of_function(text: str) -> Workload:
     return workload_of_model(returned[0], returned[1], num_samples=returned[2], name=text)
 
 
-def workload_of_profile(name: str, profile: StepProfile, **fields: Any) -> Workload:
+def workload_of_profile(
+    name: str, profile: StepProfile, activations: Mapping[str, Activations], **fields: Any
+) -> Workload:
     """Return the workload of a step that was counted.
 
     Args:
+        activations: by precision.
         fields: further fields of :class:`~shoal.planner.workload.Workload`.
     """
     return Workload(
@@ -94,16 +99,26 @@ def workload_of_profile(name: str, profile: StepProfile, **fields: Any) -> Workl
             if parameters or flops
         ),
         num_kernels=profile.num_operations,
-        saved_bytes=profile.saved_bytes / 2 / profile.num_samples,  # counted in fp32, kept in 16 bit
+        activations=activations,
         **fields,
     )
 
 
 def _count(
-    name: str, model: nn.Module, loss: Callable[[], Tensor], *, num_samples: int, **fields: Any
+    name: str,
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
+    *,
+    num_samples: int,
+    **fields: Any,
 ) -> Workload:
-    profile = profile_step(model.train(), loss, num_samples=num_samples)
-    return workload_of_profile(name, profile, **fields)
+    profile = profile_step(model.train(), lambda: loss(model, inputs), num_samples=num_samples)
+    kept = {
+        precision: kept_activations(model, inputs, loss, num_samples=num_samples, precision=precision)
+        for precision in TYPES
+    }
+    return workload_of_profile(name, profile, kept, **fields)
 
 
 # ---- the catalog's models -------------------------------------------------------------------------------
@@ -137,7 +152,8 @@ def workload_of_entry(name: str, sequence_length: int | None = None) -> Workload
     return _count(
         name,
         model,
-        lambda: model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits.sum(),
+        {"input_ids": input_ids, "attention_mask": mask},
+        lambda model, inputs: model(**inputs, use_cache=False).logits.sum(),
         num_samples=1,
         tokens_per_sample=length,
         trainable=trainable,

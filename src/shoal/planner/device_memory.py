@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.decide.footprint import activation_width, footprint
+from shoal.decide.footprint import footprint
 from shoal.errors import UsageError
 from shoal.planner.hardware import Accelerator
 from shoal.planner.pipeline_bubble import fullest_share
@@ -17,7 +17,7 @@ def device_memory(workload: Workload, layout: Layout, *, micro_batch: float, pre
     """Return the bytes on the fullest accelerator of a layout.
 
     In a pipeline that is the device whose stages have the most parameters. The first of p stages keeps the
-    activations of up to p micro-batches of its 1 / p of the layers.
+    activations of up to p micro-batches of its 1 / p of the layers, as many as one micro-batch of all layers.
 
     Args:
         micro_batch: samples per micro-batch.
@@ -28,24 +28,24 @@ def device_memory(workload: Workload, layout: Layout, *, micro_batch: float, pre
         workload.num_parameters * share / layout.tensor,
         trainable=workload.trainable,
         state_bytes=workload.state_bytes,
-        activations_bytes=workload.saved_bytes
-        * activation_width(precision)
-        / 2
-        * micro_batch
-        / layout.tensor,
+        activations_bytes=workload.activations[precision].of(micro_batch, 1 / layout.tensor),
     ).total_bytes
 
 
 def largest_micro_batch(
-    workload: Workload, accelerator: Accelerator, *, share: float, activation_bytes: int = 2
+    workload: Workload, accelerator: Accelerator, *, share: float, precision: str | None = None
 ) -> float:
     """Return the largest power-of-two part of a replica's ``share`` of the batch that fits on one device.
+
+    Args:
+        precision: default: the 16-bit type of the device.
 
     Raises:
         UsageError: one sample does not fit.
     """
-    state_bytes = workload.num_parameters * (8 + workload.state_bytes)
-    sample_bytes = workload.saved_bytes * activation_bytes / 2
+    kept = workload.activations[precision or accelerator.precision]
+    state_bytes = workload.num_parameters * (8 + workload.state_bytes) + kept.fixed_bytes
+    sample_bytes = kept.sample_bytes
     most = (accelerator.memory_bytes * (1 - RESERVED) - state_bytes) / sample_bytes
     if most < min(1.0, share):
         raise UsageError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from shoal.decide.footprint import Activations
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
 from shoal.planner.convergence import Phase
@@ -82,7 +83,11 @@ def catalog() -> dict[str, list[Workload]]:
             Layer(name=name, num_parameters=parameters, forward_flops=flops)
             for name, parameters, flops in entry.pop("layers")
         )
-        workloads.setdefault(entry["name"], []).append(Workload(layers=layers, **entry))
+        kept = {
+            precision: Activations(sample_bytes=of_sample, fixed_bytes=of_copies)
+            for precision, (of_sample, of_copies) in entry.pop("activations").items()
+        }
+        workloads.setdefault(entry["name"], []).append(Workload(layers=layers, activations=kept, **entry))
     return workloads
 
 

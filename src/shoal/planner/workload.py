@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from shoal.decide.footprint import Activations
 from shoal.errors import UsageError
 
 LAMB_BYTES = 36.0
@@ -41,8 +42,9 @@ class Workload:
     """In the order of the forward pass."""
     num_kernels: int
     """Device operations of the forward and backward pass of one micro-batch."""
-    saved_bytes: float
-    """Kept from forward to backward, per sample, with 16-bit activations."""
+    activations: Mapping[str, Activations] = field(hash=False)
+    """Kept from forward to backward, by precision: ``fp32``, ``bf16``, and ``fp16`` of devices without bf16
+    and the attention kernels."""
     relay_bytes: float = 0.0
     """Across a cut between two layers, per sample, with 16-bit activations; 0: unknown, and taken as free."""
     unit: str = "sequences"

@@ -103,8 +103,21 @@ class Sample:
     """Tokens of a sample; 1: samples are no sequences."""
     relay_bytes: float = 0.0
     """16-bit activations of a sample between two layers; 0: unknown."""
+    recompute: Callable[[Any], None] | None = None
+    """Turns on the activation checkpointing of the settings, which operations are counted without."""
+    num_recomputed: int = 1
+    """Layers that are recomputed one at a time."""
     more_operations: int = 0
     """Kernels of a step that depend on data, which do not run on the meta device."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self.model.parameters())
+
+    @property
+    def num_trainable(self) -> int:
+        """Parameters that have gradients."""
+        return sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
 
 
 def token_ids(*shape: int) -> torch.Tensor:

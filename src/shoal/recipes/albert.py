@@ -162,8 +162,10 @@ def check(config: AlbertConfig, num_workers: int, dry_run: bool) -> list[str]:
         UsageError: sizes that do not divide, or no data that fits.
     """
     data, train = config.data, config.train
-    phase = ("train", train, train.total_steps, data.max_seq_length, data.max_predictions_per_seq)
-    return masked_lm.describe(config, num_workers, config.model.num_parameters, [phase], dry_run=dry_run)
+    phase = ("train", train, train.total_steps, data)
+    return masked_lm.describe(
+        config, num_workers, config.model.num_parameters, [phase], pairs="order", dry_run=dry_run
+    )
 
 
 def sample(config: AlbertConfig) -> Sample:

@@ -292,11 +292,11 @@ def check(config: BertConfig, num_workers: int, dry_run: bool) -> list[str]:
             f"model.pad_token_id {config.model.pad_token_id} is not the padding of {config.data.path}, which "
             f"is token {pad_id}: set --model.pad-token-id {pad_id}"
         )
-    phases = [
-        (section, phase, phase.total_steps, phase.max_seq_length, phase.max_predictions_per_seq)
-        for section, phase in config.phases
-    ]
-    return masked_lm.describe(config, num_workers, config.model.num_parameters, phases, dry_run=dry_run)
+    phases = [(section, phase, phase.total_steps, phase) for section, phase in config.phases]
+    pairs = config.pair_task
+    return masked_lm.describe(
+        config, num_workers, config.model.num_parameters, phases, pairs=pairs, dry_run=dry_run
+    )
 
 
 def sample(config: BertConfig) -> Sample:

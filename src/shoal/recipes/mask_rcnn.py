@@ -992,17 +992,17 @@ def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[
         raise UsageError(f"model.weights {weights} does not exist")
     if not dry_run:
         return []
-    from shoal.recipes.workloads import memory_of, profile_of
+    from shoal.recipes.workloads import memory_of
 
-    profile = profile_of(sample(config))
+    counted = sample(config)
     return [
         *settings_lines(config),
         f"batch        {plan.batch}",
         *plan.lines,
         f"weights      {weights or 'random'}",
         f"held out     {num_held_out:,} images of {count_categories(config):,} categories",
-        f"parameters   {profile.num_trainable:,} that learn",
-        f"memory       {memory_of(profile, config, plan.batch.micro_batch_size)}",
+        f"parameters   {counted.num_trainable:,} that learn",
+        f"memory       {memory_of(counted, config, plan.batch.micro_batch_size)}",
     ]
 
 

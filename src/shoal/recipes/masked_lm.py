@@ -27,7 +27,6 @@ from shoal.train.config import (
     LoopConfig,
     RunConfig,
     ServersConfig,
-    activation_bytes,
     check_wire,
     load_toml,
     settings_lines,
@@ -335,7 +334,13 @@ def sample(config: Any, lengths: Any, batch: BatchSizes, *, pairs: "PairTask") -
         loss=_total_loss,
         num_samples=len(inputs["labels"]),
         sequence_length=lengths.max_seq_length,
+        recompute=_recompute if config.model.activation_checkpointing else None,
+        num_recomputed=config.model.num_hidden_layers,
     )
+
+
+def _recompute(model: "Pretraining") -> None:
+    model.encoder.activation_checkpointing = True
 
 
 def _total_loss(model: "Pretraining", inputs: Mapping[str, Any]) -> "Tensor":
@@ -392,26 +397,28 @@ def describe(
     config: MaskedLMConfig,
     num_workers: int,
     num_parameters: int,
-    phases: "Sequence[tuple[str, BatchSizes, int, int, int]]",
+    phases: "Sequence[tuple[str, BatchSizes, int, Any]]",
     *,
+    pairs: "PairTask",
     dry_run: bool,
 ) -> list[str]:
     """Check the settings; return the lines of a dry run: settings, arithmetic, parameters, memory.
 
     Args:
-        phases: (section, batch, steps, sequence length, predictions per sequence) of each.
-        dry_run: the lines are wanted, for whose memory a GPU may have to be asked.
+        phases: (section, batch, steps, section with the lengths) of each.
+        pairs: as for :func:`open_text`.
+        dry_run: the lines are wanted; otherwise the memory, which takes torch to count, is left out.
 
     Raises:
         UsageError: sizes that do not divide, or no data that fits.
     """
-    from shoal.decide.footprint import footprint, optimizer_state_bytes, transformer_activations
-
     manifest = read_manifest(config.data)
     manifest.check_vocabulary(config.model.vocab_size)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
     lines, memories = [], []
-    for section, batch, num_steps, length, predictions in phases:
+    stages, without_text = config.parallel.pipeline, replace(config, data=replace(config.data, path=None))
+    for section, batch, num_steps, lengths in phases:
+        length = lengths.max_seq_length
         plan = config.plan(batch, num_workers, section=section)
         name = f"{section}: " if len(phases) > 1 else ""
         sequences = num_steps * plan.global_batch_size
@@ -421,25 +428,16 @@ def describe(
             f"{sequences * length / max(num_tokens, 1):,.1f} times the {num_tokens:,} tokens of "
             f"{config.data.path}",
         ]
-        memories.append(
-            footprint(
-                num_parameters,
-                state_bytes=optimizer_state_bytes(config.optim.optimizer),
-                activations_bytes=transformer_activations(
-                    micro_batch_size=plan.micro_batch_size,
-                    sequence_length=length,
-                    hidden_size=config.model.hidden_size,
-                    intermediate_size=config.model.intermediate_size,
-                    num_layers=config.model.num_hidden_layers,
-                    num_logits=plan.micro_batch_size * predictions * config.model.vocab_size,
-                    activation_bytes=activation_bytes(config) if dry_run else 4,
-                    activation_checkpointing=config.model.activation_checkpointing,
-                ),
-            )
-        )
+        if dry_run:
+            from shoal.recipes.workloads import memory_of
+
+            full = sample(without_text, lengths, batch, pairs=pairs)
+            kept = plan.micro_batch_size * min(stages, plan.accumulation_steps)
+            memories.append(memory_of(full, config, kept, stages))
     if config.finetune.at:
         plan_batch(config.finetune, num_workers, section="finetune")
         squad.read_files(short_finetuning(config).data)
-    memory = max(memories, key=lambda estimate: estimate.total_bytes)
-    parameters = f"parameters   {num_parameters:,}"
-    return [*settings_lines(config), *lines, parameters, f"memory       {memory}"]
+    lines = [*settings_lines(config), *lines, f"parameters   {num_parameters:,}"]
+    if dry_run:
+        lines.append(f"memory       {max(memories, key=lambda estimate: estimate.total_bytes)}")
+    return lines

@@ -873,16 +873,16 @@ def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[st
     if not dry_run:
         return []
 
-    from shoal.recipes.workloads import memory_of, profile_of
+    from shoal.recipes.workloads import memory_of
 
-    profile = profile_of(sample(replace(config, model=replace(config.model, num_classes=num_classes))))
+    counted = sample(replace(config, model=replace(config.model, num_classes=num_classes)))
     return [
         *settings_lines(config),
         f"batch        {plan.batch}",
         *plan.lines(),
         f"held out     {num_held_out:,} images of {found:,} classes",
-        f"parameters   {profile.num_trainable:,}",
-        f"memory       {memory_of(profile, config, plan.batch.micro_batch_size)}",
+        f"parameters   {counted.num_trainable:,}",
+        f"memory       {memory_of(counted, config, plan.batch.micro_batch_size)}",
     ]
 
 

@@ -40,7 +40,6 @@ from shoal.train.config import (
     RunConfig,
     ServersConfig,
     TrainConfig,
-    activation_bytes,
     check_wire,
     load_toml,
     parse_bytes,
@@ -520,24 +519,11 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
 
 def _estimate_memory(config: T5Config, batch: BatchPlan) -> "Footprint":
     """Estimate a worker's memory with equal stages that keep as many micro-batches as there are stages."""
-    from shoal.decide.footprint import footprint, optimizer_state_bytes, transformer_activations
+    from shoal.recipes.workloads import memory_of
 
-    model, spans, stages = config.model, config.spans(), config.parallel.pipeline
-    activations = transformer_activations(
-        micro_batch_size=batch.micro_batch_size * min(stages, batch.accumulation_steps),
-        sequence_length=spans.input_length + spans.target_length,
-        hidden_size=max(model.d_model, model.num_heads * model.d_kv),
-        intermediate_size=model.d_ff,
-        num_layers=-(-model.num_layers // stages),
-        num_logits=batch.micro_batch_size * spans.target_length * model.vocab_size,
-        activation_bytes=activation_bytes(config),
-        activation_checkpointing=False,
-    )
-    return footprint(
-        model.num_parameters / stages,
-        state_bytes=optimizer_state_bytes(config.optim.optimizer),
-        activations_bytes=activations,
-    )
+    stages = config.parallel.pipeline
+    kept = batch.micro_batch_size * min(stages, batch.accumulation_steps)
+    return memory_of(sample(config), config, kept, stages)
 
 
 # ------------------------------------------------------------------------------------------------- sample
@@ -559,18 +545,19 @@ def sample(config: T5Config) -> Sample:
 
 
 def sample_of(model: "T5", inputs: "Mapping[str, Tensor]") -> Sample:
-    """Return a sample of a T5's network, which computes logits of ``labels`` for ``input_ids``."""
+    """Return a sample of a T5's network, with the loss of ``labels`` for ``input_ids``."""
+    from shoal.models.t5 import token_losses
 
-    def logits(network: "nn.Module", inputs: "Mapping[str, Tensor]") -> "Tensor":
+    def loss(network: "nn.Module", inputs: "Mapping[str, Tensor]") -> "Tensor":
         # without the mask, whose values meta tensors do not have; the shapes are the same
         out = network(input_ids=inputs["input_ids"], decoder_input_ids=inputs["labels"], use_cache=False)
-        return cast("Tensor", out.logits.sum())
+        return token_losses(out.logits, inputs["labels"], z_loss=model.z_loss).sum()
 
     num_samples, length = inputs["input_ids"].shape
     return Sample(
         model=model.weights,
         inputs=inputs,
-        loss=logits,
+        loss=loss,
         num_samples=num_samples,
         sequence_length=length,
         # stages of the decoder also pass on the encoder's output

@@ -16,16 +16,18 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from shoal.decide.footprint import Footprint, footprint, optimizer_state_bytes
+from shoal.decide.footprint import Activations, Footprint, footprint, optimizer_state_bytes
 from shoal.errors import UsageError
 from shoal.planner import api
 from shoal.planner.convergence import Phase
 from shoal.planner.recipe_workloads import Preset, catalog
 from shoal.planner.workload import LAMB_BYTES, MOMENTUM_BYTES, Workload
 from shoal.recipes import RECIPES, Sample, preset_file, script
-from shoal.train.config import activation_bytes
+from shoal.train.config import precision_here
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from shoal.models.profile import StepProfile
 
 P = ParamSpec("P")
@@ -50,13 +52,54 @@ def flops_per_sample(sample: Sample) -> float:
     return 3 * sum(flops for _, _, flops in profile_of(sample).layers) / sample.num_samples
 
 
-def memory_of(profile: StepProfile, config: Any, micro_batch_size: int) -> Footprint:
-    """Return the memory of a worker: weights, optimizer, and the activations of a micro-batch."""
-    saved_bytes = profile.saved_bytes * micro_batch_size / profile.num_samples
+def activations_of(sample: Sample, precision: str, device_type: str = "cuda") -> Activations:
+    """Return what the forward pass of a sample keeps, with the dropout of the training.
+
+    Args:
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        device_type: ``cuda`` or ``cpu``; no such device is needed.
+    """
+    from shoal.models.step_memory import kept_activations
+
+    def kept() -> Activations:
+        return kept_activations(
+            sample.model.train(),
+            sample.inputs,
+            with_keys,
+            num_samples=sample.num_samples,
+            precision=precision,
+            device_type=device_type,
+        )
+
+    def with_keys(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        import torch
+
+        from shoal.dropout import SampleDropout
+
+        device = next(model.parameters()).device
+        with SampleDropout(torch.empty(sample.num_samples, dtype=torch.int64, device=device)):
+            loss: Tensor = sample.loss(model, inputs)
+            return loss
+
+    whole = kept()
+    if sample.recompute is None:
+        return whole
+    sample.recompute(sample.model)
+    return kept().with_recomputed(whole, sample.num_recomputed)
+
+
+def memory_of(sample: Sample, config: Any, num_samples: int, stages: int = 1) -> Footprint:
+    """Return the memory of a worker on this host: weights, gradients, optimizer, activations.
+
+    Args:
+        num_samples: of a micro-batch, times the micro-batches that a stage keeps at one time.
+        stages: equal stages of the pipeline.
+    """
     return footprint(
-        profile.num_trainable,
+        sample.num_parameters / stages,
+        trainable=sample.num_trainable / sample.num_parameters,
         state_bytes=_state_bytes(config),
-        activations_bytes=saved_bytes * activation_bytes(config) / 4,
+        activations_bytes=activations_of(sample, *precision_here(config)).of(num_samples, 1 / stages),
     )
 
 
@@ -225,18 +268,20 @@ def with_new_model(config: Any, folder: Path, model: str) -> Any:
 
 def workload_of(name: str, sample: Sample, config: Any) -> Workload:
     """Count the planner's workload of a recipe's sample."""
+    from shoal.models.step_memory import TYPES
     from shoal.planner.counting import workload_of_profile
 
     profile = profile_of(sample)
     workload = workload_of_profile(
         name,
         profile,
+        {precision: activations_of(sample, precision) for precision in TYPES},
         unit=config.unit,
         tokens_per_sample=sample.sequence_length,
         optimizer_bytes=MOMENTUM_BYTES if _state_bytes(config) == 4 else LAMB_BYTES,
         state_bytes=_state_bytes(config),
         relay_bytes=sample.relay_bytes,
-        trainable=profile.num_trainable / sum(weight.numel() for weight in sample.model.parameters()),
+        trainable=sample.num_trainable / sample.num_parameters,
         equal_shares=getattr(config, "equal_shares", False),
         refuses_fp16=getattr(config, "refuses_fp16", ""),
     )
@@ -273,7 +318,9 @@ def count_catalog() -> str:
 def _as_json(workload: Workload) -> str:
     """Return a workload as an entry of the catalog, without what is no property of most."""
     layers = [[each.name, each.num_parameters, each.forward_flops] for each in workload.layers]
-    tree = {each.name: getattr(workload, each.name) for each in fields(workload)} | {"layers": layers}
+    kept = {name: [each.sample_bytes, each.fixed_bytes] for name, each in workload.activations.items()}
+    tree = {each.name: getattr(workload, each.name) for each in fields(workload)}
+    tree |= {"layers": layers, "activations": kept}
     for name in ("equal_shares", "refuses_fp16"):
         if not tree[name]:
             del tree[name]

@@ -365,22 +365,23 @@ def auto_precision(capability: tuple[int, int] | None, no_fp16: str) -> str:
     return "bf16" if capability >= (8, 0) else "fp32" if no_fp16 else "fp16"
 
 
-def activation_bytes(config: Any) -> int:
-    """Return the bytes of an activation, for a dry run, in the precision in which this host would train.
+def precision_here(config: Any) -> tuple[str, str]:
+    """Return the precision in which this host would train, and the type of its device, for a dry run.
 
     Args:
         config: settings with the sections ``train`` and ``distributed``, and ``servers`` if it has modes.
     """
     name, capability = config.train.precision, None
+    device = "cuda" if config.distributed.device != "cpu" and num_gpus() else "cpu"
     if name == "auto":
-        if config.distributed.device != "cpu" and num_gpus():
+        if device == "cuda":
             from torch import cuda
 
             capability = cuda.get_device_capability(0)
         servers = getattr(config, "servers", ServersConfig())
         no_fp16 = refuses_fp16(config, config.train, config.distributed, servers)
         name = auto_precision(capability, no_fp16)
-    return 4 if name == "fp32" else 2
+    return name, device
 
 
 def check_wire(distributed: DistributedConfig, servers: ServersConfig, *, precision: str, clip: str) -> None:

@@ -8,14 +8,13 @@ from torch import nn
 from shoal.models.profile import profile_step
 
 
-def test_layers_and_saved_bytes_of_two_products() -> None:
+def test_layers_of_two_products() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
         inputs = torch.empty(32, 8)
     profile = profile_step(model, lambda: model(inputs).sum(), num_samples=32)
     assert profile.layers == (("0", 8 * 16, 2 * 32 * 8 * 16), ("2", 16 * 4, 2 * 32 * 16 * 4))
-    assert profile.saved_bytes == 4 * 32 * (8 + 16)  # the input, and the activation that two operations need
-    assert (profile.num_trainable, profile.num_samples) == (8 * 16 + 16 * 4, 32)
+    assert profile.num_samples == 32
 
 
 def test_a_shared_parameter_counts_for_its_first_user() -> None:
@@ -25,4 +24,3 @@ def test_a_shared_parameter_counts_for_its_first_user() -> None:
         model, inputs = nn.Sequential(first, second), torch.empty(2, 8)
     profile = profile_step(model, lambda: model(inputs).sum(), num_samples=2)
     assert profile.layers == (("0", 64, 2 * 2 * 64), ("1", 0, 2 * 2 * 64))
-    assert profile.num_trainable == 64

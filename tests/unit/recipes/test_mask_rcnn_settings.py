@@ -30,7 +30,7 @@ from shoal.recipes.mask_rcnn import (
     make_plan,
     sample,
 )
-from shoal.recipes.workloads import memory_of, profile_of
+from shoal.recipes.workloads import memory_of
 
 COCO = 117_266  # images of train2017 with objects
 SECTIONS = {
@@ -197,12 +197,12 @@ def test_the_size_of_the_published_network() -> None:
     """torchvision's maskrcnn_resnet50_fpn has 44,401,393 weights; the stem and the first stage stay."""
     config = preset("coco-1x")
     assert config.augment.largest_batch == (800, 1_344)
-    profile = profile_of(sample(config))
-    parameters, memory = profile.num_trainable, memory_of(profile, config, 2)
+    counted = sample(config)
+    parameters, memory = counted.num_trainable, memory_of(counted, config, 2)
     assert parameters == 44_401_393 + 53_120  # torchvision's norms are frozen, these learn
     from_trained = replace(config, model=replace(config.model, weights=Path("w.safetensors")))
-    profile = profile_of(sample(from_trained))
-    frozen, less = profile.num_trainable, memory_of(profile, from_trained, 2)
+    counted = sample(from_trained)
+    frozen, less = counted.num_trainable, memory_of(counted, from_trained, 2)
     assert frozen < 44_401_393 and less.activations_bytes < memory.activations_bytes
     assert memory.optimizer_bytes == 4 * parameters
 

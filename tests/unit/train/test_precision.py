@@ -22,19 +22,18 @@ from shoal.cli.use import evaluate_checkpoint, predict
 from shoal.env.worker import alone
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.albert import AlbertConfig
-from shoal.recipes.resnet50 import ResNetTrainConfig
-from shoal.recipes.resnet50 import TrainConfig as ResNetLoopConfig
+from shoal.recipes.resnet50 import ResNetTrainConfig, sample
 from shoal.recipes.t5 import T5Config
 from shoal.recipes.t5_classify import T5ClassifyConfig
-from shoal.recipes.workloads import memory_of
+from shoal.recipes.workloads import memory_of, preset_settings
 from shoal.record import Start, Step, read_record
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
     RunOutputConfig,
     ServersConfig,
-    activation_bytes,
     load_toml,
+    precision_here,
     refuses_fp16,
 )
 from shoal.train.gradients import LossScale, in_fp32
@@ -100,31 +99,40 @@ def test_what_cannot_take_fp16_with_a_dynamic_scale() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "bytes_of"),
-    [(AlbertConfig(), (2, 2)), (ResNetTrainConfig(), (2, 2)), (T5Config(), (4, 2))],
+    ("config", "names"),
+    [
+        (AlbertConfig(), ("fp16", "bf16")),
+        (ResNetTrainConfig(), ("fp16", "bf16")),
+        (T5Config(), ("fp32", "bf16")),
+    ],
     ids=["albert", "resnet50", "t5"],
 )
 def test_a_dry_run_counts_activations_in_the_type_that_auto_becomes(
-    config: Any, bytes_of: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    config: Any, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine without a GPU, with one without bf16, and with one that has it."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr("shoal.train.config.num_gpus", lambda: 0)
-    assert activation_bytes(config) == 4
+    assert precision_here(config) == ("fp32", "cpu")
     monkeypatch.setattr("shoal.train.config.num_gpus", lambda: 8)
-    for found, wanted in zip([(7, 0), (8, 0)], bytes_of, strict=True):
+    for found, wanted in zip([(7, 0), (8, 0)], names, strict=True):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
-        assert activation_bytes(config) == wanted
-    assert activation_bytes(replace(config, distributed=DistributedConfig(device="cpu"))) == 4
-    for name, wanted in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
-        assert activation_bytes(replace(config, train=replace(config.train, precision=name))) == wanted
+        assert precision_here(config) == (wanted, "cuda")
+    assert precision_here(replace(config, distributed=DistributedConfig(device="cpu"))) == ("fp32", "cpu")
+    for name in ("fp32", "bf16", "fp16"):
+        assert precision_here(replace(config, train=replace(config.train, precision=name))) == (name, "cuda")
 
 
 def test_memory_of_images_follows_the_type() -> None:
-    profile: Any = SimpleNamespace(saved_bytes=2_000, num_trainable=10, num_samples=2)
-    for name, wanted in (("fp32", 4_000), ("bf16", 2_000), ("fp16", 2_000)):
-        config = ResNetTrainConfig(train=ResNetLoopConfig(precision=name))  # type: ignore[arg-type]
-        assert memory_of(profile, config, 4).activations_bytes == wanted
+    """Most activations are half as large; the copies of the weights come on top."""
+    memory = {}
+    for name in ("fp32", "bf16"):
+        config = preset_settings("resnet50", "tiny")
+        config = replace(config, train=replace(config.train, precision=name))
+        counted = sample(config)
+        memory[name] = memory_of(counted, config, 64)
+    assert memory["bf16"].weights_bytes == memory["fp32"].weights_bytes == 4 * counted.num_parameters
+    assert 0.5 < memory["bf16"].activations_bytes / memory["fp32"].activations_bytes < 0.75
 
 
 @pytest.mark.parametrize(

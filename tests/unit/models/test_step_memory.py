@@ -1,0 +1,153 @@
+"""Activations that are counted without a step, against torch's tracker of memory over the whole step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from shoal.dropout import SampleDropout
+from shoal.models.encoder import full_sequences
+from shoal.models.step_memory import TYPES, FusedAttention, kept_activations
+from shoal.recipes import Sample, script, token_ids
+from shoal.recipes.workloads import activations_of, preset_settings
+
+
+def test_linear_layers_by_hand() -> None:
+    """Sums before the rectification are not kept, nor is the first layer's copy of its weights."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def count(precision: str) -> tuple[float, float]:
+        found = kept_activations(
+            model,
+            {"x": torch.empty(32, 8)},
+            lambda model, inputs: model(inputs["x"]).sum(),
+            num_samples=32,
+            precision=precision,
+            device_type="cpu",
+        )
+        return found.sample_bytes, found.fixed_bytes
+
+    gradient = 4 * 8 * 16
+    assert count("fp32") == (
+        4 * 16 + 2 * 4 * 16 + 4 / 32,
+        gradient,
+    )  # the rectified sums, gradients, the loss
+    assert count("bf16") == (
+        2 * (8 + 16) + 2 * 2 * 16 + 2 / 32,
+        2 * 16 * 4 + gradient,
+    )  # and the input's copy
+    assert all(weight.device.type == "cpu" and not weight.is_meta for weight in model.parameters())
+
+
+def test_attention_kernels_keep_no_matrix() -> None:
+    counted = sample_of("bert", "base")
+    kernel, explicit = (activations_of(counted, precision).sample_bytes for precision in ("bf16", "fp16"))
+    model, length = preset_settings("bert", "base").model, counted.sequence_length
+    matrix = model.num_attention_heads * length * length
+    assert explicit - kernel > model.num_hidden_layers * 3 * matrix, "weights, dropped weights, their mask"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["bert", "albert", "t5"])
+def test_memory_of_a_worker_within_a_tenth_of_the_tracker(recipe: str, precision: str) -> None:
+    """Of the smallest models; weights, gradients and the optimizer's state included."""
+    counted = sample_of(recipe, "tiny")
+    kept, state = activations_of(counted, precision, "cpu").of(8), 16 * counted.num_parameters
+    assert kept + state == pytest.approx(tracked_bytes(counted, recipe, 8, precision) + state, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("recipe", "preset", "micro_batch"),
+    [("bert", "large", 8), ("albert", "base", 16), ("t5", "small", 8), ("t5", "base", 4)],
+)
+def test_activations_within_a_tenth_of_the_tracker(
+    recipe: str, preset: str, micro_batch: int, precision: str
+) -> None:
+    counted = sample_of(recipe, preset)
+    kept = activations_of(counted, precision, "cpu").of(micro_batch)
+    assert kept == pytest.approx(tracked_bytes(counted, recipe, micro_batch, precision), rel=0.1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpointing_within_a_tenth_of_the_tracker(precision: str) -> None:
+    counted = sample_of("bert", "base", activation_checkpointing=True)
+    kept = activations_of(counted, precision, "cpu").of(8)  # from here on the model recomputes
+    assert kept == pytest.approx(tracked_bytes(counted, "bert", 8, precision), rel=0.1)
+
+
+def sample_of(recipe: str, preset: str, **sizes: Any) -> Sample:
+    config = preset_settings(recipe, preset)
+    sample: Sample = script(recipe).sample(replace(config, model=replace(config.model, **sizes)))
+    return sample
+
+
+def inputs_of(counted: Sample, recipe: str, num_samples: int) -> dict[str, Any]:
+    """Return the inputs of a sample for another number of samples."""
+    if recipe == "t5":
+        return {name: token_ids(num_samples, ids.shape[1]) for name, ids in counted.inputs.items()}
+    masked = len(counted.inputs["masked_ids"]) * num_samples // counted.num_samples
+    inputs = {
+        **full_sequences(num_samples, counted.sequence_length),
+        "masked_rows": token_ids(masked),
+        "masked_ids": token_ids(masked),
+        "labels": token_ids(num_samples),
+    }
+    return {name: inputs[name] for name in counted.inputs}
+
+
+def tracked_bytes(counted: Sample, recipe: str, num_samples: int, precision: str) -> int:
+    """Return the peak of a forward and backward pass beyond weights, gradients and AdamW's state.
+
+    Gradients are there before the step, as those of earlier micro-batches and DDP's buckets are.
+    """
+    model, inputs = copy.deepcopy(counted.model), inputs_of(counted, recipe, num_samples)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = with_new_weights(model)
+        inputs = {name: on_cpu(each) if isinstance(each, Tensor) else each for name, each in inputs.items()}
+        weights = list(model.parameters())
+        optimizer = torch.optim.AdamW(weights, foreach=False)
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        tracker = MemTracker()
+        given = [each for each in inputs.values() if isinstance(each, Tensor)]
+        tracker.track_external(model, optimizer, *given, *[w.grad for w in weights if w.grad is not None])
+        with FusedAttention(), tracker:
+            with torch.autocast("cpu", dtype=TYPES[precision], enabled=precision != "fp32"):
+                loss = keyed(counted, model, inputs, num_samples)
+            torch.autograd.backward(loss)
+    peak: int = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    return peak - 16 * sum(weight.numel() for weight in weights)
+
+
+def keyed(counted: Sample, model: nn.Module, inputs: Mapping[str, Any], num_samples: int) -> Tensor:
+    with SampleDropout(torch.empty(num_samples, dtype=torch.int64)):
+        loss: Tensor = counted.loss(model, inputs)
+        return loss
+
+
+def with_new_weights(model: nn.Module) -> nn.Module:
+    """Return the model with weights on the CPU instead of the meta device; tied ones stay tied."""
+    new: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                new.setdefault(weight, nn.Parameter(on_cpu(weight), weight.requires_grad))
+                module._parameters[name] = new[weight]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else on_cpu(buffer)
+    return model
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
