@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -23,8 +23,8 @@ _WITH_HELPERS = "two-hop-helpers"
 class Request:
     """The options of ``shoal plan``."""
 
-    cluster: Annotated[str, Parameter(allow_repeating=False)]
-    """The machines that train, like 256xp3dn.24xlarge; one kind in one plan."""
+    cluster: tuple[str, ...]
+    """The machines that train, like 256xp3dn.24xlarge; given several times, they are compared in a table."""
     helpers: str | None = None
     """CPU hosts with summation servers, like 64xc5n.18xlarge."""
     goal: Literal["time", "cost"] = "time"
@@ -88,28 +88,16 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
             f"--algorithm {request.algorithm} does not use helper hosts, and --helpers {request.helpers} are "
             f"named: leave one of them out, or use --algorithm {_WITH_HELPERS}"
         )
+    if len(request.cluster) > 1:
+        return _compare(request.model or recipe, request)
     counts = _sweep_counts(request.sweep) if request.sweep else []
     from shoal.planner import answer, unequal_hosts
     from shoal.planner.hardware import require_accelerators
     from shoal.planner.search import search
     from shoal.recipes import workloads
 
-    algorithms = [request.algorithm] if request.algorithm else None
-    wire_bytes = 4 if request.wire == "fp32" else 2
-    plans = workloads.plan(
-        request.model or recipe,
-        request.cluster,
-        request.helpers,
-        global_batch=request.global_batch,
-        sequence_length=request.sequence_length,
-        samples_per_s=request.throughput,
-        measured=request.measured,
-        goal=request.goal,
-        algorithms=algorithms,
-        wire_bytes=wire_bytes,
-        start_s=request.start_s,
-        catalog=request.catalog,
-    )
+    options = _options(request)
+    plans = workloads.plan(request.model or recipe, request.cluster[0], request.helpers, **options)
     curve, refused = [], []
     training, workers = plans[0].training, plans[0].workers
     helpers = next((found.helpers for found in plans if found.helpers), None)
@@ -118,7 +106,10 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
         helping = helpers and replace(helpers, count=max(1, round(helpers.count * count / workers.count)))
         try:
             best = search(
-                training, fewer, helping, goal=request.goal, algorithms=algorithms, wire_bytes=wire_bytes
+                training,
+                fewer,
+                helping,
+                **{name: options[name] for name in ("goal", "algorithms", "wire_bytes")},
             )
         except UsageError as error:  # of a number of hosts on which `shoal train` would not start either
             refused.append(f"{fewer}: {error}")
@@ -137,6 +128,47 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
         _write(request.page, answer.page_of(plans, curve, compare=request.compare, unequal=unequal))
     if request.trace:
         _write(request.trace, json.dumps(answer.trace_of(plans[0])) + "\n")
+    return 0
+
+
+def _options(request: Request) -> dict[str, Any]:
+    """Return the arguments of the planner."""
+    return {
+        "global_batch": request.global_batch,
+        "sequence_length": request.sequence_length,
+        "samples_per_s": request.throughput,
+        "measured": request.measured,
+        "goal": request.goal,
+        "algorithms": [request.algorithm] if request.algorithm else None,
+        "wire_bytes": 4 if request.wire == "fp32" else 2,
+        "start_s": request.start_s,
+        "catalog": request.catalog,
+    }
+
+
+def _compare(model: str, request: Request) -> int:
+    """Print a table of several clusters.
+
+    Raises:
+        UsageError: an option that describes one plan.
+    """
+    for option, value in (
+        ("--compare", request.compare),
+        ("--sweep", request.sweep),
+        ("--slow-hosts", request.slow_hosts),
+        ("--jitter", request.jitter),
+        ("--page", request.page),
+        ("--trace", request.trace),
+    ):
+        if value:
+            raise UsageError(f"{option} describes one plan: give one --cluster, or leave {option} out")
+    from shoal.planner import answer
+    from shoal.recipes import workloads
+
+    compared = workloads.compare(model, request.cluster, request.helpers, **_options(request))
+    print(answer.comparison_text(compared))
+    if request.json:
+        _write(request.json, json.dumps(answer.comparison_json(compared), indent=1) + "\n")
     return 0
 
 

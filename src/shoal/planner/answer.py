@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.formatting import duration
+from shoal.planner.comparison import Comparison, table_of
 from shoal.planner.hardware import Accelerator, require_accelerators
 from shoal.planner.prediction import Part, Plan
 from shoal.planner.scaling_limits import breaks_first, strains
@@ -63,6 +64,23 @@ def text_of(
         ]
     if command := command_of(plans[0]):
         lines += ["", "to train so, on each host and with your data", f"  {shlex.join(command)}"]
+    return "\n".join(lines)
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Describe one training on several clusters: a table, the source of the rates, the fastest's command."""
+    training = comparison.plans[0].training
+    until = training.parts[0].convergence
+    lines = [
+        f"{training.recipe} ({until.target or until.source}) on {len(comparison.plans)} clusters",
+        "",
+        *table_of(comparison),
+        "",
+        f"  basis              {comparison.basis}",
+        *comparison.refused,
+    ]
+    if command := command_of(comparison.fastest):
+        lines += ["", "to train on the fastest, on each host and with your data", f"  {shlex.join(command)}"]
     return "\n".join(lines)
 
 
@@ -289,6 +307,18 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
             for name in ("samples_per_s", "efficiency", "total_s", "dollars", "memory_bytes")
         },
         "where_s": plan.where,
+    }
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison of clusters for programs."""
+    return {
+        "recipe": comparison.plans[0].training.recipe,
+        "basis": comparison.basis,
+        "fastest": str(comparison.fastest.workers),
+        "cheapest": None if comparison.cheapest is None else str(comparison.cheapest.workers),
+        "clusters": [{**_plan_json(each), "command": command_of(each)} for each in comparison.plans],
+        "refused": list(comparison.refused),
     }
 
 

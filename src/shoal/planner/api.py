@@ -42,6 +42,7 @@ def plan(
     algorithms: Sequence[str] | None = None,
     wire_bytes: int = 4,
     start_s: float = START_S,
+    published: bool = True,
     catalog: Sequence[Path] = (),
     count: Count | None = None,
     presets: Presets | None = None,
@@ -70,6 +71,7 @@ def plan(
             :data:`shoal.planner.network.ALGORITHMS`.
         wire_bytes: bytes of a gradient element on the network.
         start_s: seconds from starting the processes to the first step.
+        published: take published throughputs of one host where there are some, not a share of the peak.
         catalog: TOML files that add instance types.
         count: counts recipes, and lengths of sequences, that are not in the catalog; ``shoal.plan`` has it.
         presets: returns the settings of recipes; ``shoal.plan`` has it.
@@ -124,6 +126,7 @@ def plan(
                 precision=precision,
                 samples_per_s=samples_per_s,
                 global_batch=phase.batch,
+                published=published,
             )
         parts.append(
             Part(

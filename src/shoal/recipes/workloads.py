@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shoal.decide.footprint import Activations, Footprint, footprint, optimizer_state_bytes
 from shoal.errors import UsageError
-from shoal.planner import api
+from shoal.planner import api, comparison
 from shoal.planner.convergence import Phase
 from shoal.planner.recipe_workloads import Preset, catalog
 from shoal.planner.workload import LAMB_BYTES, MOMENTUM_BYTES, Workload
@@ -300,6 +300,10 @@ def _counting(function: Callable[P, T]) -> Callable[P, T]:
 
 plan = _counting(api.plan)
 """``api.plan``, which knows the presets of recipes, and counts those that are not in the catalog."""
+
+
+compare = _counting(comparison.compare)
+"""``comparison.compare`` with the same knowledge."""
 
 
 def count_catalog() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from random import Random
@@ -143,11 +144,66 @@ def test_time_to_target_where_one_is_published(
     assert f"{duration(whole)}, {duration(whole - evaluation)} without evaluation: top1>=0.759" in line
 
 
-def test_a_second_cluster_is_refused(
+def rows_of(text: str) -> dict[str, str]:
+    """Return the lines of a table by their hosts."""
+    return {line.split()[0]: line for line in text.splitlines() if re.match(r"  \d+x", line)}
+
+
+def test_several_clusters_are_compared_by_rates_of_one_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """p3dn.24xlarge has the chip of p3.16xlarge, more memory and four times the network, and is no slower.
+
+    One has a published throughput, the other none: each alone, p3.16xlarge would be the faster.
+    """
+    clusters, file = ("8xp3.16xlarge", "8xp3dn.24xlarge", "8xp4d.24xlarge"), tmp_path / "plans.json"
+    words = [word for each in clusters for word in ("--cluster", each)]
+    assert typed(monkeypatch, "albert-base", *words, "--json", str(file)) == EXIT_OK
+    out = capsys.readouterr().out
+    assert "assumed for all: 35 % of each accelerator's peak" in out
+    assert list(rows_of(out)) == list(clusters)
+    tree = json.loads(file.read_text())
+    seconds = {each["cluster"]: each["total_s"] for each in tree["clusters"]}
+    assert seconds["8xp3dn.24xlarge"] <= seconds["8xp3.16xlarge"]
+    cost = {each["cluster"]: each["dollars"] for each in tree["clusters"]}
+    fastest, cheapest = min(seconds, key=lambda each: seconds[each]), min(cost, key=lambda each: cost[each])
+    assert (tree["fastest"], tree["cheapest"]) == (fastest, cheapest)
+    assert "fastest" in rows_of(out)[fastest] and "cheapest" in rows_of(out)[cheapest]
+    assert shlex.join(tree["clusters"][clusters.index(fastest)]["command"]) in out
+    alone = {each: plan("albert-base", each)[0].total_s for each in clusters[:2]}
+    assert alone["8xp3.16xlarge"] < alone["8xp3dn.24xlarge"]
+
+
+def test_numbers_of_hosts_are_compared_by_the_published_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert typed(monkeypatch, *SMALL, *CLUSTER, "--cluster", "1xp5.48xlarge") == EXIT_USAGE
-    assert "--cluster specified multiple times" in capsys.readouterr().err
+    """As in the post on ALBERT; hosts over which the batch does not divide are named beneath."""
+    words = ("albert-base", "--cluster", "1xp3dn.24xlarge", *CLUSTER, "--cluster", "3xp3dn.24xlarge")
+    assert typed(monkeypatch, *words) == EXIT_OK
+    out = capsys.readouterr().out
+    assert "basis              published: " in out and "3xp3dn.24xlarge: train.global_batch_size" in out
+    best = plan("albert-base", "8xp3dn.24xlarge")[0]
+    row = rows_of(out)["8xp3dn.24xlarge"]
+    assert f"{best.layouts[0].micro_batch} × {best.steps[0].micro_batches}" in row
+    assert duration(best.total_s) in row and f"${best.dollars:,.0f}" in row and row.endswith("fastest")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--sweep", "nodes=1..4"), "--sweep describes one plan: give one --cluster"),
+        (("--throughput", "900"), "measured on one kind of host does not hold for 2 of them"),
+    ],
+    ids=["sweep", "throughput"],
+)
+def test_options_of_one_plan_do_not_go_with_several_clusters(
+    words: tuple[str, ...],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert typed(monkeypatch, *SMALL, *CLUSTER, "--cluster", "1xp5.48xlarge", *words) == EXIT_USAGE
+    assert reason in capsys.readouterr().err
 
 
 def test_hosts_of_a_sweep_that_do_not_divide_the_batch_are_named(
