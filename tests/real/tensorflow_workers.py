@@ -58,6 +58,14 @@ def collectives() -> None:
         assert np.array_equal(run(hvd.allgather)(tf.constant(rows[RANK])), np.concatenate(rows))
         part = run(lambda x: hvd.reducescatter(x, op=hvd.Sum))(mine)
         assert np.array_equal(part, every.sum(0)[4 * RANK : 4 * RANK + 4])
+        for rows in (0, 1, 2 * SIZE + 1, 3 * SIZE - 1):
+            cut = np.array_split(every.sum(0)[:rows], SIZE)[RANK]
+            assert np.array_equal(run(lambda x: hvd.reducescatter(x, op=hvd.Sum))(mine[:rows]), cut), rows
+        any_length = tf.function(
+            lambda x: hvd.reducescatter(x, op=hvd.Sum), input_signature=[tf.TensorSpec([None, 3], tf.int32)]
+        )
+        for rows in (SIZE, SIZE + 1):
+            assert np.array_equal(any_length(mine[:rows]), np.array_split(every.sum(0)[:rows], SIZE)[RANK])
         for reduction, expected in ((hvd.Max, np.max), (hvd.Min, np.min), (hvd.Product, np.prod)):
             found = run(lambda x, reduction=reduction: hvd.allreduce(x, op=reduction))(mine)
             assert np.array_equal(found, expected(every, axis=0)), reduction

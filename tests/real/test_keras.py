@@ -49,7 +49,7 @@ def python_of(backend: str) -> Path | str:
         *(
             pytest.param(backend, size, hosts, marks=pytest.mark.slow)
             for backend in ("torch", "jax", "tensorflow")
-            for size, hosts in ((3, ""), (4, ""), (4, "hosts"))
+            for size, hosts in ((3, ""), (4, ""), (5, ""), (4, "hosts"))
         ),
     ],
 )

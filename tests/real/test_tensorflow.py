@@ -22,6 +22,7 @@ SLOW = [
     pytest.param(2, "hosts", marks=pytest.mark.slow),
     pytest.param(3, "", marks=pytest.mark.slow),
     pytest.param(4, "", marks=pytest.mark.slow),
+    pytest.param(5, "", marks=pytest.mark.slow),
     pytest.param(4, "hosts", marks=pytest.mark.slow),
 ]
 CHECKOUTS = os.environ.get("SHOAL_TEST_CHECKOUTS", "")

@@ -223,7 +223,7 @@ class GlobalGroup:
         options: EngineOptions | None = None,
         store: Store | None = None,
     ) -> None:
-        """Join the processes that the launcher has started together; once, before the first collective.
+        """Join the processes that the launcher has started together; again: does nothing.
 
         The launcher (``shoal launch``, ``shoal emulate``, ``mpirun``, ``srun``) sets the rank. A process
         without one is alone: its collectives return their operands.
@@ -236,12 +236,15 @@ class GlobalGroup:
 
         Raises:
             CommError: a rank did not come in time, or has another secret.
-            UsageError: it was called before, an environment variable is wrong, or rank 0's port is taken.
+            UsageError: an environment variable is wrong, rank 0's port is taken, or it was called before and
+                options or a store are given now.
         """
         if self._group is not None:
-            raise UsageError(
-                f"{self._package}.init() was called before; call it once, at the program's beginning"
-            )
+            if options is not None or store is not None:
+                raise UsageError(
+                    f"{self._package}.init() was called before; give options and store in its first call"
+                )
+            return
         self._prepare()
         self._group = join(timeout_s=timeout_s, options=options, store=store)
         self._joined(self._group)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.env.variables import Environ, number, text, variables_of
+from shoal.env.variables import Environ, number, text, variables_of, without_brackets
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import UsageError
 
@@ -88,7 +88,8 @@ def slurm_worker(step: SlurmStep, environ: Mapping[str, str]) -> WorkerEnv | Non
         return None
     return WorkerEnv(
         ranks=step.ranks,
-        master_addr=environ.get("MASTER_ADDR") or (step.first_node if step.num_nodes > 1 else "127.0.0.1"),
+        master_addr=without_brackets(environ.get("MASTER_ADDR", ""))
+        or (step.first_node if step.num_nodes > 1 else "127.0.0.1"),
         master_port=number(environ, "MASTER_PORT", default=step.port),
         launcher="Slurm",
     )

@@ -36,7 +36,7 @@ def counts_hosts(environ: Mapping[str, str]) -> bool:
     Raises:
         UsageError: each of the hosts is to start several workers, by torchrun.
     """
-    address = environ.get("MASTER_ADDR", "")
+    address = without_brackets(environ.get("MASTER_ADDR", ""))
     if not address or _is_this_host(address):
         return False
     if NAMES.local_rank in environ or NAMES.num_local_workers in environ:

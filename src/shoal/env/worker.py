@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.env.variables import number
+from shoal.env.variables import number, without_brackets
 from shoal.errors import UsageError
 
 STORE_FILE = "SHOAL_STORE_FILE"
@@ -87,7 +87,7 @@ def read_worker(
         raise UsageError(
             f"{names.rank}={rank} must be below {names.num_workers}={num_workers}; check the launcher"
         )
-    address = environ.get("MASTER_ADDR", "")
+    address = without_brackets(environ.get("MASTER_ADDR", ""))
     if not address and num_local != num_workers:
         raise UsageError(
             f"{launcher} started {num_workers} workers on several hosts but MASTER_ADDR is not set; "

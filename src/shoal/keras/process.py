@@ -38,7 +38,7 @@ def _process() -> Any:
 def init(
     *, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None, store: Store | None = None
 ) -> None:
-    """Join the processes that the launcher has started together; once, before the first collective.
+    """Join the processes that the launcher has started together; again: does nothing.
 
     It is ``init`` of :mod:`shoal.jax` or :mod:`shoal.tensorflow` on these backends, whose collectives can
     then be used too.
@@ -51,7 +51,8 @@ def init(
 
     Raises:
         CommError: a rank did not come in time, or has another secret.
-        UsageError: it was called before, an environment variable is wrong, rank 0's port is taken, or on
+        UsageError: it was called before with other options, an environment variable is wrong,
+            rank 0's port is taken, or on
             JAX's backend there is no C++ compiler.
 
     Example:

@@ -243,26 +243,34 @@ def reducescatter(tensor: Any, *, op: Any = Average, name: str | None = None) ->
     """Return this rank's part of the reduction of a tensor, divided along the first dimension.
 
     Args:
-        tensor: of shape ``(size * n, ...)``.
+        tensor: of shape ``(rows, ...)``, the same on all ranks.
         op: as of :func:`allreduce`.
         name: ignored: calls match by their order.
 
     Returns:
-        A tensor of shape ``(n, ...)``: rank 0 has the first ``n`` rows.
+        A tensor of shape ``(n, ...)``: rank 0 has the first rows. Where they do not divide, the first ranks
+        have one more, as in Horovod.
 
     Raises:
         TypeError: the dtype does not have the reduction.
-        UsageError: :func:`~shoal.tensorflow.process.init` was not called, or the length is no multiple.
+        UsageError: :func:`~shoal.tensorflow.process.init` was not called, or the tensor has no dimension.
         tf.errors.AbortedError: a rank was lost, or ranks differ.
     """
     given = tf.convert_to_tensor(tensor)
     _check(given, op)
-    if given.shape.rank == 0 or (given.shape.rank and given.shape[0] and given.shape[0] % process.size()):
-        raise UsageError(
-            f"reducescatter of a tensor of shape {given.shape}: the first dimension must be a multiple "
-            f"of the {process.size()} ranks; pad it"
-        )
-    return _call([given], kind="reduce_scatter", op=op)[0]
+    if given.shape.rank == 0:
+        raise UsageError("reducescatter of a tensor without dimensions; use allreduce")
+    if given.shape.rank and given.shape[0] is not None and given.shape[0] % process.size() == 0:
+        return _call([given], kind="reduce_scatter", op=op)[0]
+    size, rows = process.size(), tf.shape(given, tf.int64)[0]
+    more = rows % size  # ranks that have one row more
+    most = (rows + size - 1) // size
+    ranks = tf.range(size, dtype=tf.int64)
+    starts = ranks * (rows // size) + tf.minimum(ranks, more)
+    places = tf.reshape(starts[:, None] + tf.range(most), [-1])
+    alike = tf.gather(given, tf.minimum(places, rows - 1))  # shorter parts end with a row that is cut off
+    own = rows // size + tf.cast(process.rank() < more, tf.int64)
+    return _call([alike], kind="reduce_scatter", op=op)[0][:own]
 
 
 def _call(tensors: Sequence[Any], *, kind: str, op: str = "sum", root: int = 0) -> list[Any]:

@@ -53,7 +53,7 @@ is_initialized = _job.is_initialized
 def init(
     *, timeout_s: float = TIMEOUT_S, options: EngineOptions | None = None, store: Store | None = None
 ) -> None:
-    """Join the processes that the launcher has started together; once, before the first collective.
+    """Join the processes that the launcher has started together; again: does nothing.
 
     The launcher (``shoal launch``, ``shoal emulate``, ``mpirun``, ``srun``) sets the rank. A process without
     one is alone: its collectives return their operands.
@@ -69,7 +69,8 @@ def init(
 
     Raises:
         CommError: a rank did not come in time, or has another secret.
-        UsageError: it was called before, an environment variable is wrong, or rank 0's port is taken.
+        UsageError: it was called before with other options, an environment variable is wrong,
+            or rank 0's port is taken.
 
     Example:
         >>> import shoal.tensorflow as st

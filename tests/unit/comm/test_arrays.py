@@ -11,7 +11,7 @@ import pytest
 
 from engine_group import engine_group, on_threads
 from shoal.comm import arrays
-from shoal.comm.engine import SingleProcessEngine
+from shoal.comm.engine import EngineOptions, SingleProcessEngine
 from shoal.comm.job_group import GlobalGroup, JobGroup
 from shoal.env.worker import WorkerRanks
 from shoal.errors import UsageError
@@ -105,8 +105,9 @@ def test_a_membership_is_joined_once() -> None:
         0,
         1,
     )
+    membership.init()
     with pytest.raises(UsageError, match=r"shoal.made.init\(\) was called before"):
-        membership.init()
+        membership.init(options=EngineOptions())
     membership.shutdown()
     membership.shutdown()
     assert seen == ["prepare", 1, "finish"] and not membership.is_initialized()

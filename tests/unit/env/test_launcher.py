@@ -119,9 +119,10 @@ def test_the_host_of_a_pod_of_kubeflow() -> None:
     assert has_other_hosts(TRAIN_JOB)
 
 
-def test_an_address_of_ipv6_has_brackets_before_a_port() -> None:
-    given = worker_env({**TORCHRUN, **MEETING, "MASTER_ADDR": "fd00::7", "MASTER_PORT": "5"})
-    assert given is not None and given.init_method == "tcp://[fd00::7]:5"
+@pytest.mark.parametrize("address", ["fd00::7", "[fd00::7]"], ids=["bare", "brackets"])
+def test_an_address_of_ipv6_has_brackets_before_a_port(address: str) -> None:
+    given = worker_env({**TORCHRUN, **MEETING, "MASTER_ADDR": address, "MASTER_PORT": "5"})
+    assert given is not None and given.master_addr == "fd00::7" and given.init_method == "tcp://[fd00::7]:5"
     (helper,) = helpers({"SHOAL_HELPERS": "[fd00::8]:7070*2.0"})
     assert (helper.address, helper.port, helper.bandwidth) == ("fd00::8", 7070, 2.0)
 
