@@ -34,8 +34,7 @@ from shoal.train.gradients import parameters_of
 from shoal.train.optim_config import schedule_of
 from shoal.train.optimizers import build_optimizer
 from shoal.train.servers import local, waiting
-from shoal.train.servers.local import set_moves
-from shoal.train.servers.log import replay, summary
+from shoal.train.servers.log import replay, replay_local, summary
 
 WORKERS = 3
 
@@ -172,19 +171,19 @@ def replayed_rounds(config: AlbertConfig, log: Path) -> int:
     schedule = schedule_of(config.optim, config.optim, config.train.total_steps)
     backward, parameters = gradients_of(config, model), list(parameters_of(inner[0]))
 
-    def move(rank: int, number: int) -> None:
-        begin = [parameter.detach().clone() for parameter in parameters]
-        for step in range(every * (number - 1) + 1, every * number + 1):
-            inner[rank].zero_grad()
-            backward(rank, step)
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            scale_all(gradients, clip_factor(norm_of(gradients), config.optim.max_grad_norm))
-            set_learning_rate(inner[rank], learning_rate(schedule, step - 1))
-            inner[rank].step()
-        set_moves(parameters, begin)
+    def take_step(rank: int, step: int) -> None:
+        inner[rank].zero_grad()
+        backward(rank, step)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        scale_all(gradients, clip_factor(norm_of(gradients), config.optim.max_grad_norm))
+        set_learning_rate(inner[rank], learning_rate(schedule, step - 1))
+        inner[rank].step()
 
     outer = SGD(parameters, lr=config.servers.outer_rate, momentum=0.9, nesterov=True)
-    return replay(log, model, outer, move, dropped=True)
+    return replay_local(
+        log, model, outer, take_step,
+        every=every, fragments=config.servers.fragments, delay=config.servers.delay, mix=config.servers.mix,
+    )  # fmt: skip
 
 
 def test_the_log_of_an_asynchronous_run_that_was_killed_is_replayed_to_the_bit(
@@ -215,11 +214,13 @@ def test_the_log_of_an_asynchronous_run_that_was_killed_is_replayed_to_the_bit(
         waiting.StepLog(log).require_workers(2)
 
 
-@pytest.mark.parametrize("late", ["drop", "next"])
+@pytest.mark.parametrize(
+    "more", [{}, {"late": "next"}, {"fragments": 3, "delay": 1}], ids=["drop", "next", "fragments"]
+)
 def test_local_steps_with_a_quorum_that_were_killed_are_replayed_to_the_bit(
-    data: Path, tmp_path: Path, late: str
+    data: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    options = {"mode": "local", "local_steps": 3, "wait_for": 2, "late": late}
+    options = {"mode": "local", "local_steps": 3, "wait_for": 2, **more}
     config = settings(data, tmp_path / "run", options, run={"log_frequency": 3})
     workers = start(config)
     jobs.wait_for_checkpoint(tmp_path / "run", 6, workers)
@@ -227,7 +228,7 @@ def test_local_steps_with_a_quorum_that_were_killed_are_replayed_to_the_bit(
     assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
     log = tmp_path / "run" / waiting.LOG
     taken = replayed_rounds(config, log)  # compares the weights at each checkpoint
-    assert taken == summary(log).num_steps == config.train.total_steps / 3
+    assert taken == summary(log).num_steps == config.train.total_steps / 3 * more.get("fragments", 1)
     rows = [row for row in read_record(tmp_path / "run") if isinstance(row, Contributions)]
     assert [row.step for row in rows] == [3, 6, 9, 12]
     assert sum(sum(row.used) for row in rows) >= 2 * taken

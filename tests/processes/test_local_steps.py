@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.sgd import SGD
 from shoal.train.servers import log as logs
-from shoal.train.servers.local import local_steps, set_moves
+from shoal.train.servers.local import local_steps
 from shoal.train.servers.tensors import checksum
 from shoal.train.weight_averaging import statistics_of
 
@@ -230,37 +231,38 @@ def test_exchanges_of_fragments_are_replayed_to_the_bit(
 
 
 def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
-    """Workers are late by turns; the state of their own optimizers is that of all their rounds."""
+    """Workers are late by turns; the state of their own optimizers is that of all their steps."""
     model = DistributedDataParallel(net(), broadcast_buffers=False)
     outer, inner, log = outer_of(model), inner_of(model), folder / "log.jsonl"
-    pauses, done = random.Random(rank), []
+    shape = {name: options[name] for name in ("fragments", "delay", "mix") if name in options}
+    num_exchanges = ROUNDS * options.get("fragments", 1) + (options.get("fragments", 1) > 1)
+    pauses, num_steps = random.Random(rank), 0
     with local_steps(model, inner, outer, every=EVERY, log=log, **options) as rounds:
-        for step in rounds.batches(range(ROUNDS * EVERY + 1)):  # the last round has one step
+        for step in rounds.batches(range(ROUNDS * EVERY + 1)):  # what is left, all exchange at the end
             backward(model, rank, step)
             time.sleep(PAUSE_S * (pauses.random() < 0.3))
             inner.step()
             inner.zero_grad()
-            done.append(step)
+            num_steps += 1
     dist.barrier()  # rank 0 has written its last line
     counts = logs.summary(log)
-    assert counts.num_steps == ROUNDS + 1
-    assert counts.used[rank] + counts.dropped[rank] == -(-len(done) // EVERY)
+    assert counts.num_steps == num_exchanges
     assert max(counts.staleness) <= (1 if options.get("late") == "next" else 0)
     assert sum(counts.dropped) or max(counts.staleness), "no worker was late"
 
     want = net()
     reference = outer_of(want)
     inners = [inner_of(want) for _ in range(dist.get_world_size())]
+    taken = Counter[int]()
 
-    def round_of(rank: int, number: int) -> None:
-        begin = [parameter.detach().clone() for parameter in want.parameters()]
-        for step in range((number - 1) * EVERY, min(number * EVERY, ROUNDS * EVERY + 1)):
-            backward(want, rank, step)
-            inners[rank].step()
-            inners[rank].zero_grad()
-        set_moves(list(want.parameters()), begin)
+    def take_step(rank: int, number: int) -> None:
+        backward(want, rank, number - 1)
+        inners[rank].step()
+        inners[rank].zero_grad()
+        taken[rank] += 1
 
-    assert logs.replay(log, want, reference, round_of, dropped=True) == ROUNDS + 1
+    assert logs.replay_local(log, want, reference, take_step, every=EVERY, **shape) == num_exchanges
+    assert taken[rank] == num_steps
     for have, wanted in zip(model.parameters(), want.parameters(), strict=True):
         assert torch.equal(have, wanted)
         assert torch.equal(outer.state[have]["momentum_buffer"], reference.state[wanted]["momentum_buffer"])
@@ -269,7 +271,15 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"wait_for": 2}, {"wait_for": 2, "late": "next", "grace_s": 0.005}], ids=str
+    "options",
+    [
+        {"wait_for": 2},
+        {"wait_for": 2, "late": "next", "grace_s": 0.005},
+        {"wait_for": 2, "fragments": 3},
+        {"wait_for": 2, "fragments": 2, "delay": 1, "mix": 0.25, "grace_s": 0.005},
+        {"wait_for": 1, "late": "next", "delay": 3},
+    ],
+    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
 def test_exchanges_with_a_quorum_are_replayed_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     run_group(take_rounds, len(HOSTS), tmp_path / "group", tmp_path, options, hosts=HOSTS)
@@ -281,7 +291,7 @@ def test_exchanges_of_other_numbers_of_workers_are_replayed_to_the_bit(tmp_path:
     fragments, layers = {"every": 3, "fragments": 2, "delay": 1, "mix": 0.25}, [[0], [2, 3]]
     for name, function, arguments in (
         ("fragments", compare_fragments, (fragments, layers, {1: 0, 3: 1, 4: 0, 6: 1, 7: 0})),
-        ("wait_for", take_rounds, ({"wait_for": len(hosts) - 1},)),
+        ("wait_for", take_rounds, ({"wait_for": len(hosts) - 1, "fragments": 2, "delay": 1},)),
     ):
         (tmp_path / name).mkdir()
         group = tmp_path / name / "group"
@@ -303,7 +313,7 @@ def refuse(rank: int) -> None:
         ({"fragments": 7}, "fragments 7 in every 6 local steps"),
         ({"fragments": 3, "delay": 3}, "one is sent 2 steps after the other; give 0 to 2"),
         ({"delay": 1, "mix": 1.0}, "mix 1.0 must be at least 0 and below 1"),
-        ({"fragments": 2, "wait_for": 1}, "fragments are exchanged by all workers"),
+        ({"fragments": 2, "wait_for": 1, "late": "next"}, "the next exchange is of another fragment"),
         ({"every": 0}, "local_steps 0 must be at least 1"),
     ):
         refused(match, model, **options)

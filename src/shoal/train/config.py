@@ -250,10 +250,10 @@ class ServersConfig:
                 f"servers.delay {self.delay}: of {self.fragments} fragments in every {self.local_steps} "
                 f"local steps, one is sent {most} steps after the other; give 0 to {most}"
             )
-        if self.wait_for is not None and self.streams:
+        if self.late == "next" and self.fragments > 1:
             raise UsageError(
-                f"servers.wait_for {self.wait_for} with fragments {self.fragments} and delay {self.delay}: "
-                "fragments are exchanged by all workers; leave one of them out"
+                f"servers.late next with fragments {self.fragments}: the next exchange is of another "
+                "fragment than the late change; set --servers.late drop, or leave one of them out"
             )
 
     @property

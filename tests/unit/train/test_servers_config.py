@@ -47,7 +47,10 @@ def test_every_option_says_which_modes_have_it() -> None:
         ({**LOCAL, "staleness": 1}, "staleness 1 is for --servers.mode bounded, not for mode local"),
         ({**LOCAL, "outer_momentum": 1.0}, "below 1"),
         ({"fragments": 2}, "fragments 2 is for --servers.mode local"),
-        ({**LOCAL, "delay": 1, "wait_for": 2}, "fragments are exchanged by all workers"),
+        (
+            {**LOCAL, "fragments": 2, "wait_for": 2, "late": "next"},
+            "late next with fragments 2: the next exchange is of another fragment than the late change",
+        ),
         ({**LOCAL, "fragments": 0}, "at least 1"),
         ({**LOCAL, "fragments": 5}, "fragments 5 in every 4 local steps: .* give 1 to 4"),
         ({**LOCAL, "fragments": 2, "delay": 3}, "give 0 to 2"),

@@ -20,12 +20,14 @@ weights after each exchange, which such a replay can compare.
 
 With ``fragments=K``, fragment k of K is sent after step (k + 1) H / K of every H, and with ``delay`` it is
 merged that number of steps later; until then the worker does not wait. Weights are then
-``mix * own + (1 - mix) * servers'``. With ``wait_for`` an exchange does not wait for all workers
-(:mod:`shoal.train.servers.waiting`).
+``mix * own + (1 - mix) * servers'``. With ``wait_for`` an exchange does not wait for all workers, with
+fragments or without (:mod:`shoal.train.servers.waiting`).
 
 Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
 (arXiv 2311.08105), algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication"
-(arXiv 2501.18512), algorithm 2; its fragments are of transformer blocks, these of any layers.
+(arXiv 2501.18512), algorithm 2; its fragments are of transformer blocks, these of any layers; for a quorum
+of each fragment, Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training"
+(arXiv 2604.21428).
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from torch.optim import Optimizer
 from shoal import record
 from shoal.comm.native_group import python_group
 from shoal.decide.bounded_waiting import Late
+from shoal.decide.fragments import FragmentSchedule
 from shoal.errors import UsageError
 from shoal.formatting import plural
 from shoal.optim.moments import clip_factor, norm_of, scale_all
@@ -53,10 +56,10 @@ from shoal.train.checkpoint_files import StoredTensor
 from shoal.train.config import ServersConfig
 from shoal.train.gradients import parameters_of, require_same
 from shoal.train.servers.rules import check_buffers, check_model, check_outer
-from shoal.train.servers.tensors import ServedTensors, Table, checksum
+from shoal.train.servers.tensors import ServedTensors, Table, checksum, tables_of
 from shoal.train.servers.update import RowLog, ServersUpdate
 from shoal.train.servers.waiting import LOG as ROUNDS_LOG
-from shoal.train.servers.waiting import BoundedSteps
+from shoal.train.servers.waiting import BoundedSteps, LeftMoves
 from shoal.train.weight_averaging import statistics_of, unite
 
 LOG = "exchanges.jsonl"
@@ -98,13 +101,15 @@ def local_steps(
         mix: part of the worker's own weights in those after a delayed exchange; the rest are the servers'.
         wait_for: number of workers that an exchange waits for; the mean is over these. A late worker
             continues with the steps of the next round: ``for inputs in steps.batches(loader)``.
-        late: ``"drop"`` drops the changes of late workers, ``"next"`` adds them to the next exchange.
+        late: ``"drop"`` drops the changes of late workers, ``"next"`` adds them to the next exchange, which
+            needs ``fragments=1``.
         grace_s: with ``wait_for``, seconds that an exchange with enough workers waits for the others.
         replicas: as in :func:`shoal.train.servers.update.update_on_servers`.
         log: file to which rank 0 appends a line of JSON for each exchange: its number, the number of local
             steps since the last one and in all, its bytes, and a checksum (CRC-32C) of the weights after it;
             of a fragment also its number and the step of the merge. With ``wait_for``, the log of
-            :func:`shoal.train.servers.waiting.bound_waiting`, with rounds for steps.
+            :func:`shoal.train.servers.waiting.bound_waiting`, with exchanges for steps, which
+            :func:`shoal.train.servers.log.replay_local` repeats.
 
     Returns:
         A context in which ``inner.step()`` counts the worker's steps, and averages after every few.
@@ -331,12 +336,8 @@ class LocalSteps(ServersUpdate):
             work.wait()
         self.is_settled = True
         places = self._fragments[under_way.number]
-        begun = [self._begun[place] for place in places]
-        own = [self._servers.tables[place].parameter.data for place in places]
-        if self._config.delay and self._config.mix:
-            torch._foreach_lerp_(own, begun, 1.0 - self._config.mix)
-        else:
-            torch._foreach_copy_(own, begun)
+        parameters = [table.parameter for table in self._servers.tables]
+        mix_into(parameters, self._begun, places, kept_of(self._config))
         number, sent_at = under_way.number, under_way.sent_at
         since, self._sent_at[number] = sent_at - self._sent_at[number], sent_at
         self._write(self._exchanged_at + sent_at, since, places, fragment=number)
@@ -394,33 +395,40 @@ class _UnderWay:
 class RoundsOfLocalSteps(LocalSteps):
     """Local steps with exchanges that wait for some workers only (``wait_for``).
 
-    A round of local steps is what a batch is in :mod:`shoal.train.servers.waiting`, and the change of the
-    weights in it is its gradient: a late worker continues with the steps of the newest round. All workers
-    synchronize at ends of rounds only, so a run has its lines, evaluations, checkpoints and last step there.
+    An exchange is what a step is in :mod:`shoal.train.servers.waiting`, and the change of the weights, or of
+    a fragment of them, is its gradient: a late worker merges the newest weights, and goes on with the local
+    steps after the newest exchange. All workers synchronize at ends of rounds only, so a run has its lines,
+    evaluations, checkpoints and last step there. What no exchange has then, such as the steps of a round that
+    is not whole, all exchange at once.
     """
 
     def _prepare(self, log: Path | None) -> None:
-        self._rounds = BoundedSteps(self.model, self._outer, self._config, log=log, own=self._own)
+        config = self._config
+        self._schedule = FragmentSchedule(self._every, config.fragments)
+        self._fragments = fragments_of(self.model.module, tables_of(self._outer), config.fragments)
+        self._rounds = BoundedSteps(
+            self.model, self._outer, config, log=log, own=self._own, fragments=self._fragments
+        )
         self._parameters: list[Tensor] = [p for p in parameters_of(self._outer) if p.requires_grad]
         self.note = (
-            f"each worker steps on its own, and exchanges come every {self._every} steps, with "
-            f"{self._config.rule(self._group.size()).text}; the moves of each are in {ROUNDS_LOG}"
+            f"each worker steps on its own, and exchanges come every {self._every} steps"
+            f"{_streaming(config)}, with {config.rule(self._group.size()).text}; the moves of each are in "
+            f"{ROUNDS_LOG}"
         )
-        self._passed = 0  # batches of the loader
 
     @property
     def num_dropped(self) -> int:
-        """Rounds of this worker that no exchange has taken."""
+        """Moves of this worker that no exchange has taken."""
         return self._rounds.num_dropped
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         for batch in loader:
-            number, self._passed = self._passed // self._every + 1, self._passed + 1
-            if number == self._rounds.next_step:
+            self._passed += 1
+            if self._passed == self.step + 1:
                 yield batch
 
     def open(self, step: int) -> None:
-        self._rounds.open(step // self._every)
+        self._rounds.open(step // self._every * self._config.fragments)
         self._begin_rounds(step)
 
     def _begin(self, step: int) -> None:
@@ -428,8 +436,10 @@ class RoundsOfLocalSteps(LocalSteps):
         self._begin_rounds(step)
 
     def _begin_rounds(self, step: int) -> None:
-        self.step, self.num_local, self._asks = step, 0, False
-        self.is_settled = True
+        self.step = self._passed = step  # batches of the loader
+        self._waits_since: int | None = None  # the step after which the exchange under way was begun
+        self.is_settled, self._asks = True, False
+        # the weights of the last exchanges that this worker has merged
         self._begun = [parameter.detach().clone() for parameter in self._parameters]
 
     def check_synchronized(self, frequencies: Mapping[str, int], steps: Sequence[int]) -> None:
@@ -447,64 +457,117 @@ class RoundsOfLocalSteps(LocalSteps):
 
     def runs_ahead(self, *, asks: bool) -> bool:
         self._asks = asks
-        if self.step == (self._rounds.until or 0) * self._every:
+        last = -(-(self._rounds.until or 0) // self._config.fragments) * self._config.fragments
+        if self.step == self._schedule.end_of(last):
             self.settle()
         return not self.is_settled
 
     def settle(self) -> bool:
         if not self.is_settled:
             self._require_end("an evaluation or a checkpoint after step", self.step)
-            self._rounds.synchronize()
-            self._note_weights()
-            self.is_settled = True
+            self._finish_exchange()
+            self._rounds.synchronize(left=self._left())
+            self._restart()
         return True
 
     def _end_step(self) -> None:
-        self.step, self.num_local, self.is_settled = self.step + 1, self.num_local + 1, False
-        if self.num_local == self._every:
-            self.exchange()
-            self.step = (self._rounds.next_step - 1) * self._every
-
-    def exchange(self) -> None:
-        if self.num_local:
-            set_moves(self._parameters, self._begun)
-            self._rounds.hand_over(None, asks=self._asks)
-            self._rounds.take_newest()
-            self._note_weights()
+        self.step, self.is_settled = self.step + 1, False
+        if self._waits_since is not None and self.step == self._waits_since + self._config.delay:
+            self._merge()
+        if self._waits_since is None and self.step == self._schedule.end_of(self._rounds.next_step):
+            self._send_moves()
+            if not self._config.delay:
+                self._merge()
 
     def bring_state(self) -> None:
-        self._rounds.bring_state()
-        self._note_weights()
-        self.is_settled = True
+        self._bring_state(ends=False)
 
     def _end(self) -> None:
-        self.exchange()  # the steps of a round that is not whole
-        self._rounds._end()
+        self._bring_state(ends=True)
 
     def row(self) -> record.Contributions:
-        """Return the counts of rounds since the last such row."""
+        """Return the counts of moves since the last such row."""
         return self._rounds.take_row(self.step)
 
+    def _bring_state(self, *, ends: bool) -> None:
+        self._finish_exchange()
+        self._rounds.bring_state(ends=ends, left=None if self.is_settled else self._left())
+        self._restart()
+
+    def _send_moves(self) -> None:
+        """Hand over this worker's moves of the fragment that is next."""
+        self._waits_since = self.step
+        moves = self._moves(self._rounds.places_of(self._rounds.next_step))
+        self._rounds.send(moves, None, asks=self._asks)
+
     @torch.no_grad()
-    def _note_weights(self) -> None:
-        """Note the weights from which the next round begins."""
-        torch._foreach_copy_(self._begun, self._parameters)
-        self.num_local = 0
+    def _merge(self) -> None:
+        """Wait for the exchange under way, and mix the newest weights with this worker's own.
+
+        A worker that was late leaves out the local steps up to the newest exchange.
+        """
+        after, self._waits_since = self._rounds.next_step - 1, None
+        self._rounds.wait_for_step()
+        self._rounds.take_newest(into=self._begun)
+        newest = self._rounds.next_step - 1
+        merged = [self._rounds.places_of(each) for each in self._schedule.changed(after, newest)]
+        mix_into(self._parameters, self._begun, itertools.chain(*merged), kept_of(self._config))
+        self.step = max(self.step, self._schedule.end_of(newest))
+
+    def _finish_exchange(self) -> None:
+        if self._waits_since is not None:
+            self._merge()
+
+    def _left(self) -> LeftMoves:
+        """Return the moves that no exchange has, where all workers have taken the same steps."""
+        left = self._schedule.left_at(self._rounds.next_step - 1, self.step)
+        places = [place for number in left for place in self._fragments[number]]
+        return LeftMoves(self.step, places, self._moves(places))
+
+    @torch.no_grad()
+    def _moves(self, places: Sequence[int]) -> list[Tensor]:
+        return [self._begun[place] - self._parameters[place].detach() for place in places]
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        """Go on from the weights that all workers have."""
+        self._rounds.copy_all(self._begun)
+        torch._foreach_copy_(self._parameters, self._begun)
+        self.is_settled = True
 
 
 @torch.no_grad()
-def set_moves(parameters: Sequence[Tensor], begun: Sequence[Tensor]) -> None:
-    """Set the gradient of each parameter to the negative of its change since ``begun``."""
-    for parameter, before in zip(parameters, begun, strict=True):
-        parameter.grad = before - parameter.detach()
+def mix_into(
+    parameters: Sequence[Tensor], begun: Sequence[Tensor], places: Iterable[int], kept: float
+) -> None:
+    """Mix the servers' weights into a worker's own, in place.
+
+    Args:
+        parameters: the worker's.
+        begun: the servers' weights.
+        places: indices of the tensors that are mixed.
+        kept: part of the own weights in the result.
+    """
+    chosen = list(places)
+    if not chosen:
+        return
+    own, theirs = [parameters[place].detach() for place in chosen], [begun[place] for place in chosen]
+    if kept:
+        torch._foreach_lerp_(own, theirs, 1.0 - kept)
+    else:
+        torch._foreach_copy_(own, theirs)
+
+
+def kept_of(config: ServersConfig) -> float:
+    """Return the part of a worker's own weights that a merge keeps: without a delay none."""
+    return config.mix if config.delay else 0.0
 
 
 def _streaming(config: ServersConfig) -> str:
     """Return words that follow "exchange every 50 steps"; empty if all weights are exchanged at once."""
     if not config.streams:
         return ""
-    kept = config.mix if config.delay else 0.0
-    mixed = f" ({kept:g} of the own weights kept)" if config.delay else ""
+    mixed = f" ({config.mix:g} of the own weights kept)" if config.delay else ""
     return f" in {config.fragments} fragments, each merged {plural(config.delay, 'step')} later{mixed}"
 
 

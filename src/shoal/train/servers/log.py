@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.decide.fragments import FragmentSchedule
 from shoal.errors import ShoalError
 from shoal.optim.moments import clip_factor, norm_of, scale_all
-from shoal.train.servers.tensors import checksum
+from shoal.train.servers.local import fragments_of, mix_into
+from shoal.train.servers.tensors import checksum, tables_of
 from shoal.train.servers.waiting import Counts, StepLog, compensate, extrapolate
 from shoal.train.weight_averaging import statistics_of
 
@@ -70,7 +72,6 @@ def replay(
     *,
     schedule: Callable[[int], None] | None = None,
     max_norm: float | None = None,
-    dropped: bool = False,
     compensation: float = 0.0,
     extrapolation: float = 0.0,
 ) -> int:
@@ -89,9 +90,6 @@ def replay(
         schedule: sets the optimizer's options for a step, given its number; of asynchronous steps, what
             ``next_step`` was when the worker set them.
         max_norm: as it was there.
-        dropped: also compute the gradients that no step has taken, in the order of each worker's batches:
-            for local steps with ``wait_for``, where ``backward`` takes the local steps of a round. They are
-            computed in any case for a model with batch normalization.
         compensation: as it was there.
         extrapolation: as it was there.
 
@@ -109,7 +107,7 @@ def replay(
     rows = StepLog(log).rows()
     parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     workers = _Workers(model, parameters, backward)
-    dropped = dropped or bool(workers.statistics)
+    dropped = bool(workers.statistics)  # a gradient that no step has taken changes them too
     weights = _Weights(parameters, rows, ("dropped", "used") if dropped else ("used",), extrapolation)
     asynchronous = False
     for index, row in enumerate(rows):
@@ -130,14 +128,228 @@ def replay(
             weights.add(row["step"], index)
         if "norms" in row:
             workers.unite_statistics()
-        for name, found in (("weights", weights.after[weights.newest]), ("norms", workers.statistics)):
-            if name in row and checksum(found) != row[name]:
-                raise ShoalError(
-                    f"{log}: the {name} after step {weights.newest} are not those of the workers; other "
-                    "data, initial weights or options"
-                )
+        _compare(log, row, weights.newest, weights.after[weights.newest], workers.statistics)
     _set(parameters, weights.after[weights.newest])
     return weights.newest
+
+
+def _compare(
+    log: Path, row: dict[str, Any], step: int, weights: list[Tensor], statistics: list[Tensor]
+) -> None:
+    """Check the checksums in a row, if there are any."""
+    for name, found in (("weights", weights), ("norms", statistics)):
+        if name in row and checksum(found) != row[name]:
+            raise ShoalError(
+                f"{log}: the {name} after step {step} are not those of the workers; other data, initial "
+                "weights or options"
+            )
+
+
+def replay_local(
+    log: Path,
+    model: nn.Module,
+    outer: Optimizer,
+    take_step: Callable[[int, int], None],
+    *,
+    every: int,
+    fragments: int = 1,
+    delay: int = 0,
+    mix: float = 0.5,
+) -> int:
+    """Repeat local steps with ``wait_for``, and return the number of exchanges.
+
+    The weights and the outer optimizer's state are those of the workers to the last bit. All local steps are
+    taken again, in the order of each worker, those that no exchange has too.
+
+    Args:
+        log: that rank 0 has written.
+        model: with the weights that rank 0 had at the beginning; not wrapped. At the end its batch norms have
+            the statistics of the workers, too.
+        outer: of :mod:`shoal.optim`, over the model's parameters.
+        take_step: takes a local step of a rank on the model's parameters, with the optimizer of that rank;
+            gets the rank and the number of the batch in its loader, from 1.
+        every: as in :func:`shoal.train.servers.local.local_steps`.
+        fragments: as there.
+        delay: as there.
+        mix: as there.
+
+    Raises:
+        ShoalError: the log is damaged, or has other weights, or statistics of batch norms, where the workers
+            have noted theirs.
+
+    Example::
+
+        inners = [AdamW(model.parameters(), lr=4e-4) for _ in range(num_workers)]
+
+        def take_step(rank, number):
+            loss_of(model(batches_of[rank][number - 1])).backward()
+            inners[rank].step()
+            inners[rank].zero_grad()
+
+        replay_local(Path("rounds.jsonl"), model, SGD(model.parameters(), lr=0.7), take_step, every=50)
+    """
+    parameters = [table.parameter for table in tables_of(outer)]
+    places = fragments_of(model, tables_of(outer), fragments)
+    workers = _Workers(model, parameters, take_step)
+    rounds = _LocalRounds(
+        outer, workers, FragmentSchedule(every, fragments), places, delay, mix if delay else 0.0
+    )
+    for row in StepLog(log).rows():
+        if "hosts" in row:
+            rounds.begin(row["hosts"])
+        for rank, exchange, version in row.get("dropped", ()):
+            rounds.moves_of(rank, exchange, version)
+        if row.get("used"):
+            rounds.exchange(row["step"], row["used"])
+        if "left" in row:
+            rounds.exchange_left(row["left"])
+        if "norms" in row:
+            workers.unite_statistics()
+        _compare(log, row, rounds.num_exchanges, rounds.newest, workers.statistics)
+    _set(parameters, rounds.newest)
+    return rounds.num_exchanges
+
+
+@dataclass
+class _LocalWorker:
+    """A worker's weights, those of the exchanges that it has merged, and where it is.
+
+    Attributes:
+        own: its weights.
+        begun: the servers' weights, from which its moves count.
+        merged: the last exchange that it has merged.
+        step: number of its last batch.
+        waits: whether it has moves in an exchange that it has not merged.
+    """
+
+    own: list[Tensor]
+    begun: list[Tensor]
+    merged: int
+    step: int
+    waits: bool = False
+
+
+class _LocalRounds:
+    """Makes the local steps and exchanges of all workers in one process.
+
+    Args:
+        outer: the outer optimizer.
+        workers: that take the steps.
+        schedule: of the exchanges.
+        places: indices of the parameters of each fragment.
+        delay: steps before a merge.
+        kept: part of a worker's own weights that a merge keeps.
+
+    Attributes:
+        num_exchanges: so far.
+        newest: the servers' weights.
+    """
+
+    def __init__(
+        self,
+        outer: Optimizer,
+        workers: _Workers,
+        schedule: FragmentSchedule,
+        places: list[list[int]],
+        delay: int,
+        kept: float,
+    ) -> None:
+        self._outer, self._workers, self._schedule, self._places = outer, workers, schedule, places
+        self._delay, self._kept = delay, kept
+        self.num_exchanges, self.newest = 0, _copies(workers.parameters)
+        self._after: dict[int, list[Tensor]] = {}  # by exchange: the weights of its fragment
+        self._each: list[_LocalWorker] = []
+
+    def begin(self, hosts: list[int]) -> None:
+        """Begin with a worker on each of these hosts, all alike."""
+        self._workers.begin(hosts)
+        self._restart(self._schedule.end_of(self.num_exchanges))
+
+    def moves_of(self, rank: int, exchange: int, version: int) -> list[Tensor]:
+        """Take a worker's steps up to an exchange; return its moves of the fragment.
+
+        Args:
+            rank: of the worker.
+            exchange: for which the moves are meant.
+            version: the last exchange that the worker has merged by then.
+        """
+        worker = self._each[rank]
+        self._merge(rank, version, worker.step + self._delay)
+        self._take_steps(rank, self._schedule.end_of(exchange))
+        worker.waits = True
+        return self._moves(worker, self._places[self._schedule.fragment_of(exchange)])
+
+    def exchange(self, number: int, used: list[list[int]]) -> None:
+        """Step with the mean of these moves."""
+        places = self._places[self._schedule.fragment_of(number)]
+        self._step(places, {rank: self.moves_of(rank, *more) for rank, *more in used})
+        self.num_exchanges = number
+        self._after[number] = [self.newest[place] for place in places]
+        oldest = min(worker.merged for worker in self._each)
+        self._after = {each: weights for each, weights in self._after.items() if each > oldest}
+
+    def exchange_left(self, step: int) -> None:
+        """Step with what all workers have left after this step."""
+        left = self._schedule.left_at(self.num_exchanges, step)
+        places = [place for number in left for place in self._places[number]]
+        moves = {}
+        for rank, worker in enumerate(self._each):
+            self._merge(rank, self.num_exchanges, min(worker.step + self._delay, step))
+            self._take_steps(rank, step)
+            moves[rank] = self._moves(worker, places)
+        self._step(places, moves)
+        self._restart(step)
+
+    def _merge(self, rank: int, version: int, step: int) -> None:
+        """Take the steps of the delay, up to ``step``, and merge the exchanges up to ``version``."""
+        worker = self._each[rank]
+        if not worker.waits:
+            return
+        self._take_steps(rank, step)
+        merged = []
+        for exchange in self._schedule.changed(worker.merged, version):
+            places = self._places[self._schedule.fragment_of(exchange)]
+            for place, weights in zip(places, self._after[exchange], strict=True):
+                worker.begun[place] = weights
+            merged += places
+        mix_into(worker.own, worker.begun, merged, self._kept)
+        worker.merged, worker.waits = version, False
+        worker.step = max(worker.step, self._schedule.end_of(version))
+
+    def _take_steps(self, rank: int, until: int) -> None:
+        worker = self._each[rank]
+        while worker.step < until:
+            worker.step += 1
+            self._workers.compute(worker.own, rank, worker.step)
+            worker.own = _copies(self._workers.parameters)
+
+    @staticmethod
+    def _moves(worker: _LocalWorker, places: list[int]) -> list[Tensor]:
+        return [worker.begun[place] - worker.own[place] for place in places]
+
+    def _step(self, places: list[int], moves: dict[int, list[Tensor]]) -> None:
+        """Step on these parameters with the mean of the moves, by rank."""
+        parameters = self._workers.parameters
+        share = 1.0 / len(moves)
+        parts = [
+            [move * share for move in moves[rank]]
+            if rank in moves
+            else [torch.zeros_like(parameters[place]) for place in places]
+            for rank in range(len(self._each))
+        ]
+        total = _sum_over(self._workers.hosts, parts)
+        _set(parameters, self.newest)
+        self._outer.zero_grad()
+        _step([parameters[place] for place in places], self._outer, total, None)
+        for place in places:
+            self.newest[place] = parameters[place].detach().clone()
+
+    def _restart(self, step: int) -> None:
+        """Let all workers go on from the newest weights, after ``step``."""
+        self._each = [
+            _LocalWorker(_copies(self.newest), list(self.newest), self.num_exchanges, step)
+            for _ in self._workers.hosts
+        ]
 
 
 class _Weights:

@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 from shoal import record
 from shoal.comm.native_group import python_group
 from shoal.decide.bounded_waiting import Late, WaitingRule
+from shoal.decide.fragments import FragmentSchedule
 from shoal.errors import ShoalError, UsageError
 from shoal.optim.moments import norm_of, scale_all
 from shoal.train.config import ServersConfig
@@ -167,6 +168,21 @@ class _Gradient:
     step: int | None = None
 
 
+@dataclass(frozen=True)
+class LeftMoves:
+    """Moves of fragments since their last exchanges, where all workers synchronize.
+
+    Attributes:
+        step: the local step, the same on all workers.
+        places: indices of the parameters.
+        moves: one for each.
+    """
+
+    step: int
+    places: list[int]
+    moves: list[Tensor]
+
+
 class BoundedSteps(ServersUpdate):
     """Servers step with the gradients of some workers, or of older weights (modes ``bounded``, ``async``).
 
@@ -181,6 +197,8 @@ class BoundedSteps(ServersUpdate):
         log: as there.
         own: tensors that each worker changes on its own, besides the statistics of batch norms: averaged, as
             those, where all workers synchronize.
+        fragments: indices of the parameters of each fragment of the model; steps are of one after the other.
+            By default a step is of all parameters.
 
     Attributes:
         num_dropped: gradients of this worker that no step has taken.
@@ -201,6 +219,7 @@ class BoundedSteps(ServersUpdate):
         max_norm: float | None = None,
         log: Path | None = None,
         own: Sequence[Tensor] = (),
+        fragments: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(model, optimizer, max_norm=max_norm)
         check_model(model)
@@ -214,6 +233,7 @@ class BoundedSteps(ServersUpdate):
         is_first = dist.get_rank(model.process_group) == 0
         self._log, self._config = StepLog(log if is_first else None), config
         self._statistics, self._own = statistics_of(model), own
+        self._fragments = fragments
         self.num_dropped = 0
         self._first = self.step = 0
         self._is_settled, self._asks = True, False
@@ -226,6 +246,7 @@ class BoundedSteps(ServersUpdate):
         self._follower = Follower(
             self.model.process_group, self.optimizer, self._config, rule, after=after,
             max_norm=self._max_norm, log=self._log, statistics=self._statistics, own=self._own,
+            fragments=self._fragments,
         )  # fmt: skip
         self.optimizer.state.clear()
         self.model.require_backward_grad_sync = False  # DDP then neither sends nor waits
@@ -297,7 +318,7 @@ class BoundedSteps(ServersUpdate):
         self.take_newest()
 
     def _end(self) -> None:
-        self._bring_state(ends=True)
+        self.bring_state(ends=True)
 
     @property
     def next_step(self) -> int:
@@ -327,7 +348,18 @@ class BoundedSteps(ServersUpdate):
             max_norm: to which the step clips; the same on all workers.
             asks: ask all workers to synchronize soon, after step :attr:`until`.
         """
-        gradient = self._collect()
+        self.send(self._take_gradients(), max_norm, asks=asks)
+        self.wait_for_step()
+
+    def send(self, tensors: list[Tensor], max_norm: float | None, *, asks: bool = False) -> None:
+        """Hand gradients over, and do not wait.
+
+        Args:
+            tensors: the gradients of the parameters that the step is of, which do not change any more.
+            max_norm: as for :meth:`hand_over`.
+            asks: as there.
+        """
+        gradient = self._sent = self._keep(tensors)
         self.optimizer.state.clear()  # of bring_state()
         limit = max_norm if max_norm is not None and math.isfinite(max_norm) else None
         options = {"groups": values_of(self.optimizer), "max_norm": limit}
@@ -337,12 +369,15 @@ class BoundedSteps(ServersUpdate):
                 "options": options,
             }
         )  # fmt: skip
-        self._wait_until(lambda: self._may_go_on(gradient))
 
-    def take_newest(self) -> None:
-        """Copy the newest weights into the model, and begin the next batch."""
+    def wait_for_step(self) -> None:
+        """Wait until this worker may continue after the gradients that it has handed over last."""
+        self._wait_until(lambda: self._may_go_on(self._sent))
+
+    def take_newest(self, into: list[Tensor] | None = None) -> None:
+        """Copy the newest weights into the model, or ``into`` other memory, and begin the next batch."""
         ahead = self._batch + 1 if self._rule.waits_for_all else None
-        self._own_version = self._follower.copy_newest(self._own_version, ahead)
+        self._own_version = self._follower.copy_newest(self._own_version, ahead, into=into)
         self._batch = ahead or self._own_version + 1
 
     @property
@@ -357,32 +392,37 @@ class BoundedSteps(ServersUpdate):
         """Return counts of the gradients that steps have taken or dropped since the last call."""
         return self._follower.take_counts().row(step)
 
-    def bring_state(self) -> None:
+    def bring_state(self, *, ends: bool = False, left: LeftMoves | None = None) -> None:
         """Wait for all workers; all then have the same weights, and the optimizer its state.
 
         All ranks call it after as many batches.
 
+        Args:
+            ends: whether no batch follows.
+            left: as for :meth:`synchronize`.
+
         Raises:
             CommError: a rank or a server was lost, or the ranks have different numbers of batches.
         """
-        self._bring_state(ends=False)
-
-    def _bring_state(self, *, ends: bool) -> None:
-        self.synchronize("dump", ends=ends)
+        self.synchronize("dump", ends=ends, left=left)
         stepper = self._follower.optimizer
         self.optimizer.state.clear()
         self.optimizer.state.update(stepper.state)
         stepper.state.clear()
         self._is_settled = True
 
-    def synchronize(self, then: Then = "nothing", *, ends: bool = False) -> None:
+    def synchronize(
+        self, then: Then = "nothing", *, ends: bool = False, left: LeftMoves | None = None
+    ) -> None:
         """Wait for all workers, which then have the same weights; all call it after as many batches.
 
         Args:
             then: the action of the servers on the optimizer's state: nothing, dump it, or load it.
             ends: whether no batch follows.
+            left: moves of which the servers take the mean over all workers first.
         """
         follower = self._follower
+        follower.left = left
         follower.note_work()
         before = follower.num_synchronized
         last = self._num_handed if self._rule.asynchronous else self._batch - 1
@@ -390,6 +430,14 @@ class BoundedSteps(ServersUpdate):
         self._wait_until(lambda: follower.num_synchronized > before)
         self._own_version = follower.copy_newest(self._own_version)
         self._passed, self._batch = self._own_version, self._own_version + 1
+
+    def copy_all(self, into: list[Tensor]) -> None:
+        """Copy the newest weights of all fragments into other memory."""
+        self._follower.copy_all(into)
+
+    def places_of(self, step: int) -> Sequence[int]:
+        """Return the indices of the parameters that a step is of."""
+        return self._follower.places_of(step)
 
     def renew(self, optimizer: Optimizer) -> None:
         """Continue with another optimizer of the same kind and groups, from its state. A collective."""
@@ -403,7 +451,7 @@ class BoundedSteps(ServersUpdate):
         stepper.state.clear()
         optimizer.state.clear()
 
-    def _collect(self) -> _Gradient:
+    def _take_gradients(self) -> list[Tensor]:
         parameters = self._follower.parameters
         check_gradient_hooks(parameters)
         for parameter in parameters:
@@ -415,11 +463,15 @@ class BoundedSteps(ServersUpdate):
         tensors = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
+        return tensors  # type: ignore[return-value]  # each was checked
+
+    def _keep(self, tensors: list[Tensor]) -> _Gradient:
+        parameters = self._follower.parameters
         weights = [each.detach().clone() for each in parameters] if self._config.compensation else []
         self._num_handed += 1
         batch = self._num_handed if self._rule.asynchronous else self._batch
         ready = self._follower.mark()
-        gradient = _Gradient(batch, tensors, weights, ready)  # type: ignore[arg-type]
+        gradient = _Gradient(batch, tensors, weights, ready)
         self._follower.add(gradient)
         return gradient
 
@@ -451,6 +503,7 @@ class Follower:
         log: on rank 0, for a line a step.
         statistics: of this worker's batch norms.
         own: other tensors that are averaged where all workers synchronize.
+        fragments: as in :class:`BoundedSteps`.
 
     Attributes:
         optimizer: a copy over the same parameters, with the options of the step that the servers take.
@@ -461,6 +514,7 @@ class Follower:
         grad_norm: norm of the last step's gradient before clipping, where it is measured; else NaN.
         num_skipped: steps not taken because that was not finite.
         num_dropped: gradients of this worker that no step has taken.
+        left: moves of which the servers take the mean when all synchronize.
     """
 
     def __init__(
@@ -475,6 +529,7 @@ class Follower:
         log: StepLog,
         statistics: list[Tensor],
         own: Sequence[Tensor],
+        fragments: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.optimizer = _copy_of(optimizer)
         self._workers, self._group = group, python_group(group).duplicate()
@@ -483,6 +538,9 @@ class Follower:
         self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
         self._servers = ServedTensors(self._group, self.optimizer, replicas=config.replicas)
         self.parameters = [table.parameter for table in self._servers.tables]
+        self._fragments = fragments or [range(len(self.parameters))]
+        self._schedule = FragmentSchedule(len(self._fragments), len(self._fragments))
+        self.left: LeftMoves | None = None
         more = f", with {rule.text}, max_norm={max_norm}, compensation={self._compensation}"
         self._servers.configure(self.optimizer, f"{more}, extrapolation={self._extrapolation}")
         self._servers.load(optimizer)
@@ -563,22 +621,45 @@ class Follower:
         return counts
 
     @torch.no_grad()
-    def copy_newest(self, known: int, batch: int | None = None) -> int:
+    def copy_newest(self, known: int, batch: int | None = None, into: list[Tensor] | None = None) -> int:
         """Copy the newest weights into the parameters, and return the steps that they have seen.
 
         Args:
-            known: steps that the parameters have seen.
+            known: steps that the parameters have seen; those of fragments without a step since then stay.
             batch: extrapolate for this batch, by the steps that the weights lack then.
+            into: other memory instead of the parameters.
         """
+        target = self.parameters if into is None else into
         with self._changed:
             self._after(self._published)
-            if self.version != known or self._extrapolation:
-                torch._foreach_copy_(self.parameters, self._newest)
+            changed = [
+                place
+                for step in self._schedule.changed(known, self.version)
+                for place in self.places_of(step)
+            ]
+            if self._extrapolation:
+                changed = list(range(len(self.parameters)))
+            if changed:
+                torch._foreach_copy_(
+                    [target[place] for place in changed], [self._newest[place] for place in changed]
+                )
             if self._extrapolation and batch is not None:
                 num_lacking = batch - 1 - self.version
                 extrapolate(self.parameters, self._move, self._extrapolation * num_lacking)
             self._read = self.mark()
             return self.version
+
+    @torch.no_grad()
+    def copy_all(self, into: list[Tensor]) -> None:
+        """Copy the newest weights of all fragments."""
+        with self._changed:
+            self._after(self._published)
+            torch._foreach_copy_(into, self._newest)
+            self._read = self.mark()
+
+    def places_of(self, step: int) -> Sequence[int]:
+        """Return the indices of the parameters that a step is of."""
+        return self._fragments[self._schedule.fragment_of(step)]
 
     # ---- the thread -------------------------------------------------------------------------------
 
@@ -616,7 +697,7 @@ class Follower:
 
     def _apply_order(self, order: Message) -> None:
         """Send this worker's part of a step, or zeros, and receive the weights after it."""
-        step, used, servers = order["step"], order["used"], self._servers
+        step, used, places = order["step"], order["used"], self.places_of(order["step"])
         own = self._settle(used, step)
         with self._changed:
             self._after(self._read)  # of the memory that is written now
@@ -628,18 +709,11 @@ class Follower:
         if own and self._compensation:
             taken = own[0]
             taken.tensors = compensate(taken.tensors, self._newest, taken.weights, self._compensation)
-        for number, memory in enumerate(self._spare):
-            if own:
-                torch.mul(own[0].tensors[number], share, out=memory)
-            else:
-                memory.zero_()
-        is_taken = self._update(order["options"]["max_norm"])
-        if is_taken:
-            for table in servers.tables:
-                table.step, table.has_state = table.step + 1, True
+        self._fill(places, own[0].tensors if own else None, share)
+        is_taken = self._update(places, order["options"]["max_norm"])
         with self._changed:
             if is_taken:
-                self._newest, self._spare = self._spare, self._newest
+                self._swap(places)
             if self._extrapolation:
                 self._after(self._read)
                 torch._foreach_copy_(self._move, self._newest)
@@ -658,20 +732,47 @@ class Follower:
             }
         )
 
-    def _update(self, max_norm: float | None) -> bool:
+    def _fill(self, places: Sequence[int], tensors: Sequence[Tensor] | None, share: float) -> None:
+        """Write this worker's part of a step to the spare memory: ``share`` of the tensors, or zeros."""
+        for number, place in enumerate(places):
+            if tensors is None:
+                self._spare[place].zero_()
+            else:
+                torch.mul(tensors[number], share, out=self._spare[place])
+
+    def _update(self, places: Sequence[int], max_norm: float | None) -> bool:
         """Step on the servers with the gradients in the spare memory; return whether they did."""
         servers = self._servers
-        updates = list(zip(servers.tables, self._spare, strict=True))
+        updates = [(servers.tables[place], self._spare[place]) for place in places]
         if not self._phased:
             servers.configure(self.optimizer)
             _wait_for_all([servers.update(*each) for each in updates])
-            return True
-        _wait_for_all([servers.collect(*each) for each in updates])
-        self.grad_norm = servers.totals()[1]
-        if not math.isfinite(self.grad_norm):
+        else:
+            _wait_for_all([servers.collect(*each) for each in updates])
+            self.grad_norm = servers.totals()[1]
+            if not math.isfinite(self.grad_norm):
+                return False
+            factor = factor_of(self.optimizer, self.grad_norm, max_norm)
+            _wait_for_all(servers.finish_updates(self.optimizer, updates, factor))
+        for table, _ in updates:
+            table.step, table.has_state = table.step + 1, True
+        return True
+
+    def _swap(self, places: Sequence[int]) -> None:
+        """Let the weights in the spare memory be the newest ones."""
+        for place in places:
+            self._newest[place], self._spare[place] = self._spare[place], self._newest[place]
+
+    def _exchange_left(self, step: int) -> bool:
+        """Step with the mean of what all workers have left, after ``step``; return whether they have."""
+        left, self.left = self.left, None
+        if left is None:
             return False
-        factor = factor_of(self.optimizer, self.grad_norm, max_norm)
-        _wait_for_all(servers.finish_updates(self.optimizer, updates, factor))
+        self._fill(left.places, left.moves, 1.0 / self._rule.num_workers)
+        self._update(left.places, None)
+        with self._changed:
+            self._swap(left.places)
+        self._log.write({"step": step, "used": [], "dropped": [], "left": left.step})
         return True
 
     def _settle(self, gradients: list[list[int]], step: int) -> list[_Gradient]:
@@ -692,7 +793,8 @@ class Follower:
         sums = {}
         with self._changed:
             self._after(self._read)
-        if order["step"] != self._united:  # once: means of means have other last bits
+        had_left = self._exchange_left(order["step"])
+        if had_left or order["step"] != self._united:  # once: means of means have other last bits
             self._united = order["step"]
             unite([*self._statistics, *self._own], self._workers)
             if self._statistics:
