@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from shoal.decide.footprint import Activations
 from shoal.errors import UsageError
 
 
@@ -28,6 +29,8 @@ class Unit:
     """(canonical name, bytes); a tied weight has one canonical name in every unit that uses it."""
     saved_bytes: int = 0
     """Kept from forward to backward."""
+    fixed_bytes: int = 0
+    """The part of these that does not grow with the micro-batch: 16-bit copies of weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +63,29 @@ class ModelCost:
                 unit,
                 forward_s=unit.forward_s * factor,
                 backward_s=unit.backward_s * factor,
-                saved_bytes=round(unit.saved_bytes * factor),
+                saved_bytes=unit.fixed_bytes + round((unit.saved_bytes - unit.fixed_bytes) * factor),
             )
             for unit in self.units
         )
         return replace(self, units=units, relay_bytes=tuple(round(n * factor) for n in self.relay_bytes))
+
+    def keeping(self, activations: Activations, num_samples: int) -> ModelCost:
+        """Return the cost with activations that were counted for the whole model in the precision of the run.
+
+        Units share what grows with the samples as they share what this cost has, and the rest as they share
+        the parameters.
+
+        Args:
+            num_samples: of the micro-batch of this cost.
+        """
+        saved = sum(unit.saved_bytes for unit in self.units) or 1
+        held = sum(parameter_bytes([unit]) for unit in self.units) or 1
+        units = []
+        for unit in self.units:
+            fixed = round(activations.fixed_bytes * parameter_bytes([unit]) / held)
+            grown = round(num_samples * activations.sample_bytes * unit.saved_bytes / saved)
+            units.append(replace(unit, saved_bytes=fixed + grown, fixed_bytes=fixed))
+        return replace(self, units=tuple(units))
 
 
 @dataclass(frozen=True, kw_only=True)

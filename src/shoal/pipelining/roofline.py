@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from shoal.decide.cost import Link, ModelCost
+from shoal.decide.cost import ModelCost
 from shoal.errors import UsageError
 from shoal.pipelining.export_graph import Exported
 from shoal.pipelining.measure_cost import all_weights, cost_of, saved_bytes
@@ -37,38 +37,6 @@ class Rates:
     """Memory bandwidth."""
     launch_s: float = 5e-6
     """Lower bound of an operation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """Rates of a device and its links: about half the FLOP/s and 80 % of the bandwidth of its data sheet."""
-
-    rates: Rates
-    near: Link
-    """Link to a device of the same host, between neighbouring stages."""
-    far: Link
-    """A device's share of the host's network, over which replicas average gradients."""
-
-
-DEVICES = {
-    "v100": Device(
-        rates=Rates(flops_per_s=60e12, bytes_per_s=0.72e12),
-        near=Link(bytes_per_s=20e9, latency_s=1e-5),
-        far=Link(bytes_per_s=1.5e9, latency_s=5e-5),
-    ),
-    "a100": Device(
-        rates=Rates(flops_per_s=150e12, bytes_per_s=1.25e12),
-        near=Link(bytes_per_s=200e9, latency_s=1e-5),
-        far=Link(bytes_per_s=6e9, latency_s=5e-5),
-    ),
-    "h100": Device(
-        rates=Rates(flops_per_s=450e12, bytes_per_s=2.7e12),
-        near=Link(bytes_per_s=300e9, latency_s=1e-5),
-        far=Link(bytes_per_s=45e9, latency_s=3e-5),
-    ),
-}
-"""Devices of p3dn.24xlarge, p4d.24xlarge and p5.48xlarge. Data sheets: V100 125 TFLOP/s and 0.9 TB/s, A100
-312 and 1.56, H100 990 and 3.35."""
 
 
 def estimate_cost(exported: Exported, rates: Rates, *, units: Units | None = None) -> ModelCost:

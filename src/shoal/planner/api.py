@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Union
 from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
 from shoal.planner.convergence import Convergence, Phase, at_any_batch, convergence_of
-from shoal.planner.hardware import Accelerator, Catalog, Machines, require_accelerators, shipped
+from shoal.planner.hardware import Catalog, Instance, Machines, require_accelerators, shipped
 from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
 from shoal.planner.recipe_workloads import Count, Preset, Presets, workload
 from shoal.planner.search import Goal, search
@@ -112,10 +112,10 @@ def plan(
         if global_batch is None:
             raise UsageError("a model of yours needs a global batch (--global-batch)")
         phases = [(Phase(batch=global_batch), _fixed_length(name, train_samples))]
-    device, parts = require_accelerators(hosts), []
+    parts = []
     for phase, table in phases:
         counted = own or workload(known_as, phase.sequence_length, count)
-        precision = _precision(preset, device, counted)
+        precision = _precision(preset, hosts.instance, counted)
         if trained:
             flops, basis = _calibrated(known_as, counted, trained, hosts, count)
         else:
@@ -173,11 +173,11 @@ def _own_workload(model: Model, inputs: Mapping[str, Tensor] | None) -> Workload
     return workload_of_model(model, inputs)
 
 
-def _precision(preset: Preset | None, device: Accelerator, counted: Workload) -> str:
-    """Return the type in which ``shoal train`` computes on a device."""
+def _precision(preset: Preset | None, hosts: Instance, counted: Workload) -> str:
+    """Return the type in which ``shoal train`` computes on such hosts."""
     if preset and preset.precision != "auto":
         return preset.precision
-    return "fp32" if counted.refuses_fp16 and device.precision == "fp16" else device.precision
+    return hosts.precision(refuses_fp16=bool(counted.refuses_fp16))
 
 
 def _phases(

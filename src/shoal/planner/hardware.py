@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from shoal.decide.cost import Link
 from shoal.errors import UsageError, did_you_mean
 
 GIB = 1 << 30
@@ -83,6 +84,22 @@ class Instance:
     """US dollars; None: not rented by the hour."""
     price_source: str
     source: str
+
+    def precision(self, *, refuses_fp16: bool) -> str:
+        """Return the type in which ``shoal train`` computes on the host, of a model that may refuse fp16."""
+        found = "fp32" if self.accelerator is None else self.accelerator.precision
+        return "fp32" if refuses_fp16 and found == "fp16" else found
+
+    @property
+    def near(self) -> Link:
+        """The link from one accelerator to another one of the host."""
+        return Link(bytes_per_s=self.effective_local, latency_s=self.local_network.latency_s)
+
+    @property
+    def far(self) -> Link:
+        """An accelerator's share of the link to other hosts."""
+        share = self.effective_nic / max(self.num_accelerators, 1)
+        return Link(bytes_per_s=share, latency_s=self.network.latency_s)
 
     @property
     def effective_nic(self) -> float:

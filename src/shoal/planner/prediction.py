@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 from shoal.planner.convergence import Convergence
 from shoal.planner.device_memory import device_memory, largest_micro_batch
 from shoal.planner.hardware import Instance, Machines, require_accelerators, shipped
-from shoal.planner.step_time import KERNEL_S, Layout, StepTime, achieved_flops_of, num_replicas, step_time
+from shoal.planner.step_time import (
+    KERNEL_CLOCK_HZ,
+    KERNEL_S,
+    MEMORY_EFFICIENCY,
+    Layout,
+    StepTime,
+    achieved_flops_of,
+    num_replicas,
+    step_time,
+)
 from shoal.planner.workload import Workload
 
 ASSUMED_UTILISATION = 0.35
@@ -208,7 +217,17 @@ def achieved(
     text = (
         f"assumed: {100 * ASSUMED_UTILISATION:.0f} % of the {precision} peak of {accelerator.name}; measure "
     )
-    return ASSUMED_UTILISATION * accelerator.peak(precision), f"{text}one host"
+    return rates_of(instance, precision)[0], f"{text}one host"
+
+
+def rates_of(instance: Instance, precision: str) -> tuple[float, float, float]:
+    """Return assumed FLOP/s, bytes/s and the seconds of the smallest kernel of an accelerator."""
+    accelerator = require_accelerators(Machines(count=1, instance=instance))
+    return (
+        ASSUMED_UTILISATION * accelerator.peak(precision),
+        MEMORY_EFFICIENCY * accelerator.memory_bytes_per_s,
+        KERNEL_S * KERNEL_CLOCK_HZ / accelerator.clock_hz,
+    )
 
 
 def _from_rate(workload: Workload, instance: Instance, batch: int, samples_per_s: float) -> float:

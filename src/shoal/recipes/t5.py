@@ -318,12 +318,16 @@ def with_layout(config: T5Config, layout: "Layout") -> T5Config:
     return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
 
 
+_INSTANCES = {"v100": "p3dn.24xlarge", "a100": "p4d.24xlarge", "h100": "p5.48xlarge"}
+"""Hosts of the planner's catalog, by ``parallel.device``."""
+
+
 def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
     """Return the layouts that fit into memory by a cost model, the fastest first. Allocates no tensors.
 
     ``parallel.pipeline`` is fixed unless ``parallel.layout`` is ``auto``. Nothing is measured, so that the
-    result does not depend on the machine. Tensors are counted in fp32, the type of weights and gradients;
-    bf16 activations need less memory than that.
+    result does not depend on the machine: rates and links are those of the planner's catalog, and activations
+    count as in dry runs and plans, in the precision of the device.
 
     Raises:
         UsageError: ``parallel.memory`` is not set, or no layout fits; the message has the missing amount.
@@ -336,10 +340,18 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
     from shoal.decide.partition import Memory
     from shoal.models.t5 import new_t5
     from shoal.pipelining.export_graph import export_model
-    from shoal.pipelining.roofline import DEVICES, estimate_cost
+    from shoal.pipelining.roofline import Rates, estimate_cost
+    from shoal.planner.hardware import Catalog
+    from shoal.planner.prediction import rates_of
+    from shoal.recipes.workloads import activations_of
 
     train, parallel, spans = config.train, config.parallel, config.spans()
-    device = DEVICES[parallel.device]
+    instance = Catalog().machines(f"1x{_INSTANCES[parallel.device]}").instance
+    precision: str = train.precision
+    if precision == "auto":
+        precision = instance.precision(refuses_fp16=bool(config.refuses_fp16))
+    flops_per_s, bytes_per_s, launch_s = rates_of(instance, precision)
+    rates = Rates(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, launch_s=launch_s)
     if parallel.memory is None:
         raise UsageError("parallel.layout auto needs the memory of a device, such as --memory 40GB")
     given = known_size(train.micro_batch_size)
@@ -352,18 +364,18 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
         graph = export_model(model, batch, training=True)
     optimizer_ratio = optimizer_state_bytes(config.optim.optimizer) / 4
     search = LayoutSearch(
-        cost=estimate_cost(graph, device.rates),
+        cost=estimate_cost(graph, rates).keeping(activations_of(sample(config), precision), base),
         memory=Memory(limit_bytes=parse_bytes(parallel.memory), optimizer_ratio=optimizer_ratio),
         global_batch_size=train.global_batch_size,
         micro_batch_size=base,
         sizes=sizes,
         conditions=Conditions(
-            link=device.near,
+            link=instance.near,
             names=PORTFOLIO if parallel.schedule == "auto" else (parallel.schedule,),
             virtual=VIRTUAL_CHOICES if parallel.virtual_stages is None else (parallel.virtual_stages,),
             optimize=parallel.optimize,
         ),
-        data_link=device.far,
+        data_link=instance.far,
         shard=parallel.shard,
     )
     return search.choose(num_devices, None if parallel.layout == "auto" else (parallel.pipeline,))
@@ -372,9 +384,11 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
 def explain(config: T5Config, layouts: "list[Layout]", num_devices: int) -> str:
     """Return the layouts of :func:`find_layouts` in words: stages, memory, timeline, predicted step."""
     from shoal.pipelining.explain import explain_layouts
+    from shoal.planner.prediction import ASSUMED_UTILISATION
 
     devices = f"{num_devices:,} {config.parallel.device.upper()}s of {config.parallel.memory}"
-    return explain_layouts(layouts, title=f"T5 on {devices}, by a cost model, not measured")
+    rates = f"at {100 * ASSUMED_UTILISATION:.0f} % of the peak of {_INSTANCES[config.parallel.device]}"
+    return explain_layouts(layouts, title=f"T5 on {devices}, by a cost model {rates}, not measured")
 
 
 # ------------------------------------------------------------------------------------------------- evaluation

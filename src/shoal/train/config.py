@@ -306,7 +306,8 @@ class ParallelConfig(StagesConfig):
     memory: str | None = None
     """Memory of a device, such as 40GB, for layout auto and for predictions in a dry run."""
     device: Literal["v100", "a100", "h100"] = "a100"
-    """Type of device whose rates the cost model uses."""
+    """Device whose rates and links the cost model uses: those of p3dn.24xlarge, p4d.24xlarge or p5.48xlarge
+    in the planner's catalog."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

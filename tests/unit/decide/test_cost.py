@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.decide.cost import Link, ModelCost, Unit, parameter_bytes, stage_costs
+from shoal.decide.footprint import Activations
 from shoal.errors import UsageError
 
 UNITS = (
@@ -37,6 +38,15 @@ def test_larger_micro_batches_cost_in_proportion_and_parameters_stay():
     assert (stage.forward_s, stage.backward_s, stage.saved_bytes) == (25.0, 42.5, 450)
     assert scaled.relay_bytes == (20, 40, 80)
     assert stage.parameter_bytes == 194
+
+
+def test_counted_activations_are_shared_and_copies_of_weights_do_not_grow():
+    """Of 180 bytes the second layer keeps 80; of 294 bytes of parameters in all units it has 50."""
+    kept = COST.keeping(Activations(sample_bytes=900, fixed_bytes=2_940), 2)
+    assert kept.units[2].saved_bytes == 2 * 900 * 80 // 180 + 2_940 * 50 // 294
+    (whole,) = stage_costs(kept, [])
+    (grown,) = stage_costs(kept.scaled(4), [])
+    assert (whole.saved_bytes, grown.saved_bytes) == (2 * 900 + 2_940, 8 * 900 + 2_940)
 
 
 def test_a_message_takes_latency_and_bytes_and_none_takes_nothing():

@@ -20,8 +20,10 @@ from shoal.recipes.t5 import (
     T5OptimConfig,
     check,
     find_layouts,
+    sample,
     with_layout,
 )
+from shoal.recipes.workloads import activations_of
 from shoal.train.config import (
     DistributedConfig,
     ParallelConfig,
@@ -163,6 +165,8 @@ def test_a_layout_is_found_explained_and_settled() -> None:
     config = preset("tiny", **sections, parallel=parallel)
     whole = find_layouts(config, 2)
     assert (whole[0].pipeline, whole[0].data) == (1, 2)
+    counted = activations_of(sample(config), "bf16").of(4)  # of an A100, as in a plan
+    assert sum(stage.saved_bytes for stage in whole[0].stages) == pytest.approx(counted, rel=1e-3)
     limit = int(0.9 * max(whole[0].choice.rank_bytes))
     tight = preset("tiny", **sections, parallel={**parallel, "memory": str(limit)})
     layouts = find_layouts(tight, 2)
