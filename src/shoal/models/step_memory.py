@@ -12,6 +12,7 @@ compiled layers keep less than these.
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ def kept_activations(
         alive = _Alive(weights, [each for each in placed.values() if isinstance(each, Tensor)])
         with _autocast(device_type, TYPES[precision]), FusedAttention(), alive:
             value = loss(copied, placed)
+        gc.collect()  # outputs in cycles, which would count until some later collection
         copies = alive.copies_bytes
         held = sum(alive.sizes.values()) - copies + 2 * alive.largest_bytes
         del value

@@ -146,7 +146,9 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
 
 
 def command(*measured: Path, recipe: str = "albert-base", **options: Any) -> int:
-    return plan(recipe, request=Request(cluster="8xp3dn.24xlarge", start_s=0.0, measured=measured, **options))
+    return plan(
+        recipe, request=Request(cluster=("8xp3dn.24xlarge",), start_s=0.0, measured=measured, **options)
+    )
 
 
 def test_the_command_uses_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

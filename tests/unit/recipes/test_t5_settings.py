@@ -165,7 +165,7 @@ def test_a_layout_is_found_explained_and_settled() -> None:
     config = preset("tiny", **sections, parallel=parallel)
     whole = find_layouts(config, 2)
     assert (whole[0].pipeline, whole[0].data) == (1, 2)
-    counted = activations_of(sample(config), "bf16").of(4)  # of an A100, as in a plan
+    counted = activations_of(sample(config), "fp32").of(4)  # the preset's precision, as in a plan
     assert sum(stage.saved_bytes for stage in whole[0].stages) == pytest.approx(counted, rel=1e-3)
     limit = int(0.9 * max(whole[0].choice.rank_bytes))
     tight = preset("tiny", **sections, parallel={**parallel, "memory": str(limit)})
