@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import shoal
 from shoal import native
-from shoal.comm.metrics import MAX_CLIENTS, METRICS, MetricsServer, parse_place
+from shoal.comm.metrics import MAX_CLIENTS, METRICS, MetricsServer, parse_location
 from shoal.errors import ShoalError, UsageError
 
 COUNT = 100_000
@@ -147,11 +147,11 @@ def test_an_endless_request_is_cut_off() -> None:
 
 
 def test_places() -> None:
-    assert parse_place("0") == ("127.0.0.1", 0)
-    assert parse_place("10.0.0.21:9100") == ("10.0.0.21", 9100)
+    assert parse_location("0") == ("127.0.0.1", 0)
+    assert parse_location("10.0.0.21:9100") == ("10.0.0.21", 9100)
     for wrong in ("", ":9100", "9100:", "host", "65536", "-1", "1.5"):
         with pytest.raises(UsageError, match="it is PORT"):
-            parse_place(wrong)
+            parse_location(wrong)
 
 
 def test_a_port_in_use_is_one_line() -> None:

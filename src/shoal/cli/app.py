@@ -84,8 +84,8 @@ With --bundle it also writes an archive for a bug report, without secrets:
 }
 _EXIT_UNREAD = 128 + signal.SIGPIPE
 """Exit code of a command whose output nobody reads to its end, as the shell has it for other commands."""
-for place, text in _LAZY.items():
-    app.command(f"shoal.{place}", name=place.partition(":")[2], help=text)
+for module, text in _LAZY.items():
+    app.command(f"shoal.{module}", name=module.partition(":")[2], help=text)
 for command in (plan, emulate, export, report):
     app.command(command)
 

@@ -34,11 +34,11 @@ _MEMORY_NEEDED = f"--fill-memory without a GPU needs the memory of a worker: --m
 _LAST_LINES = 8
 
 
-def find_largest(command: Sequence[str], what: TrainBench, *, unit: str, on_cpu: bool = False) -> list[str]:
+def find_largest(command: Sequence[str], bench: TrainBench, *, unit: str, on_cpu: bool = False) -> list[str]:
     """Return ``command`` with the largest micro-batch in place of ``--fill-memory``.
 
     Args:
-        command: of this process, with its options ``what``.
+        command: of this process, with its options ``bench``.
         unit: plural name of the samples.
         on_cpu: the workers use no GPU, so their memory must be named; else a first trial tells it.
 
@@ -47,20 +47,20 @@ def find_largest(command: Sequence[str], what: TrainBench, *, unit: str, on_cpu:
         ShoalError: a trial failed for another reason, or not even one sample fits.
     """
     timed = without(command, "--memory", "--batch", flag="--fill-memory")
-    memory, name = (what.memory, "--memory") if what.memory else (worker_memory(), MEMORY)
+    memory, name = (bench.memory, "--memory") if bench.memory else (worker_memory(), MEMORY)
     given = None if memory is None else parse_bytes(memory, name)
     if given is None and on_cpu:
         raise UsageError(_MEMORY_NEEDED)
     trials = _Trials(without(timed, *_OPTIONS), given, unit)
     limit_bytes = trials.limit_bytes()
-    found = largest_that_fits(trials.peak_bytes, limit_bytes, most=what.batch or MOST)
-    if not found:
+    largest = largest_that_fits(trials.peak_bytes, limit_bytes, most=bench.batch or MOST)
+    if not largest:
         raise ShoalError(
             f"not one of the {unit} fits into {formatting.size(limit_bytes)}, {1 - SPARE:.0%} of the memory: "
             "name more --memory, or make the model or its samples smaller"
         )
-    print(f"largest micro-batch: {found} {unit}", flush=True)
-    return [*timed, "--batch", str(found)]
+    print(f"largest micro-batch: {largest} {unit}", flush=True)
+    return [*timed, "--batch", str(largest)]
 
 
 def is_on_cpu(config: Any) -> bool:
@@ -192,7 +192,7 @@ def with_known_batches(
                 f"{section}.micro_batch_size auto without a GPU needs the memory of a worker: set "
                 f"{MEMORY}=8GB, or give a number"
             )
-        size = size or _found(recipe, replace(config, **given), preset, section, num_workers)
+        size = size or _largest_size(recipe, replace(config, **given), preset, section, num_workers)
         given[section] = replace(given[section], micro_batch_size=size)
         option = f"--{section}.micro-batch-size"
         command = [*without(command, option), option, str(size)]
@@ -228,7 +228,7 @@ def share_and_limit(
     return share, max(limit, 1)
 
 
-def _found(recipe: str, config: Any, preset: str, section: str, num_workers: int) -> int:
+def _largest_size(recipe: str, config: Any, preset: str, section: str, num_workers: int) -> int:
     """Return the largest divisor of a worker's share that fits into memory."""
     parallel, sizes = getattr(config, "parallel", None), getattr(config, section)
     share, limit = share_and_limit(sizes.global_batch_size, parallel, num_workers)

@@ -100,7 +100,7 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     plans = workloads.plan(request.model or recipe, request.cluster[0], request.helpers, **options)
     curve, refused = [], []
     training, workers = plans[0].training, plans[0].workers
-    helpers = next((found.helpers for found in plans if found.helpers), None)
+    helpers = next((plan.helpers for plan in plans if plan.helpers), None)
     for count in counts:
         fewer = replace(workers, count=count)
         helping = helpers and replace(helpers, count=max(1, round(helpers.count * count / workers.count)))

@@ -56,14 +56,14 @@ def prepare_images(
 
     if out is None and not dry_run:
         raise UsageError("--out is missing: the directory for shards and manifest")
-    found = detect_source(
+    images = detect_source(
         source, validation=validation, seed=config.seed, ground_truth=ground_truth, synsets=synsets
     )
     if out is None or dry_run:
-        lines = try_out(found, config)
-        print("\n".join([found.description, *found.remarks, *lines]))
+        lines = try_out(images, config)
+        print("\n".join([images.description, *images.remarks, *lines]))
     else:
-        prepare_source(found, out, config=config)
+        prepare_source(images, out, config=config)
 
 
 @prepare.command(name="coco")

@@ -146,8 +146,8 @@ def inside_mount(mount: str, claim: str) -> PathRule:
     """Return the rule of pods: every path is below the folder in which they mount their claim."""
 
     def allow(setting: str, path: Path) -> None:
-        place = os.path.normpath(Path(mount) / path)
-        if Path(place).is_relative_to(mount):
+        location = os.path.normpath(Path(mount) / path)
+        if Path(location).is_relative_to(mount):
             return
         fate = "would be lost with the pods" if setting == _WRITTEN else "is not in the pods"
         raise UsageError(
@@ -168,13 +168,13 @@ def inside_channels(channels: Sequence[str], *, written: Sequence[str], source: 
     """
 
     def allow(setting: str, path: Path) -> None:
-        place = os.path.normpath(path)
-        if any(Path(place).is_relative_to(folder) for folder in written):
+        location = os.path.normpath(path)
+        if any(Path(location).is_relative_to(folder) for folder in written):
             return
         if setting == _WRITTEN:
             kept = f"name a path in {' or '.join(written)}" if written else "add --fsx or --checkpoints"
             raise UsageError(f"{_option(setting)} {path} would be lost with the instances: {kept}")
-        if any(Path(place).is_relative_to(folder) for folder in channels):
+        if any(Path(location).is_relative_to(folder) for folder in channels):
             return
         if source is not None and not path.is_absolute() and (source / path).exists():
             return
@@ -207,8 +207,8 @@ def _file_system(path: Path) -> str:
     except OSError:
         return ""
     mounts = [line.split()[1:3] for line in lines if len(line.split()) > 2]
-    found = [mount for mount in mounts if path.is_relative_to(mount[0])]
-    return max(found, key=lambda mount: len(mount[0]))[1] if found else ""
+    mounted = [mount for mount in mounts if path.is_relative_to(mount[0])]
+    return max(mounted, key=lambda mount: len(mount[0]))[1] if mounted else ""
 
 
 def recipe_of(words: Sequence[str]) -> str | None:

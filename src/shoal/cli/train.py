@@ -248,9 +248,9 @@ def _sections(config: type[Any]) -> list[inspect.Parameter]:
     kinds, parameters = get_type_hints(config), []
     for section in fields(config):
         group = Group(_TITLES.get(section.name, section.name.capitalize()), sort_key=_order(section.name))
-        how = Parameter(name=f"--{section.name}", group=group)
+        parameter = Parameter(name=f"--{section.name}", group=group)
         kind = kinds[section.name]
-        annotation = Annotated[kind, how]  # type: ignore[valid-type]
+        annotation = Annotated[kind, parameter]  # type: ignore[valid-type]
         parameters.append(
             inspect.Parameter(
                 _SECTION + section.name,

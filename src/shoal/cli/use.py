@@ -210,10 +210,10 @@ def evaluate_checkpoint(
 
     run = run or find_run(checkpoint, "CHECKPOINT")
     if not is_checkpoint(checkpoint):
-        found = list_checkpoints(checkpoint)
-        if not found:
+        checkpoints = list_checkpoints(checkpoint)
+        if not checkpoints:
             raise UsageError(f"{checkpoint} is neither a checkpoint nor the directory of a run that has one")
-        checkpoint = found[-1]
+        checkpoint = checkpoints[-1]
     name = recipe_of(run)
     if name not in RECIPES:
         raise UsageError(f"{run} is a run of {name}, not of one of {', '.join(RECIPES)}")

@@ -95,9 +95,9 @@ def _resolved(helper: HelperAddress) -> HelperAddress:
     until = time.monotonic() + REACH_S
     while True:
         try:
-            found = socket.getaddrinfo(helper.address, helper.port, type=socket.SOCK_STREAM)
-            found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-            return replace(helper, address=str(found[0][4][0]))
+            entries = socket.getaddrinfo(helper.address, helper.port, type=socket.SOCK_STREAM)
+            entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+            return replace(helper, address=str(entries[0][4][0]))
         except OSError as problem:
             if time.monotonic() > until:
                 why = f"its name stands for no address: {problem.strerror or problem}"
@@ -296,13 +296,13 @@ def confirmed(rates: Sequence[float], measure: Callable[[int], float]) -> list[f
     def distance(rate: float) -> float:
         return abs(math.log(rate / typical))
 
-    found = []
+    nearest = []
     for helper, rate in enumerate(rates):
         readings = [rate]
         while distance(readings[-1]) > math.log(_STANDS_OUT) and len(readings) < _MOST_READINGS:
             readings.append(measure(helper))
-        found.append(min(readings, key=distance))
-    return found
+        nearest.append(min(readings, key=distance))
+    return nearest
 
 
 def _relative_rates(rates: Sequence[float]) -> list[float]:

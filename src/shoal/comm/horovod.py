@@ -163,10 +163,10 @@ def check_reduction(op: Any, average: bool | None = None, allowed: tuple[str, ..
     """
     if average is not None:
         op = Average if average else Sum
-    found: Reduction = Average if op is None else op
-    if found not in allowed:
+    reduction: Reduction = Average if op is None else op
+    if reduction not in allowed:
         raise UsageError(f"op {op!r} is not known; it is one of {', '.join(allowed)}")
-    return found
+    return reduction
 
 
 def check_wire(compression: Any) -> Wire | None:
@@ -177,8 +177,8 @@ def check_wire(compression: Any) -> Wire | None:
     """
     if compression is not None and compression not in WIRES:
         raise UsageError(f"compression {compression!r} is not known; it is 'bfloat16', 'float16' or None")
-    found: Wire | None = compression
-    return found
+    wire: Wire | None = compression
+    return wire
 
 
 # ---- values as JSON -------------------------------------------------------------------------------------
@@ -215,20 +215,20 @@ def to_json(value: Any, describe: Callable[[Any], Any] = lambda _: None) -> Any:
     return {"other": described}
 
 
-def from_json(found: Any, where: str, restore: Callable[[Any], Any] | None = None) -> Any:
+def from_json(encoded: Any, where: str, restore: Callable[[Any], Any] | None = None) -> Any:
     """Return the value of which :func:`to_json` made this.
 
     Args:
-        found: parsed JSON.
+        encoded: parsed JSON.
         where: who sent it, for messages.
         restore: returns the value that ``describe`` described.
 
     Raises:
         ShoalError: it was not made by :func:`to_json`.
     """
-    match found:
+    match encoded:
         case list():
-            return [from_json(each, where, restore) for each in found]
+            return [from_json(each, where, restore) for each in encoded]
         case {"tuple": list(items)}:
             return tuple(from_json(each, where, restore) for each in items)
         case {"dict": list(pairs)}:
@@ -240,6 +240,6 @@ def from_json(found: Any, where: str, restore: Callable[[Any], Any] | None = Non
                 pass
         case {"other": described} if restore is not None:
             return restore(described)
-        case _ if not isinstance(found, dict):
-            return found
-    raise ShoalError(f"{where} sent {found!r:.60}, which is no object of broadcast_object")
+        case _ if not isinstance(encoded, dict):
+            return encoded
+    raise ShoalError(f"{where} sent {encoded!r:.60}, which is no object of broadcast_object")

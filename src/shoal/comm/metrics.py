@@ -68,21 +68,21 @@ METRICS: Mapping[str, Metric] = {
 """The server's counters by their names in the core."""
 
 
-def parse_place(place: str) -> tuple[str, int]:
+def parse_location(location: str) -> tuple[str, int]:
     """Return address and port of ``PORT`` (on the loopback interface) or ``ADDRESS:PORT``.
 
     Raises:
         UsageError: it is neither.
 
     Example:
-        >>> parse_place("9100"), parse_place("10.0.0.21:9100")
+        >>> parse_location("9100"), parse_location("10.0.0.21:9100")
         (('127.0.0.1', 9100), ('10.0.0.21', 9100))
     """
-    address, colon, port = place.rpartition(":")
+    address, colon, port = location.rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16 and (address or not colon)):
         raise UsageError(
-            f"--metrics {place}: it is PORT, on the loopback interface, or ADDRESS:PORT, with a port of at "
-            "most 65535 (0 takes a free one)"
+            f"--metrics {location}: it is PORT, on the loopback interface, or ADDRESS:PORT, with a port of "
+            "at most 65535 (0 takes a free one)"
         )
     return address or LOOPBACK, int(port)
 
@@ -113,12 +113,12 @@ def exposition(counters: Mapping[str, int], started_s: float) -> str:
 class _Server(ThreadingMixIn, HTTPServer):
     daemon_threads = True
 
-    def __init__(self, place: tuple[str, int], page: Callable[[], str], deadline_s: float) -> None:
+    def __init__(self, address: tuple[str, int], page: Callable[[], str], deadline_s: float) -> None:
         self.page, self._deadline_s = page, deadline_s
-        self._places: dict[str, socket.socket] = {}
+        self._connections: dict[str, socket.socket] = {}
         """The connection of each address that has one."""
         self._lock = threading.Lock()
-        super().__init__(place, _Handler)
+        super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
         """Bind without asking for the host's name, as HTTPServer does: that can take seconds."""
@@ -128,10 +128,10 @@ class _Server(ThreadingMixIn, HTTPServer):
         """Give a connection the place of its address, whose earlier one is closed, or refuse it."""
         assert isinstance(request, socket.socket) and isinstance(client_address, tuple)
         with self._lock:
-            earlier = self._places.get(client_address[0])
-            is_free = earlier is not None or len(self._places) < MAX_CLIENTS
+            earlier = self._connections.get(client_address[0])
+            is_free = earlier is not None or len(self._connections) < MAX_CLIENTS
             if is_free:
-                self._places[client_address[0]] = request
+                self._connections[client_address[0]] = request
         if earlier is not None:
             _shut(earlier)
         if is_free:
@@ -149,8 +149,8 @@ class _Server(ThreadingMixIn, HTTPServer):
         finally:
             timer.cancel()
             with self._lock:
-                if self._places.get(client_address[0]) is request:
-                    del self._places[client_address[0]]
+                if self._connections.get(client_address[0]) is request:
+                    del self._connections[client_address[0]]
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore a client that has gone: there is nobody to tell."""
@@ -184,25 +184,25 @@ class MetricsServer:
     """Serves the counters of a server in a thread, as a context manager.
 
     Args:
-        place: PORT, on the loopback interface, or ADDRESS:PORT; port 0 takes a free one.
+        location: PORT, on the loopback interface, or ADDRESS:PORT; port 0 takes a free one.
         counters: returns the server's counters, for each request.
         deadline_s: seconds after which a connection is closed, whatever the client does.
 
     Raises:
-        UsageError: the place is malformed.
+        UsageError: the location is malformed.
         ShoalError: the address or the port is not available.
     """
 
     def __init__(
-        self, place: str, counters: Callable[[], Mapping[str, int]], *, deadline_s: float = DEADLINE_S
+        self, location: str, counters: Callable[[], Mapping[str, int]], *, deadline_s: float = DEADLINE_S
     ) -> None:
-        where, started_s = parse_place(place), time.time()
+        where, started_s = parse_location(location), time.time()
         try:
             self._server = _Server(where, lambda: exposition(counters(), started_s), deadline_s)
         except OSError as error:
             why = error.strerror or error
             raise ShoalError(
-                f"shoal serve: cannot listen at --metrics {place}: {why}; choose another"
+                f"shoal serve: cannot listen at --metrics {location}: {why}; choose another"
             ) from None
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True

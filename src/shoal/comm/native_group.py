@@ -38,10 +38,10 @@ def load() -> ModuleType | None:
     """
     if not settings.native_group():
         return None
-    found = _loaded()
-    if isinstance(found, ModuleType):
-        return found
-    _say_once(found)
+    group = _loaded()
+    if isinstance(group, ModuleType):
+        return group
+    _say_once(group)
     return None
 
 
@@ -53,8 +53,8 @@ def problem() -> str:
     """
     if not settings.native_group():
         return f"{settings.NATIVE_GROUP} is 0"
-    found = _loaded()
-    return "" if isinstance(found, ModuleType) else found
+    group = _loaded()
+    return "" if isinstance(group, ModuleType) else group
 
 
 @cache

@@ -180,8 +180,8 @@ class Prioritized:
             if begin is None
             else begin(buffer, 1 + bucket.index())
         )
-        places = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        self._fresh.append(_Bucket(work, {p: _laid_out(p, buffer, g) for p, g in places}))
+        gradients = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        self._fresh.append(_Bucket(work, {p: _laid_out(p, buffer, g) for p, g in gradients}))
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done

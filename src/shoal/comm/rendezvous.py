@@ -86,7 +86,7 @@ def connect_engine(
             transport=options.transport or settings.transport(),
             network_threads=options.network_threads or settings.network_threads(),
         )
-        rules = _exchange_rules(records, rank, options, _place_of(store), timeout.total_seconds())
+        rules = _exchange_rules(records, rank, options, _address_of(store), timeout.total_seconds())
         member = _Member(
             store=store, rank=rank, size=size, group=group, global_rank=global_rank, timeout=timeout,
             options=options, address=local_address(store), rules=rules,
@@ -151,8 +151,10 @@ class _Member:
             peers = [replace(peer, host=f"{peer.host}/{number}") for number, peer in enumerate(peers)]
         hosts = [peer.host for peer in peers]
         pattern = chunk_pattern(hosts, [each["bandwidth"] or 1.0 for each in helpers])
-        places = [Helper(address=each["address"], port=each["port"], name=each["name"]) for each in helpers]
-        engine.connect(peers, places, pattern, segment=segment, timeout_s=self.timeout.total_seconds())
+        endpoints = [
+            Helper(address=each["address"], port=each["port"], name=each["name"]) for each in helpers
+        ]
+        engine.connect(peers, endpoints, pattern, segment=segment, timeout_s=self.timeout.total_seconds())
         return hosts
 
     def another(self, connections: int, purpose: str, *, share: bool) -> tuple[Engine, Records]:
@@ -191,16 +193,16 @@ def _measured(
 
 
 _random_secrets: dict[str, str] = {}
-"""Secrets by the place of the groups' store. Later groups there use the same, and so share connections."""
+"""Secrets by the address of the groups' store. Later groups there use the same, and so share connections."""
 
 
 def _exchange_rules(
-    records: Records, rank: int, options: EngineOptions, place: str, timeout_s: float
+    records: Records, rank: int, options: EngineOptions, store_address: str, timeout_s: float
 ) -> dict[str, Any]:
     """Return the settings that rank 0 decides, as in :data:`RULES`.
 
     Without ``SHOAL_SECRET`` the secret is random and in the store: any process that can read the store may
-    join. ``place`` is that of the store.
+    join. ``store_address`` tells stores apart.
     """
     if rank == 0:
         if settings.helpers() and job_secret() is None:
@@ -218,12 +220,12 @@ def _exchange_rules(
             "options": asdict(options),
             "connections": options.connections_per_peer or measured_connections(),
             "segment": f"shoal-{os.getpid()}-{secrets.token_hex(8)}",
-            "secret": "" if job_secret() is not None else _random_secrets.get(place) or new_secret,
+            "secret": "" if job_secret() is not None else _random_secrets.get(store_address) or new_secret,
         }
         records.put("rules", rules)
     rules = records.get("rules", 0, RULES)
-    if rules["secret"] and place:
-        _random_secrets.setdefault(place, str(rules["secret"]))
+    if rules["secret"] and store_address:
+        _random_secrets.setdefault(store_address, str(rules["secret"]))
     if rules["options"] != asdict(options):
         raise UsageError(f"rank {rank} has other pg_options than rank 0: {options}; give all ranks the same")
     return rules
@@ -233,14 +235,14 @@ def _exchange_locations(records: Records, rank: int, size: int, location: Peer) 
     """Return the location of every rank, in rank order."""
     record = {**asdict(location), "node": os.uname().nodename, "network": network_identity()}
     records.put(f"peer/{rank}", record)
-    found = [records.get(f"peer/{other}", other, LOCATION) for other in range(size)]
-    endpoints = [Endpoint(each.pop("node"), each["address"], each.pop("network")) for each in found]
+    locations = [records.get(f"peer/{other}", other, LOCATION) for other in range(size)]
+    endpoints = [Endpoint(each.pop("node"), each["address"], each.pop("network")) for each in locations]
     try:
         refuse_loopback(endpoints)
     except UsageError:
         records.wait_for_readers(rank, size)
         raise
-    return [Peer(**each) for each in found]
+    return [Peer(**each) for each in locations]
 
 
 def _print_network(
@@ -336,11 +338,11 @@ def _outgoing_address() -> str | None:
     """Return this host's address on the default route, or that of its only interface beside loopback."""
     if address := _address_towards(_ELSEWHERE):
         return address
-    found = []
+    addresses = []
     for _, name in socket.if_nameindex():
         with contextlib.suppress(UsageError):
-            found.append(interface_address(name))
-    others = [address for address in found if not _is_loopback(address)]
+            addresses.append(interface_address(name))
+    others = [address for address in addresses if not _is_loopback(address)]
     return others[0] if len(others) == 1 else None
 
 
@@ -351,7 +353,7 @@ def _without_prefix(store: Any) -> Any:
     return store
 
 
-def _place_of(store: Store) -> str:
+def _address_of(store: Store) -> str:
     """Return a string that is equal for stores with the same server or file; empty if they have neither."""
     inner = _without_prefix(store)
     if path := getattr(inner, "path", ""):

@@ -37,7 +37,7 @@ class _Server:
     """A host's colocated servers, or a helper."""
 
     name: str
-    places: list[int]  # in the pattern
+    ranks: list[int]  # in the pattern
     start: float  # bandwidth
     bandwidth: float
     calm: int = 0
@@ -97,7 +97,7 @@ class ServerShares:
         now = self._engine.server_times()
         since = [(a[0] - b[0], a[1] - b[1]) for a, b in zip(now, self._before, strict=True)]
         self._before = now
-        own = [[sum(since[at][k] for at in server.places) for k in (0, 1)] for server in self._servers]
+        own = [[sum(since[at][k] for at in server.ranks) for k in (0, 1)] for server in self._servers]
         num_chunks, ns = self._sums(own, timeout_s)
         before = self.bandwidths
         self._judge(num_chunks, ns)

@@ -100,7 +100,7 @@ class ScheduleSearch:
         choices, refused = [], []
         for name, num_virtual in self.pairs():
             try:
-                choices.append(self.place(name, num_virtual))
+                choices.append(self.best_cuts(name, num_virtual))
             except UsageError as error:
                 refused.append(error)
         if not choices:
@@ -148,7 +148,7 @@ class ScheduleSearch:
             )
         return pairs
 
-    def place(self, name: str, num_virtual: int) -> Choice:
+    def best_cuts(self, name: str, num_virtual: int) -> Choice:
         """Return the schedule with the fastest cuts that fit, or the cuts that need least."""
         if self.cuts is not None:
             return self._choice(name, num_virtual, self.cuts)
@@ -187,7 +187,7 @@ class ScheduleSearch:
             most = min(self.num_micro_batches, self.conditions.active_micro_batches or self.num_ranks) - 1
             for active in range(most, 0, -1):
                 less = replace(self, conditions=replace(self.conditions, active_micro_batches=active))
-                tried.append(less.place("backward_first", num_virtual))
+                tried.append(less.best_cuts("backward_first", num_virtual))
                 if tried[-1].missing_bytes(memory) <= 0:
                     return tried[-1]
         best = min(tried, key=lambda choice: max(choice.rank_bytes))

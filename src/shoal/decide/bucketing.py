@@ -65,11 +65,11 @@ class GroupedOrder:
         runs, within = np.divmod(positions, self.run_size)
         runs = shuffled(runs, int(self._first_runs[-1]), self._seed_of(0), epochs)
         groups = np.searchsorted(self._first_runs, runs, side="right") - 1
-        places = ((runs - self._first_runs[groups]) * self.run_size + within) % self._counts[groups]
-        indices = np.empty_like(places)
+        offsets = ((runs - self._first_runs[groups]) * self.run_size + within) % self._counts[groups]
+        indices = np.empty_like(offsets)
         for group, count in enumerate(self._counts.tolist()):
             chosen = groups == group
-            members = shuffled(places[chosen], count, self._seed_of(1 + group), epochs[chosen])
+            members = shuffled(offsets[chosen], count, self._seed_of(1 + group), epochs[chosen])
             indices[chosen] = self._members[self._first_members[group] + members]
         return epochs, indices
 

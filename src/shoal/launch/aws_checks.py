@@ -45,9 +45,9 @@ def _limits(shape: Any, value: Any, where: str) -> list[str]:
     limits = shape.metadata
     size = value if shape.type_name in ("integer", "long", "float") else _size(value)
     if size is not None and not limits.get("min", size) <= size <= limits.get("max", size):
-        what = "" if size is value else " long"
+        unit = "" if size is value else " long"
         rule = f"{limits.get('min', 0)} to {limits.get('max', 'any')}"
-        violations.append(f"{where} is {size}{what} and must be {rule}")
+        violations.append(f"{where} is {size}{unit} and must be {rule}")
     if shape.type_name == "string":
         choices = getattr(shape, "enum", None)
         if choices and value not in choices:

@@ -109,8 +109,8 @@ def write_error(folder: Path, error: WorkerError) -> None:
 
 def read_errors(folder: Path) -> dict[int, WorkerError]:
     """Return the reports in ``folder``, by rank."""
-    found = (WorkerError(**parse_json(path.read_bytes(), str(path))) for path in folder.glob("error-*.json"))
-    return {error.rank: error for error in found}
+    errors = (WorkerError(**parse_json(path.read_bytes(), str(path))) for path in folder.glob("error-*.json"))
+    return {error.rank: error for error in errors}
 
 
 def _leave_groups() -> None:

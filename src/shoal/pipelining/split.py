@@ -116,12 +116,12 @@ def _same_places(flow: Dataflow, bounds: Bounds, other: Dataflow) -> Bounds:
     first node behind the cut here, at a legal place that divides the parameters in the same way.
     """
     labels = {label: position for position, label in enumerate(_labels(other))}
-    places = [labels.get(label) for label in _labels(flow)]
+    positions = [labels.get(label) for label in _labels(flow)]
     valid = [position for position, crossing in other.crossings() if other.may_cut(position, crossing)]
     owned = [_read(flow, *each, buffers=False) for each in bounds]
     starts = [0]
     for index, (begin, _) in enumerate(bounds[1:], start=1):
-        aim = next((cut for cut in places[begin:] if cut is not None), len(other.body) - 1)
+        aim = next((cut for cut in positions[begin:] if cut is not None), len(other.body) - 1)
         behind = set[str]().union(*owned[index:])
         for position in sorted(valid, key=lambda position: abs(position - aim)):
             if position <= starts[-1]:

@@ -325,17 +325,17 @@ def record_correlations(run: "Run", data: "ClassifyData", outputs: "Float32Array
     """Write predicted scores and correlations into the run directory; only the first worker has outputs."""
     pearson = spearman = 0.0
     if outputs is not None:
-        found = write_correlations(required(run.directory), data, outputs)
-        pearson, spearman = found.pearson, found.spearman
+        correlations = write_correlations(required(run.directory), data, outputs)
+        pearson, spearman = correlations.pearson, correlations.spearman
         if run.log:
-            run.log.progress.say(f"{data.path.name}: {correlation_text(found)}")
+            run.log.progress.say(f"{data.path.name}: {correlation_text(correlations)}")
     metrics = {"pearson": pearson, "spearman": spearman}
     run.evaluation(data.path.stem, metrics, num_samples=len(data.examples))
 
 
-def correlation_text(found: "Correlations") -> str:
+def correlation_text(correlations: "Correlations") -> str:
     """Return both correlations as text."""
-    return f"Pearson {found.pearson:.4f}, Spearman {found.spearman:.4f}"
+    return f"Pearson {correlations.pearson:.4f}, Spearman {correlations.spearman:.4f}"
 
 
 def write_correlations(out: Path | None, data: "ClassifyData", outputs: "Float32Array") -> "Correlations":
@@ -348,12 +348,12 @@ def write_correlations(out: Path | None, data: "ClassifyData", outputs: "Float32
     from shoal.data.text.classify import correlate
 
     predicted = outputs[:, 0].tolist()
-    found = correlate([example.score for example in data.examples], predicted)
+    correlations = correlate([example.score for example in data.examples], predicted)
     if out is not None:
         lines = "".join(f"{score:.7g}\n" for score in predicted)
         write_atomically(out / f"predictions-{data.path.stem}.txt", lines.encode())
-        write_json(out / f"scores-{data.path.stem}.json", vars(found))
-    return found
+        write_json(out / f"scores-{data.path.stem}.json", vars(correlations))
+    return correlations
 
 
 # ------------------------------------------------------------------------------------------------- use

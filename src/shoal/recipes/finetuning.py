@@ -165,20 +165,20 @@ IMMUTABLE = (
 """Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
 
 
-def require_paths(config: FinetuneConfig, data: Any, what: str) -> None:
+def require_paths(config: FinetuneConfig, data: Any, samples: str) -> None:
     """Check that the model and the files are named.
 
     Args:
         data: the section with ``path``, the training file, and ``eval``, the evaluation files.
-        what: what the files hold, such as ``questions``.
+        samples: what the files hold, such as ``questions``.
 
     Raises:
         UsageError: one is not.
     """
     for name, option, value, purpose in (
         ("model.path", "--model", config.model.path, "a run of shoal or a transformers directory"),
-        ("data.path", "--data", data.path, f"a file of training {what}"),
-        ("data.eval", "--eval", data.eval or None, f"{what} to evaluate on"),
+        ("data.path", "--data", data.path, f"a file of training {samples}"),
+        ("data.eval", "--eval", data.eval or None, f"{samples} to evaluate on"),
     ):
         if value is None:
             raise UsageError(f"{name} is not set: name {purpose} with {option}")

@@ -864,14 +864,14 @@ def objects_in(
 
     height, width, _ = pixels.shape
     view = DetectionAugmentConfig(shorter=(detector.shorter,), longer=detector.longer, flip=0.0)
-    place = placement(view, (0, 0, 0), height, width)
-    frame = [-(-side // SIZE_STEP) * SIZE_STEP for side in place.frame]
+    fitted = placement(view, (0, 0, 0), height, width)
+    frame = [-(-side // SIZE_STEP) * SIZE_STEP for side in fitted.frame]
     image = np.zeros((1, 3, *frame), dtype=np.float32)
     scale, shift = normalisation(IMAGENET_MEAN, IMAGENET_STD)
-    part = image[0, :, : place.frame[0], : place.frame[1]]
-    finish(unflipped_pixels(pixels, place), part, scale=scale, shift=shift)
+    part = image[0, :, : fitted.frame[0], : fitted.frame[1]]
+    finish(unflipped_pixels(pixels, fitted), part, scale=scale, shift=shift)
     batch = {
-        "sizes": torch.tensor([place.frame]),
+        "sizes": torch.tensor([fitted.frame]),
         "original_size": torch.tensor([[height, width]]),
         "image_id": torch.tensor([0]),
     }
@@ -937,8 +937,8 @@ def write_objects(
     picture = target.with_name(f"{target.name}.png")
     write_atomically(picture, png(drawn(pixels, _drawn_objects(objects, detector, height, width))))
     counts = Counter(one["category"] for one in objects)
-    found = ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "nothing found"
-    return {"image": str(path), "found": found, "picture": str(picture)}
+    summary = ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "nothing found"
+    return {"image": str(path), "found": summary, "picture": str(picture)}
 
 
 def _drawn_objects(
@@ -950,13 +950,13 @@ def _drawn_objects(
 
     labels = {number: label for label, number in enumerate(detector.categories, 1)}
     rles = [one["segmentation"] for one in objects if "segmentation" in one]
-    found = []
+    drawn = []
     for one, mask in zip_longest(objects, bitmaps(rles, height, width).astype(bool)):
         x, y, w, h = one["bbox"]
         text = f"{one['category']} {one['score']:.0%}"
         label = labels[one["category_id"]]
-        found.append(Drawn(label=label, text=text, box=(x, y, x + w, y + h), mask=mask))
-    return found[::-1]
+        drawn.append(Drawn(label=label, text=text, box=(x, y, x + w, y + h), mask=mask))
+    return drawn[::-1]
 
 
 use = Detecting

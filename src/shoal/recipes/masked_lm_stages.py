@@ -159,10 +159,10 @@ def _evaluate(
         inputs = {
             name: value.to(run.world.device) for name, value in as_tensors(arrays, pin_memory=False).items()
         }
-        found = stage.evaluate(**inputs, samples_per_target=torch.ones((), device=run.world.device))
-        for output in found.outputs or ():  # on the workers of the last stage
+        evaluation = stage.evaluate(**inputs, samples_per_target=torch.ones((), device=run.world.device))
+        for output in evaluation.outputs or ():  # on the workers of the last stage
             totals[:-1] += output["sums"].double().cpu().numpy()
-        if found.outputs is not None:
+        if evaluation.outputs is not None:
             totals[-1] += arrays["masked_weights"].sum()
     *sums, masked = run.sum(totals.tolist())
     names = ("mlm_loss", "mlm_accuracy", *((f"{task}_loss", f"{task}_accuracy") if task else ()))

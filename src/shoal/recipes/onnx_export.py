@@ -57,8 +57,8 @@ def export_onnx(source: Path, file: Path, out: Path | None = None) -> None:
         import_extra(module, "onnx", "the form ONNX needs onnx and onnxscript")
     if not file.resolve().parent.is_dir():
         raise UsageError(f"--onnx {file}: there is no folder {file.resolve().parent}; make it first")
-    found = find_model(source, "SOURCE", kinds=("run", "checkpoint", "export"))
-    directory = None if found.kind == "checkpoint" else found.directory
+    trained = find_model(source, "SOURCE", kinds=("run", "checkpoint", "export"))
+    directory = None if trained.kind == "checkpoint" else trained.directory
     directory = directory or export_model(source, out)
     if (form := read_model_config(directory).get("format")) == resnet50.FORMAT:
         _export_network(resnet50.use.read_export(directory), file)
@@ -71,9 +71,9 @@ def export_onnx(source: Path, file: Path, out: Path | None = None) -> None:
         _export_encoder(directory, file)
 
 
-def _export_network(found: resnet50.Exported, file: Path) -> None:
-    model = found.model.eval()
-    inputs = {"images": torch.zeros(_TRACED_BATCH, 3, found.size, found.size)}
+def _export_network(exported: resnet50.Exported, file: Path) -> None:
+    model = exported.model.eval()
+    inputs = {"images": torch.zeros(_TRACED_BATCH, 3, exported.size, exported.size)}
     _write(model, inputs, ["logits"], {0: Dim("batch")}, file)
 
 
@@ -114,8 +114,8 @@ class _Logits(nn.Module):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
-        found = self.model(**inputs)
-        return tuple(found[name] for name in found if name.endswith("logits"))
+        outputs = self.model(**inputs)
+        return tuple(outputs[name] for name in outputs if name.endswith("logits"))
 
 
 def _write(

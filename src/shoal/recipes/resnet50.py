@@ -374,17 +374,19 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
     return RunPlan(batch=batch, epochs=epochs, total_epochs=total_epochs, schedule=schedule)
 
 
-def count_classes(config: ResNetTrainConfig, found: int) -> int:
-    """Return the number of classes of the model; ``found`` is that of the images.
+def count_classes(config: ResNetTrainConfig, num_found: int) -> int:
+    """Return the number of classes of the model; ``num_found`` is that of the images.
 
     Raises:
         UsageError: the settings name fewer, or the images have no labels.
     """
-    wanted, location = config.model.num_classes or found, images.location_of(config)
-    if not found:
+    wanted, location = config.model.num_classes or num_found, images.location_of(config)
+    if not num_found:
         raise UsageError(f"{location} holds images without labels: prepare class folders")
-    if wanted < found:
-        raise UsageError(f"model.num_classes {wanted} is too small for the {found:,} classes of {location}")
+    if wanted < num_found:
+        raise UsageError(
+            f"model.num_classes {wanted} is too small for the {num_found:,} classes of {location}"
+        )
     return wanted
 
 
@@ -738,11 +740,11 @@ class Classifying(images.ImageUse):
         try:
             form = {**config["augment"], **config["validation"]}
             classes = ImageManifest.load(description_in(run_dir)).classes
-            found = _made(config["model"], classes, form)
+            exported = _made(config["model"], classes, form)
             key = "average" if config["train"]["average_decay"] else "model"
         except (KeyError, TypeError) as error:
             raise UsageError(f"{run_dir} is not a run of `shoal train resnet50` ({error})") from None
-        return found, load_model(source, found.model, key=key)
+        return exported, load_model(source, exported.model, key=key)
 
     @classmethod
     def read_export(cls, directory: Path) -> Exported:
@@ -750,9 +752,9 @@ class Classifying(images.ImageUse):
 
         with images.reading(directory):
             tree = images.read_tree(directory, FORMAT)
-            found = _made(tree["model"], tuple(map(str, tree["classes"])), tree)
-            found.model.load_state_dict(load_file(directory / images.WEIGHTS))
-        return found
+            exported = _made(tree["model"], tuple(map(str, tree["classes"])), tree)
+            exported.model.load_state_dict(load_file(directory / images.WEIGHTS))
+        return exported
 
     @classmethod
     def write_export(cls, network: Exported, out: Path) -> None:
@@ -867,9 +869,9 @@ def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[st
             f"data.made_images {made[0]} leaves {made[1]} held-out images for {NUM_CLASSES_MADE} classes: "
             f"make {5 * NUM_CLASSES_MADE} or more"
         )
-    num_train, num_held_out, found = made
+    num_train, num_held_out, num_labels = made
     plan = make_plan(config, num_examples=num_train, num_workers=num_workers)
-    num_classes = count_classes(config, found)
+    num_classes = count_classes(config, num_labels)
     if not dry_run:
         return []
 
@@ -880,7 +882,7 @@ def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[st
         *settings_lines(config),
         f"batch        {plan.batch}",
         *plan.lines(),
-        f"held out     {num_held_out:,} images of {found:,} classes",
+        f"held out     {num_held_out:,} images of {num_labels:,} classes",
         f"parameters   {counted.num_trainable:,}",
         f"memory       {memory_of(counted, config, plan.batch.micro_batch_size)}",
     ]

@@ -210,10 +210,10 @@ def evaluate(
     )
     metrics: dict[str, float] = {}
     if logits is not None:
-        answers, found = answer(features, logits, config.answers)
+        answers, scores = answer(features, logits, config.answers)
         if (out := run.directory) is not None:
-            write_answers(out, answers, found)
-        metrics = {k: float(v) for k, v in found.official.items() if not k.endswith("total")}
+            write_answers(out, answers, scores)
+        metrics = {k: float(v) for k, v in scores.official.items() if not k.endswith("total")}
     metrics = all_gather_json(run.world.control, metrics)[0]
     data = features.data
     run.evaluation(data.path.stem, metrics, num_samples=len(data.questions))

@@ -184,8 +184,8 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
 
     worker = worker or worker_env()
     if config.parallel.layout == "auto":
-        found = find_layouts(config, worker.ranks.num_workers if worker else 1)
-        config = with_layout(config, found[0])
+        layouts = find_layouts(config, worker.ranks.num_workers if worker else 1)
+        config = with_layout(config, layouts[0])
     parallel = config.parallel
     with (
         Run.open(config=config, recipe="t5", immutable=IMMUTABLE, worker=worker) as run,
@@ -425,10 +425,10 @@ def evaluate(
     with closing(training_steps(steps, LoaderConfig(), num_steps=num_batches)) as batches:
         for (batch,) in batches:
             inputs = to_device({name: batch[name] for name in MODEL_INPUTS}, run.world.device)
-            found = stage.evaluate(**inputs)
-            losses.append(float(found.loss))
-            if found.outputs is not None:  # on the workers of the last stage
-                num_correct += sum(int(output.num_correct.sum()) for output in found.outputs)
+            evaluation = stage.evaluate(**inputs)
+            losses.append(float(evaluation.loss))
+            if evaluation.outputs is not None:  # on the workers of the last stage
+                num_correct += sum(int(output.num_correct.sum()) for output in evaluation.outputs)
                 num_targets += batch["labels"].numel()
     correct, targets = run.sum([num_correct, num_targets])
     return {LOSS: sum(losses) / num_batches, ACCURACY: correct / targets}, num_batches * size

@@ -54,7 +54,7 @@ def load_weights(part: nn.Module, whole: nn.Module, source: Path) -> None:
 def _stored_weights(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a transformers directory by their names in :class:`T5`."""
     refuse_pickles(directory)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
@@ -62,10 +62,12 @@ def _stored_weights(directory: Path) -> dict[str, StoredTensor]:
                     piece = file.get_slice(key)
                     size = tuple(piece.get_shape())
                     chunk = Chunk(offsets=(0,) * len(size), sizes=size, file=path.name, key=key)
-                    found[_WEIGHTS + key] = StoredTensor(dtype=piece.get_dtype(), size=size, chunks=(chunk,))
+                    tensors[_WEIGHTS + key] = StoredTensor(
+                        dtype=piece.get_dtype(), size=size, chunks=(chunk,)
+                    )
         except (SafetensorError, OSError) as error:
             raise ShoalError(f"{path}: the weights cannot be read: {error}") from None
-    return found
+    return tensors
 
 
 def write_stored(source: Path, model: T5, out: Path, tokenizer: Mapping[str, bytes]) -> None:

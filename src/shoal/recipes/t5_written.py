@@ -351,9 +351,9 @@ def _losses(
         own = np.arange(first + replica * size, first + (replica + 1) * size)
         pairs = np.minimum(own, len(losses) - 1)  # batches have one shape: the last pair again
         arrays = file.batch_with(rows[pairs], targets[pairs].tolist())
-        found = stage.evaluate(**with_keys(arrays, run.seed, pairs))
-        if found.outputs is not None:  # on the workers of the last stage
-            own_losses = torch.cat([output.sequence_loss for output in found.outputs]).double().cpu()
+        evaluation = stage.evaluate(**with_keys(arrays, run.seed, pairs))
+        if evaluation.outputs is not None:  # on the workers of the last stage
+            own_losses = torch.cat([output.sequence_loss for output in evaluation.outputs]).double().cpu()
             there = own < len(losses)
             losses[own[there]] = own_losses[there]
     return np.array(run.sum(losses))

@@ -306,9 +306,9 @@ def _seconds(group: dist.ProcessGroup, wire: str, num_bytes: int, device: torch.
 
 def _largest(value: float) -> float:
     """Return the largest value of all workers."""
-    found: Tensor = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    largest: Tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def _synchronize(device: torch.device) -> None:

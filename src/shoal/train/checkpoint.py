@@ -248,11 +248,11 @@ class Checkpointer:
         run_on_all(self._group, lambda: files.tidy(run_dir, whole.values()) if is_first else None)
 
     def _find_damage(self, path: Path) -> str | None:
-        found = run_on_all(
+        damages = run_on_all(
             self._group,
             lambda: files.find_damage(path, part=self._rank, num_parts=self._num_workers),
         )
-        return next((damage for damage in found if damage), None)
+        return next((damage for damage in damages if damage), None)
 
     def _must_plan(self, part: SavePart, layout: Layout) -> bool:
         """Return whether the save plan is outdated; the same on all workers, since planning is collective."""
@@ -418,10 +418,10 @@ def _find_whole(path: Path) -> Path:
         ShoalError: there is none, or it is damaged.
     """
     if not files.is_checkpoint(path):
-        found = files.list_checkpoints(path)
-        if not found:
+        checkpoints = files.list_checkpoints(path)
+        if not checkpoints:
             raise ShoalError(f"{path} is neither a checkpoint nor the directory of a run that has one")
-        path = found[-1]
+        path = checkpoints[-1]
     if damage := files.find_damage(path):
         raise ShoalError(f"the checkpoint {path} is damaged: {damage}; use an older one of the run instead")
     return path

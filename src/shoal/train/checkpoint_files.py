@@ -142,14 +142,14 @@ def list_unnamed(run_dir: Path) -> list[Path]:
 
     The newest of each step comes first. Each has ``complete.json``; the files are not checked.
     """
-    found = [
+    folders = [
         path
         for path in _leftovers(run_dir)
         if path.suffix in (_TEMPORARY, _REPLACED)
         and (path / COMPLETE).is_file()
         and not checkpoint_path(run_dir, step_of(path)).exists()
     ]
-    return sorted(found, key=lambda path: (path.suffix == _TEMPORARY, _owner_of(path)), reverse=True)
+    return sorted(folders, key=lambda path: (path.suffix == _TEMPORARY, _owner_of(path)), reverse=True)
 
 
 def tidy(run_dir: Path, whole: Iterable[Path]) -> None:
@@ -252,16 +252,16 @@ def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
             return f"{COMPLETE} has the checksum {_crc32_of(record)} instead of {stored}"
         if record["step"] != step_of(path):
             return f"{COMPLETE} is of step {record['step']}"
-        found = int(record["format"])
+        version = int(record["format"])
     except FileNotFoundError:
         return f"{COMPLETE} is missing"
     except OSError as error:
         return f"{COMPLETE} cannot be read: {error.strerror}"
     except (ShoalError, ValueError, KeyError, TypeError, AttributeError):
         return f"{COMPLETE} is malformed"
-    if found != FORMAT:
+    if version != FORMAT:
         raise ShoalError(
-            f"the checkpoint {path} has format {found}, of {'an older' if found < FORMAT else 'a newer'} "
+            f"the checkpoint {path} has format {version}, of {'an older' if version < FORMAT else 'a newer'} "
             f"shoal, and this one reads {FORMAT}: continue the run with that version, or start it again with "
             "another --run.dir"
         )

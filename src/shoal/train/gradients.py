@@ -173,13 +173,13 @@ class Update:
         gradients = [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
         self._is_skipped = None
         if self.on_device and gradients and all(map(skips_on_device, optimizers)):
-            found = device_norm(gradients) / loss_scale
-            scale_all(gradients, clip_factor(found, max_norm) / loss_scale)
+            total_norm = device_norm(gradients) / loss_scale
+            scale_all(gradients, clip_factor(total_norm, max_norm) / loss_scale)
             if per_worker:
                 average_over_workers(gradients)
-                found = device_norm(gradients)
-            self._is_skipped = found.isfinite().logical_not().float()
-            return found
+                total_norm = device_norm(gradients)
+            self._is_skipped = total_norm.isfinite().logical_not().float()
+            return total_norm
         norm = norm_of(gradients) / loss_scale
         if per_worker or math.isfinite(norm):
             scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
@@ -264,9 +264,9 @@ def require_same(kept: Optimizer, given: Sequence[Optimizer]) -> None:
         UsageError: it is by another one, or by several.
     """
     if len(given) != 1 or given[0] is not kept:
-        found = "another optimizer" if len(given) == 1 else f"{len(given)} optimizers"
+        given_name = "another optimizer" if len(given) == 1 else f"{len(given)} optimizers"
         raise UsageError(
-            f"step.update() was given {found}, but servers or exchanges have the state of the one of "
+            f"step.update() was given {given_name}, but servers or exchanges have the state of the one of "
             "run.keep(optimizer=...): give both the same"
         )
 

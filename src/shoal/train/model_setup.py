@@ -170,9 +170,9 @@ def agree_on_precision(name: str, world: World, *, no_fp16: str = "") -> Precisi
     for each, host in run_on_all(world.control, lambda: [choose().name, os.uname().nodename]):
         hosts.setdefault(each, {})[host] = None
     if len(hosts) > 1:
-        found = "; ".join(f"{each} on {', '.join(names)}" for each, names in hosts.items())
+        differences = "; ".join(f"{each} on {', '.join(names)}" for each, names in hosts.items())
         raise UsageError(
-            f"train.precision differs between the workers: {found}; give all the same one, such as "
+            f"train.precision differs between the workers: {differences}; give all the same one, such as "
             "--train.precision fp32 (auto is bf16, fp16 or fp32 by the kind of the device)"
         )
     return choose()

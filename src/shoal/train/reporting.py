@@ -382,11 +382,11 @@ def changed_backend(run_dir: Path, step: int, backend: str, num_workers: int) ->
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that results depend on."""
-    found = {"shoal": shoal.__version__, "torch": torch.__version__}
+    installed = {"shoal": shoal.__version__, "torch": torch.__version__}
     for package in ("transformers", "torchvision"):  # each recipe needs at most one of them
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return {**found, "python": platform.python_version()}
+            installed[package] = version(package)
+    return {**installed, "python": platform.python_version()}
 
 
 def device_name(device: torch.device) -> str:

@@ -172,7 +172,7 @@ class _Owner:
     host: str
     pid: int
     since: str
-    place: str
+    namespace: str
     """Boot id of the kernel and PID namespace, within which processes are visible; empty: unknown."""
     started: int
     """Ticks from boot to the start of the process, which distinguish it from a later one of the same id."""
@@ -210,7 +210,7 @@ def _parsed(content: bytes) -> _Owner | None:
         owner = _Owner(**parse_json(content, "an owner's file"))
     except (ShoalError, TypeError):
         return None
-    texts = (owner.job, owner.host, owner.since, owner.place, owner.token)
+    texts = (owner.job, owner.host, owner.since, owner.namespace, owner.token)
     well = all(isinstance(text, str) and text.isprintable() for text in texts) and all(
         type(number) is int and 0 <= number < 1 << 62 for number in (owner.pid, owner.started)
     )
@@ -254,7 +254,7 @@ def _this_process() -> _Owner:
         host=socket.gethostname(),
         pid=os.getpid(),
         since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-        place=_process_namespace(),
+        namespace=_process_namespace(),
         started=_status_of(os.getpid())[1],
         token=token,
     )
@@ -361,7 +361,7 @@ def _judge(run_dir: Path, seen: _Seen) -> bool:
         return False
     if owner.released:
         return True
-    if not owner.place or owner.place != _process_namespace():
+    if not owner.namespace or owner.namespace != _process_namespace():
         return False
     if owner.pid == os.getpid() or _has_ended(owner):
         return True

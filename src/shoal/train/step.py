@@ -35,12 +35,12 @@ class Readback:
     """
 
     def __init__(self, *values: Tensor) -> None:
-        found = torch.stack([value.detach().double() for value in values])
+        stacked = torch.stack([value.detach().double() for value in values])
         self._copied: torch.cuda.Event | None = None
-        self._values = found
-        if found.device.type == "cuda":
+        self._values = stacked
+        if stacked.device.type == "cuda":
             self._values = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
-            self._values.copy_(found, non_blocking=True)
+            self._values.copy_(stacked, non_blocking=True)
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record()
 
@@ -255,8 +255,10 @@ class Step:
     def _require_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that the gradients are those of :meth:`backward`, averaged over the workers."""
         if not self._has_loss:
-            found = any(p.grad is not None for p in parameters_of(*optimizers))
-            reason = "its gradients are those of loss.backward()" if found else "it has no backward pass"
+            has_gradients = any(p.grad is not None for p in parameters_of(*optimizers))
+            reason = (
+                "its gradients are those of loss.backward()" if has_gradients else "it has no backward pass"
+            )
             raise UsageError(
                 f"step {self.number}: {reason}: call step.backward(loss) for each micro-batch of the step"
             )

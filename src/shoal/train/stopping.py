@@ -246,9 +246,9 @@ def _known_name(split: str, name: str, known: Mapping[str, Collection[str]]) -> 
     """
     names = {own for key, values in known.items() if split in ("", key) for own in values}
     by_lower = {own.lower(): own for own in names}
-    found = name if name in names else by_lower.get(name.lower()) or _ALIASES.get(name.lower())
-    if found in names:
-        return found
+    score = name if name in names else by_lower.get(name.lower()) or _ALIASES.get(name.lower())
+    if score in names:
+        return score
     shorter = {short: own for short, own in _ALIASES.items() if own in names}
     listed = "; ".join(f"{key}: {', '.join(values)}" for key, values in known.items()) or "none"
     also = ", ".join(f"{short} for {own}" for short, own in shorter.items())

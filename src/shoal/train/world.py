@@ -148,12 +148,12 @@ def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
     Binaries (``sm_75``) run on devices of the same major and at least that minor version, intermediate code
     (``compute_75``) on all from there on. Of other names, such as AMD's, nothing is known: True.
     """
-    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", each) for each in built]
-    for kind, major, minor in (each.groups() for each in found if each):
+    architectures = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", each) for each in built]
+    for kind, major, minor in (each.groups() for each in architectures if each):
         version = int(major), int(minor)
         if version <= capability and (kind == "compute" or version[0] == capability[0]):
             return True
-    return not any(found)
+    return not any(architectures)
 
 
 def _why_no_gpus(num_gpus: int) -> str:
