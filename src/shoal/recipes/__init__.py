@@ -252,7 +252,8 @@ class Script(Protocol):
     def sample(self, config: Any) -> Sample:
         """Return a few samples and the model: the first ones of the data, or of full length if none is named.
 
-        ``shoal plan``, ``shoal bench train`` and dry runs count them (:mod:`shoal.recipes.workloads`).
+        ``shoal plan``, ``shoal bench train`` and dry runs count them (:mod:`shoal.recipes.workloads`,
+        :mod:`shoal.recipes.memory`).
         """
         ...
 

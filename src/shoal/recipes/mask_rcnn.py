@@ -992,7 +992,7 @@ def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[
         raise UsageError(f"model.weights {weights} does not exist")
     if not dry_run:
         return []
-    from shoal.recipes.workloads import memory_of
+    from shoal.recipes.memory import memory_of
 
     counted = sample(config)
     return [

@@ -429,7 +429,7 @@ def describe(
             f"{config.data.path}",
         ]
         if dry_run:
-            from shoal.recipes.workloads import memory_of
+            from shoal.recipes.memory import memory_of
 
             full = sample(without_text, lengths, batch, pairs=pairs)
             kept = plan.micro_batch_size * min(stages, plan.accumulation_steps)

@@ -875,7 +875,7 @@ def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[st
     if not dry_run:
         return []
 
-    from shoal.recipes.workloads import memory_of
+    from shoal.recipes.memory import memory_of
 
     counted = sample(replace(config, model=replace(config.model, num_classes=num_classes)))
     return [

@@ -343,7 +343,7 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
     from shoal.pipelining.roofline import Rates, estimate_cost
     from shoal.planner.hardware import Catalog
     from shoal.planner.prediction import rates_of
-    from shoal.recipes.workloads import activations_of
+    from shoal.recipes.memory import activations_of
 
     train, parallel, spans = config.train, config.parallel, config.spans()
     instance = Catalog().machines(f"1x{_INSTANCES[parallel.device]}").instance
@@ -533,7 +533,7 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
 
 def _estimate_memory(config: T5Config, batch: BatchPlan) -> "Footprint":
     """Estimate a worker's memory with equal stages that keep as many micro-batches as there are stages."""
-    from shoal.recipes.workloads import memory_of
+    from shoal.recipes.memory import memory_of
 
     stages = config.parallel.pipeline
     kept = batch.micro_batch_size * min(stages, batch.accumulation_steps)

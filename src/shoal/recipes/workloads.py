@@ -1,4 +1,4 @@
-"""Counts the samples of recipes: FLOPs, memory and the planner's workloads; and predicts recipes by name.
+"""Counts the samples of recipes for the planner: FLOPs and workloads; and predicts recipes by name.
 
 ``python -m shoal.recipes.workloads > FILE`` counts again what the planner's ``catalog/workloads.json`` holds.
 """
@@ -16,18 +16,15 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from shoal.decide.footprint import Activations, Footprint, footprint, optimizer_state_bytes
 from shoal.errors import UsageError
 from shoal.planner import api, comparison
 from shoal.planner.convergence import Phase
 from shoal.planner.recipe_workloads import Preset, catalog
 from shoal.planner.workload import LAMB_BYTES, MOMENTUM_BYTES, Workload
 from shoal.recipes import RECIPES, Sample, preset_file, script
-from shoal.train.config import precision_here
+from shoal.recipes.memory import activations_of, state_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from shoal.models.profile import StepProfile
 
 P = ParamSpec("P")
@@ -50,61 +47,6 @@ def profile_of(sample: Sample) -> StepProfile:
 def flops_per_sample(sample: Sample) -> float:
     """Return the FLOPs of the matrix products of one sample, forward and backward."""
     return 3 * sum(flops for _, _, flops in profile_of(sample).layers) / sample.num_samples
-
-
-def activations_of(sample: Sample, precision: str, device_type: str = "cuda") -> Activations:
-    """Return what the forward pass of a sample keeps, with the dropout of the training.
-
-    Args:
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        device_type: ``cuda`` or ``cpu``; no such device is needed.
-    """
-    from shoal.models.step_memory import kept_activations
-
-    def kept() -> Activations:
-        return kept_activations(
-            sample.model.train(),
-            sample.inputs,
-            with_keys,
-            num_samples=sample.num_samples,
-            precision=precision,
-            device_type=device_type,
-        )
-
-    def with_keys(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        import torch
-
-        from shoal.dropout import SampleDropout
-
-        device = next(model.parameters()).device
-        with SampleDropout(torch.empty(sample.num_samples, dtype=torch.int64, device=device)):
-            loss: Tensor = sample.loss(model, inputs)
-            return loss
-
-    whole = kept()
-    if sample.recompute is None:
-        return whole
-    sample.recompute(sample.model)
-    return kept().with_recomputed(whole, sample.num_recomputed)
-
-
-def memory_of(sample: Sample, config: Any, num_samples: int, stages: int = 1) -> Footprint:
-    """Return the memory of a worker on this host: weights, gradients, optimizer, activations.
-
-    Args:
-        num_samples: of a micro-batch, times the micro-batches that a stage keeps at one time.
-        stages: equal stages of the pipeline.
-    """
-    return footprint(
-        sample.num_parameters / stages,
-        trainable=sample.num_trainable / sample.num_parameters,
-        state_bytes=_state_bytes(config),
-        activations_bytes=activations_of(sample, *precision_here(config)).of(num_samples, 1 / stages),
-    )
-
-
-def _state_bytes(config: Any) -> float:
-    return optimizer_state_bytes(getattr(getattr(config, "optim", None), "optimizer", ""))
 
 
 # ------------------------------------------------------------------------------------------------- names
@@ -278,8 +220,8 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
         {precision: activations_of(sample, precision) for precision in TYPES},
         unit=config.unit,
         tokens_per_sample=sample.sequence_length,
-        optimizer_bytes=MOMENTUM_BYTES if _state_bytes(config) == 4 else LAMB_BYTES,
-        state_bytes=_state_bytes(config),
+        optimizer_bytes=MOMENTUM_BYTES if state_bytes(config) == 4 else LAMB_BYTES,
+        state_bytes=state_bytes(config),
         relay_bytes=sample.relay_bytes,
         trainable=sample.num_trainable / sample.num_parameters,
         equal_shares=getattr(config, "equal_shares", False),

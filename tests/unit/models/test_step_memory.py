@@ -17,7 +17,8 @@ from shoal.dropout import SampleDropout
 from shoal.models.encoder import full_sequences
 from shoal.models.step_memory import TYPES, FusedAttention, kept_activations
 from shoal.recipes import Sample, script, token_ids
-from shoal.recipes.workloads import activations_of, preset_settings
+from shoal.recipes.memory import activations_of
+from shoal.recipes.workloads import preset_settings
 
 
 def test_linear_layers_by_hand() -> None:

@@ -30,7 +30,7 @@ from shoal.recipes.mask_rcnn import (
     make_plan,
     sample,
 )
-from shoal.recipes.workloads import memory_of
+from shoal.recipes.memory import memory_of
 
 COCO = 117_266  # images of train2017 with objects
 SECTIONS = {

@@ -13,6 +13,7 @@ from shoal.decide.batch import BatchPlan
 from shoal.errors import UsageError
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate
+from shoal.recipes.memory import activations_of
 from shoal.recipes.t5 import (
     PRESETS,
     DataConfig,
@@ -23,7 +24,6 @@ from shoal.recipes.t5 import (
     sample,
     with_layout,
 )
-from shoal.recipes.workloads import activations_of
 from shoal.train.config import (
     DistributedConfig,
     ParallelConfig,

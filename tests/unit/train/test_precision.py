@@ -22,10 +22,11 @@ from shoal.cli.use import evaluate_checkpoint, predict
 from shoal.env.worker import alone
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.albert import AlbertConfig
+from shoal.recipes.memory import memory_of
 from shoal.recipes.resnet50 import ResNetTrainConfig, sample
 from shoal.recipes.t5 import T5Config
 from shoal.recipes.t5_classify import T5ClassifyConfig
-from shoal.recipes.workloads import memory_of, preset_settings
+from shoal.recipes.workloads import preset_settings
 from shoal.record import Start, Step, read_record
 from shoal.train.config import (
     DistributedConfig,
