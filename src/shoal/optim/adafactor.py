@@ -28,12 +28,14 @@ differs from T5 elsewhere:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from shoal.optim.moments import Batch, MomentsOptimizer, Squares, local_box, local_part, sum_shards
@@ -42,7 +44,7 @@ _DECAY_RATE = 0.8
 _LEAST_RMS = 1e-3
 """Of the weights, to which a step is relative."""
 _PART_BYTES = 32 << 20
-"""Of the weights that are updated together, unless one tensor has more."""
+"""Of the weights of one shape that are updated together, unless one tensor of the model has more."""
 
 
 class Adafactor(MomentsOptimizer):
@@ -50,8 +52,9 @@ class Adafactor(MomentsOptimizer):
 
     The state of a factored parameter is ``step``, ``row_var`` and ``col_var``, kept whole by every worker
     that holds a shard (they have the tensor's rows plus columns), of any other ``step`` and ``variance``; all
-    of the parameter's type. A step needs memory for 32 MiB of updates, or for those of the largest tensor.
-    Gradients that are not finite make weights that are not finite: check before the step.
+    of the parameter's type. Tensors of one shape are updated as one, so that a GPU gets few operations. A
+    step needs memory for 32 MiB of updates, or for those of the largest tensor. Gradients that
+    are not finite make weights that are not finite: check before the step.
 
     Args:
         params: parameters or groups; a group may set ``lr``, ``weight_decay`` and the other options.
@@ -93,14 +96,29 @@ class Adafactor(MomentsOptimizer):
         return entry
 
     def _update(self, batch: Batch) -> Squares:
-        parts = list(parts_of(batch, _PART_BYTES))
-        # One copy to the device for all parts: each makes the host wait.
-        sizes = torch.tensor(
-            [parameter.numel() for parameter in batch.params], device=batch.weights[0].device
-        )
-        of_parts = torch.split(sizes, [len(part.params) for part in parts])
-        grad_squares, weight_squares = zip(*map(_update_part, parts, of_parts), strict=True)
-        return torch.cat(grad_squares).sum(), torch.cat(weight_squares).sum()
+        groups = _of_one_shape(batch)
+        ordered = batch.chosen([index for indices in groups for index in indices])
+        grad_squares, weight_squares = ordered.squares(ordered.grads), ordered.squares(ordered.weights)
+        most = max(_PART_BYTES, max(parameter.nbytes for parameter in batch.params))
+        parts = [part for indices in groups for part in parts_of(batch.chosen(indices), most)]
+        of_parts = torch.split(weight_squares, [len(part.params) for part in parts])
+        for part, squares in zip(parts, of_parts, strict=True):
+            _update_part(part, squares)
+        return grad_squares.sum() * batch.scale**2, weight_squares.sum()
+
+
+def _of_one_shape(batch: Batch) -> list[list[int]]:
+    """Group parameters that are updated as one tensor: of one shape, sharded alike, of as many steps.
+
+    All workers find the same groups in the same order.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, (parameter, step) in enumerate(zip(batch.params, batch.steps, strict=True)):
+        shards = None
+        if isinstance(parameter, DTensor):
+            shards = parameter.device_mesh, parameter.placements
+        groups.setdefault((tuple(parameter.shape), shards, step), []).append(index)
+    return list(groups.values())
 
 
 def parts_of(batch: Batch, num_bytes: int) -> Iterator[Batch]:
@@ -114,25 +132,25 @@ def parts_of(batch: Batch, num_bytes: int) -> Iterator[Batch]:
     yield replace(batch, params=batch.params[begin:], states=batch.states[begin:])
 
 
-def _update_part(batch: Batch, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Update parameters in place; return the sums of squares of each gradient and weight.
+def _update_part(batch: Batch, weight_squares: Tensor) -> None:
+    """Update parameters of one shape in place.
 
     Args:
-        sizes: number of elements of each parameter, on its device.
+        weight_squares: the sum of squares of each.
     """
-    group, weights, grads = batch.group, batch.weights, batch.grads
+    group, weights, size = batch.group, batch.weights, batch.params[0].numel()
+    updates = torch.stack(batch.grads)
     if batch.scale != 1.0:
-        grads = list(torch._foreach_mul(grads, batch.scale))
-    grad_squares, weight_squares = batch.squares(grads), batch.squares(weights)
-    updates = _normalised(batch, grads)
-    clips = (batch.squares(updates) / sizes).sqrt()
-    sizes_of_steps = batch.lr * (weight_squares / sizes).sqrt().clamp(min=_LEAST_RMS)
-    factors = (sizes_of_steps / clips.clamp(min=1.0)).to(weights[0].dtype)
-    torch._foreach_mul_(updates, list(factors.unbind()))
+        updates.mul_(batch.scale)
+    normalise = _normalise_factored if "row_var" in batch.states[0] else _normalise
+    updates = normalise(batch, updates)
+    clips = (batch.squares(list(updates.unbind())) / size).sqrt_()
+    sizes_of_steps = (weight_squares / size).sqrt_().clamp_(min=_LEAST_RMS) * batch.lr
+    factors = (sizes_of_steps / clips.clamp_(min=1.0)).to(updates.dtype)
+    updates.mul_(factors.view(-1, *(1,) * (updates.ndim - 1)))
     if group["weight_decay"] != 0.0:
         torch._foreach_mul_(weights, 1.0 - batch.lr * group["weight_decay"])
-    torch._foreach_sub_(weights, updates)
-    return grad_squares, weight_squares
+    torch._foreach_sub_(weights, list(updates.unbind()))
 
 
 def factored_dims(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | None:
@@ -145,57 +163,50 @@ def factored_dims(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | No
     return min(largest), max(largest)
 
 
-def _normalised(batch: Batch, grads: list[Tensor]) -> list[Tensor]:
-    """Update the second moments; return the gradients divided by their roots."""
-    group, params, states, eps1 = batch.group, batch.params, batch.states, batch.group["eps1"]
-    factored = [k for k, state in enumerate(states) if "row_var" in state]
-    means = _means_of_squares([params[k] for k in factored], [grads[k] for k in factored], group)
-    updates = list(grads)
-    for k, (row_mean, col_mean) in zip(factored, means, strict=True):
-        rows, cols = states[k]["row_var"], states[k]["col_var"]
-        share = float(states[k]["step"]) ** -_DECAY_RATE
-        rows.lerp_(row_mean + eps1, share)
-        cols.lerp_(col_mean + eps1, share)
-        dims = factored_dims(tuple(params[k].shape), group["min_factored_size"])
-        assert dims is not None, "a tensor does not change its shape"
-        of_rows = (rows / rows.mean(dim=dims[0], keepdim=True)).rsqrt_()
-        box = local_box(params[k])
-        updates[k] = (grads[k] * of_rows[_box_without(box, dims[1])]).mul_(
-            cols.rsqrt()[_box_without(box, dims[0])]
-        )
-    for k, state in enumerate(states):
-        if "variance" in state:
-            variance = local_part(state["variance"])
-            variance.lerp_(grads[k].square().add_(eps1), float(state["step"]) ** -_DECAY_RATE)
-            updates[k] = variance.rsqrt().mul_(grads[k])
-    return updates
+def _normalise(batch: Batch, grads: Tensor) -> Tensor:
+    """Update the second moments; return gradients ``[tensors, ...]`` divided by their roots."""
+    variances = batch.entries("variance")
+    squares = grads.square().add_(batch.group["eps1"])
+    torch._foreach_lerp_(variances, list(squares.unbind()), _share(batch))
+    return torch.stack(variances, out=squares).rsqrt_().mul_(grads)
 
 
-def _means_of_squares(
-    params: list[Tensor], grads: list[Tensor], group: dict[str, Any]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the means of the squared whole gradients over columns and over rows, on all shards.
+def _normalise_factored(batch: Batch, grads: Tensor) -> Tensor:
+    """Update rows and columns of the second moments; divide gradients ``[tensors, ...]`` by the roots."""
+    shape = tuple(batch.params[0].shape)
+    dims = factored_dims(shape, batch.group["min_factored_size"])
+    assert dims is not None, "a tensor does not change its shape"
+    first, second = dims
+    entries = [[state[name] for state in batch.states] for name in ("row_var", "col_var")]
+    means = [mean for dim in (second, first) for mean in _means_of_squares(batch, grads, dim).unbind()]
+    torch._foreach_lerp_([*entries[0], *entries[1]], means, _share(batch))
+    rows, cols = map(torch.stack, entries)
+    rows.div_(rows.mean(dim=first + 1, keepdim=True)).rsqrt_()
+    box = local_box(batch.params[0])
+    grads.mul_(rows[:, *_box_without(box, second)])
+    return grads.mul_(cols.rsqrt_()[:, *_box_without(box, first)])
 
-    Shards write theirs into zeros of the whole length, so that one sum over the workers completes both the
-    rows that they share and those that they do not.
+
+def _share(batch: Batch) -> float:
+    """Return 1 - beta2."""
+    return math.pow(batch.steps[0], -_DECAY_RATE)
+
+
+def _means_of_squares(batch: Batch, grads: Tensor, dim: int) -> Tensor:
+    """Return the means over a dim of the squared whole gradients, plus eps1, on all shards.
+
+    Shards write theirs into zeros of the whole length, so that one sum over the workers completes both those
+    that they share and those that they do not.
     """
-    sums: list[Tensor] = []
-    sizes: list[int] = []
-    for parameter, grad in zip(params, grads, strict=True):
-        dims = factored_dims(tuple(parameter.shape), group["min_factored_size"])
-        assert dims is not None, "only factored parameters come here"
-        box = local_box(parameter)
-        for dim in (dims[1], dims[0]):
-            squares = torch.linalg.vector_norm(grad, dim=dim, keepdim=True).square_()
-            if grad.shape != parameter.shape:
-                whole = grad.new_zeros(_without(tuple(parameter.shape), dim))
-                whole[_box_without(box, dim)] = squares
-                squares = whole
-            sums.append(squares)
-            sizes.append(parameter.shape[dim])
-    sum_shards([parameter for parameter in params for _ in range(2)], sums)
-    means = [squares / size for squares, size in zip(sums, sizes, strict=True)]
-    return list(zip(means[::2], means[1::2], strict=True))
+    shape = tuple(batch.params[0].shape)
+    squares = torch.linalg.vector_norm(grads, dim=dim + 1, keepdim=True).square_()
+    if grads.shape[1:] != shape:
+        whole = grads.new_zeros(len(grads), *_without(shape, dim))
+        whole[:, *_box_without(local_box(batch.params[0]), dim)] = squares
+        squares = whole
+    sum_shards(batch.params, list(squares.unbind()))
+    means: Tensor = squares.div_(shape[dim]).add_(batch.group["eps1"])
+    return means
 
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -70,10 +70,13 @@ class Batch:
             groups.setdefault(step, []).append(index)
         if len(groups) == 1:
             return [self]
-        return [
-            replace(self, params=[self.params[k] for k in chosen], states=[self.states[k] for k in chosen])
-            for chosen in groups.values()
-        ]
+        return [self.chosen(indices) for indices in groups.values()]
+
+    def chosen(self, indices: Sequence[int]) -> Batch:
+        """Return some of the parameters."""
+        return replace(
+            self, params=[self.params[k] for k in indices], states=[self.states[k] for k in indices]
+        )
 
     def entries(self, name: str) -> list[Tensor]:
         """Return this worker's part of an entry of each state."""

@@ -68,9 +68,25 @@ def test_optimizers_never_wait_for_the_gpu(make: Any) -> None:
                 continue
             with counting() as counts:
                 optimizer.step()
-            # Adafactor copies the rates of its tensors to the device in every step
-            assert counts.waits == ({"tensor(device=…)": 1} if make is Adafactor else {}), step
+            assert counts.waits == {}, step
     assert counts.num_operations >= 5
+
+
+def test_adafactor_updates_tensors_of_one_shape_together() -> None:
+    """Operations: a step of T5-base took 4,012, tensor by tensor."""
+    found = []
+    for num_alike in (1, 40):
+        with FakeTensorMode():
+            shapes = ((256, 128), (128, 256), (64,), (32, 12))
+            weights = [nn.Parameter(torch.empty(shape, device=CUDA)) for shape in shapes * num_alike]
+            for weight in weights:
+                weight.grad = torch.empty_like(weight)
+            optimizer = Adafactor(weights, lr=0.1)
+            optimizer.step()
+            with counting() as counts:
+                optimizer.step()
+        found.append(counts.num_operations)
+    assert found[0] == found[1] <= 4 * 31
 
 
 def test_waits_of_a_step_of_mask_rcnn() -> None:
@@ -133,7 +149,7 @@ MOST = {
     "proposals": (30.0, 0.14),
     "detections": (50.0, 0.14),
     "lamb": (5.6, 0.14),
-    "adafactor": (4.0, 0.14),
+    "adafactor": (4.3, 0.14),
 }
 """Of the first layers of full-size models: GB moved, and GB of the largest tensor; as counted, and a bit."""
 
