@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from shoal.decide.rng import DROPOUT_RANGE, GOLDEN, ROUNDS, signed
@@ -124,7 +125,7 @@ def _keep_mask(keys: Tensor, width: int, num_dropped: int) -> Tensor:
     # One hash serves four elements, 16 bits each. Its last operation is a multiplication: shifts of signed
     # numbers repeat the sign, which an exclusive or would cancel in the topmost bit.
     most = num_dropped - (DROPOUT_RANGE // 2 + 1)
-    if torch.compiler.is_compiling():
+    if get_proxy_mode() is not None:  # torch.compiler.is_compiling() is false here in torch 2.11
         # To view hashes as int16, Inductor would write them to memory. So each element computes its own.
         column = torch.arange(width, device=keys.device)
         x = _hash(keys[..., None] + _steps((column >> 2) - 1))
