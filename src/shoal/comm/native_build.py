@@ -10,7 +10,6 @@ What is loaded is code, so its folder has mode 0700 and is opened once; all is d
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import shutil
 import stat
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal import native
-from shoal.atomic_io import check_private, open_private_folder
+from shoal.atomic_io import check_private, open_private_folder, take_lock
 from shoal.env import machine, settings
 from shoal.env.settings import CACHE_DIR
 from shoal.errors import ShoalError, UsageError
@@ -82,9 +81,8 @@ def build(library: Library) -> Path:
     """Return the file of a compiled library, in a folder that stays open; build it if the cache lacks it.
 
     Raises:
-        CannotBuildError: the compiler failed, now or before.
+        CannotBuildError: the compiler failed, now or before, or the cache cannot be written.
         NoCompilerError: there is no compiler, and the cache does not have it.
-        OSError: the cache cannot be written.
         UsageError: no folder for the cache is known, or other users may write to it or to the library.
     """
     package = _package()
@@ -92,7 +90,7 @@ def build(library: Library) -> Path:
     try:
         compiler = _compiler()
     except NoCompilerError:
-        for built in _built_elsewhere(library, key):
+        for built in filter(_is_whole, _built_elsewhere(library, key)):
             return _checked(_private_folder(built.parent) / file, built)
         raise
     name = _folder(library, key, compiler)
@@ -103,7 +101,7 @@ def build(library: Library) -> Path:
             raise CannotBuildError(
                 f"{failed.read_text()} (from {name / failed.name}; delete it to try again)"
             )
-        if not target.exists():
+        if not _is_whole(target):
             print(f"shoal: building {library.title} in {name}, once", file=sys.stderr, flush=True)
             try:
                 _compile(library, compiler, package, target)
@@ -113,6 +111,21 @@ def build(library: Library) -> Path:
                 failed.write_text(str(problem))
                 raise
     return _checked(target, name / file)
+
+
+def not_loaded(file: Path, problem: Exception) -> CannotBuildError:
+    """Return the error for a built library that the system does not load, such as a damaged one.
+
+    Args:
+        file: that :func:`build` returned.
+        problem: what its loader said.
+    """
+    folder = file.parent.resolve()
+    reason = str(problem).replace(str(file), file.name)
+    return CannotBuildError(
+        f"{folder / file.name} cannot be loaded ({reason}); delete {folder}, or set {CACHE_DIR} to a folder "
+        "of yours on a file system that may hold programs (no noexec)"
+    )
 
 
 def obstacle(library: Library) -> str:
@@ -174,6 +187,13 @@ def _key(library: Library, package: Path) -> str:
 
 def _private_folder(folder: Path) -> Path:
     """Return the path, by its descriptor, of a folder that only this user can write; make it if missing."""
+    try:
+        return _opened_folder(folder)
+    except OSError as problem:
+        raise CannotBuildError(f"{problem}; set {CACHE_DIR} to a folder of yours") from None
+
+
+def _opened_folder(folder: Path) -> Path:
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = folder.parent.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
@@ -186,6 +206,20 @@ def _private_folder(folder: Path) -> Path:
     return _OPEN[folder]
 
 
+def _is_whole(file: Path) -> bool:
+    """Return whether a library has the bytes that were built: to load one cut short ends the process."""
+    digest = _digest_of(file)
+    return file.exists() and digest.exists() and digest.read_text() == _hash(file)
+
+
+def _digest_of(file: Path) -> Path:
+    return file.with_suffix(".sha256")
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def _checked(file: Path, name: Path) -> Path:
     """Return the file of a library in a private folder, if no other user may write to it."""
     check_private(name, file.lstat(), _REMEDY)
@@ -195,7 +229,7 @@ def _checked(file: Path, name: Path) -> Path:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        take_lock(file.fileno(), path, wait=True)
         yield  # closing the file releases the lock
 
 
@@ -221,4 +255,5 @@ def _compile(library: Library, compiler: Path, package: Path, target: Path) -> N
             errors = [line for line in run.stderr.splitlines() if "error" in line] or run.stderr.splitlines()
             raise CannotBuildError(f"{compiler} failed: " + "; ".join(errors[:_MOST_LINES]))
         built.chmod(0o700)
+        _digest_of(target).write_text(_hash(built))
         built.replace(target)

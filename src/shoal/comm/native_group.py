@@ -202,7 +202,10 @@ def _import(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_NAME, path)
     if spec is None or spec.loader is None:
         raise native_build.CannotBuildError(f"{path} is no extension module of this Python")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (OSError, ImportError) as problem:
+        raise native_build.not_loaded(path, problem) from None
     sys.modules[_NAME] = module
     return module

@@ -75,13 +75,20 @@ def library() -> ctypes.CDLL:
                 shared=(native_build.TREE_CALL,),
             )
         )
-        loaded = ctypes.CDLL(str(path))
+        loaded = _opened(path)
     except (ShoalError, OSError) as problem:
         kind = UsageError if isinstance(problem, UsageError) else ShoalError
         raise kind(f"shoal.jax compiles its handlers for XLA on first use: {problem}") from None
     loaded.shoal_jax_set_group.argtypes = (ctypes.c_int64, ctypes.c_void_p)
     loaded.shoal_jax_set_group.restype = None
     return loaded
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as problem:
+        raise native_build.not_loaded(path, problem) from None
 
 
 @cache

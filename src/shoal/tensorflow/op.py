@@ -55,7 +55,7 @@ def library() -> Any:
     try:
         module = tf.load_op_library(str(path))
     except tf.errors.OpError as problem:
-        raise ShoalError(f"{path} cannot be loaded ({problem})") from None
+        raise native_build.not_loaded(path, problem) from None
     set_group = ctypes.CDLL(str(path)).shoal_tensorflow_set_group
     set_group.argtypes, set_group.restype = (ctypes.c_int64, ctypes.c_void_p), None
     module.set_group = set_group

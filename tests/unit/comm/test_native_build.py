@@ -85,7 +85,7 @@ def test_no_other_user_s_code_is_loaded(
         monkeypatch.setattr(native_build, "_OPEN", {})  # as in another process
         for path in ("/usr/bin:/bin", ""):
             monkeypatch.setenv("PATH", path)
-            with pytest.raises((UsageError, OSError), match=rule):
+            with pytest.raises((UsageError, native_build.CannotBuildError), match=rule):
                 native_build.build(library)
 
     for path, mode, rule in (
@@ -116,4 +116,37 @@ def test_no_other_user_s_code_is_loaded(
 def test_a_library_of_another_user_is_refused(library: native_build.Library) -> None:
     os.chown(native_build.build(library), 12345, -1)
     with pytest.raises(UsageError, match=r"libsum\.so .* belongs to the user with the id 12345"):
+        native_build.build(library)
+
+
+def test_a_library_that_was_cut_short_is_built_again(
+    library: native_build.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = native_build.build(library)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])  # loading it would be a SIGBUS
+    assert ctypes.CDLL(str(native_build.build(library))).sum(2) == 42
+    file.unlink()  # the loaded one stays
+    file.write_bytes(whole[:-100])
+    without_compiler(monkeypatch)
+    with pytest.raises(native_build.NoCompilerError):
+        native_build.build(library)
+
+
+def test_a_library_that_does_not_load_is_named_with_the_remedy(library: native_build.Library) -> None:
+    file = native_build.build(library)
+    file.write_bytes(b"of another machine")
+    with pytest.raises(OSError, match=r"too short|invalid") as seen:
+        ctypes.CDLL(str(file))
+    said = str(native_build.not_loaded(file, seen.value))
+    folder = file.parent.resolve()
+    assert said.startswith(f"{folder}/libsum.so cannot be loaded (libsum.so: ")
+    assert f"; delete {folder}, or set {CACHE_DIR} to a folder" in said
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    library: native_build.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_DIR, "/proc/shoal")  # where root, too, can make nothing
+    with pytest.raises(native_build.CannotBuildError, match=rf"/proc/shoal.*; set {CACHE_DIR} to a folder"):
         native_build.build(library)
