@@ -469,11 +469,12 @@ def device_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply ``tensors`` by ``factor``, a number or a scalar of their device, in place."""
+    """Multiply ``tensors``, some of which may be shards, by ``factor``, a number or a scalar, in place."""
+    parts = list(map(local_part, tensors))
     if isinstance(factor, Tensor):
-        torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
+        torch._foreach_mul_(parts, factor.to(parts[0].dtype))
     elif factor != 1.0:
-        torch._foreach_mul_(tensors, factor)
+        torch._foreach_mul_(parts, factor)
 
 
 @overload

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import UsageError
-from shoal.optim.moments import indices_by_kind
+from shoal.optim.moments import indices_by_kind, local_part
 from shoal.train.gradients import average_over_workers, own_norms, running_statistics
 
 T = TypeVar("T")
@@ -57,7 +57,8 @@ class WeightAverage:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    """Return the parameters and buffers, of shards this worker's."""
+    return [local_part(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
 
 
 # ---- statistics of batch norms ----------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from moments_formula import groups_of, make_parameters, set_gradients
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import distribute_tensor
 
 from shoal.errors import UsageError
 from shoal.optim.adafactor import Adafactor
@@ -20,7 +22,7 @@ from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
-from shoal.optim.moments import MomentsOptimizer, fused_adam_updates
+from shoal.optim.moments import MomentsOptimizer, fused_adam_updates, scale_all
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
 
@@ -158,3 +160,12 @@ def test_torchs_fused_adam_gives_the_update_alone(steps: list[float]) -> None:
         torch.testing.assert_close(exp_avgs[k], wanted_first[k])
         torch.testing.assert_close(exp_avg_sqs[k], wanted_second[k])
         assert torch.equal(grads[k], before[k])
+
+
+def test_shards_and_whole_tensors_are_scaled_together(group: dist.ProcessGroup) -> None:
+    """As in a stage whose tied weights are not sharded."""
+    shard, whole = distribute_tensor(torch.ones(4), dist.init_device_mesh("cpu", (1,))), torch.ones(3)
+    for factor in (2.0, torch.tensor(3.0)):
+        scale_all([shard, whole], factor)
+    assert shard.full_tensor().tolist() == [6.0] * 4
+    assert whole.tolist() == [6.0] * 3

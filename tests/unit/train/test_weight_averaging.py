@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shoal.train.checkpoint import Checkpointer
@@ -83,3 +85,17 @@ def test_it_goes_on_from_a_checkpoint_as_if_uninterrupted(tmp_path: Path) -> Non
         average_again.update(again, step)
     expected = values_of(average.model)
     assert all(torch.equal(value, expected[name]) for name, value in values_of(average_again.model).items())
+
+
+def test_shards_and_whole_tensors_are_averaged_together(group: dist.ProcessGroup) -> None:
+    model = nn.Linear(4, 3)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(3, 4), mesh))
+    average = WeightAverage(model, decay=0.0)
+    with torch.no_grad():
+        model.weight.copy_(distribute_tensor(torch.ones(3, 4), mesh))
+        model.bias.fill_(2.0)
+    average.update(model, step=1)
+    weight = average.model.weight
+    assert isinstance(weight, DTensor) and weight.full_tensor().tolist() == [[1.0] * 4] * 3
+    assert average.model.bias.tolist() == [2.0] * 3
