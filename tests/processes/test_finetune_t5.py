@@ -201,7 +201,7 @@ def test_a_toy_classification_is_learnt(model: Path, tmp_path: Path) -> None:
         train,
         (other,),
         tmp_path / "run",
-        train={"total_steps": 1_000, "global_batch_size": 32},
+        train={"total_steps": 1_500, "global_batch_size": 32},
         run={"checkpoint_frequency": 500, "log_frequency": 50},
     )
     assert jobs.run(config, 2, deadline_s=280.0) == [EXIT_OK] * 2
