@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,18 +238,21 @@ def test_a_step_without_an_update_is_refused(tmp_path: Path) -> None:
     assert "step 1 has no update: call step.update(optimizer) once" in message
 
 
-def loader(worker: WorkerEnv) -> DataLoader[Any]:
+def loader(worker: WorkerEnv, *, drop_last: bool = False) -> DataLoader[Any]:
     points = Points()
     ranks = worker.ranks
     sampler = DistributedSampler(points, ranks.num_workers, ranks.rank, seed=7)
-    return DataLoader(points, batch_size=3, sampler=sampler)
+    return DataLoader(points, batch_size=3, sampler=sampler, drop_last=drop_last)
 
 
-def test_a_dataloader_goes_on_at_its_place(tmp_path: Path) -> None:
-    """25 points per worker make 9 batches per epoch and two batches a step: an epoch ends within a step."""
-    options = {"data": loader, "sizes": Sizes(12, 3)}
+@pytest.mark.parametrize(
+    ("drop_last", "signal_at"), [(False, 5), (True, 3), (True, 4)], ids=["within", "after 3", "after 4"]
+)
+def test_a_dataloader_goes_on_at_its_place(tmp_path: Path, drop_last: bool, signal_at: int) -> None:
+    """25 points per worker make 9 batches per epoch, or 8, and two batches a step: where an epoch ends."""
+    options = {"data": partial(loader, drop_last=drop_last), "sizes": Sizes(12, 3)}
     assert train(tmp_path / "whole", **options) == [EXIT_OK, EXIT_OK]
-    assert train(tmp_path / "run", signal_at=5, **options) == [EXIT_STOPPED, EXIT_STOPPED]
+    assert train(tmp_path / "run", signal_at=signal_at, **options) == [EXIT_STOPPED, EXIT_STOPPED]
     assert train(tmp_path / "run", **options) == [EXIT_OK, EXIT_OK]
     assert same(tmp_path / "run", tmp_path / "whole")
     assert len(set(losses(tmp_path / "run").values())) == TOTAL
