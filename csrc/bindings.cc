@@ -136,18 +136,24 @@ std::vector<shoal::MomentsTensor> moments_tensors(const Addresses& weights, cons
   return tensors;
 }
 
-std::pair<double, double> adamw_step(const Addresses& weights, const Addresses& grads,
-                                     const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
-                                     const Counts& counts, const std::vector<double>& steps,
-                                     double learning_rate, double beta1, double beta2, double eps,
-                                     double weight_decay, double grad_scale, int num_threads,
-                                     const std::optional<std::string>& level_name) {
-  const auto tensors = moments_tensors(weights, grads, exp_avgs, exp_avg_sqs, counts, steps);
-  const shoal::AdamWOptions options{learning_rate, beta1, beta2, eps, weight_decay, grad_scale};
-  const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
-  const shoal::Norms norms = shoal::adamw_step(tensors, options, num_threads, level);
-  return {norms.grad_sq, norms.weight_sq};
+// Defines a step of an optimizer with two moments and no other options.
+template <auto Step>
+void bind_moments_step(nb::module_& m, const char* name) {
+  m.def(
+      name,
+      [](const Addresses& weights, const Addresses& grads, const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
+         const Counts& counts, const std::vector<double>& steps, double learning_rate, double beta1, double beta2, double eps,
+         double weight_decay, double grad_scale, int num_threads, const std::optional<std::string>& level_name) {
+        const auto tensors = moments_tensors(weights, grads, exp_avgs, exp_avg_sqs, counts, steps);
+        const shoal::MomentsOptions options{learning_rate, beta1, beta2, eps, weight_decay, grad_scale};
+        const shoal::Level level = level_of(level_name);
+        nb::gil_scoped_release release;
+        const shoal::Norms norms = Step(tensors, options, num_threads, level);
+        return std::pair(norms.grad_sq, norms.weight_sq);
+      },
+      nb::arg("weights"), nb::arg("grads"), nb::arg("exp_avgs"), nb::arg("exp_avg_sqs"), nb::arg("counts"),
+      nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"), nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"),
+      nb::arg("weight_decay"), nb::arg("grad_scale"), nb::arg("num_threads"), nb::arg("level").none());
 }
 
 std::pair<double, double> lamb_step(const Addresses& weights, const Addresses& grads,
@@ -163,20 +169,6 @@ std::pair<double, double> lamb_step(const Addresses& weights, const Addresses& g
   const shoal::Level level = level_of(level_name);
   nb::gil_scoped_release release;
   const shoal::Norms norms = shoal::lamb_step(tensors, options, num_threads, level);
-  return {norms.grad_sq, norms.weight_sq};
-}
-
-std::pair<double, double> lans_step(const Addresses& weights, const Addresses& grads,
-                                    const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
-                                    const Counts& counts, const std::vector<double>& steps,
-                                    double learning_rate, double beta1, double beta2, double eps,
-                                    double weight_decay, double grad_scale, int num_threads,
-                                    const std::optional<std::string>& level_name) {
-  const auto tensors = moments_tensors(weights, grads, exp_avgs, exp_avg_sqs, counts, steps);
-  const shoal::LansOptions options{learning_rate, beta1, beta2, eps, weight_decay, grad_scale};
-  const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
-  const shoal::Norms norms = shoal::lans_step(tensors, options, num_threads, level);
   return {norms.grad_sq, norms.weight_sq};
 }
 
@@ -270,14 +262,14 @@ Coefficients lamb_coefficients(const Sums& total, double learning_rate, bool tru
 
 // Returns the factor that normalises a tensor's gradient.
 double lans_grad_scale(const Sums& total, double grad_scale, double eps) {
-  shoal::LansOptions options{};
+  shoal::MomentsOptions options{};
   options.grad_scale = grad_scale;
   options.eps = eps;
   return shoal::lans_grad_scale(options, std::get<0>(total));
 }
 
 Coefficients lans_coefficients(const Sums& total, double learning_rate, double beta1) {
-  shoal::LansOptions options{};
+  shoal::MomentsOptions options{};
   options.learning_rate = learning_rate;
   options.beta1 = beta1;
   const auto steps = shoal::lans_step_sizes(options, {std::get<0>(total), std::get<1>(total), std::get<2>(total)});
@@ -704,10 +696,7 @@ NB_MODULE(_core, m) {
   // noconvert: the sum would be written to a converted copy of the output
   m.def("sum_in_rank_order", &sum_in_rank_order, nb::arg("out").noconvert(), nb::arg("inputs").noconvert(),
         nb::arg("dtype").none(), nb::arg("num_threads"), nb::arg("level").none());
-  m.def("adamw_step", &adamw_step, nb::arg("weights"), nb::arg("grads"), nb::arg("exp_avgs"),
-        nb::arg("exp_avg_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
-        nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
-        nb::arg("num_threads"), nb::arg("level").none());
+  bind_moments_step<shoal::adamw_step>(m, "adamw_step");
   m.def("sgd_step", &sgd_step, nb::arg("weights"), nb::arg("grads"), nb::arg("momenta"), nb::arg("counts"),
         nb::kw_only(), nb::arg("learning_rate"), nb::arg("momentum"), nb::arg("weight_decay"),
         nb::arg("grad_scale"), nb::arg("nesterov"), nb::arg("num_threads"), nb::arg("level").none());
@@ -715,10 +704,7 @@ NB_MODULE(_core, m) {
         nb::arg("exp_avg_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
         nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
         nb::arg("bias_correction"), nb::arg("trust_ratio"), nb::arg("num_threads"), nb::arg("level").none());
-  m.def("lans_step", &lans_step, nb::arg("weights"), nb::arg("grads"), nb::arg("exp_avgs"),
-        nb::arg("exp_avg_sqs"), nb::arg("counts"), nb::arg("steps"), nb::kw_only(), nb::arg("learning_rate"),
-        nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
-        nb::arg("num_threads"), nb::arg("level").none());
+  bind_moments_step<shoal::lans_step>(m, "lans_step");
   m.def("lars_step", &lars_step, nb::arg("weights"), nb::arg("grads"), nb::arg("momenta"), nb::arg("counts"),
         nb::kw_only(), nb::arg("learning_rate"), nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("eta"),
         nb::arg("eps"), nb::arg("grad_scale"), nb::arg("clips"), nb::arg("nesterov"), nb::arg("trust_ratio"),

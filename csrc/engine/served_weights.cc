@@ -46,7 +46,7 @@ MomentsTensor moments_of(std::array<std::vector<float>, 3>& slots, const float* 
 
 LambOptions lamb_options(const GroupOptions& o) { return {o[0], o[1], o[2], o[3], o[4], 1.0, o[5] != 0.0, true}; }
 
-LansOptions lans_options(const GroupOptions& o) { return {o[0], o[1], o[2], o[3], o[4], 1.0}; }
+MomentsOptions lans_options(const GroupOptions& o) { return {o[0], o[1], o[2], o[3], o[4], 1.0}; }
 
 // The kernels give the same bits for a tensor that is cut anywhere.
 void step_elementwise(std::array<std::vector<float>, 3>& slots, Optimizer optimizer, const GroupOptions& o,

@@ -72,7 +72,7 @@ Norms over_blocks(std::span<const Tensor> tensors, int num_threads, const Update
   return norms;
 }
 
-AdamWCoefficients coefficients(const AdamWOptions& o, double step) {
+AdamWCoefficients coefficients(const MomentsOptions& o, double step) {
   const auto f = [](double x) { return static_cast<float>(x); };
   const double unbias1 = 1.0 - std::pow(o.beta1, step), unbias2 = 1.0 - std::pow(o.beta2, step);
   return {f(1.0 - o.learning_rate * o.weight_decay), f(1.0 - o.beta1), f(o.beta2), f(1.0 - o.beta2),
@@ -81,7 +81,7 @@ AdamWCoefficients coefficients(const AdamWOptions& o, double step) {
 
 }  // namespace
 
-Norms adamw_step(std::span<const MomentsTensor> tensors, const AdamWOptions& options, int num_threads, Level level) {
+Norms adamw_step(std::span<const MomentsTensor> tensors, const MomentsOptions& options, int num_threads, Level level) {
   const Kernels kernels = kernels_of(level);
   std::vector<AdamWCoefficients> of_tensor;
   for (const MomentsTensor& tensor : tensors) of_tensor.push_back(coefficients(options, tensor.step));

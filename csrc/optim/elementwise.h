@@ -11,15 +11,6 @@
 
 namespace shoal {
 
-struct AdamWOptions {
-  double learning_rate;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  double grad_scale;  // gradients are multiplied by it on the fly
-};
-
 // In this order, fma(x, y, z) = x y + z rounded once, every other operation rounded by itself:
 //   w = w (1 - learning_rate weight_decay)
 //   m = fma(1 - beta1, g - m, m)
@@ -27,7 +18,7 @@ struct AdamWOptions {
 //   w = w + (-learning_rate / (1 - beta1^step) m) / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 // Coefficients are computed in double and rounded to fp32, as torch does. Moments have torch's bits; torch's square
 // root is not correctly rounded on every machine, so weights may differ from torch's in the last bits.
-Norms adamw_step(std::span<const MomentsTensor> tensors, const AdamWOptions& options, int num_threads,
+Norms adamw_step(std::span<const MomentsTensor> tensors, const MomentsOptions& options, int num_threads,
                  Level level = best_level());
 
 struct SgdOptions {

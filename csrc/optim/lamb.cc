@@ -60,7 +60,7 @@ BlockOptions block_options(const LambOptions& o, double step) {
           f(o.eps),   f(o.weight_decay), f(o.grad_scale)};
 }
 
-BlockOptions block_options(const LansOptions& o, double step) {
+BlockOptions block_options(const MomentsOptions& o, double step) {
   return block_options({o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_scale, true, true}, step);
 }
 
@@ -157,7 +157,7 @@ void lamb_move(const MomentsTensor& piece, const LambOptions& options, float ste
   kernels_of(level).apply(block_options(options, piece.step), block_of(piece), piece.count, {step_size});
 }
 
-Norms lans_step(std::span<const MomentsTensor> tensors, const LansOptions& options, int num_threads, Level level) {
+Norms lans_step(std::span<const MomentsTensor> tensors, const MomentsOptions& options, int num_threads, Level level) {
   const Kernels kernels = kernels_of<true>(level);
   const Plan plan = plan_of(tensors);
   const auto squares = squares_of_blocks(tensors, plan, [](const MomentsTensor& t) { return t.grad; }, num_threads, kernels);
@@ -167,7 +167,7 @@ Norms lans_step(std::span<const MomentsTensor> tensors, const LansOptions& optio
     double grad_sq = 0.0;
     for (std::size_t at = plan.first_of_tensor[tensor]; at < plan.first_of_tensor[tensor + 1]; ++at) grad_sq += squares[at];
     all_grad_sq += grad_sq;
-    LansOptions of_tensor = options;
+    MomentsOptions of_tensor = options;
     of_tensor.grad_scale = lans_grad_scale(options, grad_sq);
     of_tensors.push_back(block_options(of_tensor, tensors[tensor].step));
   }
@@ -177,23 +177,23 @@ Norms lans_step(std::span<const MomentsTensor> tensors, const LansOptions& optio
   return {all_grad_sq * options.grad_scale * options.grad_scale, norms.weight_sq};
 }
 
-double lans_grad_scale(const LansOptions& options, double grad_sq) {
+double lans_grad_scale(const MomentsOptions& options, double grad_sq) {
   const double norm = std::sqrt(grad_sq) * options.grad_scale + options.eps;
   return norm > 0.0 ? std::min(options.grad_scale / norm, static_cast<double>(std::numeric_limits<float>::max())) : 1.0;
 }
 
-void lans_measure(const MomentsTensor& piece, const LansOptions& options, UnitSums* sums, Level level) {
+void lans_measure(const MomentsTensor& piece, const MomentsOptions& options, UnitSums* sums, Level level) {
   measure(piece, block_options(options, piece.step), kernels_of<true>(level), sums);
 }
 
-LansSteps lans_step_sizes(const LansOptions& options, const UnitSums& total) {
+LansSteps lans_step_sizes(const MomentsOptions& options, const UnitSums& total) {
   const auto size = [&](double share, double update_sq) {
     return static_cast<float>(options.learning_rate * share * trust_ratio(total.weight_sq, update_sq));
   };
   return {size(options.beta1, total.other_sq), size(1.0 - options.beta1, total.grad_sq)};
 }
 
-void lans_move(const MomentsTensor& piece, const LansOptions& options, LansSteps steps, Level level) {
+void lans_move(const MomentsTensor& piece, const MomentsOptions& options, LansSteps steps, Level level) {
   kernels_of<true>(level).apply(block_options(options, piece.step), block_of(piece), piece.count, steps);
 }
 

@@ -46,7 +46,8 @@ void lamb_measure(const MomentsTensor& piece, const LambOptions& options, UnitSu
 float lamb_step_size(const LambOptions& options, double weight_sq, double update_sq);
 void lamb_move(const MomentsTensor& piece, const LambOptions& options, float step_size, Level level = best_level());
 
-struct LansOptions {
+// Of LANS and AdamW.
+struct MomentsOptions {
   double learning_rate;
   double beta1;
   double beta2;
@@ -59,17 +60,17 @@ struct LansOptions {
 // u_m = m^ / (sqrt(v^) + eps) + weight_decay w, u_g = g / (sqrt(v^) + eps) + weight_decay w,
 // w = w - learning_rate (beta1 ratio_m u_m + (1 - beta1) ratio_g u_g), a ratio as LAMB's.
 // The bits are as independent of threads. A pass over the gradients comes first, for their norms.
-Norms lans_step(std::span<const MomentsTensor> tensors, const LansOptions& options, int num_threads,
+Norms lans_step(std::span<const MomentsTensor> tensors, const MomentsOptions& options, int num_threads,
                 Level level = best_level());
 
 // The same for a piece of a tensor: the factor that normalises its gradient, from the sum of squares of the whole; pass 1
 // with that factor as grad_scale, whose sums are of u_g (in grad_sq), of the weights and of u_m; the sizes of both updates
 // in w, that of u_m first; and pass 2.
-double lans_grad_scale(const LansOptions& options, double grad_sq);
-void lans_measure(const MomentsTensor& piece, const LansOptions& options, UnitSums* sums, Level level = best_level());
+double lans_grad_scale(const MomentsOptions& options, double grad_sq);
+void lans_measure(const MomentsTensor& piece, const MomentsOptions& options, UnitSums* sums, Level level = best_level());
 using LansSteps = std::array<float, 2>;
-LansSteps lans_step_sizes(const LansOptions& options, const UnitSums& total);
-void lans_move(const MomentsTensor& piece, const LansOptions& options, LansSteps steps, Level level = best_level());
+LansSteps lans_step_sizes(const MomentsOptions& options, const UnitSums& total);
+void lans_move(const MomentsTensor& piece, const MomentsOptions& options, LansSteps steps, Level level = best_level());
 
 // Returns the sum of squares over all tensors, in the same fixed order.
 struct ConstTensor {

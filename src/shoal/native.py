@@ -159,8 +159,7 @@ def adamw_step(
 
     Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`.
     """
-    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, exp_avgs, exp_avg_sqs)]
-    return _updated("adamw_step", *addresses, _counts(weights), list(steps), **options)
+    return _step_moments("adamw_step", [weights, grads, exp_avgs, exp_avg_sqs], steps, **options)
 
 
 def sgd_step(
@@ -205,8 +204,7 @@ def lamb_step(
         UsageError: a tensor has another dtype, device or layout.
         ShoalError: the native core is missing.
     """
-    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, exp_avgs, exp_avg_sqs)]
-    return _updated("lamb_step", *addresses, _counts(weights), list(steps), **options)
+    return _step_moments("lamb_step", [weights, grads, exp_avgs, exp_avg_sqs], steps, **options)
 
 
 def lans_step(
@@ -222,8 +220,7 @@ def lans_step(
     Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`; the norm of the
     gradients is that before they are normalised.
     """
-    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, exp_avgs, exp_avg_sqs)]
-    return _updated("lans_step", *addresses, _counts(weights), list(steps), **options)
+    return _step_moments("lans_step", [weights, grads, exp_avgs, exp_avg_sqs], steps, **options)
 
 
 def lars_step(
@@ -256,6 +253,13 @@ def novograd_step(
     addresses = [_addresses(tensors, weights) for tensors in (weights, grads, momenta)]
     addresses.append(_addresses(norm_sqs, norm_sqs))
     return _updated("novograd_step", *addresses, _counts(weights), list(steps), **options)
+
+
+def _step_moments(
+    kernel: str, lists: Sequence[Sequence[Tensor]], steps: Sequence[float], **options: Any
+) -> tuple[float, float]:
+    addresses = [_addresses(tensors, lists[0]) for tensors in lists]
+    return _updated(kernel, *addresses, _counts(lists[0]), list(steps), **options)
 
 
 def _updated(

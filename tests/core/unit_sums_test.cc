@@ -53,51 +53,53 @@ TEST(unit_sums_of_pieces_are_those_of_the_tensor) {
   }
 }
 
+// Weights and moments before their third step.
+struct Moments {
+  std::vector<float> weights = made(1), grads = made(2), exp_avg = made(3), exp_avg_sq = std::vector<float>(kCount, 0.3f);
+
+  MomentsTensor at(std::size_t begin = 0, std::size_t count = kCount) {
+    return {&weights[begin], &grads[begin], &exp_avg[begin], &exp_avg_sq[begin], count, 3.0};
+  }
+  bool operator==(const Moments&) const = default;
+};
+
 TEST(unit_sums_give_the_bits_of_lamb) {
   const LambOptions options{0.01, 0.9, 0.999, 1e-6, 0.01, 1.0, true, true};
-  std::vector<float> w = made(1), m = made(3), v(kCount, 0.3f);
-  const std::vector<float> g = made(2), w0 = w, m0 = m, v0 = v;
-  const MomentsTensor whole{w.data(), g.data(), m.data(), v.data(), kCount, 3.0};
-  lamb_step(std::span(&whole, 1), options, kThreads);
+  Moments whole;
+  const MomentsTensor tensor = whole.at();
+  lamb_step(std::span(&tensor, 1), options, kThreads);
   for (const std::size_t piece : kPieces) {
-    std::vector<float> pw = w0, pm = m0, pv = v0;
+    Moments cut;
     std::vector<UnitSums> units(num_units(kCount));
-    const auto at = [&](std::size_t begin, std::size_t count) {
-      return MomentsTensor{&pw[begin], &g[begin], &pm[begin], &pv[begin], count, 3.0};
-    };
     over_pieces(piece, [&](std::size_t begin, std::size_t count) {
-      lamb_measure(at(begin, count), options, &units[begin / kSumUnit]);
+      lamb_measure(cut.at(begin, count), options, &units[begin / kSumUnit]);
     });
     const UnitSums all = total(units);
     const float step_size = lamb_step_size(options, all.weight_sq, all.other_sq);
-    over_pieces(piece, [&](std::size_t begin, std::size_t count) { lamb_move(at(begin, count), options, step_size); });
-    CHECK(pw == w && pm == m && pv == v);
+    over_pieces(piece, [&](std::size_t begin, std::size_t count) { lamb_move(cut.at(begin, count), options, step_size); });
+    CHECK(cut == whole);
   }
 }
 
 TEST(unit_sums_give_the_bits_of_lans) {
-  const LansOptions options{0.01, 0.9, 0.999, 1e-6, 0.01, 0.25};
-  std::vector<float> w = made(1), m = made(3), v(kCount, 0.3f);
-  const std::vector<float> g = made(2), w0 = w, m0 = m, v0 = v;
-  const MomentsTensor whole{w.data(), g.data(), m.data(), v.data(), kCount, 3.0};
-  lans_step(std::span(&whole, 1), options, kThreads);
+  const MomentsOptions options{0.01, 0.9, 0.999, 1e-6, 0.01, 0.25};
+  Moments whole;
+  const MomentsTensor tensor = whole.at();
+  lans_step(std::span(&tensor, 1), options, kThreads);
   for (const std::size_t piece : kPieces) {
-    std::vector<float> pw = w0, pm = m0, pv = v0;
+    Moments cut;
     std::vector<UnitSums> units(num_units(kCount));
-    const auto at = [&](std::size_t begin, std::size_t count) {
-      return MomentsTensor{&pw[begin], &g[begin], &pm[begin], &pv[begin], count, 3.0};
-    };
     over_pieces(piece, [&](std::size_t begin, std::size_t count) {
-      squares_of_units(&g[begin], count, &units[begin / kSumUnit]);
+      squares_of_units(&cut.grads[begin], count, &units[begin / kSumUnit]);
     });
-    LansOptions normalised = options;
+    MomentsOptions normalised = options;
     normalised.grad_scale = lans_grad_scale(options, total(units).grad_sq);
     over_pieces(piece, [&](std::size_t begin, std::size_t count) {
-      lans_measure(at(begin, count), normalised, &units[begin / kSumUnit]);
+      lans_measure(cut.at(begin, count), normalised, &units[begin / kSumUnit]);
     });
     const LansSteps steps = lans_step_sizes(options, total(units));
-    over_pieces(piece, [&](std::size_t begin, std::size_t count) { lans_move(at(begin, count), normalised, steps); });
-    CHECK(pw == w && pm == m && pv == v);
+    over_pieces(piece, [&](std::size_t begin, std::size_t count) { lans_move(cut.at(begin, count), normalised, steps); });
+    CHECK(cut == whole);
   }
 }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FragmentSchedule:
-    """Which fragment an exchange is of, and after which local step a worker takes part in it.
+    """Assigns each exchange its fragment and the local step after which workers take part in it.
 
     Attributes:
         every: local steps of a round, in which each fragment is exchanged once.
