@@ -67,7 +67,8 @@ def bf16_wire(group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Ten
     size = dist.get_world_size(group)
 
     def widen(total: Future[list[Tensor]]) -> Tensor:
-        return buffer.copy_(total.value()[0]).div_(size)
+        buffer.copy_(total.value()[0])
+        return buffer.div_(int8_blocks.divisor(size, buffer))
 
     future: Future[Tensor] = work.get_future().then(widen)
     return future
@@ -198,7 +199,7 @@ class EightBitWire:
         buffer = bucket.buffer()
         if self._is_exact or buffer.dtype != torch.float32:
             return default_hooks.allreduce_hook(self._group, bucket)
-        return self.sum(buffer.div_(self._size), bucket.parameters())
+        return self.sum(buffer.div_(int8_blocks.divisor(self._size, buffer)), bucket.parameters())
 
     def sum(self, buffer: Tensor, parameters: Iterable[Tensor]) -> Future[Tensor]:
         """Begin to replace float32 gradients by their sum over the workers; the future is for its end.

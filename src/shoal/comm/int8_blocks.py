@@ -52,7 +52,8 @@ def encode(numbers: Tensor, values: Tensor, scales: Tensor) -> None:
         scales: float32 [m], written.
     """
     for piece, rounded, scale in _tiles(numbers, values, scales):
-        scale.copy_(piece.abs().amax(1).div_(LEVELS))
+        largest = piece.abs().amax(1)
+        scale.copy_(largest.div_(divisor(LEVELS, largest)))
         scale.masked_fill_(scale < _MIN_SCALE, 0.0)
         steps = piece.div(scale.masked_fill(scale == 0.0, 1.0)[:, None]).round_()
         finite = scale.isfinite()
@@ -104,6 +105,14 @@ def decode_rows(rows: Tensor, flat: Tensor) -> None:
         decode(values[row, :whole], scales[row, :whole], part[: whole * BLOCK].view(whole, BLOCK))
         if rest:
             part[whole * BLOCK :].copy_(values[row, whole, :rest]).mul_(scales[row, whole])
+
+
+def divisor(number: int, like: Tensor) -> Tensor:
+    """Return a number as a tensor to divide by.
+
+    A GPU divides by a Python number by multiplying with its reciprocal, which rounds once more.
+    """
+    return like.new_full((), number)
 
 
 def _tiles(numbers: Tensor, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

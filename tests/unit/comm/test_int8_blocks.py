@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import wire_oracle as oracle
 from shoal.comm import int8_blocks
@@ -93,6 +95,27 @@ def test_nothing_asks_a_gpu_for_a_number() -> None:
     int8_blocks.encode(numbers, *int8_blocks.values_and_scales(rows[0]))
     int8_blocks.add_in_order(rows, numbers, 1)
     int8_blocks.decode_rows(rows, torch.empty(3 * 600 * BLOCK - 100, device="meta"))
+
+
+class Divisors(TorchDispatchMode):
+    """Collects what tensors are divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "div" in func.__name__:
+            self.found.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_of_the_host_is_divided_by() -> None:
+    """A GPU would multiply by its reciprocal, which rounds once more."""
+    rows = torch.empty(600 * BLOCK_BYTES, device="meta", dtype=torch.uint8)
+    with Divisors() as divisors:
+        int8_blocks.encode(torch.empty(600, BLOCK, device="meta"), *int8_blocks.values_and_scales(rows))
+    assert [getattr(divisor, "device", None) for divisor in divisors.found] == [torch.device("meta")] * 2
 
 
 def test_a_row_is_all_values_and_then_all_scales() -> None:
