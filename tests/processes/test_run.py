@@ -24,7 +24,9 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from forked import fork_process, free_port, torchrun, wait_for
-from shoal.data.sources import IterableSource
+from shoal.data.loader import Stream
+from shoal.data.sources import DatasetSource, IterableSource
+from shoal.data.steps import DataShard
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, RetryStep, UsageError
 from shoal.launch.worker import run_worker
@@ -75,10 +77,16 @@ def script(
     too_large: int = 0,
     updates: bool = True,
     several: bool = False,
+    overfit_steps: int = 0,
 ) -> int:
     settings = RunConfig(name="test", log_frequency=1, checkpoint_frequency=3)
     precision = precision if isinstance(precision, str) else precision[worker.ranks.rank]
-    loop = LoopConfig(seed=5, precision=precision, max_nonfinite_steps=2)  # type: ignore[arg-type]
+    loop = LoopConfig(
+        seed=5,
+        precision=precision,
+        max_nonfinite_steps=2,
+        overfit_steps=overfit_steps,  # type: ignore[arg-type]
+    )
     with Run.open(directory, settings=settings, loop=loop, worker=worker) as run:
         module = net(norm)
         model = run.data_parallel(module)
@@ -256,6 +264,28 @@ def test_a_dataloader_goes_on_at_its_place(tmp_path: Path, drop_last: bool, sign
     assert train(tmp_path / "run", **options) == [EXIT_OK, EXIT_OK]
     assert same(tmp_path / "run", tmp_path / "whole")
     assert len(set(losses(tmp_path / "run").values())) == TOTAL
+
+
+class TwoSteps:
+    """Gives the batches of steps 0 and 1 of a dataset in turn."""
+
+    def __init__(self, worker: WorkerEnv) -> None:
+        self.source = DatasetSource(dataset=Points(), seed=5)
+
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+        return Stream((next(self.source.open(shard, range(step % 2, 2))) for step in steps), [])
+
+    def names(self, shard: DataShard, step: int) -> list[str]:
+        return self.source.names(shard, step % 2)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_the_first_steps_over_and_over(tmp_path: Path, num_workers: int) -> None:
+    assert train(tmp_path / "whole", num_workers, data=TwoSteps) == [EXIT_OK] * num_workers
+    options = {"overfit_steps": 2, "signal_at": 5}
+    assert train(tmp_path / "run", num_workers, **options) == [EXIT_STOPPED] * num_workers
+    assert train(tmp_path / "run", num_workers, overfit_steps=2) == [EXIT_OK] * num_workers
+    assert same(tmp_path / "run", tmp_path / "whole")
 
 
 def same_rows(worker: WorkerEnv) -> DataLoader[Any]:

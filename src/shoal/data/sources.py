@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -127,6 +128,22 @@ class IterableSource:
             if not count:
                 raise UsageError(f"the data to train on gave no batch in epoch {epoch}")
             epoch += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstSteps:
+    """Repeats the micro-batches of the first steps of another source, which it keeps in memory."""
+
+    source: StepSource
+    num_steps: int
+
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+        with closing(self.source.open(shard, range(self.num_steps), pin_memory=pin_memory)) as first:
+            kept = [list(micro_batches) for micro_batches in first]
+        return Stream((kept[step % self.num_steps] for step in steps), [])
+
+    def names(self, shard: DataShard, step: int) -> list[str]:
+        return self.source.names(shard, step % self.num_steps)
 
 
 def digest_of_rows(batches: Iterable[Any], size: int | None) -> int:

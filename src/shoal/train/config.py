@@ -45,9 +45,13 @@ class LoopConfig:
     """Compile the model with torch.compile; default: on GPUs, if there is a C compiler."""
     max_nonfinite_steps: int = 5
     """Stop after this many consecutive steps whose loss is not finite."""
+    overfit_steps: int = 0
+    """Train on the data of the first N steps over and over: to see whether the model can learn it, or how
+    fast steps are without their input; 0: on all data."""
 
     def __post_init__(self) -> None:
         require_positive("train", self, "max_nonfinite_steps")
+        require_positive("train", self, "overfit_steps", least=0)
         require_positive("train", self, "total_steps", "global_batch_size", "micro_batch_size")
 
 

@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 
 from shoal import record
 from shoal.data.loader import copies_to
-from shoal.data.sources import IterableSource, StepSource, as_source, digest_of_rows
+from shoal.data.sources import FirstSteps, IterableSource, StepSource, as_source, digest_of_rows
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, Shares, plan_batch
 from shoal.decide.rng import Stream, random_keys
@@ -516,6 +516,8 @@ class Run:
             batch=replace(batch, replicas=replica is not None), models=self._training.models,
         )  # fmt: skip
         advice = advice_on_shares(self._shares, setting, batch, section)
+        if num_steps := self._settings.loop.overfit_steps:
+            source = FirstSteps(source=source, num_steps=num_steps)
         self._evaluations.open_beside(self._settings.output.validation_beside, self.step)
         if self.directory is not None and not self.stopped:
             self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *advice, *notes])
