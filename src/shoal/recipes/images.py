@@ -63,8 +63,9 @@ class ImageDataConfig:
     """Compare only sizes at the start, or read every byte once (by the main worker)."""
     decode_threads: int | None = None
     """Threads of a worker that decode images; default: its share of the host's processors."""
-    loader_processes: int = 0
-    """Processes that decode images; 0: threads of the worker, which share its memory."""
+    loader_processes: int | None = None
+    """Processes that decode images; 0: threads of the worker, which share its memory and its interpreter.
+    Default: without decode_threads, on a GPU its share of the host's processors less one; else 0."""
     cache: Path | None = None
     """Folder on a fast local disk, or in memory, to which shards are copied on demand."""
     cache_bytes: str = "64GB"
@@ -190,9 +191,21 @@ def open_shards(
     return train, ImageShards(location, VALIDATION, verify=verify, cache=cache)
 
 
-def decode_threads(data: ImageDataConfig, world: "World") -> int:
-    """Return the number of threads of this worker that decode images."""
-    return data.decode_threads or default_decode_threads(world.ranks.num_local_workers, data.loader_processes)
+def loader_processes(data: ImageDataConfig, world: "World") -> int:
+    """Return the number of processes of this worker that decode images; 0: its threads do.
+
+    Threads that decode hold the interpreter so often that the launches of kernels wait for it.
+    """
+    if data.loader_processes is not None:
+        return data.loader_processes
+    if data.decode_threads or world.device.type != "cuda":
+        return 0
+    return default_decode_threads(world.ranks.num_local_workers) - 1
+
+
+def decode_threads(data: ImageDataConfig, world: "World", num_processes: int = 0) -> int:
+    """Return the number of threads that decode images, of this worker or of each of its processes."""
+    return data.decode_threads or default_decode_threads(world.ranks.num_local_workers, num_processes)
 
 
 # ------------------------------------------------------------------------------------------------- training

@@ -384,12 +384,13 @@ def open_data(
         DetectionReader,
         categories=read_categories(images.location_of(config)),
         seed=config.train.seed,
-        threads=images.decode_threads(config.data, world),
     )
+    num_processes = images.loader_processes(config.data, world)
     source = ReaderSource(
         reader=make_reader(
             train,
             DetectionTransform(config.augment, masks=masks),
+            threads=images.decode_threads(config.data, world, num_processes),
             dtype="uint8" if in_bytes else "float32",
             **config.data.bad_images,
         ),
@@ -398,9 +399,10 @@ def open_data(
             run_size=required(known_size(config.train.micro_batch_size)),
             seed=config.train.seed,
         ),
-        processes=config.data.loader_processes,
+        processes=num_processes,
     )
-    return source, make_reader(held_out, DetectionTransform(config.validation.view, masks=masks))
+    view = DetectionTransform(config.validation.view, masks=masks)
+    return source, make_reader(held_out, view, threads=images.decode_threads(config.data, world))
 
 
 # ------------------------------------------------------------------------------------------------- evaluation

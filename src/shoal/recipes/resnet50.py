@@ -409,16 +409,25 @@ def open_images(config: ResNetTrainConfig, run: "Run") -> tuple[ImageShards, Ima
 
 
 def open_reader(
-    config: ResNetTrainConfig, run: "Run", shards: ImageShards, transform: "Transform", **options: Any
+    config: ResNetTrainConfig,
+    run: "Run",
+    shards: ImageShards,
+    transform: "Transform",
+    num_processes: int = 0,
+    **options: Any,
 ) -> "ImageReader":
-    """Return a reader of decoded images, in the layout of the model's weights."""
+    """Return a reader of decoded images, in the layout of the model's weights.
+
+    Args:
+        num_processes: that share the host's processors, each with the reader; 0: this one has them.
+    """
     from shoal.data.images.reader import ImageReader
 
     return ImageReader(
         shards,
         transform,
         seed=run.seed,
-        threads=images.decode_threads(config.data, run.world),
+        threads=images.decode_threads(config.data, run.world, num_processes),
         channels_last=config.train.channels_last,
         **options,
     )
@@ -443,6 +452,7 @@ def open_training(
     reader: ImageReader | EncodedReader
     images_of: Callable[[Batch], Tensor]
     if data.decode == "device":
+        num_processes = data.loader_processes or 0
         reader = EncodedReader(train, seed=run.seed)
         images_of = GpuTransform(augment, seed=run.seed, device=run.world.device)
     else:
@@ -451,7 +461,10 @@ def open_training(
         in_bytes = images.copies_bytes(run.world, augment)
         normalise = Normalisation(run.world.device, mean=augment.mean, std=augment.std)
         dtype: DTypeName = "uint8" if in_bytes else "uint16" if halves else "float32"
-        reader = open_reader(config, run, train, TrainTransform(augment), dtype=dtype, **data.bad_images)
+        num_processes = images.loader_processes(data, run.world)
+        reader = open_reader(
+            config, run, train, TrainTransform(augment), num_processes, dtype=dtype, **data.bad_images
+        )
 
         def images_of(batch: "Batch") -> "Tensor":
             pixels: Tensor = run.to_device(batch["images"])
@@ -463,7 +476,7 @@ def open_training(
     if data.block_size:
         blocks = BlockShuffle(block_size=data.block_size, blocks_in_window=data.blocks_in_window)
     order = ShuffledOrder(num_examples=len(train), seed=run.seed, blocks=blocks)
-    return ReaderSource(reader=reader, order=order, processes=data.loader_processes), images_of
+    return ReaderSource(reader=reader, order=order, processes=num_processes), images_of
 
 
 def open_held_out(config: ResNetTrainConfig, run: "Run", held_out: ImageShards) -> "ImageReader":
@@ -915,7 +928,7 @@ def trial(config: ResNetTrainConfig, folder: Path) -> ResNetTrainConfig:
     """Return the settings of a short run, on images that it makes where none are named."""
     data, model = config.data, config.model
     if data.path is None:
-        num_images = max(64, config.train.global_batch_size)
+        num_images = max(64, 4 * config.train.global_batch_size)  # each epoch's end waits for the GPU
         data = replace(data, made_images=num_images, made_size=round(config.augment.size * 8 / 7))
         model = replace(model, num_classes=model.num_classes or IMAGENET_CLASSES)
     return replace(
