@@ -15,15 +15,16 @@ dropout, and in evaluation, it is computed by torch's fused kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from shoal.decide.rng import DROPOUT_RANGE, GOLDEN, ROUNDS, signed
 from shoal.env.machine import compiler_problem
@@ -48,6 +49,11 @@ def fold_in(keys: Tensor, counters: Tensor | int) -> Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def before_site(keys: Tensor, site: int) -> Tensor:
+    """Return keys with which the sites 0, 1, ... draw what ``site``, ``site + 1``, ... draw with ``keys``."""
+    return keys + signed(site * GOLDEN)
 
 
 def _steps(counters: Tensor) -> Tensor:
@@ -293,6 +299,7 @@ class SampleDropout(TorchFunctionMode):
     Args:
         keys: int64 ``[num_samples]``.
         site: number of the first call.
+        stride: by how much the site grows with each call.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
@@ -305,10 +312,11 @@ class SampleDropout(TorchFunctionMode):
         True
     """
 
-    def __init__(self, keys: Tensor, site: int = 0) -> None:
+    def __init__(self, keys: Tensor, site: int = 0, stride: int = 1) -> None:
         super().__init__()
         self.keys = keys
         self.site = site
+        self.stride = stride
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -325,7 +333,7 @@ class SampleDropout(TorchFunctionMode):
 
         For the argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
         """
-        return nullcontext(), SampleDropout(self.keys, self.site)
+        return nullcontext(), SampleDropout(self.keys, self.site, self.stride)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Compute ``torch.nn.functional.dropout``."""
@@ -360,6 +368,48 @@ class SampleDropout(TorchFunctionMode):
     def _next_keys(self, shape: Sequence[int]) -> Tensor:
         """Return the keys of the rows of a tensor, ``shape``, at the next site."""
         num_samples, site = self.keys.shape[0], self.site
-        self.site += 1
+        self.site += self.stride
         folded = (num_samples, shape[0] // num_samples, *shape[1:])
         return row_keys(self.keys, folded, site).reshape(shape)
+
+
+def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
+    """Compile modules of one class in place with ``torch.compile``, which takes these options.
+
+    The modules share the compiled code: repeated layers of a model are one graph, however many they are.
+    Inside of :class:`SampleDropout`, the number of a module's first dropout goes into its keys, which are an
+    input of the graph.
+
+    Example:
+        >>> layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        >>> compile_blocks(layers, backend="eager")
+        >>> layers[2](torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
+    run = torch.compile(_run_block, **options)
+    for block in blocks:
+        block.forward = partial(_call_block, run, block)
+
+
+def _call_block(run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled block with the keys of the dropout around it, which is not active inside."""
+    around = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    if not isinstance(around, SampleDropout):
+        return run(block, None, 1, args, kwargs)[0]
+    with _pop_mode_temporarily():
+        outputs, used = run(block, before_site(around.keys, around.site), around.stride, args, kwargs)
+    around.site += used
+    return outputs
+
+
+def _run_block(
+    block: nn.Module, keys: Tensor | None, stride: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, int]:
+    """Return the outputs of a block, and by how much the site has grown in it."""
+    forward = type(block).forward
+    if keys is None:
+        return forward(block, *args, **kwargs), 0
+    dropout = SampleDropout(keys, stride=stride)
+    with dropout:
+        outputs = forward(block, *args, **kwargs)
+    return outputs, dropout.site

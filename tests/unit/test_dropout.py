@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.decide.rng import draw, dropout_keys
-from shoal.dropout import SampleDropout, attention, dropout, fold_in, row_keys
+from shoal.dropout import (
+    SampleDropout,
+    attention,
+    before_site,
+    compile_blocks,
+    dropout,
+    fold_in,
+    row_keys,
+)
 
 
 def sample_keys(count: int, *, epoch: int = 0, seed: int = 3) -> Tensor:
@@ -201,3 +209,47 @@ def test_compiled_dropout_has_its_gradient() -> None:
         form(x).sum().backward()
         grads.append(x.grad)
     assert grads[0].count_nonzero() > 0 and torch.equal(*grads)
+
+
+@pytest.mark.parametrize("site", [0, 1, 7 << 20, 1 << 40])
+def test_keys_before_a_site_begin_there(site: int) -> None:
+    keys = sample_keys(9)
+    for offset in (0, 1, 1 << 20):
+        assert torch.equal(fold_in(before_site(keys, site), offset), fold_in(keys, site + offset))
+
+
+class Layers(nn.Module):
+    """Two dropouts, and as many more as it is told."""
+
+    def __init__(self, more: int = 0) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        for _ in range(2 + self.more):
+            x = F.dropout(x, 0.3) * factor
+        return x
+
+
+@pytest.mark.parametrize("stride", [1, 1 << 20])
+def test_compiled_blocks_drop_what_eager_ones_drop_with_one_graph_for_each_kind(stride: int) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    eager, compiled = ([Layers(), Layers(), Layers(1), Layers(1), Layers()] for _ in range(2))
+    compile_blocks(compiled, backend=backend, fullgraph=True)
+    x = torch.randn(6, 5, 8)
+    for step in range(4):
+        results = []
+        for blocks in (eager, compiled):
+            with SampleDropout(sample_keys(6, epoch=step), site=3, stride=stride) as mode:
+                y = F.dropout(x, 0.2)
+                for block in blocks:
+                    y = block(y, factor=1.5)
+                results += [F.dropout(y, 0.2), torch.tensor(mode.site)]
+        assert torch.equal(results[0], results[2]) and results[1] == results[3] == 3 + 14 * stride
+        assert len(graphs) == 2

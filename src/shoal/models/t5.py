@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 from transformers.utils import ModelOutput
 
-from shoal.dropout import SampleDropout
+from shoal.dropout import SampleDropout, compile_blocks
 from shoal.errors import ShoalError
 from shoal.models.directory import load_weights, model_type_of
 from shoal.models.pretraining import at_least_fp32
@@ -50,6 +50,8 @@ class T5(nn.Module):
         self.weights = weights
         self.z_loss = z_loss
         self._dropout: SampleDropout | None = None
+        self._recomputes = False
+        self._scores = _scores
 
     def recompute_activations(self) -> None:
         """Recompute layers in the backward pass, with the dropout of the forward pass."""
@@ -61,6 +63,20 @@ class T5(nn.Module):
         enable = getattr(self.weights, "activation_checkpointing_enable", None)
         enable = enable or self.weights.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": contexts})
+        self._recomputes = True
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the blocks, and the loss, with ``torch.compile``, which takes these options.
+
+        Blocks share the compiled code, a graph for the first and one for the others of each stack, so
+        compiling takes seconds whatever the depth. A model that recomputes activations is one graph.
+        """
+        if self._recomputes:
+            super().compile(*args, **options)
+            return
+        stacks = (self.weights.get_encoder(), self.weights.get_decoder())
+        compile_blocks((block for stack in stacks for block in stack.block), **options)
+        self._scores = torch.compile(_scores, **options)
 
     def forward(
         self,
@@ -87,12 +103,16 @@ class T5(nn.Module):
                 decoder_input_ids=shifted(labels, config.decoder_start_token_id, config.pad_token_id),
                 use_cache=False,
             ).logits
-        losses = token_losses(logits, labels, z_loss=self.z_loss if self.training else 0.0)
-        is_target = labels != IGNORED
-        correct = (logits.argmax(-1) == labels) & is_target
-        return T5Output(
-            loss=losses.sum() / is_target.sum(), num_correct=correct.sum(1), sequence_loss=losses.sum(1)
-        )
+        loss, num_correct, of_sequences = self._scores(logits, labels, self.z_loss if self.training else 0.0)
+        return T5Output(loss=loss, num_correct=num_correct, sequence_loss=of_sequences)
+
+
+def _scores(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fields of :class:`T5Output`."""
+    losses = token_losses(logits, labels, z_loss=z_loss)
+    is_target = labels != IGNORED
+    correct = (logits.argmax(-1) == labels) & is_target
+    return losses.sum() / is_target.sum(), correct.sum(1), losses.sum(1)
 
 
 def shifted(labels: Tensor, start_id: int, pad_id: int) -> Tensor:

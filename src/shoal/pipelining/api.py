@@ -21,7 +21,7 @@ from shoal.pipelining.pipeline_plan import decide
 from shoal.pipelining.process_groups import make_process_groups, measure_link
 from shoal.pipelining.runtime import Pipeline, Settings
 from shoal.pipelining.stage_runner import StageRunner
-from shoal.pipelining.stage_sources import Graph, Named, Source
+from shoal.pipelining.stage_sources import Graph, Named, Source, Whole
 from shoal.pipelining.tied_weights import repeated, users
 
 SCHEDULE_ALIASES = {"simple": "gpipe"}
@@ -80,6 +80,7 @@ def pipeline(
     data_parallel: DeviceMesh | None = None,
     shard: bool = False,
     modules: Sequence[Sequence[str]] | None = None,
+    whole: bool = False,
     cuts: Sequence[int] | None = None,
     cost: ModelCost | None = None,
     count: Count | None = None,
@@ -117,6 +118,9 @@ def pipeline(
         data_parallel: ranks of other replicas that hold the same stages, one dimension. Default: none.
         shard: shard parameters, gradients and optimizer state over the replicas (FSDP2).
         modules: names of the modules of each stage, for a model that cannot be exported.
+        whole: where one rank has one stage, run the model itself instead of its graph, with the same numbers:
+            nothing is exported, and the model's own ``compile`` serves it. Weights and mode of the stage are
+            then those of ``model``, in which only dropout may be random.
         cuts: units at which the second, third, ... stage begins, instead of choosing them.
         cost: cost of one micro-batch. Default: measured on the device, for a model on meta with arbitrary
             weights.
@@ -164,7 +168,10 @@ def pipeline(
     own_device = device_of(device, mesh)
     groups = make_process_groups(mesh, data_parallel, own_device)
     example = {name: tensor.detach() for name, tensor in example_inputs.items()}
-    source = groups.together(lambda: _source(model, example, microbatches, modules, own_device))
+    is_whole = whole and groups.num_ranks == 1 and virtual_stages in (None, 1)
+    is_whole = is_whole and modules is None and cuts is None
+    virtual = (1,) if is_whole else VIRTUAL_CHOICES if virtual_stages is None else (virtual_stages,)
+    source = groups.together(lambda: _source(model, example, microbatches, modules, is_whole))
     plan = decide(
         groups,
         lambda: cost or source.cost(own_device),
@@ -173,7 +180,7 @@ def pipeline(
             link=link or measure_link(groups),
             memory=memory,
             names=PORTFOLIO if schedule == AUTO else (SCHEDULE_ALIASES.get(schedule, schedule),),
-            virtual=VIRTUAL_CHOICES if virtual_stages is None else (virtual_stages,),
+            virtual=virtual,
             active_micro_batches=active_microbatches,
             optimize=optimize,
             memory_weight=memory_weight,
@@ -225,15 +232,17 @@ def _source(
     example: Mapping[str, Tensor],
     microbatches: int,
     modules: Sequence[Sequence[str]] | None,
-    own_device: torch.device,
+    is_whole: bool,
 ) -> Source:
-    """Export the model, or chain its named modules, with the first micro-batch."""
+    """Export the model with the first micro-batch, or chain its named modules, or take it as it is."""
     if microbatches < 1:
         raise UsageError(f"microbatches is {microbatches}; a batch has at least one")
     home = next((parameter.device for parameter in model.parameters()), None)
     if home is None:
         raise UsageError(f"{type(model).__name__} has no parameters: there is nothing to train")
     values = micro_batches(example, microbatches)[0]
+    if is_whole:
+        return Whole(model, values)
     part = {name: tensor.to(home) for name, tensor in values.items()}
     return Graph(model, part, values) if modules is None else Named(model, part, modules)
 

@@ -10,7 +10,7 @@ operation seeds the generator from (seed, step, first sample, its number), which
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,8 @@ from shoal.dropout import SampleDropout
 
 _CHANCES = ("p", "dropout_p", "dropout")
 _SWITCHES = ("train", "training")
+_STRIDE = 1 << 20
+"""Between the sites of two random operations."""
 
 
 @dataclass
@@ -46,11 +48,11 @@ class _Streams:
         generator.manual_seed(int(random_keys(self.run_seed, Stream.STAGE_OPERATIONS, *counters)[0]))
 
     def dropout(self, key: int, device: torch.device) -> SampleDropout:
-        """Return dropout by the keys of the samples; ``key`` tells it from the others of the model."""
+        """Return dropout by the keys of the samples; ``key`` is the number of its first call in the model."""
         if device not in self.sample_keys:
             keys = dropout_keys(self.run_seed, self.step, np.asarray(self.samples))
             self.sample_keys[device] = torch.from_numpy(keys).to(device)
-        return SampleDropout(self.sample_keys[device], site=key << 20)
+        return SampleDropout(self.sample_keys[device], site=key * _STRIDE, stride=_STRIDE)
 
 
 _current: ContextVar[_Streams | None] = ContextVar("shoal_streams", default=None)
@@ -87,6 +89,12 @@ def draw(operation: Any, key: int, *args: Any, **kwargs: Any) -> Any:
         if operation is torch.ops.aten.scaled_dot_product_attention.default:
             return current.dropout(key, device).attention(*args, **kwargs)
     return operation(*args, **kwargs)
+
+
+def dropout_of_streams(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context for a whole model, whose dropout draws what :func:`draw` draws in its graph."""
+    current = _current.get()
+    return nullcontext() if current is None else current.dropout(0, device)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from shoal.pipelining.pipeline_plan import PipelinePlan
 from shoal.pipelining.process_groups import ProcessGroups
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.replicas import ReplicaSum
+from shoal.pipelining.stage import StageModule
 from shoal.pipelining.stage_runner import StageRunner
 from shoal.pipelining.state_dict import ModelPart
 from shoal.pipelining.tied_weights import TiedWeights
@@ -202,7 +203,7 @@ class Pipeline:
             self._tracer.on = False
 
     @property
-    def stages(self) -> list[nn.Module]:
+    def stages(self) -> list[StageModule]:
         """This rank's stages in the order of the model, such as to ``compile`` them before the first step."""
         return [runner.stage for _, runner in sorted(self._runners.items())]
 

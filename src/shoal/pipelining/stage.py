@@ -86,13 +86,13 @@ class StageModule(nn.Module):
     @property
     def parameter_names(self) -> dict[str, str]:
         """This module's parameter name -> the canonical name in the model."""
-        names = [name for name, _ in self.weights.named_parameters()]
+        names = [name for name, _ in self.weights.named_parameters(remove_duplicate=False)]
         return {f"weights.{name}": self._aliases.get(name, name) for name in names}
 
     @property
     def buffer_names(self) -> dict[str, str]:
         """This module's buffer name -> the canonical name in the model; constants of the graph have none."""
-        names = [name for name, _ in self.weights.named_buffers()]
+        names = [name for name, _ in self.weights.named_buffers(remove_duplicate=False)]
         return {f"weights.{name}": self._aliases.get(name, name) for name in names}
 
     def forward(self, *relayed: Tensor, **inputs: Tensor) -> tuple[Any, ...]:

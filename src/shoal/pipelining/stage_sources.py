@@ -1,4 +1,4 @@
-"""Provides the stages of a model: of an exported graph, or of modules that the user named."""
+"""Provides the stages of a model: of its exported graph, of modules that the user named, or the whole."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 from shoal.decide.cost import ModelCost, Unit
 from shoal.pipelining.export_graph import alias_names, export_model
 from shoal.pipelining.measure_cost import measure_cost
-from shoal.pipelining.random_streams import draws
+from shoal.pipelining.random_streams import draws, dropout_of_streams
 from shoal.pipelining.roofline import Rates, estimate_cost
 from shoal.pipelining.split import split
 from shoal.pipelining.split_modules import split_by_modules
-from shoal.pipelining.stage import StageModule
+from shoal.pipelining.stage import Body, StageModule
 
 Batch = Mapping[str, Tensor]
 
@@ -79,20 +79,7 @@ class Named:
         self.aliases = alias_names(model)
 
     def cost(self, device: torch.device) -> ModelCost:
-        units = tuple(
-            Unit(
-                name=f"stage {stage.index}",
-                forward_s=1e-3,
-                backward_s=2e-3,
-                parameters=tuple(
-                    (stage.parameter_names.get(own, own), parameter.nbytes)
-                    for own, parameter in stage.named_parameters()
-                ),
-            )
-            for stage in self._stages
-        )
-        relays = (sum(spec.num_bytes for spec in stage.body.relayed_out) for stage in self._stages[:-1])
-        return ModelCost(units=units, relay_bytes=tuple(relays), source="roofline")
+        return _equal_cost(self._stages)
 
     def stages(self, cuts: Sequence[int]) -> list[StageModule]:
         return self._stages
@@ -102,5 +89,61 @@ class Named:
         return pytree.tree_unflatten(list(whole(**part)), whole.output_spec)
 
 
-Source = Graph | Named
+class Whole:
+    """A model that one stage runs as it is: nothing is exported, and its own ``compile`` serves it.
+
+    Its dropout draws the numbers of the stages of :class:`Graph`; nothing else in it may be random. Weights
+    and mode of the stage are those of the model.
+    """
+
+    def __init__(self, model: nn.Module, part: Batch) -> None:
+        self._model, self._names = model, tuple(part)
+        self._device = next(model.parameters()).device
+        self.aliases = alias_names(model)
+
+    def cost(self, device: torch.device) -> ModelCost:
+        return _equal_cost(self.stages(()))
+
+    def stages(self, cuts: Sequence[int]) -> list[StageModule]:
+        body = Body(run=self._run, input_names=self._names, relayed_in=(), relayed_out=())
+        stage = StageModule(
+            index=0,
+            num_stages=1,
+            weights=self._model,
+            constants=nn.Module(),
+            bodies={True: body, False: body},
+            output_spec=pytree.tree_structure(None),
+            device=self._device,
+            aliases=self.aliases,
+        )
+        return [stage]
+
+    def _run(self, *inputs: Tensor) -> tuple[Any]:
+        return (self.unsplit(dict(zip(self._names, inputs, strict=True))),)
+
+    def unsplit(self, part: Batch) -> Any:
+        device = next(iter(part.values())).device
+        with dropout_of_streams(device):
+            return self._model(**part)
+
+
+def _equal_cost(stages: Sequence[StageModule]) -> ModelCost:
+    """Return one unit per stage, of equal times."""
+    units = tuple(
+        Unit(
+            name=f"stage {stage.index}",
+            forward_s=1e-3,
+            backward_s=2e-3,
+            parameters=tuple(
+                (stage.parameter_names.get(own, own), parameter.nbytes)
+                for own, parameter in stage.named_parameters()
+            ),
+        )
+        for stage in stages
+    )
+    relays = (sum(spec.num_bytes for spec in stage.body.relayed_out) for stage in stages[:-1])
+    return ModelCost(units=units, relay_bytes=tuple(relays), source="roofline")
+
+
+Source = Graph | Named | Whole
 """A model that can be split."""

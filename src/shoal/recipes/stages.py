@@ -33,7 +33,8 @@ def open_stages(
     """Return this worker's stages with their weights; the run's update is theirs. A collective call.
 
     Args:
-        model: its weights, if it has some, are those of the stages; afterwards it is on the meta device.
+        model: its weights, if it has some, are those of the stages; afterwards it is on the meta device,
+            unless it is the only stage.
         example: one replica's batch, on the CPU.
         batch: its ``num_workers`` are the replicas.
         fill: loads the weights of a part of a model that is on the meta device; default: weights drawn from
@@ -58,16 +59,19 @@ def open_stages(
         shard=parallel.shard,
         seed=run.seed,
         device=run.world.device,
+        whole=True,
         initialise=None if fill is None else lambda module: None,
         autocast=run.precision.dtype,
         wire=_WIRES[distributed.wire],
     )
-    for part in stage.stages:
-        run.compile(part, dynamic=False, by_default=False)  # batches of a pipeline have one shape
+    is_whole = any(part.weights is model for part in stage.stages)
+    compiles_blocks = is_whole and type(model).compile is not nn.Module.compile
+    for part in [model] if is_whole else stage.stages:  # batches of a pipeline have one shape
+        run.compile(part, dynamic=False, by_default=compiles_blocks)
     if fill is not None:
         fill(stage.module)
-    # The model would keep the weights of its stages, which FSDP2 has replaced by shards.
-    replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    if not is_whole:  # it would keep the weights of its stages, which FSDP2 has replaced by shards
+        replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     run.use(PipelineUpdate(stage, mesh["pp"]))
     if not servers.is_synchronous:  # of a worker's own gradients; DDP names the group and the weights
         stage.is_alone = True

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from shoal.env.worker import alone
 from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.models.pretraining import BertPretraining
+from shoal.models.t5 import T5, new_t5
+from shoal.models.text_config import T5ModelConfig
 from shoal.train.config import LoopConfig
 from shoal.train.run import Run
 
@@ -44,7 +46,7 @@ def test_forward_is_one_graph_in_training_and_one_in_evaluation(name: str) -> No
     """Of a text model, whose layers are compiled, one for each kind of layer: first, others and last."""
     model, loss = MODELS[name]()
     compute = loss("cpu")
-    kinds = 3 if hasattr(model, "encoder") else 1
+    kinds = 3 if hasattr(model, "encoder") or isinstance(model, T5) else 1
     with compiled_graphs(model) as graphs:
         compute()
         assert 1 <= len(graphs) <= kinds
@@ -64,6 +66,26 @@ def test_more_layers_are_not_more_graphs(recomputes: bool) -> None:
             loss("cpu")().backward()  # type: ignore[no-untyped-call]
         found.append(len(graphs))
     assert found == [2, 2]
+
+
+def test_the_blocks_of_t5_are_four_graphs_and_its_loss_one_whatever_is_dropped() -> None:
+    """First and other blocks of encoder and decoder; all have their own dropout, which a step changes."""
+    found = []
+    for num_layers in (2, 4):
+        config = T5ModelConfig(
+            vocab_size=97, d_model=32, d_kv=16, d_ff=48, num_layers=num_layers, num_heads=2, dropout=0.3
+        )
+        torch.manual_seed(num_layers)
+        model = new_t5(config, pad_id=0, end_id=1)
+        batch = {"input_ids": torch.ones(2, 9, dtype=torch.int64), "labels": torch.ones(2, 5).long()}
+        keys = torch.arange(12).view(6, 2)
+        eager = [model(**batch, dropout_keys=each).loss.item() for each in keys]
+        with compiled_graphs(model) as graphs:
+            losses = [model(**batch, dropout_keys=each).loss for each in keys]
+            losses[0].backward()
+        assert [loss.item() for loss in losses] == eager and len(set(eager)) == 6
+        found.append(len(graphs))
+    assert found == [5, 5]
 
 
 class Chain(nn.Module):
