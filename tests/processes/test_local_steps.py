@@ -43,6 +43,10 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     nn.functional.cross_entropy(model(tokens), tokens.sum(1) % 7).backward()
 
 
+def tokens_of(rank: int, step: int) -> int:
+    return (7 * rank + 3 * step) % 5 + 1
+
+
 def inner_of(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=0.01)
 
@@ -130,6 +134,7 @@ class FragmentReplay:
         self.outer, self.inners = outer_of(self.whole), [inner_of(model) for model in self.locals]
         self.layers, self.delay, self.mix = layers, delay, mix
         self.sent, self.log = [0] * len(layers), list[dict[str, int]]()
+        self.tokens = [[0] * len(layers) for _ in range(num_workers)]
 
     def parameters(self, model: nn.Module, number: int) -> list[nn.Parameter]:
         """Return the parameters of one fragment."""
@@ -138,13 +143,17 @@ class FragmentReplay:
 
     @torch.no_grad()
     def send(self, numbers: list[int], step: int) -> dict[str, int]:
-        """Step with the mean of the moves of these fragments."""
+        """Step with the mean of the moves of these fragments, by tokens."""
         self.outer.zero_grad()
         parts = []
         for number in numbers:
+            tokens = [of_worker[number] for of_worker in self.tokens]
+            for of_worker in self.tokens:
+                of_worker[number] = 0
             part = self.parameters(self.whole, number)
             for own in zip(part, *(self.parameters(model, number) for model in self.locals), strict=True):
-                moves = [(own[0] - each) * (1.0 / len(self.locals)) for each in own[1:]]
+                pairs = zip(own[1:], tokens, strict=True)
+                moves = [(own[0] - each) * (count / sum(tokens)) for each, count in pairs]
                 own[0].grad = sum(moves[1:], moves[0])
             parts += part
         self.outer.step()
@@ -176,6 +185,8 @@ class FragmentReplay:
                 backward(model, rank, step - 1)
                 inner.step()
                 inner.zero_grad()
+                of_step = tokens_of(rank, step - 1)
+                self.tokens[rank] = [each + of_step for each in self.tokens[rank]]
             if waiting and step == waiting[0][1]["step"] + self.delay:
                 self.merge(*waiting.pop(), step)
             if step in sends:
@@ -190,8 +201,8 @@ class FragmentReplay:
 def compare_fragments(rank: int, folder: Path, options: Any, layers: Any, sends: Any) -> None:
     model = DistributedDataParallel(net(), broadcast_buffers=False)
     outer, inner = outer_of(model), inner_of(model)
-    with local_steps(model, inner, outer, log=folder / "log.jsonl", **options):
-        for step in range(STEPS):
+    with local_steps(model, inner, outer, log=folder / "log.jsonl", **options) as steps:
+        for step in steps.batches(range(STEPS), tokens_of=lambda step: tokens_of(rank, step)):
             backward(model, rank, step)
             inner.step()
             inner.zero_grad()
@@ -230,6 +241,12 @@ def test_exchanges_of_fragments_are_replayed_to_the_bit(
     run_group(compare_fragments, len(HOSTS), group, tmp_path, options, layers, sends, hosts=HOSTS)
 
 
+def exchanged(log: Path) -> list[list[int]]:
+    """Return the shares in a log, used or dropped."""
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return [each for row in rows for each in (*row.get("used", ()), *row.get("dropped", ()))]
+
+
 def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
     """Workers are late by turns; the state of their own optimizers is that of all their steps."""
     model = DistributedDataParallel(net(), broadcast_buffers=False)
@@ -238,7 +255,8 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
     num_exchanges = ROUNDS * options.get("fragments", 1) + (options.get("fragments", 1) > 1)
     pauses, num_steps = random.Random(rank), 0
     with local_steps(model, inner, outer, every=EVERY, log=log, **options) as rounds:
-        for step in rounds.batches(range(ROUNDS * EVERY + 1)):  # what is left, all exchange at the end
+        every_step = range(ROUNDS * EVERY + 1)  # what is left, all exchange at the end
+        for step in rounds.batches(every_step, tokens_of=lambda step: tokens_of(rank, step)):
             backward(model, rank, step)
             time.sleep(PAUSE_S * (pauses.random() < 0.3))
             inner.step()
@@ -263,6 +281,9 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
 
     assert logs.replay_local(log, want, reference, take_step, every=EVERY, **shape) == num_exchanges
     assert taken[rank] == num_steps
+    if not shape:  # a whole share is of the steps of its round
+        for of_rank, _, _, last, tokens in exchanged(log):
+            assert tokens == sum(tokens_of(of_rank, step) for step in range(last - EVERY, last))
     for have, wanted in zip(model.parameters(), want.parameters(), strict=True):
         assert torch.equal(have, wanted)
         assert torch.equal(outer.state[have]["momentum_buffer"], reference.state[wanted]["momentum_buffer"])
@@ -319,6 +340,11 @@ def refuse(rank: int) -> None:
         refused(match, model, **options)
     refused("Lamb needs norms", model, Lamb)
     refused("broadcast_buffers=False", DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(7))))
+    with (
+        pytest.raises(UsageError, match=r"tokens_of\(batch\) has returned -1; give 0 to"),
+        local_steps(model, inner_of(model), outer_of(model), every=2) as steps,
+    ):
+        next(steps.batches([1], tokens_of=lambda _: -1))
     refused(r"after 2 local steps.*after 3 local steps", model, error=CommError, every=2 + rank)
 
 

@@ -63,12 +63,21 @@ class WaitingRule:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A worker's part in an exchange of local steps: after which of them, and of how many tokens."""
+
+    step: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Contribution:
-    """A worker's gradient: of which batch, and of which version of the weights."""
+    """A worker's gradient: of which batch, and of which version of the weights; of local steps a share."""
 
     rank: int
     batch: int
     version: int
+    share: Share | None = None
 
     def staleness_in(self, step: int) -> int:
         """Return how many steps the gradient's weights lack in a step."""

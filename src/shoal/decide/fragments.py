@@ -6,6 +6,7 @@ Exchanges are numbered from 1. With K fragments and H local steps in a round, ex
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -47,3 +48,37 @@ class FragmentSchedule:
         """Return the fragments with local steps that no exchange up to this one has, after a local step."""
         sent = self.fragment_of(exchange) if exchange and step == self.end_of(exchange) else None
         return [number for number in range(self.fragments) if number != sent]
+
+
+def weights_of(tokens: Sequence[int]) -> list[float]:
+    """Return the weights of changes in their mean, in proportion to the tokens of each; alike if all are 0.
+
+    Example:
+        >>> weights_of([3, 1]), weights_of([0, 0])
+        ([0.75, 0.25], [0.5, 0.5])
+    """
+    total = sum(tokens)
+    return [each / total if total else 1.0 / len(tokens) for each in tokens]
+
+
+class TokenCounts:
+    """Counts the tokens that a worker has trained on since its last share of each fragment.
+
+    Args:
+        fragments: of the model.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        self._counted, self._before = 0, [0] * fragments
+
+    def add(self, tokens: int) -> None:
+        """Count the tokens of a local step."""
+        self._counted += tokens
+
+    def take(self, fragments: Iterable[int]) -> list[int]:
+        """Return the tokens of fragments, which are then counted anew."""
+        tokens = []
+        for number in fragments:
+            tokens.append(self._counted - self._before[number])
+            self._before[number] = self._counted
+        return tokens

@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -47,14 +48,15 @@ from torch.optim import Optimizer
 
 from shoal import record
 from shoal.comm.native_group import python_group
-from shoal.decide.bounded_waiting import Late
-from shoal.decide.fragments import FragmentSchedule
+from shoal.decide.bounded_waiting import Late, Share
+from shoal.decide.fragments import FragmentSchedule, TokenCounts, weights_of
 from shoal.errors import UsageError
 from shoal.formatting import plural
 from shoal.optim.moments import clip_factor, norm_of, scale_all
 from shoal.train.checkpoint_files import StoredTensor
 from shoal.train.config import ServersConfig
 from shoal.train.gradients import parameters_of, require_same
+from shoal.train.servers.messages import MOST_TOKENS, gather
 from shoal.train.servers.rules import check_buffers, check_model, check_outer
 from shoal.train.servers.tensors import ServedTensors, Table, checksum, tables_of
 from shoal.train.servers.update import RowLog, ServersUpdate
@@ -66,6 +68,8 @@ LOG = "exchanges.jsonl"
 """Name of the log of exchanges in a run's directory."""
 
 _Batch = TypeVar("_Batch")
+TokensOf = Callable[[_Batch], int]
+"""Counts the tokens, or samples, of a batch: the weight of a worker's steps in the mean of an exchange."""
 
 
 def local_steps(
@@ -181,6 +185,7 @@ class LocalSteps(ServersUpdate):
         self._config, self._outer, self._own = config, outer, own
         self._every, self._group = config.local_steps, python_group(model.process_group)
         self.step = 0
+        self._weighs, self._batch_tokens = False, 0  # of the batches since the last step
         self._prepare(log)
 
     def _prepare(self, log: Path | None) -> None:
@@ -199,6 +204,7 @@ class LocalSteps(ServersUpdate):
         self._fragments = fragments_of(self.model.module, self._servers.tables, config.fragments)
         self._ends = [self._every * (k + 1) // config.fragments for k in range(config.fragments)]
         self.num_exchanges = self.num_local = 0
+        self._tokens = TokenCounts(config.fragments)
         self.is_settled = True
         self.step = self._exchanged_at = step
         self._configure()
@@ -220,6 +226,7 @@ class LocalSteps(ServersUpdate):
             CommError: a rank or a server was lost.
         """
         self.step += 1
+        self._count_tokens()
         self.num_local, self.is_settled = self.num_local + 1, False
         if not self._config.streams:
             if self.num_local == self._every:
@@ -231,12 +238,37 @@ class LocalSteps(ServersUpdate):
             self._send(self._ends.index(position))
             self._merge_due()
 
-    def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+    def batches(
+        self, loader: Iterable[_Batch], *, tokens_of: TokensOf[_Batch] | None = None
+    ) -> Iterator[_Batch]:
         """Yield the loader's batches, without those of rounds that were exchanged while this worker was late.
 
         All workers' loaders have as many batches.
+
+        Args:
+            loader: of this worker.
+            tokens_of: counts the tokens, or samples, of a batch, a number of at least 0; on all workers or
+                none. The mean of an exchange weighs each worker's change by its tokens. By default by steps.
         """
-        yield from loader  # all wait for each other, so none is late
+        self._weighs = tokens_of is not None
+        for batch in loader:
+            if not self._has_turn():
+                continue
+            if tokens_of is not None:
+                tokens = operator.index(tokens_of(batch))
+                if not 0 <= tokens <= MOST_TOKENS:
+                    raise UsageError(f"tokens_of(batch) has returned {tokens}; give 0 to {MOST_TOKENS:,}")
+                self._batch_tokens += tokens
+            yield batch
+
+    def _has_turn(self) -> bool:
+        """Tell whether the next batch is for this worker: all wait for each other, so none is late."""
+        return True
+
+    def _count_tokens(self) -> None:
+        """Count the tokens of a step, or the step."""
+        self._tokens.add(self._batch_tokens if self._weighs else 1)
+        self._batch_tokens = 0
 
     def bring_state(self) -> None:
         """Average the remaining local steps and fetch the outer optimizer's state. A collective.
@@ -306,7 +338,7 @@ class LocalSteps(ServersUpdate):
         left = [k for k, sent_at in enumerate(self._sent_at) if sent_at < self.num_local]
         places = [place for k in left for place in self._fragments[k]]
         self._configure()
-        for work in self._take_moves(places):
+        for work in self._take_moves(left):
             work.wait()
         torch._foreach_copy_([table.parameter.data for table in self._servers.tables], self._begun)
         unite([*self._statistics, *self._own], self.model.process_group)
@@ -317,7 +349,7 @@ class LocalSteps(ServersUpdate):
     def _send(self, number: int) -> None:
         """Begin the exchange of a fragment's moves."""
         self._configure()
-        works = self._take_moves(self._fragments[number])
+        works = self._take_moves([number])
         self._under_way = _UnderWay(number, self.num_local, works)
 
     def _merge_due(self) -> None:
@@ -343,18 +375,25 @@ class LocalSteps(ServersUpdate):
         self._write(self._exchanged_at + sent_at, since, places, fragment=number)
 
     @torch.no_grad()
-    def _take_moves(self, places: Iterable[int]) -> list[Any]:
-        """Send the moves of these tensors since they were last sent; return works for the weights."""
-        tables = [self._servers.tables[place] for place in places]
-        if not tables:
-            return []
-        moves = [self._begun[table.index] for table in tables]
-        torch._foreach_sub_(moves, [table.parameter.data for table in tables])
-        torch._foreach_mul_(moves, 1.0 / self._group.size())
-        works = [self._servers.update(*each) for each in zip(tables, moves, strict=True)]
-        for table in tables:
-            table.step, table.has_state = table.step + 1, True
+    def _take_moves(self, numbers: Sequence[int]) -> list[Any]:
+        """Send the moves of these fragments since they were last sent; return works for the weights."""
+        works = []
+        for number, weight in zip(numbers, self._weights(numbers), strict=True):
+            tables = [self._servers.tables[place] for place in self._fragments[number]]
+            moves = [self._begun[table.index] for table in tables]
+            torch._foreach_sub_(moves, [table.parameter.data for table in tables])
+            torch._foreach_mul_(moves, weight)
+            works += [self._servers.update(*each) for each in zip(tables, moves, strict=True)]
+            for table in tables:
+                table.step, table.has_state = table.step + 1, True
         return works
+
+    def _weights(self, numbers: Sequence[int]) -> list[float]:
+        """Return the weights of this worker's moves of fragments, whose tokens are then counted anew."""
+        if not self._weighs:  # all have taken as many steps
+            return [1.0 / self._group.size()] * len(numbers)
+        tokens = gather(self._group, self._tokens.take(numbers))
+        return [weights_of(each)[self._group.rank()] for each in zip(*tokens, strict=True)]
 
     def _configure(self) -> None:
         more = f", after {self._every} local steps{_streaming(self._config)}"
@@ -421,11 +460,9 @@ class RoundsOfLocalSteps(LocalSteps):
         """Moves of this worker that no exchange has taken."""
         return self._rounds.num_dropped
 
-    def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        for batch in loader:
-            self._passed += 1
-            if self._passed == self.step + 1:
-                yield batch
+    def _has_turn(self) -> bool:
+        self._passed += 1
+        return self._passed == self.step + 1
 
     def open(self, step: int) -> None:
         self._rounds.open(step // self._every * self._config.fragments)
@@ -437,6 +474,7 @@ class RoundsOfLocalSteps(LocalSteps):
 
     def _begin_rounds(self, step: int) -> None:
         self.step = self._passed = step  # batches of the loader
+        self._tokens = TokenCounts(self._config.fragments)
         self._waits_since: int | None = None  # the step after which the exchange under way was begun
         self.is_settled, self._asks = True, False
         # the weights of the last exchanges that this worker has merged
@@ -472,6 +510,7 @@ class RoundsOfLocalSteps(LocalSteps):
 
     def _end_step(self) -> None:
         self.step, self.is_settled = self.step + 1, False
+        self._count_tokens()
         if self._waits_since is not None and self.step == self._waits_since + self._config.delay:
             self._merge()
         if self._waits_since is None and self.step == self._schedule.end_of(self._rounds.next_step):
@@ -497,8 +536,10 @@ class RoundsOfLocalSteps(LocalSteps):
     def _send_moves(self) -> None:
         """Hand over this worker's moves of the fragment that is next."""
         self._waits_since = self.step
-        moves = self._moves(self._rounds.places_of(self._rounds.next_step))
-        self._rounds.send(moves, None, asks=self._asks)
+        number = self._schedule.fragment_of(self._rounds.next_step)
+        (tokens,) = self._tokens.take([number])
+        moves = self._moves(self._fragments[number])
+        self._rounds.send(moves, None, asks=self._asks, share=Share(self.step, tokens))
 
     @torch.no_grad()
     def _merge(self) -> None:
@@ -510,8 +551,11 @@ class RoundsOfLocalSteps(LocalSteps):
         self._rounds.wait_for_step()
         self._rounds.take_newest(into=self._begun)
         newest = self._rounds.next_step - 1
-        merged = [self._rounds.places_of(each) for each in self._schedule.changed(after, newest)]
-        mix_into(self._parameters, self._begun, itertools.chain(*merged), kept_of(self._config))
+        merged = [self._schedule.fragment_of(each) for each in self._schedule.changed(after, newest)]
+        places = itertools.chain(*(self._fragments[number] for number in merged))
+        mix_into(self._parameters, self._begun, places, kept_of(self._config))
+        sent = self._schedule.fragment_of(after + 1)
+        self._tokens.take([number for number in merged if number != sent])
         self.step = max(self.step, self._schedule.end_of(newest))
 
     def _finish_exchange(self) -> None:
@@ -522,7 +566,7 @@ class RoundsOfLocalSteps(LocalSteps):
         """Return the moves that no exchange has, where all workers have taken the same steps."""
         left = self._schedule.left_at(self._rounds.next_step - 1, self.step)
         places = [place for number in left for place in self._fragments[number]]
-        return LeftMoves(self.step, places, self._moves(places))
+        return LeftMoves(self.step, left, self._moves(places), self._tokens.take(left))
 
     @torch.no_grad()
     def _moves(self, places: Sequence[int]) -> list[Tensor]:
@@ -533,6 +577,7 @@ class RoundsOfLocalSteps(LocalSteps):
         """Go on from the weights that all workers have."""
         self._rounds.copy_all(self._begun)
         torch._foreach_copy_(self._parameters, self._begun)
+        self._tokens.take(range(self._config.fragments))
         self.is_settled = True
 
 

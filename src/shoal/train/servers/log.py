@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.decide.fragments import FragmentSchedule
+from shoal.decide.fragments import FragmentSchedule, weights_of
 from shoal.errors import ShoalError
 from shoal.optim.moments import clip_factor, norm_of, scale_all
 from shoal.train.servers.local import fragments_of, mix_into
@@ -197,12 +197,12 @@ def replay_local(
     for row in StepLog(log).rows():
         if "hosts" in row:
             rounds.begin(row["hosts"])
-        for rank, exchange, version in row.get("dropped", ()):
-            rounds.moves_of(rank, exchange, version)
+        for rank, exchange, version, step, _ in row.get("dropped", ()):
+            rounds.moves_of(rank, exchange, version, step)
         if row.get("used"):
             rounds.exchange(row["step"], row["used"])
         if "left" in row:
-            rounds.exchange_left(row["left"])
+            rounds.exchange_left(row["left"], row["tokens"])
         if "norms" in row:
             workers.unite_statistics()
         _compare(log, row, rounds.num_exchanges, rounds.newest, workers.statistics)
@@ -265,38 +265,48 @@ class _LocalRounds:
         self._workers.begin(hosts)
         self._restart(self._schedule.end_of(self.num_exchanges))
 
-    def moves_of(self, rank: int, exchange: int, version: int) -> list[Tensor]:
-        """Take a worker's steps up to an exchange; return its moves of the fragment.
+    def moves_of(self, rank: int, exchange: int, version: int, step: int) -> list[Tensor]:
+        """Take a worker's steps up to its share in an exchange; return its moves of the fragment.
 
         Args:
             rank: of the worker.
             exchange: for which the moves are meant.
             version: the last exchange that the worker has merged by then.
+            step: after which they are handed over.
         """
         worker = self._each[rank]
         self._merge(rank, version, worker.step + self._delay)
-        self._take_steps(rank, self._schedule.end_of(exchange))
+        self._take_steps(rank, step)
         worker.waits = True
         return self._moves(worker, self._places[self._schedule.fragment_of(exchange)])
 
     def exchange(self, number: int, used: list[list[int]]) -> None:
         """Step with the mean of these moves."""
         places = self._places[self._schedule.fragment_of(number)]
-        self._step(places, {rank: self.moves_of(rank, *more) for rank, *more in used})
+        weights = weights_of([tokens for *_, tokens in used])
+        moves = {
+            rank: _weighed(self.moves_of(rank, *more), weight)
+            for (rank, *more, _), weight in zip(used, weights, strict=True)
+        }
+        self._step(places, moves)
         self.num_exchanges = number
         self._after[number] = [self.newest[place] for place in places]
         oldest = min(worker.merged for worker in self._each)
         self._after = {each: weights for each, weights in self._after.items() if each > oldest}
 
-    def exchange_left(self, step: int) -> None:
-        """Step with what all workers have left after this step."""
+    def exchange_left(self, step: int, tokens: list[list[int]]) -> None:
+        """Step with what all workers have left after this step; its tokens, of each fragment, by rank."""
         left = self._schedule.left_at(self.num_exchanges, step)
         places = [place for number in left for place in self._places[number]]
         moves = {}
         for rank, worker in enumerate(self._each):
             self._merge(rank, self.num_exchanges, min(worker.step + self._delay, step))
             self._take_steps(rank, step)
-            moves[rank] = self._moves(worker, places)
+            moves[rank] = [
+                move
+                for number, of_workers in zip(left, zip(*tokens, strict=True), strict=True)
+                for move in _weighed(self._moves(worker, self._places[number]), weights_of(of_workers)[rank])
+            ]
         self._step(places, moves)
         self._restart(step)
 
@@ -328,15 +338,10 @@ class _LocalRounds:
         return [worker.begun[place] - worker.own[place] for place in places]
 
     def _step(self, places: list[int], moves: dict[int, list[Tensor]]) -> None:
-        """Step on these parameters with the mean of the moves, by rank."""
+        """Step on these parameters with the sum of moves that have their weights, by rank."""
         parameters = self._workers.parameters
-        share = 1.0 / len(moves)
-        parts = [
-            [move * share for move in moves[rank]]
-            if rank in moves
-            else [torch.zeros_like(parameters[place]) for place in places]
-            for rank in range(len(self._each))
-        ]
+        zeros = [torch.zeros_like(parameters[place]) for place in places]
+        parts = [moves.get(rank, zeros) for rank in range(len(self._each))]
         total = _sum_over(self._workers.hosts, parts)
         _set(parameters, self.newest)
         self._outer.zero_grad()
@@ -447,6 +452,10 @@ class _Workers:
             largest = torch.stack([own[number] for own in self._own]).amax(0)
             each.copy_(total[number] if each.is_floating_point() else largest)
         self.begin(self.hosts)
+
+
+def _weighed(tensors: list[Tensor], weight: float) -> list[Tensor]:
+    return [tensor * weight for tensor in tensors]
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

@@ -5,14 +5,16 @@ Messages are JSON of one length. From a worker:
     {"kind": "ready", "batch": 3, "version": 2, "options": {...}, "asks": false}    a gradient, and the step's
                                          options; whether all are to synchronize soon. The batch is the
                                          step for which it is meant; of asynchronous steps, this worker's
-                                         number of batches
+                                         number of batches. Of local steps also "share": [150, 4800], the
+                                         last of them and the tokens of the change
     {"kind": "synchronize", "batch": 8, "then": "dump", "ends": false}    no more gradients after this batch
 
 From rank 0, to all in the same order:
 
     {"kind": "step", "step": 3, "used": [[0, 3, 2], [1, 3, 2]], "dropped": [[2, 2, 1]], "options": {...},
-     "until": null}                      the step after which all synchronize, once one has asked for it; of
-                                         asynchronous ones, the number of gradients of each worker
+     "until": null}                      rank, batch and version of gradients, and of local steps their
+                                         shares; the step after which all synchronize, once one has asked
+                                         for it; of asynchronous ones, the number of gradients of each worker
     {"kind": "late", "dropped": [[2, 8, 7]]}                         gradients after which there is no step
     {"kind": "synchronize", "step": 8, "then": "dump", "ends": false}
     {"kind": "abort", "reason": "..."}
@@ -26,6 +28,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -33,7 +36,8 @@ import torch
 
 from shoal import native
 from shoal.comm.engine import CommError
-from shoal.decide.bounded_waiting import Contribution, Decision, StepDecider, WaitingRule
+from shoal.decide.bounded_waiting import Contribution, Decision, Share, StepDecider, WaitingRule
+from shoal.decide.fragments import weights_of
 from shoal.env.machine import host_identity
 from shoal.json_text import parse_json
 
@@ -43,6 +47,8 @@ Then = Literal["nothing", "dump", "load"]
 _FOREVER = timedelta(days=365)
 """A worker may be silent for as long as an evaluation takes; one that is lost fails the group."""
 _TO_COORDINATOR, _TO_WORKERS = 1, 2
+MOST_TOKENS = 2**53
+"""Maximum tokens of a share: weights are exact up to it."""
 
 
 class Mail:
@@ -81,8 +87,8 @@ class Mail:
 
 
 def max_bytes_of(num_workers: int, num_groups: int) -> int:
-    """Return a length that fits all messages: options of groups, and three numbers of each worker."""
-    return 1024 + 1024 * num_groups + 2 * 64 * num_workers
+    """Return a length that fits all messages: options of groups, and five numbers of each worker."""
+    return 1024 + 1024 * num_groups + 2 * 96 * num_workers
 
 
 class Coordinator:
@@ -148,7 +154,9 @@ class Coordinator:
             self._end()
 
     def _offer(self, rank: int, message: Message) -> None:
-        gradient = Contribution(rank, int(message["batch"]), int(message["version"]))
+        gradient = Contribution(
+            rank, int(message["batch"]), int(message["version"]), _share_of(rank, message)
+        )
         if self._rule.asynchronous:  # its step is the next one
             self._options[self._decider.step + 1] = rank, message["options"]
         elif gradient.batch > self._decider.step:
@@ -245,17 +253,48 @@ class Line:
         return self._mail.receive(0, _TO_WORKERS)[1]
 
 
+def _share_of(rank: int, message: Message) -> Share | None:
+    """Return the share of local steps in a worker's message; ``None``: it has none."""
+    if "share" not in message:
+        return None
+    share = Share(*map(int, message["share"]))
+    if share.step < 0 or not 0 <= share.tokens <= MOST_TOKENS:
+        raise ValueError(f"worker {rank} has a share of {share.tokens} tokens after local step {share.step}")
+    return share
+
+
 def as_lists(gradients: Sequence[Contribution]) -> list[list[int]]:
-    """Return rank, batch and version of each gradient."""
-    return [[each.rank, each.batch, each.version] for each in gradients]
+    """Return rank, batch and version of each gradient; of local steps also the step and the tokens."""
+    return [
+        [each.rank, each.batch, each.version, *(astuple(each.share) if each.share else ())]
+        for each in gradients
+    ]
+
+
+def weight_of(rank: int, used: Sequence[Sequence[int]]) -> float:
+    """Return the weight of a worker's gradient in the mean of those that a step has used.
+
+    Args:
+        rank: of the worker, which is one of them.
+        used: rank, batch and version of each, and of local steps the step and the tokens.
+    """
+    ranks = [each[0] for each in used]
+    return weights_of([each[4] if len(each) > 4 else 1 for each in used])[ranks.index(rank)]
 
 
 def hosts_of(group: Any) -> list[int]:
     """Return the number of each rank's host: sums are added within hosts first. All ranks call it."""
     if group.member.options.order == "rank":
         return list(range(group.size()))
-    own = torch.tensor([native.crc32c(host_identity().encode())])
-    every = torch.zeros(group.size(), dtype=torch.int64)
-    group.all_gather_single(every, own).wait()
-    known = list(dict.fromkeys(every.tolist()))
-    return [known.index(each) for each in every.tolist()]
+    every = [own for (own,) in gather(group, [native.crc32c(host_identity().encode())])]
+    known = list(dict.fromkeys(every))
+    return [known.index(each) for each in every]
+
+
+def gather(group: Any, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of all ranks, as many of each. All ranks call it."""
+    own = torch.tensor(numbers, dtype=torch.int64)
+    every = torch.zeros(group.size() * len(numbers), dtype=torch.int64)
+    if len(numbers):
+        group.all_gather_single(every, own).wait()
+    return [part.tolist() for part in every.view(group.size(), len(numbers))]

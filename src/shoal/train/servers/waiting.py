@@ -27,11 +27,12 @@ experimental: they usually train worse than the other modes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -43,8 +44,8 @@ from torch.optim import Optimizer
 
 from shoal import record
 from shoal.comm.native_group import python_group
-from shoal.decide.bounded_waiting import Late, WaitingRule
-from shoal.decide.fragments import FragmentSchedule
+from shoal.decide.bounded_waiting import Late, Share, WaitingRule
+from shoal.decide.fragments import FragmentSchedule, weights_of
 from shoal.errors import ShoalError, UsageError
 from shoal.optim.moments import norm_of, scale_all
 from shoal.train.config import ServersConfig
@@ -55,8 +56,10 @@ from shoal.train.servers.messages import (
     Mail,
     Message,
     Then,
+    gather,
     hosts_of,
     max_bytes_of,
+    weight_of,
 )
 from shoal.train.servers.rules import (
     check_buffers,
@@ -174,13 +177,15 @@ class LeftMoves:
 
     Attributes:
         step: the local step, the same on all workers.
-        places: indices of the parameters.
-        moves: one for each.
+        fragments: their numbers.
+        moves: of the parameters of one fragment after the other.
+        tokens: this worker's, of each fragment.
     """
 
     step: int
-    places: list[int]
+    fragments: list[int]
     moves: list[Tensor]
+    tokens: list[int]
 
 
 class BoundedSteps(ServersUpdate):
@@ -351,13 +356,21 @@ class BoundedSteps(ServersUpdate):
         self.send(self._take_gradients(), max_norm, asks=asks)
         self.wait_for_step()
 
-    def send(self, tensors: list[Tensor], max_norm: float | None, *, asks: bool = False) -> None:
+    def send(
+        self,
+        tensors: list[Tensor],
+        max_norm: float | None,
+        *,
+        asks: bool = False,
+        share: Share | None = None,
+    ) -> None:
         """Hand gradients over, and do not wait.
 
         Args:
             tensors: the gradients of the parameters that the step is of, which do not change any more.
             max_norm: as for :meth:`hand_over`.
             asks: as there.
+            share: of local steps: those that the tensors are the change of.
         """
         gradient = self._sent = self._keep(tensors)
         self.optimizer.state.clear()  # of bring_state()
@@ -366,7 +379,7 @@ class BoundedSteps(ServersUpdate):
         self._follower.send(
             {
                 "kind": "ready", "batch": gradient.batch, "version": self._own_version, "asks": asks,
-                "options": options,
+                "options": options, **({"share": astuple(share)} if share else {}),
             }
         )  # fmt: skip
 
@@ -705,11 +718,13 @@ class Follower:
             self._after(each.ready)
         self._drop(order["dropped"], step)
         set_values(self.optimizer, order["options"]["groups"])
-        share = 1.0 / len(used)
         if own and self._compensation:
             taken = own[0]
             taken.tensors = compensate(taken.tensors, self._newest, taken.weights, self._compensation)
-        self._fill(places, own[0].tensors if own else None, share)
+        if own:
+            self._fill(places, own[0].tensors, weight_of(self._group.rank(), used))
+        else:
+            torch._foreach_zero_([self._spare[place] for place in places])
         is_taken = self._update(places, order["options"]["max_norm"])
         with self._changed:
             if is_taken:
@@ -732,13 +747,10 @@ class Follower:
             }
         )
 
-    def _fill(self, places: Sequence[int], tensors: Sequence[Tensor] | None, share: float) -> None:
-        """Write this worker's part of a step to the spare memory: ``share`` of the tensors, or zeros."""
-        for number, place in enumerate(places):
-            if tensors is None:
-                self._spare[place].zero_()
-            else:
-                torch.mul(tensors[number], share, out=self._spare[place])
+    def _fill(self, places: Sequence[int], tensors: Sequence[Tensor], weight: float) -> None:
+        """Write this worker's part of a step to the spare memory: the tensors with their weight."""
+        for place, tensor in zip(places, tensors, strict=True):
+            torch.mul(tensor, weight, out=self._spare[place])
 
     def _update(self, places: Sequence[int], max_norm: float | None) -> bool:
         """Step on the servers with the gradients in the spare memory; return whether they did."""
@@ -768,16 +780,23 @@ class Follower:
         left, self.left = self.left, None
         if left is None:
             return False
-        self._fill(left.places, left.moves, 1.0 / self._rule.num_workers)
-        self._update(left.places, None)
+        tokens = gather(self._group, left.tokens)
+        moves, places = iter(left.moves), list[int]()
+        for number, of_workers in zip(left.fragments, zip(*tokens, strict=True), strict=True):
+            part = self._fragments[number]
+            weight = weights_of(of_workers)[self._group.rank()]
+            self._fill(part, list(itertools.islice(moves, len(part))), weight)
+            places += part
+        self._update(places, None)
         with self._changed:
-            self._swap(left.places)
-        self._log.write({"step": step, "used": [], "dropped": [], "left": left.step})
+            self._swap(places)
+        row = {"step": step, "used": [], "dropped": [], "left": left.step, "tokens": tokens}
+        self._log.write(row)
         return True
 
     def _settle(self, gradients: list[list[int]], step: int) -> list[_Gradient]:
         """Note that these are taken or dropped once ``step`` is done; return this worker's ones."""
-        batches = {batch for rank, batch, _ in gradients if rank == self._group.rank()}
+        batches = {batch for rank, batch, *_ in gradients if rank == self._group.rank()}
         with self._changed:
             own = [each for each in self._handed if each.batch in batches]
             self._handed = [each for each in self._handed if each.batch not in batches]
@@ -904,10 +923,10 @@ class Counts:
 
     def add(self, row: dict[str, Any]) -> None:
         """Count a row of the log."""
-        for rank, _, version in row["used"]:
+        for rank, _, version, *_ in row["used"]:
             self.used[rank] += 1
             self.staleness[row["step"] - 1 - version] += 1
-        for rank, _, _ in row["dropped"]:
+        for rank, *_ in row["dropped"]:
             self.dropped[rank] += 1
 
     def row(self, step: int) -> record.Contributions:

@@ -35,6 +35,17 @@ def move_weights(weights: list[Tensor], rank: int, step: int) -> None:
         weight.mul_(0.9).add_(0.1 * mean + (step % 7) * (number + 1) - 2.0 * rank)
 
 
+def tokens_of(rank: int, step: int) -> int:
+    return (7 * rank + 3 * step) % 5
+
+
+def weighed(moves: list[Tensor], tokens: list[int]) -> Tensor:
+    """Return the mean by tokens, added in the order of the ranks."""
+    total = sum(tokens)
+    parts = [move * (each / total) for move, each in zip(moves, tokens, strict=True)]
+    return sum(parts[1:], parts[0])
+
+
 @dataclass
 class Worker:
     """A worker of the oracle."""
@@ -42,6 +53,7 @@ class Worker:
     rank: int
     own: list[Tensor]
     begun: list[Tensor]
+    tokens: list[int]
     step: int = 0
     exchange: int = 1
     sent_at: int | None = None
@@ -56,10 +68,11 @@ class Oracle:
         self.decider = StepDecider(WaitingRule(num_workers, wait_for=num_workers // 2 + 1))
         self.newest = [torch.zeros(()) for _ in range(count)]
         self.workers = [
-            Worker(rank, [torch.zeros(()) for _ in range(count)], list(self.newest))
+            Worker(rank, [torch.zeros(()) for _ in range(count)], list(self.newest), [0] * count)
             for rank in range(num_workers)
         ]
         self.moves: dict[tuple[int, int], Tensor] = {}
+        self.shares: dict[tuple[int, int], list[int]] = {}
         self.rows: list[dict[str, Any]] = [{"workers": num_workers, "hosts": [*range(num_workers)]}]
         self.taken: Counter[int] = Counter()
 
@@ -79,6 +92,7 @@ class Oracle:
             elif worker.step < LAST:
                 worker.step += 1
                 move_weights(worker.own, rank, worker.step)
+                worker.tokens = [each + tokens_of(rank, worker.step) for each in worker.tokens]
                 self.taken[rank] += 1
                 slow = 3.0 if self.draw.random() < 0.3 else 1.0
                 heappush(times, (now + slow + self.draw.random(), rank))
@@ -93,23 +107,27 @@ class Oracle:
     def send(self, worker: Worker) -> None:
         k, worker.sent_at = (worker.exchange - 1) % self.count, worker.step
         self.moves[worker.rank, worker.exchange] = worker.begun[k] - worker.own[k]
+        self.shares[worker.rank, worker.exchange] = [worker.step, worker.tokens[k]]
+        worker.tokens[k] = 0
         self.decider.offer(Contribution(worker.rank, worker.exchange, worker.exchange - 1))
         if decision := self.decider.decide():
-            used, dropped = (
-                [[each.rank, each.batch, each.version] for each in part]
-                for part in (decision.used, decision.dropped)
-            )
-            self.step_on((decision.step - 1) % self.count, [self.moves[rank, n] for rank, n, _ in used])
+            used, dropped = (self.rows_of(part) for part in (decision.used, decision.dropped))
+            moves = [self.moves[rank, n] for rank, n, *_ in used]
+            self.step_on((decision.step - 1) % self.count, moves, [tokens for *_, tokens in used])
             self.rows.append({"step": decision.step, "used": used, "dropped": dropped})
 
-    def step_on(self, fragment: int, moves: list[Tensor]) -> None:
-        parts = [move * (1.0 / len(moves)) for move in moves]
-        self.newest[fragment] = self.newest[fragment] - sum(parts[1:], parts[0])
+    def rows_of(self, part: tuple[Contribution, ...]) -> list[list[int]]:
+        return [[each.rank, each.batch, each.version, *self.shares[each.rank, each.batch]] for each in part]
+
+    def step_on(self, fragment: int, moves: list[Tensor], tokens: list[int]) -> None:
+        self.newest[fragment] = self.newest[fragment] - weighed(moves, tokens)
 
     def merge(self, worker: Worker) -> None:
         first, newest = worker.exchange, self.decider.step
         for k in {(exchange - 1) % self.count for exchange in range(first, newest + 1)}:
             worker.begun[k] = self.newest[k]
+            if k != (first - 1) % self.count:
+                worker.tokens[k] = 0
             mixed = torch.lerp(worker.own[k], self.newest[k], 1.0 - self.kept)
             worker.own[k] = mixed if self.kept else self.newest[k].clone()
         worker.exchange, worker.sent_at = newest + 1, None
@@ -119,12 +137,14 @@ class Oracle:
         """Exchange what is left: all but a fragment that was sent after the very last step."""
         assert all(worker.step == LAST for worker in self.workers)
         last = self.decider.step
-        late = [[each.rank, each.batch, each.version] for each in self.decider.take_dropped()]
+        late = self.rows_of(self.decider.take_dropped())
         self.rows.append({"step": last, "used": [], "dropped": late})
-        for k in range(self.count):
-            if self.end_of(last) != LAST or k != (last - 1) % self.count:
-                self.step_on(k, [worker.begun[k] - worker.own[k] for worker in self.workers])
-        self.rows.append({"step": last, "used": [], "dropped": [], "left": LAST})
+        left = [k for k in range(self.count) if self.end_of(last) != LAST or k != (last - 1) % self.count]
+        tokens = [[worker.tokens[k] for k in left] for worker in self.workers]
+        for number, k in enumerate(left):
+            moves = [worker.begun[k] - worker.own[k] for worker in self.workers]
+            self.step_on(k, moves, [of_worker[number] for of_worker in tokens])
+        self.rows.append({"step": last, "used": [], "dropped": [], "left": LAST, "tokens": tokens})
         self.rows.append({"step": last, "used": [], "dropped": [], "weights": checksum(self.newest)})
 
 
