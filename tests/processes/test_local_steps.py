@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.comm.engine import CommError
+from shoal.decide.fragments import FragmentSchedule
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
@@ -266,7 +267,8 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
     counts = logs.summary(log)
     assert counts.num_steps == num_exchanges
     assert max(counts.staleness) <= (1 if options.get("late") == "next" else 0)
-    assert sum(counts.dropped) or max(counts.staleness), "no worker was late"
+    partial = options.get("late") == "partial"
+    assert partial or sum(counts.dropped) or max(counts.staleness), "no worker was late"
 
     want = net()
     reference = outer_of(want)
@@ -281,9 +283,13 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
 
     assert logs.replay_local(log, want, reference, take_step, every=EVERY, **shape) == num_exchanges
     assert taken[rank] == num_steps
-    if not shape:  # a whole share is of the steps of its round
-        for of_rank, _, _, last, tokens in exchanged(log):
-            assert tokens == sum(tokens_of(of_rank, step) for step in range(last - EVERY, last))
+    schedule = FragmentSchedule(EVERY, options.get("fragments", 1))
+    assert partial == any(step < schedule.end_of(exchange) for _, exchange, _, step, _ in exchanged(log))
+    if not shape:  # a share is of the steps of its round that it names
+        for of_rank, exchange, _, last, tokens in exchanged(log):
+            assert last == exchange * EVERY or (partial and 0 < last - (exchange - 1) * EVERY < EVERY)
+            steps = range((exchange - 1) * EVERY, last)
+            assert tokens == sum(tokens_of(of_rank, step) for step in steps)
     for have, wanted in zip(model.parameters(), want.parameters(), strict=True):
         assert torch.equal(have, wanted)
         assert torch.equal(outer.state[have]["momentum_buffer"], reference.state[wanted]["momentum_buffer"])
@@ -299,6 +305,8 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
         {"wait_for": 2, "fragments": 3},
         {"wait_for": 2, "fragments": 2, "delay": 1, "mix": 0.25, "grace_s": 0.005},
         {"wait_for": 1, "late": "next", "delay": 3},
+        {"wait_for": 1, "late": "partial", "grace_s": 0.5},
+        {"wait_for": 1, "late": "partial", "grace_s": 0.5, "fragments": 2, "delay": 1},
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -335,6 +343,7 @@ def refuse(rank: int) -> None:
         ({"fragments": 3, "delay": 3}, "one is sent 2 steps after the other; give 0 to 2"),
         ({"delay": 1, "mix": 1.0}, "mix 1.0 must be at least 0 and below 1"),
         ({"fragments": 2, "wait_for": 1, "late": "next"}, "the next exchange is of another fragment"),
+        ({"wait_for": 1, "late": "partial"}, "at the end of a local step; set --servers.grace-s to more"),
         ({"every": 0}, "local_steps 0 must be at least 1"),
     ):
         refused(match, model, **options)

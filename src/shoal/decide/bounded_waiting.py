@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
 
-Late = Literal["drop", "next"]
+Late = Literal["drop", "next", "partial"]
 
 _GRACES_TO_REST = 2.0
 """A worker that is later than so many graces cannot catch up: it would be late in each of many steps."""
@@ -35,7 +35,8 @@ class WaitingRule:
         num_workers: of the group.
         wait_for: gradients that a step needs.
         late: ``"drop"``: a gradient that is ready after its step is dropped. ``"next"``: the next step takes
-            it.
+            it. ``"partial"``, of local steps: as ``"drop"``, but once a step has enough gradients, the others
+            are to hand over what they have done.
         staleness: largest staleness of a gradient.
         grace_s: seconds for which a step that has enough gradients goes on waiting for the others.
         asynchronous: each gradient is a step, whatever its staleness.
@@ -144,8 +145,10 @@ class StepDecider:
                 f"worker {gradient.rank} has a gradient of batch {gradient.batch} and version "
                 f"{gradient.version} after step {self.step}"
             )
-        if rule.late == "drop" and gradient.batch <= self.step:
-            rests = rule.grace_s and now - self._taken_at > _GRACES_TO_REST * rule.grace_s
+        if rule.late != "next" and gradient.batch <= self.step:
+            rests = (
+                rule.late == "drop" and rule.grace_s and now - self._taken_at > _GRACES_TO_REST * rule.grace_s
+            )
             (self._resting if rests else self._dropped).append(gradient)
             return
         self._num_ready += not queue
@@ -187,7 +190,7 @@ class StepDecider:
             return gradient.batch + 1 if self.step >= gradient.batch - self.rule.staleness else None
         if any(each.rank == gradient.rank for each in self._resting):
             return None
-        settled = self.step if self.rule.late == "drop" else self._last[gradient.rank]
+        settled = self.step if self.rule.late != "next" else self._last[gradient.rank]
         return self.step + 1 if settled >= gradient.batch else None
 
     def drop_late(self) -> tuple[Contribution, ...]:

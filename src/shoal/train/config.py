@@ -168,10 +168,12 @@ class ServersConfig:
     wait_for: int | None = None
     """Number of workers that a step (bounded) or an average (local) waits for; the others are late. Default:
     all."""
-    late: Literal["drop", "next"] = "drop"
-    """With wait-for: drop late gradients, or add them to the next step."""
+    late: Literal["drop", "next", "partial"] = "drop"
+    """With wait-for: drop late gradients, or add them to the next step; or (local) take the steps that late
+    workers have done by then."""
     grace_s: float = 0.0
-    """With wait-for: seconds that a step with enough gradients waits for the others."""
+    """With wait-for: seconds that a step with enough gradients waits for the others; with late partial, for
+    the ends of their local steps."""
     staleness: int | None = None
     """Mode bounded: steps that the weights of a gradient may lack, so that workers run ahead. With late next:
     maximum staleness of a late gradient, default 1."""
@@ -195,7 +197,7 @@ class ServersConfig:
     """Mode local: Nesterov momentum of the outer optimizer."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("mode", _MODES), ("late", ("drop", "next")), ("replicas", (1, 2))):
+        for name, choices in (("mode", _MODES), ("late", ("drop", "next", "partial")), ("replicas", (1, 2))):
             if (value := getattr(self, name)) not in choices:
                 shown = ", ".join(map(str, choices))
                 raise UsageError(f"servers.{name} {value!r} must be one of {shown}")
@@ -221,6 +223,11 @@ class ServersConfig:
             self._check_local()
 
     def _check_bounded(self) -> None:
+        if self.late == "partial":
+            raise UsageError(
+                "servers.late partial is for local steps: a gradient has no part that is done; set "
+                "--servers.late drop or next"
+            )
         if self.wait_for is None and self.staleness is None:
             raise UsageError(
                 "servers.mode bounded: set --servers.wait-for or --servers.staleness; mode sync waits for all"
@@ -258,6 +265,11 @@ class ServersConfig:
             raise UsageError(
                 f"servers.late next with fragments {self.fragments}: the next exchange is of another "
                 "fragment than the late change; set --servers.late drop, or leave one of them out"
+            )
+        if self.late == "partial" and not self.grace_s:
+            raise UsageError(
+                "servers.late partial with grace_s 0: late workers hand over what they have at the end of a "
+                "local step; set --servers.grace-s to more seconds than one takes"
             )
 
     @property

@@ -106,8 +106,10 @@ def local_steps(
         wait_for: number of workers that an exchange waits for; the mean is over these. A late worker
             continues with the steps of the next round: ``for inputs in steps.batches(loader)``.
         late: ``"drop"`` drops the changes of late workers, ``"next"`` adds them to the next exchange, which
-            needs ``fragments=1``.
-        grace_s: with ``wait_for``, seconds that an exchange with enough workers waits for the others.
+            needs ``fragments=1``. With ``"partial"`` an exchange that has enough workers takes from others
+            the change of the steps that they have done, weighed by its tokens.
+        grace_s: with ``wait_for``, seconds that an exchange with enough workers waits for the others; with
+            ``late="partial"`` for the ends of their local steps, so give more than one takes.
         replicas: as in :func:`shoal.train.servers.update.update_on_servers`.
         log: file to which rank 0 appends a line of JSON for each exchange: its number, the number of local
             steps since the last one and in all, its bytes, and a checksum (CRC-32C) of the weights after it;
@@ -436,9 +438,9 @@ class RoundsOfLocalSteps(LocalSteps):
 
     An exchange is what a step is in :mod:`shoal.train.servers.waiting`, and the change of the weights, or of
     a fragment of them, is its gradient: a late worker merges the newest weights, and goes on with the local
-    steps after the newest exchange. All workers synchronize at ends of rounds only, so a run has its lines,
-    evaluations, checkpoints and last step there. What no exchange has then, such as the steps of a round that
-    is not whole, all exchange at once.
+    steps after the newest exchange. So does one that has handed over a part of its steps. All workers
+    synchronize at ends of rounds only, so a run has its lines, evaluations, checkpoints and last step there.
+    What no exchange has then, such as the steps of a round that is not whole, all exchange at once.
     """
 
     def _prepare(self, log: Path | None) -> None:
@@ -513,7 +515,7 @@ class RoundsOfLocalSteps(LocalSteps):
         self._count_tokens()
         if self._waits_since is not None and self.step == self._waits_since + self._config.delay:
             self._merge()
-        if self._waits_since is None and self.step == self._schedule.end_of(self._rounds.next_step):
+        if self._waits_since is None and self._is_due():
             self._send_moves()
             if not self._config.delay:
                 self._merge()
@@ -532,6 +534,10 @@ class RoundsOfLocalSteps(LocalSteps):
         self._finish_exchange()
         self._rounds.bring_state(ends=ends, left=None if self.is_settled else self._left())
         self._restart()
+
+    def _is_due(self) -> bool:
+        """Tell whether this worker hands over its moves now."""
+        return self.step == self._schedule.end_of(self._rounds.next_step) or self._rounds.is_closing
 
     def _send_moves(self) -> None:
         """Hand over this worker's moves of the fragment that is next."""

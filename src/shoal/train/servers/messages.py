@@ -15,6 +15,7 @@ From rank 0, to all in the same order:
      "until": null}                      rank, batch and version of gradients, and of local steps their
                                          shares; the step after which all synchronize, once one has asked
                                          for it; of asynchronous ones, the number of gradients of each worker
+    {"kind": "close", "step": 4}         who has none for it yet hands over what it has, after its local step
     {"kind": "late", "dropped": [[2, 8, 7]]}                         gradients after which there is no step
     {"kind": "synchronize", "step": 8, "then": "dump", "ends": false}
     {"kind": "abort", "reason": "..."}
@@ -112,6 +113,7 @@ class Coordinator:
         self._options: dict[int, tuple[int, Any]] = {}  # by batch: of which rank, and the options
         self._ended: dict[int, tuple[int, Then, bool]] = {}  # by rank: batch, then what, whether for good
         self._last_batch = 0  # of all gradients
+        self._closing = after  # the last step that all know to have enough gradients
         self._asked = False
         self._until: int | None = None  # whether a worker asks to synchronize, and after which step
 
@@ -142,6 +144,14 @@ class Coordinator:
         """Broadcast the steps that can be taken, and set the timer for the next one."""
         while decision := self._decider.decide(time.monotonic()):
             self._broadcast_step(decision)
+            self._closing = decision.step
+        if (
+            self._decider.due is not None
+            and self._rule.late == "partial"
+            and self._closing == self._decider.step
+        ):
+            self._closing += 1
+            self._broadcast({"kind": "close", "step": self._closing})
         if self._decider.due is not None and not self._timer.is_alive():
             self._timer = threading.Timer(self._decider.due - time.monotonic(), self._on_time)
             self._timer.daemon = True
@@ -169,7 +179,7 @@ class Coordinator:
                 )
         self._last_batch = max(self._last_batch, gradient.batch)
         self._decider.offer(gradient, time.monotonic())
-        if self._rule.late == "drop" and self._rule.grace_s:  # a worker that does not rest waits for this
+        if self._rule.late != "next" and self._rule.grace_s:  # a worker that does not rest waits for this
             self._broadcast_late(self._decider.take_dropped())
 
     def _require_same_end(self) -> None:

@@ -401,6 +401,11 @@ class BoundedSteps(ServersUpdate):
         """
         return self._follower.until
 
+    @property
+    def is_closing(self) -> bool:
+        """True if the step of the next batch only waits for what workers have done so far."""
+        return self._follower.closing >= self._batch
+
     def take_row(self, step: int) -> record.Contributions:
         """Return counts of the gradients that steps have taken or dropped since the last call."""
         return self._follower.take_counts().row(step)
@@ -522,6 +527,7 @@ class Follower:
         optimizer: a copy over the same parameters, with the options of the step that the servers take.
         parameters: those that are trained.
         version: steps that the newest weights have seen.
+        closing: the last step for which workers hand over what they have.
         until: the batch after which all workers synchronize, because one has asked for it.
         num_synchronized: times that all have.
         grad_norm: norm of the last step's gradient before clipping, where it is measured; else NaN.
@@ -570,6 +576,7 @@ class Follower:
         moved = self._newest if self._extrapolation else []
         self._move = [torch.zeros_like(each) for each in moved]  # of the last step
         self.version = after
+        self.closing = after
         self.until: int | None = None
         self.num_synchronized = self.num_skipped = self.num_dropped = 0
         self.grad_norm = math.nan
@@ -696,6 +703,9 @@ class Follower:
             kind = order["kind"]
             if kind == "step":
                 self._apply_order(order)
+            elif kind == "close":
+                with self._changed:
+                    self.closing = order["step"]
             elif kind == "synchronize":
                 self._synchronize(order)
                 has_ended = order["ends"]

@@ -62,10 +62,14 @@ class Worker:
 class Oracle:
     """Plays workers that are late now and then, and writes what rank 0 writes."""
 
-    def __init__(self, num_workers: int, count: int, delay: int, mix: float, seed: int) -> None:
-        self.draw, self.count, self.delay = random.Random(seed), count, delay
+    def __init__(
+        self, num_workers: int, count: int, delay: int, mix: float, seed: int, *, partial: bool = False
+    ) -> None:
+        self.draw, self.count, self.delay, self.partial = random.Random(seed), count, delay, partial
         self.kept = mix if delay else 0.0
-        self.decider = StepDecider(WaitingRule(num_workers, wait_for=num_workers // 2 + 1))
+        waiting = {"late": "partial", "grace_s": 1.5} if partial else {}
+        rule = WaitingRule(num_workers, wait_for=num_workers // 2 + 1, **waiting)
+        self.decider, self.num_partial = StepDecider(rule), 0
         self.newest = [torch.zeros(()) for _ in range(count)]
         self.workers = [
             Worker(rank, [torch.zeros(()) for _ in range(count)], list(self.newest), [0] * count)
@@ -81,13 +85,14 @@ class Oracle:
         while times:
             now, rank = heappop(times)
             worker = self.workers[rank]
+            self.decide(now)
             if self.is_due(worker):
                 if self.decider.step < worker.exchange:  # it waits
                     heappush(times, (now + 0.1, rank))
                     continue
                 self.merge(worker)
-            if worker.sent_at is None and worker.step == self.end_of(worker.exchange):
-                self.send(worker)
+            if worker.sent_at is None and self.is_to_send(worker):
+                self.send(worker, now)
                 heappush(times, (now, rank))
             elif worker.step < LAST:
                 worker.step += 1
@@ -104,13 +109,24 @@ class Oracle:
     def is_due(self, worker: Worker) -> bool:
         return worker.sent_at is not None and worker.step == min(worker.sent_at + self.delay, LAST)
 
-    def send(self, worker: Worker) -> None:
+    def is_to_send(self, worker: Worker) -> bool:
+        if worker.step == self.end_of(worker.exchange):
+            return True
+        closes = self.decider.due is not None and worker.exchange == self.decider.step + 1
+        is_partial = self.partial and closes and worker.tokens[(worker.exchange - 1) % self.count] > 0
+        self.num_partial += is_partial
+        return is_partial
+
+    def send(self, worker: Worker, now: float) -> None:
         k, worker.sent_at = (worker.exchange - 1) % self.count, worker.step
         self.moves[worker.rank, worker.exchange] = worker.begun[k] - worker.own[k]
         self.shares[worker.rank, worker.exchange] = [worker.step, worker.tokens[k]]
         worker.tokens[k] = 0
-        self.decider.offer(Contribution(worker.rank, worker.exchange, worker.exchange - 1))
-        if decision := self.decider.decide():
+        self.decider.offer(Contribution(worker.rank, worker.exchange, worker.exchange - 1), now)
+        self.decide(now)
+
+    def decide(self, now: float) -> None:
+        if decision := self.decider.decide(now):
             used, dropped = (self.rows_of(part) for part in (decision.used, decision.dropped))
             moves = [self.moves[rank, n] for rank, n, *_ in used]
             self.step_on((decision.step - 1) % self.count, moves, [tokens for *_, tokens in used])
@@ -152,13 +168,15 @@ class Oracle:
 @pytest.mark.parametrize(
     ("count", "delay", "mix"), [(1, 0, 0.5), (2, 0, 0.5), (2, 1, 0.25), (4, 1, 0.5), (2, 2, 0.0), (1, 4, 0.5)]
 )
+@pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
 def test_the_replay_of_late_workers_has_the_bits_of_the_oracle(
-    tmp_path: Path, num_workers: int, count: int, delay: int, mix: float
+    tmp_path: Path, num_workers: int, count: int, delay: int, mix: float, partial: bool
 ) -> None:
-    num_dropped = 0
+    num_dropped = num_partial = 0
     for seed in range(3):
-        oracle = Oracle(num_workers, count, delay, mix, seed)
+        oracle = Oracle(num_workers, count, delay, mix, seed, partial=partial)
         oracle.run()
+        num_partial += oracle.num_partial
         log = tmp_path / f"{seed}.jsonl"
         log.write_text("".join(json.dumps(row) + "\n" for row in oracle.rows))
         model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(count)))
@@ -181,3 +199,4 @@ def test_the_replay_of_late_workers_has_the_bits_of_the_oracle(
             with pytest.raises(ShoalError, match=r"the weights after step .* are not those of the workers"):
                 replay_local(log, model, outer, take_step, **options)
     assert num_dropped
+    assert bool(num_partial) == partial
