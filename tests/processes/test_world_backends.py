@@ -23,6 +23,7 @@ from test_serve_metrics import scrape, value
 from forked import fork_process, free_port, wait_for
 from shoal.comm import native_group
 from shoal.comm.backend import ShoalProcessGroup
+from shoal.env.machine import num_cores
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, UsageError
 from shoal.recipes.albert import AlbertConfig
@@ -81,6 +82,23 @@ def joined(
 
 def test_workers_on_cpus_sum_over_shoal(tmp_path: Path) -> None:
     assert joined(tmp_path) == [["shoal", "workers on CPUs", "", [0, 1]]] * 2
+
+
+def share_threads(rank: int, store: Path, report: Path) -> None:
+    """Join another worker of this host with 64 threads, as torch starts under mpirun on 64 cores."""
+    os.environ.pop("OMP_NUM_THREADS", None)
+    torch.set_num_threads(64)
+    ranks = WorkerRanks(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)
+    place = WorkerEnv(ranks=ranks, master_addr="", master_port=0, launcher="test", store_file=store)
+    with join_world(place, DistributedConfig(backend="gloo")):
+        report.write_text(str(torch.get_num_threads()))
+
+
+def test_workers_share_the_cores_of_their_host(tmp_path: Path) -> None:
+    reports = [tmp_path / "0", tmp_path / "1"]
+    workers = [fork_process(share_threads, rank, tmp_path / "store", reports[rank]) for rank in range(2)]
+    assert wait_for(workers) == [0, 0]
+    assert [report.read_text() for report in reports] == [str(max(1, num_cores() // 2))] * 2
 
 
 def test_gloo_by_name(tmp_path: Path) -> None:

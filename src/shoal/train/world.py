@@ -34,6 +34,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.backends import Purpose, agree_on_backend, num_hosts_of
 from shoal.train.config import DistributedConfig
+from shoal.train.threads import own_cores, share_threads
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -212,6 +213,7 @@ def join_world(
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
+        share_threads(ranks, all_gather_json(control, own_cores()))
         yield World(
             ranks=ranks,
             device=device,
