@@ -394,6 +394,8 @@ def refusals(rank: int) -> None:
 
     model = net(0)
     update = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    with pytest.raises(UsageError, match=r"timeout_s=5\): the process group exists already"):
+        hvd.init(timeout_s=5)
     with pytest.raises(UsageError, match="averages gradients already"):
         hvd.DistributedOptimizer(update)
     with pytest.raises(UsageError, match="op 'max' is not known; it is one of mean, sum"):

@@ -237,12 +237,14 @@ class GlobalGroup:
         Raises:
             CommError: a rank did not come in time, or has another secret.
             UsageError: an environment variable is wrong, rank 0's port is taken, or it was called before and
-                options or a store are given now.
+                options, a store or another timeout are given now.
         """
         if self._group is not None:
-            if options is not None or store is not None:
+            others = timeout_s not in (TIMEOUT_S, self._group.timeout_s)
+            if options is not None or store is not None or others:
                 raise UsageError(
-                    f"{self._package}.init() was called before; give options and store in its first call"
+                    f"{self._package}.init() was called before, with timeout_s={self._group.timeout_s:g}; "
+                    "give options, store and timeout_s in its first call"
                 )
             return
         self._prepare()

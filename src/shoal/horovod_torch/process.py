@@ -21,6 +21,8 @@ class _Job:
 
     ranks: WorkerRanks | None = None
     owns_group = False
+    timeout_s: float | None = None
+    """As :func:`init` had it first."""
 
 
 def init(comm: None = None, process_sets: None = None, *, timeout_s: float | None = None) -> None:
@@ -37,7 +39,8 @@ def init(comm: None = None, process_sets: None = None, *, timeout_s: float | Non
 
     Raises:
         CommError: a rank did not come in time, or has another secret.
-        UsageError: an environment variable is wrong, or process sets are asked for.
+        UsageError: an environment variable is wrong, process sets are asked for, or ``timeout_s`` is for a
+            group that exists already.
 
     Example:
         >>> import shoal.horovod_torch as hvd
@@ -47,17 +50,23 @@ def init(comm: None = None, process_sets: None = None, *, timeout_s: float | Non
         >>> hvd.shutdown()
     """
     check_keywords("init", {"comm": comm, "process_sets": process_sets})
+    exists = dist.is_initialized()
+    if exists and timeout_s not in (None, _Job.timeout_s):
+        raise UsageError(
+            f"init(timeout_s={timeout_s:g}): the process group exists already; give timeout_s in the first "
+            "call of init(), or timeout to torch's init_process_group"
+        )
     if _Job.ranks is not None:
         return
     worker = worker_env()
-    if not dist.is_initialized():
+    if not exists:
         options: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
         if worker is not None:
             ranks = worker.ranks
             options = {"init_method": worker.init_method, "rank": ranks.rank, "world_size": ranks.num_workers}
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
         dist.init_process_group(BACKEND_NAME, timeout=limit, **options)
-        _Job.owns_group = True
+        _Job.owns_group, _Job.timeout_s = True, timeout_s
         atexit.register(shutdown)
     rank, size = dist.get_rank(), dist.get_world_size()
     local = (worker.ranks.local_rank, worker.ranks.num_local_workers) if worker else (rank, size)
@@ -66,7 +75,7 @@ def init(comm: None = None, process_sets: None = None, *, timeout_s: float | Non
 
 def shutdown() -> None:
     """Leave the other processes, if :func:`init` has joined them. A program's end does it too."""
-    _Job.ranks = None
+    _Job.ranks = _Job.timeout_s = None
     if _Job.owns_group:
         _Job.owns_group = False
         atexit.unregister(shutdown)

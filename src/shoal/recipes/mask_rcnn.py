@@ -258,7 +258,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         results = None
         if not run.stopped and not run.is_over:
             scored = scored or score()  # a kill came before the end
-            results = gather_results(run.world, scored.objects)
+            results = gather_results(run.world, scored)
         return export(config, run, model, categories, scored, results)
 
 
@@ -565,27 +565,32 @@ def results_of(
     return results
 
 
-def gather_results(
-    world: "World", objects: "Mapping[Kind, Mapping[int, Sequence[Detection]]]"
-) -> list[Any] | None:
-    """Return COCO's results of all workers by image id on the main worker, ``None`` on the others."""
+def gather_results(world: "World", scored: Scored) -> list[Any] | None:
+    """Return COCO's results of all workers by image id on the main worker, ``None`` on the others.
+
+    Ids of images are those of the annotations that the data was prepared from.
+    """
     import numpy as np
 
     from shoal.json_text import parse_json
     from shoal.train.world import gather_arrays
 
     own = [
-        {"image_id": image, **result} for image in objects["bbox"] for result in results_of(objects, image)
+        {"image_id": image, **result}
+        for image in scored.objects["bbox"]
+        for result in results_of(scored.objects, image)
     ]
     parts = gather_arrays(world, np.frombuffer(json.dumps(own).encode(), dtype=np.uint8))
-    if not world.is_main or parts is None:
+    if scored.truth is None or parts is None:
         return None
+    given = {image.id: image.given_id for image in scored.truth.images.values() if image.given_id is not None}
     entries = [
         entry
         for rank, part in enumerate(parts)
         for entry in parse_json(part.tobytes(), f"the detections of worker {rank}")
     ]
-    return sorted(entries, key=lambda entry: int(entry["image_id"]))
+    entries.sort(key=lambda entry: int(entry["image_id"]))
+    return [{**entry, "image_id": given.get(entry["image_id"], entry["image_id"])} for entry in entries]
 
 
 # ------------------------------------------------------------------------------------------------- export
@@ -835,7 +840,7 @@ class Detecting(images.ImageUse):
         )
         size = self.settings.batch_size
         scored = evaluate(detector.model, reader, world, self.precision, batch_size=size)
-        results = gather_results(world, scored.objects)
+        results = gather_results(world, scored)
         if results is None or scored.truth is None:
             return None
         if out is not None:

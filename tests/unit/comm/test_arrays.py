@@ -106,8 +106,10 @@ def test_a_membership_is_joined_once() -> None:
         1,
     )
     membership.init()
-    with pytest.raises(UsageError, match=r"shoal.made.init\(\) was called before"):
-        membership.init(options=EngineOptions())
+    membership.init(timeout_s=membership.group().timeout_s)
+    for other in ({"options": EngineOptions()}, {"timeout_s": 5.0}):
+        with pytest.raises(UsageError, match=r"shoal.made.init\(\) was called before, with timeout_s="):
+            membership.init(**other)
     membership.shutdown()
     membership.shutdown()
     assert seen == ["prepare", 1, "finish"] and not membership.is_initialized()

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from PIL import Image
 
+from shoal.data.coco.annotations import read_annotations
 from shoal.data.coco.augment import DetectionAugmentConfig
+from shoal.data.coco.results import Detection, read_results, write_results
 from shoal.data.coco.score import NAMES, CocoScore
+from shoal.data.coco.source import CocoSource, CocoSplit, prepare_coco, prepared_truth
 from shoal.data.coco.synthetic import make_coco
+from shoal.data.images.prepare import ImagePrepareConfig
+from shoal.data.images.shards import ImageShards
 from shoal.data.steps import DataShard
 from shoal.decide.bucketing import GroupedOrder
 from shoal.env.worker import WorkerRanks
@@ -15,8 +25,10 @@ from shoal.recipes.images import ImageDataConfig
 from shoal.recipes.mask_rcnn import (
     LOSSES,
     MaskRCNNTrainConfig,
+    Scored,
     TrainConfig,
     ValidationConfig,
+    gather_results,
     mean_losses,
     open_data,
     recorded,
@@ -93,3 +105,27 @@ def test_figures_without_an_object_to_find_are_not_recorded() -> None:
     figures = dict.fromkeys(NAMES, 0.5) | {"AP75": -1.0}
     scores = [CocoScore(kind="bbox", figures=figures, by_category={})]
     assert recorded(scores) == {"box_AP": 0.5, "box_AP50": 0.5}
+
+
+def test_results_have_the_ids_of_the_file(world: World, tmp_path: Path) -> None:
+    given = ["scan-b", 1 << 70, "0042", 7]
+    truth: dict[str, list[dict[str, Any]]] = {"images": [], "annotations": []}
+    truth["categories"] = [{"id": 3, "name": "hen"}]
+    for number, name in enumerate(given):
+        Image.new("RGB", (20, 10)).save(tmp_path / f"{number}.png")
+        truth["images"].append({"id": name, "file_name": f"{number}.png", "width": 20, "height": 10})
+        truth["annotations"].append(
+            {"id": number, "image_id": name, "category_id": 3, "bbox": [1, 2, 8, 8], "area": 64}
+        )
+    annotations = tmp_path / "truth.json"
+    annotations.write_text(json.dumps(truth))
+    source = CocoSource(CocoSplit(tmp_path, annotations))
+    prepare_coco(source, tmp_path / "out", config=ImagePrepareConfig(processes=1))
+    shards = ImageShards(tmp_path / "out", "train")
+    prepared = prepared_truth(shards, source.categories, range(4))
+    objects = {image: [Detection(3, 0.5, [1.0, 2.0, 8.0, 8.0], 64.0)] for image in prepared.images}
+    results = gather_results(world, Scored(objects={"bbox": objects}, truth=prepared))
+    assert results is not None and {one["image_id"] for one in results} == set(given)
+    write_results(tmp_path / "results.json", results)
+    read = read_results([tmp_path / "results.json"], read_annotations(annotations), on_bad="refuse")
+    assert read.detections["bbox"] == objects

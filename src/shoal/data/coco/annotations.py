@@ -40,6 +40,8 @@ class CocoImage:
     file_name: str
     width: int
     height: int
+    given_id: int | str | None = field(default=None, compare=False)
+    """The id in the file if it is a text, or a number above int64; results have it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +189,16 @@ class _Reader:
             raise BadEntry("an image without a size", f"{width} x {height}")
         if isinstance(number, str):  # negative, so that it meets no number of the file
             number = self._names.setdefault(number, -1 - len(self._names))
-        self._images[number] = CocoImage(number, name, width, height)
+        given = entry["id"] if isinstance(entry["id"], str) or number < 0 else None
+        self._images[number] = CocoImage(number, name, width, height, given)
 
     def _take_category(self, entry: Any, index: int) -> None:
-        number = _whole(entry, "id")
+        if isinstance(number := _id(entry, "id"), str):
+            raise UsageError(
+                f"{self._path}: categories[{index}] has the id {shown(entry['id'])}, but ids of categories "
+                "are whole numbers of 63 bits, in results too: number the categories from 1, in 'categories' "
+                "and in the category_id of each annotation"
+            )
         if number in self._categories:
             raise BadEntry("a category whose id another one has", f"id {number}")
         name = entry.get("name", str(number))

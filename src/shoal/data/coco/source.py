@@ -1,8 +1,9 @@
 """Prepares COCO's images and annotations as image shards: ``shoal prepare coco``.
 
 The annotations of an image are stored with it as ``KEY.json``, an object with ``image_id``, ``width`` and
-``height`` (of the image that the boxes and masks refer to) and ``annotations``, COCO's valid objects. The
-categories are in ``categories.json`` beside the manifest; labels are their positions in it, from 1.
+``height`` (of the image that the boxes and masks refer to) and ``annotations``, COCO's valid objects. Where
+an id is a text, or a number above int64, ``given_id`` is the id, and ``image_id`` a number in place of it.
+The categories are in ``categories.json`` beside the manifest; labels are their positions in it, from 1.
 """
 
 from __future__ import annotations
@@ -307,6 +308,8 @@ def as_json(image: CocoImage, objects: tuple[CocoObject, ...], *, run_lengths: b
         for one in objects
     ]
     tree = {"image_id": image.id, "width": image.width, "height": image.height, "annotations": annotations}
+    if image.given_id is not None:
+        tree["given_id"] = image.given_id
     return json.dumps(tree, separators=(",", ":"))
 
 
@@ -408,7 +411,8 @@ def prepared_truth(
         where = f"{shards.name(number)}: its annotations"
         tree = parse_json(bytes(shards.extra(number)), where, remedy="prepare the images again")
         try:
-            image = CocoImage(int(tree["image_id"]), "", int(tree["width"]), int(tree["height"]))
+            size, given = (int(tree["width"]), int(tree["height"])), tree.get("given_id")
+            image = CocoImage(int(tree["image_id"]), "", *size, given)
             images[image.id], objects[image.id] = image, tuple(map(_restored, tree["annotations"]))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ShoalError(f"{where} cannot be read ({error}); prepare the images again") from None

@@ -382,9 +382,13 @@ def test_ids_above_int64_and_words_are_taken(tmp_path: Path) -> None:
     assert all(abs(one.id) < 1 << 63 for some in read.objects.values() for one in some)
     image = read.image_of(large)
     assert image is not None and image == read.image_of(str(large))
-    tree["categories"][0]["id"] = large
-    with pytest.raises(UsageError, match="is an entry whose id is no whole number of 63 bits"):
-        read_annotations(write(tmp_path / "t.json", tree), on_bad="refuse")
+    assert image.given_id == large and image.id < 0
+    for wrong in (large, "boat"):
+        tree["categories"][0]["id"] = wrong
+        with pytest.raises(
+            UsageError, match=rf"categories\[0\] has the id '?{wrong}'?, .* number the categories"
+        ):
+            read_annotations(write(tmp_path / "t.json", tree))
 
 
 def test_results_that_are_annotations(tmp_path: Path) -> None:
