@@ -25,13 +25,13 @@ from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.sgd import SGD
 from shoal.train.servers import log as logs
-from shoal.train.servers.local import local_steps
+from shoal.train.servers.local import LocalSteps, local_steps
 from shoal.train.servers.tensors import checksum
 from shoal.train.weight_averaging import statistics_of
 
 HOSTS = ("a", "a", "b")
 STEPS, EVERY = 8, 3
-ROUNDS, PAUSE_S = 8, 0.02
+ROUNDS, PAUSE_S, FOREVER_S = 8, 0.02, 60.0
 
 
 def net() -> nn.Module:
@@ -248,6 +248,18 @@ def exchanged(log: Path) -> list[list[int]]:
     return [each for row in rows for each in (*row.get("used", ()), *row.get("dropped", ()))]
 
 
+def leave(rounds: LocalSteps, num_steps: int) -> None:
+    """Leave for some exchanges; and, with another step, for none, without what was done."""
+    if num_steps == 5:
+        with rounds.away():
+            with pytest.raises(UsageError, match=r"away\(\) within away\(\)"), rounds.away():
+                pass
+            time.sleep(0.3)
+    elif num_steps == 6:
+        with rounds.away(keep=False):
+            pass
+
+
 def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
     """Workers are late by turns; the state of their own optimizers is that of all their steps."""
     model = DistributedDataParallel(net(), broadcast_buffers=False)
@@ -255,6 +267,7 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
     shape = {name: options[name] for name in ("fragments", "delay", "mix") if name in options}
     num_exchanges = ROUNDS * options.get("fragments", 1) + (options.get("fragments", 1) > 1)
     pauses, num_steps = random.Random(rank), 0
+    leaves = options.get("grace_s") == FOREVER_S
     with local_steps(model, inner, outer, every=EVERY, log=log, **options) as rounds:
         every_step = range(ROUNDS * EVERY + 1)  # what is left, all exchange at the end
         for step in rounds.batches(every_step, tokens_of=lambda step: tokens_of(rank, step)):
@@ -263,12 +276,14 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
             inner.step()
             inner.zero_grad()
             num_steps += 1
+            if leaves and rank == 1:
+                leave(rounds, num_steps)
     dist.barrier()  # rank 0 has written its last line
     counts = logs.summary(log)
     assert counts.num_steps == num_exchanges
     assert max(counts.staleness) <= (1 if options.get("late") == "next" else 0)
     partial = options.get("late") == "partial"
-    assert partial or sum(counts.dropped) or max(counts.staleness), "no worker was late"
+    assert partial or leaves or sum(counts.dropped) or max(counts.staleness), "no worker was late"
 
     want = net()
     reference = outer_of(want)
@@ -284,8 +299,14 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
     assert logs.replay_local(log, want, reference, take_step, every=EVERY, **shape) == num_exchanges
     assert taken[rank] == num_steps
     schedule = FragmentSchedule(EVERY, options.get("fragments", 1))
-    assert partial == any(step < schedule.end_of(exchange) for _, exchange, _, step, _ in exchanged(log))
-    if not shape:  # a share is of the steps of its round that it names
+    assert (partial or leaves) == any(
+        step < schedule.end_of(exchange) for _, exchange, _, step, _ in exchanged(log)
+    )
+    if leaves:
+        absent = [row for row in map(json.loads, log.read_text().splitlines()) if row.get("used")]
+        assert any(1 not in [each[0] for each in row["used"]] for row in absent)
+        assert max(counts.used) == counts.used[0] == num_exchanges
+    elif not shape:  # a share is of the steps of its round that it names
         for of_rank, exchange, _, last, tokens in exchanged(log):
             assert last == exchange * EVERY or (partial and 0 < last - (exchange - 1) * EVERY < EVERY)
             steps = range((exchange - 1) * EVERY, last)
@@ -305,6 +326,10 @@ def take_rounds(rank: int, folder: Path, options: dict[str, Any]) -> None:
         {"wait_for": 2, "fragments": 3},
         {"wait_for": 2, "fragments": 2, "delay": 1, "mix": 0.25, "grace_s": 0.005},
         {"wait_for": 1, "late": "next", "delay": 3},
+        {"wait_for": 2, "grace_s": FOREVER_S},
+        {"wait_for": 1, "grace_s": FOREVER_S, "late": "next"},
+        {"wait_for": 1, "grace_s": FOREVER_S, "late": "partial"},
+        {"wait_for": 2, "grace_s": FOREVER_S, "fragments": 2, "delay": 1, "mix": 0.25},
         {"wait_for": 1, "late": "partial", "grace_s": 0.5},
         {"wait_for": 1, "late": "partial", "grace_s": 0.5, "fragments": 2, "delay": 1},
     ],
@@ -354,6 +379,12 @@ def refuse(rank: int) -> None:
         local_steps(model, inner_of(model), outer_of(model), every=2) as steps,
     ):
         next(steps.batches([1], tokens_of=lambda _: -1))
+    with (
+        pytest.raises(UsageError, match=r"away\(\): all workers wait for each other; give .* wait_for"),
+        local_steps(model, inner_of(model), outer_of(model), every=2) as steps,
+        steps.away(),
+    ):
+        raise AssertionError("it was not refused")
     refused(r"after 2 local steps.*after 3 local steps", model, error=CommError, every=2 + rank)
 
 

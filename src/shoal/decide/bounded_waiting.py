@@ -126,6 +126,7 @@ class StepDecider:
         """by rank: a version that the worker's next gradient has at least"""
         self._dropped: list[Contribution] = []
         self._resting: list[Contribution] = []  # dropped, of workers that wait for the next step
+        self._away: set[int] = set()  # workers that no step waits for
         self._taken_at = 0.0
 
     def offer(self, gradient: Contribution, now: float = 0.0) -> None:
@@ -166,12 +167,10 @@ class StepDecider:
             if not any(each.batch == step for each in heads):
                 return None
             if rule.late == "next" and any(
-                last < step - rule.staleness
-                for last, queue in zip(self._last, self._ready, strict=True)
-                if not queue
+                self._last[rank] < step - rule.staleness for rank in self._missing()
             ):
                 return None  # a gradient that this step does not take would be too old in the next one
-            if rule.grace_s and self._num_ready + len(self._resting) < rule.num_workers:
+            if rule.grace_s and self._missing():
                 self.due = now + rule.grace_s if self.due is None else self.due
                 if now < self.due:
                     return None
@@ -183,6 +182,20 @@ class StepDecider:
         dropped = (*self.take_dropped(), *self._resting)
         self.step, self.due, self._taken_at, self._resting = step, None, now, []
         return Decision(step, tuple(heads), dropped)
+
+    def _missing(self) -> list[int]:
+        """Return the workers that compute the gradient which the next step lacks."""
+        others = self._away | {each.rank for each in self._resting}
+        return [rank for rank, queue in enumerate(self._ready) if not queue and rank not in others]
+
+    def leave(self, rank: int) -> None:
+        """Take note that steps do not wait for a worker; the gradient that it has is used."""
+        self._away.add(rank)
+
+    def come_back(self, rank: int) -> None:
+        """Take note that a worker that was away goes on with the weights of the last step."""
+        self._away.discard(rank)
+        self._last[rank] = self.step
 
     def next_batch(self, gradient: Contribution) -> int | None:
         """Return the batch that a worker begins after it has offered a gradient; ``None``: it waits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Literal
 
 import pytest
 
@@ -159,6 +160,29 @@ def test_a_worker_far_behind_rests_until_the_next_step_which_does_not_wait_for_i
     late = Contribution(2, 3, 2) if rests else Contribution(2, 2, 1)
     decider.offer(late, 30.0)
     assert decider.drop_late() == (() if rests else (late,)), "at the end, it waits for no other step"
+
+
+@pytest.mark.parametrize("late", ["drop", "next"])
+def test_a_step_does_not_wait_for_a_worker_that_is_away(late: Literal["drop", "next"]) -> None:
+    decider = StepDecider(WaitingRule(3, wait_for=1, grace_s=1.0, late=late, staleness=int(late == "next")))
+    decider.offer(Contribution(0, 1, 0), 1.0)
+    decider.offer(Contribution(2, 1, 0), 1.0)
+    assert decider.decide(1.0) is None
+    decider.leave(1)
+    first = decider.decide(1.0)
+    assert first is not None and used(first) == [(0, 1), (2, 1)]
+    for step in range(2, 5):
+        decider.offer(Contribution(0, step, step - 1), 2.0)
+        assert decider.decide(2.0) is None, "worker 2 is there"
+        decider.offer(Contribution(2, step, step - 1), 2.0)
+        assert decider.decide(2.0) is not None
+    decider.come_back(1)
+    for rank in (0, 2):
+        decider.offer(Contribution(rank, 5, 4), 3.0)
+    assert decider.decide(3.0) is None
+    decider.offer(Contribution(1, 5, 4), 3.5)
+    last = decider.decide(3.5)
+    assert last is not None and [rank for rank, _ in used(last)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("gradient", [(0, 2, 0), (0, 1, 1), (0, 1, -1), (0, 0, -1)])

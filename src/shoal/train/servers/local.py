@@ -36,6 +36,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -186,7 +187,7 @@ class LocalSteps(ServersUpdate):
         assert config.local_steps is not None
         self._config, self._outer, self._own = config, outer, own
         self._every, self._group = config.local_steps, python_group(model.process_group)
-        self.step = 0
+        self.step, self._is_away = 0, False
         self._weighs, self._batch_tokens = False, 0  # of the batches since the last step
         self._prepare(log)
 
@@ -262,6 +263,29 @@ class LocalSteps(ServersUpdate):
                     raise UsageError(f"tokens_of(batch) has returned {tokens}; give 0 to {MOST_TOKENS:,}")
                 self._batch_tokens += tokens
             yield batch
+
+    def away(self, *, keep: bool = True) -> AbstractContextManager[None]:
+        """Leave the exchanges of ``wait_for`` workers for a block, in which this worker takes no steps.
+
+        Exchanges do not wait for this worker meanwhile. Its process stays, and receives weights. After the
+        block it continues from the newest weights, with the batches of the steps after the newest exchange.
+
+        Args:
+            keep: hand over the change of the steps since the last exchange; the worker then comes back when
+                an exchange has taken or dropped it. False drops these steps, as when their weights are lost.
+
+        Raises:
+            UsageError: without ``wait_for``, or within another such block.
+
+        Example::
+
+            for inputs in rounds.batches(loader):
+                if host_is_needed_elsewhere():
+                    with rounds.away():
+                        wait_for_host()
+                ...
+        """
+        raise UsageError("away(): all workers wait for each other; give local_steps wait_for=N")
 
     def _has_turn(self) -> bool:
         """Tell whether the next batch is for this worker: all wait for each other, so none is late."""
@@ -466,6 +490,19 @@ class RoundsOfLocalSteps(LocalSteps):
         self._passed += 1
         return self._passed == self.step + 1
 
+    @contextmanager
+    def away(self, *, keep: bool = True) -> Iterator[None]:
+        if self._is_away:
+            raise UsageError("away() within away(): this worker has left the exchanges already")
+        has_steps = self.step > self._schedule.end_of(self._rounds.next_step - 1)
+        if keep and has_steps and self._waits_since is None:
+            self._send_moves()
+        self._rounds.leave()
+        self._is_away = True
+        yield
+        self._is_away = False
+        self._come_back()
+
     def open(self, step: int) -> None:
         self._rounds.open(step // self._every * self._config.fragments)
         self._begin_rounds(step)
@@ -479,6 +516,7 @@ class RoundsOfLocalSteps(LocalSteps):
         self._tokens = TokenCounts(self._config.fragments)
         self._waits_since: int | None = None  # the step after which the exchange under way was begun
         self.is_settled, self._asks = True, False
+        self._is_away = False
         # the weights of the last exchanges that this worker has merged
         self._begun = [parameter.detach().clone() for parameter in self._parameters]
 
@@ -511,6 +549,8 @@ class RoundsOfLocalSteps(LocalSteps):
         return True
 
     def _end_step(self) -> None:
+        if self._is_away:
+            raise UsageError("inner.step() within away(): a worker that is away takes no steps")
         self.step, self.is_settled = self.step + 1, False
         self._count_tokens()
         if self._waits_since is not None and self.step == self._waits_since + self._config.delay:
@@ -564,7 +604,22 @@ class RoundsOfLocalSteps(LocalSteps):
         self._tokens.take([number for number in merged if number != sent])
         self.step = max(self.step, self._schedule.end_of(newest))
 
+    @torch.no_grad()
+    def _come_back(self) -> None:
+        """Go on from the newest weights, once the moves that were handed over are settled."""
+        if self._waits_since is not None:
+            self._waits_since = None
+            self._rounds.wait_for_step()
+        self._rounds.come_back(self.step)
+        self._rounds.take_newest(into=self._begun)
+        torch._foreach_copy_(self._parameters, self._begun)
+        self._tokens.take(range(self._config.fragments))
+        self.is_settled = False
+        self.step = max(self.step, self._schedule.end_of(self._rounds.next_step - 1))
+
     def _finish_exchange(self) -> None:
+        if self._is_away:
+            raise UsageError("bring_state() within away(): all workers take part in it")
         if self._waits_since is not None:
             self._merge()
 

@@ -201,6 +201,8 @@ def replay_local(
             rounds.moves_of(rank, exchange, version, step)
         if row.get("used"):
             rounds.exchange(row["step"], row["used"])
+        if "returned" in row:
+            rounds.note_return(*row["returned"])
         if "left" in row:
             rounds.exchange_left(row["left"], row["tokens"])
         if "norms" in row:
@@ -220,6 +222,7 @@ class _LocalWorker:
         merged: the last exchange that it has merged.
         step: number of its last batch.
         waits: whether it has moves in an exchange that it has not merged.
+        left_at: the step after which it had left, until it takes the newest weights.
     """
 
     own: list[Tensor]
@@ -227,6 +230,7 @@ class _LocalWorker:
     merged: int
     step: int
     waits: bool = False
+    left_at: int | None = None
 
 
 class _LocalRounds:
@@ -313,18 +317,30 @@ class _LocalRounds:
     def _merge(self, rank: int, version: int, step: int) -> None:
         """Take the steps of the delay, up to ``step``, and merge the exchanges up to ``version``."""
         worker = self._each[rank]
-        if not worker.waits:
+        if not worker.waits and worker.left_at is None:
             return
-        self._take_steps(rank, step)
+        if worker.left_at is None:
+            self._take_steps(rank, step)
         merged = []
         for exchange in self._schedule.changed(worker.merged, version):
             places = self._places[self._schedule.fragment_of(exchange)]
             for place, weights in zip(places, self._after[exchange], strict=True):
                 worker.begun[place] = weights
             merged += places
-        mix_into(worker.own, worker.begun, merged, self._kept)
-        worker.merged, worker.waits = version, False
+        if worker.left_at is None:
+            mix_into(worker.own, worker.begun, merged, self._kept)
+        else:
+            worker.own = _copies(worker.begun)
+        worker.merged, worker.waits, worker.left_at = version, False, None
         worker.step = max(worker.step, self._schedule.end_of(version))
+
+    def note_return(self, rank: int, step: int, version: int) -> None:
+        """Note that a worker has come back, which had left after this step, with these weights."""
+        worker = self._each[rank]
+        if worker.left_at is not None or version > worker.merged:
+            self._merge(rank, version, worker.step + self._delay)
+        self._take_steps(rank, step)
+        worker.left_at = step
 
     def _take_steps(self, rank: int, until: int) -> None:
         worker = self._each[rank]

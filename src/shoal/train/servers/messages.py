@@ -7,6 +7,9 @@ Messages are JSON of one length. From a worker:
                                          step for which it is meant; of asynchronous steps, this worker's
                                          number of batches. Of local steps also "share": [150, 4800], the
                                          last of them and the tokens of the change
+    {"kind": "away"}                     of local steps: exchanges do not wait for this worker
+    {"kind": "back", "step": 170, "version": 2}    it returns; it had left after this local step, with the
+                                         weights of this exchange
     {"kind": "synchronize", "batch": 8, "then": "dump", "ends": false}    no more gradients after this batch
 
 From rank 0, to all in the same order:
@@ -16,6 +19,7 @@ From rank 0, to all in the same order:
                                          shares; the step after which all synchronize, once one has asked
                                          for it; of asynchronous ones, the number of gradients of each worker
     {"kind": "close", "step": 4}         who has none for it yet hands over what it has, after its local step
+    {"kind": "back", "rank": 2, "step": 170, "version": 2}
     {"kind": "late", "dropped": [[2, 8, 7]]}                         gradients after which there is no step
     {"kind": "synchronize", "step": 8, "then": "dump", "ends": false}
     {"kind": "abort", "reason": "..."}
@@ -131,6 +135,13 @@ class Coordinator:
                 if message["kind"] == "ready":
                     self._asked = self._asked or bool(message["asks"])
                     self._offer(rank, message)
+                elif message["kind"] == "away":
+                    self._decider.leave(rank)
+                elif message["kind"] == "back":
+                    self._broadcast_late(self._decider.take_dropped())
+                    self._decider.come_back(rank)
+                    numbers = {name: int(message[name]) for name in ("step", "version")}
+                    self._broadcast({"kind": "back", "rank": rank, **numbers})
                 else:
                     self._ended[rank] = int(message["batch"]), message["then"], bool(message["ends"])
                 self._require_same_end()

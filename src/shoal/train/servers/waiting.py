@@ -393,6 +393,16 @@ class BoundedSteps(ServersUpdate):
         self._own_version = self._follower.copy_newest(self._own_version, ahead, into=into)
         self._batch = ahead or self._own_version + 1
 
+    def leave(self) -> None:
+        """Let steps not wait for this worker, until :meth:`come_back`."""
+        self._follower.send({"kind": "away"})
+
+    def come_back(self, step: int) -> None:
+        """Let steps wait for this worker again; it had left after this local step."""
+        before = self._follower.num_returns
+        self._follower.send({"kind": "back", "step": step, "version": self._own_version})
+        self._wait_until(lambda: self._follower.num_returns > before)
+
     @property
     def until(self) -> int | None:
         """The batch after which all workers synchronize, because one has asked for it.
@@ -530,6 +540,7 @@ class Follower:
         closing: the last step for which workers hand over what they have.
         until: the batch after which all workers synchronize, because one has asked for it.
         num_synchronized: times that all have.
+        num_returns: times that this worker has come back.
         grad_norm: norm of the last step's gradient before clipping, where it is measured; else NaN.
         num_skipped: steps not taken because that was not finite.
         num_dropped: gradients of this worker that no step has taken.
@@ -578,7 +589,7 @@ class Follower:
         self.version = after
         self.closing = after
         self.until: int | None = None
-        self.num_synchronized = self.num_skipped = self.num_dropped = 0
+        self.num_synchronized = self.num_skipped = self.num_dropped = self.num_returns = 0
         self.grad_norm = math.nan
         self._counts = Counts(rule.num_workers)
         self._handed: list[_Gradient] = []
@@ -706,6 +717,8 @@ class Follower:
             elif kind == "close":
                 with self._changed:
                     self.closing = order["step"]
+            elif kind == "back":
+                self._note_return(order)
             elif kind == "synchronize":
                 self._synchronize(order)
                 has_ended = order["ends"]
@@ -817,6 +830,14 @@ class Follower:
 
     def _drop(self, gradients: list[list[int]], step: int) -> None:
         self.num_dropped += len(self._settle(gradients, step))
+
+    def _note_return(self, order: Message) -> None:
+        rank = order["rank"]
+        returned = [rank, order["step"], order["version"]]
+        self._log.write({"step": self.version, "used": [], "dropped": [], "returned": returned})
+        with self._changed:
+            self.num_returns += rank == self._group.rank()
+            self._changed.notify_all()
 
     def _synchronize(self, order: Message) -> None:
         sums = {}
