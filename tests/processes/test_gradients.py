@@ -23,7 +23,7 @@ from shoal.env.worker import WorkerRanks
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.models.text_config import AlbertModelConfig
 from shoal.train.config import DistributedConfig
-from shoal.train.gradients import LossScale, Update
+from shoal.train.gradients import LossScale, ManyWorkers, Update
 from shoal.train.model_setup import choose_precision, wrap_model
 from shoal.train.reporting import StepTimer
 from shoal.train.step import Step, Training
@@ -191,6 +191,7 @@ def settle_as_on_a_gpu(rank: int, num_workers: int) -> None:
     module = torch.nn.Linear(3, 2)
     precision = choose_precision("fp32", world.device)
     ddp = wrap_model(module, world, DistributedConfig(), precision, StepTimer(world.device).lap)
+    assert isinstance(ddp, ManyWorkers)
     ddp.device_ids, ddp.use_side_stream_for_tensor_copies = [0], False  # DDP moves the inputs of forward
     ddp.settle_buckets()
     assert module.weight.grad is None

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.json_text import parse_json
 from shoal.train.checkpoint_files import DTYPES, StoredTensor
+from shoal.train.gradients import DataParallel
 
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_NAMES_SHOWN = 5
@@ -217,7 +218,7 @@ def restore(
 
 def _unwrap(model: nn.Module) -> nn.Module:
     while True:
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner

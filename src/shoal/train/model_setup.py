@@ -18,7 +18,14 @@ from shoal.decide.server_assignment import MIB, recommended_bucket_bytes
 from shoal.env.machine import compiler_problem
 from shoal.errors import UsageError
 from shoal.train.config import DistributedConfig, auto_precision
-from shoal.train.gradients import DataParallel, Precision, mean_of_workers, own_norms
+from shoal.train.gradients import (
+    DataParallel,
+    ManyWorkers,
+    OneWorker,
+    Precision,
+    mean_of_workers,
+    own_norms,
+)
 from shoal.train.world import World, run_on_all
 
 # renamed in torch 2.15, which warns about the old name
@@ -40,8 +47,13 @@ def wrap_model(
     config: DistributedConfig,
     precision: Precision,
     lap: Callable[[str], None],
+    *,
+    on_servers: bool = False,
 ) -> DataParallel:
     """Wrap ``model`` so that backward averages its gradients over all workers.
+
+    One worker has nothing to average, so DistributedDataParallel is for several, and for servers and wire
+    formats, which take gradients from it.
 
     Args:
         model: on the device of the worker.
@@ -49,24 +61,37 @@ def wrap_model(
         config: bucket size and wire format.
         precision: autocast type of the forward pass.
         lap: called with ``"backward"`` when the last gradient is ready; the rest of backward is waiting.
+        on_servers: whether servers take the gradients.
 
     Raises:
         UsageError: the model is sharded, wrapped already or has nothing to train.
     """
     _require_replica(model)
+    wrapped: DataParallel
+    if world.num_workers == 1 and config.wire == "fp32" and not on_servers:
+        wrapped = OneWorker(model, world.device)
+    else:
+        wrapped = _distributed(model, world, config, lap)
+    wrapped.precision, wrapped.norms = precision, own_norms(model)
+    return wrapped
+
+
+def _distributed(
+    model: nn.Module, world: World, config: DistributedConfig, lap: Callable[[str], None]
+) -> ManyWorkers:
+    """Return the model in DistributedDataParallel, with its final buckets."""
     recommended = recommended_bucket_bytes(
         world.num_hosts,
         ranks_per_host=world.ranks.num_local_workers,
         gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
     )
-    ddp = DataParallel(
+    ddp = ManyWorkers(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=config.bucket_mb or recommended / MIB,
         gradient_as_bucket_view=True,
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
-    ddp.precision, ddp.norms = precision, own_norms(model)
     hook: Callable[..., Any] = mean_of_workers
     if config.wire == "bf16":
         from shoal.comm.hooks import bf16_wire
@@ -80,14 +105,15 @@ def wrap_model(
 
     ddp.hook, ddp.lap = hook, lap
     ddp.register_comm_hook(dist.group.WORLD, ddp.average_bucket)
+    ddp.settle_buckets()
     return ddp
 
 
 def _require_replica(model: nn.Module) -> None:
     """Check that each worker has the whole model, with weights to train."""
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel | DataParallel):
         raise UsageError(
-            "run.data_parallel was given a model that DistributedDataParallel has wrapped already"
+            "run.data_parallel was given a model that it or DistributedDataParallel has wrapped already"
         )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UsageError(

@@ -377,9 +377,9 @@ class Run:
             self._settings.distributed,
             self.precision,
             self.timer.lap,
+            on_servers=self._settings.servers.mode != "off",
         )
         ddp.average = average
-        ddp.settle_buckets()
         self._training.models.append(ddp)
         return ddp
 

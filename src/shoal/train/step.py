@@ -164,7 +164,8 @@ class Step:
         self._loss += loss.detach()
         weight = training.world.num_workers * training.scale.value  # DDP averages over workers
         (loss * weight).backward()  # type: ignore[no-untyped-call]
-        training.timer.lap("gradient_wait" if self._averages else "backward")
+        waits = not training.models or any(ddp.sends for ddp in training.models)
+        training.timer.lap("gradient_wait" if self._averages and waits else "backward")
 
     @property
     def loss_scale(self) -> float:

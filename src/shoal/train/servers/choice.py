@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shoal.errors import UsageError
 from shoal.optim.sgd import SGD
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import DataParallel, LossScale, Update, parameters_of
+from shoal.train.gradients import DataParallel, LossScale, ManyWorkers, Update, parameters_of
 from shoal.train.servers import local, waiting
 from shoal.train.servers.update import ServedUpdate, ServersUpdate
 
@@ -42,6 +42,7 @@ def choose_update(
         return None
     _check_run(config, kept, models, scale)
     model, optimizer = models[0], kept["optimizer"]
+    assert isinstance(model, ManyWorkers), "on servers, one worker has buckets too"
     update: ServersUpdate | None = None
     if config.mode == "sync":
         update = model.served = ServedUpdate(model, optimizer, config, max_norm=math.inf)
@@ -85,7 +86,7 @@ def _check_run(
 
 
 def _apart(
-    config: ServersConfig, model: DataParallel, optimizer: Optimizer, directory: Path, own: list[Tensor]
+    config: ServersConfig, model: ManyWorkers, optimizer: Optimizer, directory: Path, own: list[Tensor]
 ) -> ServersUpdate:
     """Return the update of a mode in which workers do not wait for each other in every step."""
     log = directory / waiting.LOG
