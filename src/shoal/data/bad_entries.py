@@ -25,6 +25,7 @@ NO_LABEL = "an example without a label"
 OTHER_WIDTH = "a line with another number of columns than the first line"
 NOT_PARSED = "a page that the parser of wikitext refuses"
 NO_TEXT = "a row whose text is null"
+REPEATED = "a token that is there again below, where its id is"
 
 STANDARD = {
     NO_AREA: "COCO train2017: 2",
@@ -32,6 +33,7 @@ STANDARD = {
     OTHER_WIDTH: "GLUE's QQP; SNLI",
     NOT_PARSED: "dumps of Wikipedia",
     NO_TEXT: "corpora on the hub",
+    REPEATED: "the vocabulary of bert-base-multilingual-uncased",
 }
 """Kinds that standard sets have as published, and where; they are left out at any share."""
 

@@ -220,9 +220,10 @@ def _make_job(
         records.mkdir(exist_ok=True)
         trains = config.trains_tokenizer
         shown.start(f"Training a tokenizer ({config.tokenizer})" if trains else "Reading a sample", 0)
-        given = (
-            None if trains else tokenizer.read_tokenizer(Path(config.tokenizer), lowercase=config.lowercase)
-        )
+        given = None
+        if not trains:
+            name, lowercase = Path(config.tokenizer), config.lowercase
+            given = tokenizer.read_tokenizer(name, lowercase=lowercase, on_bad=config.on_bad)
         sample: list[str] = []
         is_whole = False
         if trains or not is_more_than_sample(chunks, config.errors):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 import unicodedata
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from typing import Any, Literal
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from shoal.atomic_io import read_text
+from shoal.data.bad_entries import REPEATED, BadEntries, BadEntry, OnBad
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 
@@ -65,15 +66,22 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], *, vocab_size: int, lowerc
     return _wordpiece(_wordpiece_vocabulary(model, vocab_size), lowercase)
 
 
-def read_tokenizer(path: Path, *, lowercase: bool, needs: Sequence[str] = tuple(SPECIAL_TOKENS)) -> Tokenizer:
+def read_tokenizer(
+    path: Path,
+    *,
+    lowercase: bool,
+    needs: Sequence[str] = tuple(SPECIAL_TOKENS),
+    on_bad: OnBad = "skip",
+) -> Tokenizer:
     """Read a sentencepiece ``.model`` (Unigram), a BERT ``vocab.txt`` or a ``tokenizer.json``.
 
     ``lowercase`` (which also drops accents, as ALBERT and BERT-uncased do) applies to the first two; a JSON
-    file has its own normaliser. ``needs`` are the required roles of ``SPECIAL_TOKENS``.
+    file has its own normaliser. ``needs`` are the required roles of ``SPECIAL_TOKENS``. Tokens that a
+    vocabulary has twice are counted on stderr, or with ``on_bad="refuse"`` refused.
 
     Raises:
-        UsageError: the file is missing or unreadable, is not what its name says, or lacks one of the
-            special tokens.
+        UsageError: the file is missing or unreadable, is not what its name says, lacks one of the special
+            tokens, or has a token twice, which is refused.
     """
     try:
         data = path.read_bytes()
@@ -87,7 +95,7 @@ def read_tokenizer(path: Path, *, lowercase: bool, needs: Sequence[str] = tuple(
             model, _sentencepiece_normalizer(lowercase, model.normalizer_spec.precompiled_charsmap)
         )
     elif path.suffix == ".txt":
-        tokenizer = _wordpiece(_read_vocabulary(path), lowercase)
+        tokenizer = _wordpiece(_read_vocabulary(path, on_bad), lowercase)
     elif path.suffix == ".json":
         try:
             tokenizer = Tokenizer.from_buffer(data)
@@ -323,22 +331,19 @@ def _wordpiece_vocabulary(model: Any, vocab_size: int) -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
 
 
-def _read_vocabulary(path: Path) -> dict[str, int]:
+def _read_vocabulary(path: Path, on_bad: OnBad) -> dict[str, int]:
     """Return the ids of a ``vocab.txt``, which are line numbers; of equal lines the last counts.
 
     That is how transformers reads such files, as bert-base-multilingual-uncased's.
     """
     tokens = [line.rstrip("\r") for line in read_text(path).removesuffix("\n").split("\n")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        again = [n for n, token in enumerate(tokens) if vocabulary[token] != n]
-        places = ", ".join(f"line {n + 1}: {tokens[n]!r}" for n in again[:3])
-        more = f" and {len(again) - 3} more" if len(again) > 3 else ""
-        warnings.warn(
-            f"tokenizer {path}: {len(again)} tokens are there again below ({places}{more}); the last line of "
-            "each is its id",
-            stacklevel=3,
-        )
+    bad = BadEntries(f"tokenizer {path}", on_bad)
+    for number, token in enumerate(tokens):
+        if vocabulary[token] != number:
+            bad.add(BadEntry(REPEATED, repr(token)), f"line {number + 1}")
+    for line in bad.lines():
+        print(f"shoal: {line}", file=sys.stderr)
     return vocabulary
 
 

@@ -209,15 +209,21 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
-def test_a_vocabulary_with_lines_twice_is_that_of_transformers(tmp_path: Path) -> None:
+def test_a_vocabulary_with_lines_twice_is_that_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import BertTokenizer
 
     lines = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "ship", "", "fox", "ship", "", "##es"]
     lines += ["\u3000", "\u00a0", "\u2028", "\u0085", ""]  # spaces that end no line, and a blank last line
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(lines) + "\n")
-    with pytest.warns(UserWarning, match=r"vocab\.txt: 3 tokens are there again below \(line 7: 'ship', l"):
-        tokenizer = read_tokenizer(path, lowercase=True)
+    tokenizer = read_tokenizer(path, lowercase=True)
+    kind = "token that is there again below, where its id is"
+    line = f"shoal: tokenizer {path}: left out 3: {kind}: 3 (line 7: 'ship', line 8, line 11)\n"
+    assert capsys.readouterr().err == line
+    with pytest.raises(UsageError, match=rf"line 7 is a {kind}: 'ship'; correct it, or let such"):
+        read_tokenizer(path, lowercase=True, on_bad="refuse")
     theirs = BertTokenizer(vocab={token: number for number, token in enumerate(lines)})
     for text in ("the ship", "the fox ships", "foxes", "shipes the fox"):
         assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
