@@ -378,7 +378,8 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
     The modules share the compiled code: repeated layers of a model are one graph, however many they are.
     Inside of :class:`SampleDropout`, the number of a module's first dropout goes into its keys, which are an
-    input of the graph.
+    input of the graph. In evaluation they run as they are, since a model that writes has new shapes with each
+    token.
 
     Example:
         >>> layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
@@ -393,6 +394,8 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
 def _call_block(run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a compiled block with the keys of the dropout around it, which is not active inside."""
+    if not block.training:
+        return type(block).forward(block, *args, **kwargs)
     around = _get_current_function_mode()  # type: ignore[no-untyped-call]
     if not isinstance(around, SampleDropout):
         return run(block, None, 1, args, kwargs)[0]

@@ -69,7 +69,8 @@ class T5(nn.Module):
         """Compile the blocks, and the loss, with ``torch.compile``, which takes these options.
 
         Blocks share the compiled code, a graph for the first and one for the others of each stack, so
-        compiling takes seconds whatever the depth. A model that recomputes activations is one graph.
+        compiling takes as long whatever the depth; in evaluation they are not compiled. A model that
+        recomputes activations is one graph.
         """
         if self._recomputes:
             super().compile(*args, **options)

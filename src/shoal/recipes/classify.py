@@ -164,7 +164,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         labels = training.data.labels
         model = load_task_model(SequenceClassification, source, labels=labels, **config.model.options)
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
-        run.compile(model, dynamic=True, by_default=False)
+        run.compile(model, dynamic=True)
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         loss_of = score_loss if config.data.scores else label_loss
         run.keep(model=model, optimizer=optimizer)

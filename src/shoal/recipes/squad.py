@@ -137,7 +137,7 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     torch.manual_seed(run.seed)
     model = load_task_model(QuestionAnswering, source, **config.model.options)
     ddp = run.data_parallel(model, average=config.optim.clip == "global")
-    run.compile(model, dynamic=True, by_default=False)
+    run.compile(model, dynamic=True)
     optimizer = build_optimizer(model.named_parameters(), config.optim)
     run.keep(model=model, optimizer=optimizer)
 

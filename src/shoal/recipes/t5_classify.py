@@ -187,7 +187,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             if scratch:
                 init_whole(model, run.world.device, seed=run.seed)
             ddp = run.data_parallel(model, average=config.optim.clip == "global")
-            run.compile(model, dynamic=True, by_default=False)
+            run.compile(model, dynamic=True, by_default=not config.model.activation_checkpointing)
         optimizer = build_optimizer(trained.named_parameters(), config.optim)
         run.keep(**(stage.kept() if stage is not None else {"model": model}), optimizer=optimizer)
 

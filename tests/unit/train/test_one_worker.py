@@ -52,7 +52,7 @@ def trained(folder: Path, wrap: Callable[[Run, nn.Module], DataParallel]) -> tup
         optimizer = Lamb(net.parameters(), lr=0.1)
         run.keep(model=net, optimizer=optimizer)
         for step in run.steps(data(), Sizes(global_batch_size=8, micro_batch_size=4), until=3):
-            with profile(activities=[ProfilerActivity.CPU]) as profiler, step:
+            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, step:
                 for points in step:
                     step.backward(model(points).square().sum() / step.num_samples)
                 step.update(optimizer, max_norm=0.5)
