@@ -22,7 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from cyclopts import Parameter
 
 from shoal.data.text.text_scores import require_packages, score_names
 from shoal.decide.batch import BatchPlan, StagesConfig
@@ -64,12 +66,21 @@ PRESETS = ("t5", "tiny")
 class T5DataConfig(T5WordingConfig, ClassifyDataConfig):
     """The files of examples, the names of their columns and the wording of inputs."""
 
+    scores: Annotated[bool, Parameter(show=False)] = False
+    """Refused: T5 learns texts and labels, and no numbers."""
+
     def check_columns(self) -> None:
         """Check that the two columns of texts go together, and with the other settings.
 
         Raises:
-            UsageError: they do not.
+            UsageError: they do not, or labels are scores.
         """
+        if self.scores:
+            raise UsageError(
+                "data.scores: T5 learns texts and labels, and no numbers; finetune an encoder with `shoal "
+                "finetune classify --data.scores`, or let T5 write the numbers as texts, with --task, "
+                "--data.source-column and --data.target-column"
+            )
         if not self.is_text:
             if self.target_column:
                 raise UsageError("data.target_column needs data.source_column, the texts to read")

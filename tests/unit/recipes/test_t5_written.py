@@ -27,6 +27,7 @@ from shoal.recipes.t5_written import (
     ("settings", "error"),
     [
         ({"source_column": "a"}, "data.source_column needs data.target_column"),
+        ({"scores": True}, "T5 learns texts and labels, and no numbers; finetune an encoder with `shoal"),
         ({"target_column": "b"}, "data.target_column needs data.source_column"),
         ({"source_column": "a", "target_column": "b"}, 'needs a name.*give --task, "" for none'),
         ({"source_column": "a", "target_column": "b", "task": "sum", "labels": ("x",)}, "data.labels are of"),
