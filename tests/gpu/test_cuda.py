@@ -81,7 +81,7 @@ def test_the_timer_reads_events() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
 def test_steps_are_decided_on_the_device_without_a_wait(tmp_path: Path, name: str) -> None:
     """torch raises where the host waits for the device. Step 4 is skipped, all are clipped."""
     points = torch.utils.data.TensorDataset(torch.arange(64.0).view(16, 4))

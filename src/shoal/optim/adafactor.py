@@ -204,7 +204,7 @@ def _means_of_squares(batch: Batch, grads: Tensor, dim: int) -> Tensor:
         whole = grads.new_zeros(len(grads), *_without(shape, dim))
         whole[:, *_box_without(local_box(batch.params[0]), dim)] = squares
         squares = whole
-    sum_shards(batch.params, list(squares.unbind()))
+    sum_shards(batch.params, squares)
     means: Tensor = squares.div_(shape[dim]).add_(batch.group["eps1"])
     return means
 

@@ -29,6 +29,7 @@ from shoal.optim.moments import (
     MomentsOptimizer,
     Scale,
     Squares,
+    local_part,
     native_grads,
     root_of_sum,
     same_layout,
@@ -101,6 +102,8 @@ class Lamb(MomentsOptimizer):
         >>> grad_norm, weight_norm = optimizer.norms()
     """
 
+    counts_on_device = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -144,23 +147,27 @@ class Lamb(MomentsOptimizer):
                 squares.append(whole_squares(params, [parameter.grad for parameter in params]).sum())
         return root_of_sum(squares) if len(squares) > 1 else native_norm
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Return whether a step reads ``found_inf`` on the device, which torch's GradScaler asks."""
+        grown = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return bool(grown) and all(map(_suits_kernel, grown))
+
     def _update(self, batch: Batch) -> Squares:
-        return self._update_in_passes(batch) if _has_kernel(batch) else self._update_foreach(batch)
+        if _has_kernel(batch):
+            return self._update_in_passes(batch)
+        if batch.skip is not None and batch.skip.item():
+            return 0.0, 0.0
+        return self._update_foreach(batch)
 
     def _update_in_passes(self, batch: Batch) -> Squares:
         from shoal.optim.lamb_kernel import LambKernel  # Triton is loaded where it is needed
 
-        grad_squares: list[Tensor] = []
-        weight_squares: list[Tensor] = []
-        for part in batch.by_step():
-            lists = part.grads, part.entries("exp_avg"), part.entries("exp_avg_sq"), part.weights
-            kernel = LambKernel(*lists, batch.group, part.steps[0])
-            sums = kernel.blend(batch.scale)
-            sum_shards(part.params, list(sums.unbind()))
-            kernel.apply(sums, batch.lr)
-            grad_squares.append(sums[:, 0].sum())
-            weight_squares.append(sums[:, 1].sum())
-        return sum(grad_squares), sum(weight_squares)
+        kernel = LambKernel(batch)
+        sums = kernel.blend(batch.scale)
+        sum_shards(batch.params, sums)
+        kernel.apply(sums, batch.lr)
+        return sums[:, 0].sum(), sums[:, 1].sum()
 
     def _update_foreach(self, batch: Batch) -> Squares:
         group, weights, grads, scale = batch.group, batch.weights, batch.grads, batch.scale
@@ -183,6 +190,13 @@ class Lamb(MomentsOptimizer):
         options = ("betas", "eps", "weight_decay", "bias_correction", "trust_ratio")
         moments = {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
         return native.lamb_step(steps=batch.steps, **batch.native_arguments(*options, **moments))
+
+
+def _suits_kernel(parameter: Tensor) -> bool:
+    """Return whether the kernel updates a parameter, if its state has the same form."""
+    weight, grad = local_part(parameter), local_part(parameter.grad)
+    are_dense = weight.is_contiguous() and grad.is_contiguous()
+    return weight.is_cuda and are_dense and weight.dtype == grad.dtype == torch.float32 and has_triton()
 
 
 def _has_kernel(batch: Batch) -> bool:

@@ -12,14 +12,16 @@ Only :mod:`shoal.optim.lamb` calls this module, and imports it when the first pa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from shoal.optim.moments import Batch
 
 CHUNK, BLOCK = tl.constexpr(16_384), tl.constexpr(2_048)
 """Elements of a program, and of those the ones that it has in registers at a time."""
@@ -44,29 +46,16 @@ def _chunks_of(sizes: tuple[int, ...], device: torch.device) -> _Chunks:
 
 
 class LambKernel:
-    """Updates tensors of one step number, float32 and dense, in two passes.
+    """Updates dense float32 tensors in two passes, unless the device skips the step.
 
     Args:
-        grads: gradients, before they are scaled.
-        exp_avgs: first moments, updated in place by :meth:`blend`.
-        exp_avg_sqs: second moments, likewise.
-        weights: updated in place by :meth:`apply`.
-        group: its ``betas``, ``eps``, ``weight_decay``, ``bias_correction`` and ``trust_ratio`` are read.
-        step: number of this update, from 1.
+        batch: its gradients (before they are scaled), weights, moments, step numbers and group are read.
     """
 
-    def __init__(
-        self,
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        group: dict[str, Any],
-        step: float,
-    ) -> None:
-        device = weights[0].device
-        sizes = tuple(weight.numel() for weight in weights)
-        lists = (grads, exp_avgs, exp_avg_sqs, weights)
+    def __init__(self, batch: Batch) -> None:
+        lists = (batch.grads, batch.entries("exp_avg"), batch.entries("exp_avg_sq"), batch.weights)
+        device, group = batch.weights[0].device, batch.group
+        sizes = tuple(weight.numel() for weight in batch.weights)
         rows = [[tensor.data_ptr() for tensor in tensors] for tensors in lists] + [list(sizes)]
         table = torch.tensor(rows, dtype=torch.int64)
         # Pinned memory is kept until the copy from it is done: the host does not wait.
@@ -74,15 +63,19 @@ class LambKernel:
         self._chunks = _chunks_of(sizes, device)
         self._num_tensors, self._device = len(sizes), device
         beta1, beta2 = group["betas"]
-        corrected = group["bias_correction"]
+        assert batch.counts is not None
+        self._steps = batch.counts
+        self._skip = batch.counts if batch.skip is None else batch.skip.float()
         self._options: dict[str, Any] = {
             "beta2": beta2,
             "new1": 1.0 - beta1,
             "new2": 1.0 - beta2,
-            "correction1": 1.0 - beta1**step if corrected else 1.0,
-            "correction2": math.sqrt(1.0 - beta2**step) if corrected else 1.0,
+            "log1": math.log(beta1) if beta1 else -math.inf,
+            "log2": math.log(beta2) if beta2 else -math.inf,
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],
+            "IS_CORRECTED": bool(group["bias_correction"]),
+            "MAY_SKIP": batch.skip is not None,
             # gradients may lie at any place of a bucket
             "IS_ALIGNED": all(address % 16 == 0 for row in rows[:4] for address in row),
         }
@@ -108,8 +101,9 @@ class LambKernel:
         )
         with _on(self._device):
             _blend[(num_chunks,)](
-                self._table, *self._chunks, parts, factor, self._num_tensors, **self._options, num_warps=8
-            )
+                self._table, *self._chunks, parts, factor, self._steps, self._skip, self._num_tensors,
+                **self._options, num_warps=8,
+            )  # fmt: skip
             _sum_parts[(self._num_tensors,)](parts, self._chunks.first, sums, num_warps=4)
         return sums
 
@@ -123,8 +117,8 @@ class LambKernel:
         options = {name: self._options[name] for name in self._options if name not in _BLENDED}
         with _on(self._device):
             _apply[(len(self._chunks.tensors),)](
-                self._table, *self._chunks, sums.contiguous(), self._num_tensors, lr, **options,
-                HAS_RATIO=self._has_ratio, num_warps=8,
+                self._table, *self._chunks, sums.contiguous(), self._steps, self._skip, self._num_tensors, lr,
+                **options, HAS_RATIO=self._has_ratio, num_warps=8,
             )  # fmt: skip
 
 
@@ -150,9 +144,26 @@ def _update(m, v, w, correction1, correction2, eps, weight_decay):
 
 
 @triton.jit
+def _corrections(step, log1, log2, IS_CORRECTED: tl.constexpr):
+    """Return the corrections of both moments, for a step from 1 and logarithms of the decay rates."""
+    correction1, correction2 = 1.0, 1.0
+    if IS_CORRECTED:
+        number = step.to(tl.float64)
+        correction1 = (1.0 - tl.exp(number * log1)).to(tl.float32)
+        correction2 = tl.sqrt((1.0 - tl.exp(number * log2)).to(tl.float32))
+    return correction1, correction2
+
+
+@triton.jit
+def _stored(count, skip, MAY_SKIP: tl.constexpr):
+    """Return how many of a chunk's elements are written: none if the step is skipped."""
+    return tl.where(tl.load(skip) == 0.0, count, 0) if MAY_SKIP else count
+
+
+@triton.jit
 def _blend(
-    table, tensors, first, parts, scale, num_tensors, beta2, new1, new2, correction1, correction2, eps,
-    weight_decay, IS_ALIGNED: tl.constexpr,
+    table, tensors, first, parts, scale, steps, skip, num_tensors, beta2, new1, new2, log1, log2, eps,
+    weight_decay, IS_CORRECTED: tl.constexpr, MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     tensor = tl.load(tensors + chunk)
@@ -163,7 +174,9 @@ def _blend(
     seconds = _address(table, 2, tensor, num_tensors, IS_ALIGNED) + begin
     weights = _address(table, 3, tensor, num_tensors, IS_ALIGNED) + begin
     factor = tl.load(scale)
+    correction1, correction2 = _corrections(tl.load(steps + tensor), log1, log2, IS_CORRECTED)
     left = tl.minimum(size - begin, CHUNK).to(tl.int32)
+    stored = _stored(left, skip, MAY_SKIP)
     grad_sq = tl.zeros((BLOCK,), tl.float32)
     weight_sq = tl.zeros((BLOCK,), tl.float32)
     update_sq = tl.zeros((BLOCK,), tl.float32)
@@ -176,8 +189,8 @@ def _blend(
         w = tl.load(weights + i, mask=inside, other=0.0)
         m += (g - m) * new1
         v = v * beta2 + g * g * new2
-        tl.store(firsts + i, m, mask=inside)
-        tl.store(seconds + i, v, mask=inside)
+        tl.store(firsts + i, m, mask=i < stored)
+        tl.store(seconds + i, v, mask=i < stored)
         u = tl.where(inside, _update(m, v, w, correction1, correction2, eps, weight_decay), 0.0)
         grad_sq += g * g
         weight_sq += w * w
@@ -204,8 +217,8 @@ def _sum_parts(parts, first, sums):
 
 @triton.jit
 def _apply(
-    table, tensors, first, sums, num_tensors, lr, correction1, correction2, eps, weight_decay,
-    IS_ALIGNED: tl.constexpr, HAS_RATIO: tl.constexpr,
+    table, tensors, first, sums, steps, skip, num_tensors, lr, log1, log2, eps, weight_decay,
+    IS_CORRECTED: tl.constexpr, MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr, HAS_RATIO: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     tensor = tl.load(tensors + chunk)
@@ -220,7 +233,8 @@ def _apply(
         update_norm = tl.sqrt_rn(tl.load(sums + tensor * 4 + 2))
         is_zero = (weight_norm == 0.0) | (update_norm == 0.0)
         rate = lr * tl.where(is_zero, 1.0, weight_norm / tl.where(is_zero, 1.0, update_norm))
-    left = tl.minimum(size - begin, CHUNK).to(tl.int32)
+    correction1, correction2 = _corrections(tl.load(steps + tensor), log1, log2, IS_CORRECTED)
+    left = _stored(tl.minimum(size - begin, CHUNK).to(tl.int32), skip, MAY_SKIP)
     for at in range(0, CHUNK, BLOCK):
         i = at + tl.arange(0, BLOCK)
         inside = i < left

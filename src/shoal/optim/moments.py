@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,6 +45,10 @@ class Batch:
     """Of each parameter; their steps count the one that is taken."""
     scale: Scale
     """Factor on the gradients."""
+    counts: Tensor | None = None
+    """Numbers of this step of all parameters, from 1, ``[len(params)]``; their states have views of it."""
+    skip: Tensor | None = None
+    """A scalar of the device that is not 0 where all must stay as it is; ``None``: the update is taken."""
 
     @cached_property
     def weights(self) -> list[Tensor]:
@@ -55,27 +60,24 @@ class Batch:
         """This worker's parts of the gradients, not scaled."""
         return [local_part(parameter.grad) for parameter in self.params]
 
-    @property
+    @cached_property
     def steps(self) -> list[float]:
-        return [state["step"].item() for state in self.states]
+        """Numbers of this step of each parameter, from 1; waits for a device that counts them."""
+        assert self.counts is not None
+        numbers: list[float] = self.counts.tolist()
+        return numbers
 
     @property
     def lr(self) -> float:
         return float(self.group["lr"])
 
-    def by_step(self) -> list[Batch]:
-        """Return the parameters whose number of steps is the same, together; mostly all of them."""
-        groups: dict[float, list[int]] = {}
-        for index, step in enumerate(self.steps):
-            groups.setdefault(step, []).append(index)
-        if len(groups) == 1:
-            return [self]
-        return [self.chosen(indices) for indices in groups.values()]
-
     def chosen(self, indices: Sequence[int]) -> Batch:
         """Return some of the parameters."""
         return replace(
-            self, params=[self.params[k] for k in indices], states=[self.states[k] for k in indices]
+            self,
+            params=[self.params[k] for k in indices],
+            states=[self.states[k] for k in indices],
+            counts=None if self.counts is None else self.counts[list(indices)],
         )
 
     def entries(self, name: str) -> list[Tensor]:
@@ -154,6 +156,9 @@ class MomentsOptimizer(Optimizer):
     on the CPU, and the state of a new parameter where that is not torch's Adam's.
     """
 
+    counts_on_device = False
+    """Keep the numbers of steps where the parameters are, for updates that the device may skip."""
+
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, implementation: Implementation = "foreach"
     ) -> None:
@@ -196,7 +201,8 @@ class MomentsOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._apply_update(grad_scale)
+        amp_scale: Tensor | None = getattr(self, "grad_scale", None)  # of torch's GradScaler
+        self._apply_update(grad_scale if amp_scale is None else grad_scale / amp_scale)
         return loss
 
     def norms(self) -> tuple[float, float]:
@@ -209,7 +215,9 @@ class MomentsOptimizer(Optimizer):
         squares: list[Squares] = []
         for group in self.param_groups:
             for is_native, params in self._batches(group):
-                batch = Batch(group, params, self._next_states(group, params), scale)
+                states = self._states_of(group, params)
+                counts = self._count_step(states, params[0].device) if "step" in states[0] else None
+                batch = Batch(group, params, states, scale, counts, getattr(self, "found_inf", None))
                 if is_native:
                     grad_norm, weight_norm = self._update_native(batch)
                     squares.append((grad_norm**2, weight_norm**2))
@@ -261,18 +269,32 @@ class MomentsOptimizer(Optimizer):
             )
         return suits and (self.implementation == "native" or native.is_built())
 
-    def _next_states(self, group: dict[str, Any], params: list[Tensor]) -> list[dict[str, Any]]:
-        """Return the parameters' states, created where missing, each with its step incremented."""
+    def _states_of(self, group: dict[str, Any], params: list[Tensor]) -> list[dict[str, Any]]:
+        """Return the parameters' states, created where missing."""
         states = []
         for parameter in params:
             entry: dict[str, Any] = self.state[parameter]
             if not entry:
                 entry.update(self._new_state(group, parameter))
             states.append(entry)
-        steps = [entry["step"] for entry in states if "step" in entry]
-        if steps:
-            torch._foreach_add_(steps, 1.0)
         return states
+
+    def _count_step(self, states: list[dict[str, Any]], device: torch.device) -> Tensor:
+        """Add 1 to the step of all states, unless the device skips it; return the steps as one tensor.
+
+        Those of the states become its views: hundreds of additions would take milliseconds.
+        """
+        steps = [entry["step"] for entry in states]
+        packs: dict[int, tuple[Tensor, list[Tensor]]] = self.__dict__.setdefault("_packs", {})
+        key = id(states[0])
+        if key not in packs or not _are_same(steps, packs[key][1]):  # new, or loaded
+            packed = torch.stack(steps).to(device if self.counts_on_device else "cpu")
+            packs[key] = packed, list(packed.unbind())
+            for entry, step in zip(states, packs[key][1], strict=True):
+                entry["step"] = step
+        counts = packs[key][0]
+        skip: Tensor | None = getattr(self, "found_inf", None)
+        return counts.add_(1.0 if skip is None else 1.0 - skip.to(counts.device))
 
 
 def fused_adam_updates(
@@ -305,11 +327,18 @@ def fused_adam_updates(
 
 def same_layout(*lists: Sequence[Tensor]) -> bool:
     """Return whether the tensors at each place have one type and are dense in one order of the elements."""
+    tensors_of = [tensor for tensors in lists for tensor in tensors]
+    if all(tensor.is_contiguous() for tensor in tensors_of):  # quick
+        return all(len({tensor.dtype for tensor in tensors}) == 1 for tensors in zip(*lists, strict=True))
     return all(
         len({(tensor.dtype, tensor.stride()) for tensor in tensors}) == 1
         and torch.empty_like(tensors[0]).stride() == tensors[0].stride()
         for tensors in zip(*lists, strict=True)
     )
+
+
+def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
@@ -379,12 +408,12 @@ def local_box(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-def sum_shards(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+def sum_shards(params: Sequence[Tensor], tensors: Sequence[Tensor] | Tensor) -> None:
     """Sum in place the contributions of each parameter's shards to a tensor that all of them hold.
 
     Args:
         params: define how tensors are sharded; those of unsharded parameters stay as they are.
-        tensors: one for each of ``params``, all of one device and type.
+        tensors: one for each of ``params``, all of one device and type; or a tensor of as many rows.
     """
     shards: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for index, parameter in enumerate(params):
@@ -413,7 +442,7 @@ def whole_squares(params: Sequence[Tensor], tensors: Sequence[Tensor | None]) ->
     parts = [local_part(tensor) for tensor in tensors]
     norms = torch._foreach_norm(parts, 2, dtype=torch.promote_types(parts[0].dtype, torch.float32))
     squares = torch.stack(norms).square_()
-    sum_shards(params, list(squares.unbind()))
+    sum_shards(params, squares)
     return squares
 
 

@@ -82,6 +82,26 @@ def check_repeats() -> None:
     assert all(map(torch.equal, *results))
 
 
+def check_skipped(*, dtype: torch.dtype) -> None:
+    """A step that the device skips leaves no trace, in the kernel and in ``_foreach_`` operations."""
+    ours, other = (Lamb(groups(torch.float32), 0.1, implementation="foreach") for _ in range(2))
+    lamb._has_kernel = lambda batch: batch.weights[0].dtype == dtype
+    for step, skipped in enumerate((False, True, False)):
+        for optimizer in (ours, other):
+            give_gradients(optimizer, step, shifted=False)
+        if skipped:
+            ours.param_groups[0]["params"][0].grad.fill_(torch.inf)
+        ours.found_inf = torch.tensor(float(skipped))  # type: ignore[attr-defined]
+        ours.step()
+        if not skipped:
+            other.step()
+    assert [float(state["step"]) for state in ours.state.values()] == [2.0] * len(SHAPES)
+    for mine, theirs in zip(ours.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    for mine, theirs in zip(ours.param_groups, other.param_groups, strict=True):
+        assert all(map(torch.equal, mine["params"], theirs["params"]))
+
+
 def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, __file__]
@@ -95,3 +115,5 @@ if __name__ == "__main__":
     check(max_grad_norm=1.0)
     check(bias_correction=False)
     check_repeats()
+    check_skipped(dtype=torch.float32)
+    check_skipped(dtype=torch.float64)
