@@ -159,7 +159,8 @@ def _pair(tiny: bool) -> Iterator[Job]:
 
 
 def _bench(recipe: str, preset: str, batch: int, *options: object, tiny: bool = False) -> tuple[str, ...]:
-    steps = ("--warm-up", 1, "--steps", 2) if tiny else ("--warm-up", 5, "--steps", 15)
+    warm_up, timed = (1, 2) if tiny else (5, 60 if "--data.decode" in options else 15)
+    steps = ("--warm-up", warm_up, "--steps", timed)
     words = ("--preset", preset, "--workers", 1, "--batch", batch, *steps, *options, "--json", "{out}")
     return _module("shoal", "bench", "train", recipe, *words)
 
@@ -255,10 +256,13 @@ def _vision(made: Path, results: Path, tiny: bool) -> Iterator[Job]:
     command = _bench("resnet50", "imagenet-16k", 256, *bf16, "--train.overfit-steps", 1)
     yield Job(title=title, kind="train", command=command, limit_s=80)
     yield _peer("resnet50", "torchvision's ResNet-50 in a plain loop", title, tiny=False)
-    command = _bench("resnet50", "imagenet-16k", 256, *bf16)
-    yield Job(title="ResNet-50, made JPEGs", kind="train", command=command, target=3_079.0, limit_s=80)
-    command = _bench("resnet50", "imagenet-16k", 256, *bf16, *real)
-    yield Job(title="ResNet-50, JPEGs of COCO over and over", kind="train", command=command, limit_s=80)
+    plain = [
+        word for name in ("brightness", "saturation", "hue", "lighting") for word in (f"--augment.{name}", 0)
+    ]
+    for decode in ("host", "device"):
+        command = _bench("resnet50", "imagenet-16k", 256, *bf16, *plain, *real, "--data.decode", decode)
+        title = f"ResNet-50, JPEGs of COCO over and over, decoded by the {decode}"
+        yield Job(title=title, kind="train", command=command, target=3_079.0, limit_s=80)
 
 
 def _t5(results: Path, tiny: bool) -> Iterator[Job]:
