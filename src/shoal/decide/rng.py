@@ -78,6 +78,7 @@ class Stream(IntEnum):
     ROI_SAMPLING = 26
     STAGE_WEIGHTS = 29
     STAGE_OPERATIONS = 30
+    BLOCK_PHASE = 31
 
 
 def random_keys(seed: int, stream: Stream, *counters: npt.ArrayLike) -> UInt64Array:

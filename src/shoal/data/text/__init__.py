@@ -8,6 +8,6 @@
    ``shards``; the manifest is written last.
 4. ``examples`` makes examples for masked-LM with sentence order or next-sentence prediction, a pure function
    of (seed, epoch, index): ``segments`` chooses the text and ``masking`` the tokens to predict.
-   ``span_corruption`` does the same for T5.
+   ``span_corruption`` does the same for T5, and ``blocks`` for causal language models.
 5. ``classify`` and ``text_to_text`` read labelled texts for finetuning; ``task_batches`` batches them.
 """
