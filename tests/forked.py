@@ -41,6 +41,7 @@ PRELOADED = [
     "shoal.data.text.examples",
     "shoal.data.text.prepare",
     "shoal.launch.host_rendezvous",
+    "shoal.models.causal",
     "shoal.models.detection.mask_rcnn",
     "shoal.models.pretraining",
     "shoal.models.resnet",
@@ -53,6 +54,8 @@ PRELOADED = [
     "shoal.train.servers.log",
     "shoal.train.optimizers",
     "shoal.train.run",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
     "preloaded",  # the last
 ]
 

@@ -23,6 +23,8 @@ from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.bert import BertConfig, PhaseConfig
 from shoal.recipes.bert import DataConfig as BertDataConfig
 from shoal.recipes.bert import TrainConfig as BertTrainConfig
+from shoal.recipes.lm import DataConfig as LmDataConfig
+from shoal.recipes.lm import LmConfig, LmOptimConfig, ModelConfig
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.t5 import DataConfig as T5DataConfig
@@ -31,11 +33,12 @@ from shoal.record import Step, read_record
 from shoal.train.config import RunConfig, TrainConfig
 from shoal.train.optim_config import OptimConfig, PhasesOptimConfig
 
-AnyConfig = AlbertConfig | BertConfig | T5Config | ResNetTrainConfig | MaskRCNNTrainConfig
+AnyConfig = AlbertConfig | BertConfig | LmConfig | T5Config | ResNetTrainConfig | MaskRCNNTrainConfig
 Config = TypeVar(
     "Config",
     AlbertConfig,
     BertConfig,
+    LmConfig,
     T5Config,
     ResNetTrainConfig,
     MaskRCNNTrainConfig,
@@ -175,6 +178,25 @@ def small_t5_config(text: Path, run_dir: Path, **changes: Any) -> T5Config:
             log_frequency=1,
             validation_frequency=3,
             validation_samples=16,
+            checkpoint_frequency=3,
+        ),
+    )
+    return changed(config, changes)
+
+
+def small_lm_config(text: Path, source: Path, run_dir: Path, **changes: Any) -> LmConfig:
+    """Return settings for 12 quick steps of a causal model, a transformers directory or a config.json."""
+    config = LmConfig(
+        model=ModelConfig(source=source),
+        data=LmDataConfig(path=text, block_length=32),
+        train=TrainConfig(total_steps=12, global_batch_size=12, precision="fp32", micro_batch_size=2),
+        optim=LmOptimConfig(learning_rate=5e-3, warmup_steps=2, beta2=0.95, eps=1e-8),
+        run=RunConfig(
+            name="test",
+            dir=run_dir,
+            log_frequency=1,
+            validation_frequency=6,
+            validation_samples=32,
             checkpoint_frequency=3,
         ),
     )

@@ -64,7 +64,7 @@ _COMMON: Mapping[str, tuple[str, ...]] = {
         "precision",
         "seed",
     ),
-    "data": ("path", "made_images", "max_seq_length", "input_length"),
+    "data": ("path", "made_images", "max_seq_length", "input_length", "block_length"),
     "run": ("dir", "log_frequency", "checkpoint_frequency", "validation_frequency", "until"),
     "distributed": ("backend", "device"),
     "parallel": ("pipeline", "data", "layout"),

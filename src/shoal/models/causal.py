@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from shoal.dropout import SampleDropout
 from shoal.errors import UsageError
 from shoal.models.directory import load_weights, one_line, quiet_transformers
+from shoal.models.layers import recompute_layers
+
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+"""Implementations of attention in transformers."""
+
+_DROPOUTS = ("dropout", "_pdrop")
+"""Ends of the names of dropout rates in configurations."""
 
 
 class CausalLM(nn.Module):
     """Computes the losses of any causal model of transformers on blocks of packed documents.
 
     Args:
-        weights: the model; its attention has to keep documents apart by ``position_ids`` (sdpa, eager,
-            flash and flex attention of transformers do).
+        weights: the model; its attention has to keep documents apart by ``position_ids`` (:meth:`check`).
         z_loss: weight of the squared log of the softmax's sum, which keeps logits small; 0: none.
 
     Example:
@@ -37,8 +46,25 @@ class CausalLM(nn.Module):
         """Take the model of transformers."""
         super().__init__()
         self.weights, self.z_loss = weights, z_loss
+        self._drops = any(dropout_rates(weights.config).values())
+        self._dropout: SampleDropout | None = None
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    def recompute_activations(self) -> None:
+        """Recompute layers in the backward pass, with the dropout of the forward pass.
+
+        Raises:
+            UsageError: transformers has no activation checkpointing for the model.
+        """
+        if not self.weights.supports_gradient_checkpointing:
+            raise UsageError(
+                f"model.activation_checkpointing: transformers has none for {type(self.weights).__name__}; "
+                "leave it out"
+            )
+        recompute_layers(self.weights, lambda: self._dropout)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, dropout_keys: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Return the sums over targets of what is minimized, of the cross-entropy, and of right tokens.
 
         Args:
@@ -46,13 +72,19 @@ class CausalLM(nn.Module):
             position_ids: int64 ``[B, T]``; a document begins wherever it does not rise by one.
             labels: int64 ``[B, T]``, the token after each; -100 where there is no target. They are not
                 shifted here, unlike the ``labels`` of transformers.
+            dropout_keys: int64 ``[B]``, keys of the blocks (:mod:`shoal.dropout`), which training reads;
+                default: torch's own dropout.
 
         Returns:
             Three scalars: loss with z-loss, loss, and the number of targets that are the likeliest token.
         """
-        logits = self.weights(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
-        ).logits
+        self._dropout = SampleDropout(dropout_keys) if self._drops and dropout_keys is not None else None
+        with self._dropout or nullcontext():
+            logits = self.logits(input_ids, position_ids)
+        return self.losses(logits, labels)
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        """Return what :meth:`forward` does, from its logits."""
         logits, targets = logits.flatten(0, 1).float(), labels.flatten()
         loss = functional.cross_entropy(logits, targets, reduction="sum")
         has_target = targets >= 0
@@ -62,29 +94,101 @@ class CausalLM(nn.Module):
             total = loss + self.z_loss * (logits.logsumexp(-1).square() * has_target).sum()
         return total, loss.detach(), num_correct
 
+    def logits(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return the logits of packed documents, or of one in each row, ``[B, T, vocabulary]``."""
+        logits: Tensor = self.weights(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
+        ).logits
+        return logits
 
-def open_causal(source: Path, **options: Any) -> PreTrainedModel:
-    """Return the causal model of ``source``, in fp32.
+    @torch.no_grad()
+    def check(self) -> None:
+        """Check that documents of a block do not see each other: change the first, and compare the second.
+
+        Raises:
+            UsageError: the model reads no ``position_ids``, or other documents see the change.
+        """
+        if "position_ids" not in inspect.signature(self.weights.forward).parameters or self._leaks():
+            raise UsageError(
+                f"{type(self.weights).__name__} does not keep the documents of a block apart by their "
+                "position_ids; choose a model that does, as Llama, Qwen2, GPT-2 and GPT-NeoX do, or another "
+                "--model.attention"
+            )
+
+    def _leaks(self) -> bool:
+        """Return whether the logits of the second document depend on the first."""
+        device, was_training = next(self.parameters()).device, self.training
+        ids = torch.tensor([[1, 2, 3, 4, 5], [4, 3, 3, 4, 5]], device=device) % self.weights.config.vocab_size
+        positions = torch.tensor([[0, 1, 0, 1, 2]] * 2, device=device)
+        second = self.eval().logits(ids, positions)[:, 2:].float()
+        self.train(was_training)
+        return float((second[0] - second[1]).abs().max()) > 1e-4 * float(second.abs().max())
+
+
+def read_causal_config(source: Path, **changes: Any) -> PreTrainedConfig:
+    """Return the configuration of a model.
 
     Args:
-        source: a transformers directory, whose weights it has, or a ``config.json``, with random weights.
-        options: replaces settings of the configuration, such as ``attn_implementation="eager"``.
+        source: a transformers directory, or a ``config.json``.
+        changes: replaces sizes that the configuration has, such as ``vocab_size``.
 
     Raises:
-        UsageError: there is no such model, it has no weights, or it is no causal language model.
-        ShoalError: the weights cannot be read.
+        UsageError: there is no such file, or it is no causal language model.
     """
-    if source.is_dir():
-        model: PreTrainedModel = load_weights(AutoModelForCausalLM, source, **options)
-        return model
-    if not source.is_file():
+    if not source.exists():
         raise UsageError(
             f"{source} does not exist: name a transformers directory, or a config.json for random weights"
         )
     try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(source, local_files_only=True)
-            fresh: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{source}: is no causal language model: {one_line(error)}") from None
-    return fresh
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UsageError(f"{source}: is no causal language model: it is a {config.model_type}")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def dropout_rates(config: PreTrainedConfig) -> dict[str, float]:
+    """Return the dropout rates of a configuration, by their names there."""
+    sizes = config.to_dict().items()
+    return {n: v for n, v in sizes if n.endswith(_DROPOUTS) and isinstance(v, int | float)}
+
+
+def set_dropout(config: PreTrainedConfig, rate: float) -> None:
+    """Set all dropout rates of a configuration."""
+    for name in dropout_rates(config):
+        setattr(config, name, rate)
+
+
+def new_causal(config: PreTrainedConfig, attention: Attention = "sdpa") -> PreTrainedModel:
+    """Return a model with random weights in fp32, on the device of the context."""
+    with quiet_transformers():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        )
+    return model
+
+
+def open_causal(
+    source: Path, config: PreTrainedConfig | None = None, attention: Attention = "sdpa"
+) -> PreTrainedModel:
+    """Return the causal model of ``source``, in fp32.
+
+    Args:
+        source: a transformers directory, whose weights it has, or a ``config.json``, with random weights.
+        config: its configuration, as :func:`read_causal_config` returns it.
+
+    Raises:
+        UsageError: there is no such model, it has no weights, or it is no causal language model.
+        ShoalError: the weights cannot be read.
+    """
+    config = config or read_causal_config(source)
+    if not source.is_dir():
+        return new_causal(config, attention)
+    model: PreTrainedModel = load_weights(
+        AutoModelForCausalLM, source, config=config, attn_implementation=attention
+    )
+    return model

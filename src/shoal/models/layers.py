@@ -7,6 +7,7 @@ four architectures compute the same from parts with other names; :class:`Layer` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 
-from shoal.dropout import dropout
+from shoal.dropout import SampleDropout, dropout
 from shoal.models.albert_prelayernorm import MODEL_TYPE
 
 MODEL_TYPES = ("bert", "albert", MODEL_TYPE, "roberta", "distilbert")
@@ -135,3 +136,19 @@ def fused_activation(module: Callable[[Tensor], Tensor]) -> nn.Module:
         return nn.GELU(approximate="tanh")
     assert isinstance(module, nn.Module)
     return module
+
+
+def recompute_layers(model: PreTrainedModel, current: Callable[[], SampleDropout | None]) -> None:
+    """Recompute the layers of a model of transformers in the backward pass, with the forward pass's dropout.
+
+    Args:
+        current: returns the dropout of the forward pass; none: torch's own.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        own = current()
+        return (nullcontext(), nullcontext()) if own is None else own.recomputation()
+
+    # Older versions of transformers have one of these names, newer ones warn of it.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "context_fn": contexts})

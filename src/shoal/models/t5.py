@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 from shoal.dropout import SampleDropout, compile_blocks
 from shoal.errors import ShoalError
 from shoal.models.directory import load_weights, model_type_of
+from shoal.models.layers import recompute_layers
 from shoal.models.pretraining import at_least_fp32
 from shoal.models.text_config import NUM_BUCKETS, T5ModelConfig
 
@@ -55,14 +56,7 @@ class T5(nn.Module):
 
     def recompute_activations(self) -> None:
         """Recompute layers in the backward pass, with the dropout of the forward pass."""
-
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return (nullcontext(), nullcontext()) if self._dropout is None else self._dropout.recomputation()
-
-        # Older versions of transformers have one of these names, newer ones warn of it.
-        enable = getattr(self.weights, "activation_checkpointing_enable", None)
-        enable = enable or self.weights.gradient_checkpointing_enable
-        enable({"use_reentrant": False, "context_fn": contexts})
+        recompute_layers(self.weights, lambda: self._dropout)
         self._recomputes = True
 
     def compile(self, *args: Any, **options: Any) -> None:

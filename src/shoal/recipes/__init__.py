@@ -323,6 +323,17 @@ Example: `shoal predict fill-mask --model runs/first --text 'The [MASK] is on th
         length="data.input_length",
         layouts=True,
     ),
+    "lm": Recipe(
+        config="LmConfig",
+        preset="tiny",
+        help="Pretrain a causal language model of transformers, such as a GPT-2, Llama or Qwen.",
+        example="shoal train lm --preset tiny --data.path runs/text --run.dir runs/lm --workers 2",
+        details="""The model is a transformers directory, whose weights are trained on, or a config.json.
+Held-out text is scored by loss, perplexity, bits per byte and accuracy.""",
+        shortcuts={"model": "model.source"},
+        workload="{config.model.source}",
+        length="data.block_length",
+    ),
     "resnet50": Recipe(
         config="ResNetTrainConfig",
         preset="imagenet-16k",

@@ -67,12 +67,16 @@ def write_synthetic_text(folder: Path, vocab_size: int) -> None:
     """
     import random
 
+    from tokenizers import Tokenizer, models
+
     from shoal.atomic_io import sha256_of
     from shoal.data.manifest import Manifest, ShardInfo, TokenizerInfo
     from shoal.data.text.shards import ShardWriter
 
     tokenizer = folder / "tokenizer.json"
-    tokenizer.write_text("{}", encoding="utf-8")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(5, vocab_size))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")).save(str(tokenizer))
     draw = random.Random(1)
     splits: dict[str, tuple[ShardInfo, ...]] = {}
     for split, num_documents in (("train", 200), ("validation", 5)):

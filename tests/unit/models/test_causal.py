@@ -127,3 +127,35 @@ def test_what_is_no_causal_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     with pytest.raises(UsageError, match="is no causal language model"):
         open_causal(tmp_path / "config.json")
+
+
+def test_a_model_that_does_not_keep_documents_apart_is_refused() -> None:
+    from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
+
+    for name in ("gpt2", "llama"):
+        CausalLM(tiny(name)).check()
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2))
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1))
+    for model in (bloom, mamba):
+        with pytest.raises(UsageError, match=r"does not keep the documents of a block apart"):
+            CausalLM(model).check()
+
+
+def test_recomputed_layers_have_the_gradients_and_the_dropout_of_kept_ones() -> None:
+    batch = packed()
+    keys = torch.arange(len(DOCUMENTS))
+    found = []
+    for recomputes in (False, True):
+        weights = tiny("gpt2")
+        weights.config.resid_pdrop = 0.5
+        for module in weights.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.5
+        model = CausalLM(weights).train()
+        if recomputes:
+            model.recompute_activations()
+        total, *_ = model(**batch, dropout_keys=keys)
+        found.append([total.detach(), *gradients(weights, total)])
+    assert all(torch.equal(kept, again) for kept, again in zip(*found, strict=True))
+    without = CausalLM(tiny("gpt2"))(**batch)[0]
+    assert not torch.equal(found[0][0], without.detach())

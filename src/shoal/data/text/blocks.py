@@ -17,15 +17,39 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from shoal.data.steps import Reader, example_names
 from shoal.data.text.segments import gather
 from shoal.data.text.shards import TextShards
-from shoal.decide.rng import Int64Array, Stream, below, random_keys
+from shoal.decide.rng import Int64Array, Stream, below, dropout_keys, random_keys
 from shoal.errors import UsageError, require_positive
 
 NO_TARGET = -100
 """Label of a token without a target, as in transformers."""
+
+
+def num_targets(batch: Mapping[str, Any]) -> int:
+    """Return the number of targets of a batch of blocks."""
+    return int((batch["labels"] != NO_TARGET).sum())
+
+
+def num_bytes(tokenizer: Tokenizer, labels: npt.NDArray[Any], end_id: int) -> int:
+    """Return the UTF-8 bytes of the text of targets.
+
+    The targets of each document are decoded together. A character that the border of a block divides counts
+    as U+FFFD.
+
+    Args:
+        labels: int64 ``[B, block_length]``.
+        end_id: the end token, which has no bytes.
+    """
+    parts: list[list[int]] = []
+    for row in labels:
+        cuts = np.flatnonzero((row == NO_TARGET) | (row == end_id))
+        begins, ends = [0, *(cuts + 1).tolist()], [*cuts.tolist(), len(row)]
+        parts += [row[a:b].tolist() for a, b in zip(begins, ends, strict=True) if a < b]
+    return sum(len(text.encode()) for text in tokenizer.decode_batch(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +121,7 @@ class BlockReader(Reader):
         - ``input_ids`` int64 ``[B, block_length]``: documents, each with its end token;
         - ``position_ids`` int64 ``[B, block_length]``: from 0 in each document, or in the block;
         - ``labels`` int64 ``[B, block_length]``: the token after each, :data:`NO_TARGET` where there is none;
-        - ``epoch``, ``index`` int64 ``[B]``: of the blocks.
+        - ``dropout_keys`` int64 ``[B]``: keys of the blocks (:mod:`shoal.dropout`).
 
         Raises:
             ShoalError: a shard holds a token id beyond the vocabulary.
@@ -120,8 +144,7 @@ class BlockReader(Reader):
             "input_ids": ids[:, :-1].copy(),
             "position_ids": positions,
             "labels": labels,
-            "epoch": epochs_,
-            "index": indices_,
+            "dropout_keys": dropout_keys(self.config.seed, epochs_, indices_),
         }
 
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:

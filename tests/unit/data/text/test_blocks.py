@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
-from shoal.data.text.blocks import NO_TARGET, BlockConfig, BlockReader
+from shoal.data.text.blocks import NO_TARGET, BlockConfig, BlockReader, num_bytes, num_targets
 from shoal.data.text.shards import TextShards
 from shoal.errors import UsageError
 from synthetic_text import SEP, prepare
@@ -84,3 +85,11 @@ def test_text_that_is_too_short_is_refused(shards: TextShards, tmp_path: Path) -
         BlockReader(shards, BlockConfig(block_length=500))
     with pytest.raises(UsageError, match="block_length"):
         BlockConfig(block_length=0)
+
+
+def test_bytes_are_those_of_the_text_of_targets() -> None:
+    words = {"[UNK]": 0, "[SEP]": 3, "moon": 5, "größe": 6, "a": 7}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    labels = np.array([[5, 6, 3, NO_TARGET, 7, 5], [NO_TARGET, 3, 7, NO_TARGET, 3, 3]])
+    assert num_bytes(tokenizer, labels, 3) == len("moon größe".encode()) + len("a moon") + 1
+    assert num_targets({"labels": labels}) == 9
