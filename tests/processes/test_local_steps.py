@@ -385,6 +385,13 @@ def refuse(rank: int) -> None:
         steps.away(),
     ):
         raise AssertionError("it was not refused")
+    with (
+        pytest.raises(UsageError, match=r"away\(\) with a batch under way: it belongs after inner.step"),
+        local_steps(model, inner_of(model), outer_of(model), every=2, wait_for=1) as steps,
+    ):
+        for _ in steps.batches([1]):
+            with steps.away():
+                raise AssertionError("it was not refused")
     refused(r"after 2 local steps.*after 3 local steps", model, error=CommError, every=2 + rank)
 
 

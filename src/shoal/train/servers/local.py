@@ -275,15 +275,16 @@ class LocalSteps(ServersUpdate):
                 an exchange has taken or dropped it. False drops these steps, as when their weights are lost.
 
         Raises:
-            UsageError: without ``wait_for``, or within another such block.
+            UsageError: without ``wait_for``, between a batch and its step, or within another such block.
 
         Example::
 
             for inputs in rounds.batches(loader):
+                ...
+                inner.step()
                 if host_is_needed_elsewhere():
                     with rounds.away():
                         wait_for_host()
-                ...
         """
         raise UsageError("away(): all workers wait for each other; give local_steps wait_for=N")
 
@@ -494,6 +495,8 @@ class RoundsOfLocalSteps(LocalSteps):
     def away(self, *, keep: bool = True) -> Iterator[None]:
         if self._is_away:
             raise UsageError("away() within away(): this worker has left the exchanges already")
+        if self._passed == self.step + 1:
+            raise UsageError("away() with a batch under way: it belongs after inner.step()")
         has_steps = self.step > self._schedule.end_of(self._rounds.next_step - 1)
         if keep and has_steps and self._waits_since is None:
             self._send_moves()
