@@ -384,7 +384,7 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     Example:
         >>> layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
         >>> compile_blocks(layers, backend="eager")
-        >>> layers[2](torch.ones(2, 4)).shape
+        >>> torch.nn.Sequential(*layers)(torch.ones(2, 4)).shape
         torch.Size([2, 4])
     """
     run = torch.compile(_run_block, **options)
