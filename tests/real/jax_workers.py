@@ -156,9 +156,14 @@ def collectives() -> None:
         assert np.array_equal(sj.all_reduce(mine["x"], op), reduce(every, axis=0)), op
     assert bool(sj.all_reduce(mine["flag"], "max"))
     assert complex(sj.all_reduce(jnp.complex64(RANK + 1j), "sum")) == sum(range(SIZE)) + SIZE * 1j
-    for dtype, op in (("int32", "mean"), ("bool", "sum"), ("uint32", "max"), ("int16", "sum")):
+    keys = {"key": jax.random.key(RANK), "x": mine["x"]}
+    for received in (sj.broadcast(keys)["key"], sj.all_gather(keys)["key"][0]):
+        assert jax.random.key_data(received).tolist() == jax.random.key_data(jax.random.key(0)).tolist()
+    for dtype, op in (
+        ("int32", "mean"), ("bool", "sum"), ("uint32", "max"), ("int16", "sum"), ("key<fry>", "mean")
+    ):  # fmt: skip
         try:
-            sj.all_reduce(jnp.zeros(2, dtype), op)
+            sj.all_reduce(keys["key"] if dtype.startswith("key") else jnp.zeros(2, dtype), op)
         except TypeError as error:
             assert f"an array of dtype {dtype} has no {op} over ranks" in str(error)
         else:
