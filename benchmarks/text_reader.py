@@ -55,7 +55,7 @@ def write_text(directory: Path) -> None:
     (directory / "tokenizer.json").write_text("{}")
     Manifest(
         vocab_size=VOCAB_SIZE,
-        **{f"{name}_id": number for name, number in SPECIAL.items()},
+        **{f"{name}_id": number for name, number in SPECIAL.items()},  # type: ignore[arg-type]
         continues_word=continues.tobytes(),
         tokenizer=TokenizerInfo(
             file="tokenizer.json", sha256=hashlib.sha256(b"{}").hexdigest(), kind="made up"

@@ -44,6 +44,7 @@ def write_shards(source: Path, out: Path, tokenizer_file: Path, processes: int) 
         vocab_size=vocab_size(tokenizer),
         unknown_id=special_ids(tokenizer, str(tokenizer_file))["unk"],
         unknown_word=None,
+        whole=False,
         errors="strict",
         seed=0,
         held_out=0.05,

@@ -10,7 +10,7 @@ from typing import Any
 import pretrain_jobs as jobs
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,10 +23,12 @@ from transformers import (
 )
 
 from shoal import record
+from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.data.text.shards import TextShards
-from shoal.errors import EXIT_OK, EXIT_USAGE
+from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
 from shoal.recipes.export import export_model
 from shoal.recipes.lm import LmConfig
+from shoal.recipes.prepared_text import read_manifest
 from shoal.record import read_record
 
 WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -186,3 +188,32 @@ def test_a_directory_starts_with_its_weights_and_its_own_end_token(
     assert jobs.run(other, 1) == [EXIT_USAGE]
     said = (tmp_path / "refused" / "worker-0.log").read_text()
     assert "documents end with token" in said and "with 7: prepare the text with the model's own" in said
+
+
+def test_a_byte_level_tokenizer_with_one_special_token_goes_all_the_way(models: Path, tmp_path: Path) -> None:
+    """GPT-2's kind: documents are whole, the end token is the only special one, other recipes refuse."""
+    jobs.small_text(tmp_path / "articles.txt")
+    made = ByteLevelBPETokenizer()
+    made.train([str(tmp_path / "articles.txt")], vocab_size=290, special_tokens=["<|endoftext|>"])
+    made.save(str(tmp_path / "made.json"))
+    options: dict[str, Any] = {"out": tmp_path / "text", "validation": 0.2, "processes": 1}
+    options |= {"sources": (str(tmp_path / "articles.txt"),), "tokenizer": str(tmp_path / "made.json")}
+    with pytest.raises(UsageError, match=r"end_token '</s>' is no token of"):
+        prepare_text(PrepareConfig(**{**options, "out": tmp_path / "no"}, end_token="</s>"), progress=False)
+    manifest = prepare_text(PrepareConfig(**options, end_token="<|endoftext|>"), progress=False)
+    shards = TextShards(tmp_path / "text", "train")
+    articles = (tmp_path / "articles.txt").read_text().splitlines()
+    texts = [made.decode(shards.document(n)[0].tolist()) for n in range(shards.num_documents)]
+    assert manifest.sep_id == 0 and set(texts) < set(articles) and len(texts) > 40
+    with pytest.raises(UsageError, match=r"prepared with --end-token, for causal language models"):
+        read_manifest(jobs.small_config(tmp_path / "text", tmp_path / "bert").data)
+    config = jobs.small_lm_config(
+        tmp_path / "text", models / "llama" / "config.json", tmp_path / "run", model={"vocab_size": 290}
+    )
+    assert jobs.run(config, 1) == [EXIT_OK]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "transformers").eval()
+    wanted = scores_by_transformers(model, tmp_path / "text", 32, 32)
+    assert last_scores(tmp_path / "run").metrics == pytest.approx(wanted, rel=2e-6)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "transformers")
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer(articles[0])["input_ids"] == made.encode(articles[0]).ids

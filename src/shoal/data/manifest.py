@@ -301,6 +301,8 @@ class Manifest(PreparedManifest[ShardInfo]):
     unk_id: int
     continues_word: bytes = field(repr=False)
     tokenizer: TokenizerInfo
+    end_token_only: bool = False
+    """Documents are whole texts for causal models: all special ids are the end token's."""
 
     def __post_init__(self) -> None:
         if len(self.continues_word) != self.vocab_size:
@@ -321,7 +323,10 @@ class Manifest(PreparedManifest[ShardInfo]):
 
     def _to_json(self) -> dict[str, Any]:
         flags = np.packbits(np.frombuffer(self.continues_word, dtype=np.uint8), bitorder="little")
-        return {**dataclasses.asdict(self), "continues_word": base64.b64encode(flags.tobytes()).decode()}
+        tree = dataclasses.asdict(self)
+        if not self.end_token_only:  # which older readers do not know
+            del tree["end_token_only"]
+        return {**tree, "continues_word": base64.b64encode(flags.tobytes()).decode()}
 
     @classmethod
     def _from_json(cls, value: dict[str, Any]) -> Self:

@@ -29,7 +29,6 @@ from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
     keep_tokenizer,
-    kept_tokenizer,
     open_shards,
     read_manifest,
     write_synthetic_text,
@@ -256,7 +255,7 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(
-            lambda directory: write_export(model, train.shards.tokenizer_file, directory / TRANSFORMERS),
+            lambda directory: write_export(model, train.shards.directory, directory / TRANSFORMERS),
             lambda last: verdict(last["validation"], references[LOSS]),
         )
 
@@ -315,7 +314,7 @@ def read_sizes(config: LmConfig, source: Path) -> "PreTrainedConfig":
             f"shorten it, such as --data.block-length {longest}"
         )
     if not source.is_dir() and config.data.path is not None:
-        sizes.eos_token_id = sizes.bos_token_id = read_manifest(config.data).sep_id
+        sizes.eos_token_id = sizes.bos_token_id = read_manifest(config.data, end_token_only=True).sep_id
     return sizes
 
 
@@ -356,7 +355,7 @@ def open_text(
     """
     from shoal.data.text.blocks import BlockConfig, BlockReader
 
-    train, held_out = open_shards(config.data, sizes.vocab_size, verify=verify)
+    train, held_out = open_shards(config.data, sizes.vocab_size, verify=verify, end_token_only=True)
     check_end(sizes, train.manifest, config)
     blocks = BlockConfig(
         block_length=config.data.block_length,
@@ -378,7 +377,7 @@ def check_end(sizes: "PreTrainedConfig", manifest: "Manifest", config: LmConfig)
         raise UsageError(
             f"data.path {config.data.path}: documents end with token {manifest.sep_id}, those of the model "
             f"{config.model.source} with {', '.join(map(str, known))}: prepare the text with the model's own "
-            "tokenizer (shoal prepare text --tokenizer)"
+            "tokenizer (shoal prepare text --tokenizer … --end-token …)"
         )
 
 
@@ -461,27 +460,36 @@ def verdict(scores: "Evaluation", reference: float) -> str:
 # ------------------------------------------------------------------------------------------------- export
 
 
-def write_export(model: "CausalLM", tokenizer_file: Path, out: Path) -> None:
-    """Write the model with its tokenizer, whole or not at all; an older export in ``out`` is replaced."""
+def write_export(model: "CausalLM", text: Path, out: Path) -> None:
+    """Write the model with its tokenizer, whole or not at all; an older export in ``out`` is replaced.
+
+    Args:
+        text: the directory of the prepared text, or of its tokenizer and manifest.
+    """
     from tokenizers import Tokenizer
 
+    from shoal.data.manifest import Manifest
     from shoal.models.directory import save
 
     config = model.weights.config
     positions = getattr(config, "max_position_embeddings", None) or 1 << 20
-    save(model, out, tokenizer=tokenizer_files(Tokenizer.from_file(str(tokenizer_file)), positions))
+    manifest = Manifest.load(text)
+    tokenizer = Tokenizer.from_file(str(text / manifest.tokenizer.file))
+    save(model, out, tokenizer=tokenizer_files(tokenizer, manifest.sep_id, positions))
 
 
-def tokenizer_files(tokenizer: "Tokenizer", max_length: int) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: "Tokenizer", end_id: int, max_length: int) -> dict[str, bytes]:
     """Return the files by which transformers tokenises as the model was trained: no tokens around a text."""
     from tokenizers import processors
 
     from shoal.data.text.tokenizer import transformers_files
 
     tokenizer.post_processor = processors.Sequence([])
-    roles = {"eos": "sep", "pad": "pad", "unk": "unk"}
     return transformers_files(
-        tokenizer, roles, input_names=["input_ids", "attention_mask"], max_length=max_length
+        tokenizer,
+        {"eos": end_id},
+        input_names=["input_ids", "attention_mask"],
+        max_length=max_length,
     )
 
 
@@ -498,7 +506,7 @@ class use(Use):
         run = find_run(source, "SOURCE")
         model = CausalLM(new_causal(read_causal_config(description_in(run) / MODEL_CONFIG)))
         out = out or run / f"{TRANSFORMERS}-{load_model(source, model)}"
-        write_export(model.to(dtype), kept_tokenizer(run), out)
+        write_export(model.to(dtype), description_in(run), out)
         return out
 
 
@@ -512,7 +520,7 @@ def check(config: LmConfig, num_workers: int, dry_run: bool) -> list[str]:
         UsageError: sizes that do not divide, a model or data that do not fit.
     """
     batch = plan_batch(config.train, num_workers, unit=config.unit)
-    manifest = read_manifest(config.data)
+    manifest = read_manifest(config.data, end_token_only=True)
     sizes = read_sizes(config, source_of(config.model))
     manifest.check_vocabulary(sizes.vocab_size)
     check_end(sizes, manifest, config)

@@ -34,11 +34,14 @@ class PreparedTextConfig:
     """Processes that make examples; 0: a thread of the worker, which is enough for text."""
 
 
-def read_manifest(data: PreparedTextConfig) -> "Manifest":
+def read_manifest(data: PreparedTextConfig, *, end_token_only: bool = False) -> "Manifest":
     """Return the manifest of the prepared text that the settings name.
 
+    Args:
+        end_token_only: the model needs no special token but the end token.
+
     Raises:
-        UsageError: none is named, or it is not there.
+        UsageError: none is named, it is not there, or it has no other special token, which the model needs.
     """
     from shoal.data.manifest import Manifest
 
@@ -47,7 +50,13 @@ def read_manifest(data: PreparedTextConfig) -> "Manifest":
             "data.path is not set: name the directory that `shoal prepare text` wrote, "
             "e.g. --data.path runs/text"
         )
-    return Manifest.load(data.path)
+    manifest = Manifest.load(data.path)
+    if manifest.end_token_only and not end_token_only:
+        raise UsageError(
+            f"data.path {data.path}: this text was prepared with --end-token, for causal language models "
+            "(shoal train lm); prepare it without"
+        )
+    return manifest
 
 
 def keep_tokenizer(text: "TextShards", run: "Run") -> None:
@@ -113,7 +122,12 @@ def kept_tokenizer(run_dir: Path) -> Path:
 
 
 def open_shards(
-    data: PreparedTextConfig, vocab_size: int, *, verify: bool, sentinels: int = 0
+    data: PreparedTextConfig,
+    vocab_size: int,
+    *,
+    verify: bool,
+    sentinels: int = 0,
+    end_token_only: bool = False,
 ) -> "tuple[TextShards, TextShards]":
     """Return the shards of training and held-out text; the manifest is read once.
 
@@ -121,13 +135,14 @@ def open_shards(
         vocab_size: of the model.
         verify: compare sizes or checksums, as the settings say; otherwise sizes only.
         sentinels: tokens of the model that the text does not have.
+        end_token_only: as for :func:`read_manifest`.
 
     Raises:
         UsageError: there is no prepared text, or the model's vocabulary is too small for it.
     """
     from shoal.data.text.shards import TextShards
 
-    manifest, path = read_manifest(data), required(data.path)
+    manifest, path = read_manifest(data, end_token_only=end_token_only), required(data.path)
     manifest.check_vocabulary(vocab_size, sentinels=sentinels)
     level = data.verify if verify else "sizes"
     train = TextShards(path, "train", verify=level, manifest=manifest)
@@ -162,7 +177,7 @@ def tokenizer_files(
         tokenizer: with which it was trained.
         max_length: most tokens of a text, of a model without positions (T5).
     """
-    from shoal.data.text.tokenizer import SPECIAL_TOKENS, transformers_files, with_end
+    from shoal.data.text.tokenizer import SPECIAL_TOKENS, special_ids, transformers_files, with_end
 
     sizes = model.weights.config.to_dict()
     roles = {role: role for role in SPECIAL_TOKENS}
@@ -170,4 +185,6 @@ def tokenizer_files(
         roles = {"eos": "sep", "pad": "pad", "unk": "unk"}
         tokenizer = with_end(tokenizer, sizes["eos_token_id"])
     length = required(num_positions(sizes) or max_length)
-    return transformers_files(tokenizer, roles, input_names=input_names(sizes), max_length=length)
+    ids = special_ids(tokenizer, "the tokenizer", tuple(roles.values()))
+    tokens = {name: ids[role] for name, role in roles.items()}
+    return transformers_files(tokenizer, tokens, input_names=input_names(sizes), max_length=length)

@@ -65,12 +65,19 @@ class SentenceEncoder:
     for the unknown token wherever it is in a sentence (WikiText writes ``<unk>``).
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, unknown_id: int, unknown_word: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        unknown_id: int,
+        unknown_word: str | None = None,
+        by_words: bool = True,
+    ) -> None:
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._unknown_id = unknown_id
         self._unknown_word = unknown_word
-        self._by_word = words_stand_alone(tokenizer)
+        self._by_word = by_words and words_stand_alone(tokenizer)
         self._ids_of: dict[str, bytes] = {}
 
     def encode(self, sentences: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
@@ -159,6 +166,7 @@ def _flat(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 class ChunkJob:
     """Settings that all chunks of a preparation share.
 
+    ``whole``: an article is tokenized as one text, not by its sentences.
     ``held_out`` is the greatest ``article_rank`` of the validation split, below 0 if nothing is held out.
     """
 
@@ -167,6 +175,7 @@ class ChunkJob:
     vocab_size: int
     unknown_id: int
     unknown_word: str | None
+    whole: bool
     errors: Errors
     seed: int
     held_out: float
@@ -185,7 +194,9 @@ def start_worker(job: ChunkJob) -> None:
     global _job, _encoder
     _job = job
     tokenizer = Tokenizer.from_file(str(job.out / job.tokenizer_file))
-    _encoder = SentenceEncoder(tokenizer, unknown_id=job.unknown_id, unknown_word=job.unknown_word)
+    _encoder = SentenceEncoder(
+        tokenizer, unknown_id=job.unknown_id, unknown_word=job.unknown_word, by_words=not job.whole
+    )
 
 
 def prepare_chunk(numbered: tuple[int, Chunk]) -> ChunkResult:
@@ -249,8 +260,11 @@ def _write_batch(articles: list[str], writers: dict[str, ShardWriter]) -> None:
     sentences: list[str] = []
     ends = []
     for article in articles:
-        for paragraph in article.split("\n"):
-            sentences += split_sentences(paragraph)
+        if _job.whole:
+            sentences.append(article)
+        else:
+            for paragraph in article.split("\n"):
+                sentences += split_sentences(paragraph)
         ends.append(len(sentences))
     encoded = _encoder.encode(sentences)
     start = 0

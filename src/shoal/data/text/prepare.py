@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tokenizers import Tokenizer
+
 from shoal.atomic_io import sha256_of, write_atomically
 from shoal.data.bad_entries import MOST_BAD, BadEntries, OnBad
 from shoal.data.manifest import TFRECORD, VERSION, Manifest, TokenizerInfo
@@ -91,6 +93,10 @@ class PrepareOptions:
     """Maximum vocabulary of a trained tokenizer, special tokens included."""
     lowercase: bool = True
     """Lower-case the text and remove accents; a tokenizer.json has its own rules."""
+    end_token: str | None = None
+    """For causal language models: the special token of the tokenizer that ends a document, such as
+    ``<|endoftext|>``. Articles are tokenized whole, with their line ends, and the tokenizer needs no other
+    special token; BERT, ALBERT and T5 refuse such text."""
     validation: float = 0.05
     """Fraction of articles held out, chosen by a hash of their text; 0 for none."""
     shard_bytes: int = 64 << 20
@@ -134,6 +140,11 @@ class PrepareOptions:
     def trains_tokenizer(self) -> bool:
         """True if the tokenizer is trained on the corpus."""
         return self.tokenizer in get_args(tokenizer.Kind)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The special tokens that the tokenizer needs, by their roles, besides the end token."""
+        return () if self.end_token is not None else tuple(tokenizer.SPECIAL_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +216,8 @@ def _plan(config: PrepareConfig, files: Sequence[SourceFile]) -> dict[str, Any]:
     for file in files:
         facts = (file.path, file.format, file.field, file.num_bytes, file.changed_ns)
         digest.update(("\0".join(map(str, facts)) + "\n").encode())
+    if config.end_token is None:  # as plans of preparations that began before the option
+        del fields["end_token"]
     given = {} if config.trains_tokenizer else {"tokenizer_sha256": sha256_of(Path(config.tokenizer))}
     state = {"source_files": len(files), "source_state": digest.hexdigest()}
     return {"kind": "text", "version": VERSION, **fields, **state, **given}
@@ -215,7 +228,8 @@ def _make_job(
 ) -> chunk_worker.ChunkJob:
     """Return the settings of all chunks; reuse the tokenizer and the sample of an earlier run."""
     records, path = config.out / RECORDS, config.out / TOKENIZER
-    unknown_word = _WIKITEXT_UNKNOWN if any(file.format == "wikitext" for file in files) else None
+    has_unknown = config.end_token is None and any(file.format == "wikitext" for file in files)
+    unknown_word = _WIKITEXT_UNKNOWN if has_unknown else None
     if not (records / _SAMPLE).is_file():
         records.mkdir(exist_ok=True)
         trains = config.trains_tokenizer
@@ -223,7 +237,10 @@ def _make_job(
         given = None
         if not trains:
             name, lowercase = Path(config.tokenizer), config.lowercase
-            given = tokenizer.read_tokenizer(name, lowercase=lowercase, on_bad=config.on_bad)
+            given = tokenizer.read_tokenizer(
+                name, lowercase=lowercase, needs=config.needs, on_bad=config.on_bad
+            )
+            special_ids(config, given, name)
         sample: list[str] = []
         is_whole = False
         if trains or not is_more_than_sample(chunks, config.errors):
@@ -237,13 +254,14 @@ def _make_job(
         )
         write_atomically(path, tokenizer.tokenizer_json(made))
         write_atomically(records / _SAMPLE, json.dumps({"held_out": held_out}).encode())
-    loaded = tokenizer.read_tokenizer(path, lowercase=config.lowercase)
+    loaded = tokenizer.read_tokenizer(path, lowercase=config.lowercase, needs=config.needs)
     return chunk_worker.ChunkJob(
         out=config.out,
         tokenizer_file=TOKENIZER,
         vocab_size=tokenizer.vocab_size(loaded),
-        unknown_id=tokenizer.special_ids(loaded, str(path))["unk"],
+        unknown_id=special_ids(config, loaded, path)["unk"],
         unknown_word=unknown_word,
+        whole=config.end_token is not None,
         errors=config.errors,
         seed=config.seed,
         tfrecord=config.container == TFRECORD,
@@ -273,8 +291,8 @@ def _finish(
             "articles, or --validation 0"
         )
     path = config.out / TOKENIZER
-    trained = tokenizer.read_tokenizer(path, lowercase=config.lowercase)
-    ids = tokenizer.special_ids(trained, str(path))
+    trained = tokenizer.read_tokenizer(path, lowercase=config.lowercase, needs=config.needs)
+    ids = special_ids(config, trained, path)
     python = f"English of Python {platform.python_version()} and its packages"
     manifest = Manifest(
         vocab_size=job.vocab_size,
@@ -283,6 +301,7 @@ def _finish(
         tokenizer=TokenizerInfo(file=TOKENIZER, sha256=sha256_of(path), kind=tokenizer.model_kind(trained)),
         source=", ".join(python if source == BUILTIN else source for source in config.sources),
         splits={split: found for split, found in splits.items() if found},
+        end_token_only=config.end_token is not None,
     )
     manifest.save(config.out)
     shutil.rmtree(config.out / RECORDS)
@@ -291,9 +310,29 @@ def _finish(
             sum(getattr(s, f"num_{what}") for s in found) for what in ("documents", "sentences", "tokens")
         ]
         shown.say(f"{split}: {counts[0]:,} articles, {counts[1]:,} sentences, {counts[2]:,} tokens")
-    if warning := too_short(manifest):
+    if not manifest.end_token_only and (warning := too_short(manifest)):
         shown.say(warning)
     return manifest
+
+
+def special_ids(config: PrepareConfig, made: Tokenizer, path: Path) -> dict[str, int]:
+    """Return the ids of the special tokens by their roles; an end token that is set has all of them.
+
+    Args:
+        path: of the tokenizer, for errors.
+
+    Raises:
+        UsageError: the tokenizer lacks one.
+    """
+    if config.end_token is None:
+        return tokenizer.special_ids(made, str(path))
+    end = made.token_to_id(config.end_token)
+    if end is None:
+        raise UsageError(
+            f"end_token {config.end_token!r} is no token of {config.tokenizer}: name the one that ends a "
+            "document (eos_token in the model's tokenizer_config.json)"
+        )
+    return dict.fromkeys(tokenizer.SPECIAL_TOKENS, end)
 
 
 def described(files: Sequence[SourceFile]) -> list[str]:

@@ -173,21 +173,20 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
 
 
 def transformers_files(
-    tokenizer: Tokenizer, roles: Mapping[str, str], *, input_names: Sequence[str], max_length: int
+    tokenizer: Tokenizer, tokens: Mapping[str, int], *, input_names: Sequence[str], max_length: int
 ) -> dict[str, bytes]:
     """Return the names and contents of the files from which ``AutoTokenizer`` makes the same tokenizer.
 
     Args:
-        roles: transformers' names of the special tokens, such as ``sep`` or ``eos``, and ours.
+        tokens: ids of special tokens by transformers' names, such as ``sep`` or ``eos``.
         input_names: what the tokenizer returns.
         max_length: most tokens of a sequence, to which it truncates where that is asked for.
     """
-    ids = special_ids(tokenizer, "the tokenizer", tuple(roles.values()))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": list(input_names),
         "model_max_length": max_length,
-        **{f"{name}_token": tokenizer.id_to_token(ids[role]) for name, role in roles.items()},
+        **{f"{name}_token": tokenizer.id_to_token(token) for name, token in tokens.items()},
     }
     return {
         "tokenizer.json": tokenizer_json(tokenizer),
