@@ -22,7 +22,7 @@ from shoal.decide.rng import GOLDEN, Stream, random_keys
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE, UsageError
 from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.optim.moments import clip_factor, norm_of, scale_all
+from shoal.optim.moments import clip_factor, norm_of, parameters_of, scale_all
 from shoal.optim.sgd import SGD
 from shoal.recipes import albert, masked_lm
 from shoal.recipes.albert import AlbertConfig
@@ -30,7 +30,6 @@ from shoal.record import Checkpoint, Contributions, Step, read_record
 from shoal.report.page import write_report
 from shoal.train import step as steps
 from shoal.train.checkpoint_files import StoredTensor
-from shoal.train.gradients import parameters_of
 from shoal.train.optim_config import schedule_of
 from shoal.train.optimizers import build_optimizer
 from shoal.train.servers import local, waiting

@@ -35,11 +35,11 @@ from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
-from shoal.optim.moments import clip_factor, norm_of, scale_all
+from shoal.optim.moments import clip_factor, norm_of, parameters_of, scale_all
 from shoal.optim.novograd import Novograd
 from shoal.optim.sgd import SGD
 from shoal.train.config import DistributedConfig, ServersConfig
-from shoal.train.gradients import Precision, Update, parameters_of
+from shoal.train.gradients import Precision, Update
 from shoal.train.model_setup import wrap_model
 from shoal.train.servers.update import ServedUpdate, update_on_servers
 from shoal.train.world import World

@@ -229,6 +229,7 @@ class StagesConfig:
         for setting, value, plain in (
             ("distributed.shares", config.distributed.shares, "equal"),
             ("optim.clip", config.optim.clip, "global"),
+            ("train.shard_optimizer", self.shard and config.train.shard_optimizer, False),
             ("model.activation_checkpointing", config.model.activation_checkpointing, False),
         ):
             if value != plain:

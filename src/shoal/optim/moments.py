@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -378,6 +378,12 @@ def indices_by_kind(params: Sequence[Tensor]) -> list[list[int]]:
     for index, parameter in enumerate(params):
         kinds.setdefault((parameter.device, parameter.dtype), []).append(index)
     return list(kinds.values())
+
+
+def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def root_of_sum(values: Sequence[Tensor | float]) -> Tensor | float:

@@ -32,7 +32,7 @@ from shoal.train.config import (
     LoopConfig,
     RunOutputConfig,
     ServersConfig,
-    check_wire,
+    check_combination,
     required,
     settings_lines,
 )
@@ -146,7 +146,7 @@ class FinetuneConfig:
         return plan_batch(self.train, num_workers)
 
     def __post_init__(self) -> None:
-        check_wire(self.distributed, self.servers, precision=self.train.precision, clip=self.optim.clip)
+        check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
         if not self.train.epochs > 0:
             raise UsageError(f"train.epochs {self.train.epochs} must be above 0")
         require_positive("optim", self.optim, "warmup_share", least=0, most=1)

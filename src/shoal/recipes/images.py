@@ -29,7 +29,7 @@ from shoal.train.config import (
     LoopConfig,
     RunOutputConfig,
     ServersConfig,
-    check_wire,
+    check_combination,
     parse_bytes,
     required,
 )
@@ -109,7 +109,7 @@ class ImageTrainConfig:
     servers: ServersConfig = field(default_factory=ServersConfig)
 
     def __post_init__(self) -> None:
-        check_wire(self.distributed, self.servers, precision=self.train.precision, clip=self.optim.clip)
+        check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
 
 
 # ------------------------------------------------------------------------------------------------- data

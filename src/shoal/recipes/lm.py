@@ -38,7 +38,7 @@ from shoal.train.config import (
     RunConfig,
     ServersConfig,
     TrainConfig,
-    check_wire,
+    check_combination,
     settings_lines,
 )
 from shoal.train.optim_config import TextOptimizerConfig, check_warmup
@@ -172,7 +172,7 @@ class LmConfig:
         require_positive("data", self.data, "block_length")
         check_warmup("optim", self.optim.warmup_steps, "train", self.train.total_steps)
         self.optim.schedule_of(self.train.total_steps)
-        check_wire(self.distributed, self.servers, precision=self.train.precision, clip=self.optim.clip)
+        check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
 
 
 IMMUTABLE = (
@@ -538,7 +538,7 @@ def check(config: LmConfig, num_workers: int, dry_run: bool) -> list[str]:
         f"{config.data.block_length}, about {tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} "
         f"tokens of {config.data.path}",
         f"parameters   {full.num_parameters:,}",
-        f"memory       {memory_of(full, config, batch.micro_batch_size)}",
+        f"memory       {memory_of(full, config, batch.micro_batch_size, replicas=batch.num_workers)}",
     ]
 
 

@@ -1002,6 +1002,7 @@ def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[
     from shoal.recipes.memory import memory_of
 
     counted = sample(config)
+    needed = memory_of(counted, config, plan.batch.micro_batch_size, replicas=num_workers)
     return [
         *settings_lines(config),
         f"batch        {plan.batch}",
@@ -1009,7 +1010,7 @@ def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[
         f"weights      {weights or 'random'}",
         f"held out     {num_held_out:,} images of {count_categories(config):,} categories",
         f"parameters   {counted.num_trainable:,} that learn",
-        f"memory       {memory_of(counted, config, plan.batch.micro_batch_size)}",
+        f"memory       {needed}",
     ]
 
 

@@ -27,7 +27,7 @@ from shoal.train.config import (
     LoopConfig,
     RunConfig,
     ServersConfig,
-    check_wire,
+    check_combination,
     load_toml,
     settings_lines,
 )
@@ -120,7 +120,7 @@ class MaskedLMConfig:
         Raises:
             UsageError: a number out of its range, or two that do not go together.
         """
-        check_wire(self.distributed, self.servers, precision=self.train.precision, clip=self.optim.clip)
+        check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
         longest, short = self.model.max_position_embeddings, self.finetune
         require_positive("finetune", short, "total_steps", "global_batch_size", "micro_batch_size")
         lengths = [*sequence_lengths, *([("finetune", short.max_seq_length)] if short.at else [])]
@@ -433,7 +433,7 @@ def describe(
 
             full = sample(without_text, lengths, batch, pairs=pairs)
             kept = plan.micro_batch_size * min(stages, plan.accumulation_steps)
-            memories.append(memory_of(full, config, kept, stages))
+            memories.append(memory_of(full, config, kept, stages=stages, replicas=plan.num_workers))
     if config.finetune.at:
         plan_batch(config.finetune, num_workers, section="finetune")
         squad.read_files(short_finetuning(config).data)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.decide.footprint import Activations, Footprint, footprint, optimizer_state_bytes
+from shoal.decide.ownership import largest_share
 from shoal.recipes import Sample
 from shoal.train.config import precision_here
 
@@ -51,17 +52,24 @@ def activations_of(sample: Sample, precision: str, device_type: str = "cuda") ->
     return kept().with_recomputed(whole, sample.num_recomputed)
 
 
-def memory_of(sample: Sample, config: Any, num_samples: int, stages: int = 1) -> Footprint:
+def memory_of(
+    sample: Sample, config: Any, num_samples: int, *, stages: int = 1, replicas: int = 1
+) -> Footprint:
     """Return the memory of a worker on this host: weights, gradients, optimizer, activations.
 
     Args:
         num_samples: of a micro-batch, times the micro-batches that a stage keeps at one time.
         stages: equal stages of the pipeline.
+        replicas: workers among which ``train.shard_optimizer`` divides the optimizer's state.
     """
+    share = 1.0
+    if config.train.shard_optimizer:  # the fullest worker's
+        trained = [p.nbytes for p in sample.model.parameters() if p.requires_grad]
+        share = largest_share(trained, replicas)
     return footprint(
         sample.num_parameters / stages,
         trainable=sample.num_trainable / sample.num_parameters,
-        state_bytes=state_bytes(config),
+        state_bytes=share * state_bytes(config),
         activations_bytes=activations_of(sample, *precision_here(config)).of(num_samples, 1 / stages),
     )
 

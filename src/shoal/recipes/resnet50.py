@@ -891,13 +891,14 @@ def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[st
     from shoal.recipes.memory import memory_of
 
     counted = sample(replace(config, model=replace(config.model, num_classes=num_classes)))
+    needed = memory_of(counted, config, plan.batch.micro_batch_size, replicas=num_workers)
     return [
         *settings_lines(config),
         f"batch        {plan.batch}",
         *plan.lines(),
         f"held out     {num_held_out:,} images of {num_labels:,} classes",
         f"parameters   {counted.num_trainable:,}",
-        f"memory       {memory_of(counted, config, plan.batch.micro_batch_size)}",
+        f"memory       {needed}",
     ]
 
 

@@ -13,6 +13,7 @@ from shoal.pipelining.api import make_mesh, pipeline
 from shoal.pipelining.runtime import Pipeline
 from shoal.pipelining.stage import replace_tensors
 from shoal.train.config import DistributedConfig, ServersConfig
+from shoal.train.optimizer_shards import OptimizerShards
 from shoal.train.pipeline_update import PipelineUpdate
 from shoal.train.run import Run
 
@@ -72,7 +73,8 @@ def open_stages(
         fill(stage.module)
     if not is_whole:  # it would keep the weights of its stages, which FSDP2 has replaced by shards
         replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
-    run.use(PipelineUpdate(stage, mesh["pp"]))
+    shards = OptimizerShards(mesh["dp"].get_group()) if run.shards_optimizer else None
+    run.use(PipelineUpdate(stage, mesh["pp"], shards=shards))
     if not servers.is_synchronous:  # of a worker's own gradients; DDP names the group and the weights
         stage.is_alone = True
         run.data_parallel(stage.module)

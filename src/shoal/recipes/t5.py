@@ -40,7 +40,7 @@ from shoal.train.config import (
     RunConfig,
     ServersConfig,
     TrainConfig,
-    check_wire,
+    check_combination,
     load_toml,
     parse_bytes,
     settings_lines,
@@ -126,7 +126,7 @@ class T5Config:
     def __post_init__(self) -> None:
         require_positive("optim", self.optim, "hold_steps")
         self.parallel.check_wire(self.distributed.wire)
-        check_wire(self.distributed, self.servers, precision=self.train.precision, clip="global")
+        check_combination(self.train, self.distributed, self.servers, clip="global")
         if self.distributed.shares != "equal":
             raise UsageError(
                 f"distributed.shares {self.distributed.shares}: the stages of T5 are built for parts of one "
@@ -537,7 +537,7 @@ def _estimate_memory(config: T5Config, batch: BatchPlan) -> "Footprint":
 
     stages = config.parallel.pipeline
     kept = batch.micro_batch_size * min(stages, batch.accumulation_steps)
-    return memory_of(sample(config), config, kept, stages)
+    return memory_of(sample(config), config, kept, stages=stages, replicas=batch.num_workers)
 
 
 # ------------------------------------------------------------------------------------------------- sample

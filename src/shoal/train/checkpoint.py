@@ -49,10 +49,17 @@ from torch.distributed.tensor import DTensor
 
 from shoal import record
 from shoal.errors import ShoalError, UsageError
-from shoal.optim.moments import local_box, local_part
+from shoal.optim.moments import local_box, local_part, parameters_of
 from shoal.train import checkpoint_files as files
 from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, Chunk, StoredTensor, WrittenFile, write_file
-from shoal.train.checkpoint_state import FlatState, LocalState, flatten, local_state, restore
+from shoal.train.checkpoint_state import (
+    FlatState,
+    Held,
+    LocalState,
+    flatten,
+    local_state,
+    restore,
+)
 from shoal.train.run_dir import Ownership, own
 from shoal.train.world import all_gather_json, run_on_all
 
@@ -198,11 +205,12 @@ class Checkpointer:
         if (error := self._settle()) is not None:
             _surface(error)
 
-    def restore(self, state: Mapping[str, Any]) -> Restored | None:
+    def restore(self, state: Mapping[str, Any], *, held: Held = parameters_of) -> Restored | None:
         """Load the newest undamaged checkpoint into ``state``, the same one on all workers.
 
         Args:
             state: as for :meth:`save`; models, optimizers, tensors and own state are filled in place.
+            held: returns the parameters of an optimizer whose state this worker keeps; default: all.
 
         Returns:
             ``None`` if the run has no checkpoint.
@@ -216,7 +224,7 @@ class Checkpointer:
         for path in map(Path, reversed(listed)):
             if (damage := self._find_damage(path)) is None:
                 workers = run_on_all(self._group, lambda: local_state(state))
-                load = partial(_load, path, state, workers)
+                load = partial(_load, path, state, workers, held)
                 values = run_on_all(self._group, load)[self._rank]
                 self._good_step = files.step_of(path)
                 return Restored(step=self._good_step, path=path, values=values, damaged=damaged)
@@ -255,11 +263,11 @@ class Checkpointer:
         return next((damage for damage in damages if damage), None)
 
     def _must_plan(self, part: SavePart, layout: Layout) -> bool:
-        """Return whether the save plan is outdated; the same on all workers, since planning is collective."""
-        changed = part.layout != layout
-        if part.differs:  # the state of one stage may have grown and that of another not
-            return any(all_gather_json(self._group, changed))
-        return changed
+        """Return whether the save plan is outdated; the same on all workers, since planning is collective.
+
+        The state of one worker's optimizer may have grown and that of another not.
+        """
+        return any(all_gather_json(self._group, part.layout != layout))
 
     def _write(self, pending: _Pending, part: SavePart, flat: FlatState) -> None:
         """Write this worker's file and, on the first worker, complete the checkpoint. Runs in a thread."""
@@ -427,9 +435,15 @@ def _find_whole(path: Path) -> Path:
     return path
 
 
-def _load(path: Path, state: Mapping[str, Any], workers: list[LocalState]) -> dict[str, Any]:
+def _load(
+    path: Path, state: Mapping[str, Any], workers: list[LocalState], held: Held = parameters_of
+) -> dict[str, Any]:
     tensors, values = files.read_contents(path)
-    return restore(state, tensors, values, lambda targets: read_tensors(path, tensors, targets), workers)
+
+    def read(targets: dict[str, Tensor]) -> None:
+        read_tensors(path, tensors, targets)
+
+    return restore(state, tensors, values, read, workers, held)
 
 
 # ---- the division over the workers -------------------------------------------------------------------------

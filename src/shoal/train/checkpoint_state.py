@@ -9,7 +9,7 @@ its other names.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import ShoalError, UsageError, did_you_mean
 from shoal.json_text import parse_json
+from shoal.optim.moments import parameters_of
 from shoal.train.checkpoint_files import DTYPES, StoredTensor
 from shoal.train.gradients import DataParallel
 
@@ -34,6 +35,10 @@ Names = Mapping[nn.Parameter, str]
 
 Values = dict[str, Any]
 """State of an optimizer besides tensors: class, groups with the names of their parameters, plain entries."""
+
+
+Held = Callable[[Optimizer], Iterable[nn.Parameter]]
+"""Returns the parameters of an optimizer whose state a worker keeps."""
 
 
 @runtime_checkable
@@ -162,6 +167,7 @@ def restore(
     values: Mapping[str, Any],
     read: Callable[[dict[str, Tensor]], None],
     workers: Sequence[LocalState],
+    held: Held,
 ) -> dict[str, Any]:
     """Fill the models, optimizers and tensors of ``state`` and return the other stored values.
 
@@ -173,6 +179,7 @@ def restore(
         values: the stored values.
         read: fills tensors, given by flat name, from the checkpoint.
         workers: :func:`local_state` of all workers, including this one.
+        held: returns the parameters of an optimizer whose state this worker keeps.
 
     Raises:
         UsageError: the stored model, optimizer or parameter groups differ from those of ``state``.
@@ -199,10 +206,10 @@ def restore(
             targets |= {f"{key}.{name}": tensor for name, tensor in own[key].items()}
     names = {p: renamed.get(name, name) for p, name in _names_of_parameters(state).items()}
     optimizers = {key: item for key, item in state.items() if isinstance(item, Optimizer)}
-    for key in optimizers:
+    for key, optimizer in optimizers.items():
         parts = [_renamed(w["optimizers"][key], renamed) for w in workers if key in w["optimizers"]]
         check_optimizer(key, parts, values.get(key))
-        parameters = {name: parameter for parameter, name in names.items()}
+        parameters = {names[parameter]: parameter for parameter in held(optimizer)}
         fresh[key] = empty_state(parameters, _below(saved, f"{key}.state"))
         for name, tensors in fresh[key].items():
             targets |= {f"{key}.state.{name}.{entry}": tensor for entry, tensor in tensors.items()}
@@ -210,7 +217,7 @@ def restore(
     for key, tensors in own.items():
         state[key].read(tensors)
     for key, optimizer in optimizers.items():
-        load_optimizer(optimizer, names, fresh[key], values[key])
+        load_optimizer(optimizer, names, held(optimizer), fresh[key], values[key])
     return {
         key: value for key, value in values.items() if not isinstance(state.get(key), Optimizer | nn.Module)
     }
@@ -337,8 +344,8 @@ def values_of(optimizer: Optimizer, names: Names, key: str) -> Values:
 def merged(parts: Sequence[Values]) -> Values:
     """Return the values of the whole model's optimizer, given those of each worker's.
 
-    If these differ, groups of equal options are merged, a parameter on several workers occurs once, and
-    ``"parts"`` is the number of different ones.
+    If their groups differ, those of equal options are merged, a parameter on several workers occurs once,
+    and ``"parts"`` is the number of different ones.
     """
     parts = list({json.dumps(part, sort_keys=True): part for part in parts}.values())
     if len(parts) == 1:
@@ -346,6 +353,8 @@ def merged(parts: Sequence[Values]) -> Values:
     state: dict[str, dict[str, Any]] = {}
     for part in parts:
         state |= part["state"]
+    if all(part["param_groups"] == parts[0]["param_groups"] for part in parts):
+        return parts[0] | {"state": state}
     groups = _united([group for part in parts for group in part["param_groups"]])
     return {"class": parts[0]["class"], "state": state, "param_groups": groups, "parts": len(parts)}
 
@@ -395,14 +404,22 @@ def empty_state(
 
 
 def load_optimizer(
-    optimizer: Optimizer, names: Names, tensors: Mapping[str, dict[str, Tensor]], stored: Values
+    optimizer: Optimizer,
+    names: Names,
+    held: Iterable[nn.Parameter],
+    tensors: Mapping[str, dict[str, Tensor]],
+    stored: Values,
 ) -> None:
-    """Load the optimizer's state from ``tensors``, by stored name and entry, and the stored values."""
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Load the optimizer's state of the ``held`` parameters, and the stored values of all.
+
+    Args:
+        tensors: of the state, by stored name and entry.
+    """
+    ordered, kept = parameters_of(optimizer), set(held)
     state = {
         index: {**stored["state"][name], **tensors.get(name, {})}
         for index, parameter in enumerate(ordered)
-        if (name := names[parameter]) in stored["state"]
+        if parameter in kept and (name := names[parameter]) in stored["state"]
     }
     of_name = {name: group for group in stored["param_groups"] for name in group["params"]}
     groups, first = [], 0

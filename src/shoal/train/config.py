@@ -45,6 +45,10 @@ class LoopConfig:
     """Compile the model with torch.compile; default: on GPUs, if there is a C compiler."""
     max_nonfinite_steps: int = 5
     """Stop after this many consecutive steps whose loss is not finite."""
+    shard_optimizer: bool = False
+    """Divide the optimizer's state over the data-parallel workers (ZeRO-1): each updates its own parameters
+    and sends them to the others. The same bits, with less memory and one more pass of the weights through the
+    network."""
     overfit_steps: int = 0
     """Train on the data of the first N steps over and over: to see whether the model can learn it, or how
     fast steps are without their input; 0: on all data."""
@@ -401,14 +405,23 @@ def precision_here(config: Any) -> tuple[str, str]:
     return name, device
 
 
-def check_wire(distributed: DistributedConfig, servers: ServersConfig, *, precision: str, clip: str) -> None:
-    """Check that the wire format and the parts of workers go with the other settings.
+def check_combination(
+    loop: LoopConfig, distributed: DistributedConfig, servers: ServersConfig, *, clip: str
+) -> None:
+    """Check that the wire format, the parts of workers and the place of the optimizer's state go together.
 
     Raises:
         UsageError: int8 with fp16; a format other than fp32 with clipping per worker or with servers that
-            update; or unequal parts for workers that do not wait for each other.
+            update; unequal parts for workers that do not wait for each other; or a division of the
+            optimizer's state that servers have, or of which each worker needs its own.
     """
-    if distributed.wire == "int8" and precision == "fp16":
+    if loop.shard_optimizer and servers.option:
+        whose = "each worker's own" if servers.mode == "local" else "on the servers, divided among them"
+        raise UsageError(
+            f"{servers.option} with train.shard_optimizer: the optimizer's state is {whose}; leave one of "
+            "them out"
+        )
+    if distributed.wire == "int8" and loop.precision == "fp16":
         raise UsageError(
             "distributed.wire int8 with train.precision fp16: the residuals of error feedback would be in "
             "units of a loss scale that changes; use --train.precision bf16 or --distributed.wire bf16"

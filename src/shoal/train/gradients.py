@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_map_only
 
 from shoal import record
 from shoal.errors import UsageError
-from shoal.optim.moments import clip_factor, device_norm, norm_of, scale_all
+from shoal.optim.moments import clip_factor, device_norm, norm_of, parameters_of, scale_all
+from shoal.train.optimizer_shards import OptimizerShards
 
 
 class DataParallel(nn.Module):
@@ -202,6 +203,7 @@ class Update:
     Args:
         on_device: leave the norm on the device, which clips and skips by it, where the optimizer can
             (:func:`skips_on_device`): the host queues the update and the next step without waiting.
+        shards: divides the optimizers' state over workers; default: each has all of it.
 
     Attributes:
         note: a line for the beginning of a run; may be empty.
@@ -214,8 +216,12 @@ class Update:
     is_synchronous = True
     on_servers = False
 
-    def __init__(self, *, on_device: bool = False) -> None:
-        self.on_device = on_device
+    def __init__(self, *, on_device: bool = False, shards: OptimizerShards | None = None) -> None:
+        self.on_device, self.shards = on_device, shards
+        if shards is not None:
+            self.note = f"optimizer state divided over {shards.num_workers} workers (ZeRO-1)"
+            if shards.num_workers == 1:
+                self.note = "train.shard_optimizer has no effect: one worker has the whole optimizer state"
         self._is_skipped: Tensor | None = None
 
     # ---- of a step -------------------------------------------------------------------------------------
@@ -232,7 +238,7 @@ class Update:
         """
         gradients = [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
         self._is_skipped = None
-        if self.on_device and gradients and all(map(skips_on_device, optimizers)):
+        if self.on_device and gradients and all(map(self._skips_on_device, optimizers)):
             total_norm = device_norm(gradients) / loss_scale
             scale_all(gradients, clip_factor(total_norm, max_norm) / loss_scale)
             if per_worker:
@@ -251,14 +257,26 @@ class Update:
     def apply(self, *optimizers: Optimizer) -> None:
         """Update the weights. It must not fail midway, since weights are not rolled back."""
         for optimizer in optimizers:
-            if self._is_skipped is None:
-                optimizer.step()
-                continue
-            optimizer.found_inf = self._is_skipped  # type: ignore[attr-defined]  # as torch's GradScaler
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.found_inf  # type: ignore[attr-defined]
+            with nullcontext() if self.shards is None else self.shards.restricted(optimizer):
+                self._step(optimizer)
+        if self.shards is not None:
+            self.shards.broadcast(optimizers)
+
+    def _step(self, optimizer: Optimizer) -> None:
+        if self._is_skipped is None:
+            optimizer.step()
+            return
+        optimizer.found_inf = self._is_skipped  # type: ignore[attr-defined]  # as torch's GradScaler
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _skips_on_device(self, optimizer: Optimizer) -> bool:
+        """Return :func:`skips_on_device`, the same on all workers."""
+        if self.shards is not None and isinstance(optimizer, torch.optim.SGD):
+            return False  # a worker knows only its own momenta
+        return skips_on_device(optimizer)
 
     def weight_norm(self, *optimizers: Optimizer) -> float:
         """Return the norm of all weights. A collective."""
@@ -269,6 +287,10 @@ class Update:
         return number
 
     # ---- of a run --------------------------------------------------------------------------------------
+
+    def held(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the parameters whose state this worker keeps, and restores from a checkpoint."""
+        return parameters_of(optimizer) if self.shards is None else self.shards.owned(optimizer)
 
     def state_of(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what checkpoints hold of the objects that the run keeps."""
@@ -309,12 +331,6 @@ class Update:
     def row(self) -> record.Contributions | None:
         """Return a row for the record, beside a line."""
         return None
-
-
-def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 def require_same(kept: Optimizer, given: Sequence[Optimizer]) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shoal.optim.moments import clip_factor, model_norm, scale_all
 from shoal.pipelining.runtime import Pipeline
 from shoal.train.gradients import Update
+from shoal.train.optimizer_shards import OptimizerShards
 
 
 class PipelineUpdate(Update):
@@ -22,10 +23,11 @@ class PipelineUpdate(Update):
     Args:
         stage: this worker's stages; their backward pass has averaged gradients over the replicas.
         ranks: dimension of the mesh over which the stages are distributed.
+        shards: divides the optimizer's state over the replicas; default: each has all of its stages'.
     """
 
-    def __init__(self, stage: Pipeline, ranks: DeviceMesh) -> None:
-        super().__init__()
+    def __init__(self, stage: Pipeline, ranks: DeviceMesh, *, shards: OptimizerShards | None = None) -> None:
+        super().__init__(shards=shards)
         self._module = stage.module
         self._counted = [p for name, p in stage.module.named_parameters() if stage.owned(name)]
         self._group = ranks.get_group() if ranks.size() > 1 else None

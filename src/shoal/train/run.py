@@ -64,7 +64,7 @@ from shoal.train.config import (
     RunOutputConfig,
     ServersConfig,
     as_tree,
-    check_wire,
+    check_combination,
     refuses_fp16,
     required,
 )
@@ -72,6 +72,7 @@ from shoal.train.evaluations import Evaluations, as_numbers, final_scores, load_
 from shoal.train.gradients import DataParallel, LossScale, Precision, Update
 from shoal.train.mlperf_log import MLPerfLog
 from shoal.train.model_setup import agree_on_precision, compile_model, wrap_model
+from shoal.train.optimizer_shards import OptimizerShards
 from shoal.train.reporting import (
     CheckpointNotice,
     Progress,
@@ -251,7 +252,10 @@ class Run:
             timer=self.timer,
             copies=self.to_device,
             scale=_loss_scale(self._precision, self._settings.loop),
-            update=Update(on_device=world.device.type == "cuda"),
+            update=Update(
+                on_device=world.device.type == "cuda",
+                shards=OptimizerShards() if self.shards_optimizer else None,
+            ),
             seed_key=int(random_keys(self.seed, Stream.DROPOUT, world.rank).item()),
             kept=self._kept,
             saves=self._checkpointer is not None,
@@ -311,7 +315,7 @@ class Run:
         """
         everything = _settings(config, settings, loop, distributed, servers, recipe)
         output, loop, distributed = everything.output, everything.loop, everything.distributed
-        check_wire(distributed, everything.servers, precision=loop.precision, clip="global")
+        check_combination(loop, distributed, everything.servers, clip="global")
         target = read_target(output.until, getattr(config, "scores", {}) if scores is None else scores)
         directory = Path(directory or required(output.dir))
         stop = StopRequest()
@@ -351,6 +355,11 @@ class Run:
         """The arithmetic of the batch, once :meth:`steps` has begun."""
         assert self._batch is not None, "run.steps() has not begun"
         return self._batch
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """True if the settings divide the optimizer's state over the data-parallel workers."""
+        return self._settings.loop.shard_optimizer
 
     @property
     def precision(self) -> Precision:
@@ -426,7 +435,7 @@ class Run:
         if not first:
             self._training.scale = _loss_scale(self._precision, self._settings.loop)
         elif self._checkpointer is not None:
-            self._restored = self._checkpointer.restore(self._state())
+            self._restored = self._checkpointer.restore(self._state(), held=self._training.update.held)
         if first and self._restored:
             self.step, self._samples = self._restored.step, int(self._restored.values["samples"])
             self._training.scale.load_state_dict(self._restored.values["loss_scale"])
@@ -445,7 +454,16 @@ class Run:
         return choose_update(servers, self._kept, models, scale=scale, directory=self.directory)
 
     def use(self, update: Update) -> None:
-        """Replace how a step's gradients are measured and become new weights (:class:`Update`)."""
+        """Replace how a step's gradients are measured and become new weights (:class:`Update`).
+
+        Raises:
+            UsageError: the settings divide the optimizer's state, and ``update`` has no shards.
+        """
+        if self.shards_optimizer and update.shards is None:
+            raise UsageError(
+                f"train.shard_optimizer: {type(update).__name__} was made without shards; give it "
+                "shards=OptimizerShards(group of the replicas), or leave the setting out"
+            )
         self._training.update = update
 
     # ---- the loop ---------------------------------------------------------------------------------------

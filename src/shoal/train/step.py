@@ -17,7 +17,8 @@ from shoal.data.loader import Copies
 from shoal.data.steps import DataShard
 from shoal.decide.rng import GOLDEN
 from shoal.errors import RetryStep, UsageError
-from shoal.train.gradients import DataParallel, LossScale, Update, parameters_of
+from shoal.optim.moments import parameters_of
+from shoal.train.gradients import DataParallel, LossScale, Update
 from shoal.train.reporting import StepTimer
 from shoal.train.world import World
 

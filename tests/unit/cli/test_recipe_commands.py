@@ -53,6 +53,17 @@ def test_dry_run_prints_settings_arithmetic_and_memory_and_starts_nothing(data: 
     assert tomllib.loads(toml)["train"]["micro_batch_size"] == 4
 
 
+def test_a_dry_run_divides_the_optimizer_state_of_the_fullest_worker(data: Path) -> None:
+    """ALBERT tiny has 8 bytes of LAMB's state for each of 529,410 parameters, its largest 262,144."""
+    arguments = (*TRAIN, "--data.path", str(data), "--workers", "4", "--dry-run", "--train.shard-optimizer")
+    result = shoal(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert "optimizer 2.0 MiB" in result.stdout  # that of the embeddings, 2,048 × 128, alone
+    refused = shoal(*arguments, "--parallel.shard")
+    assert refused.returncode == 2
+    assert "train.shard_optimizer True does not go with a model in stages or shards" in refused.stderr
+
+
 def test_a_dry_run_refuses_helpers_that_would_be_idle(data: Path) -> None:
     job = (
         *TRAIN,

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
+from shoal.optim.moments import parameters_of
 from shoal.optim.sgd import SGD
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import DataParallel, LossScale, ManyWorkers, Update, parameters_of
+from shoal.train.gradients import DataParallel, LossScale, ManyWorkers, Update
 from shoal.train.servers import local, waiting
 from shoal.train.servers.update import ServedUpdate, ServersUpdate
 

@@ -53,10 +53,10 @@ from shoal.decide.bounded_waiting import Late, Share
 from shoal.decide.fragments import FragmentSchedule, TokenCounts, weights_of
 from shoal.errors import UsageError
 from shoal.formatting import plural
-from shoal.optim.moments import clip_factor, norm_of, scale_all
+from shoal.optim.moments import clip_factor, norm_of, parameters_of, scale_all
 from shoal.train.checkpoint_files import StoredTensor
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import parameters_of, require_same
+from shoal.train.gradients import require_same
 from shoal.train.servers.messages import MOST_TOKENS, gather
 from shoal.train.servers.rules import check_buffers, check_model, check_outer
 from shoal.train.servers.tensors import ServedTensors, Table, checksum, tables_of

@@ -18,7 +18,7 @@ from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
-from shoal.train.gradients import parameters_of
+from shoal.optim.moments import parameters_of
 from shoal.train.servers.tensors import KERNELS, kernel_of
 
 _OFF = ("amsgrad", "maximize", "dampening", "differentiable")

@@ -47,9 +47,9 @@ from shoal.comm.native_group import python_group
 from shoal.decide.bounded_waiting import Late, Share, WaitingRule
 from shoal.decide.fragments import FragmentSchedule, weights_of
 from shoal.errors import ShoalError, UsageError
-from shoal.optim.moments import norm_of, scale_all
+from shoal.optim.moments import norm_of, parameters_of, scale_all
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import parameters_of, require_same
+from shoal.train.gradients import require_same
 from shoal.train.servers.messages import (
     Coordinator,
     Line,
