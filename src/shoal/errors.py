@@ -291,23 +291,22 @@ def _explain(error: BaseException, *, is_alone: bool = False) -> tuple[str, int]
         return "interrupted", EXIT_INTERRUPTED
     if isinstance(error, ImportError) and (needs := missing_extra(error)):
         return f"this command {needs}", EXIT_USAGE
+    message = " ".join(str(error).split())
+    excerpt = message[:_MAX_CHARACTERS]
     if is_out_of_memory(error):
-        what = " ".join(str(error).split())[:_MAX_CHARACTERS]
         remedy = "use smaller batches, fewer workers on this host or a smaller model, or see `ulimit -v`"
-        return f"out of memory{what and f' ({what})'}{_source_line(error)}; {remedy}", EXIT_FAILURE
+        return f"out of memory{excerpt and f' ({excerpt})'}{_source_line(error)}; {remedy}", EXIT_FAILURE
     if not is_alone and is_lost_peer(error):
-        what = " ".join(str(error).split())[:_MAX_CHARACTERS]
-        return f"another worker was lost ({what}); its own output says why", EXIT_FAILURE
+        return f"another worker was lost ({excerpt}); its own output says why", EXIT_FAILURE
     if type(error).__name__ == "DistStoreError":
-        what = " ".join(str(error).split())[:_MAX_CHARACTERS]
         remedy = "a store in a file needs a file system with locks and space: set TMPDIR to a local one"
-        return f"torch's key-value store failed ({what}){_source_line(error)}; {remedy}", EXIT_FAILURE
+        return f"torch's key-value store failed ({excerpt}){_source_line(error)}; {remedy}", EXIT_FAILURE
     if isinstance(error, OSError):
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         file = " and ".join(names) or _open_file(error)
-        what = error.strerror or " ".join(str(error).split()) or type(error).__name__
+        reason = error.strerror or message or type(error).__name__
         remedy = _REMEDIES.get(error.errno or 0, "--debug shows where")
-        return f"{file}{file and ': '}{what}{'' if file else _source_line(error)}; {remedy}", EXIT_FAILURE
+        return f"{file}{file and ': '}{reason}{'' if file else _source_line(error)}; {remedy}", EXIT_FAILURE
     if isinstance(error, UnicodeDecodeError):
         where = f"{_open_file(error) or 'a text'}: byte {error.start + 1} ({error.object[error.start]:#04x})"
         return (
@@ -315,8 +314,8 @@ def _explain(error: BaseException, *, is_alone: bool = False) -> tuple[str, int]
             EXIT_FAILURE,
         )
     if isinstance(error, UnicodeEncodeError):
-        what = f"the character {error.object[error.start]!a} cannot be written in {error.encoding}"
-        return f"{what}{_source_line(error)}; set PYTHONUTF8=1, or LANG=C.UTF-8", EXIT_FAILURE
+        reason = f"the character {error.object[error.start]!a} cannot be written in {error.encoding}"
+        return f"{reason}{_source_line(error)}; set PYTHONUTF8=1, or LANG=C.UTF-8", EXIT_FAILURE
     return "", EXIT_FAILURE
 
 
