@@ -109,10 +109,11 @@ def print_imports(graph: Graph, recipes: list[str]) -> None:
     print(f"\nmodules that one other module imports: {once} of {len(graph)}")
     chosen = frozenset(f"shoal.recipes.{name}" for name in recipes)
     optimizers = frozenset(module for module in graph if module.startswith("shoal.optim."))
-    print("modules that a recipe reaches, and without what is chosen by name (recipes, optimizers):")
+    modes = {module for module in graph["shoal.train.servers.choice"] if ".servers." in module}
+    print("modules that a recipe reaches, and without what is chosen by name (recipes, optimizers, modes):")
     for name in recipes:
         module = f"shoal.recipes.{name}"
-        own = closure(graph, module, (chosen | optimizers) - {module})
+        own = closure(graph, module, (chosen | optimizers | modes) - {module})
         print(f"  {name:<{_WIDTH}}  {len(closure(graph, module)):4}  {len(own):4}")
 
 

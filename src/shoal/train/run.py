@@ -87,6 +87,7 @@ from shoal.train.reporting import (
     versions,
 )
 from shoal.train.run_dir import open_run_dir, owned, recorded_backend
+from shoal.train.servers.choice import choose_update
 from shoal.train.shares import advice_on_shares, open_shares
 from shoal.train.step import RunningMetrics, Step, Training
 from shoal.train.stopping import (
@@ -425,7 +426,11 @@ class Run:
             )
         self._kept.update(stateful)
         if first and self._settings.output.evaluate is None:
-            self.use(self._chosen_update() or self._training.update)
+            servers, training = self._settings.servers, self._training
+            chosen = choose_update(
+                servers, self._kept, training.models, scale=training.scale, directory=self.directory
+            )
+            self.use(chosen or training.update)
         named = {"model": stateful["model"]} if "model" in stateful else stateful
         models = [each for each in named.values() if isinstance(each, nn.Module)]
         self.num_parameters = self.num_parameters or sum(p.numel() for m in models for p in m.parameters())
@@ -445,13 +450,6 @@ class Run:
             self._notes += [update.note] if update.note else []
         elif isinstance(optimizer := stateful.get("optimizer"), Optimizer):
             update.renew(optimizer)
-
-    def _chosen_update(self) -> Update | None:
-        """Return the update that the settings name, if they name one."""
-        from shoal.train.servers.choice import choose_update
-
-        servers, models, scale = self._settings.servers, self._training.models, self._training.scale
-        return choose_update(servers, self._kept, models, scale=scale, directory=self.directory)
 
     def use(self, update: Update) -> None:
         """Replace how a step's gradients are measured and become new weights (:class:`Update`).

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.optim.moments import parameters_of
-from shoal.optim.sgd import SGD
 from shoal.train.config import ServersConfig
 from shoal.train.gradients import DataParallel, LossScale, ManyWorkers, Update
-from shoal.train.servers import local, waiting
-from shoal.train.servers.update import ServedUpdate, ServersUpdate
+
+_MODES = {
+    "sync": "shoal.train.servers.update:update_of_run",
+    "bounded": "shoal.train.servers.waiting:update_of_run",
+    "async": "shoal.train.servers.waiting:update_of_run",
+    "local": "shoal.train.servers.local:update_of_run",
+}
+"""Module and function of each mode; only the chosen one is imported."""
 
 
 def choose_update(
@@ -44,12 +48,12 @@ def choose_update(
     _check_run(config, kept, models, scale)
     model, optimizer = models[0], kept["optimizer"]
     assert isinstance(model, ManyWorkers), "on servers, one worker has buckets too"
-    update: ServersUpdate | None = None
-    if config.mode == "sync":
-        update = model.served = ServedUpdate(model, optimizer, config, max_norm=math.inf)
-    elif directory is not None:
-        update = _apart(config, model, optimizer, directory, _own_tensors(kept, model))
-    if update is not None and config.replicas == 2:
+    if directory is None and not config.is_synchronous:
+        return None
+    module, _, function = _MODES[config.mode].partition(":")
+    make: Callable[..., Update] = getattr(import_module(module), function)
+    update = make(model, optimizer, config, directory=directory, own=_own_tensors(kept, model))
+    if config.replicas == 2:
         update.note += "; workers have copies of the helper hosts' weights"
     return update
 
@@ -84,25 +88,6 @@ def _check_run(
             f"{option} with train.precision fp16: a dynamic loss scale follows each step of all workers; use "
             "bf16, or set --train.loss-scale"
         )
-
-
-def _apart(
-    config: ServersConfig, model: ManyWorkers, optimizer: Optimizer, directory: Path, own: list[Tensor]
-) -> ServersUpdate:
-    """Return the update of a mode in which workers do not wait for each other in every step."""
-    log = directory / waiting.LOG
-    if config.mode != "local":
-        return waiting.BoundedSteps(model, optimizer, config, max_norm=math.inf, log=log, own=own)
-    outer = _outer_of(optimizer, config)
-    if config.wait_for is not None:
-        return local.RoundsOfLocalSteps(model, optimizer, outer, config, log=log, own=own)
-    return local.LocalSteps(model, optimizer, outer, config, log=directory / local.LOG, own=own)
-
-
-def _outer_of(inner: Optimizer, config: ServersConfig) -> Optimizer:
-    """Return the outer optimizer of local steps."""
-    momentum = config.outer_momentum
-    return SGD(parameters_of(inner), lr=config.outer_rate, momentum=momentum, nesterov=momentum > 0)
 
 
 def _own_tensors(kept: Mapping[str, Any], model: DataParallel) -> list[Tensor]:

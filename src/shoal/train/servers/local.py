@@ -54,9 +54,10 @@ from shoal.decide.fragments import FragmentSchedule, TokenCounts, weights_of
 from shoal.errors import UsageError
 from shoal.formatting import plural
 from shoal.optim.moments import clip_factor, norm_of, parameters_of, scale_all
+from shoal.optim.sgd import SGD
 from shoal.train.checkpoint_files import StoredTensor
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import require_same
+from shoal.train.gradients import ManyWorkers, require_same
 from shoal.train.servers.messages import MOST_TOKENS, gather
 from shoal.train.servers.rules import check_buffers, check_model, check_outer
 from shoal.train.servers.tensors import ServedTensors, Table, checksum, tables_of
@@ -71,6 +72,24 @@ LOG = "exchanges.jsonl"
 _Batch = TypeVar("_Batch")
 TokensOf = Callable[[_Batch], int]
 """Counts the tokens, or samples, of a batch: the weight of a worker's steps in the mean of an exchange."""
+
+
+def update_of_run(
+    model: ManyWorkers,
+    optimizer: Optimizer,
+    config: ServersConfig,
+    *,
+    directory: Path,
+    own: Sequence[Tensor],
+) -> LocalSteps:
+    """Return the update of a run in mode ``local``, with the outer optimizer of the settings.
+
+    The arguments are those of :func:`shoal.train.servers.waiting.update_of_run`.
+    """
+    momentum = config.outer_momentum
+    outer = SGD(parameters_of(optimizer), lr=config.outer_rate, momentum=momentum, nesterov=momentum > 0)
+    kind, log = (LocalSteps, LOG) if config.wait_for is None else (RoundsOfLocalSteps, ROUNDS_LOG)
+    return kind(model, optimizer, outer, config, log=directory / log, own=own)
 
 
 def local_steps(

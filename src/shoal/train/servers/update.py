@@ -52,7 +52,7 @@ from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import Update, mean_of_workers, require_same
+from shoal.train.gradients import ManyWorkers, Update, mean_of_workers, require_same
 from shoal.train.servers.rules import (
     check_gradient_hooks,
     check_hooks,
@@ -172,6 +172,23 @@ class RowLog:
 
     def _parse(self, lines: Sequence[str]) -> list[dict[str, Any]]:
         return [parse_json(line, f"{self.path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def update_of_run(
+    model: ManyWorkers,
+    optimizer: Optimizer,
+    config: ServersConfig,
+    *,
+    directory: Path | None,
+    own: Sequence[Tensor],
+) -> ServedUpdate:
+    """Return the update of a run in mode ``sync``; the model's communication hook begins it.
+
+    The record of the run has what such steps do, and servers have no copy of other tensors: ``directory`` and
+    ``own`` are those of the modes in which workers do not wait for all.
+    """
+    update = model.served = ServedUpdate(model, optimizer, config, max_norm=math.inf)
+    return update
 
 
 def update_on_servers(

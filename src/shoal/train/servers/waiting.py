@@ -49,7 +49,7 @@ from shoal.decide.fragments import FragmentSchedule, weights_of
 from shoal.errors import ShoalError, UsageError
 from shoal.optim.moments import norm_of, parameters_of, scale_all
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import require_same
+from shoal.train.gradients import ManyWorkers, require_same
 from shoal.train.servers.messages import (
     Coordinator,
     Line,
@@ -84,6 +84,26 @@ LOG = "contributions.jsonl"
 """Name of the log of steps in a run's directory; :func:`shoal.train.servers.log.replay` reads it."""
 _Batch = TypeVar("_Batch")
 _POLL_S = 1.0
+
+
+def update_of_run(
+    model: ManyWorkers,
+    optimizer: Optimizer,
+    config: ServersConfig,
+    *,
+    directory: Path,
+    own: Sequence[Tensor],
+) -> BoundedSteps:
+    """Return the update of a run in modes ``bounded`` and ``async``.
+
+    Args:
+        model: that of the run.
+        optimizer: that of the run.
+        config: the mode and its options.
+        directory: of the run, for the log.
+        own: tensors of the run's state that no servers have.
+    """
+    return BoundedSteps(model, optimizer, config, max_norm=math.inf, log=directory / LOG, own=own)
 
 
 def bound_waiting(
