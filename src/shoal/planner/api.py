@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
@@ -92,16 +92,11 @@ def plan(
     """
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"the global batch is {global_batch}; it must be at least 1")
-    if samples_per_s is not None and not (math.isfinite(samples_per_s) and samples_per_s > 0):
-        raise UsageError(f"the throughput is {samples_per_s}; it must be a positive number of samples/s")
     known = Catalog(catalog)
     hosts, helping = known.machines(workers), known.machines(helpers) if helpers else None
     require_accelerators(hosts)
     hosts, helping, trained = _with_measured(hosts, helping, measured)
-    if trained and samples_per_s is not None:
-        raise UsageError(
-            f"--throughput and --measured {trained[0].path} both give the speed: leave one of them out"
-        )
+    speed = _Speed(samples_per_s=samples_per_s, trained=trained, published=published, count=count)
     preset = presets(model) if presets and isinstance(model, str) else None
     if isinstance(model, str) and ":" not in model:
         own, name, known_as = None, model, preset.model if preset else model
@@ -112,40 +107,100 @@ def plan(
         if global_batch is None:
             raise UsageError("a model of yours needs a global batch (--global-batch)")
         phases = [(Phase(batch=global_batch), _fixed_length(name, train_samples))]
-    parts = []
-    for phase, table in phases:
-        counted = own or workload(known_as, phase.sequence_length, count)
-        precision = _precision(preset, hosts.instance, counted)
-        if trained:
-            flops, basis = _calibrated(known_as, counted, trained, hosts, count)
-        else:
-            flops, basis = achieved(
-                counted,
-                known_as,
-                hosts.instance,
-                precision=precision,
-                samples_per_s=samples_per_s,
-                global_batch=phase.batch,
-                published=published,
-            )
-        parts.append(
-            Part(
-                workload=counted,
-                convergence=table,
-                global_batch=phase.batch,
-                achieved_flops=flops,
-                basis=basis,
-                precision=precision,
-                micro_batch=phase.micro_batch,
-                section=phase.section,
-            )
+    parts = tuple(
+        _part(
+            own or workload(known_as, phase.sequence_length, count), phase, table,
+            name=known_as, instance=hosts.instance, preset=preset, speed=speed,
         )
+        for phase, table in phases
+    )  # fmt: skip
     command: tuple[str, ...] = ()
     if preset and not parts[0].convergence.target:
         length = (f"--{preset.length.replace('_', '-')}", str(sequence_length)) if sequence_length else ()
         command = ("shoal", *preset.command, *length)
-    training = Training(recipe=name, parts=tuple(parts), start_s=start_s, command=command)
+    training = Training(recipe=name, parts=parts, start_s=start_s, command=command)
     return search(training, hosts, helping, goal=goal, algorithms=algorithms, wire_bytes=wire_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Speed:
+    """Sources of the speed of one host: a given throughput, measured steps, or published ones.
+
+    Attributes:
+        samples_per_s: the throughput that the user gives.
+        trained: files with measured times of steps; they have precedence over published throughputs.
+        published: whether to take published throughputs.
+        count: as in :func:`plan`.
+
+    Raises:
+        UsageError: the throughput is not a positive number, or files give the speed too.
+    """
+
+    samples_per_s: float | None
+    trained: Sequence[MeasuredTrain]
+    published: bool
+    count: Count | None
+
+    def __post_init__(self) -> None:
+        if self.samples_per_s is None:
+            return
+        if not (math.isfinite(self.samples_per_s) and self.samples_per_s > 0):
+            raise UsageError(
+                f"the throughput is {self.samples_per_s}; it must be a positive number of samples/s"
+            )
+        if self.trained:
+            raise UsageError(
+                f"--throughput and --measured {self.trained[0].path} both give the speed: leave one of them "
+                "out"
+            )
+
+    def achieved(
+        self, counted: Workload, name: str, instance: Instance, *, precision: str, global_batch: int
+    ) -> tuple[float, str]:
+        """Return the FLOP/s of an accelerator and the source of the figure.
+
+        Of several measured files, the one with the workload's sequence length is taken, else the first.
+        """
+        if not self.trained:
+            return achieved(
+                counted,
+                name,
+                instance,
+                precision=precision,
+                samples_per_s=self.samples_per_s,
+                global_batch=global_batch,
+                published=self.published,
+            )
+        length = counted.tokens_per_sample
+        chosen = next((file for file in self.trained if file.sequence_length == length), self.trained[0])
+        if chosen.recipe == name and chosen.sequence_length != length:
+            counted = workload(name, chosen.sequence_length, self.count)
+        return chosen.achieved_flops(name, counted, instance), chosen.basis
+
+
+def _part(
+    counted: Workload,
+    phase: Phase,
+    convergence: Convergence,
+    *,
+    name: str,
+    instance: Instance,
+    preset: Preset | None,
+    speed: _Speed,
+) -> Part:
+    """Return one phase of the training, with the speed of an accelerator of ``instance``."""
+    precision = _precision(preset, instance, counted)
+    flops, basis = speed.achieved(counted, name, instance, precision=precision, global_batch=phase.batch)
+    return Part(
+        workload=counted,
+        convergence=convergence,
+        global_batch=phase.batch,
+        achieved_flops=flops,
+        basis=basis,
+        precision=precision,
+        micro_batch=phase.micro_batch,
+        section=phase.section,
+    )
 
 
 def _with_measured(
@@ -233,18 +288,3 @@ def _fixed_length(name: str, samples: float | None) -> Convergence:
     amount = _DEFAULT_SAMPLES if samples is None else samples
     source = "one million samples" if samples is None else f"{amount:,.0f} samples"
     return Convergence(name=name, source=source, points=at_any_batch(amount), largest_batch=1 << 40)
-
-
-def _calibrated(
-    name: str,
-    counted: Workload,
-    trained: Sequence[MeasuredTrain],
-    workers: Machines,
-    count: Count | None,
-) -> tuple[float, str]:
-    """Return FLOP/s and basis from the file with the workload's sequence length, else from the first."""
-    length = counted.tokens_per_sample
-    chosen = next((file for file in trained if file.sequence_length == length), trained[0])
-    if chosen.recipe == name and chosen.sequence_length != length:
-        counted = workload(name, chosen.sequence_length, count)
-    return chosen.achieved_flops(name, counted, workers.instance), chosen.basis
