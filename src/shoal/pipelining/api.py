@@ -31,6 +31,10 @@ SPLIT_BACKWARD = frozenset({"zbv"})
 """Schedules that split the backward pass: torch does it wrongly for some graphs, so they are verified."""
 
 
+Lower = Callable[[], AbstractContextManager[object]]
+"""Makes the context of a forward pass, in which matrix products may have a lower precision."""
+
+
 def make_mesh(
     device_type: str, *, pipeline: int, data: int = 1, placement_strategy: str = "cluster"
 ) -> DeviceMesh:
@@ -191,10 +195,7 @@ def pipeline(
     placement = plan.schedule.placement
     used_by = users([stage.parameter_names.values() for stage in stages], placement)
     mine = [stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.rank]
-    # Without a cache of casted weights, which would keep them for all micro-batches.
-    lower: Callable[[], AbstractContextManager[object]] = nullcontext
-    if autocast is not None:
-        lower = partial(torch.autocast, own_device.type, autocast, cache_enabled=False)
+    lower = _autocast(own_device, autocast)
     runners = {stage.index: StageRunner(stage, lower) for stage in mine}
     if next(model.parameters()).is_meta:
         groups.together(lambda: init_meta(mine, model, own_device, initialise=initialise, seed=seed))
@@ -202,14 +203,7 @@ def pipeline(
         move_stages(own_device, mine)
     if shard and data_parallel is not None and data_parallel.size() > 1:
         shard_stages(runners.values(), data_parallel, repeated(used_by), wire)
-    checked = verify or plan.schedule.name in SPLIT_BACKWARD
-    if checked and any(parameter.is_meta for parameter in model.parameters()):
-        raise UsageError("verify needs a model that is not on the meta device: it is run unsplit")
-
-    def unsplit(part: Batch) -> object:
-        with lower():
-            return source.unsplit(part)
-
+    is_verified = verify or plan.schedule.name in SPLIT_BACKWARD
     return Pipeline(
         plan,
         runners,
@@ -223,7 +217,7 @@ def pipeline(
             wire=wire,
         ),
         aliases=source.aliases,
-        unsplit=(model, unsplit) if checked else None,
+        unsplit=_unsplit(model, source, lower) if is_verified else None,
     )
 
 
@@ -245,6 +239,32 @@ def _source(
         return Whole(model, values)
     part = {name: tensor.to(home) for name, tensor in values.items()}
     return Graph(model, part, values) if modules is None else Named(model, part, modules)
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> Lower:
+    """Return the context of the forward pass.
+
+    It has no cache of casted weights, which would keep them for all micro-batches.
+    """
+    if dtype is None:
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype, cache_enabled=False)
+
+
+def _unsplit(model: nn.Module, source: Source, lower: Lower) -> tuple[nn.Module, Callable[[Batch], object]]:
+    """Return the model and its forward pass without stages, with which the first step is compared.
+
+    Raises:
+        UsageError: the model has no weights yet.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError("verify needs a model that is not on the meta device: it is run unsplit")
+
+    def run(part: Batch) -> object:
+        with lower():
+            return source.unsplit(part)
+
+    return model, run
 
 
 def device_of(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
