@@ -31,10 +31,8 @@ def main(config: MaskedLMConfig, worker: WorkerEnv | None = None) -> int:
     """Pretrain until the last step, a signal, or a loss that stays not finite; return the exit code."""
     from contextlib import ExitStack
 
-    import numpy as np
     import torch
 
-    from shoal.data.loader import as_tensors
     from shoal.data.sources import ReaderSource
     from shoal.data.text.padded_examples import PaddedExamples
     from shoal.models.padded_pretraining import PaddedPretraining
@@ -65,11 +63,8 @@ def main(config: MaskedLMConfig, worker: WorkerEnv | None = None) -> int:
         load_weights(model, config.model)
         run.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         reader = PaddedExamples(train)
-        rows = np.arange(batch.worker_batch_size) % train.num_examples
-        example = as_tensors(reader.micro_batch(reader.batch(0, rows)), pin_memory=False)
-        example["samples_per_target"] = torch.ones(())
         stage = open_stages(
-            PaddedPretraining(model), example, run, parallel, batch,
+            PaddedPretraining(model), _example(reader, batch.worker_batch_size), run, parallel, batch,
             distributed=config.distributed, servers=config.servers,
         )  # fmt: skip
         stack.callback(stage.close)
@@ -113,6 +108,23 @@ def main(config: MaskedLMConfig, worker: WorkerEnv | None = None) -> int:
             lambda directory: _export(model, train.shards.tokenizer_file, directory),
             lambda last: masked_lm.verdict(task, last["validation"], references),
         )
+
+
+def _example(examples: "PaddedExamples", size: int) -> "dict[str, Tensor]":
+    """Return a replica's first batch on the CPU, by which the model is traced.
+
+    Args:
+        examples: the training examples; fewer than a batch are repeated.
+        size: rows of the batch.
+    """
+    import numpy as np
+    import torch
+
+    from shoal.data.loader import as_tensors
+
+    rows = np.arange(size) % examples.num_examples
+    batch = as_tensors(examples.micro_batch(examples.batch(0, rows)), pin_memory=False)
+    return {**batch, "samples_per_target": torch.ones(())}
 
 
 def _export(model: Any, tokenizer_file: Path, directory: Path) -> None:
