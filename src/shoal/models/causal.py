@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TopPLogitsWarper,
+)
 
 from shoal.dropout import SampleDropout
 from shoal.errors import UsageError
@@ -192,3 +201,78 @@ def open_causal(
         AutoModelForCausalLM, source, config=config, attn_implementation=attention
     )
     return model
+
+
+# ------------------------------------------------------------------------------------------------ generation
+
+
+def end_ids(weights: PreTrainedModel, default: int | None = None) -> list[int]:
+    """Return the tokens at which a model ends a text, by its generation config or its config."""
+    for config in (weights.generation_config, weights.config):
+        ends = getattr(config, "eos_token_id", None)
+        if ends is not None:
+            return list(ends) if isinstance(ends, list | tuple) else [ends]
+    return [] if default is None else [default]
+
+
+def generate(
+    weights: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    end_id: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seeds: Sequence[int] = (),
+) -> Tensor:
+    """Return the continuations of prompts by transformers' ``generate``, with its cache of keys and values.
+
+    Args:
+        prompts: token ids; the shorter ones are padded on the left.
+        end_id: fills up behind an end.
+        temperature: 0: the likeliest token each time; else tokens are drawn, as by :class:`Draws`.
+        seeds: one for each prompt.
+
+    Returns:
+        float32 ``[B, max_new_tokens]`` on the CPU, token ids.
+    """
+    device, width = weights.device, max(map(len, prompts))
+    ids = torch.full((len(prompts), width), end_id, device=device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
+        mask[row, width - len(prompt) :] = 1
+    processors = LogitsProcessorList([Draws(seeds, temperature, top_p, device)] if temperature else [])
+    found: Tensor = weights.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=end_id,
+        eos_token_id=end_ids(weights, end_id),
+        logits_processor=processors,
+    )
+    out = torch.full((len(prompts), max_new_tokens), float(end_id))
+    out[:, : found.shape[1] - width] = found[:, width:].cpu()
+    return out
+
+
+class Draws(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+    """Makes a greedy choice a draw: adds Gumbel noise, with a generator for each prompt.
+
+    So a continuation depends on its own seed, and not on the prompts beside it, on threads or on workers.
+    """
+
+    def __init__(self, seeds: Sequence[int], temperature: float, top_p: float, device: torch.device) -> None:
+        """Seed the generators."""
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self._temperature, self._top_p = temperature, TopPLogitsWarper(top_p)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return logits whose largest is a draw from the softmax of ``scores``, ``[B, vocabulary]``."""
+        scores = self._top_p(input_ids, scores.float() / self._temperature)
+        noise = torch.stack(
+            [torch.empty_like(scores[0]).exponential_(generator=own) for own in self._generators]
+        )
+        return scores - noise.log()

@@ -333,6 +333,27 @@ Held-out text is scored by loss, perplexity, bits per byte and accuracy.""",
         shortcuts={"model": "model.source"},
         workload="{config.model.source}",
         length="data.block_length",
+        predict=Command(
+            name="lm",
+            module="lm_use",
+            help="Continue prompts with a causal language model.",
+            details="""Files are .txt with a prompt in each line, or .jsonl ({"prompt": …} and, if you like,
+an id); --text gives one prompt instead. A line of the output: {"id": 1, "prompt": …, "text": the
+continuation, "tokens": …, "ended": "end token" or "max new tokens"}.
+
+Example: `shoal predict lm --model runs/lm --text 'The list is' --max-new-tokens 20`""",
+            inputs="Files of prompts.",
+        ),
+        evaluate=Command(
+            name="lm",
+            module="lm_use",
+            help="Score a causal language model on text: loss, perplexity, bits per byte, accuracy.",
+            details="""Every token counts that follows another one of its document. The scores are the same
+bits on any number of workers.
+
+Example: `shoal evaluate lm book.txt --model runs/lm`""",
+            inputs="Files of text, in a format of `shoal prepare text`; default: held-out prepared text.",
+        ),
     ),
     "resnet50": Recipe(
         config="ResNetTrainConfig",

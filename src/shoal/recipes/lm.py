@@ -39,6 +39,7 @@ from shoal.train.config import (
     ServersConfig,
     TrainConfig,
     check_combination,
+    required,
     settings_lines,
 )
 from shoal.train.optim_config import TextOptimizerConfig, check_warmup
@@ -307,15 +308,20 @@ def read_sizes(config: LmConfig, source: Path) -> "PreTrainedConfig":
     sizes = read_causal_config(source, **changes)
     if config.model.dropout is not None:
         set_dropout(sizes, config.model.dropout)
-    longest, length = getattr(sizes, "max_position_embeddings", None), config.data.block_length
-    if longest is not None and length > longest:
-        raise UsageError(
-            f"data.block_length {length} is more than the {longest} positions of the model in {source}; "
-            f"shorten it, such as --data.block-length {longest}"
-        )
+    check_length(config.data.block_length, sizes, source)
     if not source.is_dir() and config.data.path is not None:
         sizes.eos_token_id = sizes.bos_token_id = read_manifest(config.data, end_token_only=True).sep_id
     return sizes
+
+
+def check_length(block_length: int, sizes: "PreTrainedConfig", source: Path) -> None:
+    """Raise a :class:`UsageError` where blocks are longer than the model has positions for."""
+    longest = getattr(sizes, "max_position_embeddings", None)
+    if longest is not None and block_length > longest:
+        raise UsageError(
+            f"data.block_length {block_length} is more than the {longest} positions of the model in "
+            f"{source}; shorten it, such as --data.block-length {longest}"
+        )
 
 
 def open_model(config: LmConfig, source: Path, sizes: "PreTrainedConfig", run: "Run") -> "CausalLM":
@@ -356,7 +362,7 @@ def open_text(
     from shoal.data.text.blocks import BlockConfig, BlockReader
 
     train, held_out = open_shards(config.data, sizes.vocab_size, verify=verify, end_token_only=True)
-    check_end(sizes, train.manifest, config)
+    check_end(sizes, train.manifest, text=train.directory, model=required(config.model.source))
     blocks = BlockConfig(
         block_length=config.data.block_length,
         across_documents=config.data.across_documents,
@@ -365,7 +371,7 @@ def open_text(
     return BlockReader(train, blocks), BlockReader(held_out, blocks)
 
 
-def check_end(sizes: "PreTrainedConfig", manifest: "Manifest", config: LmConfig) -> None:
+def check_end(sizes: "PreTrainedConfig", manifest: "Manifest", *, text: Path, model: Path) -> None:
     """Check that the documents of the text end with an end token of the model.
 
     Raises:
@@ -375,8 +381,8 @@ def check_end(sizes: "PreTrainedConfig", manifest: "Manifest", config: LmConfig)
     known = ends if isinstance(ends, list | tuple) else [ends]
     if ends is not None and manifest.sep_id not in known:
         raise UsageError(
-            f"data.path {config.data.path}: documents end with token {manifest.sep_id}, those of the model "
-            f"{config.model.source} with {', '.join(map(str, known))}: prepare the text with the model's own "
+            f"data.path {text}: documents end with token {manifest.sep_id}, those of the model "
+            f"{model} with {', '.join(map(str, known))}: prepare the text with the model's own "
             "tokenizer (shoal prepare text --tokenizer … --end-token …)"
         )
 
@@ -500,14 +506,21 @@ class use(Use):
 
     @classmethod
     def export(cls, source: Path, out: Path | None, dtype: "torch.dtype") -> Path:
-        from shoal.models.causal import CausalLM, new_causal, read_causal_config
-        from shoal.train.checkpoint import load_model
-
         run = find_run(source, "SOURCE")
-        model = CausalLM(new_causal(read_causal_config(description_in(run) / MODEL_CONFIG)))
-        out = out or run / f"{TRANSFORMERS}-{load_model(source, model)}"
+        model, step = read_checkpoint(source)
+        out = out or run / f"{TRANSFORMERS}-{step}"
         write_export(model.to(dtype), description_in(run), out)
         return out
+
+
+def read_checkpoint(source: Path) -> "tuple[CausalLM, int]":
+    """Return the model of a checkpoint, or of the newest one of a run, and its step."""
+    from shoal.models.causal import CausalLM, new_causal, read_causal_config
+    from shoal.train.checkpoint import load_model
+
+    sizes = description_in(find_run(source, "SOURCE")) / MODEL_CONFIG
+    model = CausalLM(new_causal(read_causal_config(sizes)))
+    return model, load_model(source, model)
 
 
 # ------------------------------------------------------------------------------------------------- dry run
@@ -523,7 +536,7 @@ def check(config: LmConfig, num_workers: int, dry_run: bool) -> list[str]:
     manifest = read_manifest(config.data, end_token_only=True)
     sizes = read_sizes(config, source_of(config.model))
     manifest.check_vocabulary(sizes.vocab_size)
-    check_end(sizes, manifest, config)
+    check_end(sizes, manifest, text=required(config.data.path), model=required(config.model.source))
     if not dry_run:
         return []
     from shoal.recipes.memory import memory_of

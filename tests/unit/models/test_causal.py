@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from shoal.errors import UsageError
-from shoal.models.causal import CausalLM, open_causal
+from shoal.models.causal import CausalLM, Draws, generate, open_causal
 
 VOCAB, LENGTH = 61, 24
 DOCUMENTS = ((9, 1, 14), (24,), (2, 3, 19))
@@ -159,3 +159,42 @@ def test_recomputed_layers_have_the_gradients_and_the_dropout_of_kept_ones() -> 
     assert all(torch.equal(kept, again) for kept, again in zip(*found, strict=True))
     without = CausalLM(tiny("gpt2"))(**batch)[0]
     assert not torch.equal(found[0][0], without.detach())
+
+
+PROMPTS = [[5, 9, 2], [7], [11, 3, 8, 1, 30]]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_padded_prompts_are_continued_as_each_alone_by_transformers(name: str) -> None:
+    model = tiny(name).eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    found = generate(model, PROMPTS, end_id=0, max_new_tokens=9)
+    for prompt, row in zip(PROMPTS, found.tolist(), strict=True):
+        ids = torch.tensor([prompt])
+        for _ in range(9):  # without a cache, one token at a time
+            with torch.no_grad():
+                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+        wanted = ids[0, len(prompt) :].tolist()
+        length = wanted.index(0) if 0 in wanted else 9
+        assert row == wanted[:length] + [0] * (9 - length)
+
+
+def test_draws_depend_on_the_seed_of_a_prompt_alone() -> None:
+    model = tiny("llama").eval()
+    model.generation_config.eos_token_id = 0
+    options = {"end_id": 0, "max_new_tokens": 8, "temperature": 1.5}
+    together = generate(model, PROMPTS, seeds=[1, 2, 3], **options)
+    assert torch.equal(generate(model, PROMPTS[1:2], seeds=[2], **options)[0], together[1])
+    assert not torch.equal(generate(model, PROMPTS[1:2], seeds=[4], **options)[0], together[1])
+    assert torch.equal(
+        generate(model, PROMPTS, seeds=[1, 2, 3], **options, top_p=0.0),
+        generate(model, PROMPTS, end_id=0, max_new_tokens=8),
+    )
+
+
+def test_draws_have_the_probabilities_of_the_softmax() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    draws = Draws([5], temperature=2.0, top_p=1.0, device=torch.device("cpu"))
+    picked = torch.stack([draws(torch.zeros(1, 1).long(), logits).argmax() for _ in range(20_000)])
+    found = picked.bincount(minlength=4) / len(picked)
+    assert found.tolist() == pytest.approx((logits[0] / 2).softmax(0).tolist(), abs=0.015)

@@ -6,7 +6,8 @@ other: positions restart, and the end token has no target. Across documents, as 
 through the block and all tokens have targets.
 
 Only tokens are stored: the blocks of an epoch begin at an offset that is drawn per epoch, and wrap around the
-end of a shard; less than a block per shard is left out.
+end of a shard; less than a block per shard is left out. For the scores of a whole text, blocks begin at its
+first token, and none is left out.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class BlockConfig:
     block_length: int = 1_024
     across_documents: bool = False
     seed: int = 0
+    every_token: bool = False
+    """Begin at the first token of each shard; its last block has the targets that are left."""
 
     def __post_init__(self) -> None:
         require_positive("", self, "block_length")
@@ -101,7 +104,8 @@ class BlockReader(Reader):
         ]
         """Where each document begins if each has an end token."""
         self._sizes: Int64Array = np.array([bounds[-1] for bounds in self._bounds], dtype=np.int64)
-        self._first_examples = np.concatenate([[0], np.cumsum(self._sizes // config.block_length)])
+        more = config.block_length - 1 if config.every_token else 0
+        self._first_examples = np.concatenate([[0], np.cumsum((self._sizes + more) // config.block_length)])
         if not self.num_examples:
             raise UsageError(
                 f"{shards.directory}: the split {shards.split!r} gives no blocks: none of its shards has "
@@ -130,9 +134,11 @@ class BlockReader(Reader):
         length = self.config.block_length
         shard = self._first_examples.searchsorted(indices_, side="right") - 1
         sizes = self._sizes[shard]
-        phase = below(random_keys(self.config.seed, Stream.BLOCK_PHASE, epochs_, shard), sizes)
-        starts = (indices_ - self._first_examples[shard]) * length + phase
-        ids, begins = self._tokens(shard, (starts[:, None] + np.arange(length + 1)) % sizes[:, None])
+        starts = (indices_ - self._first_examples[shard]) * length
+        if not self.config.every_token:
+            starts += below(random_keys(self.config.seed, Stream.BLOCK_PHASE, epochs_, shard), sizes)
+        places = starts[:, None] + np.arange(length + 1)
+        ids, begins = self._tokens(shard, places % sizes[:, None])
         columns = np.broadcast_to(np.arange(length), (len(ids), length))
         labels = ids[:, 1:].copy()
         if self.config.across_documents:
@@ -140,6 +146,8 @@ class BlockReader(Reader):
         else:
             labels[begins[:, 1:]] = NO_TARGET
             positions = columns - np.maximum.accumulate(np.where(begins[:, :-1], columns, 0), axis=1)
+        if self.config.every_token:
+            labels[places[:, 1:] >= sizes[:, None]] = NO_TARGET
         return {
             "input_ids": ids[:, :-1].copy(),
             "position_ids": positions,

@@ -93,3 +93,18 @@ def test_bytes_are_those_of_the_text_of_targets() -> None:
     labels = np.array([[5, 6, 3, NO_TARGET, 7, 5], [NO_TARGET, 3, 7, NO_TARGET, 3, 3]])
     assert num_bytes(tokenizer, labels, 3) == len("moon größe".encode()) + len("a moon") + 1
     assert num_targets({"labels": labels}) == 9
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
+@pytest.mark.parametrize("length", [LENGTH, 200], ids=["short", "longer than a shard"])
+def test_every_token_is_a_target_once(shards: TextShards, across: bool, length: int) -> None:
+    config = BlockConfig(block_length=length, across_documents=across, every_token=True)
+    reader = BlockReader(shards, config)
+    texts = streams(shards)
+    assert len(reader) == sum(-(-len(text) // length) for text in texts)
+    batch = reader.batch(0, np.arange(len(reader)))
+    found = batch["labels"][batch["labels"] != NO_TARGET].tolist()
+    pairs = [(a, b) for text in texts for a, b in pairwise(text) if across or a != SEP]
+    assert found == [b for _, b in pairs]
+    inputs = batch["input_ids"][batch["labels"] != NO_TARGET].tolist()
+    assert inputs == [a for a, _ in pairs]
