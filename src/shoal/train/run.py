@@ -135,6 +135,12 @@ class Settings:
         """Name of the samples."""
         return getattr(self.config, "unit", "samples")
 
+    @property
+    def frequencies(self) -> dict[str, int]:
+        """Steps between lines, checkpoints and validations, by their settings; 0 where there are none."""
+        names = ("log_frequency", "checkpoint_frequency", "validation_frequency")
+        return {name: getattr(self.output, name, None) or 0 for name in names}
+
     def section_with(self, section: str, field: str) -> str | None:
         """Return the section if the settings have the field there, which makes it an option of a command."""
         return section if hasattr(getattr(self.config, section, None), field) else None
@@ -517,9 +523,7 @@ class Run:
         if self._settings.output.evaluate is not None:
             until = total = self.step
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
-        names = ("log_frequency", "checkpoint_frequency", "validation_frequency")
-        frequencies = {name: getattr(self._settings.output, name, None) or 0 for name in names}
-        self._training.update.check_synchronized(frequencies, [*self.lines, until])
+        self._training.update.check_synchronized(self._settings.frequencies, [*self.lines, until])
         self._metrics.read()
         if (restored := self._restored) is not None and self.step == restored.step:
             self.is_over = self._evaluations.has_ended(self.step, self._total)
