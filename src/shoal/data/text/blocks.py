@@ -159,23 +159,23 @@ class BlockReader(Reader):
         """Return the blocks unchanged: all have the same length."""
         return dict(arrays)
 
-    def _tokens(self, shard: Int64Array, places: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Return the tokens at places ``[B, T]`` of documents with end tokens, and which begin a document."""
-        documents = np.empty_like(places)
+    def _tokens(self, shard: Int64Array, positions: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Return the tokens at positions ``[B, T]`` of documents with end tokens, and which begin one."""
+        documents = np.empty_like(positions)
         for number in np.unique(shard):
             rows = shard == number
-            documents[rows] = self._bounds[number].searchsorted(places[rows], side="right") - 1
+            documents[rows] = self._bounds[number].searchsorted(positions[rows], side="right") - 1
         begins, ends = (self._at(shard, documents + after) for after in (0, 1))
-        is_end = places == ends - 1
+        is_end = positions == ends - 1
         # documents before this one have an end token each, which the shard does not store
-        ids = gather(self.shards, shard, places - documents - is_end)
+        ids = gather(self.shards, shard, positions - documents - is_end)
         ids[is_end] = self.shards.manifest.sep_id
-        return ids, places == begins
+        return ids, positions == begins
 
     def _at(self, shard: Int64Array, documents: Int64Array) -> Int64Array:
         """Return where documents ``[B, T]`` of each row's shard begin."""
-        found = np.empty_like(documents)
+        offsets = np.empty_like(documents)
         for number in np.unique(shard):
             rows = shard == number
-            found[rows] = self._bounds[number][documents[rows]]
-        return found
+            offsets[rows] = self._bounds[number][documents[rows]]
+        return offsets

@@ -281,7 +281,7 @@ def _ranks(values: Float64Array) -> Float64Array:
 
 
 def read_rows(path: Path, columns: Columns, bad: BadEntries) -> Iterator[tuple[str, str, str | None, str]]:
-    """Yield place (for messages), texts and label of each valid row; the label is empty if none is asked for.
+    """Yield location (for messages), texts and label of each valid row; the label is empty if none is wanted.
 
     A label may be a text, a whole number, true or false. It is ``columns.unlabelled`` for null.
 
@@ -318,7 +318,7 @@ def _label_of(value: Any, columns: Columns) -> str | None:
 def _entries(
     path: Path, columns: Columns, bad: BadEntries
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
-    """Yield place, names of the wanted columns and cells of each row that is not empty."""
+    """Yield location, names of the wanted columns and cells of each row that is not empty."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         names = _chosen(str(path), columns, field_names(path, str(path)))
@@ -363,16 +363,16 @@ def _json_rows(
     path: Path, columns: Columns, bad: BadEntries
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     names: list[str] = []
-    for _, place, entry in json_rows(read_text(path), bad):
+    for _, location, entry in json_rows(read_text(path), bad):
         try:
-            names = _chosen(f"{path}, {place}", columns, entry)
+            names = _chosen(f"{path}, {location}", columns, entry)
         except UsageError:
             if not names:  # the first line tells whether the columns are those of the file
                 raise
             missing = [name for name in names if name not in entry]
-            bad.add(BadEntry("a line without a column that others have", ", ".join(missing)), place)
+            bad.add(BadEntry("a line without a column that others have", ", ".join(missing)), location)
         else:
-            yield place, names, entry
+            yield location, names, entry
 
 
 def _table_rows(

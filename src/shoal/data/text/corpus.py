@@ -127,14 +127,14 @@ def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[S
         if source.startswith(PREFIX):
             files.append(_data_set(source))
             continue
-        place, field = _split_field(source)
-        paths, alone = _paths_of(place)
+        location, field = _split_field(source)
+        paths, alone = _paths_of(location)
         files += [_examine(path, form, field, alone) for path in paths]
-    if not (found := [file for file in files if file.num_bytes or file.packing == PREFIX]):
+    if not (readable := [file for file in files if file.num_bytes or file.packing == PREFIX]):
         raise UsageError(
             f"{', '.join(sources)}: every file of the source is empty; there is no article in it"
         )
-    return found
+    return readable
 
 
 def _data_set(source: str) -> SourceFile:
@@ -219,11 +219,11 @@ def _refuse_binary(path: Path, head: bytes, packing: str) -> None:
 
 def _split_field(source: str) -> tuple[str, str]:
     """Return a source without its ``:FIELD``, and the field; empty if there is none."""
-    place, _, field = source.rpartition(":")
-    known = bool(place) and (Path(place).exists() or has_magic(place))
+    location, _, field = source.rpartition(":")
+    known = bool(location) and (Path(location).exists() or has_magic(location))
     if Path(source).exists() or not known or "/" in field:
         return source, ""
-    return place, field
+    return location, field
 
 
 def cut_chunks(files: Sequence[SourceFile], chunk_bytes: int) -> list[Chunk]:
@@ -295,29 +295,29 @@ def _paths_of(source: str) -> tuple[list[Path], bool]:
     """Return the files of one source, and whether it names a single file."""
     path = Path(source)
     if path.is_dir():
-        found = sorted(
+        paths = sorted(
             file
             for file in path.rglob("*")
             if _is_named_as_text(split_packing(file.name)[0])
             and not file.is_dir()
             and not file.name.startswith(".")
         )
-        if not found:
+        if not paths:
             raise UsageError(
                 f"{source}: no file in this directory ends in {', '.join(SUFFIXES)}, or in one of these and "
                 f"{', '.join(PACKINGS)}"
             )
-        return found, False
+        return paths, False
     if path.exists() and not path.is_file():
         raise UsageError(f"{source}: is neither a file nor a directory; write the text to a file first")
     if path.exists() or path.is_symlink():
         return [path], True
     if has_magic(source):
         names = glob(source, recursive=True)  # noqa: PTH207  (Path.glob takes no absolute pattern)
-        found = sorted(Path(name) for name in names if not Path(name).is_dir())
-        if not found:
+        paths = sorted(Path(name) for name in names if not Path(name).is_dir())
+        if not paths:
             raise UsageError(f"{source}: no file fits this pattern")
-        return found, False
+        return paths, False
     raise UsageError(
         f"{source}: there is no such file or directory (the English of this Python is `builtin`)"
     )
@@ -399,21 +399,21 @@ def _decode(data: bytes, offset: int, file: SourceFile, errors: Errors) -> str:
     try:
         return data.decode("utf-8" if offset else "utf-8-sig", errors)
     except UnicodeDecodeError as error:
-        place = offset + error.start
-        line, start = _line_at(file.path, place)
+        position = offset + error.start
+        line, start = _line_at(file.path, position)
         raise UsageError(
-            f"{file.name}, line {line}, byte {place - start + 1} (byte {place + 1} of the file): "
+            f"{file.name}, line {line}, byte {position - start + 1} (byte {position + 1} of the file): "
             f"{data[error.start]:#04x} is not UTF-8; convert the file, or pass --errors replace to put "
             "U+FFFD for such bytes"
         ) from None
 
 
-def _line_at(path: Path, place: int) -> tuple[int, int]:
-    """Return the number of the line with the byte ``place``, from 1, and the offset of this line."""
+def _line_at(path: Path, position: int) -> tuple[int, int]:
+    """Return the number of the line with the byte ``position``, from 1, and the offset of this line."""
     line, start = 1, 0
     with path.open("rb") as file:
         for text in file:
-            if start + len(text) > place:
+            if start + len(text) > position:
                 break
             line, start = line + 1, start + len(text)
     return line, start

@@ -55,8 +55,8 @@ def make_masked_texts(texts: Sequence[str], tokenizer: Tokenizer, *, max_seq_len
     tokens, types, text_of, masked = [], [], [], []
     for number, encoding in enumerate(tokenizer.encode_batch(list(texts))):
         ids = np.array(encoding.ids, dtype=np.int32)
-        places, shown = np.flatnonzero(ids == mask_id), texts[number][:60]
-        if not len(places):
+        positions, shown = np.flatnonzero(ids == mask_id), texts[number][:60]
+        if not len(positions):
             name = tokenizer.id_to_token(mask_id)
             raise UsageError(
                 f"text {number + 1}, {shown!r}, has no mask: put {name} where a token is missing"
@@ -66,10 +66,10 @@ def make_masked_texts(texts: Sequence[str], tokenizer: Tokenizer, *, max_seq_len
                 f"text {number + 1}, {shown!r}, has {len(ids)} tokens, more than max_seq_length "
                 f"{max_seq_length}: shorten it"
             )
-        tokens += [ids] * len(places)
-        types += [np.array(encoding.type_ids, dtype=np.uint8)] * len(places)
-        text_of += [number] * len(places)
-        masked += places.tolist()
+        tokens += [ids] * len(positions)
+        types += [np.array(encoding.type_ids, dtype=np.uint8)] * len(positions)
+        text_of += [number] * len(positions)
+        masked += positions.tolist()
     return MaskedTexts(
         tokens=np.concatenate(tokens),
         types=np.concatenate(types),

@@ -129,8 +129,8 @@ def _costs_too_much(wikitext: str) -> bool:
     num_open = 0
     for pair in _PAIRS:
         pending = 0
-        for found in pair.finditer(wikitext):
-            pending = pending + 1 if found[1] else max(pending - 1, 0)
+        for match in pair.finditer(wikitext):
+            pending = pending + 1 if match[1] else max(pending - 1, 0)
         num_open += pending
     tags = Counter[str]()
     for tag in _TAG.finditer(wikitext):

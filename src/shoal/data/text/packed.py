@@ -72,8 +72,8 @@ def archive_of(head: bytes) -> str:
         >>> archive_of(b"PK\\x03\\x04..."), archive_of(b"Packed once.")
         ('a zip', '')
     """
-    place, magic = _TAR_MAGIC
-    if head[place] == magic:
+    span, magic = _TAR_MAGIC
+    if head[span] == magic:
         return "a tar"
     return next((words for magic, words in _ARCHIVES.items() if head.startswith(magic)), "")
 
@@ -155,9 +155,9 @@ def peek(path: Path, packing: str, num_bytes: int) -> bytes:
     if not packing:
         with path.open("rb") as file:
             return file.read(num_bytes)
-    found = b""
+    content = b""
     for block in unpacked_blocks(path, packing):
-        found += block
-        if len(found) >= num_bytes:
+        content += block
+        if len(content) >= num_bytes:
             break
-    return found[:num_bytes]
+    return content[:num_bytes]

@@ -300,14 +300,14 @@ def _finish(
         continues_word=tokenizer.continues_word(trained),
         tokenizer=TokenizerInfo(file=TOKENIZER, sha256=sha256_of(path), kind=tokenizer.model_kind(trained)),
         source=", ".join(python if source == BUILTIN else source for source in config.sources),
-        splits={split: found for split, found in splits.items() if found},
+        splits={split: of_split for split, of_split in splits.items() if of_split},
         end_token_only=config.end_token is not None,
     )
     manifest.save(config.out)
     shutil.rmtree(config.out / RECORDS)
-    for split, found in manifest.splits.items():
+    for split, of_split in manifest.splits.items():
         counts = [
-            sum(getattr(s, f"num_{what}") for s in found) for what in ("documents", "sentences", "tokens")
+            sum(getattr(s, f"num_{unit}") for s in of_split) for unit in ("documents", "sentences", "tokens")
         ]
         shown.say(f"{split}: {counts[0]:,} articles, {counts[1]:,} sentences, {counts[2]:,} tokens")
     if not manifest.end_token_only and (warning := too_short(manifest)):
@@ -344,9 +344,9 @@ def described(files: Sequence[SourceFile]) -> list[str]:
     """
     lines = []
     for form, words in FORMATS.items():
-        found = [file.path for file in files if file.format == form]
-        if found:
-            names = str(found[0]) if len(found) == 1 else f"{len(found):,} files, {found[0]} and others"
+        paths = [file.path for file in files if file.format == form]
+        if paths:
+            names = str(paths[0]) if len(paths) == 1 else f"{len(paths):,} files, {paths[0]} and others"
             others = " or ".join(other for other in TEXT_FORMATS if other != form)
             hint = f" (another: --format {others})" if form in TEXT_FORMATS else ""
             lines.append(f"read as {form}, {words}: {names}{hint}")
@@ -379,9 +379,9 @@ def read_sample(chunks: Sequence[Chunk], errors: Errors) -> tuple[list[str], boo
     articles: list[str] = []
     is_whole = num_places == len(chunks)
     room = 0
-    for place in range(num_places):
+    for part in range(num_places):
         room += _SAMPLE_CHARACTERS // num_places
-        for article in read_articles(chunks[place * len(chunks) // num_places], errors):
+        for article in read_articles(chunks[part * len(chunks) // num_places], errors):
             if room <= 0:
                 is_whole = False
                 break

@@ -89,9 +89,9 @@ _REFUSED = re.compile(
 
 def prose_paragraphs(text: str) -> list[str]:
     """Return the paragraphs of English prose in a dedented docstring, reStructuredText or Markdown."""
-    found: list[str] = []
+    paragraphs: list[str] = []
     if text.count(" ") < _MIN_WORDS - 1:
-        return found
+        return paragraphs
     for block in _blocks(text):
         if block.count(" ") < _MIN_WORDS - 1 or block[0].islower():  # rejects most blocks cheaply
             continue
@@ -99,8 +99,8 @@ def prose_paragraphs(text: str) -> list[str]:
         if paragraph.endswith(":"):  # it introduces code or a list, which was dropped
             paragraph = " ".join(split_sentences(paragraph)[:-1])
         if is_prose(paragraph):
-            found.append(paragraph)
-    return found
+            paragraphs.append(paragraph)
+    return paragraphs
 
 
 def clean_markup(text: str) -> str:
@@ -250,11 +250,11 @@ def write_snapshot(path: Path, *, processes: int, progress: Progress) -> None:
 
 
 def _documents(files: list[Path]) -> list[list[str]]:
-    found = []
+    texts = []
     for file in files:
-        found += documents(file)
+        texts += documents(file)
         advance(_num_bytes(file))
-    return found
+    return texts
 
 
 def _num_bytes(file: Path) -> int:

@@ -64,7 +64,7 @@ def lines_of(text: str) -> Iterator[tuple[int, str]]:
 
 
 def json_rows(text: str, bad: BadEntries) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield number, place and object of each line, or of each entry of a text that is one JSON array.
+    """Yield number, location and object of each line, or of each entry of a text that is one JSON array.
 
     Blank lines do not count; what is no object is counted.
 
@@ -77,7 +77,7 @@ def json_rows(text: str, bad: BadEntries) -> Iterator[tuple[int, str, dict[str, 
             array = parse_json(text, "", error=UsageError)
     numbered = enumerate(array or (), start=1) if array is not None else lines_of(text)
     for number, entry in numbered:
-        place = f"line {number}" if array is None else f"entry {number}"
+        location = f"line {number}" if array is None else f"entry {number}"
         row = entry
         if array is None:
             if entry.isspace():
@@ -85,12 +85,12 @@ def json_rows(text: str, bad: BadEntries) -> Iterator[tuple[int, str, dict[str, 
             try:
                 row = parse_json(entry, "", error=UsageError)
             except UsageError as error:
-                bad.add(BadEntry("a line that is not JSON", str(error).lstrip(": ")), place)
+                bad.add(BadEntry("a line that is not JSON", str(error).lstrip(": ")), location)
                 continue
         if isinstance(row, dict):
-            yield number, place, row
+            yield number, location, row
         else:
-            bad.add(BadEntry("a line that is no JSON object", f"{entry!s:.60}"), place)
+            bad.add(BadEntry("a line that is no JSON object", f"{entry!s:.60}"), location)
 
 
 def column_bytes(path: Path, field: str, name: str) -> int:

@@ -117,10 +117,10 @@ class Windows:
         first, last = self._extents(groups, documents)
         spare = np.maximum(last - first - capacity, 0)
         offset = self._places(epochs, documents, indices, spare)
-        place = first + offset
+        position = first + offset
 
-        snapped, following = self._sentence_starts(groups, place)
-        start = np.where(place - snapped <= capacity // 2, snapped, place)
+        snapped, following = self._sentence_starts(groups, position)
+        start = np.where(position - snapped <= capacity // 2, snapped, position)
         at_end = (spare > 0) & (offset == spare) & (2 * (last - following) >= capacity)
         start = np.where(at_end, following, start)
 
@@ -150,9 +150,9 @@ class Windows:
         shard = self._shards.first_documents.searchsorted(other, side="right") - 1
         groups = _rows_by_shard(shard)
         first, last = self._extents(groups, other)
-        place = first + below(bits[:, _PLACE], np.maximum(last - first - lengths, 0) + 1)
-        snapped, _ = self._sentence_starts(groups, place)
-        start = np.where(place - snapped <= self._capacity // 2, snapped, place)
+        position = first + below(bits[:, _PLACE], np.maximum(last - first - lengths, 0) + 1)
+        snapped, _ = self._sentence_starts(groups, position)
+        start = np.where(position - snapped <= self._capacity // 2, snapped, position)
         return TokenRange(shard=shard, start=start, end=np.minimum(start + lengths, last))
 
     def _places(
@@ -163,8 +163,8 @@ class Windows:
         before = self._first_examples[documents]
         num_gaps = np.maximum(self._first_examples[documents + 1] - before - 1, 1)
         phase = uniform(random_keys(self._seed, Stream.WINDOW_PHASE, epochs, documents)) - 0.5
-        place = np.rint((indices - before + phase) * spare / num_gaps).astype(np.int64)
-        clipped: Int64Array = np.clip(place, 0, spare)
+        position = np.rint((indices - before + phase) * spare / num_gaps).astype(np.int64)
+        clipped: Int64Array = np.clip(position, 0, spare)
         return clipped
 
     def _extents(self, groups: _Groups, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -176,14 +176,14 @@ class Windows:
             first[rows], last[rows] = offsets[local], offsets[local + 1]
         return first, last
 
-    def _sentence_starts(self, groups: _Groups, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the last sentence start at or before each place, and the first one at or after it."""
-        before, after = np.empty_like(places), np.empty_like(places)
+    def _sentence_starts(self, groups: _Groups, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the last sentence start at or before each position, and the first one at or after it."""
+        before, after = np.empty_like(positions), np.empty_like(positions)
         for number, rows in groups:
             offsets = self._shards.shards[number].sentence_offsets
-            next_sentence = offsets.searchsorted(places[rows], side="right")
+            next_sentence = offsets.searchsorted(positions[rows], side="right")
             before[rows], after[rows] = offsets[next_sentence - 1], offsets[next_sentence]
-        return before, np.where(before == places, places, after)
+        return before, np.where(before == positions, positions, after)
 
     def _boundaries(
         self, groups: _Groups, start: Int64Array, end: Int64Array, u: npt.NDArray[np.float64]
@@ -207,13 +207,13 @@ def gather(shards: TextShards, shard: Int64Array, positions: Int64Array) -> Int6
     """
     ids = np.empty(positions.shape, dtype=np.int64)
     for number, rows in _rows_by_shard(shard):
-        found = shards.shards[number].tokens[positions[rows]]
-        if int(found.max()) >= shards.manifest.vocab_size:
+        tokens = shards.shards[number].tokens[positions[rows]]
+        if int(tokens.max()) >= shards.manifest.vocab_size:
             raise ShoalError(
-                f"{shards.shards[number].path}.tokens: token id {found.max()} in a vocabulary of "
+                f"{shards.shards[number].path}.tokens: token id {tokens.max()} in a vocabulary of "
                 f"{shards.manifest.vocab_size}; the shard is damaged: prepare the text again"
             )
-        ids[rows] = found
+        ids[rows] = tokens
     return ids
 
 

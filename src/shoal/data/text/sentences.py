@@ -93,8 +93,8 @@ def _ends_sentence(text: str, start: int, match: re.Match[str]) -> bool:
     stop = text[match.start() : match.start("close")]
     if stop != ".":  # "!", "?", "...", "?!": a capital, a digit or a script without case begins a sentence
         return True
-    found = _LAST_WORD.search(text, max(start, match.start() - _LONGEST_SHORT_FORM), match.start())
-    word = found.group() if found else ""
+    last_word = _LAST_WORD.search(text, max(start, match.start() - _LONGEST_SHORT_FORM), match.start())
+    word = last_word.group() if last_word else ""
     if match["close"] and len(word) != 1:
         return True
     form = word.lower()

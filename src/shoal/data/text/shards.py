@@ -104,9 +104,9 @@ class Shard:
         if self.tokens.size and int(self.tokens.max()) >= vocab_size:
             raise self._inconsistent(f"it has token id {self.tokens.max()} in a vocabulary of {vocab_size}")
 
-    def _inconsistent(self, what: str) -> ShoalError:
+    def _inconsistent(self, reason: str) -> ShoalError:
         return ShoalError(
-            f"{self.path}: this shard contradicts itself or the manifest: {what}; prepare the text again"
+            f"{self.path}: this shard contradicts itself or the manifest: {reason}; prepare the text again"
         )
 
 

@@ -40,11 +40,11 @@ class SequenceTemplate:
         roles = sample.sequence_ids
         complete = set(range(num_texts)) <= set(roles) and roles[0] is None and roles[-1] is None
         if not complete:
-            what = (
+            positions = (
                 "before, between and after a pair of texts" if num_texts == 2 else "before and after a text"
             )
             raise UsageError(
-                f"the tokenizer puts no special tokens {what}; choose one with a post-processor for "
+                f"the tokenizer puts no special tokens {positions}; choose one with a post-processor for "
                 f"{'pairs' if num_texts == 2 else 'texts'}, such as those of BERT, ALBERT or RoBERTa"
             )
         first = [roles.index(text) for text in range(num_texts)]
@@ -65,14 +65,14 @@ class SequenceTemplate:
             Flat ids, flat types, the bounds of sequences ``[B + 1]``, and the offset of each text in its
             sequence.
         """
-        place = np.zeros_like(texts[0][1])
+        position = np.zeros_like(texts[0][1])
         special_begins, text_begins = [], []
         for (ids, _), (_, _, count) in zip(self._special, texts, strict=False):
-            special_begins.append(place)
-            text_begins.append(place + len(ids))
-            place = text_begins[-1] + count
-        special_begins.append(place)
-        bounds = np.concatenate([[0], np.cumsum(place + len(self._special[-1][0]))])
+            special_begins.append(position)
+            text_begins.append(position + len(ids))
+            position = text_begins[-1] + count
+        special_begins.append(position)
+        bounds = np.concatenate([[0], np.cumsum(position + len(self._special[-1][0]))])
         tokens = np.empty(bounds[-1], dtype=np.int32)
         types = np.empty(bounds[-1], dtype=np.uint8)
         at = bounds[:-1]

@@ -107,8 +107,8 @@ def _f1(prediction: str, reference: str) -> float:
 
 def _rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
     scorer = _rouge_scorer().RougeScorer(_ROUGE, use_stemmer=True)
-    found = [scorer.score(_sentences(reference), _sentences(prediction)) for prediction, reference in pairs]
-    return {name: _mean([score[name].fmeasure for score in found]) for name in _ROUGE}
+    scores = [scorer.score(_sentences(reference), _sentences(prediction)) for prediction, reference in pairs]
+    return {name: _mean([score[name].fmeasure for score in scores]) for name in _ROUGE}
 
 
 def _sentences(text: str) -> str:

@@ -80,8 +80,8 @@ class TextToText(Sequences):
     def label_of(self, written: npt.NDArray[np.integer[Any]]) -> int:
         """Return the index of the label that the tokens spell up to the end token; ``len(words)`` for
         none."""
-        found = (k for k, word in enumerate(self.words) if np.array_equal(written[: len(word)], word))
-        return next(found, len(self.words))
+        matches = (k for k, word in enumerate(self.words) if np.array_equal(written[: len(word)], word))
+        return next(matches, len(self.words))
 
 
 def read_text_pairs(path: Path, *, source: str, target: str, bad: BadEntries | None = None) -> ClassifyData:
@@ -98,14 +98,14 @@ def read_text_pairs(path: Path, *, source: str, target: str, bad: BadEntries | N
             none.
     """
     bad = bad or BadEntries(path)
-    found = list(read_rows(path, Columns(first=source, second=target, label=()), bad))
-    bad.check(len(found))
-    if not found:
+    rows = list(read_rows(path, Columns(first=source, second=target, label=()), bad))
+    bad.check(len(rows))
+    if not rows:
         raise UsageError(f"{path}: holds no example")
     return ClassifyData(
         path=path,
-        labels=tuple(text or "" for _, _, text, _ in found),
-        examples=tuple(Example(text, None, number) for number, (_, text, _, _) in enumerate(found)),
+        labels=tuple(text or "" for _, _, text, _ in rows),
+        examples=tuple(Example(text, None, number) for number, (_, text, _, _) in enumerate(rows)),
         bad=bad,
     )
 

@@ -123,11 +123,11 @@ def special_ids(
     ids, missing = {}, []
     for role in needs:
         spellings = SPECIAL_TOKENS[role]
-        found = next((i for s in spellings if (i := tokenizer.token_to_id(s)) is not None), None)
-        if found is None:
+        token_id = next((i for s in spellings if (i := tokenizer.token_to_id(s)) is not None), None)
+        if token_id is None:
             missing.append(f"{role} ({' or '.join(spellings)})")
         else:
-            ids[role] = found
+            ids[role] = token_id
     if missing:
         raise UsageError(
             f"tokenizer {name}: has no token for {', '.join(missing)}; masked-LM and sentence order need "
