@@ -49,16 +49,16 @@ def dry_run(source: ImageSource | PackedSource, config: ImagePrepareConfig) -> l
             continue
         after += len(encoded) + 2 * _MEMBER_BYTES
         changed += encoded is not data
-    scale = sum(found.num_bytes for found in totals.values()) / max(sum(image.size for image in images), 1)
+    scale = sum(total.num_bytes for total in totals.values()) / max(sum(image.size for image in images), 1)
     processes = config.processes or num_cores()
     seconds = max((time.process_time() - begin_s) * scale / processes, 1)
     unreadable = f", {len(bad)} cannot be read (such as {bad[0]})" if bad else ""
     return [
         *(
-            f"{split}: {found.num_images:,} images of {len(found.class_counts):,} classes, "
-            f"{size(found.num_bytes)}, "
-            f"{plural(num_shards(found.num_images, found.num_bytes, config.shard_bytes), 'shard')}"
-            for split, found in totals.items()
+            f"{split}: {total.num_images:,} images of {len(total.class_counts):,} classes, "
+            f"{size(total.num_bytes)}, "
+            f"{plural(num_shards(total.num_images, total.num_bytes, config.shard_bytes), 'shard')}"
+            for split, total in totals.items()
         ),
         f"of {len(images)} training images tried, {changed} are encoded again{unreadable}",
         f"about {size(after * scale)} of shards, {seconds:,.0f} s with {processes} processes, if the disk "

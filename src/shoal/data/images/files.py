@@ -26,20 +26,20 @@ def image_files(inputs: Sequence[Path]) -> list[Path]:
     Raises:
         UsageError: an input is not there, or a folder has no images.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for path in inputs:
         if not path.is_dir():
             if not path.is_file():
                 raise UsageError(f"{path} does not exist: name images, or folders of images")
-            found.append(path)
+            paths.append(path)
             continue
         inside = sorted(
             file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
         )
         if not inside:
             raise UsageError(f"{path}: no file in this folder has the suffix of an image")
-        found += inside
-    return found
+        paths += inside
+    return paths
 
 
 def read_image(path: Path) -> bytes:

@@ -128,9 +128,9 @@ class FolderSource:
         self._left_alone: list[str] = []
         if TRAIN in folders:
             self._roots = {TRAIN: path / TRAIN}
-            if found := [name for name in VALIDATION_NAMES if name in folders]:
-                self._roots[VALIDATION] = path / found[0]
-                self._left_alone = found[1:]
+            if validation_names := [name for name in VALIDATION_NAMES if name in folders]:
+                self._roots[VALIDATION] = path / validation_names[0]
+                self._left_alone = validation_names[1:]
         elif folders and set(folders) <= {*VALIDATION_NAMES}:
             raise UsageError(f"{path} has {', '.join(folders)}, but no train; name the training images train")
         if validation is not None and VALIDATION in self._roots:
@@ -209,9 +209,9 @@ class FolderSource:
         if VALIDATION not in self._roots:
             return
         other = self._roots[VALIDATION]
-        found = self._tree.folders(other)
-        extra = [name for name in found if name not in self.classes]
-        missing = [name for name in self.classes if name not in found]
+        names = self._tree.folders(other)
+        extra = [name for name in names if name not in self.classes]
+        missing = [name for name in self.classes if name not in names]
         if extra:
             raise UsageError(
                 f"{train} has no class {_listed(extra)}, which {other} has; both must have the same class "
@@ -259,15 +259,15 @@ def _folders(path: Path) -> list[str]:
 
 def _files(folder: Path) -> list[_File]:
     """Return the images below a class folder, sorted by name."""
-    found = []
+    files = []
     try:
         for path in _visible(folder):
             if path.suffix.lower() in SUFFIXES:
                 facts = path.stat()
-                found.append(_File(path.relative_to(folder).as_posix(), facts.st_size, facts.st_mtime_ns))
+                files.append(_File(path.relative_to(folder).as_posix(), facts.st_size, facts.st_mtime_ns))
     except OSError as error:
         _unreadable(error)
-    return sorted(found)
+    return sorted(files)
 
 
 def _visible(folder: Path, leading_back: list[Path] | None = None) -> Iterator[Path]:
@@ -278,8 +278,8 @@ def _visible(folder: Path, leading_back: list[Path] | None = None) -> Iterator[P
     """
     visited = {_identity(one) for one in (folder, *folder.resolve().parents)}
     for root, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
-        found, folders[:] = sorted(name for name in folders if not _is_hidden(name)), []
-        for path in (Path(root, name) for name in found):
+        visible, folders[:] = sorted(name for name in folders if not _is_hidden(name)), []
+        for path in (Path(root, name) for name in visible):
             if (identity := _identity(path)) not in visited:
                 visited.add(identity)
                 folders.append(path.name)

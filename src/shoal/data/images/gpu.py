@@ -149,17 +149,17 @@ class GpuTransform:
 
     def _decoded(self, encoded: Sequence[Tensor], keys: Sequence[Key]) -> list[Tensor]:
         """Return uint8 ``[3, H, W]`` each, on the device; what its decoder refuses is decoded on the host."""
-        jpegs = [place for place, data in enumerate(encoded) if _is_jpeg(data)]
+        jpegs = [index for index, data in enumerate(encoded) if _is_jpeg(data)]
         try:
-            found: list[Any] = decode_on(self.device, [encoded[place] for place in jpegs])
+            on_device: list[Any] = decode_on(self.device, [encoded[index] for index in jpegs])
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # one image makes the whole call fail
-            found = [self._decoded_alone(encoded[place], keys[place]) for place in jpegs]
-        images: dict[int, Tensor | None] = dict(zip(jpegs, found, strict=True))
+            on_device = [self._decoded_alone(encoded[index], keys[index]) for index in jpegs]
+        images: dict[int, Tensor | None] = dict(zip(jpegs, on_device, strict=True))
         decoded = []
-        for place, (data, key) in enumerate(zip(encoded, keys, strict=True)):
-            image = images.get(place)
+        for index, (data, key) in enumerate(zip(encoded, keys, strict=True)):
+            image = images.get(index)
             decoded.append(self._decoded_here(data, key) if image is None else image)
         return decoded
 

@@ -56,10 +56,10 @@ def read_synsets(data: bytes, where: str) -> dict[int, str]:
 
 def _decompress(data: bytes) -> bytes:
     stream = zlib.decompressobj()
-    found = stream.decompress(data, MAX_WHOLE_BYTES)
+    content = stream.decompress(data, MAX_WHOLE_BYTES)
     if not stream.eof:
         raise ValueError(f"an element was cut short or unpacks to more than {MAX_WHOLE_BYTES:,} bytes")
-    return found
+    return content
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -122,19 +122,19 @@ def read_ground_truth(
             is missing or does not have them.
         ShoalError: a file cannot be read, or is too large to be one of these.
     """
-    places = (folder, folder / "data", folder / DEVKIT / "data")
+    folders = (folder, folder / "data", folder / DEVKIT / "data")
     packed = folder / f"{DEVKIT}.tar.gz"
-    found = _find(truth, [*(place / TRUTH for place in places), folder / NAMED_TRUTH], packed)
-    if found is None:
+    truth_file = _find(truth, [*(directory / TRUTH for directory in folders), folder / NAMED_TRUTH], packed)
+    if truth_file is None:
         raise UsageError(
             f"{folder} has no ground truth of the validation images; put {packed.name} of the ImageNet site "
             f"there, or {NAMED_TRUTH}, or give a file of one line an image as --ground-truth"
         )
     where, meanings = "", {}
-    if meta := _find(synsets, [place / META for place in places], packed):
+    if meta := _find(synsets, [directory / META for directory in folders], packed):
         where, data = meta
         meanings = read_synsets(data, where) if where.endswith(".mat") else _text_synsets(data, where)
-    name, data = found
+    name, data = truth_file
     lines = []
     for number, line in enumerate(_first_words(data), 1):
         if line.isdecimal() and not meanings:
@@ -148,13 +148,13 @@ def read_ground_truth(
     return name, lines
 
 
-def _find(given: Path | None, places: list[Path], packed: Path) -> tuple[str, bytes] | None:
-    """Return name and bytes of a given file, else the first of ``places``, else of the packed kit."""
-    path = given or next((place for place in places if place.is_file()), None)
+def _find(given: Path | None, files: list[Path], packed: Path) -> tuple[str, bytes] | None:
+    """Return name and bytes of a given file, else the first of ``files``, else of the packed kit."""
+    path = given or next((file for file in files if file.is_file()), None)
     if path is not None:
         return str(path), _read(path)
     if packed.is_file():
-        return f"{packed}: {places[0].name}", _unpack(packed, places[0].name)
+        return f"{packed}: {files[0].name}", _unpack(packed, files[0].name)
     return None
 
 
@@ -276,8 +276,8 @@ class ImageNetSource:
             for first in range(0, len(tars), _THREADS):  # bounds memory
                 some = tars[first : first + _THREADS]
                 listed = pool.map(lambda tar: list(members(self._train, tar)), some)
-                for label, (tar, found) in enumerate(zip(some, listed, strict=True), first):
-                    for member in found:
+                for label, (tar, of_class) in enumerate(zip(some, listed, strict=True), first):
+                    for member in of_class:
                         yield _image(self._train, member, label, f"{tar.name}: {member.name}")
 
     def _labels_of(self, name: str, truth: list[tuple[str, str]]) -> list[int]:

@@ -131,8 +131,8 @@ def prepare_images(
             shown.say(line)
         totals = _list_source(source, out, shown)
         tasks = []
-        for split, found in totals.items():
-            count = num_shards(found.num_images, found.num_bytes, config.shard_bytes)
+        for split, total in totals.items():
+            count = num_shards(total.num_images, total.num_bytes, config.shard_bytes)
             tasks += [ShardTask(split, number, count) for number in range(count)]
         results = run_unfinished(
             write_shard,
@@ -159,7 +159,7 @@ def _list_source(source: ImageSource, out: Path, shown: Progress) -> dict[str, T
         path.parent.mkdir(exist_ok=True)
         shown.start("Listing images", 0)
         totals = list_images(source, path.parent)
-        value = {split: dataclasses.asdict(found) for split, found in totals.items()}
+        value = {split: dataclasses.asdict(total) for split, total in totals.items()}
         write_atomically(path, json.dumps(value).encode())
     return read_record(path, lambda record: {split: Totals(**value) for split, value in record.items()})
 
@@ -216,7 +216,7 @@ def _finish(
     manifest = ImageManifest(
         classes=source.classes,
         source=source.description + changed,
-        splits={split: found for split, found in splits.items() if found},
+        splits={split: of_split for split, of_split in splits.items() if of_split},
         skipped=len(lines),
     )
     manifest.save(out)

@@ -97,14 +97,14 @@ class ImageShardWriter:
         Raises:
             ShoalError: the disk is full.
         """
-        place = self._member(f"{key}.{suffix}", data)
+        offset = self._member(f"{key}.{suffix}", data)
         extra = (0, 0)
         if label >= 0:
             text = str(label).encode()
             extra = self._member(f"{key}.cls", text), len(text)
         if annotations is not None:
             extra = self._member(f"{key}.json", annotations), len(annotations)
-        record = (place, len(data), label, width, height, *extra, 0)
+        record = (offset, len(data), label, width, height, *extra, 0)
         self._records += np.array([record], dtype=RECORD).tobytes()
         self.num_images += 1
 
@@ -135,9 +135,9 @@ class ImageShardWriter:
         member = tarfile.TarInfo(name)
         member.size = len(data)
         header = member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        place = self._tar.num_bytes + len(header)
+        offset = self._tar.num_bytes + len(header)
         self._tar.write(header + data + bytes(-len(data) % _BLOCK))
-        return place
+        return offset
 
 
 class ImageShards:
@@ -286,13 +286,13 @@ class ImageShards:
         """Compare the first and the last image's header in the tar with the index."""
         info, records = self.shards[number], self._records[number]
         for record in records[[0, -1]] if len(records) else ():
-            place, size = int(record["offset"]), int(record["size"])
-            header = _member(self._storage.read(info, place - _BLOCK, _BLOCK))
+            offset, size = int(record["offset"]), int(record["size"])
+            header = _member(self._storage.read(info, offset - _BLOCK, _BLOCK))
             if header is None or header.size != size:
-                found = "no member" if header is None else f"{header.name!r} of {header.size:,} bytes"
+                actual = "no member" if header is None else f"{header.name!r} of {header.size:,} bytes"
                 raise ShoalError(
                     f"{self._storage.path(info, TAR)} does not fit its index: {size:,} bytes of an image "
-                    f"should begin at {place:,}, and the tar has {found} there; it comes from another "
+                    f"should begin at {offset:,}, and the tar has {actual} there; it comes from another "
                     "preparation or was damaged: copy it again or prepare the images again"
                 )
 
@@ -308,8 +308,8 @@ def _checked(data: bytes, info: ImageShardInfo, num_classes: int, path: str) -> 
         raise _inconsistent(path, f"{len(data):,} bytes are not the records of {info.num_images:,} images")
     records = np.frombuffer(data, dtype=RECORD)
     tar_bytes = int(info.files[TAR]["bytes"])
-    for place, size, least in (("offset", "size", 1), ("extra_offset", "extra_size", 0)):
-        first, count = records[place], records[size].astype(np.int64)
+    for offset, size, least in (("offset", "size", 1), ("extra_offset", "extra_size", 0)):
+        first, count = records[offset], records[size].astype(np.int64)
         wrong = (count < least) | ((count > 0) & ((first < _BLOCK) | (first > tar_bytes - count)))
         if wrong.any():
             at = int(wrong.argmax())
@@ -330,7 +330,7 @@ def _member(header: Bytes) -> tarfile.TarInfo | None:
         return None
 
 
-def _inconsistent(path: str, what: str) -> ShoalError:
+def _inconsistent(path: str, reason: str) -> ShoalError:
     return ShoalError(
-        f"{path}: this index contradicts itself or the manifest: {what}; prepare the images again"
+        f"{path}: this index contradicts itself or the manifest: {reason}; prepare the images again"
     )

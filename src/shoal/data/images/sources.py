@@ -167,10 +167,10 @@ def _digest(key: str) -> int:
 
 
 def _check_unique(digests: array[int], folder: Path, split: str) -> None:
-    found, counts = np.unique(np.asarray(digests, dtype=np.uint64), return_counts=True)
-    if len(found) == len(digests):
+    distinct, counts = np.unique(np.asarray(digests, dtype=np.uint64), return_counts=True)
+    if len(distinct) == len(digests):
         return
-    twice = int(found[counts > 1][0])
+    twice = int(distinct[counts > 1][0])
     listing = Listing(folder, split)
     names = [image.name for image in map(listing.image, range(len(listing))) if _digest(image.key) == twice]
     raise ShoalError(f"{names[0]} and {names[1]} would have the same name in the shards; rename one of them")

@@ -153,16 +153,16 @@ class S3Storage:
         try:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, **where)
             with closing(answer["Body"]) as body:
-                found = int(answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"])
-                if total is not None and found != total:
+                length = int(answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"])
+                if total is not None and length != total:
                     raise ShoalError(
-                        f"{uri} has {found:,} bytes, the manifest says {total:,}; it was cut short or comes "
+                        f"{uri} has {length:,} bytes, the manifest says {total:,}; it was cut short or comes "
                         "from another preparation: upload it again"
                     )
-                if size is None and found > MAX_WHOLE_BYTES:
+                if size is None and length > MAX_WHOLE_BYTES:
                     raise ShoalError(
-                        f"{uri} has {found:,} bytes, more than the {MAX_WHOLE_BYTES:,} of such a file; check "
-                        "the prefix"
+                        f"{uri} has {length:,} bytes, more than the {MAX_WHOLE_BYTES:,} of such a file; "
+                        "check the prefix"
                     )
                 # a server without support for ranges sends the whole file
                 data: bytes = body.read(None if size is None else size + 1)

@@ -236,13 +236,13 @@ def _half(pixels: int) -> int:
 def _mirrored_crop(pixels: Pixels, box: Box) -> Pixels:
     """Return a box that may reach beyond the image, which is reflected there (edge pixels are not
     repeated)."""
-    places = []
+    indices = []
     for begin, count, side in zip(
         (box.top, box.left), (box.height, box.width), pixels.shape[:2], strict=True
     ):
         at = np.abs(np.arange(begin, begin + count))
-        places.append(np.minimum(at, 2 * (side - 1) - at))
-    crop: Pixels = pixels[places[0][:, None], places[1]]
+        indices.append(np.minimum(at, 2 * (side - 1) - at))
+    crop: Pixels = pixels[indices[0][:, None], indices[1]]
     return crop
 
 
