@@ -581,8 +581,13 @@ def sample(config: LmConfig) -> Sample:
 
 
 def _loss(model: "CausalLM", inputs: "Mapping[str, Tensor]") -> "Tensor":
-    # one document a block: where documents begin depends on values, which meta tensors do not have
-    return model.losses(model.logits(inputs["input_ids"]), inputs["labels"])[0]
+    import torch
+
+    # transformers looks at the values of position_ids, which meta tensors do not have, unless a mask is given
+    ids = inputs["input_ids"]
+    mask = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device)
+    logits = model.weights(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return model.losses(logits, inputs["labels"])[0]
 
 
 def _recompute(model: "CausalLM") -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config
 
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes import lm
-from shoal.recipes.lm import DataConfig, LmConfig, LmOptimConfig, ModelConfig
-from shoal.recipes.workloads import preset_settings
+from shoal.recipes.lm import DataConfig, LmConfig, LmOptimConfig, ModelConfig, sample
+from shoal.recipes.workloads import flops_per_sample, preset_settings
 from shoal.train.config import TrainConfig
 from synthetic_text import SEP, prepare, random_documents
 
@@ -97,3 +98,21 @@ def test_what_does_not_go_together_is_refused_before_a_start(text: Path, tmp_pat
         lm.check(config(text, tmp_path), 2, False)
     with pytest.raises(UsageError, match=r"model\.vocab_size 3000 is for random weights"):
         lm.check(config(text, tmp_path, vocab_size=3_000), 2, False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_step_is_counted_without_values(kind: str, tmp_path: Path) -> None:
+    """`shoal bench train lm` and `shoal plan` count on the meta device, where positions have no values."""
+    source = Path("tiny")
+    if kind == "gpt2":
+        GPT2Config(vocab_size=2_048, n_embd=32, n_layer=2, n_head=4).save_pretrained(tmp_path)
+        source = tmp_path / "config.json"
+    counted = sample(LmConfig(model=ModelConfig(source=source), data=DataConfig(block_length=64)))
+    sizes = counted.model.weights.config
+    head = counted.model.weights.lm_head.weight
+    layers = (w for n, w in counted.model.named_parameters() if w.ndim == 2 and ".wpe" not in n)
+    in_matrices = sum(w.numel() for w in layers if w is not head) + head.numel()
+    if head is not counted.model.weights.get_input_embeddings().weight:
+        in_matrices -= head.numel()
+    attention = 4 * sizes.num_hidden_layers * 64**2 * sizes.hidden_size
+    assert flops_per_sample(counted) == 3 * (2 * 64 * in_matrices + attention)
