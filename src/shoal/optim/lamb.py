@@ -13,7 +13,7 @@ out of the decay and of the ratio: :func:`parameter_groups`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -102,8 +102,6 @@ class Lamb(MomentsOptimizer):
         >>> grad_norm, weight_norm = optimizer.norms()
     """
 
-    counts_on_device = True
-
     def __init__(
         self,
         params: ParamsT,
@@ -152,6 +150,9 @@ class Lamb(MomentsOptimizer):
         """Return whether a step reads ``found_inf`` on the device, which torch's GradScaler asks."""
         grown = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         return bool(grown) and all(map(_suits_kernel, grown))
+
+    def _counts_on_device(self, params: Sequence[Tensor]) -> bool:
+        return all(map(_suits_kernel, params))
 
     def _update(self, batch: Batch) -> Squares:
         if _has_kernel(batch):

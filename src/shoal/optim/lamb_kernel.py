@@ -64,8 +64,8 @@ class LambKernel:
         self._num_tensors, self._device = len(sizes), device
         beta1, beta2 = group["betas"]
         assert batch.counts is not None
-        self._steps = batch.counts
-        self._skip = batch.counts if batch.skip is None else batch.skip.float()
+        self._steps = batch.counts.tensor.to(device, non_blocking=True)
+        self._skip = self._steps if batch.skip is None else batch.skip.float()
         self._options: dict[str, Any] = {
             "beta2": beta2,
             "new1": 1.0 - beta1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +34,48 @@ Squares = tuple[Tensor | float, Tensor | float]
 """The sums of squares of the scaled gradients, and of the weights before the update."""
 
 
+class StepCounts:
+    """Counts the steps of parameters in one tensor, of which the ``step`` of each state is a view.
+
+    Hundreds of additions would take milliseconds. On a host the numbers are known without being read.
+
+    Args:
+        states: of the parameters; each has a ``step``, which is replaced.
+        device: of the tensor.
+    """
+
+    def __init__(self, states: Sequence[dict[str, Any]], device: torch.device) -> None:
+        steps: list[Tensor] = [state["step"] for state in states]
+        self.tensor = torch.stack(steps).to(device)
+        """Numbers of the last step of each parameter, from 1; ``[len(states)]``."""
+        self._views = list(self.tensor.unbind())
+        for state, view in zip(states, self._views, strict=True):
+            state["step"] = view
+        on_host = device.type == "cpu" and all(step.is_cpu for step in steps)
+        self._known = [float(step) for step in steps] if on_host else None
+        self._version = self.tensor._version
+
+    def counts(self, states: Sequence[dict[str, Any]]) -> bool:
+        """Return whether these are the states whose steps are counted."""
+        return len(states) == len(self._views) and all(
+            state["step"] is view for state, view in zip(states, self._views, strict=True)
+        )
+
+    def add(self, skip: Tensor | None) -> None:
+        """Add 1 to all, unless ``skip`` is not 0."""
+        known = self._known if self._version == self.tensor._version else None
+        self.tensor.add_(1.0 if skip is None else 1.0 - skip.to(self.tensor.device))
+        self._known = None if known is None or skip is not None else [number + 1.0 for number in known]
+        self._version = self.tensor._version
+
+    def numbers(self) -> list[float]:
+        """Return the numbers; waits for a device that counts them."""
+        if self._known is not None and self._version == self.tensor._version:
+            return self._known
+        numbers: list[float] = self.tensor.tolist()
+        return numbers
+
+
 @dataclass(frozen=True)
 class Batch:
     """Parameters with a gradient, of one group, device and type, and what their update reads."""
@@ -45,8 +86,10 @@ class Batch:
     """Of each parameter; their steps count the one that is taken."""
     scale: Scale
     """Factor on the gradients."""
-    counts: Tensor | None = None
-    """Numbers of this step of all parameters, from 1, ``[len(params)]``; their states have views of it."""
+    counts: StepCounts | None = None
+    """Of the parameters, this step included; ``None`` where states have no ``step``."""
+    chosen_indices: tuple[int, ...] | None = None
+    """Of the parameters among those that are counted; ``None``: all, in their order."""
     skip: Tensor | None = None
     """A scalar of the device that is not 0 where all must stay as it is; ``None``: the update is taken."""
 
@@ -60,12 +103,12 @@ class Batch:
         """This worker's parts of the gradients, not scaled."""
         return [local_part(parameter.grad) for parameter in self.params]
 
-    @cached_property
+    @property
     def steps(self) -> list[float]:
         """Numbers of this step of each parameter, from 1; waits for a device that counts them."""
         assert self.counts is not None
-        numbers: list[float] = self.counts.tolist()
-        return numbers
+        numbers = self.counts.numbers()
+        return numbers if self.chosen_indices is None else [numbers[k] for k in self.chosen_indices]
 
     @property
     def lr(self) -> float:
@@ -77,7 +120,9 @@ class Batch:
             self,
             params=[self.params[k] for k in indices],
             states=[self.states[k] for k in indices],
-            counts=None if self.counts is None else self.counts[list(indices)],
+            chosen_indices=tuple(
+                indices if self.chosen_indices is None else map(self.chosen_indices.__getitem__, indices)
+            ),
         )
 
     def entries(self, name: str) -> list[Tensor]:
@@ -156,9 +201,6 @@ class MomentsOptimizer(Optimizer):
     on the CPU, and the state of a new parameter where that is not torch's Adam's.
     """
 
-    counts_on_device = False
-    """Keep the numbers of steps where the parameters are, for updates that the device may skip."""
-
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, implementation: Implementation = "foreach"
     ) -> None:
@@ -216,8 +258,9 @@ class MomentsOptimizer(Optimizer):
         for group in self.param_groups:
             for is_native, params in self._batches(group):
                 states = self._states_of(group, params)
-                counts = self._count_step(states, params[0].device) if "step" in states[0] else None
-                batch = Batch(group, params, states, scale, counts, getattr(self, "found_inf", None))
+                counts = self._count_step(states, params) if "step" in states[0] else None
+                skip = getattr(self, "found_inf", None)
+                batch = Batch(group, params, states, scale, counts, skip=skip)
                 if is_native:
                     grad_norm, weight_norm = self._update_native(batch)
                     squares.append((grad_norm**2, weight_norm**2))
@@ -279,22 +322,19 @@ class MomentsOptimizer(Optimizer):
             states.append(entry)
         return states
 
-    def _count_step(self, states: list[dict[str, Any]], device: torch.device) -> Tensor:
-        """Add 1 to the step of all states, unless the device skips it; return the steps as one tensor.
-
-        Those of the states become its views: hundreds of additions would take milliseconds.
-        """
-        steps = [entry["step"] for entry in states]
-        packs: dict[int, tuple[Tensor, list[Tensor]]] = self.__dict__.setdefault("_packs", {})
+    def _count_step(self, states: list[dict[str, Any]], params: list[Tensor]) -> StepCounts:
+        """Count this step of the parameters, unless the device skips it."""
+        known: dict[int, StepCounts] = self.__dict__.setdefault("_step_counts", {})
         key = id(states[0])
-        if key not in packs or not _are_same(steps, packs[key][1]):  # new, or loaded
-            packed = torch.stack(steps).to(device if self.counts_on_device else "cpu")
-            packs[key] = packed, list(packed.unbind())
-            for entry, step in zip(states, packs[key][1], strict=True):
-                entry["step"] = step
-        counts = packs[key][0]
-        skip: Tensor | None = getattr(self, "found_inf", None)
-        return counts.add_(1.0 if skip is None else 1.0 - skip.to(counts.device))
+        if key not in known or not known[key].counts(states):  # new, or loaded
+            on_device = self._counts_on_device(params)
+            known[key] = StepCounts(states, params[0].device if on_device else torch.device("cpu"))
+        known[key].add(getattr(self, "found_inf", None))
+        return known[key]
+
+    def _counts_on_device(self, params: Sequence[Tensor]) -> bool:
+        """Return whether steps are counted where the parameters are, for updates that the device may skip."""
+        return False
 
 
 def fused_adam_updates(
@@ -335,10 +375,6 @@ def same_layout(*lists: Sequence[Tensor]) -> bool:
         and torch.empty_like(tensors[0]).stride() == tensors[0].stride()
         for tensors in zip(*lists, strict=True)
     )
-
-
-def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:

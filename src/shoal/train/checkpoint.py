@@ -267,7 +267,8 @@ class Checkpointer:
 
         The state of one worker's optimizer may have grown and that of another not.
         """
-        return any(all_gather_json(self._group, part.layout != layout))
+        changed = part.layout != layout
+        return changed if self._group is None else any(all_gather_json(self._group, changed))
 
     def _write(self, pending: _Pending, part: SavePart, flat: FlatState) -> None:
         """Write this worker's file and, on the first worker, complete the checkpoint. Runs in a thread."""

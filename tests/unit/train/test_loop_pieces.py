@@ -35,7 +35,7 @@ from shoal.train.config import (
     ServersConfig,
     TrainConfig,
     as_tree,
-    check_wire,
+    check_combination,
     load_toml,
     to_toml,
 )
@@ -312,13 +312,13 @@ def test_backends() -> None:
 
 def test_wires_that_cannot_be_are_refused() -> None:
     int8, bf16 = DistributedConfig(wire="int8"), DistributedConfig(wire="bf16")
-    check_wire(int8, ServersConfig(), precision="bf16", clip="global")
-    check_wire(bf16, ServersConfig(), precision="fp16", clip="global")
-    check_wire(DistributedConfig(), ServersConfig(), precision="fp16", clip="worker")
+    check_combination(LoopConfig(precision="bf16"), int8, ServersConfig(), clip="global")
+    check_combination(LoopConfig(precision="fp16"), bf16, ServersConfig(), clip="global")
+    check_combination(LoopConfig(precision="fp16"), DistributedConfig(), ServersConfig(), clip="worker")
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
-        check_wire(int8, ServersConfig(), precision="fp16", clip="global")
+        check_combination(LoopConfig(precision="fp16"), int8, ServersConfig(), clip="global")
     with pytest.raises(UsageError, match=r"wire bf16 with optim\.clip worker"):
-        check_wire(bf16, ServersConfig(), precision="fp32", clip="worker")
+        check_combination(LoopConfig(precision="fp32"), bf16, ServersConfig(), clip="worker")
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):
         AlbertConfig(distributed=int8, train=TrainConfig(precision="fp16"))
     with pytest.raises(UsageError, match=r"wire int8 with train\.precision fp16"):

@@ -9,7 +9,14 @@ import pytest
 
 from shoal.decide.bounded_waiting import WaitingRule
 from shoal.errors import UsageError
-from shoal.train.config import _MODES, _MODES_OF, DistributedConfig, ServersConfig, check_wire
+from shoal.train.config import (
+    _MODES,
+    _MODES_OF,
+    DistributedConfig,
+    LoopConfig,
+    ServersConfig,
+    check_combination,
+)
 
 BOUNDED: dict[str, Any] = {"mode": "bounded"}
 LOCAL: dict[str, Any] = {"mode": "local", "local_steps": 4}
@@ -66,11 +73,13 @@ def test_the_wire_and_the_shares_go_with_the_mode() -> None:
     backup, sync = ServersConfig(mode="bounded", wait_for=2), ServersConfig(mode="sync")
     for servers in (backup, sync):
         with pytest.raises(UsageError, match="gradients go to the servers in fp32"):
-            check_wire(DistributedConfig(wire="bf16"), servers, precision="fp32", clip="global")
+            check_combination(
+                LoopConfig(precision="fp32"), DistributedConfig(wire="bf16"), servers, clip="global"
+            )
     by_speed = DistributedConfig(shares="by-speed")
-    check_wire(by_speed, sync, precision="fp32", clip="global")
+    check_combination(LoopConfig(precision="fp32"), by_speed, sync, clip="global")
     with pytest.raises(UsageError, match="have equal parts"):
-        check_wire(by_speed, backup, precision="fp32", clip="global")
+        check_combination(LoopConfig(precision="fp32"), by_speed, backup, clip="global")
 
 
 @pytest.mark.parametrize(

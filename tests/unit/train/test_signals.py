@@ -47,13 +47,14 @@ def test_signals_leave_a_note_and_the_exit_code_stays(first: str, second: str) -
 ENDS = """
 import sys
 from shoal.errors import ShoalError, UsageError
-from shoal.train.config import DistributedConfig, ServersConfig, check_wire
+from shoal.train.config import DistributedConfig, LoopConfig, ServersConfig, check_combination
 from shoal.train.stopping import end_in_one_line
 end_in_one_line()
 {fails}
 """
 WIRE = (
-    "check_wire(DistributedConfig(wire='bf16'), ServersConfig(mode='sync'), precision='fp32', clip='global')"
+    "check_combination(LoopConfig(), DistributedConfig(wire='bf16'), "
+    "ServersConfig(mode='sync'), clip='global')"
 )
 MODE = "ServersConfig(mode='bounded')"
 

@@ -119,21 +119,21 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
 
 @pytest.mark.parametrize(
     ("name", "first", "later"),
-    [("adamw", 0, 0), ("sgd", 2, 0), ("plain sgd", 0, 0), ("both", 0, 0), ("lamb", 2, 2)],
+    [("adamw", 0, 0), ("sgd", 2, 0), ("plain sgd", 0, 0), ("both", 0, 0), ("lamb", 2 + 2, 2)],
 )
 def test_waits_of_a_step_around_forward_and_backward(
     name: str, first: int, later: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Optimizers that skip on the device: none, and figures are read a step late. Others: norm and loss, one
-    after the other, as LAMB where it has no kernel. SGD has no momenta in its first step."""
+    after the other, as LAMB where it has no kernel, which first reads the steps of states. SGD has no momenta
+    in its first step."""
     steps = Steps(tmp_path, monkeypatch)
     steps.train(OPTIMIZERS[name], "run", on_device=True)
     found = [each.get("_local_scalar_dense", 0) for each in steps.waits]
     assert found[0] == first
     assert [found[k] for k in (1, 3, 4)] == [later] * 3, steps.waits  # after 2 and 5 a line is written
     assert all(set(each) <= {"_local_scalar_dense", "tolist", "cpu"} for each in steps.waits), steps.waits
-    at_most = {"_local_scalar_dense"} | ({"tolist"} if name == "lamb" else set())
-    assert all(not steps.waits[k].keys() - at_most for k in (0, 1, 3, 4)), steps.waits
+    assert all(not steps.waits[k].keys() - {"_local_scalar_dense"} for k in (0, 1, 3, 4)), steps.waits
     if later == 0:  # late but before a line of the record
         assert steps.behind[-5:] == [1, 0, 1, 1, 0]
 
