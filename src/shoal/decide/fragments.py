@@ -76,7 +76,7 @@ class TokenCounts:
         self._counted += tokens
 
     def take(self, fragments: Iterable[int]) -> list[int]:
-        """Return the tokens of fragments, which are then counted anew."""
+        """Return the tokens counted for the fragments, and reset their counters."""
         tokens = []
         for number in fragments:
             tokens.append(self._counted - self._before[number])

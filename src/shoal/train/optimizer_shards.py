@@ -9,9 +9,9 @@ Parameters stay whole, so each optimizer whose update of one does not read the o
 Checkpoints name the state by parameter, as those of pipeline stages do, and any number of workers restores
 them.
 
-``torch.distributed.optim.ZeroRedundancyOptimizer`` divides in the same way. It is not used: it makes the
-optimizer itself and hides the attributes of ours, for a checkpoint it collects the whole state on one worker
-with pickle, and it passes on no ``found_inf``, by which fused optimizers skip a step without waiting.
+``torch.distributed.optim.ZeroRedundancyOptimizer`` shards in the same way and is not used. It constructs the
+inner optimizer and does not forward its attributes, such as ``found_inf``, by which fused optimizers skip a
+step without waiting. To checkpoint, it pickles the whole state onto one worker.
 """
 
 from __future__ import annotations

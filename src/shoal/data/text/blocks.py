@@ -102,7 +102,7 @@ class BlockReader(Reader):
             shard.document_token_offsets + np.arange(len(shard.document_token_offsets))
             for shard in shards.shards
         ]
-        """Where each document begins if each has an end token."""
+        """Offset of each document's first token, each document counted with its end token."""
         self._sizes: Int64Array = np.array([bounds[-1] for bounds in self._bounds], dtype=np.int64)
         more = config.block_length - 1 if config.every_token else 0
         self._first_examples = np.concatenate([[0], np.cumsum((self._sizes + more) // config.block_length)])

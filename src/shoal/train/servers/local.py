@@ -435,7 +435,7 @@ class LocalSteps(ServersUpdate):
         return works
 
     def _weights(self, numbers: Sequence[int]) -> list[float]:
-        """Return the weights of this worker's moves of fragments, whose tokens are then counted anew."""
+        """Return the weights of this worker's updates of the fragments, and reset their token counters."""
         if not self._weighs:  # all have taken as many steps
             return [1.0 / self._group.size()] * len(numbers)
         tokens = gather(self._group, self._tokens.take(numbers))
