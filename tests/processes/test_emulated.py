@@ -237,7 +237,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("num_connections", [1, 4])
 def test_a_group_measures_how_many_connections_are_worth_it(num_connections: int) -> None:
     capped = num_connections > 1
-    with Cluster(hosts=2, helpers=1, nic=None if capped else "400mbit") as cluster:
+    with Cluster(hosts=2, helpers=1, nic=None if capped else "100mbit") as cluster:
         if capped:
             cap_flows(cluster)
         helper = cluster.environment()["SHOAL_HELPERS"].partition("*")[0]
