@@ -5,6 +5,7 @@ It also locks files, and opens folders that only this user may write to, for wha
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -26,6 +27,15 @@ MAX_WHOLE_BYTES = 64 << 20
 """Limit of what is read or decompressed into memory as a whole."""
 
 _BUFFER_BYTES = 1 << 20
+_HEAD_BYTES = 64 << 10
+_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before that of UTF-16, which it begins with
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_NULLS_OF_UTF16 = 0.03
+"""Share of nulls in UTF-16 at least, of the blanks alone; and at most among nulls at the other places."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -103,7 +113,9 @@ def read_text(path: Path) -> str:
         UsageError: it cannot be read, is not UTF-8, or is empty.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        data = path.read_bytes()
+        refuse_wide_text(path, data[:_HEAD_BYTES])
+        text = data.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -114,6 +126,45 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise UsageError(f"{path}: the file is empty")
     return text
+
+
+def refuse_wide_text(path: Path, head: bytes) -> None:
+    """Check that a text does not have characters of two or four bytes, which could pass as UTF-8 with nulls.
+
+    Args:
+        path: the file, for the message.
+        head: the first bytes of its content.
+
+    Raises:
+        UsageError: it is UTF-16 or UTF-32, by its byte order mark or by the places of its nulls.
+    """
+    if encoding := wide_encoding(head):
+        raise UsageError(
+            f"{path}: its content is {encoding}; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
+        )
+
+
+def wide_encoding(head: bytes) -> str:
+    """Return the encoding of a text that begins with ``head`` if it is UTF-16 or UTF-32, else ``""``.
+
+    Example:
+        >>> wide_encoding("Word.".encode("utf-16-le")), wide_encoding(b"Word.")
+        ('UTF-16LE', '')
+    """
+    marked = next((name for mark, name in _ORDER_MARKS.items() if head.startswith(mark)), "")
+    if marked:
+        return marked
+    nulls = [head[place::4].count(0) for place in range(4)]
+    most = 0.9 * (len(head) // 4)
+    if 0 < most < min(nulls[2:]) and nulls[0] < most / 2:
+        return "UTF-32LE"
+    if 0 < most < min(nulls[:2]) and nulls[3] < most / 2:
+        return "UTF-32BE"
+    even, odd = nulls[0] + nulls[2], nulls[1] + nulls[3]
+    few, many = sorted((even, odd))
+    if many < 2 or many < _NULLS_OF_UTF16 * len(head) or few > many * _NULLS_OF_UTF16:
+        return ""
+    return "UTF-16LE" if odd > even else "UTF-16BE"
 
 
 def take_lock(file: int, path: Path, *, wait: bool) -> bool:

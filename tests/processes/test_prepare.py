@@ -182,18 +182,28 @@ def test_full_disk_keeps_what_is_finished(corpus: Path, whole: Path, tmp_path: P
     assert contents(out) == contents(whole)
 
 
-def test_wrong_bytes_stop_it_and_replace_goes_on(corpus: Path, tmp_path: Path) -> None:
+def test_articles_with_wrong_bytes_are_left_out_or_kept(corpus: Path, tmp_path: Path) -> None:
     lines = corpus.read_bytes().splitlines(keepends=True)
-    lines[-1] = b"Caf\xe9 au lait. " + lines[-1]
-    source = tmp_path / "bad.txt"
-    # the sample reads all of a source as small as this, so the byte is found before there is a shard
-    source.write_bytes(b"".join(lines))
+    bad = b"Caf\xe9 au lait. " + lines[-1]
+    source, good, kept = (tmp_path / name for name in ("bad.txt", "good.txt", "kept.txt"))
+    source.write_bytes(b"".join([*lines, bad]))
+    good.write_bytes(b"".join(lines))
+    kept.write_bytes(b"".join([*lines, bad.replace(b"\xe9", "\ufffd".encode())]))
     done = prepare(source, tmp_path / "out")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"{source}, line {len(lines)}, byte 4 (byte " in done.stderr and "--errors replace" in done.stderr
-    assert prepare(source, tmp_path / "out", errors="replace").returncode == 0
-    assert prepare(source, tmp_path / "new", errors="replace").returncode == 0
-    assert contents(tmp_path / "out") == contents(tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    line, byte = f"line {len(lines) + 1} of {source}", f": 0xe9, byte {good.stat().st_size + 4} of the file"
+    assert f"left out 1: article with bytes that are not UTF-8: 1 ({line}{byte}" in done.stderr
+    again = prepare(source, tmp_path / "out", errors="replace")
+    assert again.returncode == 2 and "'replace'" in again.stderr and "--overwrite" in again.stderr
+    refused = prepare(source, tmp_path / "refused", on_bad="refuse")
+    assert refused.returncode == 2 and "--errors replace" in refused.stderr
+    assert f"{line} is an article with bytes that are not UTF-8{byte}" in refused.stderr
+    for path, out, options in (
+        (good, "good", {}), (kept, "kept", {}), (source, "replaced", {"errors": "replace"}),
+    ):  # fmt: skip
+        assert prepare(path, tmp_path / out, **options).returncode == 0
+    assert tokens(tmp_path / "out") == tokens(tmp_path / "good")
+    assert tokens(tmp_path / "replaced") == tokens(tmp_path / "kept") != tokens(tmp_path / "good")
 
 
 def test_wrong_byte_in_a_worker_keeps_finished_pieces(tmp_path: Path) -> None:
@@ -202,14 +212,18 @@ def test_wrong_byte_in_a_worker_keeps_finished_pieces(tmp_path: Path) -> None:
     with source.open("ab") as file:
         file.write(b"Good. \xff Bad.\n")
     options: dict[str, Any] = {"driver": SMALL_SAMPLE + DRIVER, "tokenizer": "wordpiece"}
-    done = prepare(source, tmp_path / "out", **options)
-    assert done.returncode == 2 and "0xff is not UTF-8" in done.stderr and "Traceback" not in done.stderr
+    done = prepare(source, tmp_path / "out", on_bad="refuse", **options)
+    assert done.returncode == 2 and "0xff, byte" in done.stderr and "Traceback" not in done.stderr
     kept = identities(tmp_path / "out")
     assert len(kept) > 10
-    done = prepare(source, tmp_path / "out", errors="replace", **options)
-    assert done.returncode == 0 and "finished before" in done.stderr
+    done = prepare(source, tmp_path / "out", **options)
+    assert done.returncode == 0 and "finished before" in done.stderr and "left out 1" in done.stderr
     after = {f.name: (f.stat().st_ino, f.stat().st_mtime_ns) for f in (tmp_path / "out").iterdir()}
     assert kept.items() <= after.items()
+
+
+def tokens(out: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(out).items() if name.endswith((".tokens", ".index"))}
 
 
 @pytest.mark.parametrize(

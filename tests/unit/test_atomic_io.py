@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.atomic_io import take_lock
-from shoal.errors import ShoalError
+from shoal.atomic_io import read_text, take_lock, wide_encoding
+from shoal.errors import ShoalError, UsageError
 
 
 def test_a_lock_is_held_until_the_file_is_closed(tmp_path: Path) -> None:
@@ -44,3 +44,36 @@ def test_other_failures_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(ShoalError, match=r"out/prepare.lock: cannot be written: Input/output error"):
         take_lock(0, Path("out/prepare.lock"), wait=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ab", "A line of text.\nAnother.\n" * 50, "Слово за словом, и ещё одно слово.\n" * 9],
+    ids=["short", "ascii", "cyrillic"],
+)
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE"])
+def test_wide_text_is_known_with_and_without_a_mark(tmp_path: Path, encoding: str, text: str) -> None:
+    assert wide_encoding(text.encode(encoding)) == encoding
+    marked = f"\ufeff{text}".encode(encoding)
+    assert wide_encoding(marked) == encoding[:6]
+    path = tmp_path / "a.tsv"
+    path.write_bytes(marked)
+    with pytest.raises(UsageError, match=f"a.tsv: its content is {encoding[:6]}; convert it: iconv -f"):
+        read_text(path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"a",
+        b"\0\0",
+        b"A word.\n" * 9,
+        "Слово.".encode(),
+        b"A null\0 here and \0there.\n" * 9,
+        b"\xe9t\xe9",
+    ],
+    ids=["empty", "short", "nulls", "ascii", "cyrillic", "some-nulls", "latin-1"],
+)
+def test_other_text_is_not_taken_for_wide(data: bytes) -> None:
+    assert wide_encoding(data) == ""

@@ -7,7 +7,7 @@ it is read by a wrong option. What was left out is said once, with the first pla
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ NO_LABEL = "an example without a label"
 OTHER_WIDTH = "a line with another number of columns than the first line"
 NOT_PARSED = "a page that the parser of wikitext refuses"
 NO_TEXT = "a row whose text is null"
+NOT_UTF8 = "an article with bytes that are not UTF-8"
 REPEATED = "a token that is there again below, where its id is"
 
 STANDARD = {
@@ -105,13 +106,21 @@ class BadEntries:
         self._most_bad = most_bad
         self._kinds: dict[str, _Kind] = {}
 
-    def add(self, bad: BadEntry, place: str) -> None:
+    def add(self, bad: BadEntry, place: str | Callable[[], str]) -> None:
         """Count the entry at ``place``, such as ``annotations[7] (id 12)``.
+
+        Args:
+            bad: its kind and value.
+            place: or a function that looks for it, called only if a message names the place.
 
         Raises:
             UsageError: invalid entries are refused.
         """
         kind, value = bad.args
+        if self._on_bad == "skip" and kind in self._kinds and self._kinds[kind].count >= _SHOWN:
+            self._kinds[kind].count += 1
+            return
+        place = place if isinstance(place, str) else place()
         if self._on_bad == "refuse":
             raise UsageError(
                 f"{self.source}: {place} is {kind}{f': {value}' if value else ''}; correct it, or let such "

@@ -137,7 +137,10 @@ def refuse_pickles(directory: Path) -> None:
             f"{directory} has its weights only as a pickle ({pickles[0]}), which can run code as it is read: "
             "write them as safetensors first (save_pretrained of a current transformers does)"
         )
-    raise UsageError(f"{directory} has no weights: it holds no *.safetensors")
+    raise UsageError(
+        f"{directory} has no weights: it holds no *.safetensors; fetch them, or train all "
+        "weights from the sizes alone where from_scratch is an option (finetune: --model.from-scratch)"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -30,6 +30,21 @@ def test_one_line_counts_kinds_and_names_the_first_places() -> None:
     assert BadEntries(Path("a.tsv")).lines() == []
 
 
+def test_a_place_is_looked_for_only_if_it_is_named() -> None:
+    bad, asked = BadEntries("a.txt"), list[int]()
+    for number in range(5):
+
+        def place(number: int = number) -> str:
+            asked.append(number)
+            return f"line {number}"
+
+        bad.add(BadEntry(OTHER, ""), place)
+    assert bad.lines() == ["a.txt: left out 5: row that is no object: 5 (line 0, line 1, line 2 and 2 more)"]
+    assert asked == [0, 1, 2]
+    with pytest.raises(UsageError, match="line 9 is a row"):
+        BadEntries("a.txt", "refuse").add(BadEntry(OTHER, ""), lambda: "line 9")
+
+
 @pytest.mark.parametrize("kind", STANDARD)
 def test_flaws_of_standard_sets_are_left_out_at_any_share(kind: str) -> None:
     some(kind, 900).check(100)

@@ -203,7 +203,7 @@ def prepare_chunk(numbered: tuple[int, Chunk]) -> ChunkResult:
     """Write the shards and the record of a chunk, and return its result.
 
     Raises:
-        UsageError: bytes are not UTF-8, an article is too long, invalid entries are refused.
+        UsageError: an article is too long, invalid entries are refused.
         ShoalError: a source can no longer be read, the disk is full.
     """
     number, chunk = numbered

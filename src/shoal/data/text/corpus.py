@@ -21,7 +21,8 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from shoal.data.bad_entries import NO_TEXT, BadEntries, BadEntry
+from shoal.atomic_io import refuse_wide_text
+from shoal.data.bad_entries import NO_TEXT, NOT_UTF8, BadEntries, BadEntry
 from shoal.data.text.hub import PREFIX, parse_hub
 from shoal.data.text.mediawiki import PAGE, hidden_namespaces, is_dump, page_text
 from shoal.data.text.packed import PACKINGS, archive_of, peek, split_packing
@@ -211,6 +212,7 @@ def _refuse_binary(path: Path, head: bytes, packing: str) -> None:
             f"{path}: its content{inside} is {kind} and no text; unpack it, or name a compressed file by its "
             f"kind ({', '.join(PACKINGS)})"
         )
+    refuse_wide_text(path, head)
     if head.count(b"\r") > 1 and b"\n" not in head:
         raise UsageError(
             f"{path}: its lines end in CR alone, which would make it one line; convert it: tr '\\r' '\\n'"
@@ -251,12 +253,12 @@ def read_articles(chunk: Chunk, errors: Errors, bad: BadEntries | None = None) -
     Paragraphs of an article are separated by a line end, and white space inside them is one blank.
 
     Args:
-        errors: what bytes that are not UTF-8 are: an error, or U+FFFD ("replace").
-        bad: counts rows and pages without a text that can be used; default: they are left out.
+        errors: what bytes that are not UTF-8 are: a flaw of their article, or U+FFFD ("replace").
+        bad: counts articles, rows and pages that cannot be used; default: they are left out.
 
     Raises:
-        UsageError: bytes that are not UTF-8, an article longer than ``MAX_ARTICLE_BYTES``, a damaged page, or
-            an entry that ``bad`` refuses.
+        UsageError: an article longer than ``MAX_ARTICLE_BYTES``, a damaged page, or an entry that ``bad``
+            refuses.
         ShoalError: a file can no longer be read.
     """
     for span in chunk:
@@ -282,13 +284,13 @@ def _articles(span: FileRange, errors: Errors, bad: BadEntries) -> Iterator[str]
         take = partial(page_text, hidden=hidden_namespaces(peek(file.path, "", _PEEK_BYTES)))
     with file.path.open("rb") as stream:
         for offset, data in _read_span(stream, span):
-            text = _decode(data, offset, file, errors)
             if offset and file.format == "jsonl":
                 take = partial(json_line_text, field=file.field, is_first=False)
             try:
+                text = _decode(data, offset, errors)
                 yield _article(_taken(take, text, offset, file) if take else text, file.format)
             except BadEntry as error:
-                bad.add(error, f"line {_line_at(file.path, offset)[0]} of {file.name}")
+                bad.add(error, partial(_line_at, file, offset))
 
 
 def _paths_of(source: str) -> tuple[list[Path], bool]:
@@ -390,33 +392,35 @@ def _taken(take: Callable[..., str], lines: str, offset: int, file: SourceFile) 
     try:
         text = take(lines, where=file.name)
     except UsageError:  # the number of the line takes a look at all before it
-        take(lines, where=f"{file.name}, line {_line_at(file.path, offset)[0]}")
+        take(lines, where=f"{file.name}, line {_line_number(file.path, offset)}")
         raise
     return _SURROGATE.sub("\ufffd", text)
 
 
-def _decode(data: bytes, offset: int, file: SourceFile, errors: Errors) -> str:
+def _decode(data: bytes, offset: int, errors: Errors) -> str:
     try:
         return data.decode("utf-8" if offset else "utf-8-sig", errors)
     except UnicodeDecodeError as error:
-        position = offset + error.start
-        line, start = _line_at(file.path, position)
-        raise UsageError(
-            f"{file.name}, line {line}, byte {position - start + 1} (byte {position + 1} of the file): "
-            f"{data[error.start]:#04x} is not UTF-8; convert the file, or pass --errors replace to put "
-            "U+FFFD for such bytes"
+        raise BadEntry(
+            NOT_UTF8,
+            f"{data[error.start]:#04x}, byte {offset + error.start + 1} of the file; convert the file, or "
+            "pass --errors replace to put U+FFFD for such bytes",
         ) from None
 
 
-def _line_at(path: Path, position: int) -> tuple[int, int]:
-    """Return the number of the line with the byte ``position``, from 1, and the offset of this line."""
+def _line_at(file: SourceFile, position: int) -> str:
+    return f"line {_line_number(file.path, position)} of {file.name}"
+
+
+def _line_number(path: Path, position: int) -> int:
+    """Return the number of the line with the byte ``position``, from 1."""
     line, start = 1, 0
     with path.open("rb") as file:
         for text in file:
             if start + len(text) > position:
                 break
             line, start = line + 1, start + len(text)
-    return line, start
+    return line
 
 
 def _unreadable(path: Path, error: OSError) -> ShoalError:

@@ -74,9 +74,8 @@ _NUM_CHUNKS = 16
 _WIKITEXT_UNKNOWN = "<unk>"
 _FEW_SENTENCES = 2.0
 """Sentences per article below which ``too_short`` warns."""
-_NOT_IN_PLAN = ("out", "processes", "overwrite", "errors", "on_bad", "most_bad")
-"""Fields that do not change the result of a finished chunk: one that met no wrong byte is the same with
-``--errors replace``, so that a run stopped by such a byte can continue."""
+_NOT_IN_PLAN = ("out", "processes", "overwrite", "on_bad", "most_bad")
+"""Fields that do not change the result of a finished chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +103,10 @@ class PrepareOptions:
     container: Literal["tokens", "tfrecord"] = "tokens"
     """``tfrecord`` writes each shard also as TFRecord, for TensorFlow."""
     errors: Errors = "strict"
-    """``replace`` replaces bytes that are not UTF-8 by U+FFFD; ``strict`` stops and names them."""
+    """``replace`` replaces bytes that are not UTF-8 by U+FFFD; ``strict`` treats their articles as on_bad
+    says."""
     on_bad: OnBad = "skip"
-    """Leave out and count rows and pages without a text that can be used, or stop at the first."""
+    """Leave out and count articles, rows and pages that cannot be used, or stop at the first."""
     most_bad: float = MOST_BAD
     """Largest share that may be left out, beside flaws that standard sets are known for."""
     seed: int = 0
@@ -216,8 +216,9 @@ def _plan(config: PrepareConfig, files: Sequence[SourceFile]) -> dict[str, Any]:
     for file in files:
         facts = (file.path, file.format, file.field, file.num_bytes, file.changed_ns)
         digest.update(("\0".join(map(str, facts)) + "\n").encode())
-    if config.end_token is None:  # as plans of preparations that began before the option
-        del fields["end_token"]
+    for name, default in (("end_token", None), ("errors", "strict")):
+        if fields[name] == default:  # as plans of preparations that began before the option was in them
+            del fields[name]
     given = {} if config.trains_tokenizer else {"tokenizer_sha256": sha256_of(Path(config.tokenizer))}
     state = {"source_files": len(files), "source_state": digest.hexdigest()}
     return {"kind": "text", "version": VERSION, **fields, **state, **given}
@@ -377,17 +378,19 @@ def read_sample(chunks: Sequence[Chunk], errors: Errors) -> tuple[list[str], boo
     """
     num_places = min(len(chunks), _SAMPLE_CHARACTERS // _PART_CHARACTERS)
     articles: list[str] = []
+    bad = BadEntries(chunks[0][0].file.name)
     is_whole = num_places == len(chunks)
     room = 0
     for part in range(num_places):
         room += _SAMPLE_CHARACTERS // num_places
-        for article in read_articles(chunks[part * len(chunks) // num_places], errors):
+        for article in read_articles(chunks[part * len(chunks) // num_places], errors, bad):
             if room <= 0:
                 is_whole = False
                 break
             articles.append(article)
             room -= len(article)
     if not articles:
+        bad.check(0)
         file = chunks[0][0].file
         rule = " (a page begins with a line <page>)" if file.format == "mediawiki" else ""
         raise UsageError(

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from shoal.data.bad_entries import NO_TEXT, BadEntries
+from shoal.data.bad_entries import NO_TEXT, NOT_UTF8, BadEntries
 from shoal.data.text import corpus, prepare
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.env.settings import test_data_dir as data_dir
@@ -134,6 +134,33 @@ def test_json_lines_in_pieces_of_any_size(tmp_path: Path) -> None:
         assert articles_of(cut_chunks([file], chunk_bytes)) == expected, chunk_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [("a.txt", "Good {}."), ("a.jsonl", '{{"text": "Good {}."}}'), ("a.raw", " = Good {} = \n")],
+    ids=["lines", "jsonl", "wikitext"],
+)
+def test_articles_that_are_not_utf8_are_counted(tmp_path: Path, name: str, good: str) -> None:
+    articles = [(good.format(number) + "\n").encode() for number in range(9)]
+    wrong = [each.replace(b"Good", b"B\xe9") for each in articles[:5]]
+    expected = articles_of(
+        cut_chunks(find_files([str(write(tmp_path / "good" / name, b"".join(articles)))], "auto"), 99)
+    )
+    path = write(tmp_path / name, b"".join([*articles[:4], *wrong, *articles[4:]]))
+    for chunk_bytes in (20, 1 << 20):
+        bad = BadEntries("x")
+        chunks = cut_chunks(find_files([str(path)], "auto"), chunk_bytes)
+        assert [each for chunk in chunks for each in read_articles(chunk, "strict", bad)] == expected
+        assert bad.counts == {NOT_UTF8: 5}
+        assert len(articles_of(chunks, "replace")) == len(expected) + 5
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+def test_wide_text_is_refused_with_its_remedy(tmp_path: Path, encoding: str) -> None:
+    path = write(tmp_path / "a.txt.gz", gzip.compress("One sentence.\nAnother.\n".encode(encoding)))
+    with pytest.raises(UsageError, match=f"is {encoding.upper().replace('6-BE', '6BE')}; convert it: iconv"):
+        find_files([str(path)], "auto")
+
+
 def test_json_of_broken_surrogates_becomes_utf8(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", r'{"text": "Half \ud83d of \ud83d\ude00."}')
     assert articles_of(cut_chunks(find_files([str(path)], "auto"), 1 << 20)) == ["Half \ufffd of 😀."]
@@ -236,14 +263,16 @@ def test_real_wikitext_has_its_articles(tmp_path: Path) -> None:
     assert articles_of(cut_chunks(files, 50_000)) == articles
 
 
-@pytest.mark.parametrize("form", ["lines", "files", "wikitext"])
-def test_wrong_byte_is_named_with_file_line_and_byte(tmp_path: Path, form: corpus.Format) -> None:
+@pytest.mark.parametrize(("form", "line"), [("lines", 5002), ("files", 1), ("wikitext", 1)])
+def test_wrong_byte_is_named_with_file_line_and_byte(tmp_path: Path, form: corpus.Format, line: int) -> None:
     good = " = A = \n" + "Text é here .\n" * 5000
     path = write(tmp_path / "bad.txt", good.encode() + b"caf\xe9 is Latin-1 .\n")
     offset = len(good.encode()) + 4
     pieces = cut_chunks(find_files([str(path)], form), 1000)
-    with pytest.raises(UsageError, match=rf"bad\.txt, line 5002, byte 4 \(byte {offset} of .*0xe9.*--errors"):
-        articles_of(pieces)
+    words = rf"line {line} of .*/bad\.txt is .* not UTF-8: 0xe9, byte {offset} of .*--errors replace"
+    with pytest.raises(UsageError, match=words):
+        for piece in pieces:
+            list(read_articles(piece, "strict", BadEntries(path, "refuse")))
     assert "caf\ufffd is Latin-1 ." in articles_of(pieces, "replace")[-1]
 
 
