@@ -23,7 +23,7 @@ from test_serve_metrics import scrape, value
 from forked import fork_process, free_port, wait_for
 from shoal.comm import native_group
 from shoal.comm.backend import ShoalProcessGroup
-from shoal.env.machine import num_cores
+from shoal.env.machine import cpu_quota, num_scheduled
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, UsageError
 from shoal.recipes.albert import AlbertConfig
@@ -84,21 +84,30 @@ def test_workers_on_cpus_sum_over_shoal(tmp_path: Path) -> None:
     assert joined(tmp_path) == [["shoal", "workers on CPUs", "", [0, 1]]] * 2
 
 
-def share_threads(rank: int, store: Path, report: Path) -> None:
+def share_threads(rank: int, store: Path, report: Path, bound: bool) -> None:
     """Join another worker of this host with 64 threads, as torch starts under mpirun on 64 cores."""
+    if bound:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank::2])
     os.environ.pop("OMP_NUM_THREADS", None)
     torch.set_num_threads(64)
     ranks = WorkerRanks(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)
     place = WorkerEnv(ranks=ranks, master_addr="", master_port=0, launcher="test", store_file=store)
-    with join_world(place, DistributedConfig(backend="gloo")):
-        report.write_text(str(torch.get_num_threads()))
+    with join_world(place, DistributedConfig(backend="gloo")) as world:
+        report.write_text(f"{torch.get_num_threads()} {world.cores}")
 
 
-def test_workers_share_the_cores_of_their_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bound", [False, True], ids=["free", "bound"])
+def test_workers_share_the_cores_of_their_host(tmp_path: Path, bound: bool) -> None:
+    if bound and num_scheduled() < 2:
+        pytest.skip("needs two cores")
     reports = [tmp_path / "0", tmp_path / "1"]
-    workers = [fork_process(share_threads, rank, tmp_path / "store", reports[rank]) for rank in range(2)]
+    workers = [
+        fork_process(share_threads, rank, tmp_path / "store", reports[rank], bound) for rank in range(2)
+    ]
     assert wait_for(workers) == [0, 0]
-    assert [report.read_text() for report in reports] == [str(max(1, num_cores() // 2))] * 2
+    shares = [(num_scheduled() + 1 - rank if bound else num_scheduled()) // 2 for rank in range(2)]
+    expected = [max(1, int(min(share, cpu_quota() / 2))) for share in shares]
+    assert [report.read_text() for report in reports] == [f"{share} {share}" for share in expected]
 
 
 def test_gloo_by_name(tmp_path: Path) -> None:

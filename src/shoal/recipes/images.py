@@ -13,7 +13,6 @@ from cyclopts import Parameter
 
 from shoal.data.bad_entries import MOST_BAD, OnBad
 from shoal.data.images.cache import CacheConfig
-from shoal.data.images.reader import default_decode_threads
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION
 from shoal.data.images.storage import open_storage
@@ -200,12 +199,12 @@ def loader_processes(data: ImageDataConfig, world: "World") -> int:
         return data.loader_processes
     if data.decode_threads or world.device.type != "cuda":
         return 0
-    return default_decode_threads(world.ranks.num_local_workers) - 1
+    return world.cores - 1
 
 
 def decode_threads(data: ImageDataConfig, world: "World", num_processes: int = 0) -> int:
     """Return the number of threads that decode images, of this worker or of each of its processes."""
-    return data.decode_threads or default_decode_threads(world.ranks.num_local_workers, num_processes)
+    return data.decode_threads or max(1, world.cores // max(1, num_processes))
 
 
 # ------------------------------------------------------------------------------------------------- training

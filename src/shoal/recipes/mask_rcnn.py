@@ -823,7 +823,6 @@ class Detecting(images.ImageUse):
         from shoal.data.coco.reader import DetectionReader
         from shoal.data.coco.results import write_results
         from shoal.data.coco.transform import DetectionTransform
-        from shoal.data.images.reader import default_decode_threads
 
         detector, world, out = self.detector, self.world, self.settings.out
         if self.settings.channels_last:
@@ -836,7 +835,7 @@ class Detecting(images.ImageUse):
             ),
             categories=detector.categories,
             seed=0,
-            threads=default_decode_threads(world.ranks.num_local_workers),
+            threads=world.cores,
         )
         size = self.settings.batch_size
         scored = evaluate(detector.model, reader, world, self.precision, batch_size=size)

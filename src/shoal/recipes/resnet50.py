@@ -793,12 +793,10 @@ class Classifying(images.ImageUse):
         import torch
 
         from shoal.data.images.files import FileReader
-        from shoal.data.images.reader import default_decode_threads
         from shoal.train.world import gather_rows, infer
 
         world, size = self.world, self.settings.batch_size
-        threads = default_decode_threads(world.ranks.num_local_workers)
-        reader = FileReader(data, self.network.centre, threads=threads)
+        reader = FileReader(data, self.network.centre, threads=world.cores)
 
         def logits_of(batch: Any) -> torch.Tensor:
             return image_logits(self.model, batch["images"], self.precision, mirror=self.mirror).cpu()
@@ -827,11 +825,10 @@ class Classifying(images.ImageUse):
 
     def score(self, data: ImageShards) -> str | None:
         from shoal.atomic_io import write_json
-        from shoal.data.images.reader import ImageReader, default_decode_threads
+        from shoal.data.images.reader import ImageReader
 
         world, size = self.world, self.settings.batch_size
-        threads = default_decode_threads(world.ranks.num_local_workers)
-        reader = ImageReader(data, self.network.centre, seed=0, threads=threads, channels_last=True)
+        reader = ImageReader(data, self.network.centre, seed=0, threads=world.cores, channels_last=True)
         metrics, count = evaluate(
             self.model, reader, world, self.precision, batch_size=size, mirror=self.mirror
         )

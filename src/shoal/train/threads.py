@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from shoal.env.machine import cpu_quota
 from shoal.env.settings import LAUNCH_DIR, host_id
 from shoal.env.variables import Environ, variables_of
 from shoal.env.worker import WorkerRanks
@@ -51,7 +50,7 @@ def share_of_cores(rank: int, cores: Sequence[str], *, num_local_workers: int, q
     return max(1, int(min(share + 1e-6, quota / num_local_workers)))
 
 
-def share_threads(ranks: WorkerRanks, cores: Sequence[str], environ: Environ = None) -> None:
+def share_threads(ranks: WorkerRanks, share: int, environ: Environ = None) -> None:
     """Set the number of torch's threads to this worker's share of the cores, unless the user has chosen it.
 
     The first worker says so in one line. Fewer threads than the share, as ``torch.set_num_threads`` or MKL
@@ -59,14 +58,13 @@ def share_threads(ranks: WorkerRanks, cores: Sequence[str], environ: Environ = N
 
     Args:
         ranks: of this worker.
-        cores: :func:`own_cores` of all workers, by rank.
+        share: its cores; see :func:`share_of_cores`.
         environ: default: this process's variables.
     """
     environ = variables_of(environ)
     by_torchrun = set_by_torchrun(environ)
     if LAUNCH_DIR in environ or (THREADS in environ and not by_torchrun):
         return
-    share = share_of_cores(ranks.rank, cores, num_local_workers=ranks.num_local_workers, quota=cpu_quota())
     before = torch.get_num_threads()
     if share == before or (share > before and not (by_torchrun and before == 1)):
         return

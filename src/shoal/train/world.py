@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from shoal.env.machine import GPU_DEVICES, promised_gpus, selected_gpus
+from shoal.env.machine import GPU_DEVICES, cpu_quota, num_cores, promised_gpus, selected_gpus
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.backends import Purpose, agree_on_backend, num_hosts_of
 from shoal.train.config import DistributedConfig
-from shoal.train.threads import own_cores, share_threads
+from shoal.train.threads import own_cores, share_of_cores, share_threads
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -60,6 +60,8 @@ class World:
     """A line for the beginning of a run, where the backend is not the expected one."""
     control: dist.ProcessGroup
     """A gloo group of all workers."""
+    cores: int = field(default_factory=num_cores)
+    """This worker's share of its host's cores, at least 1; default: all that this process may use."""
 
     @cached_property
     def rank(self) -> int:
@@ -213,7 +215,13 @@ def join_world(
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
-        share_threads(ranks, all_gather_json(control, own_cores()))
+        cores = share_of_cores(
+            ranks.rank,
+            all_gather_json(control, own_cores()),
+            num_local_workers=ranks.num_local_workers,
+            quota=cpu_quota(),
+        )
+        share_threads(ranks, cores)
         yield World(
             ranks=ranks,
             device=device,
@@ -221,6 +229,7 @@ def join_world(
             why=choice.why,
             note=choice.note,
             control=control,
+            cores=cores,
         )
     finally:
         dist.destroy_process_group()

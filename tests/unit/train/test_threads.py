@@ -91,12 +91,11 @@ def test_threads_are_set_and_said_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(threads, "cpu_quota", lambda: float(MANY))
     monkeypatch.setattr(threads, "set_by_torchrun", lambda names: "TORCHELASTIC_USE_AGENT_STORE" in names)
     for rank in range(2):
         torch.set_num_threads(before)
         ranks = WorkerRanks(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)
-        share_threads(ranks, [cores("a", *range(8))] * 2, environ)
+        share_threads(ranks, 4, environ)
         assert torch.get_num_threads() == after
     reason = "torchrun had set 1" if environ else "torch would start 8"
     line = (

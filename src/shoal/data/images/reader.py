@@ -30,12 +30,6 @@ _RANGES_PER_THREAD = 8
 """A batch is cut into this many ranges per thread: few enough to submit, enough to finish together."""
 
 
-def default_decode_threads(num_local_workers: int = 1, num_loader_processes: int = 0) -> int:
-    """Return the cores of this host per worker, or per loader process if there are any."""
-    num_processes = num_local_workers * max(1, num_loader_processes)
-    return max(1, num_cores() // num_processes)
-
-
 class DecodeThreads:
     """A pool of threads that is started when first needed; several batches may use it at a time."""
 
@@ -47,7 +41,7 @@ class DecodeThreads:
         """
         if count is not None and count < 1:
             raise UsageError(f"decode_threads {count} must be at least 1")
-        self.count = count or default_decode_threads()
+        self.count = count or num_cores()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._pid = 0

@@ -1,7 +1,6 @@
 """Batches of images: the same global batches for any readers, from any sample on, in any order's form."""
 
 import gc
-import os
 import pickle
 import threading
 import weakref
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from shoal.data.images.cache import CacheConfig
-from shoal.data.images.reader import ImageReader, default_decode_threads
+from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps, training_steps
 from shoal.data.steps import DataShard, StepReader
@@ -352,10 +351,3 @@ def test_wrong_settings(directory, tmp_path):
     write_images(tmp_path, [])
     with pytest.raises(UsageError, match="the split 'train' has no images"):
         reader_of(tmp_path)
-
-
-def test_threads_by_default():
-    cores = len(os.sched_getaffinity(0))
-    assert default_decode_threads() == cores
-    assert default_decode_threads(num_local_workers=10 * cores) == 1
-    assert default_decode_threads(num_local_workers=1, num_loader_processes=cores) == 1
