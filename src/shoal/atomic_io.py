@@ -26,6 +26,9 @@ PARTIAL = ".partial"
 MAX_WHOLE_BYTES = 64 << 20
 """Limit of what is read or decompressed into memory as a whole."""
 
+TO_UTF8 = "convert the file from its encoding, such as Windows': iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
+"""Remedy for a text in another encoding."""
+
 _BUFFER_BYTES = 1 << 20
 _HEAD_BYTES = 64 << 10
 _ORDER_MARKS = {
@@ -106,39 +109,48 @@ def read_whole(path: Path) -> bytes:
     return data
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, keep_wrong: bool = False) -> str:
     """Return the text of a user's file in UTF-8, without a byte order mark.
 
+    Args:
+        path: the file.
+        keep_wrong: keep bytes that are not UTF-8 as Python's ``surrogateescape`` does, for a reader of rows
+            that leaves out those rows (:func:`shoal.data.bad_entries.wrong_byte`).
+
     Raises:
-        UsageError: it cannot be read, is not UTF-8, or is empty.
+        UsageError: it cannot be read, is UTF-16, is not UTF-8 and must be, or is empty.
     """
     try:
         data = path.read_bytes()
-        refuse_wide_text(path, data[:_HEAD_BYTES])
-        text = data.decode("utf-8-sig")
+        refuse_wide_text(path, data)
+        text = data.decode("utf-8-sig", "surrogateescape" if keep_wrong else "strict")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise UsageError(
-            f"{path}, line {line}: byte {error.start + 1} is not UTF-8; convert the file"
-        ) from None
+        at = len(data) - len(error.object) + error.start  # a mark at the beginning was cut off
+        raise not_utf8(f"{path}, line {line}", data[at], at) from None
     if not text.strip():
         raise UsageError(f"{path}: the file is empty")
     return text
 
 
-def refuse_wide_text(path: Path, head: bytes) -> None:
+def not_utf8(where: str, byte: int, position: int) -> UsageError:
+    """Return the error for a byte that is not UTF-8, at an offset in bytes."""
+    return UsageError(f"{where}: {byte:#04x}, byte {position + 1} of the file, is not UTF-8; {TO_UTF8}")
+
+
+def refuse_wide_text(path: Path | str, head: bytes) -> None:
     """Check that a text does not have characters of two or four bytes, which could pass as UTF-8 with nulls.
 
     Args:
         path: the file, for the message.
-        head: the first bytes of its content.
+        head: the first bytes of its content; a longer text is looked at in part.
 
     Raises:
         UsageError: it is UTF-16 or UTF-32, by its byte order mark or by the places of its nulls.
     """
-    if encoding := wide_encoding(head):
+    if encoding := wide_encoding(head[:_HEAD_BYTES]):
         raise UsageError(
             f"{path}: its content is {encoding}; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import os
 import random
 import signal
@@ -192,18 +194,40 @@ def test_articles_with_wrong_bytes_are_left_out_or_kept(corpus: Path, tmp_path: 
     done = prepare(source, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     line, byte = f"line {len(lines) + 1} of {source}", f": 0xe9, byte {good.stat().st_size + 4} of the file"
-    assert f"left out 1: article with bytes that are not UTF-8: 1 ({line}{byte}" in done.stderr
+    assert f"left out 1: entry with bytes that are not UTF-8: 1 ({line}{byte}" in done.stderr
     again = prepare(source, tmp_path / "out", errors="replace")
     assert again.returncode == 2 and "'replace'" in again.stderr and "--overwrite" in again.stderr
     refused = prepare(source, tmp_path / "refused", on_bad="refuse")
     assert refused.returncode == 2 and "--errors replace" in refused.stderr
-    assert f"{line} is an article with bytes that are not UTF-8{byte}" in refused.stderr
+    assert f"{line} is an entry with bytes that are not UTF-8{byte}" in refused.stderr
     for path, out, options in (
         (good, "good", {}), (kept, "kept", {}), (source, "replaced", {"errors": "replace"}),
     ):  # fmt: skip
         assert prepare(path, tmp_path / out, **options).returncode == 0
     assert tokens(tmp_path / "out") == tokens(tmp_path / "good")
     assert tokens(tmp_path / "replaced") == tokens(tmp_path / "kept") != tokens(tmp_path / "good")
+
+
+def test_an_array_is_prepared_as_its_lines_are(corpus: Path, tmp_path: Path) -> None:
+    rows: list[Any] = [{"text": line} for line in corpus.read_text(encoding="utf-8").splitlines()]
+    rows[3:3] = [{"text": None}, 7]
+    lines, array, packed = (tmp_path / name for name in ("a.jsonl", "a.json", "b.json.gz"))
+    lines.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    array.write_text("\ufeff" + json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+    packed.write_bytes(gzip.compress(array.read_bytes()))
+    for source, unit in ((lines, "line"), (array, "entry"), (packed, "entry")):
+        done = prepare(source, tmp_path / f"{source.name}.out")
+        assert done.returncode == 0, done.stderr
+        assert "read as jsonl" in done.stderr
+        assert f"row whose text is null: 1 ({unit} 4 of {source})" in done.stderr
+        assert f"with the text: 1 ({unit} 5 of {source}: holds int" in done.stderr
+        assert tokens(tmp_path / f"{source.name}.out") == tokens(tmp_path / "a.jsonl.out")
+    array.write_text("[]")
+    done = prepare(array, tmp_path / "empty")
+    assert done.returncode == 2 and "is empty, as all of the source" in done.stderr
+    array.write_text('["a", "b"]')
+    done = prepare(array, tmp_path / "words")
+    assert done.returncode == 2 and f"entry 1 of {array}: holds str, and not an object" in done.stderr
 
 
 def test_wrong_byte_in_a_worker_keeps_finished_pieces(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import hypothesis.strategies as st
 import pytest
 
 from shoal.data.coco.augment import Placement
-from shoal.data.coco.json_stream import top_level_entries
 from shoal.data.coco.source import read_categories
 from shoal.data.coco.transform import placed_objects
 from shoal.data.images.manifest import ImageManifest
+from shoal.data.json_stream import top_level_entries
 from shoal.data.manifest import Manifest
 from shoal.data.prepare_dir import open_plan
 from shoal.data.squad.dataset import read_squad

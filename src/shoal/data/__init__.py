@@ -8,4 +8,5 @@
    The state is one integer, the number of samples consumed.
 3. ``packing`` removes the padding of a batch of sequences.
 4. ``bad_entries`` has the one rule for invalid entries: what is left out, said and refused.
+5. ``json_stream`` parses a large JSON text element by element.
 """

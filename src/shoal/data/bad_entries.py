@@ -7,11 +7,13 @@ it is read by a wrong option. What was left out is said once, with the first pla
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shoal.atomic_io import TO_UTF8
 from shoal.errors import UsageError
 
 OnBad = Literal["skip", "refuse"]
@@ -25,7 +27,7 @@ NO_LABEL = "an example without a label"
 OTHER_WIDTH = "a line with another number of columns than the first line"
 NOT_PARSED = "a page that the parser of wikitext refuses"
 NO_TEXT = "a row whose text is null"
-NOT_UTF8 = "an article with bytes that are not UTF-8"
+NOT_UTF8 = "an entry with bytes that are not UTF-8"
 REPEATED = "a token that is there again below, where its id is"
 
 STANDARD = {
@@ -42,6 +44,8 @@ _FEW = 20
 """Entries of other kinds that are left out whatever their share."""
 _SHOWN = 3
 """Places that a message names."""
+_ESCAPED = re.compile("[\udc80-\udcff]")
+"""Bytes that are not UTF-8 in texts that ``surrogateescape`` decoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,16 @@ class BadEntriesConfig:
 
 class BadEntry(Exception):
     """Raised for an invalid entry with its kind ("a box of no area") and its value, or ""."""
+
+
+def wrong_byte(texts: Iterable[str]) -> BadEntry | None:
+    """Return the flaw of an entry whose texts have a byte that is not UTF-8, ``None`` if they have none.
+
+    Args:
+        texts: parts of a text that :func:`shoal.atomic_io.read_text` read with ``keep_wrong``.
+    """
+    found = next(filter(None, map(_ESCAPED.search, texts)), None)
+    return BadEntry(NOT_UTF8, f"{ord(found[0]) - 0xDC00:#04x}; {TO_UTF8}") if found else None
 
 
 @dataclass

@@ -117,7 +117,6 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         UsageError: the file has another name, cannot be read, or a line has no prompt.
     """
-    from shoal.atomic_io import read_text
     from shoal.data.bad_entries import BadEntries
     from shoal.data.text.fill_mask import read_lines
     from shoal.data.text.rows import json_rows
@@ -130,7 +129,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             'objects {"prompt": …}'
         )
     prompts = []
-    for number, place, row in json_rows(read_text(path), BadEntries(str(path), "refuse")):
+    for number, place, row in json_rows(path, BadEntries(str(path), "refuse")):
         text, own = row.get("prompt"), row.get("id", number)
         if not isinstance(text, str):
             raise UsageError(f"{path}, {place}: holds no string 'prompt', but {', '.join(row) or 'nothing'}")

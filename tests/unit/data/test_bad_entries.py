@@ -87,3 +87,10 @@ def test_counts_of_other_processes_add_up() -> None:
     bad.add_counts(some(OTHER, 7).as_counts())
     assert bad.counts == {OTHER: 9}
     assert bad.lines() == ["a.tsv: left out 9: row that is no object: 9 (line 2, line 3, line 2 and 6 more)"]
+
+
+def test_the_page_lists_the_kinds_of_standard_sets() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "text.md").read_text(encoding="utf-8")
+    assert [line for line in page.splitlines() if line.removeprefix("| ").split(" | ")[0] in STANDARD] == [
+        f"| {kind} | {sets} |" for kind, sets in STANDARD.items()
+    ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.data.bad_entries import MOST_BAD, NO_AREA, BadEntries, BadEntry, OnBad
-from shoal.data.coco.json_stream import top_level_entries
+from shoal.data.json_stream import top_level_entries
 from shoal.errors import UsageError, did_you_mean
 
 Polygons = tuple["array[float]", ...]

@@ -24,8 +24,8 @@ from shoal.data.coco.annotations import (
     shown,
     whole_number,
 )
-from shoal.data.coco.json_stream import top_level_entries
 from shoal.data.coco.masks import areas, as_compressed
+from shoal.data.json_stream import top_level_entries
 from shoal.errors import UsageError
 
 Kind = Literal["bbox", "segm"]

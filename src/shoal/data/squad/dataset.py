@@ -202,7 +202,7 @@ def _entries(path: Path, bad: BadEntries) -> Iterator[tuple[int, str, Any, Any]]
         rows = enumerate(field_rows(path, field_names(path, str(path)), str(path)), start=1)
         yield from ((number, f"row {number}", row.get("context"), row) for number, row in rows)
     elif suffix == ".jsonl":
-        for number, place, row in json_rows(read_text(path), bad):
+        for number, place, row in json_rows(path, bad):
             yield number, place, row.get("context"), row
     else:
         for number, entry in enumerate(_nested(path, bad), start=1):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from shoal.atomic_io import read_text
-from shoal.data.bad_entries import NO_LABEL, OTHER_WIDTH, BadEntries, BadEntry
+from shoal.data.bad_entries import NO_LABEL, OTHER_WIDTH, BadEntries, BadEntry, wrong_byte
 from shoal.data.text.rows import field_names, field_rows, json_rows, lines_of
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
@@ -341,7 +341,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     Raises:
         UsageError: it is not CSV, or a quote is not closed, which would make one cell of all lines behind it.
     """
-    text = read_text(path)
+    text = read_text(path, keep_wrong=True)
     delimiter = max(_DELIMITERS, key=text.partition("\n")[0].count)
     csv.field_size_limit(_MOST_CELL)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
@@ -363,7 +363,7 @@ def _json_rows(
     path: Path, columns: Columns, bad: BadEntries
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     names: list[str] = []
-    for _, location, entry in json_rows(read_text(path), bad):
+    for _, location, entry in json_rows(path, bad):
         try:
             names = _chosen(f"{path}, {location}", columns, entry)
         except UsageError:
@@ -382,10 +382,12 @@ def _table_rows(
     if path.suffix.lower() == ".csv":
         numbered = _csv_rows(path)
     else:
-        numbered = ((number, line.split("\t")) for number, line in lines_of(read_text(path)))
+        numbered = ((number, line.split("\t")) for number, line in lines_of(read_text(path, keep_wrong=True)))
     header = next(numbered, (1, [""]))[1]
     if any("\r" in cell for cell in header):
         raise UsageError(f"{path}: its lines end in CR alone; convert them, as by `tr '\\r' '\\n'`")
+    if wrong := wrong_byte(header):
+        raise UsageError(f"{path}, line 1: a name of a column is {wrong.args[0]}: {wrong.args[1]}")
     names = _chosen(f"{path}, line 1", columns, header)
     if twice := [name for name in names if header.count(name) > 1]:
         raise UsageError(f"{path}, line 1: there are several columns {twice[0]!r}; rename all but one")
@@ -395,8 +397,12 @@ def _table_rows(
         num_quoted += any(map(_is_quoted, parts))
         if len(parts) != len(header):
             bad.add(BadEntry(OTHER_WIDTH, f"{len(parts)} for {len(header)}"), f"line {number}")
+            continue
+        row = dict(zip(header, parts, strict=True))
+        if wrong := wrong_byte(row[name] for name in names):
+            bad.add(wrong, f"line {number}")
         else:
-            yield f"line {number}", names, dict(zip(header, parts, strict=True))
+            yield f"line {number}", names, row
     if OTHER_WIDTH in bad.counts and 2 * num_quoted > num_rows:
         raise UsageError(
             f"{path}: cells are in quotes, which are ordinary characters in .tsv, and some have line ends in "

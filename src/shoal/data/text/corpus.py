@@ -8,12 +8,14 @@ each with an article in one of its fields, paragraphs separated by empty lines: 
 
 A *chunk* is a bounded part of the source, cut by file sizes alone, so that planning reads nothing but the
 beginning of each file and the footers of Parquet. A byte range of a file stands for the articles that *begin*
-in it. Compressed files are listed as they are, and cut after they were unpacked (``unpack``).
+in it. Compressed files and JSON arrays are listed as they are, and cut after they were unpacked to lines
+(``unpack``).
 """
 
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,6 +82,7 @@ class SourceFile:
         num_bytes: of the file if it is compressed, else of its content: :func:`content_bytes`.
         field: of the article in a row.
         packing: suffix of its compression; empty for none, ``hf:`` for a data set, which has no bytes yet.
+        is_array: it is, or was before it was unpacked to lines, one JSON array.
         source: what it was unpacked from.
     """
 
@@ -89,6 +92,7 @@ class SourceFile:
     changed_ns: int
     field: str = TEXT
     packing: str = ""
+    is_array: bool = False
     source: str = ""
 
     @property
@@ -188,13 +192,15 @@ def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool
         )
     if form != "parquet" and suffix != ".parquet":
         _refuse_binary(path, head, packing)
+    found = _ROWS_OF.get(suffix, guess) if form == "auto" else form
     file = SourceFile(
         path=path,
-        format=_ROWS_OF.get(Path(plain).suffix, guess) if form == "auto" else form,
+        format=found,
         num_bytes=status.st_size if head else 0,
         changed_ns=status.st_mtime_ns,
         field=field or TEXT,
         packing=packing,
+        is_array=found == "jsonl" and head.removeprefix(BOM_UTF8).lstrip().startswith(b"["),
     )
     if field and file.format not in ROW_FORMATS:
         raise UsageError(
@@ -290,7 +296,7 @@ def _articles(span: FileRange, errors: Errors, bad: BadEntries) -> Iterator[str]
                 text = _decode(data, offset, errors)
                 yield _article(_taken(take, text, offset, file) if take else text, file.format)
             except BadEntry as error:
-                bad.add(error, partial(_line_at, file, offset))
+                bad.add(error, partial(_place_of, file, offset))
 
 
 def _paths_of(source: str) -> tuple[list[Path], bool]:
@@ -392,7 +398,7 @@ def _taken(take: Callable[..., str], lines: str, offset: int, file: SourceFile) 
     try:
         text = take(lines, where=file.name)
     except UsageError:  # the number of the line takes a look at all before it
-        take(lines, where=f"{file.name}, line {_line_number(file.path, offset)}")
+        take(lines, where=_place_of(file, offset))
         raise
     return _SURROGATE.sub("\ufffd", text)
 
@@ -408,19 +414,15 @@ def _decode(data: bytes, offset: int, errors: Errors) -> str:
         ) from None
 
 
-def _line_at(file: SourceFile, position: int) -> str:
-    return f"line {_line_number(file.path, position)} of {file.name}"
-
-
-def _line_number(path: Path, position: int) -> int:
-    """Return the number of the line with the byte ``position``, from 1."""
-    line, start = 1, 0
-    with path.open("rb") as file:
-        for text in file:
+def _place_of(file: SourceFile, position: int) -> str:
+    """Return the line with the byte ``position``, or the entry of an array, by its number from 1."""
+    number, start = 1, 0
+    with file.path.open("rb") as lines:
+        for text in lines:
             if start + len(text) > position:
                 break
-            line, start = line + 1, start + len(text)
-    return line
+            number, start = number + 1, start + len(text)
+    return f"{'entry' if file.is_array else 'line'} {number} of {file.name}"
 
 
 def _unreadable(path: Path, error: OSError) -> ShoalError:

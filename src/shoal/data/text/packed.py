@@ -92,18 +92,24 @@ def split_packing(name: str) -> tuple[str, str]:
 def unpacked_blocks(
     path: Path, packing: str, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> Iterator[bytes]:
-    """Yield the content of a compressed file in pieces.
+    """Yield the content of a file, compressed or not, in pieces.
 
     Args:
-        path: the compressed file.
-        packing: one of :data:`PACKINGS`.
-        advance: called with the number of compressed bytes of each block.
+        path: the file.
+        packing: one of :data:`PACKINGS`, or empty for none.
+        advance: called with the number of bytes of each block as they are in the file.
 
     Raises:
         UsageError: the file is not in this format, is damaged or cut short, or its content is more than
             5,000 times as large; a package is missing.
         OSError: it cannot be read.
     """
+    if not packing:
+        with path.open("rb") as file:
+            while data := file.read(_PIECE_BYTES):
+                advance(len(data))
+                yield data
+        return
     decoder = _DECODERS[packing]()
     num_read = num_found = 0
     with path.open("rb") as file:

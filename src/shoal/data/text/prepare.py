@@ -188,7 +188,7 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
             if not snapshot.is_file():
                 write_snapshot(snapshot, processes=processes, progress=shown)
             files = find_files([str(snapshot)], "lines") + files
-        files = unpack_files(files, config.out / RECORDS, shown, processes=processes)
+        files = unpack_files(files, config.out / RECORDS, shown, processes=processes, errors=config.errors)
         chunk_bytes = max(sum(file.num_bytes for file in files) // _NUM_CHUNKS, _MIN_CHUNK_BYTES)
         chunks = cut_chunks(files, min(chunk_bytes, config.shard_bytes))
         job = _make_job(config, files, chunks, shown)

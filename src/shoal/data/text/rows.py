@@ -8,18 +8,22 @@ the group. So a part of a large row group is one piece of work, and planning rea
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from shoal.data.bad_entries import NO_TEXT, BadEntries, BadEntry
+from shoal.atomic_io import read_text
+from shoal.data.bad_entries import NO_TEXT, BadEntries, BadEntry, wrong_byte
+from shoal.data.json_stream import json_entries
 from shoal.errors import UsageError, did_you_mean, import_extra
 from shoal.json_text import parse_json
 
 TEXT = "text"
 """The field that is read if none is named."""
 
-_ARRAY = "there must be a JSON object on each line, as `jq -c .[]` makes of an array"
+_OBJECTS = "there must be a JSON object on each line, or one array of objects"
+_NO_OBJECT = "a line that is no JSON object"
 _BATCH_BYTES = 1 << 20
 """Text that is decoded together, about."""
 _READ_BYTES = 1 << 20
@@ -37,9 +41,9 @@ def json_line_text(line: str, field: str, where: str, *, is_first: bool) -> str:
     if not line or line.isspace():
         return ""
     try:
-        row = parse_json(line, where, error=UsageError, remedy=_ARRAY)
+        row = parse_json(line, where, error=UsageError, remedy=_OBJECTS)
         if not isinstance(row, dict):
-            raise UsageError(f"{where}: holds {type(row).__name__}, and not an object with texts; {_ARRAY}")
+            raise UsageError(f"{where}: holds {type(row).__name__}, and not an object with texts; {_OBJECTS}")
         if field not in row:
             raise _no_field(where, field, [key for key, value in row.items() if isinstance(value, str)])
     except UsageError as error:
@@ -56,6 +60,27 @@ def json_line_text(line: str, field: str, where: str, *, is_first: bool) -> str:
     return text
 
 
+def array_lines(blocks: Iterable[bytes], name: str, errors: Literal["strict", "replace"]) -> Iterator[bytes]:
+    """Yield the entries of a text that is one JSON array, one a line, in pieces of about 1 MiB.
+
+    Args:
+        blocks: the text in UTF-8, cut anywhere.
+        name: of its file, for messages.
+        errors: what bytes that are not UTF-8 are: an error, or U+FFFD.
+
+    Raises:
+        UsageError: it is not one JSON array in UTF-8.
+    """
+    lines = bytearray()
+    for _, index, entry in json_entries(blocks, name, form="an array of objects with texts", errors=errors):
+        if index is not None:
+            lines += json.dumps(entry).encode() + b"\n"
+        if len(lines) >= _BATCH_BYTES:
+            yield bytes(lines)
+            lines.clear()
+    yield bytes(lines)
+
+
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
     """Yield the lines that are not empty with their numbers; only \\n and \\r\\n end a line."""
     for number, line in enumerate(text.split("\n"), start=1):
@@ -63,34 +88,48 @@ def lines_of(text: str) -> Iterator[tuple[int, str]]:
             yield number, line.removesuffix("\r")
 
 
-def json_rows(text: str, bad: BadEntries) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield number, location and object of each line, or of each entry of a text that is one JSON array.
+def json_rows(path: Path, bad: BadEntries) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield number, location and object of each line, or of each entry of a file that is one JSON array.
 
     Blank lines do not count; what is no object is counted.
 
     Raises:
-        UsageError: ``bad`` refuses a line.
+        UsageError: the file cannot be read, is an array with bytes that are not UTF-8, or ``bad`` refuses a
+            line.
     """
+    text = read_text(path, keep_wrong=True)
     array = None
     if text.lstrip().startswith("["):
         with contextlib.suppress(UsageError):  # else lines, the first of which is no object
             array = parse_json(text, "", error=UsageError)
-    numbered = enumerate(array or (), start=1) if array is not None else lines_of(text)
-    for number, entry in numbered:
-        location = f"line {number}" if array is None else f"entry {number}"
-        row = entry
-        if array is None:
-            if entry.isspace():
-                continue
-            try:
-                row = parse_json(entry, "", error=UsageError)
-            except UsageError as error:
-                bad.add(BadEntry("a line that is not JSON", str(error).lstrip(": ")), location)
-                continue
+    if array is None:
+        yield from _json_lines(text, bad)
+        return
+    read_text(path)  # the entries of one document are not told apart by lines
+    for number, entry in enumerate(array, start=1):
+        if isinstance(entry, dict):
+            yield number, f"entry {number}", entry
+        else:
+            bad.add(BadEntry(_NO_OBJECT, f"{entry!s:.60}"), f"entry {number}")
+
+
+def _json_lines(text: str, bad: BadEntries) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    for number, line in lines_of(text):
+        location = f"line {number}"
+        if line.isspace():
+            continue
+        if wrong := wrong_byte([line]):
+            bad.add(wrong, location)
+            continue
+        try:
+            row = parse_json(line, "", error=UsageError)
+        except UsageError as error:
+            bad.add(BadEntry("a line that is not JSON", str(error).lstrip(": ")), location)
+            continue
         if isinstance(row, dict):
             yield number, location, row
         else:
-            bad.add(BadEntry("a line that is no JSON object", f"{entry!s:.60}"), location)
+            bad.add(BadEntry(_NO_OBJECT, f"{row!s:.60}"), location)
 
 
 def column_bytes(path: Path, field: str, name: str) -> int:

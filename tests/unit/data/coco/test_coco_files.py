@@ -14,10 +14,10 @@ import pytest
 from made_coco import made_results, made_truth, write
 
 from shoal.cli.app import app
-from shoal.data.coco import json_stream
+from shoal.data import json_stream
 from shoal.data.coco.annotations import CocoAnnotations, read_annotations
-from shoal.data.coco.json_stream import top_level_entries
 from shoal.data.coco.results import read_results, write_results
+from shoal.data.json_stream import top_level_entries
 from shoal.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools
@@ -253,8 +253,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_annotations(tmp_path / "none.json")
     (tmp_path / "latin.json").write_bytes(b'{"images": ["\xe9"]}')
-    with pytest.raises(UsageError, match="is not UTF-8"):
+    with pytest.raises(UsageError, match=r"latin.json: 0xe9, byte 14 of the file, is not UTF-8; .*iconv -f"):
         read_annotations(tmp_path / "latin.json")
+    far = b'\xef\xbb\xbf{"images": [' + b" " * (5 << 20) + '"é'.encode() + b'\xe9"]}'
+    (tmp_path / "latin.json").write_bytes(far)
+    with pytest.raises(UsageError, match=rf"0xe9, byte {far.index(0xE9) + 1} of the file"):
+        read_annotations(tmp_path / "latin.json")
+    (tmp_path / "wide.json").write_bytes('{"images": []}'.encode("utf-16"))
+    with pytest.raises(UsageError, match=r"wide.json: its content is UTF-16; convert it: iconv"):
+        read_annotations(tmp_path / "wide.json")
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 64])

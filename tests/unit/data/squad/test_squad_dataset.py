@@ -135,7 +135,7 @@ def test_json_that_is_not_squad_is_named_by_its_key(tmp_path: Path, tree: Any, m
         (b"", "the file is empty"),
         (b" \n", "the file is empty"),
         (b'{"data": [\n  1,,', "is not JSON: Expecting value: line 2 column 5"),
-        (b'{"data": "\xff"}', "byte 11 is not UTF-8"),
+        (b'{"data": "\xff"}', "line 1: 0xff, byte 11 of the file, is not UTF-8; .*iconv"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"data": [], "data": []}', "the key 'data' is there twice"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.data.bad_entries import NO_LABEL, BadEntries
+from shoal.data.bad_entries import NO_LABEL, NOT_UTF8, BadEntries
 from shoal.data.text.classify import (
     MNLI_LABELS,
     ClassifyData,
@@ -181,11 +181,59 @@ def test_missing_files_wrong_bytes_and_wrong_label_sets(tmp_path: Path) -> None:
         read_classify(tmp_path / "none.tsv", Columns(), labels=MNLI_LABELS)
     path = tmp_path / "bytes.tsv"
     path.write_bytes(HEAD.encode() + b"neutral\ta\tb\nneutral\t\xff\tb\n")
-    with pytest.raises(UsageError, match="line 3: byte 52 is not UTF-8"):
-        read_classify(path, Columns(), labels=MNLI_LABELS)
+    with pytest.raises(UsageError, match=r"line 3 is an entry with bytes that are not UTF-8: 0xff; .*iconv"):
+        read_classify(path, Columns(), labels=MNLI_LABELS, bad=BadEntries(path, "refuse"))
     one = write(tmp_path, f"{HEAD}x\ta\tb\n")
     with pytest.raises(UsageError, match="the labels x must be two or more different ones"):
         read_classify(one, Columns(), labels=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "row"),
+    [
+        ("a.tsv", HEAD, "{label}\t{text}\tb\n"),
+        ("a.csv", HEAD.replace("\t", ";"), '{label};"{text}\nmore";b\n'),
+        ("a.jsonl", "", '{{"label": "{label}", "sentence1": "{text}", "sentence2": "b"}}\n'),
+    ],
+    ids=["tsv", "csv", "jsonl"],
+)
+def test_rows_with_bytes_that_are_not_utf8_are_left_out(
+    tmp_path: Path, name: str, head: str, row: str
+) -> None:
+    """Rows in Latin-1 among others in UTF-8, with a mark at the beginning: the one rule of all readers."""
+    good, wrong = (row.format(label="neutral", text=text) for text in ("é", "caf\xe9"))
+    path = tmp_path / name
+    mark, rows = b"\xef\xbb\xbf" + head.encode(), [good.encode(), wrong.encode("latin-1"), good.encode()]
+    path.write_bytes(mark + b"".join(rows))
+    data = read_classify(path, Columns(), labels=MNLI_LABELS)
+    assert len(data.examples) == 2 and {example.first[0] for example in data.examples} == {"é"}
+    assert data.bad is not None and data.bad.counts == {NOT_UTF8: 1}
+    assert "0xe9; convert the file from its encoding" in data.bad.lines()[0]
+    path.write_bytes(mark + good.encode() * 400 + wrong.encode("latin-1") * 30)
+    with pytest.raises(UsageError, match=r"30 of 430 entries are invalid, .*0xe9; .*iconv -f WINDOWS-1252"):
+        read_classify(path, Columns(), labels=MNLI_LABELS)
+    path.write_bytes(mark + wrong.encode("latin-1") * 3)
+    with pytest.raises(UsageError, match=r"nothing can be used; left out 3: entry with bytes .*iconv"):
+        read_classify(path, Columns(), labels=MNLI_LABELS)
+
+
+def test_only_the_cells_that_are_read_must_be_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    rows = b"author\tgold_label\tsentence1\tsentence2\n" + b"Ren\xe9\tneutral\ta\tb\n"
+    path.write_bytes(rows)
+    assert len(read_classify(path, Columns(), labels=MNLI_LABELS).examples) == 1
+    path.write_bytes(rows.replace(b"author", b"auteur pr\xe9f\xe9r\xe9"))
+    with pytest.raises(UsageError, match=r"a.tsv, line 1: a name of a column is an entry with bytes"):
+        read_classify(path, Columns(), labels=MNLI_LABELS)
+
+
+def test_an_array_is_one_document_whose_bytes_must_be_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    row = b'{"label": "neutral", "sentence1": "a", "sentence2": "b"}'
+    path.write_bytes(b"\xef\xbb\xbf[" + row + b",\n" + row.replace(b'"a"', b'"caf\xe9"') + b"]")
+    at = path.read_bytes().index(b"\xe9") + 1
+    with pytest.raises(UsageError, match=rf"a.json, line 2: 0xe9, byte {at} of the file, is not .*iconv -f"):
+        read_classify(path, Columns(), labels=MNLI_LABELS)
 
 
 def test_scores_by_hand() -> None:

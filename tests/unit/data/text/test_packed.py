@@ -50,6 +50,8 @@ def test_all_members_are_read_and_every_byte_is_reported(
     assert sum(seen) == path.stat().st_size
     assert peek(path, packing, 1000) == b"".join(parts)[:1000]
     assert peek(path, "", 7) == path.read_bytes()[:7]
+    assert b"".join(unpacked_blocks(path, "", seen.append)) == path.read_bytes()
+    assert sum(seen) == 2 * path.stat().st_size
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

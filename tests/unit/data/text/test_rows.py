@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from shoal.data.bad_entries import NO_TEXT, BadEntry
-from shoal.data.text.rows import column_bytes, column_texts, json_line_text
+from shoal.data.text.rows import array_lines, column_bytes, column_texts, json_line_text
 from shoal.errors import UsageError
 
 
@@ -84,8 +85,8 @@ def test_json_lines() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"text": "x"', "is not JSON.*jq -c"),
-        ('[{"text": "x"}]', "holds list, and not an object with texts; .*jq -c"),
+        ('{"text": "x"', "is not JSON.*or one array of objects"),
+        ('[{"text": "x"}]', "holds list, and not an object with texts; .*or one array of objects"),
         ('{"body": "x", "id": 1}', "'text'; its texts are body. Name one as FILE:FIELD"),
         ('{"id": 1}', "it has no texts"),
     ],
@@ -95,6 +96,35 @@ def test_wrong_lines_are_refused_first_and_counted_later(line: str, words: str) 
         json_line_text(line, "text", "a, line 3", is_first=True)
     with pytest.raises(BadEntry, match=words):
         json_line_text(line, "text", "a, line 3", is_first=False)
+
+
+ENTRIES = [{"text": "Ü" * 9, "n": [1, {}]}, {"text": "Line\n\nend."}, 7, {"text": "\ud83d"}, "word"]
+
+
+@pytest.mark.parametrize("indent", [None, 2], ids=["dense", "indented"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "mark"])
+@pytest.mark.parametrize("size", [1, 3, 1 << 20])
+def test_an_array_becomes_lines(indent: int | None, mark: str, size: int) -> None:
+    text = (mark + json.dumps(ENTRIES, indent=indent)).encode()
+    blocks = [text[start : start + size] for start in range(0, len(text), size)]
+    lines = b"".join(array_lines(blocks, "a.json", "strict"))
+    assert [json.loads(line) for line in lines.splitlines()] == ENTRIES
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'[{"text": "a"}, {"text": "caf\xe9"}]', "a.json: 0xe9, byte 30 of the file, is not UTF-8; .*iconv"),
+        (b'[{"text": "a"}', "a.json, line 1, at its end: is not JSON"),
+        (b'[1]\n{"text": "a"}', "a.json, line 2, character 4: is not JSON: text follows after the end"),
+        ('[{"text": "a"}]'.encode("utf-16-le"), "a.json: its content is UTF-16LE; convert it: iconv"),
+    ],
+    ids=["latin-1", "cut", "lines", "utf-16"],
+)
+def test_what_is_no_array_is_named(text: bytes, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        list(array_lines([text], "a.json", "strict"))
+    assert text[:1] != b"[" or b"\xe9" not in text or list(array_lines([text], "a.json", "replace"))
 
 
 def test_a_text_that_is_a_number_is_counted() -> None:

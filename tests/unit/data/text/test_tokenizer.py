@@ -200,7 +200,7 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
         ),
         (file("a.json", b"{}"), "is not a tokenizer.json"),
         (file("bare.json", bare.to_str().encode()), r"no token for cls \(\[CLS\].*, sep .*, pad "),
-        (file("a.txt", b"[PAD]\n\xff"), "byte 7 is not UTF-8"),
+        (file("a.txt", b"[PAD]\n\xff"), "line 2: 0xff, byte 7 of the file, is not UTF-8; .*iconv"),
         (file("c.txt", b"[PAD]\n[UNK]\nx\n"), "no token for cls"),
         (file("a.bin", b""), "known by the end of its name"),
     ]:
