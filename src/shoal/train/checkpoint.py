@@ -555,10 +555,10 @@ def read_tensors(path: Path, stored: Mapping[str, StoredTensor], targets: dict[s
     for item in planner.create_local_plan().items:
         chunk = chunk_at[item.storage_index]
         by_file.setdefault(chunk.file, []).append((chunk.key, item))
-    for name, wanted in by_file.items():
+    for name, items in by_file.items():
         try:
             with safe_open(path / name, framework="pt") as file:
-                for key, item in wanted:
+                for key, item in items:
                     _read_box(file, key, item, planner)
         except (OSError, RuntimeError) as error:
             raise ShoalError(f"cannot read {path / name}: {error}") from error

@@ -106,8 +106,8 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
     The aliases of a :class:`shoal.pipelining.state_dict.ModelPart` are those of the whole model.
     """
     inner = _unwrap(model)
-    if isinstance(given := getattr(inner, "aliases", None), dict):
-        return given
+    if isinstance(aliases := getattr(inner, "aliases", None), dict):
+        return aliases
     first: dict[nn.Parameter, str] = {}
     names = [(name, first.setdefault(p, name)) for name, p in inner.named_parameters(remove_duplicate=False)]
     return {_plain_name(name): _plain_name(stored) for name, stored in names if name != stored}

@@ -533,7 +533,7 @@ _FEWEST_LINES = 20
 """Lines of the record, and so points of a report's curves, that a shortened preset has at least."""
 
 
-def shortened(preset: dict[str, Any], given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+def shortened(preset: dict[str, Any], options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return a preset adapted to the steps or epochs that the user gave, and a list of the changes.
 
     If they are fewer than the preset's, the durations of its schedule that the user did not give shrink in
@@ -542,7 +542,7 @@ def shortened(preset: dict[str, Any], given: Mapping[str, str]) -> tuple[dict[st
 
     Args:
         preset: settings in sections.
-        given: texts of the options that the user gave, such as ``{"--train.total-steps": "60"}``.
+        options: texts of the options that the user gave, such as ``{"--train.total-steps": "60"}``.
 
     Example:
         >>> preset = {"train": {"total_steps": 2400}, "optim": {"warmup_steps": 200}}
@@ -555,17 +555,17 @@ def shortened(preset: dict[str, Any], given: Mapping[str, str]) -> tuple[dict[st
 
     def change(section: str, name: str, value: Any) -> None:
         old = tree.get(section, {}).get(name)
-        if f"--{section}.{name.replace('_', '-')}" not in given and old not in (None, value):
+        if f"--{section}.{name.replace('_', '-')}" not in options and old not in (None, value):
             tree[section][name] = value
             changes.append(f"{section}.{name} {value} instead of {old}")
 
-    steps = _number(given.get("--train.total-steps", ""))
+    steps = _number(options.get("--train.total-steps", ""))
     for section, own in _shares(preset, steps).items():
         change(section, "total_steps", own)
     for section in preset:
         for unit, names in _DURATIONS.items():
             whole = preset[section].get(f"total_{unit}")
-            part = _number(given.get(f"--{section}.total-{unit}", "")) or tree[section].get(f"total_{unit}")
+            part = _number(options.get(f"--{section}.total-{unit}", "")) or tree[section].get(f"total_{unit}")
             if whole is None or part is None or not 0 < part < whole:
                 continue
             of = "optim" if section == "train" else section

@@ -333,14 +333,14 @@ class Update:
         return None
 
 
-def require_same(kept: Optimizer, given: Sequence[Optimizer]) -> None:
+def require_same(kept: Optimizer, optimizers: Sequence[Optimizer]) -> None:
     """Check that a step is by the one optimizer whose steps are taken elsewhere.
 
     Raises:
         UsageError: it is by another one, or by several.
     """
-    if len(given) != 1 or given[0] is not kept:
-        given_name = "another optimizer" if len(given) == 1 else f"{len(given)} optimizers"
+    if len(optimizers) != 1 or optimizers[0] is not kept:
+        given_name = "another optimizer" if len(optimizers) == 1 else f"{len(optimizers)} optimizers"
         raise UsageError(
             f"step.update() was given {given_name}, but servers or exchanges have the state of the one of "
             "run.keep(optimizer=...): give both the same"

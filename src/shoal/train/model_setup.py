@@ -127,23 +127,25 @@ def _require_replica(model: nn.Module) -> None:
         )
 
 
-def compile_model(module: nn.Module, world: World, wanted: bool | None, *, dynamic: bool | None) -> list[str]:
+def compile_model(
+    module: nn.Module, world: World, compiles: bool | None, *, dynamic: bool | None
+) -> list[str]:
     """Compile ``module`` in place with ``torch.compile``.
 
     Args:
         module: a wrapped model, or a part of one.
         world: the workers.
-        wanted: whether to compile; ``None``: on a GPU, if there is a C compiler.
+        compiles: whether to compile; ``None``: on a GPU, if there is a C compiler.
         dynamic: whether shapes vary; ``None``: torch detects it.
 
     Returns:
         Lines to print: the reason if a model on a GPU is not compiled by default.
     """
-    if wanted is None and world.device.type == "cuda":
+    if compiles is None and world.device.type == "cuda":
         if problem := compiler_problem():
             return [f"not compiled: {problem}"]
-        wanted = True
-    if not wanted:
+        compiles = True
+    if not compiles:
         return []
     # Dynamo cuts a graph at DDP's buckets, so that sums begin early. One worker sums nothing, and of a
     # model that compiles its layers one by one they begin early anyway.

@@ -137,8 +137,8 @@ class OptimizerConfig:
     def options(self) -> dict[str, Any]:
         """Return the options that are specific to the chosen optimizer, with defaults filled in."""
         own = defaults_of(self.optimizer)
-        given = {name: getattr(self, name) for name in own}
-        return own | {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in own}
+        return own | {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,9 +237,9 @@ class Step:
                 "step.update(a, b), which measures and clips their gradients together"
             )
         if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-            given = ", ".join(type(each).__name__ for each in optimizers) or "nothing"
+            classes = ", ".join(type(each).__name__ for each in optimizers) or "nothing"
             raise UsageError(
-                f"step.update() was given {given}: give it optimizers, one by one: step.update(a, b)"
+                f"step.update() was given {classes}: give it optimizers, one by one: step.update(a, b)"
             )
         parameters = parameters_of(*optimizers)
         if len(set(parameters)) < len(parameters):

@@ -88,10 +88,10 @@ def set_by_torchrun(environ: Mapping[str, str], parent: Path | None = None) -> b
     if environ.get(THREADS) != "1" or "TORCHELASTIC_USE_AGENT_STORE" not in environ:
         return False
     try:
-        given = (parent or Path(f"/proc/{os.getppid()}/environ")).read_bytes()
+        variables = (parent or Path(f"/proc/{os.getppid()}/environ")).read_bytes()
     except OSError:
         return False
-    return not any(each.startswith(f"{THREADS}=".encode()) for each in given.split(b"\0"))
+    return not any(each.startswith(f"{THREADS}=".encode()) for each in variables.split(b"\0"))
 
 
 def _parsed(cores: str) -> tuple[str, list[int]]:

@@ -382,7 +382,7 @@ class LocalSteps(ServersUpdate):
             return
         self._merge()
         left = [k for k, sent_at in enumerate(self._sent_at) if sent_at < self.num_local]
-        places = [place for k in left for place in self._fragments[k]]
+        indices = [index for k in left for index in self._fragments[k]]
         self._configure()
         for work in self._take_moves(left):
             work.wait()
@@ -390,7 +390,7 @@ class LocalSteps(ServersUpdate):
         unite([*self._statistics, *self._own], self.model.process_group)
         self._exchanged_at, local_steps = self._exchanged_at + self.num_local, self.num_local
         self.num_local, self.is_settled, self._sent_at = 0, True, [0] * len(self._fragments)
-        self._write(self._exchanged_at, local_steps, places)
+        self._write(self._exchanged_at, local_steps, indices)
 
     def _send(self, number: int) -> None:
         """Begin the exchange of a fragment's moves."""
@@ -413,19 +413,19 @@ class LocalSteps(ServersUpdate):
         for work in under_way.works:
             work.wait()
         self.is_settled = True
-        places = self._fragments[under_way.number]
+        indices = self._fragments[under_way.number]
         parameters = [table.parameter for table in self._servers.tables]
-        mix_into(parameters, self._begun, places, kept_of(self._config))
+        mix_into(parameters, self._begun, indices, kept_of(self._config))
         number, sent_at = under_way.number, under_way.sent_at
         since, self._sent_at[number] = sent_at - self._sent_at[number], sent_at
-        self._write(self._exchanged_at + sent_at, since, places, fragment=number)
+        self._write(self._exchanged_at + sent_at, since, indices, fragment=number)
 
     @torch.no_grad()
     def _take_moves(self, numbers: Sequence[int]) -> list[Any]:
         """Send the moves of these fragments since they were last sent; return works for the weights."""
         works = []
         for number, weight in zip(numbers, self._weights(numbers), strict=True):
-            tables = [self._servers.tables[place] for place in self._fragments[number]]
+            tables = [self._servers.tables[index] for index in self._fragments[number]]
             moves = [self._begun[table.index] for table in tables]
             torch._foreach_sub_(moves, [table.parameter.data for table in tables])
             torch._foreach_mul_(moves, weight)
@@ -446,13 +446,13 @@ class LocalSteps(ServersUpdate):
         self._servers.configure(self._outer, more)
 
     def _write(
-        self, step: int, local_steps: int, places: Sequence[int], *, fragment: int | None = None
+        self, step: int, local_steps: int, indices: Sequence[int], *, fragment: int | None = None
     ) -> None:
         """Write a line about an exchange of these tensors, after ``step``."""
         self.num_exchanges += 1
         if self._log.path is None:
             return
-        sent = [self._begun[place] for place in places]
+        sent = [self._begun[index] for index in indices]
         row = {"exchange": self.num_exchanges, "step": step, "local_steps": local_steps}
         row["bytes"] = sum(tensor.nbytes for tensor in sent)
         if fragment is None:
@@ -620,8 +620,8 @@ class RoundsOfLocalSteps(LocalSteps):
         self._rounds.take_newest(into=self._begun)
         newest = self._rounds.next_step - 1
         merged = [self._schedule.fragment_of(each) for each in self._schedule.changed(after, newest)]
-        places = itertools.chain(*(self._fragments[number] for number in merged))
-        mix_into(self._parameters, self._begun, places, kept_of(self._config))
+        indices = itertools.chain(*(self._fragments[number] for number in merged))
+        mix_into(self._parameters, self._begun, indices, kept_of(self._config))
         sent = self._schedule.fragment_of(after + 1)
         self._tokens.take([number for number in merged if number != sent])
         self.step = max(self.step, self._schedule.end_of(newest))
@@ -648,12 +648,12 @@ class RoundsOfLocalSteps(LocalSteps):
     def _left(self) -> LeftMoves:
         """Return the moves that no exchange has, where all workers have taken the same steps."""
         left = self._schedule.left_at(self._rounds.next_step - 1, self.step)
-        places = [place for number in left for place in self._fragments[number]]
-        return LeftMoves(self.step, left, self._moves(places), self._tokens.take(left))
+        indices = [index for number in left for index in self._fragments[number]]
+        return LeftMoves(self.step, left, self._moves(indices), self._tokens.take(left))
 
     @torch.no_grad()
-    def _moves(self, places: Sequence[int]) -> list[Tensor]:
-        return [self._begun[place] - self._parameters[place].detach() for place in places]
+    def _moves(self, indices: Sequence[int]) -> list[Tensor]:
+        return [self._begun[index] - self._parameters[index].detach() for index in indices]
 
     @torch.no_grad()
     def _restart(self) -> None:
@@ -666,20 +666,20 @@ class RoundsOfLocalSteps(LocalSteps):
 
 @torch.no_grad()
 def mix_into(
-    parameters: Sequence[Tensor], begun: Sequence[Tensor], places: Iterable[int], kept: float
+    parameters: Sequence[Tensor], begun: Sequence[Tensor], indices: Iterable[int], kept: float
 ) -> None:
     """Mix the servers' weights into a worker's own, in place.
 
     Args:
         parameters: the worker's.
         begun: the servers' weights.
-        places: indices of the tensors that are mixed.
+        indices: of the tensors that are mixed.
         kept: part of the own weights in the result.
     """
-    chosen = list(places)
+    chosen = list(indices)
     if not chosen:
         return
-    own, theirs = [parameters[place].detach() for place in chosen], [begun[place] for place in chosen]
+    own, theirs = [parameters[index].detach() for index in chosen], [begun[index] for index in chosen]
     if kept:
         torch._foreach_lerp_(own, theirs, 1.0 - kept)
     else:
@@ -733,7 +733,7 @@ class InnerState:
         Raises:
             UsageError: the checkpoint has one state for all workers.
         """
-        wanted = {}
+        targets = {}
         for full, stored in saved.items():
             rank, _, name = full.split(".", 2)
             if not rank.isdecimal():
@@ -745,11 +745,11 @@ class InnerState:
             if int(rank) == self._rank and name in self._parameters:
                 parameter = self._parameters[name]
                 if stored.size == tuple(parameter.shape):
-                    wanted[full] = torch.empty_like(parameter)
+                    targets[full] = torch.empty_like(parameter)
                 else:  # a count of steps, or the rows and columns of Adafactor
                     dtype = parameter.dtype if stored.size else torch.float32
-                    wanted[full] = torch.empty(stored.size, dtype=dtype, device=parameter.device)
-        return wanted
+                    targets[full] = torch.empty(stored.size, dtype=dtype, device=parameter.device)
+        return targets
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the optimizer's state."""

@@ -137,8 +137,8 @@ def _compare(
     log: Path, row: dict[str, Any], step: int, weights: list[Tensor], statistics: list[Tensor]
 ) -> None:
     """Check the checksums in a row, if there are any."""
-    for name, found in (("weights", weights), ("norms", statistics)):
-        if name in row and checksum(found) != row[name]:
+    for name, tensors in (("weights", weights), ("norms", statistics)):
+        if name in row and checksum(tensors) != row[name]:
             raise ShoalError(
                 f"{log}: the {name} after step {step} are not those of the workers; other data, initial "
                 "weights or options"
@@ -189,10 +189,10 @@ def replay_local(
         replay_local(Path("rounds.jsonl"), model, SGD(model.parameters(), lr=0.7), take_step, every=50)
     """
     parameters = [table.parameter for table in tables_of(outer)]
-    places = fragments_of(model, tables_of(outer), fragments)
+    fragment_indices = fragments_of(model, tables_of(outer), fragments)
     workers = _Workers(model, parameters, take_step)
     rounds = _LocalRounds(
-        outer, workers, FragmentSchedule(every, fragments), places, delay, mix if delay else 0.0
+        outer, workers, FragmentSchedule(every, fragments), fragment_indices, delay, mix if delay else 0.0
     )
     for row in StepLog(log).rows():
         if "hosts" in row:
@@ -240,7 +240,7 @@ class _LocalRounds:
         outer: the outer optimizer.
         workers: that take the steps.
         schedule: of the exchanges.
-        places: indices of the parameters of each fragment.
+        fragments: indices of the parameters of each fragment.
         delay: steps before a merge.
         kept: part of a worker's own weights that a merge keeps.
 
@@ -254,11 +254,11 @@ class _LocalRounds:
         outer: Optimizer,
         workers: _Workers,
         schedule: FragmentSchedule,
-        places: list[list[int]],
+        fragments: list[list[int]],
         delay: int,
         kept: float,
     ) -> None:
-        self._outer, self._workers, self._schedule, self._places = outer, workers, schedule, places
+        self._outer, self._workers, self._schedule, self._fragments = outer, workers, schedule, fragments
         self._delay, self._kept = delay, kept
         self.num_exchanges, self.newest = 0, _copies(workers.parameters)
         self._after: dict[int, list[Tensor]] = {}  # by exchange: the weights of its fragment
@@ -282,26 +282,26 @@ class _LocalRounds:
         self._merge(rank, version, worker.step + self._delay)
         self._take_steps(rank, step)
         worker.waits = True
-        return self._moves(worker, self._places[self._schedule.fragment_of(exchange)])
+        return self._moves(worker, self._fragments[self._schedule.fragment_of(exchange)])
 
     def exchange(self, number: int, used: list[list[int]]) -> None:
         """Step with the mean of these moves."""
-        places = self._places[self._schedule.fragment_of(number)]
+        indices = self._fragments[self._schedule.fragment_of(number)]
         weights = weights_of([tokens for *_, tokens in used])
         moves = {
             rank: _weighed(self.moves_of(rank, *more), weight)
             for (rank, *more, _), weight in zip(used, weights, strict=True)
         }
-        self._step(places, moves)
+        self._step(indices, moves)
         self.num_exchanges = number
-        self._after[number] = [self.newest[place] for place in places]
+        self._after[number] = [self.newest[index] for index in indices]
         oldest = min(worker.merged for worker in self._each)
         self._after = {each: weights for each, weights in self._after.items() if each > oldest}
 
     def exchange_left(self, step: int, tokens: list[list[int]]) -> None:
         """Step with what all workers have left after this step; its tokens, of each fragment, by rank."""
         left = self._schedule.left_at(self.num_exchanges, step)
-        places = [place for number in left for place in self._places[number]]
+        indices = [index for number in left for index in self._fragments[number]]
         moves = {}
         for rank, worker in enumerate(self._each):
             self._merge(rank, self.num_exchanges, min(worker.step + self._delay, step))
@@ -309,9 +309,11 @@ class _LocalRounds:
             moves[rank] = [
                 move
                 for number, of_workers in zip(left, zip(*tokens, strict=True), strict=True)
-                for move in _weighed(self._moves(worker, self._places[number]), weights_of(of_workers)[rank])
+                for move in _weighed(
+                    self._moves(worker, self._fragments[number]), weights_of(of_workers)[rank]
+                )
             ]
-        self._step(places, moves)
+        self._step(indices, moves)
         self._restart(step)
 
     def _merge(self, rank: int, version: int, step: int) -> None:
@@ -323,10 +325,10 @@ class _LocalRounds:
             self._take_steps(rank, step)
         merged = []
         for exchange in self._schedule.changed(worker.merged, version):
-            places = self._places[self._schedule.fragment_of(exchange)]
-            for place, weights in zip(places, self._after[exchange], strict=True):
-                worker.begun[place] = weights
-            merged += places
+            indices = self._fragments[self._schedule.fragment_of(exchange)]
+            for index, weights in zip(indices, self._after[exchange], strict=True):
+                worker.begun[index] = weights
+            merged += indices
         if worker.left_at is None:
             mix_into(worker.own, worker.begun, merged, self._kept)
         else:
@@ -350,20 +352,20 @@ class _LocalRounds:
             worker.own = _copies(self._workers.parameters)
 
     @staticmethod
-    def _moves(worker: _LocalWorker, places: list[int]) -> list[Tensor]:
-        return [worker.begun[place] - worker.own[place] for place in places]
+    def _moves(worker: _LocalWorker, indices: list[int]) -> list[Tensor]:
+        return [worker.begun[index] - worker.own[index] for index in indices]
 
-    def _step(self, places: list[int], moves: dict[int, list[Tensor]]) -> None:
+    def _step(self, indices: list[int], moves: dict[int, list[Tensor]]) -> None:
         """Step on these parameters with the sum of moves that have their weights, by rank."""
         parameters = self._workers.parameters
-        zeros = [torch.zeros_like(parameters[place]) for place in places]
+        zeros = [torch.zeros_like(parameters[index]) for index in indices]
         parts = [moves.get(rank, zeros) for rank in range(len(self._each))]
         total = _sum_over(self._workers.hosts, parts)
         _set(parameters, self.newest)
         self._outer.zero_grad()
-        _step([parameters[place] for place in places], self._outer, total, None)
-        for place in places:
-            self.newest[place] = parameters[place].detach().clone()
+        _step([parameters[index] for index in indices], self._outer, total, None)
+        for index in indices:
+            self.newest[index] = parameters[index].detach().clone()
 
     def _restart(self, step: int) -> None:
         """Let all workers go on from the newest weights, after ``step``."""

@@ -118,7 +118,7 @@ class Coordinator:
         self._ended: dict[int, tuple[int, Then, bool]] = {}  # by rank: batch, then what, whether for good
         self._last_batch = 0  # of all gradients
         self._closing = after  # the last step that all know to have enough gradients
-        self._asked = False
+        self._sync_requested = False
         self._until: int | None = None  # whether a worker asks to synchronize, and after which step
 
     def listen(self) -> None:
@@ -133,7 +133,7 @@ class Coordinator:
         with self._lock:
             try:
                 if message["kind"] == "ready":
-                    self._asked = self._asked or bool(message["asks"])
+                    self._sync_requested = self._sync_requested or bool(message["asks"])
                     self._offer(rank, message)
                 elif message["kind"] == "away":
                     self._decider.leave(rank)
@@ -210,7 +210,8 @@ class Coordinator:
         if len(dropped) > self._rule.num_workers:  # a worker far behind has several
             self._broadcast_late(dropped)
             dropped = ()
-        if self._asked and self._until is None:  # no worker that has not heard of it has begun a later batch
+        if self._sync_requested and self._until is None:
+            # no worker that has not heard of it has begun a later batch
             self._until = decision.step + (self._rule.staleness if self._rule.waits_for_all else 0)
             if self._rule.asynchronous:  # the batch of a worker that is under way is the next one at most
                 self._until = self._last_batch + 1
@@ -239,7 +240,7 @@ class Coordinator:
         if len(wishes) > 1:
             raise ValueError(f"the workers synchronize for different reasons: {sorted(wishes)}")
         ((then, ends),) = wishes
-        self._ended, self._until, self._asked = {}, None, False
+        self._ended, self._until, self._sync_requested = {}, None, False
         self._decider.synchronize()
         self._broadcast_late(self._decider.take_dropped())
         self._broadcast({"kind": "synchronize", "step": self._decider.step, "then": then, "ends": ends})

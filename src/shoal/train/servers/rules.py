@@ -42,12 +42,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
                 )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UsageError(f"weights on servers: {name} has step hooks, which find no gradients; remove them")
-    given = {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}
-    wanted = {parameter for _, parameter in _named(model)}
-    if given != wanted:
+    stepped = {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}
+    trained = {parameter for _, parameter in _named(model)}
+    if stepped != trained:
         raise UsageError(
-            f"weights on servers: {name} has {len(given - wanted)} parameters that are not the model's, and "
-            f"lacks {len(wanted - given)} that are trained; give it the model's"
+            f"weights on servers: {name} has {len(stepped - trained)} parameters that are not the model's, "
+            f"and lacks {len(trained - stepped)} that are trained; give it the model's"
         )
 
 

@@ -92,8 +92,8 @@ def _as_json(value: Any) -> Any:
 
 def set_values(optimizer: Optimizer, values: list[dict[str, Any]]) -> None:
     """Set the options that :func:`values_of` has returned on another rank."""
-    for group, given in zip(optimizer.param_groups, values, strict=True):
-        for name, value in given.items():
+    for group, options in zip(optimizer.param_groups, values, strict=True):
+        for name, value in options.items():
             group[name] = tuple(value) if isinstance(value, list) else value
 
 
@@ -199,8 +199,8 @@ class Table:
     Attributes:
         index: in the order of the optimizer's groups.
         group: index of its parameter group.
-        place: of its first block among those of all tensors, which also numbers it: a device's tensor goes to
-            the servers in several, numbered by their first blocks.
+        block: its first block among those of all tensors. The block also numbers the tensor: a tensor of a
+            device goes to the servers in several parts, numbered by their first blocks.
         unit: its first unit among those of all tensors.
         step: updates taken.
         has_state: whether the servers have state for it.
@@ -211,7 +211,7 @@ class Table:
     parameter: Tensor
     index: int
     group: int
-    place: int
+    block: int
     unit: int
     step: int = 0
     has_state: bool = False
@@ -226,12 +226,12 @@ class Table:
 def tables_of(optimizer: Optimizer) -> list[Table]:
     """Return the trained parameters of all groups."""
     tables: list[Table] = []
-    place = unit = 0
+    block = unit = 0
     for index, group in enumerate(optimizer.param_groups):
         for parameter in (each for each in group["params"] if each.requires_grad):
-            table = Table(parameter, len(tables), index, place, unit)
+            table = Table(parameter, len(tables), index, block, unit)
             tables.append(table)
-            place += -(-parameter.numel() // native.core().SERVED_BLOCK)
+            block += -(-parameter.numel() // native.core().SERVED_BLOCK)
             unit += table.num_units
     return tables
 
@@ -420,10 +420,10 @@ class ServedTensors:
     # ---- operations ---------------------------------------------------------------------------------------
 
     def _phase(self, kind: str, table: Table, coefficients: list[float], result: Tensor) -> Any:
-        given = torch.zeros(native.core().SERVED_COEFFICIENTS)
-        given[: len(coefficients)] = torch.tensor(coefficients)
+        padded = torch.zeros(native.core().SERVED_COEFFICIENTS)
+        padded[: len(coefficients)] = torch.tensor(coefficients)
         return self._submit(
-            given, result, kind=kind, dtype="int32", op="bor", root=table.group,
+            padded, result, kind=kind, dtype="int32", op="bor", root=table.group,
             count=table.parameter.numel(), served=self._served(table, self._rule), weights=_name_of(result),
         )  # fmt: skip
 
@@ -431,21 +431,22 @@ class ServedTensors:
         """Load a slot of a tensor from rank 0's memory or dump it; all ranks' memory then holds it."""
         if kind == "load" and self._group.rank() != 0:
             memory.zero_()
-        served = (self._first + table.place, table.step, self._number, table.place)
+        served = (self._first + table.block, table.step, self._number, table.block)
         return self._submit(memory, memory, kind=kind, dtype="int32", op="bor", root=slot, served=served)
 
     def _served(self, table: Table, rule: int) -> tuple[int, int, int, int]:
-        return self._first + table.place, table.step + 1, rule, table.place
+        return self._first + table.block, table.step + 1, rule, table.block
 
-    def _submit(self, given: Tensor, result: Tensor, *, kind: str, **words: Any) -> Any:
+    def _submit(self, operand: Tensor, result: Tensor, *, kind: str, **words: Any) -> Any:
         """Submit an operation with a contribution and memory for what comes back.
 
         A device copies those that are its own; the rest is memory of the host, as all is of CPU tensors.
         """
         operation = Operation(
-            kind=kind, input=given.data_ptr(), output=result.data_ptr(), shape=tuple(given.shape),
-            source=given if kind in _FROM_DEVICE else None, target=result if kind in _TO_DEVICE else None,
-            memory=(given, result), result=given, copied=self._copied, **{"count": given.numel(), **words},
+            kind=kind, input=operand.data_ptr(), output=result.data_ptr(), shape=tuple(operand.shape),
+            source=operand if kind in _FROM_DEVICE else None, target=result if kind in _TO_DEVICE else None,
+            memory=(operand, result), result=operand, copied=self._copied,
+            **{"count": operand.numel(), **words},
         )  # fmt: skip
         return self._group.submit(operation, self._device)
 

@@ -483,9 +483,9 @@ class BoundedSteps(ServersUpdate):
         """Copy the newest weights of all fragments into other memory."""
         self._follower.copy_all(into)
 
-    def places_of(self, step: int) -> Sequence[int]:
+    def indices_of(self, step: int) -> Sequence[int]:
         """Return the indices of the parameters that a step is of."""
-        return self._follower.places_of(step)
+        return self._follower.indices_of(step)
 
     def renew(self, optimizer: Optimizer) -> None:
         """Continue with another optimizer of the same kind and groups, from its state. A collective."""
@@ -684,15 +684,15 @@ class Follower:
         with self._changed:
             self._after(self._published)
             changed = [
-                place
+                index
                 for step in self._schedule.changed(known, self.version)
-                for place in self.places_of(step)
+                for index in self.indices_of(step)
             ]
             if self._extrapolation:
                 changed = list(range(len(self.parameters)))
             if changed:
                 torch._foreach_copy_(
-                    [target[place] for place in changed], [self._newest[place] for place in changed]
+                    [target[index] for index in changed], [self._newest[index] for index in changed]
                 )
             if self._extrapolation and batch is not None:
                 num_lacking = batch - 1 - self.version
@@ -708,7 +708,7 @@ class Follower:
             torch._foreach_copy_(into, self._newest)
             self._read = self.mark()
 
-    def places_of(self, step: int) -> Sequence[int]:
+    def indices_of(self, step: int) -> Sequence[int]:
         """Return the indices of the parameters that a step is of."""
         return self._fragments[self._schedule.fragment_of(step)]
 
@@ -753,7 +753,7 @@ class Follower:
 
     def _apply_order(self, order: Message) -> None:
         """Send this worker's part of a step, or zeros, and receive the weights after it."""
-        step, used, places = order["step"], order["used"], self.places_of(order["step"])
+        step, used, indices = order["step"], order["used"], self.indices_of(order["step"])
         own = self._settle(used, step)
         with self._changed:
             self._after(self._read)  # of the memory that is written now
@@ -765,13 +765,13 @@ class Follower:
             taken = own[0]
             taken.tensors = compensate(taken.tensors, self._newest, taken.weights, self._compensation)
         if own:
-            self._fill(places, own[0].tensors, weight_of(self._group.rank(), used))
+            self._fill(indices, own[0].tensors, weight_of(self._group.rank(), used))
         else:
-            torch._foreach_zero_([self._spare[place] for place in places])
-        is_taken = self._update(places, order["options"]["max_norm"])
+            torch._foreach_zero_([self._spare[index] for index in indices])
+        is_taken = self._update(indices, order["options"]["max_norm"])
         with self._changed:
             if is_taken:
-                self._swap(places)
+                self._swap(indices)
             if self._extrapolation:
                 self._after(self._read)
                 torch._foreach_copy_(self._move, self._newest)
@@ -790,15 +790,15 @@ class Follower:
             }
         )
 
-    def _fill(self, places: Sequence[int], tensors: Sequence[Tensor], weight: float) -> None:
+    def _fill(self, indices: Sequence[int], tensors: Sequence[Tensor], weight: float) -> None:
         """Write this worker's part of a step to the spare memory: the tensors with their weight."""
-        for place, tensor in zip(places, tensors, strict=True):
-            torch.mul(tensor, weight, out=self._spare[place])
+        for index, tensor in zip(indices, tensors, strict=True):
+            torch.mul(tensor, weight, out=self._spare[index])
 
-    def _update(self, places: Sequence[int], max_norm: float | None) -> bool:
+    def _update(self, indices: Sequence[int], max_norm: float | None) -> bool:
         """Step on the servers with the gradients in the spare memory; return whether they did."""
         servers = self._servers
-        updates = [(servers.tables[place], self._spare[place]) for place in places]
+        updates = [(servers.tables[index], self._spare[index]) for index in indices]
         if not self._phased:
             servers.configure(self.optimizer)
             _wait_for_all([servers.update(*each) for each in updates])
@@ -813,10 +813,10 @@ class Follower:
             table.step, table.has_state = table.step + 1, True
         return True
 
-    def _swap(self, places: Sequence[int]) -> None:
+    def _swap(self, indices: Sequence[int]) -> None:
         """Let the weights in the spare memory be the newest ones."""
-        for place in places:
-            self._newest[place], self._spare[place] = self._spare[place], self._newest[place]
+        for index in indices:
+            self._newest[index], self._spare[index] = self._spare[index], self._newest[index]
 
     def _exchange_left(self, step: int) -> bool:
         """Step with the mean of what all workers have left, after ``step``; return whether they have."""
@@ -824,15 +824,15 @@ class Follower:
         if left is None:
             return False
         tokens = gather(self._group, left.tokens)
-        moves, places = iter(left.moves), list[int]()
+        moves, indices = iter(left.moves), list[int]()
         for number, of_workers in zip(left.fragments, zip(*tokens, strict=True), strict=True):
             part = self._fragments[number]
             weight = weights_of(of_workers)[self._group.rank()]
             self._fill(part, list(itertools.islice(moves, len(part))), weight)
-            places += part
-        self._update(places, None)
+            indices += part
+        self._update(indices, None)
         with self._changed:
-            self._swap(places)
+            self._swap(indices)
         row = {"step": step, "used": [], "dropped": [], "left": left.step, "tokens": tokens}
         self._log.write(row)
         return True
@@ -948,11 +948,11 @@ class StepLog(RowLog):
         """
         if self.path is None or not self.path.exists():
             return
-        (*_, found) = (row["workers"] for row in self.rows() if "workers" in row)
-        if found != num_workers:
+        (*_, logged) = (row["workers"] for row in self.rows() if "workers" in row)
+        if logged != num_workers:
             raise UsageError(
-                f"asynchronous steps of {num_workers} workers after those of {found}: a step is a gradient "
-                f"of each, and {self.path} counts them; continue with {found} workers"
+                f"asynchronous steps of {num_workers} workers after those of {logged}: a step is a gradient "
+                f"of each, and {self.path} counts them; continue with {logged} workers"
             )
 
 
