@@ -243,7 +243,7 @@ def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as name:  # before the group is there: save_pretrained is then rank 0's
         sides = MAKERS[spec["case"]](Path(name), SIZES[spec["size"]], batch_size)
         with join_world(worker, DistributedConfig(device="cpu")) as world:
-            assert world.backend == "shoal", world.why
+            assert world.backend == "shoal", world.backend_reason
             precision = choose_precision("fp32", world.device)
             steps = {"ours": OurStep(sides, world, precision)}
             with averaging_over(world.control):

@@ -191,7 +191,7 @@ def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
         config = settings(spec["preset"], folder, spec["compiled"])
         samples: dict[str, list[float]] = {"ours": [], "peer": []}
         with opened(config) as (run, reader):
-            assert run.world.backend == "shoal", run.world.why
+            assert run.world.backend == "shoal", run.world.backend_reason
             groups = {"ours": None, "peer": run.world.control}
             sides = {
                 side: our_steps(inner_run(run, config), config, reader, group)

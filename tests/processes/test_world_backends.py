@@ -60,7 +60,7 @@ def join(
             tensor = torch.full((1_000,), rank + 1.0)
             dist.all_reduce(tensor)
             assert torch.equal(tensor, torch.full((1_000,), 3.0))
-            found = [world.backend, world.why, world.note, all_gather_json(world.control, rank)]
+            found = [world.backend, world.backend_reason, world.note, all_gather_json(world.control, rank)]
     except UsageError as error:
         found = [f"UsageError: {error}"]
     report.write_text(json.dumps(found))

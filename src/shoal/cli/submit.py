@@ -86,9 +86,9 @@ def slurm(
     parts = _read(command, job.helpers)
     folder = (output.to or Path("jobs") / queue.job_name(job, command)).absolute()
     script = queue.render(job, command, folder)
-    said = _check_on_nodes(job, command) if check else []
+    description = _check_on_nodes(job, command) if check else []
     if output.dry_run:
-        print("\n".join([script, *said]))
+        print("\n".join([script, *description]))
         _summarise(script, parts, job, output.machine, output.helper_machine)
         return EXIT_OK
     path = queue.write(script, folder)
@@ -306,14 +306,14 @@ def _check_on_nodes(job: SlurmJob, command: Sequence[str]) -> list[str]:
     per_host = job.workers_per_host or job.gpus_per_host or 1
     hosts = 1 if job.min_hosts is not None and job.global_batch is not None else job.hosts
     count = usable_workers(hosts, per_host, job.global_batch)
-    said = submit_checks.check_command(
+    description = submit_checks.check_command(
         parts, num_workers=count, reads_data=True, allow=submit_checks.shared_by_nodes(job.hosts)
     )
     if not any(option.startswith("--chdir") for option in job.option):
         check_files(parts, Path.cwd(), searches_path=not job.prolog)
-    if not said:
+    if not description:
         return []
-    described = [line for line in said if not line.startswith("# backend ")]  # that of this host
+    described = [line for line in description if not line.startswith("# backend ")]  # that of this host
     return [*described, f"# backend      {_planned_backend(parts.arguments, job, count)}"]
 
 
@@ -322,7 +322,7 @@ def _planned_backend(command: Sequence[str], job: SlurmJob, num_workers: int) ->
     mode = option_of(command, "--servers.mode") or "off"
     return planned_backend(
         Situation(
-            asked=(option_of(command, "--distributed.backend") or "auto").lower(),
+            requested=(option_of(command, "--distributed.backend") or "auto").lower(),
             on_gpu=bool(job.gpus_per_host) and option_of(command, "--distributed.device") != "cpu",
             num_workers=num_workers,
             num_hosts=job.hosts,

@@ -149,13 +149,13 @@ def _setting(argument: Argument) -> str:
 
 def _optimizer(recipe: str, kind: type[OptimizerConfig]) -> str:
     """Return the optimizer of the command line, or of the preset, or the default of the settings ``kind``."""
-    preset = _given("--preset") or RECIPES[recipe].preset
+    preset = _option_value("--preset") or RECIPES[recipe].preset
     tree = preset_of(recipe, preset)
-    chosen = _given("--optim.optimizer") or tree.get("optim", {}).get("optimizer")
+    chosen = _option_value("--optim.optimizer") or tree.get("optim", {}).get("optimizer")
     return str(chosen or kind().optimizer)  # type: ignore[call-arg]  # a subclass has a default
 
 
-def _given(option: str) -> str | None:
+def _option_value(option: str) -> str | None:
     """Return the value of an option of the command line."""
     words = [word for each in sys.argv for word in each.split("=", 1)]
     return next((value for name, value in pairwise(words) if name == option), None)
@@ -183,9 +183,9 @@ def command_for(name: str) -> Callable[..., int]:
         preset: Annotated[Literal[presets], _STARTING] = recipe.preset,  # type: ignore[valid-type]
         config: Annotated[Path | None, _STARTING] = None,
         launch: Annotated[Launch, _LAUNCH] = Launch(),  # noqa: B008
-        **given: Any,
+        **arguments: Any,
     ) -> int:
-        return run_recipe(name, _settings(name, given), launch, preset)
+        return run_recipe(name, _settings(name, arguments), launch, preset)
 
     *own, launch, _ = inspect.signature(command).parameters.values()
     short = [_shortcut(Config, option, setting) for option, setting in recipe.shortcuts.items()]
@@ -196,13 +196,13 @@ def command_for(name: str) -> Callable[..., int]:
     return command
 
 
-def _settings(name: str, given: Mapping[str, Any]) -> Any:
+def _settings(name: str, arguments: Mapping[str, Any]) -> Any:
     """Return the settings of a recipe: defaults, the sections that are given, and shortcuts over them."""
     recipe, config = RECIPES[name], getattr(script(name), RECIPES[name].config)
-    sections = {key.removeprefix(_SECTION): value for key, value in given.items() if _SECTION in key}
+    sections = {key.removeprefix(_SECTION): value for key, value in arguments.items() if _SECTION in key}
     defaults = {section.name: _default(section) for section in fields(config)}
     changes: dict[str, dict[str, Any]] = {}
-    for option, value in given.items():
+    for option, value in arguments.items():
         if option in recipe.shortcuts and value is not None:
             section, setting = recipe.shortcuts[option].split(".")
             changes.setdefault(section, {})[setting] = value
@@ -227,10 +227,10 @@ def settings_of(words: Sequence[str]) -> tuple[str, Any]:
         raise UsageError(f"shoal {words[0]}: {text}") from None
     if name is None:
         raise UsageError(f"shoal {words[0]} needs the name of a recipe")
-    given = {
+    arguments = {
         key: value for key, value in bound.arguments.items() if key not in ("preset", "config", "launch")
     }
-    return name, _settings(name, given)
+    return name, _settings(name, arguments)
 
 
 def _shortcut(config: type[Any], option: str, setting: str) -> inspect.Parameter:
@@ -323,7 +323,7 @@ def _planned_backend(config: Any, launch: Launch, num_workers: int) -> str:
     servers = getattr(config, "servers", None)
     return planned_backend(
         Situation(
-            asked=config.distributed.backend.lower(),
+            requested=config.distributed.backend.lower(),
             on_gpu=device == "cuda" or (device == "auto" and num_gpus() >= num_local),
             num_workers=num_workers,
             num_hosts=num_hosts,

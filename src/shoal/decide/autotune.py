@@ -164,14 +164,14 @@ class ScheduleSearch:
 
     def refined(self, choice: Choice) -> Choice:
         """Return the choice with its cuts moved, and the greedy rule applied to the result."""
-        given, schedule = self.conditions, choice.schedule
-        cuts = refine(self.cost, choice.cuts, schedule, link=given.link, memory=given.memory)
+        conditions, schedule = self.conditions, choice.schedule
+        cuts = refine(self.cost, choice.cuts, schedule, link=conditions.link, memory=conditions.memory)
         if cuts == choice.cuts:
             return choice
         moved = [self._judged(schedule, cuts)]
         if schedule.name in GREEDY:
             moved.append(self._choice(schedule.name, choice.num_virtual, cuts))
-        fitting = [new for new in moved if new.missing_bytes(given.memory) <= 0]
+        fitting = [new for new in moved if new.missing_bytes(conditions.memory) <= 0]
         return min([choice, *fitting], key=_makespan_s)
 
     def tightest(self, choices: Sequence[Choice]) -> Choice:
@@ -229,17 +229,17 @@ class ScheduleSearch:
         depends on the whole schedule: so each stage is given less and less of the rank's memory, down to an
         equal part.
         """
-        given, num_stages = self.conditions, self.num_ranks * num_virtual
+        conditions, num_stages = self.conditions, self.num_ranks * num_virtual
         if name in GREEDY:  # a guess: it depends on the costs
-            active = min(self.num_micro_batches, given.active_micro_batches or self.num_ranks)
+            active = min(self.num_micro_batches, conditions.active_micro_batches or self.num_ranks)
             kept = (active,) * num_stages
         else:
             kept = num_kept(self._schedule(name, num_virtual))
         fastest = partial(
-            partition, self.cost, num_stages, link=given.link, num_kept=kept,
-            optimize=given.optimize, memory_weight=given.memory_weight,
+            partition, self.cost, num_stages, link=conditions.link, num_kept=kept,
+            optimize=conditions.optimize, memory_weight=conditions.memory_weight,
         )  # fmt: skip
-        if (memory := given.memory) is None:
+        if (memory := conditions.memory) is None:
             yield fastest()
             return
         room = memory.limit_bytes - memory.reserved_bytes

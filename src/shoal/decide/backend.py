@@ -56,7 +56,7 @@ class Recorded:
 class Situation:
     """Everything that the choice depends on, the same on all workers."""
 
-    asked: str = AUTO
+    requested: str = AUTO
     """``distributed.backend`` of the settings."""
     on_gpu: bool = False
     num_workers: int = 1
@@ -79,12 +79,12 @@ class Choice:
 
     Attributes:
         backend: its name.
-        why: the reason in a few words, for the record.
+        reason: in a few words, for the record.
         note: a line for the terminal, where a user would not expect the choice; mostly empty.
     """
 
     backend: str
-    why: str
+    reason: str
     note: str = ""
 
 
@@ -95,22 +95,22 @@ def choose_backend(known: Situation) -> Choice | None:
         UsageError: helper hosts that the named backend cannot use, or GPU workers with helper hosts whose
             process group in C++ does not load.
     """
-    if known.asked != AUTO:
-        check_helpers(known.asked, known.num_helpers)
-        return Choice(backend=known.asked, why="distributed.backend names it")
+    if known.requested != AUTO:
+        check_helpers(known.requested, known.num_helpers)
+        return Choice(backend=known.requested, reason="distributed.backend names it")
     if not known.averages:
-        return Choice(backend=GLOO, why="nothing is averaged")
+        return Choice(backend=GLOO, reason="nothing is averaged")
     if known.num_helpers or known.servers:
         return _for_servers(known)
     if kept := _recorded(known):
         return kept
     if known.num_workers == 1:
-        return Choice(backend=NCCL if known.on_gpu else GLOO, why="one worker has nothing to sum")
+        return Choice(backend=NCCL if known.on_gpu else GLOO, reason="one worker has nothing to sum")
     if known.on_gpu and known.num_hosts == 1:
-        return Choice(backend=NCCL, why="GPUs of one host")
+        return Choice(backend=NCCL, reason="GPUs of one host")
     if known.unloaded:
         return _without_cpp(known)
-    return None if known.on_gpu else Choice(backend=SHOAL, why="workers on CPUs")
+    return None if known.on_gpu else Choice(backend=SHOAL, reason="workers on CPUs")
 
 
 def planned_backend(known: Situation) -> str:
@@ -122,20 +122,20 @@ def planned_backend(known: Situation) -> str:
     choice = choose_backend(known)
     if choice is None:
         return f"{NCCL}, or {SHOAL} if it is 10 % faster in a comparison of {LIMIT_S:g} s at the start"
-    text = f"{choice.backend} ({choice.why})"
-    if choice.backend != SHOAL or known.asked != AUTO or known.num_helpers or known.servers:
+    text = f"{choice.backend} ({choice.reason})"
+    if choice.backend != SHOAL or known.requested != AUTO or known.num_helpers or known.servers:
         return text
     return f"{text}; {GLOO} if its process group in C++ does not load"
 
 
 def _for_servers(known: Situation) -> Choice:
-    why = counted_helpers(known.num_helpers) if known.num_helpers else known.servers
+    reason = counted_helpers(known.num_helpers) if known.num_helpers else known.servers
     if known.on_gpu and known.unloaded:
         raise UsageError(
-            f"{why}, and workers on GPUs need shoal's process group in C++ for that, which does not "
+            f"{reason}, and workers on GPUs need shoal's process group in C++ for that, which does not "
             f"load: {known.unloaded}; --distributed.backend shoal takes the slower one in Python"
         )
-    return Choice(backend=SHOAL, why=why)
+    return Choice(backend=SHOAL, reason=reason)
 
 
 def _recorded(known: Situation) -> Choice | None:
@@ -145,14 +145,14 @@ def _recorded(known: Situation) -> Choice | None:
         return None
     if before.backend == NCCL and (not known.on_gpu or (before.num_hosts == 1) != (known.num_hosts == 1)):
         return None
-    return Choice(backend=before.backend, why="the run began with it")
+    return Choice(backend=before.backend, reason="the run began with it")
 
 
 def _without_cpp(known: Situation) -> Choice:
     backend = NCCL if known.on_gpu else GLOO
     return Choice(
         backend=backend,
-        why="shoal's process group in C++ does not load",
+        reason="shoal's process group in C++ does not load",
         note=f"backend {backend}: shoal's process group in C++ does not load: {known.unloaded}",
     )
 
@@ -194,20 +194,20 @@ def choose_measured(
     Example:
 
         >>> seconds = {"fp32": {"nccl": [0.011], "shoal": [0.006]}}
-        >>> found = choose_measured(seconds, wire="fp32", num_bytes=25 << 20)
-        >>> found.backend, found.why
+        >>> choice = choose_measured(seconds, wire="fp32", num_bytes=25 << 20)
+        >>> choice.backend, choice.reason
         ('shoal', '25 MiB as fp32: nccl 11.0 ms, shoal 6.0 ms')
     """
     medians = {name: statistics.median(each) for name, each in seconds[wire].items()}
     fastest = min(medians, key=medians.__getitem__)
     chosen = fastest if medians[fastest] * HYSTERESIS <= medians[first] else first
-    why = f"{num_bytes / MIB:.3g} MiB as {wire}: " + ", ".join(
+    reason = f"{num_bytes / MIB:.3g} MiB as {wire}: " + ", ".join(
         f"{name} {1e3 * each:.1f} ms" for name, each in medians.items()
     )
     return Choice(
         backend=chosen,
-        why=why,
-        note=f"backend {chosen}, by the sum of {why}{_suggestion(seconds, wire, medians[chosen])}",
+        reason=reason,
+        note=f"backend {chosen}, by the sum of {reason}{_suggestion(seconds, wire, medians[chosen])}",
     )
 
 

@@ -128,8 +128,8 @@ def largest_divisor(share: int, most: int, *, even: bool = False) -> int:
         (24, 15, 10)
     """
     divisors = [size for size in range(1, min(share, most) + 1) if share % size == 0]
-    wanted = [size for size in divisors if size % 2 == 0] if even else []
-    return (wanted or divisors)[-1]
+    preferred = [size for size in divisors if size % 2 == 0] if even else []
+    return (preferred or divisors)[-1]
 
 
 def _nearest(value: int, divisor: int) -> str:
@@ -137,10 +137,10 @@ def _nearest(value: int, divisor: int) -> str:
     return " and ".join(str(v) for v in (below, below + divisor) if v)
 
 
-def _nearest_divisors(value: int, wanted: int) -> str:
+def _nearest_divisors(value: int, target: int) -> str:
     divisors = [d for d in range(1, value + 1) if value % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
+    below = [d for d in divisors if d < target][-1:]
+    above = [d for d in divisors if d > target][:1]
     return " and ".join(str(d) for d in below + above)
 
 
@@ -269,24 +269,24 @@ class StagesConfig:
             UsageError: the sizes do not divide.
         """
         replicas = self.replicas(num_workers)
-        given = known_size(sizes.micro_batch_size, section=section)
-        size = self.micro_batch_size(sizes.global_batch_size // replicas, given)
+        micro_batch_size = known_size(sizes.micro_batch_size, section=section)
+        size = self.micro_batch_size(sizes.global_batch_size // replicas, micro_batch_size)
         batch = plan_batch(_Sizes(sizes.global_batch_size, size), replicas, section=section)
         return replace(batch, replicas=True)
 
-    def micro_batch_size(self, share: int, given: int | None) -> int | None:
+    def micro_batch_size(self, share: int, requested: int | None) -> int | None:
         """Return the sequences per micro-batch; ``None``: the default without a pipeline.
 
         Args:
             share: sequences of a replica per step.
-            given: ``train.micro_batch_size``.
+            requested: ``train.micro_batch_size``.
 
         Raises:
-            UsageError: parallel.micro_batches does not divide the share, or contradicts ``given``.
+            UsageError: parallel.micro_batches does not divide the share, or contradicts ``requested``.
         """
         if self.micro_batches is None:
-            if given is not None or self.pipeline == 1:
-                return given
+            if requested is not None or self.pipeline == 1:
+                return requested
             return share // max(d for d in range(1, 4 * self.pipeline + 1) if share % d == 0)
         if share % self.micro_batches:
             raise UsageError(
@@ -294,10 +294,10 @@ class StagesConfig:
                 "sequences of the global batch; choose a divisor of it"
             )
         size = share // self.micro_batches
-        if given is not None and given != size:
+        if requested is not None and requested != size:
             raise UsageError(
                 f"parallel.micro_batches {self.micro_batches} make micro-batches of {size} sequences, but "
-                f"train.micro_batch_size is {given}: leave one of them out"
+                f"train.micro_batch_size is {requested}: leave one of them out"
             )
         return size
 

@@ -234,12 +234,15 @@ class LayoutSearch:
         if shape.micro_batch_size != self.micro_batch_size:
             cost = cost.scaled(shape.micro_batch_size / self.micro_batch_size)
         memory = replace(self.memory, shards=shape.data if self.shard else 1)
-        given = replace(self.conditions, memory=memory, names=names or self.conditions.names)
+        conditions = replace(self.conditions, memory=memory, names=names or self.conditions.names)
         search = ScheduleSearch(
-            cost=cost, num_ranks=shape.pipeline, num_micro_batches=shape.num_micro_batches, conditions=given
+            cost=cost,
+            num_ranks=shape.pipeline,
+            num_micro_batches=shape.num_micro_batches,
+            conditions=conditions,
         )
         choices = search.choose(num_refined)
-        link = self.data_link or given.link
+        link = self.data_link or conditions.link
         ratio = memory.gradient_ratio
         steps = [averaging_s(cost, c, data=shape.data, link=link, gradient_ratio=ratio) for c in choices]
         best = min(range(len(choices)), key=lambda index: steps[index])

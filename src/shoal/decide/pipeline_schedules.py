@@ -96,10 +96,10 @@ def check_schedule_name(name: str) -> None:
         )
 
 
-def num_virtual_choices(name: str, wanted: Sequence[int]) -> list[int]:
-    """Return those of the wanted numbers of stages per rank that the schedule supports."""
-    least, most = _VIRTUAL.get(name, (1, max(wanted, default=1)))
-    return [number for number in wanted if least <= number <= most]
+def num_virtual_choices(name: str, counts: Sequence[int]) -> list[int]:
+    """Return those of these numbers of stages per rank that the schedule supports."""
+    least, most = _VIRTUAL.get(name, (1, max(counts, default=1)))
+    return [number for number in counts if least <= number <= most]
 
 
 def _check_sizes(

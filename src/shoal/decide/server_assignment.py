@@ -67,21 +67,21 @@ def server_shares(
 
 
 def _bandwidths(
-    given: Sequence[float], helper_bandwidths: Sequence[float]
+    host_bandwidths: Sequence[float], helper_bandwidths: Sequence[float]
 ) -> tuple[list[Fraction], list[Fraction]]:
     """Return both as fractions of the fastest link of a host."""
-    if not given:
+    if not host_bandwidths:
         raise UsageError("the number of hosts is 0; at least one host has a worker")
-    for kind, values in (("host", given), ("helper", helper_bandwidths)):
+    for kind, values in (("host", host_bandwidths), ("helper", helper_bandwidths)):
         for index, value in enumerate(values):
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"the bandwidth of {kind} {index} is {value}; it must be a positive number")
-    unit, least = Fraction(max(given)), Fraction(1, BANDWIDTH_STEPS)
+    unit, least = Fraction(max(host_bandwidths)), Fraction(1, BANDWIDTH_STEPS)
 
     def rounded(values: Sequence[float]) -> list[Fraction]:
         return [max(least, (Fraction(v) / unit).limit_denominator(BANDWIDTH_STEPS)) for v in values]
 
-    return rounded(given), rounded(helper_bandwidths)
+    return rounded(host_bandwidths), rounded(helper_bandwidths)
 
 
 def _finish(hosts: Sequence[Fraction], helpers: Sequence[Fraction]) -> Fraction:
@@ -182,8 +182,8 @@ def assign_chunks(num_chunks: int, shares: Sequence[float | Fraction]) -> list[i
     heapq.heapify(due)
     early: list[tuple[int, int]] = []
     pattern = []
-    for place in range(num_chunks):
-        while early and early[0][0] <= place:
+    for index in range(num_chunks):
+        while early and early[0][0] <= index:
             server = heapq.heappop(early)[1]
             heapq.heappush(due, (last_place(server), server))
         server = heapq.heappop(due)[1]

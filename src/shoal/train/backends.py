@@ -95,8 +95,10 @@ def agree_on_backend(
             hosts cannot be used.
         ShoalError: a worker did not come in time, or the record of the run is damaged.
     """
-    asked, num_hosts = check_backend(config.backend, device), num_hosts_of(ranks)
-    looks = asked == AUTO and purpose.averages and ranks.num_workers > 1 and _may_be_shoal(device, num_hosts)
+    requested, num_hosts = check_backend(config.backend, device), num_hosts_of(ranks)
+    looks = (
+        requested == AUTO and purpose.averages and ranks.num_workers > 1 and _may_be_shoal(device, num_hosts)
+    )
     own = {"device": device.type, "unloaded": native_group.problem()[:_MOST_TEXT] if looks else ""}
     timeout = timedelta(seconds=config.timeout_s)
     records = Records(PrefixStore("backend/", store), "the workers", job_secret(), timeout)
@@ -110,7 +112,7 @@ def agree_on_backend(
             )
         choice = choose_backend(
             Situation(
-                asked=asked,
+                requested=requested,
                 on_gpu=_is_gpu(device),
                 num_workers=ranks.num_workers,
                 num_hosts=num_hosts,
@@ -215,8 +217,8 @@ def compare(store: Store, ranks: WorkerRanks, device: torch.device, config: Dist
         groups, problems = _groups((NCCL, SHOAL), device, timeout)
         if len(groups) == 1:
             (left,), ((lost, problem),) = groups, problems.items()
-            why = f"{lost} does not work"
-            return Choice(backend=left, why=why, note=f"backend {left}: {why}: {problem}")
+            reason = f"{lost} does not work"
+            return Choice(backend=left, reason=reason, note=f"backend {left}: {reason}: {problem}")
         num_bytes, seconds = _readings(groups, device, config.wire, bucket_bytes)
         return choose_measured(seconds, wire=config.wire, num_bytes=num_bytes, first=NCCL)
     finally:

@@ -158,7 +158,7 @@ class Settings:
             num_workers=world.num_workers,
             num_hosts=world.num_hosts,
             backend=world.backend,
-            backend_reason=world.why,
+            backend_reason=world.backend_reason,
             device=device_name(world.device),
             versions=versions(),
             unit=batch.unit,

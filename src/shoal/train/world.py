@@ -54,7 +54,7 @@ class World:
     device: torch.device
     backend: str
     """Backend of the default process group."""
-    why: str = ""
+    backend_reason: str = ""
     """Reason for this backend, for the record."""
     note: str = ""
     """A line for the beginning of a run, where the backend is not the expected one."""
@@ -119,8 +119,10 @@ def choose_device(config: DistributedConfig, local_rank: int, num_local_workers:
     problem = f"{num_local_workers} workers on this host but {num_gpus} GPUs{_why_no_gpus(num_gpus)}"
     promised = promised_gpus()
     if config.device == "cuda" or promised:
-        asked = "distributed.device cuda" if config.device == "cuda" else f"the job asked for {promised} GPUs"
-        raise UsageError(f"{asked}: {problem}; start fewer workers or use --distributed.device cpu")
+        request = (
+            "distributed.device cuda" if config.device == "cuda" else f"the job asked for {promised} GPUs"
+        )
+        raise UsageError(f"{request}: {problem}; start fewer workers or use --distributed.device cpu")
     sign = selected_gpus() or next((file for file in GPU_DEVICES if Path(file).exists()), "")
     if local_rank == 0 and (num_gpus or sign):
         seen = f" ({sign})" if sign else ""
@@ -226,7 +228,7 @@ def join_world(
             ranks=ranks,
             device=device,
             backend=choice.backend,
-            why=choice.why,
+            backend_reason=choice.reason,
             note=choice.note,
             control=control,
             cores=cores,
@@ -278,8 +280,8 @@ def run_on_all(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list
         raise cause
     for rank, other in enumerate(reports):
         if "error" in other:
-            where = f" (worker {rank})" if len(reports) > 1 and not other["usage"] else ""
-            raise (UsageError if other["usage"] else ShoalError)(other["error"] + where) from cause
+            suffix = f" (worker {rank})" if len(reports) > 1 and not other["usage"] else ""
+            raise (UsageError if other["usage"] else ShoalError)(other["error"] + suffix) from cause
     return [other["result"] for other in reports]
 
 

@@ -31,12 +31,12 @@ def recorded(backend: str, num_workers: int = 16, num_hosts: int = 2) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("known", "changes", "backend", "why"),
+    ("known", "changes", "backend", "reason"),
     [
         pytest.param(CPUS, {}, "shoal", "workers on CPUs", id="cpus"),
         pytest.param(CPUS, {"num_hosts": 1}, "shoal", "workers on CPUs", id="cpus of one host"),
         pytest.param(CPUS, LOST, "gloo", "process group in C++ does not load", id="cpus without C++"),
-        pytest.param(CPUS, {"asked": "gloo"}, "gloo", "distributed.backend names it", id="cpus, gloo"),
+        pytest.param(CPUS, {"requested": "gloo"}, "gloo", "distributed.backend names it", id="cpus, gloo"),
         pytest.param(CPUS, {"num_workers": 1}, "gloo", "nothing to sum", id="one worker on a CPU"),
         pytest.param(CPUS, {"averages": False}, "gloo", "nothing is averaged", id="workers that predict"),
         pytest.param(GPUS, {"averages": False, "num_helpers": 2}, "gloo", "nothing", id="gpus that predict"),
@@ -55,7 +55,11 @@ def recorded(backend: str, num_workers: int = 16, num_hosts: int = 2) -> dict[st
         pytest.param(GPUS, LOST, "nccl", "process group in C++ does not load", id="gpus without C++"),
         pytest.param(GPUS, {"num_helpers": 4}, "shoal", "4 helpers are named", id="gpus and helpers"),
         pytest.param(
-            GPUS, {"asked": "shoal", "num_helpers": 4, **LOST}, "shoal", "names it", id="gpus, shoal by name"
+            GPUS,
+            {"requested": "shoal", "num_helpers": 4, **LOST},
+            "shoal",
+            "names it",
+            id="gpus, shoal by name",
         ),
         pytest.param(GPUS, recorded("shoal"), "shoal", "the run began with it", id="a comparison's result"),
         pytest.param(GPUS, recorded("nccl"), "nccl", "the run began with it", id="its other result"),
@@ -64,11 +68,11 @@ def recorded(backend: str, num_workers: int = 16, num_hosts: int = 2) -> dict[st
         ),
     ],
 )  # fmt: skip
-def test_the_rule(known: Situation, changes: dict[str, Any], backend: str, why: str) -> None:
+def test_the_rule(known: Situation, changes: dict[str, Any], backend: str, reason: str) -> None:
     choice = choose_backend(replace(known, **changes))
     assert choice is not None
-    assert choice.backend == backend and why in choice.why
-    is_surprise = "unloaded" in changes and "does not load" in choice.why
+    assert choice.backend == backend and reason in choice.reason
+    is_surprise = "unloaded" in changes and "does not load" in choice.reason
     assert bool(choice.note) == is_surprise
     assert not is_surprise or "no C++ compiler is found" in choice.note
 
@@ -82,8 +86,8 @@ def test_gpus_of_several_hosts_are_compared() -> None:
 @pytest.mark.parametrize("backend", ["nccl", "gloo", "MPI"])
 def test_helpers_that_a_backend_cannot_use_are_refused(backend: str) -> None:
     with pytest.raises(UsageError, match=f"distributed.backend {backend} does not use helper hosts, and 2"):
-        choose_backend(replace(GPUS, asked=backend, num_helpers=2))
-    assert choose_backend(replace(GPUS, asked=backend)) is not None
+        choose_backend(replace(GPUS, requested=backend, num_helpers=2))
+    assert choose_backend(replace(GPUS, requested=backend)) is not None
 
 
 def test_gpus_with_helpers_need_the_group_in_cpp() -> None:
@@ -96,7 +100,7 @@ def test_a_dry_run_says_what_a_start_may_change() -> None:
         "shoal (workers on CPUs); gloo if its process group in C++ does not load"
     )  # fmt: skip
     assert planned_backend(replace(CPUS, num_helpers=2)) == "shoal (2 helpers are named)"
-    assert planned_backend(replace(CPUS, asked="gloo")) == "gloo (distributed.backend names it)"
+    assert planned_backend(replace(CPUS, requested="gloo")) == "gloo (distributed.backend names it)"
 
 
 # ---- the comparison --------------------------------------------------------------------------------------
@@ -111,8 +115,8 @@ def test_shoal_has_to_be_ten_per_cent_faster(nccl: float, shoal: float, chosen: 
     seconds = {"fp32": {"nccl": [nccl, 0.0, nccl, 99.0, nccl], "shoal": [99.0, shoal, shoal, shoal, 0.0]}}
     choice = choose_measured(seconds, wire="fp32", num_bytes=25 * MIB)
     assert choice.backend == chosen
-    assert choice.why == f"25 MiB as fp32: nccl {1e3 * nccl:.1f} ms, shoal {1e3 * shoal:.1f} ms"
-    assert choice.note == f"backend {chosen}, by the sum of {choice.why}"
+    assert choice.reason == f"25 MiB as fp32: nccl {1e3 * nccl:.1f} ms, shoal {1e3 * shoal:.1f} ms"
+    assert choice.note == f"backend {chosen}, by the sum of {choice.reason}"
 
 
 def test_another_format_is_suggested_and_never_chosen() -> None:
@@ -123,7 +127,7 @@ def test_another_format_is_suggested_and_never_chosen() -> None:
     choice = choose_measured(seconds, wire="fp32", num_bytes=25 * MIB)
     assert choice.backend == "nccl"
     assert choice.note.endswith("; --distributed.wire bf16 takes 5.0 ms over shoal")
-    assert "bf16" not in choice.why
+    assert "bf16" not in choice.reason
     seconds["bf16"] = {"nccl": [0.0095] * READINGS, "shoal": [0.011] * READINGS}
     assert "bf16" not in choose_measured(seconds, wire="fp32", num_bytes=25 * MIB).note, "not 10 % faster"
     assert choose_measured(seconds, wire="bf16", num_bytes=25 * MIB).backend == "nccl"
