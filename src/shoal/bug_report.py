@@ -146,10 +146,10 @@ def _limits() -> list[str]:
 def _network() -> list[str]:
     """Return the kernel's counters of interfaces and of TCP: lost and repeated packets slow collectives."""
     lines = []
-    for path, wanted in (("/proc/net/dev", ""), ("/proc/net/snmp", "Tcp"), ("/proc/net/netstat", "TcpExt")):
+    for path, prefix in (("/proc/net/dev", ""), ("/proc/net/snmp", "Tcp"), ("/proc/net/netstat", "TcpExt")):
         file = Path(path)
         text = file.read_text(errors="replace") if file.is_file() else ""
-        lines += [f"{path}:", *(line for line in text.splitlines() if line.startswith(wanted)), ""]
+        lines += [f"{path}:", *(line for line in text.splitlines() if line.startswith(prefix)), ""]
     return lines
 
 

@@ -85,9 +85,9 @@ def _join_tensorflow(store: Store, timeout_s: float) -> Prepare:
         if collective == "barrier":
             return st.barrier, None
         run = tf.function(functions[collective])
-        given = tf.convert_to_tensor(_numpy(operand))
-        first = run(given)
-        zeros = tf.zeros_like(given)
+        tensor = tf.convert_to_tensor(_numpy(operand))
+        first = run(tensor)
+        zeros = tf.zeros_like(tensor)
         return lambda: run(zeros), torch.from_numpy(np.array(first, np.float64))
 
     return prepare

@@ -99,14 +99,14 @@ def _new_scaling(options: ScalingBench, result: Trained, arguments: Sequence[str
     per_host = result["num_devices"] // hosts
     unit = result["unit"]
     tokens = f" of {result['sequence_length']} tokens" if unit == "sequences" else ""
-    where = f"links of {options.nic or 'any rate'}, emulated" if options.on == "emulated" else "real hosts"
+    network = f"links of {options.nic or 'any rate'}, emulated" if options.on == "emulated" else "real hosts"
     settings = {
         name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
     }
     return Scaling(
         title=(
             f"{result['recipe']}, {result['precision']}, {result['micro_batch']} {unit}{tokens} per "
-            f"micro-batch, {formatting.plural(per_host, 'worker')} per host; {where}"
+            f"micro-batch, {formatting.plural(per_host, 'worker')} per host; {network}"
         ),
         unit=unit,
         emulated=options.on == "emulated",

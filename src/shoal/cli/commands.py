@@ -106,8 +106,8 @@ def emulate(
     """
     from shoal.launch import emulated_job
 
-    where = emulated_job.Hosts(hosts=hosts, nic=nic, helpers=helpers, helper_nic=helper_nic)
+    cluster = emulated_job.Hosts(hosts=hosts, nic=nic, helpers=helpers, helper_nic=helper_nic)
     if dry_run:
-        print(where.check(workers_per_host))
+        print(cluster.check(workers_per_host))
         return EXIT_OK
-    return emulated_job.emulate(command, where, workers_per_host=workers_per_host, log_dir=log_dir)
+    return emulated_job.emulate(command, cluster, workers_per_host=workers_per_host, log_dir=log_dir)

@@ -48,10 +48,10 @@ def find_largest(command: Sequence[str], bench: TrainBench, *, unit: str, on_cpu
     """
     timed = without(command, "--memory", "--batch", flag="--fill-memory")
     memory, name = (bench.memory, "--memory") if bench.memory else (worker_memory(), MEMORY)
-    given = None if memory is None else parse_bytes(memory, name)
-    if given is None and on_cpu:
+    memory_bytes = None if memory is None else parse_bytes(memory, name)
+    if memory_bytes is None and on_cpu:
         raise UsageError(_MEMORY_NEEDED)
-    trials = _Trials(without(timed, *_OPTIONS), given, unit)
+    trials = _Trials(without(timed, *_OPTIONS), memory_bytes, unit)
     limit_bytes = trials.limit_bytes()
     largest = largest_that_fits(trials.peak_bytes, limit_bytes, most=bench.batch or MOST)
     if not largest:
@@ -109,8 +109,8 @@ class _Trials:
         """Return the memory of a run with micro-batches of ``samples``; ``None`` if it was too little."""
         result = self._run(samples)
         peak = None if result is None else int(result["peak_memory_bytes"])
-        said = _OUT_OF_MEMORY if peak is None else formatting.size(peak)
-        print(f"micro-batch of {samples}: {said}", flush=True)
+        outcome = _OUT_OF_MEMORY if peak is None else formatting.size(peak)
+        print(f"micro-batch of {samples}: {outcome}", flush=True)
         return peak
 
     def _run(self, samples: int) -> dict[str, Any] | None:
@@ -176,15 +176,15 @@ def with_known_batches(
         raise UsageError(
             f"parallel.layout auto chooses the micro-batch too: leave {sections[0]}.micro_batch_size out"
         )
-    given = {name: _with_default(getattr(config, name)) for name in sections}
+    changes = {name: _with_default(getattr(config, name)) for name in sections}
     if launch.dry_run:
         print(f"{', '.join(sections)}: the micro-batch is found when the run starts; below is the default")
-        return replace(config, **given), command
+        return replace(config, **changes), command
     num_workers = launch.workers or num_gpus() or 1
-    for name, section in given.items():
+    for name, section in changes.items():
         _, most = share_and_limit(section.global_batch_size, parallel, num_workers)
-        given[name] = replace(section, micro_batch_size=most)
-    check(replace(config, **given), num_workers)
+        changes[name] = replace(section, micro_batch_size=most)
+    check(replace(config, **changes), num_workers)
     for section in sections:
         size = _size_before(config.run.dir, section)
         if size is None and worker_memory() is None and is_on_cpu(config):
@@ -192,11 +192,11 @@ def with_known_batches(
                 f"{section}.micro_batch_size auto without a GPU needs the memory of a worker: set "
                 f"{MEMORY}=8GB, or give a number"
             )
-        size = size or _largest_size(recipe, replace(config, **given), preset, section, num_workers)
-        given[section] = replace(given[section], micro_batch_size=size)
+        size = size or _largest_size(recipe, replace(config, **changes), preset, section, num_workers)
+        changes[section] = replace(changes[section], micro_batch_size=size)
         option = f"--{section}.micro-batch-size"
         command = [*without(command, option), option, str(size)]
-    return replace(config, **given), command
+    return replace(config, **changes), command
 
 
 def _with_default(section: Any) -> Any:

@@ -94,7 +94,7 @@ def explanation(error: CycloptsError) -> str:
 
 def _namesake(error: UnknownOptionError) -> str:
     """Return the option of another section with the unknown one's name; empty if there is none."""
-    given = (error.token.keyword or error.token.value).partition("=")[0]
+    option = (error.token.keyword or error.token.value).partition("=")[0]
     names = [name for argument in error.argument_collection if argument.parse for name in argument.names]
-    namesakes = [name for name in names if name.partition(".")[2] == given.partition(".")[2] != ""]
-    return next(iter(get_close_matches(given, namesakes, n=1, cutoff=0.0)), "")
+    namesakes = [name for name in names if name.partition(".")[2] == option.partition(".")[2] != ""]
+    return next(iter(get_close_matches(option, namesakes, n=1, cutoff=0.0)), "")

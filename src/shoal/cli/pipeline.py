@@ -91,10 +91,10 @@ def _command_for(recipe: str) -> Callable[..., None]:
         from shoal.pipelining.trace import step_row
         from shoal.report.page import write_figure
 
-        given: Any = settings
-        layout: Literal["given", "auto"] = "given" if given.parallel.pipeline > 1 else "auto"
-        parallel = replace(given.parallel, layout=layout, devices=devices, memory=memory)
-        planned = replace(given, parallel=parallel)
+        recipe_settings: Any = settings
+        layout: Literal["given", "auto"] = "given" if recipe_settings.parallel.pipeline > 1 else "auto"
+        parallel = replace(recipe_settings.parallel, layout=layout, devices=devices, memory=memory)
+        planned = replace(recipe_settings, parallel=parallel)
         layouts = module.find_layouts(planned, devices)
         print(module.explain(planned, layouts, devices))
         if svg is not None:

@@ -27,7 +27,7 @@ def settings_from(recipe_of: Callable[[tuple[str, ...]], str]) -> Fill:
     """
 
     def fill_in(app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
-        def given() -> dict[str, str]:
+        def options() -> dict[str, str]:
             return {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
 
         def apply(tree: dict[str, Any], source: str) -> None:
@@ -35,12 +35,12 @@ def settings_from(recipe_of: Callable[[tuple[str, ...]], str]) -> Fill:
                 tree = {command: tree}
             cyclopts.config.Dict(tree, source=source)(app, commands, arguments)
 
-        if path := given().get("--config"):
+        if path := options().get("--config"):
             apply(load_toml(Path(path)), path)
         if recipe := RECIPES.get(name := recipe_of(commands)):
-            preset = given().get("--preset", recipe.preset)
+            preset = options().get("--preset", recipe.preset)
             if tree := preset_of(name, preset):
-                tree, changes = shortened(tree, given())
+                tree, changes = shortened(tree, options())
                 apply(tree, f"preset {preset}")
                 if changes and starts_or_leads():
                     print(f"shoal: preset {preset}, adapted: {', '.join(changes)}", file=sys.stderr)

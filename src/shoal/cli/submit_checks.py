@@ -67,8 +67,8 @@ def check_command(
         _check_settings(words, num_workers, allow)
         if not reads_data or num_workers is None:
             return []
-        said = _run([*words, "--workers", str(num_workers), "--dry-run"])
-        return [f"# {line}" for line in said.rpartition("\n\n")[2].splitlines()]  # after the settings
+        output = _run([*words, "--workers", str(num_workers), "--dry-run"])
+        return [f"# {line}" for line in output.rpartition("\n\n")[2].splitlines()]  # after the settings
     except UsageError as error:
         raise UsageError(f"{error} (--no-check submits it anyway)") from None
 

@@ -118,12 +118,12 @@ def _settings_of_the_run(
     group: str, app: App, commands: tuple[str, ...], arguments: cyclopts.ArgumentCollection
 ) -> None:
     """Fill in the settings that the command line left open from those of the model's run, if it is of one."""
-    given = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
+    options = {argument.name: argument.tokens[0].value for argument in arguments if argument.tokens}
     uses = {texts.name: (recipe, texts) for recipe, its_group, texts in _commands() if its_group == group}
-    if "--model" not in given or commands[-1] not in uses:
+    if "--model" not in options or commands[-1] not in uses:
         return
     try:
-        run_dir = command_use(*uses[commands[-1]]).find(Path(given["--model"])).run
+        run_dir = command_use(*uses[commands[-1]]).find(Path(options["--model"])).run
     except UsageError:  # the command itself refuses it
         return
     if run_dir is None:

@@ -217,12 +217,12 @@ class CollectiveBuilder:
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any
     ) -> list[Operation]:
         """Gather rank r's tensor i into ``output_lists[r][i]``."""
-        wanted = [input.numel() for input in inputs]
-        given = [[output.numel() for output in outputs] for outputs in output_lists]
-        if given != [wanted] * self.size:
+        input_sizes = [input.numel() for input in inputs]
+        output_sizes = [[output.numel() for output in outputs] for outputs in output_lists]
+        if output_sizes != [input_sizes] * self.size:
             raise UsageError(
-                f"all_gather_coalesced: output tensors of {given} elements for {self.size} ranks with "
-                f"{wanted} elements each; give a list of such tensors per rank"
+                f"all_gather_coalesced: output tensors of {output_sizes} elements for {self.size} ranks with "
+                f"{input_sizes} elements each; give a list of such tensors per rank"
             )
         tables = [input.new_empty(self.size, input.numel()) for input in inputs]
 
@@ -351,8 +351,8 @@ def reduction_of(op: ReduceOp | ReduceOp.RedOpType, tensor: Tensor) -> Reduction
     kind: Any = getattr(op, "op", op)
     name, factor = _OPS.get(kind, ""), None
     if kind == ReduceOp.PREMUL_SUM:
-        given: Any = op
-        name, factor = "sum", given.factor if hasattr(given, "factor") else given.__getstate__()[1]
+        premul: Any = op
+        name, factor = "sum", premul.factor if hasattr(premul, "factor") else premul.__getstate__()[1]
     dtype = tensor.dtype
     if not name:
         raise UsageError(f"reduce operation {op}: backend shoal has {', '.join(_OPS.values())}, premul_sum")
@@ -466,12 +466,12 @@ def single_tensor(tensors: Any, name: str) -> list[Tensor]:
     Raises:
         UsageError: there are several.
     """
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if len(given) != 1:
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if len(listed) != 1:
         raise UsageError(
-            f"{name}: {len(given)} tensors; one per rank is possible (or the coalesced form, for many)"
+            f"{name}: {len(listed)} tensors; one per rank is possible (or the coalesced form, for many)"
         )
-    return given
+    return listed
 
 
 def options_of(opts: Any, kind: type, timeout: timedelta | None = None) -> Any:

@@ -69,16 +69,16 @@ def reachable_helpers(*, workers_serve: bool, timeout_s: float) -> list[HelperAd
     Raises:
         CommError: there are helpers, none is usable, and workers may not serve.
     """
-    given = [_resolved(helper) for helper in settings.helpers()]
+    helpers = [_resolved(helper) for helper in settings.helpers()]
     for name in lost_helpers():
         _exclude(name, "a group of this process lost it")
-    asked = [helper for helper in given if name_of(helper) not in _excluded]
-    for helper, problem in zip(asked, _reach(asked, min(STARTING_S, timeout_s / 2)), strict=True):
+    candidates = [helper for helper in helpers if name_of(helper) not in _excluded]
+    for helper, problem in zip(candidates, _reach(candidates, min(STARTING_S, timeout_s / 2)), strict=True):
         if problem:
             _exclude(name_of(helper), problem)
-    usable = [helper for helper in asked if name_of(helper) not in _excluded]
-    if given and not usable and not workers_serve:
-        reasons = "; ".join(f"{name_of(helper)}: {_excluded[name_of(helper)]}" for helper in given)
+    usable = [helper for helper in candidates if name_of(helper) not in _excluded]
+    if helpers and not usable and not workers_serve:
+        reasons = "; ".join(f"{name_of(helper)}: {_excluded[name_of(helper)]}" for helper in helpers)
         raise CommError(
             f"no server is left: none of SHOAL_HELPERS can be used ({reasons}) and workers do not serve; "
             "start the helpers again, or allow EngineOptions.workers_serve"
@@ -100,8 +100,8 @@ def _resolved(helper: HelperAddress) -> HelperAddress:
             return replace(helper, address=str(entries[0][4][0]))
         except OSError as problem:
             if time.monotonic() > until:
-                why = f"its name stands for no address: {problem.strerror or problem}"
-                _exclude(name_of(helper), why)
+                reason = f"its name stands for no address: {problem.strerror or problem}"
+                _exclude(name_of(helper), reason)
                 return helper
         time.sleep(_PAUSE_S)
 
@@ -147,15 +147,15 @@ def helper_bandwidths() -> tuple[float, ...]:
     The value is given by the variable, or measured by a group of this process, or else 1. Excluded helpers
     are left out.
     """
-    given = [_resolved(helper) for helper in settings.helpers()]
-    return tuple(bandwidth_of(each) or 1.0 for each in given if name_of(each) not in _excluded)
+    helpers = [_resolved(helper) for helper in settings.helpers()]
+    return tuple(bandwidth_of(each) or 1.0 for each in helpers if name_of(each) not in _excluded)
 
 
-def _exclude(name: str, why: str) -> None:
+def _exclude(name: str, reason: str) -> None:
     if name in _excluded:
         return
-    _excluded[name] = why
-    print(f"shoal: new groups do without helper {name}: {why}", file=sys.stderr)
+    _excluded[name] = reason
+    print(f"shoal: new groups do without helper {name}: {reason}", file=sys.stderr)
 
 
 def _reach(helpers: Sequence[HelperAddress], starting_s: float) -> list[str]:
@@ -172,7 +172,7 @@ def _reach_one(helper: HelperAddress, starting_s: float) -> str:
     stranger to it.
     """
     begin = time.monotonic()
-    problem, limit_s, said = "no answer", min(REACH_S, starting_s), False
+    problem, limit_s, announced = "no answer", min(REACH_S, starting_s), False
     while (left_s := begin + limit_s - time.monotonic()) > 0:
         if name_of(helper) in lost_helpers():
             return "a group of this process lost it"
@@ -185,8 +185,8 @@ def _reach_one(helper: HelperAddress, starting_s: float) -> str:
             problem = error.strerror or str(error)
             limit_s = starting_s if isinstance(error, ConnectionRefusedError) else limit_s
             time.sleep(min(_PAUSE_S, left_s))
-        if not said and time.monotonic() - begin > REACH_S:
-            said = True
+        if not announced and time.monotonic() - begin > REACH_S:
+            announced = True
             print(f"shoal: waiting for helper {name_of(helper)}, which does not listen yet", file=sys.stderr)
     return f"it was not reached in {limit_s:g} s: {problem}"
 

@@ -143,9 +143,9 @@ class EightBitWire:
         parameters: the model's named parameters; residuals are saved under these names.
         group: the workers that average; default: all.
         timeout: of the second group; default: torch's for the backend.
-        place: of the group among those of a model in stages, from 0.
-        places: those of all groups that have a parameter, by its name: the first takes saved residuals of
-            places that have it no more. Default: this one has all.
+        group_number: of the group among those of a model in stages, from 0.
+        holders: numbers of all groups that have a parameter, by its name. The first takes saved residuals of
+            groups that no longer have it. Default: this group has all.
 
     Raises:
         UsageError: the group's ranks are not in ascending order, as those of the second group would be.
@@ -168,8 +168,8 @@ class EightBitWire:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         *,
-        place: int = 0,
-        places: Mapping[str, Sequence[int]] | None = None,
+        group_number: int = 0,
+        holders: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         world = dist.group.WORLD
         assert world is not None
@@ -186,7 +186,7 @@ class EightBitWire:
         assert isinstance(back, dist.ProcessGroup)
         self._back = back
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._place, self._places = place, places or {}
+        self._group_number, self._holders = group_number, holders or {}
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
         self._residuals: dict[str, Tensor] = {}
         self._buffers: dict[tuple[int, ...], _BucketBuffers] = {}
@@ -297,30 +297,30 @@ class EightBitWire:
     def own_tensors(self) -> dict[str, Tensor]:
         """Return this worker's part of a checkpoint: its residuals as ``NUMBER.NAME``.
 
-        The number is ``place`` * workers of a group + rank in the group.
+        The number is ``group_number`` * workers of a group + rank in the group.
         """
-        number = self._place * self._size + self._rank
+        number = self._group_number * self._size + self._rank
         return {f"{number}.{name}": value for name, value in self._residuals.items()}
 
     def tensors_to_read(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """Return empty tensors for the saved residuals that this worker loads.
 
         Rank r of n loads those of the numbers r, r + n, r + 2n, ... of a parameter, and :meth:`read` adds
-        them. If several groups have the parameter, each loads those of its own place.
+        them. If several groups have the parameter, each loads its own.
 
         Args:
             saved: names in the checkpoint, saved by any number of workers.
         """
         shapes = {name: parameter.shape for parameter, name in self._names.items()}
-        wanted = {}
+        targets = {}
         for full in saved:
             number, _, name = full.partition(".")
-            place, rank = divmod(int(number), self._size)
-            places = self._places.get(name, (self._place,))
-            reader = place if place in places else places[0]
-            if (reader, rank) == (self._place, self._rank) and name in shapes:
-                wanted[full] = torch.empty(shapes[name])
-        return wanted
+            group_number, rank = divmod(int(number), self._size)
+            holders = self._holders.get(name, (self._group_number,))
+            reader = group_number if group_number in holders else holders[0]
+            if (reader, rank) == (self._group_number, self._rank) and name in shapes:
+                targets[full] = torch.empty(shapes[name])
+        return targets
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the residuals to the sums of the tensors of :meth:`tensors_to_read`."""

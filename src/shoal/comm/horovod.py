@@ -117,8 +117,8 @@ def load(package: str, modules: Mapping[str, str], name: str) -> Any:
     if name in _EVERYWHERE:
         return _EVERYWHERE[name]
     if name not in modules:
-        why = f": {NOT_HERE[name]}" if name in NOT_HERE else f".{did_you_mean(name, modules)}"
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{why}")
+        reason = f": {NOT_HERE[name]}" if name in NOT_HERE else f".{did_you_mean(name, modules)}"
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{reason}")
     try:
         module = import_module(modules[name])
     except ModuleNotFoundError as error:
@@ -130,18 +130,18 @@ def load(package: str, modules: Mapping[str, str], name: str) -> Any:
     return value
 
 
-def check_keywords(call: str, given: Mapping[str, Any]) -> None:
+def check_keywords(call: str, keywords: Mapping[str, Any]) -> None:
     """Accept Horovod's keywords that change nothing, and refuse others.
 
     Args:
         call: name of the function, for messages.
-        given: keywords that it does not have.
+        keywords: that it does not have.
 
     Raises:
         UsageError: a keyword would change something, as a process set does.
         TypeError: it is none of Horovod's.
     """
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name in _NOTHING_ELSE:
             if value not in (None, False, [], ()):
                 raise UsageError(f"{call}({name}={value!r:.40}) is not there: {_NOTHING_ELSE[name]}")
@@ -215,12 +215,12 @@ def to_json(value: Any, describe: Callable[[Any], Any] = lambda _: None) -> Any:
     return {"other": described}
 
 
-def from_json(encoded: Any, where: str, restore: Callable[[Any], Any] | None = None) -> Any:
+def from_json(encoded: Any, sender: str, restore: Callable[[Any], Any] | None = None) -> Any:
     """Return the value of which :func:`to_json` made this.
 
     Args:
         encoded: parsed JSON.
-        where: who sent it, for messages.
+        sender: of the JSON, for messages.
         restore: returns the value that ``describe`` described.
 
     Raises:
@@ -228,13 +228,13 @@ def from_json(encoded: Any, where: str, restore: Callable[[Any], Any] | None = N
     """
     match encoded:
         case list():
-            return [from_json(each, where, restore) for each in encoded]
+            return [from_json(each, sender, restore) for each in encoded]
         case {"tuple": list(items)}:
-            return tuple(from_json(each, where, restore) for each in items)
+            return tuple(from_json(each, sender, restore) for each in items)
         case {"dict": list(pairs)}:
             try:
                 return {
-                    from_json(key, where, restore): from_json(each, where, restore) for key, each in pairs
+                    from_json(key, sender, restore): from_json(each, sender, restore) for key, each in pairs
                 }
             except (TypeError, ValueError):
                 pass
@@ -242,4 +242,4 @@ def from_json(encoded: Any, where: str, restore: Callable[[Any], Any] | None = N
             return restore(described)
         case _ if not isinstance(encoded, dict):
             return encoded
-    raise ShoalError(f"{where} sent {encoded!r:.60}, which is no object of broadcast_object")
+    raise ShoalError(f"{sender} sent {encoded!r:.60}, which is no object of broadcast_object")

@@ -95,12 +95,12 @@ class JobGroup:
         if self._server is not None:
             self._server.close()
 
-    def _broadcast(self, where: int, num_bytes: int, root: int) -> None:
+    def _broadcast(self, address: int, num_bytes: int, root: int) -> None:
         self._run(
             Operation(
                 kind="broadcast",
-                input=where,
-                output=where,
+                input=address,
+                output=address,
                 count=num_bytes,
                 root=root,
                 timeout_s=self.timeout_s,

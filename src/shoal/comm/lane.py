@@ -50,12 +50,12 @@ class Lane:
             timeout_s: deadline of the chunks.
         """
         assert route.engine is not None
-        asked, (source_row, target_row) = route.operation, route.buffered_rows
-        operation = asked
-        if not asked.is_served:
+        requested, (source_row, target_row) = route.operation, route.buffered_rows
+        operation = requested
+        if not requested.is_served:
             operation = Operation(
-                kind=asked.kind, dtype=ENGINE_DTYPES[route.source.dtype], op=route.op, root=route.root,
-                shape=asked.shape, priority=asked.priority,
+                kind=requested.kind, dtype=ENGINE_DTYPES[route.source.dtype], op=route.op, root=route.root,
+                shape=requested.shape, priority=requested.priority,
             )  # fmt: skip
         source, target = (
             (table.data_ptr() if copied else 0, table.shape[0], first)

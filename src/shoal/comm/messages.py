@@ -54,7 +54,7 @@ class MessageBuilder:
         self._check_list("gather", "output", outputs, input, opts.rootRank)
         (source,), (targets, finish) = self._inputs([input]), self._outputs(outputs)
         return self._operation(
-            "gather", opts, root=opts.rootRank, shape=input.shape, given=[source], taken=targets,
+            "gather", opts, root=opts.rootRank, shape=input.shape, sources=[source], targets=targets,
             finish=finish, result=list(output_lists), outputs=_blocks(targets),
             input=source.data_ptr(), count=source.numel(),
         )  # fmt: skip
@@ -74,7 +74,7 @@ class MessageBuilder:
         self._check_list("scatter", "input", inputs, output, opts.rootRank)
         sources, ((target,), finish) = self._inputs(inputs), self._outputs([output])
         return self._operation(
-            "scatter", opts, root=opts.rootRank, shape=output.shape, given=sources, taken=[target],
+            "scatter", opts, root=opts.rootRank, shape=output.shape, sources=sources, targets=[target],
             finish=finish, result=[output], inputs=_blocks(sources), output=target.data_ptr(),
             count=target.numel(),
         )  # fmt: skip
@@ -95,11 +95,11 @@ class MessageBuilder:
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> Operation:
         """Copy part r of each rank's tensor to rank r; sizes count along the first dimension."""
-        given = self._parts("input", input, input_sizes)
-        taken = self._parts("output", output, output_sizes)
+        input_parts = self._parts("input", input, input_sizes)
+        output_parts = self._parts("output", output, output_sizes)
         (source,), ((target,), finish) = self._inputs([input]), self._outputs([output])
         return self._all_to_all(
-            _split(source, given), _split(target, taken), opts, input.shape, [output], finish
+            _split(source, input_parts), _split(target, output_parts), opts, input.shape, [output], finish
         )
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int, timeout: timedelta) -> Operation:
@@ -137,21 +137,21 @@ class MessageBuilder:
         finish: Finish | None,
     ) -> Operation:
         return self._operation(
-            "all_to_all", opts, shape=shape, given=sources, taken=targets, finish=finish, result=result,
+            "all_to_all", opts, shape=shape, sources=sources, targets=targets, finish=finish, result=result,
             inputs=_blocks(sources), outputs=_blocks(targets), count=sum(each.numel() for each in sources),
         )  # fmt: skip
 
     def _operation(
-        self, kind: str, opts: Any, *, given: list[Tensor], taken: list[Tensor], **fields: Any
+        self, kind: str, opts: Any, *, sources: list[Tensor], targets: list[Tensor], **fields: Any
     ) -> Operation:
-        dtypes = {each.dtype for each in (*given, *taken)}
+        dtypes = {each.dtype for each in (*sources, *targets)}
         if len(dtypes) > 1:
             raise UsageError(
                 f"{kind} of tensors of {', '.join(map(str, dtypes))}; all dtypes must be the same"
             )
         return Operation(
             kind=kind, dtype=ENGINE_DTYPES[dtypes.pop()], timeout_s=limit_s(opts.timeout),
-            memory=[*given, *taken], **fields,
+            memory=[*sources, *targets], **fields,
         )  # fmt: skip
 
     def _inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -192,8 +192,8 @@ class MessageBuilder:
         self, name: str, listed: str, tensors: Sequence[Tensor], alone: Tensor, root: int
     ) -> None:
         """Check that the root has a tensor per rank, its own as large as the one it gives or takes."""
-        wanted = self.size if root == self.rank else 0
-        if len(tensors) != wanted:
+        expected = self.size if root == self.rank else 0
+        if len(tensors) != expected:
             raise UsageError(
                 f"{name}: {len(tensors)} {listed} tensors on rank {self.rank} of {self.size}, root is rank "
                 f"{root}; the root has one per rank, the others none"

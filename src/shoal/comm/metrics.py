@@ -196,13 +196,13 @@ class MetricsServer:
     def __init__(
         self, location: str, counters: Callable[[], Mapping[str, int]], *, deadline_s: float = DEADLINE_S
     ) -> None:
-        where, started_s = parse_location(location), time.time()
+        endpoint, started_s = parse_location(location), time.time()
         try:
-            self._server = _Server(where, lambda: exposition(counters(), started_s), deadline_s)
+            self._server = _Server(endpoint, lambda: exposition(counters(), started_s), deadline_s)
         except OSError as error:
-            why = error.strerror or error
+            reason = error.strerror or error
             raise ShoalError(
-                f"shoal serve: cannot listen at --metrics {location}: {why}; choose another"
+                f"shoal serve: cannot listen at --metrics {location}: {reason}; choose another"
             ) from None
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True

@@ -316,8 +316,8 @@ def local_address(store: Store) -> str:
     Raises:
         UsageError: there is no such interface.
     """
-    if given := settings.interface():
-        return interface_addresses(given)
+    if interfaces := settings.interface():
+        return interface_addresses(interfaces)
     host = getattr(_without_prefix(store), "host", "") or socket.gethostname()
     address = _address_towards(host) or LOOPBACK
     if _is_loopback(address) and address != host and has_other_hosts():
@@ -362,36 +362,36 @@ def _address_of(store: Store) -> str:
     return f"{host}:{getattr(inner, 'port', '')}" if host else ""
 
 
-def interface_addresses(given: str) -> str:
+def interface_addresses(names: str) -> str:
     """Return the addresses of interfaces, both separated by commas.
 
     Raises:
         UsageError: there is no such interface, they are too many, or two are the same.
     """
-    addresses = [interface_address(each) for each in given.split(",")]
+    addresses = [interface_address(each) for each in names.split(",")]
     if len(set(addresses)) < len(addresses) or len(addresses) > MAX_INTERFACES:
         raise UsageError(
-            f"SHOAL_INTERFACE={given} stands for {', '.join(addresses)}: give up to {MAX_INTERFACES} "
+            f"SHOAL_INTERFACE={names} stands for {', '.join(addresses)}: give up to {MAX_INTERFACES} "
             "interfaces, each once"
         )
     return ",".join(addresses)
 
 
-def interface_address(given: str) -> str:
+def interface_address(name_or_address: str) -> str:
     """Return an address unchanged, or the IPv4 address of the interface of this name.
 
     Raises:
         UsageError: it is neither.
     """
     with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(given))
-    request = struct.pack("256s", given.encode()[:_INTERFACE_NAME_BYTES])
+        return str(ipaddress.ip_address(name_or_address))
+    request = struct.pack("256s", name_or_address.encode()[:_INTERFACE_NAME_BYTES])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
         except OSError as problem:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise UsageError(
-                f"SHOAL_INTERFACE={given}: no such address or interface with an IPv4 address "
+                f"SHOAL_INTERFACE={name_or_address}: no such address or interface with an IPv4 address "
                 f"({problem.strerror}); this host has {names}"
             ) from None

@@ -261,7 +261,7 @@ class HierarchicalRoutes:
         dtype, op = self._accumulation_dtype(operation)
         source, target = operation.source.view(-1), operation.target.view(-1)
         fits = count == width * local
-        given = source if fits and dtype == source.dtype else source.new_empty(width * local, dtype=dtype)
+        padded = source if fits and dtype == source.dtype else source.new_empty(width * local, dtype=dtype)
         part = source.new_empty(width, dtype=dtype)
         result = part if dtype == source.dtype else part.new_empty(width, dtype=source.dtype)
         divisor = self._divisor(operation, part)
@@ -271,10 +271,10 @@ class HierarchicalRoutes:
         gathered = target if fits and writes else result.new_empty(width * local)
 
         def begin() -> None:
-            if given is not source:
-                given[:count].copy_(source)
-                given[count:].zero_()
-            self.d2h_ranks.reduce_scatter(part, given, op)
+            if padded is not source:
+                padded[:count].copy_(source)
+                padded[count:].zero_()
+            self.d2h_ranks.reduce_scatter(part, padded, op)
 
         def end() -> None:
             if divisor is not None:
@@ -333,14 +333,14 @@ class HierarchicalRoutes:
         source, target = operation.source.view(self._size, -1), operation.target.view(-1)
         dtype, op = self._accumulation_dtype(operation)
         order = self._row_order(source)
-        given = source.new_empty(source.shape, dtype=dtype)
-        part = given.new_empty(self._num_hosts, target.numel())
-        total = part[:1] if self.rail is None else given.new_empty(1, target.numel())
+        ordered = source.new_empty(source.shape, dtype=dtype)
+        part = ordered.new_empty(self._num_hosts, target.numel())
+        total = part[:1] if self.rail is None else ordered.new_empty(1, target.numel())
         divisor = self._divisor(operation, part)
 
         def begin() -> None:
-            given.copy_(source.index_select(0, order))
-            self.d2h_ranks.reduce_scatter(part.view(-1), given.view(-1), op)
+            ordered.copy_(source.index_select(0, order))
+            self.d2h_ranks.reduce_scatter(part.view(-1), ordered.view(-1), op)
 
         def end() -> None:
             if divisor is not None:

@@ -121,10 +121,10 @@ def main(argv: list[str] | None = None) -> int:
         "--weights-mib", type=int, default=0,
         help="MiB of weights, optimizer state and options to keep at most; 0: half of the host's memory",
     )  # fmt: skip
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     print_any_character()
     try:
-        return serve(**vars(given))
+        return serve(**vars(arguments))
     except Exception as error:  # noqa: BLE001  # the last net, where the command line's is not
         end = ending(error, who="shoal serve: error: ", debug=settings.debug())
         print(end.text, file=sys.stderr)

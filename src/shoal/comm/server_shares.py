@@ -74,7 +74,7 @@ class ServerShares:
         self._engine, self._hosts = engine, list(hosts)
         names = list(dict.fromkeys(hosts))
         ranks = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
-        self._servers = [_Server(name, places, 1.0, 1.0) for name, places in zip(names, ranks, strict=True)]
+        self._servers = [_Server(name, own, 1.0, 1.0) for name, own in zip(names, ranks, strict=True)]
         self._num_hosts = len(names)
         for index, (name, bandwidth) in enumerate(zip(helpers, bandwidths, strict=True)):
             self._servers.append(_Server(name, [len(hosts) + index], bandwidth, bandwidth))

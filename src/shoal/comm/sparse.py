@@ -31,10 +31,10 @@ class SparseParts:
         if getattr(op, "op", op) != ReduceOp.SUM:
             raise UsageError(f"all_reduce of a sparse tensor with {op}: sparse tensors can only be summed")
         self._tensor = tensor
-        given = tensor.detach().coalesce()
-        self.size = torch.tensor([given.indices().shape[1]])
-        self.packed = torch.cat([as_bytes(given.indices()), as_bytes(given.values())])
-        self._values, self._index_bytes = given.values(), 8 * given.sparse_dim()
+        coalesced = tensor.detach().coalesce()
+        self.size = torch.tensor([coalesced.indices().shape[1]])
+        self.packed = torch.cat([as_bytes(coalesced.indices()), as_bytes(coalesced.values())])
+        self._values, self._index_bytes = coalesced.values(), 8 * coalesced.sparse_dim()
         self._sizes, self._rows = self.size, [self.packed]
 
     def sizes(self, num_ranks: int) -> Tensor:

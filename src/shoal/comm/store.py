@@ -242,14 +242,14 @@ def _violation(value: Any, rule: Rule, name: str = "it") -> str:
         return next(filter(None, [_violation(each, rule[0], f"an entry of {name}") for each in value]), "")
     if isinstance(rule, str):
         good = isinstance(value, str) and bool(re.fullmatch(rule, value))
-        wanted = f"a text of the form {rule}"
+        expected = f"a text of the form {rule}"
     elif isinstance(rule, range):
         good = type(value) is int and value in rule
-        wanted = f"a whole number from {rule.start} to {rule.stop - 1}"
+        expected = f"a whole number from {rule.start} to {rule.stop - 1}"
     else:
         good = rule is object or (type(value) is float and 0 <= value < 1e18)
-        wanted = "a number of at least 0"
-    return "" if good else f"{name} is {value!r:.200}, not {wanted}"
+        expected = "a number of at least 0"
+    return "" if good else f"{name} is {value!r:.200}, not {expected}"
 
 
 # ---- waiting on the store -------------------------------------------------------------------------------

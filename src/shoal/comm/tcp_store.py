@@ -268,19 +268,19 @@ class TcpStore:
                 raise
 
     def _greet(self, connection: socket.socket, secret: bytes | None, until: float) -> None:
-        where = f"the store at {self.host}:{self.port}"
+        peer = f"the store at {self.host}:{self.port}"
         greeting = _receive(connection, _MAX_GREETING, until)
         if len(greeting) != 3 or greeting[0] != _GREETING:
-            raise CommError(f"{where} is that of another program or version; set MASTER_PORT to a free port")
+            raise CommError(f"{peer} is that of another program or version; set MASTER_PORT to a free port")
         if (greeting[2] == b"secret") != (secret is not None):
             has = "has a SHOAL_SECRET and this rank has none" if secret is None else "has no SHOAL_SECRET"
-            raise UsageError(f"{where}, of rank 0, {has}; set the same on all hosts")
+            raise UsageError(f"{peer}, of rank 0, {has}; set the same on all hosts")
         nonce = secrets.token_bytes(_NONCE_BYTES)
         _send(connection, [nonce, _proof(secret, b"client", greeting[1], nonce) if secret else b""])
         answer = _receive(connection, _MAX_GREETING, until)
         expected = _proof(secret, b"server", greeting[1], nonce) if secret else b""
         if len(answer) != 2 or answer[0] != b"ok" or not hmac.compare_digest(answer[1], expected):
-            raise CommError(f"{where} has another SHOAL_SECRET than this rank; set the same on all hosts")
+            raise CommError(f"{peer} has another SHOAL_SECRET than this rank; set the same on all hosts")
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -113,7 +113,9 @@ class Pipeline:
         dtype = settings.wire if isinstance(settings.wire, torch.dtype) else None
         if not isinstance(settings.wire, torch.dtype | None) and groups.data_group is not None:
             held = parameters.items()
-            self.wire = settings.wire(held, groups.data_group, place=groups.rank, places=self._ties.holders)
+            self.wire = settings.wire(
+                held, groups.data_group, group_number=groups.rank, holders=self._ties.holders
+            )
         self._replicas = ReplicaSum(groups.data_group, wire=self.wire or dtype)
         self._replicated = self._find_replicated()
         self._left: dict[int, set[nn.Parameter]] = {}

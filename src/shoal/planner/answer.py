@@ -134,7 +134,7 @@ def _best(plan: Plan) -> list[str]:
         "",
         "where the time goes",
     ]
-    for name, seconds in plan.where.items():
+    for name, seconds in plan.seconds_by_cause.items():
         if (share := seconds / plan.total_s) >= 0.0005:
             lines.append(f"  {name:<12} {100 * share:>5.1f} %  {'█' * round(_BAR * share)}")
     return lines
@@ -195,7 +195,7 @@ def _time_line(plan: Plan) -> str:
     convergence, whole = plan.training.parts[0].convergence, duration(plan.total_s)
     if not convergence.target:
         return f"  time to train      {whole}  ({convergence.source})"
-    pure, to = duration(plan.total_s - plan.where["evaluation"]), convergence.target
+    pure, to = duration(plan.total_s - plan.seconds_by_cause["evaluation"]), convergence.target
     return f"  time to target     {whole}, {pure} without evaluation: {to}  ({convergence.source})"
 
 
@@ -231,12 +231,12 @@ def _firsts(plans: Sequence[Plan], key: Callable[[Layout], object]) -> list[Plan
 
 def reason(plan: Plan, best: Plan) -> str:
     """Return the largest difference in time of a plan to the best one; of the best, its largest loss."""
-    where, there = plan.where, best.where
+    by_cause, of_best = plan.seconds_by_cause, best.seconds_by_cause
     if plan is best:
-        waits = {name: seconds for name, seconds in where.items() if name not in ("compute", "start")}
+        waits = {name: seconds for name, seconds in by_cause.items() if name not in ("compute", "start")}
         name = max(waits, key=lambda n: waits[n])
         return f"the best; it loses most to {name}, {100 * waits[name] / plan.total_s:.1f} % of the time"
-    differences = {name: where[name] - there[name] for name in where}
+    differences = {name: by_cause[name] - of_best[name] for name in by_cause}
     name = max(differences, key=lambda n: abs(differences[n]))
     if abs(differences[name]) < 0.001 * plan.total_s:
         return "as fast as the best"
@@ -306,7 +306,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
             name: getattr(plan, name)
             for name in ("samples_per_s", "efficiency", "total_s", "dollars", "memory_bytes")
         },
-        "where_s": plan.where,
+        "where_s": plan.seconds_by_cause,
     }
 
 

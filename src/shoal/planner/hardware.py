@@ -87,8 +87,8 @@ class Instance:
 
     def precision(self, *, refuses_fp16: bool) -> str:
         """Return the type in which ``shoal train`` computes on the host, of a model that may refuse fp16."""
-        found = "fp32" if self.accelerator is None else self.accelerator.precision
-        return "fp32" if refuses_fp16 and found == "fp16" else found
+        own = "fp32" if self.accelerator is None else self.accelerator.precision
+        return "fp32" if refuses_fp16 and own == "fp16" else own
 
     @property
     def near(self) -> Link:
@@ -260,7 +260,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _accelerator(entry: _Entry) -> Accelerator:
     entry.check_keys({"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"}, {"capability"})
-    tflops = _Entry("", f"{entry.where}, tflops", entry.values["tflops"])
+    tflops = _Entry("", f"{entry.label}, tflops", entry.values["tflops"])
     tflops.check_keys({"fp32"}, {"tf32", "fp16", "bf16", "fp8"})
     return Accelerator(
         name=entry.name,
@@ -276,7 +276,7 @@ def _accelerator(entry: _Entry) -> Accelerator:
 def _network(entry: _Entry) -> Network:
     entry.check_keys({"efficiency", "latency_us", "source"})
     if (efficiency := entry.number("efficiency")) > 1:
-        raise UsageError(f"{entry.where}: efficiency is {efficiency}; it must be at most 1")
+        raise UsageError(f"{entry.label}: efficiency is {efficiency}; it must be at most 1")
     return Network(
         name=entry.name,
         efficiency=efficiency,
@@ -287,32 +287,32 @@ def _network(entry: _Entry) -> Network:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A table of a catalog file; ``where`` names it in messages."""
+    """A table of a catalog file; ``label`` names it in messages."""
 
     name: str
-    where: str
+    label: str
     values: dict[str, Any]
 
     def check_keys(self, required: Set[str], optional: Iterable[str] = ()) -> None:
         if not isinstance(self.values, dict):
-            raise UsageError(f"{self.where} is {self.values!r}; it must be a table")
+            raise UsageError(f"{self.label} is {self.values!r}; it must be a table")
         allowed = {*required, *optional}
         for key in self.values:
             if key not in allowed:
-                raise UsageError(f"{self.where} has an unknown key {key!r}.{did_you_mean(key, allowed)}")
+                raise UsageError(f"{self.label} has an unknown key {key!r}.{did_you_mean(key, allowed)}")
         if missing := sorted(required - set(self.values)):
             raise UsageError(
-                f"{self.where} lacks {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
+                f"{self.label} lacks {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
             )
 
     def number(self, key: str, unit: float = 1.0, *, or_0: bool = False) -> float:
         """Return a number above 0 (or 0) times ``unit``."""
         value = self.values[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UsageError(f"{self.where}: {key} is {value!r}; it must be a number")
+            raise UsageError(f"{self.label}: {key} is {value!r}; it must be a number")
         if value < 0 or (value == 0 and not or_0):
             rule = "at least 0" if or_0 else "above 0"
-            raise UsageError(f"{self.where}: {key} is {value}; it must be {rule}")
+            raise UsageError(f"{self.label}: {key} is {value}; it must be {rule}")
         return unit * value
 
     def named(self, key: str, entries: Mapping[str, Any]) -> Any:
@@ -320,5 +320,5 @@ class _Entry:
         name = self.values[key]
         if name not in entries:
             near = did_you_mean(str(name), entries)
-            raise UsageError(f"{self.where}: {key} {name!r} is in no catalog.{near}")
+            raise UsageError(f"{self.label}: {key} {name!r} is in no catalog.{near}")
         return entries[name]

@@ -109,7 +109,7 @@ class Plan:
     """For the hosts over the whole run; None where one of them has no price."""
 
     @property
-    def where(self) -> dict[str, float]:
+    def seconds_by_cause(self) -> dict[str, float]:
         """Seconds of the whole run by cause; they add up to ``total_s``."""
         pairs = list(zip(self.steps, self.runs, strict=True))
         return {

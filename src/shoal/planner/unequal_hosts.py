@@ -118,7 +118,7 @@ def divisions(plan: Plan, speeds: Sequence[float], *, jitter: float) -> list[Div
         raise UsageError(f"--jitter {jitter:g} must lie between 0 and 2: σ of the logarithm of a step's time")
     factors = _factors(jitter, NUM_STEPS, len(speeds))
     possible = len(speeds) / sum(speeds) * float(factors.mean())
-    found, slows = [], []
+    modes, slows = [], []
     whole = any(
         layout.per_replica > 1 for layout in plan.layouts
     )  # a pipeline is built for parts of one size
@@ -129,18 +129,18 @@ def divisions(plan: Plan, speeds: Sequence[float], *, jitter: float) -> list[Div
             step.total_s + (relative - 1) * _computed_s(step)
             for step, relative in zip(plan.steps, slow, strict=True)
         ]
-        found.append(_division(name, plan, times, possible / slow[0]))
+        modes.append(_division(name, plan, times, possible / slow[0]))
         slows.append(slow)
     if whole:
-        return found
+        return modes
     best = 0
-    if found[1].total_s <= (1 - WORTHWHILE) * found[0].total_s:
-        found, best = found[::-1], 1
+    if modes[1].total_s <= (1 - WORTHWHILE) * modes[0].total_s:
+        modes, best = modes[::-1], 1
     if len(speeds) > 1:
-        found += _served(plan, slows[best], possible)
+        modes += _served(plan, slows[best], possible)
     if len(speeds) > 1 and jitter:
-        found += _loose(plan, speeds, jitter, possible)
-    return found
+        modes += _loose(plan, speeds, jitter, possible)
+    return modes
 
 
 def _slowest_part(
@@ -188,7 +188,7 @@ def _division(
     step_s: Sequence[float],
     of_possible: float,
     kind: Literal["shares", "served", "loose", "compared"] = "shares",
-    why: str = "",
+    reason: str = "",
 ) -> Division:
     """Return the time of training with steps of these seconds, by layout."""
     saved_s = sum(
@@ -201,13 +201,13 @@ def _division(
         step_s=step_s[0],
         total_s=plan.total_s - saved_s,
         of_possible=of_possible,
-        why=why,
+        why=reason,
     )
 
 
 def _served(plan: Plan, slow: Sequence[float], possible: float) -> list[Division]:
     """Return the time of plain steps on servers, without and with a copy of the helpers' weights."""
-    found = []
+    modes = []
     for copies in (False, True)[: 1 + (plan.helpers is not None)]:
         times = []
         for number, step in enumerate(plan.steps):
@@ -215,8 +215,8 @@ def _served(plan: Plan, slow: Sequence[float], possible: float) -> list[Division
             optimizer_s = step.optimizer_s / plan.workers.count
             times.append(slow[number] * _computed_s(step) + back_s + optimizer_s)
         name = "sync" + ", replicas=2" * copies
-        found.append(_division(name, plan, times, possible / slow[0], "served"))
-    return found
+        modes.append(_division(name, plan, times, possible / slow[0], "served"))
+    return modes
 
 
 def _exchange_s(plan: Plan, number: int, window_s: float = 0.0, *, copies: bool = False) -> float:
@@ -246,7 +246,7 @@ def _loose(plan: Plan, speeds: Sequence[float], jitter: float, possible: float) 
         rules[f"{rounds}, wait_for={text}"] = (drop, LOCAL_STEPS)
     rules["async"] = (WaitingRule(num_hosts, 1, "next", asynchronous=True), 1)
     num_steps = max(100, min(NUM_STEPS, _MOST_SIMULATED // num_hosts))
-    found = []
+    modes = []
     for name, (rule, every) in rules.items():
         num_taken = num_hosts * num_steps if rule.asynchronous else num_steps
         seconds = _factors(jitter, num_hosts, num_steps, every).mean(axis=2) / np.array(speeds)[:, None]
@@ -258,12 +258,12 @@ def _loose(plan: Plan, speeds: Sequence[float], jitter: float, possible: float) 
             for number in range(len(plan.steps))
         ]
         kind: Literal["loose", "compared"] = "compared" if rule.asynchronous else "loose"
-        why = _why(rule, every)
-        found.append(_division(name, plan, times, possible / (waited_s * scale), kind, why))
-    return found
+        reason = _reason_of(rule, every)
+        modes.append(_division(name, plan, times, possible / (waited_s * scale), kind, reason))
+    return modes
 
 
-def _why(rule: WaitingRule, every: int) -> str:
+def _reason_of(rule: WaitingRule, every: int) -> str:
     if every > 1:
         last = ", and not for the last one" * (not rule.waits_for_all)
         return f"hosts wait for each other and for the network once in {every} steps{last}"

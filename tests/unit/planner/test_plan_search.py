@@ -37,7 +37,7 @@ def part(batch: int = 1024, **made: float) -> Part:
 def test_the_parts_of_the_time_add_up_and_cost_follows() -> None:
     training = Training(recipe="made", parts=(part(),), start_s=60.0)
     for plan in search(training, hosts(8), hosts(8, per_host=0, accelerator=None, price=1.0)):
-        assert sum(plan.where.values()) == pytest.approx(plan.total_s)
+        assert sum(plan.seconds_by_cause.values()) == pytest.approx(plan.total_s)
         price = 8 * 10.0 + (8 * 1.0 if plan.helpers else 0.0)
         assert plan.dollars == pytest.approx(price * plan.total_s / 3600)
         assert 0 < plan.efficiency <= 1.0001

@@ -54,8 +54,8 @@ def test_one_host_at_half_speed_is_worth_dividing_by_speed(plan: Plan) -> None:
     computed_s = step.total_s - step.exposed_s - step.optimizer_s
     assert equal.step_s == pytest.approx(step.total_s + computed_s)
     assert best.step_s == pytest.approx(step.total_s + computed_s * (8 / 7.5 - 1), rel=0.01)
-    where = plan.where
-    computed_s = sum(where[name] for name in ("compute", "bubble", "stragglers"))
+    seconds = plan.seconds_by_cause
+    computed_s = sum(seconds[name] for name in ("compute", "bubble", "stragglers"))
     assert equal.total_s == pytest.approx(plan.total_s + computed_s)
     text = text_of([plan], unequal=[best, equal, served])
     assert "train with --distributed.shares by-speed: it saves" in text
