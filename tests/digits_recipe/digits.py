@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoal.decide.batch import plan_batch
 from shoal.env.worker import WorkerEnv
-from shoal.recipes import Row, Sample, Use
+from shoal.recipes import DryRun, Row, Sample, Use
 from shoal.recipes.using import EvaluateConfig, PredictConfig
 from shoal.train.config import (
     DistributedConfig,
@@ -102,7 +102,7 @@ def new_model(config: DigitsConfig) -> "nn.Module":
     return nn.Sequential(nn.Linear(7, width), nn.ReLU(), nn.Linear(width, 10))
 
 
-def check(config: DigitsConfig, num_workers: int, dry_run: bool) -> list[str]:
+def check(config: DigitsConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Return the lines of a dry run."""
     return [*settings_lines(config), f"batch        {plan_batch(config.train, num_workers, unit='digits')}"]
 

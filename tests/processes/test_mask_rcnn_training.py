@@ -24,6 +24,7 @@ from shoal.data.coco.source import check_masks, prepared_truth, read_categories
 from shoal.data.coco.transform import DetectionTransform
 from shoal.data.images.shards import ImageShards
 from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
+from shoal.recipes import memory
 from shoal.recipes.export import export_model
 from shoal.recipes.mask_rcnn import check, use
 from shoal.record import read_record
@@ -151,11 +152,11 @@ def test_faster_r_cnn_learns_from_boxes(
     with pytest.raises(
         UsageError, match=r"\d+ of train, \d+ of validation\)\. Mask R-CNN learns from masks: train"
     ):
-        check(mask_rcnn_jobs.small_config(data, run_dir), 1, False)
+        check(mask_rcnn_jobs.small_config(data, run_dir), 1, None)
     assert jobs.run(mask_rcnn_jobs.small_config(data, run_dir), 1) == [EXIT_USAGE]
     shutil.rmtree(run_dir)
     config = mask_rcnn_jobs.small_config(data, run_dir, model={"masks": False})
-    assert any("parameters" in line for line in check(config, 2, True))
+    assert any("parameters" in line for line in check(config, 2, memory))
     assert jobs.run(config) == [EXIT_OK, EXIT_OK]
     rows = read_record(run_dir)
     names = {"loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg"}

@@ -23,7 +23,7 @@ from shoal.env.launcher import worker_env
 from shoal.env.machine import num_gpus
 from shoal.env.settings import helpers
 from shoal.errors import UsageError
-from shoal.recipes import RECIPES, main_of, recipe_of_command, script
+from shoal.recipes import RECIPES, main_of, memory, recipe_of_command, script
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
 from shoal.train.optim_config import OptimizerConfig, owners_of
@@ -295,14 +295,14 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
             launch,
             preset,
             command,
-            check=lambda tried, num_workers: module.check(tried, num_workers, False),
+            check=lambda tried, num_workers: module.check(tried, num_workers, None),
         )
     return start(
         launch,
         command=command,
         run_dir=config.run.dir,
         describe=lambda num_workers: [
-            *module.check(config, num_workers, launch.dry_run),
+            *module.check(config, num_workers, memory if launch.dry_run else None),
             f"backend      {_planned_backend(config, launch, num_workers)}",
         ],
         work=lambda worker: main_of(name, config)(config, worker),

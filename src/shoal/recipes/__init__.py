@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 if TYPE_CHECKING:
     import torch
 
+    from shoal.decide.batch import BatchPlan
     from shoal.recipes.model_source import ModelSource
     from shoal.train.gradients import Precision
     from shoal.train.world import World
@@ -224,6 +225,19 @@ class Use:
         raise NotImplementedError
 
 
+class DryRun(Protocol):
+    """Counts for a dry run what depends on the model; :mod:`shoal.recipes.memory` does it."""
+
+    def memory_line(self, config: Any, *phases: tuple[Sample, BatchPlan], stages: int = 1) -> str:
+        """Return the line about a worker's memory, in the phase that needs most.
+
+        Args:
+            phases: a sample of each, on which activations are counted, and its batch.
+            stages: equal stages of the pipeline; each keeps as many micro-batches as there are stages.
+        """
+        ...
+
+
 class Script(Protocol):
     """Lists the names in a recipe's module: ``sample`` and ``trial`` come together, ``use`` is optional."""
 
@@ -245,8 +259,12 @@ class Script(Protocol):
         """
         ...
 
-    def check(self, config: Any, num_workers: int, dry_run: bool) -> list[str]:
-        """Check the settings before any worker starts; return the lines of a dry run."""
+    def check(self, config: Any, num_workers: int, dry_run: DryRun | None) -> list[str]:
+        """Check the settings before any worker starts; return the lines of a dry run.
+
+        Args:
+            dry_run: counts for the lines; ``None``: the settings are checked, and no lines are wanted.
+        """
         ...
 
     def sample(self, config: Any) -> Sample:

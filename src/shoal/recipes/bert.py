@@ -22,7 +22,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import BertModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Sample, masked_lm, run_script
+from shoal.recipes import DryRun, Sample, masked_lm, run_script
 from shoal.recipes.masked_lm import MaskedLMConfig, Phase, TextConfig
 from shoal.recipes.model_source import TRANSFORMERS
 from shoal.recipes.prepared_text import keep_tokenizer, load_weights, open_shards, read_manifest
@@ -280,7 +280,7 @@ class use(masked_lm.Encoder):
     sizes = BertModelConfig
 
 
-def check(config: BertConfig, num_workers: int, dry_run: bool) -> list[str]:
+def check(config: BertConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Check the settings for a number of workers before any starts; return the lines of a dry run.
 
     Raises:

@@ -21,7 +21,7 @@ from shoal.data.bad_entries import BadEntries, BadEntriesConfig
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Row, Sample, Use, finetuning, run_script, using
+from shoal.recipes import DryRun, Row, Sample, Use, finetuning, run_script, using
 from shoal.recipes.finetuning import FinetuneConfig
 from shoal.recipes.model_source import ModelSource, check_length, read_source_tokenizer
 from shoal.recipes.using import EvaluateConfig, PredictConfig
@@ -507,7 +507,7 @@ use = Labelling
 # ------------------------------------------------------------------------------------------------- dry run
 
 
-def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
+def check(config: ClassifyConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Check the settings for a number of workers before any starts; return the lines of a dry run.
 
     Raises:
@@ -518,7 +518,7 @@ def check(config: ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
     finetuning.require_paths(config, config.data, "examples")
     files, length = read_files(config.data), config.data.max_seq_length
     tokenizer = finetuning.check_model(
-        config, num_workers, setting="data.max_seq_length", max_seq_length=length, exports=dry_run
+        config, num_workers, setting="data.max_seq_length", max_seq_length=length, exports=dry_run is not None
     )
     if not dry_run:
         return []

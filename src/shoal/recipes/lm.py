@@ -24,7 +24,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import HUB
 from shoal.optim.lr_schedules import AnySchedule, Cosine, Schedule, learning_rate, set_learning_rate
-from shoal.recipes import Sample, Use, run_script, token_ids
+from shoal.recipes import DryRun, Sample, Use, run_script, token_ids
 from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
@@ -526,7 +526,7 @@ def read_checkpoint(source: Path) -> "tuple[CausalLM, int]":
 # ------------------------------------------------------------------------------------------------- dry run
 
 
-def check(config: LmConfig, num_workers: int, dry_run: bool) -> list[str]:
+def check(config: LmConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Check the settings for a number of workers before any starts; return the lines of a dry run.
 
     Raises:
@@ -539,8 +539,6 @@ def check(config: LmConfig, num_workers: int, dry_run: bool) -> list[str]:
     check_end(sizes, manifest, text=required(config.data.path), model=required(config.model.source))
     if not dry_run:
         return []
-    from shoal.recipes.memory import memory_of
-
     full = sample(replace(config, data=replace(config.data, path=None)))
     num_tokens = sum(shard.num_tokens + shard.num_documents for shard in manifest.shards("train"))
     tokens = config.train.total_steps * batch.global_batch_size * config.data.block_length
@@ -551,7 +549,7 @@ def check(config: LmConfig, num_workers: int, dry_run: bool) -> list[str]:
         f"{config.data.block_length}, about {tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} "
         f"tokens of {config.data.path}",
         f"parameters   {full.num_parameters:,}",
-        f"memory       {memory_of(full, config, batch.micro_batch_size, replicas=batch.num_workers)}",
+        dry_run.memory_line(config, (full, batch)),
     ]
 
 

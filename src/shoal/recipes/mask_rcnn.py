@@ -34,7 +34,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import ShoalError, UsageError, did_you_mean, require_positive
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import Cosine, Steps, learning_rate, set_learning_rate
-from shoal.recipes import Row, Sample, images, run_script
+from shoal.recipes import DryRun, Row, Sample, images, run_script
 from shoal.recipes.model_source import NETWORK, find_run
 from shoal.recipes.using import EvaluateConfig, PredictConfig
 from shoal.train.config import REQUIRED, LoopConfig, RunOutputConfig, load_toml, required, settings_lines
@@ -977,7 +977,7 @@ def learning(model: MaskRCNNConfig) -> str:
     return f"{stages}, norms {'stay' if model.norms_frozen else 'learn'}"
 
 
-def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[str]:
+def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Check the settings for a number of workers before any starts; return the lines of a dry run.
 
     Raises:
@@ -998,10 +998,7 @@ def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[
         raise UsageError(f"model.weights {weights} does not exist")
     if not dry_run:
         return []
-    from shoal.recipes.memory import memory_of
-
     counted = sample(config)
-    needed = memory_of(counted, config, plan.batch.micro_batch_size, replicas=num_workers)
     return [
         *settings_lines(config),
         f"batch        {plan.batch}",
@@ -1009,7 +1006,7 @@ def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: bool) -> list[
         f"weights      {weights or 'random'}",
         f"held out     {num_held_out:,} images of {count_categories(config):,} categories",
         f"parameters   {counted.num_trainable:,} that learn",
-        f"memory       {needed}",
+        dry_run.memory_line(config, (counted, plan.batch)),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
-from shoal.recipes import Sample, Use, squad, token_ids
+from shoal.recipes import DryRun, Sample, Use, squad, token_ids
 from shoal.recipes.model_source import TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
@@ -400,14 +400,14 @@ def describe(
     phases: "Sequence[tuple[str, BatchSizes, int, Any]]",
     *,
     pairs: "PairTask",
-    dry_run: bool,
+    dry_run: DryRun | None,
 ) -> list[str]:
     """Check the settings; return the lines of a dry run: settings, arithmetic, parameters, memory.
 
     Args:
         phases: (section, batch, steps, section with the lengths) of each.
         pairs: as for :func:`open_text`.
-        dry_run: the lines are wanted; otherwise the memory, which takes torch to count, is left out.
+        dry_run: counts the memory, which takes torch; otherwise it is left out.
 
     Raises:
         UsageError: sizes that do not divide, or no data that fits.
@@ -415,8 +415,7 @@ def describe(
     manifest = read_manifest(config.data)
     manifest.check_vocabulary(config.model.vocab_size)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
-    lines, memories = [], []
-    stages, without_text = config.parallel.pipeline, replace(config, data=replace(config.data, path=None))
+    lines, counted, without_text = [], [], replace(config, data=replace(config.data, path=None))
     for section, batch, num_steps, lengths in phases:
         length = lengths.max_seq_length
         plan = config.plan(batch, num_workers, section=section)
@@ -429,15 +428,11 @@ def describe(
             f"{config.data.path}",
         ]
         if dry_run:
-            from shoal.recipes.memory import memory_of
-
-            full = sample(without_text, lengths, batch, pairs=pairs)
-            kept = plan.micro_batch_size * min(stages, plan.accumulation_steps)
-            memories.append(memory_of(full, config, kept, stages=stages, replicas=plan.num_workers))
+            counted.append((sample(without_text, lengths, batch, pairs=pairs), plan))
     if config.finetune.at:
         plan_batch(config.finetune, num_workers, section="finetune")
         squad.read_files(short_finetuning(config).data)
     lines = [*settings_lines(config), *lines, f"parameters   {num_parameters:,}"]
     if dry_run:
-        lines.append(f"memory       {max(memories, key=lambda estimate: estimate.total_bytes)}")
+        lines.append(dry_run.memory_line(config, *counted, stages=config.parallel.pipeline))
     return lines

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shoal.decide.batch import BatchPlan
 from shoal.decide.footprint import Activations, Footprint, footprint, optimizer_state_bytes
 from shoal.decide.ownership import largest_share
 from shoal.recipes import Sample
@@ -52,20 +53,24 @@ def activations_of(sample: Sample, precision: str, device_type: str = "cuda") ->
     return kept().with_recomputed(whole, sample.num_recomputed)
 
 
-def memory_of(
-    sample: Sample, config: Any, num_samples: int, *, stages: int = 1, replicas: int = 1
-) -> Footprint:
+def memory_line(config: Any, *phases: tuple[Sample, BatchPlan], stages: int = 1) -> str:
+    """Return the line about a worker's memory; :class:`shoal.recipes.DryRun` has the arguments."""
+    needed = [memory_of(sample, config, batch, stages=stages) for sample, batch in phases]
+    return f"memory       {max(needed, key=lambda estimate: estimate.total_bytes)}"
+
+
+def memory_of(sample: Sample, config: Any, batch: BatchPlan, *, stages: int = 1) -> Footprint:
     """Return the memory of a worker on this host: weights, gradients, optimizer, activations.
 
     Args:
-        num_samples: of a micro-batch, times the micro-batches that a stage keeps at one time.
-        stages: equal stages of the pipeline.
-        replicas: workers among which ``train.shard_optimizer`` divides the optimizer's state.
+        batch: ``train.shard_optimizer`` divides the optimizer's state among its workers.
+        stages: equal stages of the pipeline; each keeps as many micro-batches as there are stages.
     """
     share = 1.0
     if config.train.shard_optimizer:  # the fullest worker's
         trained = [p.nbytes for p in sample.model.parameters() if p.requires_grad]
-        share = largest_share(trained, replicas)
+        share = largest_share(trained, batch.num_workers)
+    num_samples = batch.micro_batch_size * min(stages, batch.accumulation_steps)
     return footprint(
         sample.num_parameters / stages,
         trainable=sample.num_trainable / sample.num_parameters,

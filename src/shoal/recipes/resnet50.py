@@ -35,7 +35,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.resnet_config import ResNetConfig
 from shoal.optim.lr_schedules import Schedule, learning_rate, set_learning_rate
-from shoal.recipes import Row, Sample, images, run_script, using
+from shoal.recipes import DryRun, Row, Sample, images, run_script, using
 from shoal.recipes.images import ImageDataConfig, ImageTrainConfig
 from shoal.recipes.model_source import NETWORK, find_run
 from shoal.recipes.using import EvaluateConfig, PredictConfig
@@ -864,7 +864,7 @@ use = Classifying
 # ------------------------------------------------------------------------------------------------- dry run
 
 
-def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[str]:
+def check(config: ResNetTrainConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Check the settings for a number of workers before any starts; return the lines of a dry run.
 
     Raises:
@@ -884,18 +884,14 @@ def check(config: ResNetTrainConfig, num_workers: int, dry_run: bool) -> list[st
     num_classes = count_classes(config, num_labels)
     if not dry_run:
         return []
-
-    from shoal.recipes.memory import memory_of
-
     counted = sample(replace(config, model=replace(config.model, num_classes=num_classes)))
-    needed = memory_of(counted, config, plan.batch.micro_batch_size, replicas=num_workers)
     return [
         *settings_lines(config),
         f"batch        {plan.batch}",
         *plan.lines(),
         f"held out     {num_held_out:,} images of {num_labels:,} classes",
         f"parameters   {counted.num_trainable:,}",
-        f"memory       {needed}",
+        dry_run.memory_line(config, (counted, plan.batch)),
     ]
 
 

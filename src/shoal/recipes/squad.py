@@ -27,7 +27,7 @@ from shoal.data.squad.config import AnswerConfig, WindowConfig
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Row, Sample, Use, finetuning, run_script, using
+from shoal.recipes import DryRun, Row, Sample, Use, finetuning, run_script, using
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig, FinetuneTrainConfig
 from shoal.recipes.model_source import (
     ModelSource,
@@ -573,7 +573,7 @@ use = Answering
 # ------------------------------------------------------------------------------------------------- dry run
 
 
-def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
+def check(config: SquadConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Check the settings for a number of workers before any starts; return the lines of a dry run.
 
     Raises:
@@ -585,7 +585,7 @@ def check(config: SquadConfig, num_workers: int, dry_run: bool) -> list[str]:
     config, files = fitted(config), read_files(config.data)
     setting, length = "window.max_seq_length", config.window.length
     tokenizer = finetuning.check_model(
-        config, num_workers, setting=setting, max_seq_length=length, exports=dry_run
+        config, num_workers, setting=setting, max_seq_length=length, exports=dry_run is not None
     )
     if not dry_run:
         return []

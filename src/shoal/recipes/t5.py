@@ -24,7 +24,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate
-from shoal.recipes import Sample, Use, run_script, token_ids
+from shoal.recipes import DryRun, Sample, Use, run_script, token_ids
 from shoal.recipes.model_source import TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
     from shoal.data.manifest import Manifest
     from shoal.data.text.span_corruption import SpanReader
-    from shoal.decide.footprint import Footprint
     from shoal.decide.layout_search import Layout
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
@@ -493,7 +492,7 @@ use = Exporting
 # ------------------------------------------------------------------------------------------------- dry run
 
 
-def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
+def check(config: T5Config, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Check the settings for a number of workers before any starts; return the lines of a dry run.
 
     Raises:
@@ -511,14 +510,14 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
         layouts = find_layouts(config, devices)
         predicted = [explain(config, layouts, devices)]
         config = with_layout(config, layouts[0]) if parallel.layout == "auto" else config
-    batch, spans = parallel.plan(config.train, devices), config.spans()
+    batch, spans, stages = parallel.plan(config.train, devices), config.spans(), config.parallel.pipeline
     manifest = read_manifest(config.data)
     manifest.check_vocabulary(config.model.vocab_size, sentinels=MAX_SENTINELS)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))
     sequences = config.train.total_steps * batch.global_batch_size
     return [
         *settings_lines(config),
-        f"layout       {config.parallel.pipeline} pipeline × {batch.num_workers} data",
+        f"layout       {stages} pipeline × {batch.num_workers} data",
         f"batch        {batch}",
         f"examples     {spans.num_tokens} tokens of text, {spans.num_noise} of them in {spans.num_spans} "
         f"spans: inputs of {spans.input_length}, targets of {spans.target_length}",
@@ -526,18 +525,9 @@ def check(config: T5Config, num_workers: int, dry_run: bool) -> list[str]:
         f"{sequences * spans.num_tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} tokens of "
         f"{config.data.path}",
         f"parameters   {config.model.num_parameters:,}",
-        *([f"memory       {_estimate_memory(config, batch)}"] if dry_run else []),
+        *([dry_run.memory_line(config, (sample(config), batch), stages=stages)] if dry_run else []),
         *predicted,
     ]
-
-
-def _estimate_memory(config: T5Config, batch: BatchPlan) -> "Footprint":
-    """Estimate a worker's memory with equal stages that keep as many micro-batches as there are stages."""
-    from shoal.recipes.memory import memory_of
-
-    stages = config.parallel.pipeline
-    kept = batch.micro_batch_size * min(stages, batch.accumulation_steps)
-    return memory_of(sample(config), config, kept, stages=stages, replicas=batch.num_workers)
 
 
 # ------------------------------------------------------------------------------------------------- sample

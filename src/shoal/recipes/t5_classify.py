@@ -32,7 +32,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import Row, Sample, classify, finetuning, run_script, t5_written, token_ids, using
+from shoal.recipes import DryRun, Row, Sample, classify, finetuning, run_script, t5_written, token_ids, using
 from shoal.recipes.classify import (
     ClassifyDataConfig,
     EvaluateLabelsConfig,
@@ -496,7 +496,7 @@ use = Writing
 # ------------------------------------------------------------------------------------------------- dry run
 
 
-def check(config: T5ClassifyConfig, num_workers: int, dry_run: bool) -> list[str]:
+def check(config: T5ClassifyConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Check the settings for a number of workers before any starts; return the lines of a dry run.
 
     Raises:

@@ -11,7 +11,7 @@ from transformers import GPT2Config
 
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes import lm
+from shoal.recipes import lm, memory
 from shoal.recipes.lm import DataConfig, LmConfig, LmOptimConfig, ModelConfig, sample
 from shoal.recipes.workloads import flops_per_sample, preset_settings
 from shoal.train.config import TrainConfig
@@ -63,10 +63,10 @@ def test_wsd_stays_at_the_rate_and_decays_at_the_end() -> None:
 
 
 def test_a_dry_run_counts_blocks_and_parameters(text: Path) -> None:
-    lines = "\n".join(lm.check(config(text), 2, True))
+    lines = "\n".join(lm.check(config(text), 2, memory))
     assert "5,120 tokens in blocks of 64, about 1.1 times the 4,816 tokens" in lines
     assert "parameters   656,000" in lines and "memory  " in lines
-    assert lm.check(config(text), 2, False) == []
+    assert lm.check(config(text), 2, None) == []
 
 
 def test_random_weights_have_the_end_token_and_the_dropout_of_the_run(text: Path) -> None:
@@ -92,12 +92,12 @@ def test_what_does_not_go_together_is_refused_before_a_start(text: Path, tmp_pat
         (replace(whole, data=DataConfig()), "data.path is not set"),
     ):
         with pytest.raises(UsageError, match=said):
-            lm.check(settings, 2, False)
+            lm.check(settings, 2, None)
     (tmp_path / "config.json").write_text(lm.source_of(ModelConfig(source=Path("gpt2-124m"))).read_text())
     with pytest.raises(UsageError, match=rf"end with token {SEP}, those of the model .* with 50256"):
-        lm.check(config(text, tmp_path), 2, False)
+        lm.check(config(text, tmp_path), 2, None)
     with pytest.raises(UsageError, match=r"model\.vocab_size 3000 is for random weights"):
-        lm.check(config(text, tmp_path, vocab_size=3_000), 2, False)
+        lm.check(config(text, tmp_path, vocab_size=3_000), 2, None)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

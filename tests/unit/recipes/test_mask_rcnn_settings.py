@@ -14,6 +14,7 @@ import pytest
 from shoal.cli.app import app
 from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.data.coco.synthetic import make_coco
+from shoal.decide.batch import plan_batch
 from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.optim.lr_schedules import learning_rate
@@ -31,6 +32,7 @@ from shoal.recipes.mask_rcnn import (
     sample,
 )
 from shoal.recipes.memory import memory_of
+from shoal.train.run import Sizes
 
 COCO = 117_266  # images of train2017 with objects
 SECTIONS = {
@@ -174,12 +176,12 @@ def test_refusals_of_the_plan(changes: dict[str, dict[str, Any]], num_workers: i
 def test_images_and_weights_must_be_named_and_there(tmp_path: Path) -> None:
     config = MaskRCNNTrainConfig(run=DetectionRunConfig(name="r", dir=tmp_path / "run"))
     with pytest.raises(UsageError, match=r"data\.path is not set.*shoal prepare coco"):
-        check(config, 1, False)
+        check(config, 1, None)
     config = replace(config, data=ImageDataConfig(made_images=10))
-    assert check(config, 1, False) == []
+    assert check(config, 1, None) == []
     config = replace(config, model=MaskRCNNConfig(weights=tmp_path / "none.safetensors"))
     with pytest.raises(UsageError, match=r"none\.safetensors does not exist"):
-        check(config, 1, False)
+        check(config, 1, None)
 
 
 def test_images_to_validate_on_must_be_there(tmp_path: Path) -> None:
@@ -190,19 +192,19 @@ def test_images_to_validate_on_must_be_there(tmp_path: Path) -> None:
     manifest.write_text(json.dumps(tree))
     config = MaskRCNNTrainConfig(data=ImageDataConfig(path=str(tmp_path / "scenes")))
     with pytest.raises(UsageError, match=r"no images to validate on.*shoal prepare coco --help"):
-        check(config, 1, False)
+        check(config, 1, None)
 
 
 def test_the_size_of_the_published_network() -> None:
     """torchvision's maskrcnn_resnet50_fpn has 44,401,393 weights; the stem and the first stage stay."""
     config = preset("coco-1x")
     assert config.augment.largest_batch == (800, 1_344)
-    counted = sample(config)
-    parameters, memory = counted.num_trainable, memory_of(counted, config, 2)
+    counted, two = sample(config), plan_batch(Sizes(global_batch_size=2), 1)
+    parameters, memory = counted.num_trainable, memory_of(counted, config, two)
     assert parameters == 44_401_393 + 53_120  # torchvision's norms are frozen, these learn
     from_trained = replace(config, model=replace(config.model, weights=Path("w.safetensors")))
     counted = sample(from_trained)
-    frozen, less = counted.num_trainable, memory_of(counted, from_trained, 2)
+    frozen, less = counted.num_trainable, memory_of(counted, from_trained, two)
     assert frozen < 44_401_393 and less.activations_bytes < memory.activations_bytes
     assert memory.optimizer_bytes == 4 * parameters
 

@@ -140,4 +140,4 @@ def test_too_few_made_images_are_refused_before_workers_start() -> None:
     few = replace(config, data=replace(config.data, made_images=40))
     wanted = r"data\.made_images 40 leaves 8 held-out images for 10 classes: make 50 or more"
     with pytest.raises(UsageError, match=wanted):
-        check(few, 1, False)
+        check(few, 1, None)

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
 from shoal import doctor
 from shoal.cli.use import evaluate_checkpoint, predict
+from shoal.decide.batch import plan_batch
 from shoal.env.worker import alone
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.albert import AlbertConfig
@@ -131,7 +132,7 @@ def test_memory_of_images_follows_the_type() -> None:
         config = preset_settings("resnet50", "tiny")
         config = replace(config, train=replace(config.train, precision=name))
         counted = sample(config)
-        memory[name] = memory_of(counted, config, 64)
+        memory[name] = memory_of(counted, config, plan_batch(config.train, 1))
     assert memory["bf16"].weights_bytes == memory["fp32"].weights_bytes == 4 * counted.num_parameters
     assert 0.5 < memory["bf16"].activations_bytes / memory["fp32"].activations_bytes < 0.75
 
