@@ -31,7 +31,8 @@ def prepare(folder: Path, size: str) -> None:
     """Write a BERT without weights, pairs to train on and as many to evaluate as take some seconds."""
     from transformers import BertConfig
 
-    from shoal.data.text.tokenizer import tokenizer_json, train_tokenizer
+    from shoal.data.text.tokenizer import train_tokenizer
+    from shoal.data.text.tokenizer_files import tokenizer_json
 
     tokenizer = train_tokenizer("wordpiece", [" ".join(WORDS)] * 20, vocab_size=120, lowercase=True)
     (folder / "bert").mkdir()

@@ -22,7 +22,8 @@ from benchmarks.harness import Benchmark, peer_module
 from shoal.data.squad.config import WindowConfig
 from shoal.data.squad.dataset import SquadData, read_squad
 from shoal.data.squad.features import SquadFeatures, make_features
-from shoal.data.text.tokenizer import read_tokenizer, special_ids
+from shoal.data.text.tokenizer import read_tokenizer
+from shoal.data.text.tokenizer_files import special_ids
 from shoal.env.settings import TEST_DATA, test_data_dir
 
 TARGET = 1.5

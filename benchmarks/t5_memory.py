@@ -29,7 +29,8 @@ def prepare(folder: Path, size: str) -> tuple[int, Path, Path]:
     """Write a T5 with random weights, a tokenizer and examples; return the model's bytes."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    from shoal.data.text.tokenizer import tokenizer_json, train_tokenizer
+    from shoal.data.text.tokenizer import train_tokenizer
+    from shoal.data.text.tokenizer_files import tokenizer_json
 
     words = ["sun", "moon", "river", "stone", "bird", "tree", "wind", "light", "road", "same", "other", ":"]
     tokenizer = train_tokenizer("wordpiece", [" ".join(words)] * 20, vocab_size=120, lowercase=True)

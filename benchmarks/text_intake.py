@@ -25,7 +25,8 @@ from shoal.data.progress import Progress
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.data.text.prepare import BUILTIN, read_sample, training_sentences
 from shoal.data.text.python_docs_corpus import write_snapshot
-from shoal.data.text.tokenizer import tokenizer_json, train_tokenizer
+from shoal.data.text.tokenizer import train_tokenizer
+from shoal.data.text.tokenizer_files import tokenizer_json
 from shoal.env.machine import num_cores
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

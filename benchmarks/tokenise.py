@@ -25,7 +25,8 @@ from shoal.data.text.chunk_worker import ChunkJob, prepare_chunk, start_worker
 from shoal.data.text.corpus import cut_chunks, find_files
 from shoal.data.text.prepare import BUILTIN, read_sample, training_sentences
 from shoal.data.text.python_docs_corpus import write_snapshot
-from shoal.data.text.tokenizer import Kind, special_ids, tokenizer_json, train_tokenizer, vocab_size
+from shoal.data.text.tokenizer import Kind, train_tokenizer, vocab_size
+from shoal.data.text.tokenizer_files import special_ids, tokenizer_json
 from shoal.env.machine import num_cores
 
 _CHUNK_BYTES = 1 << 20

@@ -11,7 +11,8 @@ from typing import Any
 from transformers import BertConfig, T5Config
 
 from shoal.data.squad.config import WindowConfig
-from shoal.data.text.tokenizer import tokenizer_json, train_tokenizer
+from shoal.data.text.tokenizer import train_tokenizer
+from shoal.data.text.tokenizer_files import tokenizer_json
 from shoal.recipes.classify import ClassifyConfig, ScoredDataConfig
 from shoal.recipes.finetuning import (
     FinetuneOptimConfig,

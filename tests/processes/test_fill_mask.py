@@ -27,7 +27,7 @@ from shoal.errors import EXIT_OK, UsageError
 from shoal.models.albert_prelayernorm import AlbertPreLayerNormConfig, AlbertPreLayerNormForMaskedLM
 from shoal.models.tasks import MaskedLM, load_task_model
 from shoal.recipes.fill_mask import read_masked_lm
-from shoal.recipes.model_source import read_source_tokenizer
+from shoal.recipes.source_tokenizer import read_source_tokenizer
 
 SIZES = {
     "vocab_size": made.VOCAB,

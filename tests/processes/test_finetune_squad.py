@@ -23,7 +23,7 @@ from shoal.data.squad.dataset import read_null_odds, read_predictions, read_squa
 from shoal.data.squad.features import make_features
 from shoal.data.squad.score import score_squad
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
-from shoal.recipes.model_source import read_source_tokenizer
+from shoal.recipes.source_tokenizer import read_source_tokenizer
 from shoal.record import read_record
 
 

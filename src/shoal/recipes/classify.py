@@ -23,7 +23,8 @@ from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import DryRun, Row, Sample, Use, finetuning, run_script, using
 from shoal.recipes.finetuning import FinetuneConfig
-from shoal.recipes.model_source import ModelSource, check_length, read_source_tokenizer
+from shoal.recipes.model_source import ModelSource, check_length
+from shoal.recipes.source_tokenizer import read_source_tokenizer
 from shoal.recipes.using import EvaluateConfig, PredictConfig
 from shoal.train.config import required
 

@@ -14,8 +14,9 @@ from cyclopts import Parameter
 
 from shoal.errors import UsageError
 from shoal.recipes import Row, Use, masked_lm, use_of, using
-from shoal.recipes.model_source import find_model, longest_sequence, read_source_tokenizer, recipe_of
+from shoal.recipes.model_source import find_model, longest_sequence, recipe_of
 from shoal.recipes.prepared_text import kept_tokenizer
+from shoal.recipes.source_tokenizer import read_source_tokenizer
 from shoal.recipes.using import PredictConfig
 from shoal.train.config import REQUIRED, required
 

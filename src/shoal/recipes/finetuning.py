@@ -24,9 +24,9 @@ from shoal.recipes.model_source import (
     check_length,
     find_model,
     read_model_config,
-    read_source_tokenizer,
 )
 from shoal.recipes.prepared_text import tokenizer_files
+from shoal.recipes.source_tokenizer import read_source_tokenizer
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,

@@ -488,7 +488,7 @@ def tokenizer_files(tokenizer: "Tokenizer", end_id: int, max_length: int) -> dic
     """Return the files by which transformers tokenises as the model was trained: no tokens around a text."""
     from tokenizers import processors
 
-    from shoal.data.text.tokenizer import transformers_files
+    from shoal.data.text.tokenizer_files import transformers_files
 
     tokenizer.post_processor = processors.Sequence([])
     return transformers_files(

@@ -1,13 +1,13 @@
 """Defines which models a path names: for ``--model``, ``shoal export`` and ``shoal evaluate checkpoint``.
 
-Reads the sizes and the tokenizers of those in transformers directories.
+Reads the sizes of those in transformers directories.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
@@ -15,9 +15,6 @@ from shoal.models.text_config import HUB, num_positions
 from shoal.record import Start, read_record
 from shoal.train.config import load_toml, required
 from shoal.train.run_dir import CONFIG_FILE
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 MODEL_CONFIG = "config.json"
 """File of an exported model, beside its weights."""
@@ -123,7 +120,7 @@ def _export_in(run: Path) -> Path | None:
     return next((folder for folder in folders if (folder / MODEL_CONFIG).is_file()), None)
 
 
-# ---- sizes and tokenizers ---------------------------------------------------------------------------------
+# ---- sizes -------------------------------------------------------------------------------------------------
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
@@ -132,41 +129,15 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     Raises:
         UsageError: it is not there, or not a JSON object.
     """
-    return _read_object(directory / MODEL_CONFIG)
+    return read_object(directory / MODEL_CONFIG)
 
 
-def read_source_tokenizer(directory: Path) -> Tokenizer:
-    """Return the tokenizer of a transformers directory; T5's has no tokens for classes and masks.
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file.
 
     Raises:
-        UsageError: there is none, it cannot be read, or it has more tokens than the model has embeddings.
+        UsageError: it cannot be read, or is not a JSON object.
     """
-    from shoal.data.text.tokenizer import read_tokenizer, vocab_size
-
-    names = ("tokenizer.json", "vocab.txt", "spiece.model")
-    file = next((directory / name for name in names if (directory / name).is_file()), None)
-    if file is None:
-        raise UsageError(
-            f"{directory} holds no tokenizer ({', '.join(names)}); put the one there that the model was "
-            "trained with, e.g. by its save_pretrained"
-        )
-    config = read_model_config(directory)
-    if config.get("model_type") == "t5":
-        tokenizer = read_tokenizer(file, lowercase=False, needs=("sep", "pad", "unk"))
-    else:
-        path = directory / "tokenizer_config.json"  # without one as BERT's and ALBERT's do by default
-        lowercase = not path.is_file() or bool(_read_object(path).get("do_lower_case", True))
-        tokenizer = read_tokenizer(file, lowercase=lowercase)
-    needed, rows = vocab_size(tokenizer), int(config.get("vocab_size", 0))
-    if needed > rows:
-        raise UsageError(
-            f"{file} has {needed:,} tokens and the model of {directory / MODEL_CONFIG} {rows:,} embeddings; "
-            "they do not belong together: put the model's own tokenizer there"
-        )
-    return tokenizer
-
-
-def _read_object(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except OSError as error:

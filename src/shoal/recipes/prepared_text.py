@@ -177,7 +177,7 @@ def tokenizer_files(
         tokenizer: with which it was trained.
         max_length: most tokens of a text, of a model without positions (T5).
     """
-    from shoal.data.text.tokenizer import SPECIAL_TOKENS, special_ids, transformers_files, with_end
+    from shoal.data.text.tokenizer_files import SPECIAL_TOKENS, special_ids, transformers_files, with_end
 
     sizes = model.weights.config.to_dict()
     roles = {role: role for role in SPECIAL_TOKENS}

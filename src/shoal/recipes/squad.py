@@ -34,8 +34,8 @@ from shoal.recipes.model_source import (
     check_length,
     find_model,
     positions_of,
-    read_source_tokenizer,
 )
+from shoal.recipes.source_tokenizer import read_source_tokenizer
 from shoal.recipes.using import ComputeConfig, PredictConfig
 from shoal.train.config import REQUIRED, DistributedConfig, LoopConfig, ServersConfig, required
 

@@ -41,8 +41,9 @@ from shoal.recipes.classify import (
     TextUse,
 )
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig
-from shoal.recipes.model_source import TRANSFORMERS, read_source_tokenizer
+from shoal.recipes.model_source import TRANSFORMERS
 from shoal.recipes.prepared_text import tokenizer_files
+from shoal.recipes.source_tokenizer import read_source_tokenizer
 from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search, SearchConfig, T5WordingConfig
 from shoal.train.config import required
 

@@ -24,8 +24,8 @@ from shoal.recipes.model_source import (
     ModelSource,
     check_length,
     find_model,
-    read_source_tokenizer,
 )
+from shoal.recipes.source_tokenizer import read_source_tokenizer
 from shoal.train.config import REQUIRED, required
 from shoal.train.run_dir import require_writable
 

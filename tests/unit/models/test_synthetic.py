@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 @pytest.mark.parametrize("sizes", [AlbertModelConfig(vocab_size=2_000), T5ModelConfig(vocab_size=2_000)])
 def test_a_word_is_a_token(tmp_path: Path, sizes: AlbertModelConfig | T5ModelConfig) -> None:
     from shoal.models.synthetic import LABELS, num_words, text, write_model
-    from shoal.recipes.model_source import read_source_tokenizer
+    from shoal.recipes.source_tokenizer import read_source_tokenizer
 
     tokenizer = read_source_tokenizer(write_model(tmp_path, sizes))
     words = text(Random(1), 500, num_words(sizes.vocab_size))

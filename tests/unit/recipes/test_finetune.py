@@ -24,7 +24,7 @@ from shoal.data.loader import as_tensors
 from shoal.data.squad.dataset import read_squad
 from shoal.data.squad.features import make_features
 from shoal.data.text.classify import Columns, make_pairs, read_classify
-from shoal.data.text.tokenizer import tokenizer_json
+from shoal.data.text.tokenizer_files import tokenizer_json
 from shoal.errors import UsageError
 from shoal.models.directory import save
 from shoal.models.encoder import packed_inputs
@@ -38,8 +38,8 @@ from shoal.recipes.finetuning import (
     FinetuneTrainConfig,
     make_plan,
 )
-from shoal.recipes.model_source import read_source_tokenizer
 from shoal.recipes.prepared_text import tokenizer_files
+from shoal.recipes.source_tokenizer import read_source_tokenizer
 from shoal.recipes.squad import fitted
 
 

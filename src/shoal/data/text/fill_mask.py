@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from shoal.atomic_io import read_text
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array
-from shoal.data.text.tokenizer import special_ids
+from shoal.data.text.tokenizer_files import special_ids
 from shoal.errors import UsageError
 
 

@@ -31,7 +31,7 @@ from shoal.data.manifest import TFRECORD, VERSION, Manifest, TokenizerInfo
 from shoal.data.prepare_dir import RECORDS, preparing, read_record
 from shoal.data.process_pool import run_unfinished
 from shoal.data.progress import Progress
-from shoal.data.text import chunk_worker, tokenizer
+from shoal.data.text import chunk_worker, tokenizer, tokenizer_files
 from shoal.data.text.chunk_worker import article_rank
 from shoal.data.text.corpus import (
     FORMATS,
@@ -144,7 +144,7 @@ class PrepareOptions:
     @property
     def needs(self) -> tuple[str, ...]:
         """The special tokens that the tokenizer needs, by their roles, besides the end token."""
-        return () if self.end_token is not None else tuple(tokenizer.SPECIAL_TOKENS)
+        return () if self.end_token is not None else tuple(tokenizer_files.SPECIAL_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ def _make_job(
             vocab_size=config.vocab_size,
             lowercase=config.lowercase,
         )
-        write_atomically(path, tokenizer.tokenizer_json(made))
+        write_atomically(path, tokenizer_files.tokenizer_json(made))
         write_atomically(records / _SAMPLE, json.dumps({"held_out": held_out}).encode())
     loaded = tokenizer.read_tokenizer(path, lowercase=config.lowercase, needs=config.needs)
     return chunk_worker.ChunkJob(
@@ -326,14 +326,14 @@ def special_ids(config: PrepareConfig, made: Tokenizer, path: Path) -> dict[str,
         UsageError: the tokenizer lacks one.
     """
     if config.end_token is None:
-        return tokenizer.special_ids(made, str(path))
+        return tokenizer_files.special_ids(made, str(path))
     end = made.token_to_id(config.end_token)
     if end is None:
         raise UsageError(
             f"end_token {config.end_token!r} is no token of {config.tokenizer}: name the one that ends a "
             "document (eos_token in the model's tokenizer_config.json)"
         )
-    return dict.fromkeys(tokenizer.SPECIAL_TOKENS, end)
+    return dict.fromkeys(tokenizer_files.SPECIAL_TOKENS, end)
 
 
 def described(files: Sequence[SourceFile]) -> list[str]:

@@ -18,11 +18,10 @@ from shoal.data.text.tokenizer import (
     continues_word,
     model_kind,
     read_tokenizer,
-    special_ids,
-    tokenizer_json,
     train_tokenizer,
     vocab_size,
 )
+from shoal.data.text.tokenizer_files import special_ids, tokenizer_json
 from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
