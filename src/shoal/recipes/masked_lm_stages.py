@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.data.text.padded_examples import PaddedExamples
+    from shoal.models.pretraining import Pretraining
     from shoal.pipelining.runtime import Pipeline
     from shoal.train.run import Run
 
@@ -35,15 +36,11 @@ def main(config: MaskedLMConfig, worker: WorkerEnv | None = None) -> int:
 
     from shoal.data.sources import ReaderSource
     from shoal.data.text.padded_examples import PaddedExamples
-    from shoal.models.padded_pretraining import PaddedPretraining
-    from shoal.models.pretraining import new_encoder
-    from shoal.recipes.stages import open_stages
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
     phase, parallel, task = config.whole_phase, config.parallel, config.sentence_task
     recipe, immutable = config.recipe, script(config.recipe).IMMUTABLE
-    sizes: Any = config.model
     with (
         Run.open(config=config, recipe=recipe, immutable=immutable, worker=worker) as run,
         ExitStack() as stack,
@@ -58,15 +55,8 @@ def main(config: MaskedLMConfig, worker: WorkerEnv | None = None) -> int:
         replica = run.world.rank // parallel.pipeline
 
         # ----------------------------------------------------------------------------------------- model
-        torch.manual_seed(run.seed)
-        model = new_encoder(sizes)
-        load_weights(model, config.model)
-        run.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         reader = PaddedExamples(train)
-        stage = open_stages(
-            PaddedPretraining(model), _example(reader, batch.worker_batch_size), run, parallel, batch,
-            distributed=config.distributed, servers=config.servers,
-        )  # fmt: skip
+        model, stage = _open_model(config, run, reader, batch)
         stack.callback(stage.close)
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
         schedule = schedule_of(phase.rates, config.optim, phase.sizes.total_steps)
@@ -108,6 +98,28 @@ def main(config: MaskedLMConfig, worker: WorkerEnv | None = None) -> int:
             lambda directory: _export(model, train.shards.tokenizer_file, directory),
             lambda last: masked_lm.verdict(task, last["validation"], references),
         )
+
+
+def _open_model(
+    config: MaskedLMConfig, run: "Run", reader: "PaddedExamples", batch: BatchPlan
+) -> "tuple[Pretraining, Pipeline]":
+    """Return the model with its first weights, and this worker's stages of it, which the run updates."""
+    import torch
+
+    from shoal.models.padded_pretraining import PaddedPretraining
+    from shoal.models.pretraining import new_encoder
+    from shoal.recipes.stages import open_stages
+
+    sizes: Any = config.model
+    torch.manual_seed(run.seed)
+    model = new_encoder(sizes)
+    load_weights(model, config.model)
+    run.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    stage = open_stages(
+        PaddedPretraining(model), _example(reader, batch.worker_batch_size), run, config.parallel, batch,
+        distributed=config.distributed, servers=config.servers,
+    )  # fmt: skip
+    return model, stage
 
 
 def _example(examples: "PaddedExamples", size: int) -> "dict[str, Tensor]":
