@@ -94,6 +94,18 @@ def prepare_small(folder: Path) -> Path:
     return out
 
 
+def _run(directory: Path, validation_frequency: int = 6, validation_samples: int = 32) -> RunConfig:
+    """Return a line for each step, and a checkpoint for every third."""
+    return RunConfig(
+        name="test",
+        dir=directory,
+        log_frequency=1,
+        validation_frequency=validation_frequency,
+        validation_samples=validation_samples,
+        checkpoint_frequency=3,
+    )
+
+
 def small_config(text: Path, run_dir: Path, **changes: Any) -> AlbertConfig:
     """Return settings for 12 quick steps; ``changes`` are ``section={field: value}``."""
     config = AlbertConfig(
@@ -109,14 +121,7 @@ def small_config(text: Path, run_dir: Path, **changes: Any) -> AlbertConfig:
         data=DataConfig(path=text, max_seq_length=32, max_predictions_per_seq=5),
         train=TrainConfig(total_steps=12, global_batch_size=12, precision="fp32"),
         optim=OptimConfig(learning_rate=5e-3, warmup_steps=2),
-        run=RunConfig(
-            name="test",
-            dir=run_dir,
-            log_frequency=1,
-            validation_frequency=6,
-            validation_samples=32,
-            checkpoint_frequency=3,
-        ),
+        run=_run(run_dir),
     )
     return changed(config, changes)
 
@@ -151,14 +156,7 @@ def small_bert_config(text: Path, run_dir: Path, **changes: Any) -> BertConfig:
         ),
         train=BertTrainConfig(precision="fp32"),
         optim=PhasesOptimConfig(power=0.5, decay_from="start"),
-        run=RunConfig(
-            name="test",
-            dir=run_dir,
-            log_frequency=1,
-            validation_frequency=6,
-            validation_samples=32,
-            checkpoint_frequency=3,
-        ),
+        run=_run(run_dir),
     )
     return changed(config, changes)
 
@@ -172,14 +170,7 @@ def small_t5_config(text: Path, run_dir: Path, **changes: Any) -> T5Config:
         data=T5DataConfig(path=text, input_length=24),
         train=TrainConfig(total_steps=6, global_batch_size=8, precision="fp32", micro_batch_size=2),
         optim=T5OptimConfig(learning_rate=0.1, hold_steps=4),
-        run=RunConfig(
-            name="test",
-            dir=run_dir,
-            log_frequency=1,
-            validation_frequency=3,
-            validation_samples=16,
-            checkpoint_frequency=3,
-        ),
+        run=_run(run_dir, validation_frequency=3, validation_samples=16),
     )
     return changed(config, changes)
 
@@ -191,14 +182,7 @@ def small_lm_config(text: Path, source: Path, run_dir: Path, **changes: Any) -> 
         data=LmDataConfig(path=text, block_length=32),
         train=TrainConfig(total_steps=12, global_batch_size=12, precision="fp32", micro_batch_size=2),
         optim=LmOptimConfig(learning_rate=5e-3, warmup_steps=2, beta2=0.95, eps=1e-8),
-        run=RunConfig(
-            name="test",
-            dir=run_dir,
-            log_frequency=1,
-            validation_frequency=6,
-            validation_samples=32,
-            checkpoint_frequency=3,
-        ),
+        run=_run(run_dir),
     )
     return changed(config, changes)
 

@@ -26,16 +26,6 @@ class Branching(nn.Module):
         return x
 
 
-class WritesIntoInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(2)
-        return self.layer(x)
-
-
 def test_refusal_names_line_reason_and_remedy() -> None:
     with pytest.raises(UsageError) as refusal:
         export_model(Branching(), {"x": torch.randn(2, 4)}, True)

@@ -35,7 +35,6 @@ from shoal.train.world import join_world
 
 CPU = torch.device("cpu")
 FP32 = choose_precision("fp32", CPU)
-CPU_ONLY = DistributedConfig(device="cpu")
 SHORTER, LONGER = 60, 96
 NETWORK = MaskRCNNConfig(
     backbone="resnet18",
