@@ -63,7 +63,7 @@ def main() -> None:
     print(
         f"\nin numbers: {best.samples_per_s:.0f} samples/s, {best.total_s / 3600:.1f} h, ${best.dollars:.0f}"
     )
-    print({cause: round(seconds / best.total_s, 3) for cause, seconds in best.where.items()})
+    print({cause: round(seconds / best.total_s, 3) for cause, seconds in best.seconds_by_cause.items()})
 
 
 if __name__ == "__main__":
