@@ -37,8 +37,11 @@ LINK = ("-ldl", "-lrt", "-Wl,--unresolved-symbols=ignore-all")
 """The optimizers of servers that keep weights are not built."""
 NOT_THE_GRADIENT = re.compile(r"TcpTransport::tick|Channel::tick")
 """Calls that recur on a timer, with or without a gradient; they are not counted."""
-NO_STATION = re.compile(r"(\w+)::\1\([^{]*$|::~\w+\(\)$|::operator=\(|^shoal::(size_of|name_of)\(")
-"""Constructors, destructors (those of lambdas too) and assignments, and two tables of constants."""
+NO_STATION = re.compile(
+    r"(\w+)::\1\([^{]*$|::~\w+\(\)$|::operator=\(|^shoal::(size_of|name_of)\(|^TLS (wrapper|init) function"
+)
+"""Constructors, destructors (those of lambdas too), assignments, two tables of constants, and what the
+compiler makes to read a thread's variables."""
 ACCESSOR = 5
 OWN_GRADIENT = re.compile(r"^shoal::(ChunkPath::deliver|OpTable::complete)\(")
 """On the server's thread: the server's own gradient, not the one that is followed."""
