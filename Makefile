@@ -27,7 +27,7 @@ core_build = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=
 	$(BIN)/cmake --build build/core-$(1) -- --quiet
 core_run = build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
-.PHONY: help setup train quick test test-core test-real test-all bench gpu gpu-wheels gpu-data gpu-rehearsal \
+.PHONY: help setup train quick test test-core test-real test-all soak bench gpu gpu-wheels gpu-data gpu-rehearsal \
 	lint shape docs wheels wheels-all clean
 
 help:  ## show this list
@@ -71,6 +71,15 @@ test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the
 	$(BIN)/pytest $(TWO)
 	.ci/instruction-sets $(BIN)
 	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
+
+# Seconds of the soak, its seed (0: from the clock, printed), and the file of the result.
+SOAK_S    ?= 3600
+SOAK_SEED ?= 0
+SOAK_OUT  ?= build/soak_$(shell date +%F).md
+
+soak: $(STAMP)  ## sums on 8 emulated hosts in random faults, compared with a replay: SOAK_S=3600 seconds (root)
+	@mkdir -p build
+	PYTHONPATH=.:tests:tests/processes $(BIN)/python -m soak --seconds $(SOAK_S) --seed $(SOAK_SEED) --out $(SOAK_OUT)
 
 bench: $(STAMP)  ## the figures of docs/results.md, to benchmarks/results (an hour on a quiet machine; root)
 	@for name in reduce optimizers dropout detection_ops detection_loader text_reader image_reader image_loader tokenise text_intake squad_features overhead train_step \

@@ -203,11 +203,11 @@ class Group:
             )
             left = until - time.monotonic()
             assert left > 0, f"rank {rank} has not said {what!r} {count} times in {deadline_s} s"
-            self._hear(left)
+            self.hear(left)
             assert rank not in self._gone, f"rank {rank} is gone before it said {what!r}"
         return found[count - 1]
 
-    def _hear(self, timeout_s: float) -> None:
+    def hear(self, timeout_s: float) -> None:
         """Take a report of each worker that has one: nobody is to block on a full pipe."""
         pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in self._gone}
         for pipe in wait(list(pipes), timeout_s):
