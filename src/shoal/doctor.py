@@ -23,6 +23,7 @@ from shoal.env.launcher import worker_env
 from shoal.env.machine import compiler_problem, cpu_quota, num_cores, num_scheduled
 from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError, install_command
 from shoal.formatting import size
+from shoal.json_text import json_document
 
 OLDEST_PYTHON = (3, 11)
 EXTRAS = {
@@ -65,13 +66,15 @@ def _judged(name: str, finding: str, is_well: bool, remedy: str, otherwise: Stat
     return Check(name, finding) if is_well else Check(name, finding, otherwise, remedy)
 
 
-def doctor(*, bundle: Path | None = None, run: Path | None = None) -> int:
+def doctor(*, bundle: Path | None = None, run: Path | None = None, json: bool = False) -> int:
     """Print all checks and return 0 if training can run here, else 1.
 
     Args:
         bundle: FILE.tar.gz to write for a bug report: these checks, versions, settings, ends of logs, and no
             secrets.
         run: Run directory whose settings, record and logs to put into the bundle.
+        json: Print the checks as JSON: version, can_train, and of each check topic, name, state (ok, note or
+            missing), finding and remedy.
 
     Raises:
         UsageError: the bundle's name has another ending, the run does not exist, or there is a run without a
@@ -84,9 +87,10 @@ def doctor(*, bundle: Path | None = None, run: Path | None = None) -> int:
         bug_report.check(bundle, run)
     topics = examine()
     text = report(topics)
-    print(text)
+    print(json_document(_as_json(topics)) if json else text)
     if bundle is not None:
-        print(f"\n{bundle} has:\n{bug_report.write_bundle(bundle, text, run)}")
+        written = bug_report.write_bundle(bundle, text, run)
+        print(f"\n{bundle} has:\n{written}", file=sys.stderr if json else sys.stdout)
     return EXIT_FAILURE if _missing(topics) else EXIT_OK
 
 
@@ -105,6 +109,11 @@ def report(topics: Mapping[str, list[Check]]) -> str:
     if not {"native core", "packages"} & set(missing):
         lines.append("`shoal serve`, on helper hosts, needs none of them.")
     return "\n".join(lines)
+
+
+def _as_json(topics: Mapping[str, list[Check]]) -> dict[str, Any]:
+    checks = [{"topic": topic, **check._asdict()} for topic, checks in topics.items() for check in checks]
+    return {"version": shoal.__version__, "can_train": not _missing(topics), "checks": checks}
 
 
 def _missing(topics: Mapping[str, list[Check]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Parses JSON from files, peers and other processes. Standard library only.
+"""Parses JSON from files, peers and other processes; writes it for programs. Standard library only.
 
 Any problem becomes one error that names the source. ``json.loads`` itself raises ``RecursionError`` for
 lists nested too deeply, and different kinds of ``ValueError`` for text that is not JSON or not UTF-8 and for
@@ -8,6 +8,7 @@ numbers with too many digits.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,3 +42,16 @@ def parse_json(
     except ValueError as reason:
         problem = f"is not JSON: {reason}"
     raise error(f"{where}: {problem}" + (f"; {remedy}" if remedy else ""))
+
+
+def json_document(value: Any) -> str:
+    """Return a value as indented JSON that every parser reads: numbers that are not finite become null."""
+    return json.dumps(_finite(value), indent=1, allow_nan=False, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -54,11 +54,12 @@ def test_a_backend_that_torch_does_not_know() -> None:
 
 
 def test_shoal_beside_gloo_with_what_its_engine_does(tmp_path: Path) -> None:
-    rows, trace = tmp_path / "comm.json", tmp_path / "comm.trace"
-    result = run("--sizes", "64k", "--repeats", "2", "--json", str(rows), "--trace", str(trace))
+    trace = tmp_path / "comm.trace"
+    result = run("--sizes", "64k", "--repeats", "2", "--trace", str(trace), "--json")
     assert result.returncode == 0, result.stderr
-    assert [row["backend"] for row in json.loads(rows.read_text())["rows"]] == ["gloo", "shoal"]
-    assert "×" in next(line for line in result.stdout.splitlines() if " shoal " in line)
+    assert [row["backend"] for row in json.loads(result.stdout)["rows"]] == ["gloo", "shoal"]
+    assert "2 workers on 1 host" in result.stderr
+    assert "×" in next(line for line in result.stderr.splitlines() if " shoal " in line)
     calls = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     (call,) = (event for event in calls if event["name"].endswith("on shoal") and event["pid"] == 0)
     inside = [event for event in calls if event["cat"] != "call" and event["pid"] == 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shoal
 from shoal import doctor
 from shoal.doctor import Check, examine
 from shoal.errors import MODULES_OF_EXTRAS
@@ -58,6 +60,20 @@ def test_this_machine_can_train() -> None:
     assert "gloo" in child.stdout
     assert re.search(r"ok  backend +auto is (shoal \(workers on CPUs\)|nccl, or shoal)", child.stdout)
     assert child.stdout.endswith("Training can run here.\n")
+
+
+def test_the_checks_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = {"Software": [Check("python", "3.14")], "Machine": [Check("disk", "full", "missing", "delete")]}
+    monkeypatch.setattr(doctor, "examine", lambda: checks)
+    assert doctor.doctor(json=True) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "version": shoal.__version__,
+        "can_train": False,
+        "checks": [
+            {"topic": "Software", "name": "python", "finding": "3.14", "state": "ok", "remedy": ""},
+            {"topic": "Machine", "name": "disk", "finding": "full", "state": "missing", "remedy": "delete"},
+        ],
+    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

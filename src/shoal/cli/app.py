@@ -19,6 +19,7 @@ from cyclopts import App, Parameter
 
 from shoal.cli.commands import emulate, export, report
 from shoal.cli.help_text import HelpText, explained
+from shoal.cli.output import chosen_output
 from shoal.cli.plan import plan
 from shoal.env.settings import debug, set_debug
 from shoal.errors import EXIT_OK, EXIT_USAGE, ending, flush_output, hook_errors, print_any_character
@@ -36,7 +37,8 @@ A first run, from text to a report:
 
     shoal report runs/first
 
-An error is one line; --debug shows where it was raised.
+An error is one line; --debug shows where it was raised. --quiet prints nothing but errors. --json of runs,
+report, doctor, plan and bench prints one JSON document.
     """,
     help_format="plaintext",
     help_formatter=HelpText(),
@@ -66,7 +68,7 @@ tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which generates its answe
     "cli.submit:submit": "Submit a command to a cluster.",
     "cli.cluster:cluster": "Write configuration files of a cluster for AWS's tools.",
     "cli.image:image": "Build container images for clusters, and push them.",
-    "cli.runs:runs": "List submitted jobs: state, starts, last saved step, last line.",
+    "cli.runs:runs": "List the runs below this folder, and submitted jobs.",
     "cli.runs:logs": "Print the output of a submitted job.",
     "cli.runs:stop": "Make a submitted job save and exit, without a restart.",
     "cli.bench:bench": "Measure this machine or cluster.",
@@ -118,16 +120,18 @@ def main() -> NoReturn:
     # A parent may have ignored it, which is inherited: the children's exit codes would be lost, and read as 0
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     words = sys.argv[1:]
-    own = words[: words.index("--")] if "--" in words else words
+    own = words[: words.index("--")] if "--" in words else list(words)
     if "--debug" in own:
         words.remove("--debug")
+        own.remove("--debug")
         set_debug()
     if not debug():
         hook_errors()
     try:
         print_any_character()
-        result = app(words, result_action="return_value", exit_on_error=False, print_error=True)
-        sys.stdout.flush()
+        with chosen_output(words, own) as words:
+            result = app(words, result_action="return_value", exit_on_error=False, print_error=True)
+            sys.stdout.flush()
         code = result if isinstance(result, int) else EXIT_OK
     except cyclopts.CycloptsError:
         code = EXIT_USAGE

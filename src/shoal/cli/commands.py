@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from shoal.errors import EXIT_OK, UsageError
+from shoal.json_text import json_document
 
 
 def export(
@@ -51,7 +53,7 @@ def export(
     print(onnx)
 
 
-def report(*runs: Path, out: Path | None = None) -> None:
+def report(*runs: Path, out: Path | None = None, json: bool = False) -> None:
     """Write one HTML page about one run, or several side by side.
 
     Parameters
@@ -60,14 +62,24 @@ def report(*runs: Path, out: Path | None = None) -> None:
         Run directories.
     out
         Output file; default: report.html in the first run's directory.
+    json
+        Print state, settings, times and last scores of the runs as JSON; the page is written with --out only.
     """
     from shoal.record import record_of
 
     for run in runs:
         record_of(run)  # a wrong path is said at once, before what draws is imported
+    if json and runs:
+        from shoal.report.runs import load_runs
+        from shoal.report.summary import summary
+
+        print(json_document({"runs": [summary(run) for run in load_runs(runs)]}))
+        if out is None:
+            return
     from shoal.report.page import write_report
 
-    print(write_report(runs, out))
+    page = write_report(runs, out)
+    print(page, file=sys.stderr if json else sys.stdout)
 
 
 def emulate(

@@ -18,6 +18,42 @@ if TYPE_CHECKING:
 
 _EMPTY = ("()", '""')
 """Defaults that say nothing."""
+_CALLED_ELSEWHERE = {
+    "lr": ("--optim.learning-rate", "--optim.base-learning-rate", "--phase1.learning-rate"),
+    "learning-rate": ("--optim.learning-rate", "--optim.base-learning-rate", "--phase1.learning-rate"),
+    "batch-size": ("--train.global-batch-size", "--phase1.global-batch-size"),
+    "per-device-train-batch-size": ("--train.micro-batch-size", "--phase1.micro-batch-size"),
+    "epochs": ("--train.epochs", "--train.total-epochs", "--train.total-steps", "--phase1.total-steps"),
+    "num-train-epochs": ("--train.epochs", "--train.total-epochs", "--train.total-steps"),
+    "max-steps": ("--train.total-steps", "--phase1.total-steps", "--train.total-epochs", "--train.epochs"),
+    "steps": ("--train.total-steps", "--phase1.total-steps", "--train.total-epochs", "--train.epochs"),
+    "wd": ("--optim.weight-decay",),
+    "warmup": ("--optim.warmup-steps", "--optim.warmup-epochs", "--optim.warmup-share"),
+    "output-dir": ("--run.dir", "--out"),
+    "output": ("--run.dir", "--out"),
+    "out-dir": ("--run.dir", "--out"),
+    "num-workers": ("--workers",),
+    "nproc-per-node": ("--workers",),
+    "gpus": ("--workers",),
+    "num-nodes": ("--nnodes", "--hosts"),
+    "nodes": ("--nnodes", "--hosts"),
+    "fp16": ("--train.precision", "--precision"),
+    "bf16": ("--train.precision", "--precision"),
+    "amp": ("--train.precision", "--precision"),
+    "compile": ("--train.compile",),
+    "optimizer": ("--optim.optimizer",),
+    "data-dir": ("--data.path", "--data"),
+    "dataset": ("--data.path", "--data"),
+    "train-file": ("--data",),
+    "validation-file": ("--eval",),
+    "max-length": ("--window.max-seq-length", "--data.max-seq-length", "--data.block-length"),
+    "checkpoint": ("--model", "--model.checkpoint-path"),
+    "model-name-or-path": ("--model",),
+    "save-steps": ("--run.checkpoint-frequency",),
+    "eval-steps": ("--run.validation-frequency", "--run.evaluation-frequency"),
+    "logging-steps": ("--run.log-frequency",),
+}
+"""What other programs call options of shoal; of several options the first that the command has is meant."""
 _CODE = re.compile(r"``?([^`]+)``?")
 
 
@@ -93,8 +129,15 @@ def explanation(error: CycloptsError) -> str:
 
 
 def _namesake(error: UnknownOptionError) -> str:
-    """Return the option of another section with the unknown one's name; empty if there is none."""
+    """Return the option that is meant by the unknown one; empty if none has its name.
+
+    It is the option of another section with this name, or the one that other programs call so.
+    """
     option = (error.token.keyword or error.token.value).partition("=")[0]
     names = [name for argument in error.argument_collection if argument.parse for name in argument.names]
-    namesakes = [name for name in names if name.partition(".")[2] == option.partition(".")[2] != ""]
+    word = option.lstrip("-").rpartition(".")[2].replace("_", "-")
+    for name in _CALLED_ELSEWHERE.get(word, ()):
+        if name in names:
+            return name
+    namesakes = [name for name in names if name.lstrip("-").rpartition(".")[2] == word != ""]
     return next(iter(get_close_matches(option, namesakes, n=1, cutoff=0.0)), "")

@@ -26,7 +26,7 @@ from shoal.errors import UsageError
 from shoal.recipes import RECIPES, main_of, memory, recipe_of_command, script
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
-from shoal.train.optim_config import OptimizerConfig, owners_of
+from shoal.train.optim_config import OptimizerConfig, check_rates, owners_of
 
 _LISTS = Parameter(consume_multiple=True)  # --finetune.at 5000 10000
 _HELP = ("--help", "-h", "--help-all")
@@ -208,6 +208,8 @@ def _settings(name: str, arguments: Mapping[str, Any]) -> Any:
             changes.setdefault(section, {})[setting] = value
     for section, changed in changes.items():  # at once: settings of a section may need one another
         sections[section] = replace(sections.get(section, defaults[section]), **changed)
+    for section, values in sections.items():
+        check_rates(section, values)
     return config(**sections)
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,19 +88,19 @@ def earlier_id(folder: Path) -> str | None:
     return read(folder).id if (folder / SUBMITTED).exists() else None
 
 
-def jobs(folder: Path) -> list[Submitted]:
-    """Return the jobs that were submitted from the folders in ``folder``, by name.
+def jobs(folders: Iterable[Path]) -> list[Submitted]:
+    """Return the jobs that were submitted from these folders, in their order.
 
     Raises:
         ShoalError: a folder's files are damaged.
     """
     submitted = []
-    for path in sorted(folder.glob(f"*/{SUBMITTED}")):
-        job, job_folder = read(path.parent), JobFolder(path.parent, "")
-        outputs = sorted(path.parent.glob("output*.log"), key=lambda file: file.stat().st_mtime)
+    for folder in folders:
+        job, job_folder = read(folder), JobFolder(folder, "")
+        outputs = sorted(folder.glob("output*.log"), key=lambda file: file.stat().st_mtime)
         submitted.append(
             Submitted(
-                name=path.parent.name,
+                name=folder.name,
                 backend=job.backend,
                 id=job.id,
                 state=_state_or_reason(job),

@@ -91,7 +91,7 @@ def plan(
         (1, True)
     """
     if global_batch is not None and global_batch < 1:
-        raise UsageError(f"the global batch is {global_batch}; it must be at least 1")
+        raise UsageError(f"the global batch (--global-batch) is {global_batch}; it must be at least 1")
     known = Catalog(catalog)
     hosts, helping = known.machines(workers), known.machines(helpers) if helpers else None
     require_accelerators(hosts)
@@ -146,7 +146,8 @@ class _Speed:
             return
         if not (math.isfinite(self.samples_per_s) and self.samples_per_s > 0):
             raise UsageError(
-                f"the throughput is {self.samples_per_s}; it must be a positive number of samples/s"
+                f"the throughput (--throughput) is {self.samples_per_s}; it must be a positive number of "
+                "samples/s"
             )
         if self.trained:
             raise UsageError(

@@ -221,6 +221,14 @@ def schedule_of(rates: Rates, optim: DecayConfig, total_steps: int) -> Schedule:
     )
 
 
+def check_rates(section: str, settings: Any) -> None:
+    """Raise a :class:`UsageError` that names the setting if one of a section's schedule is below 0."""
+    for name in (setting.name for setting in fields(settings)):
+        value = getattr(settings, name)
+        if name.endswith(("learning_rate", "power")) and value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"{section}.{name} {value} must be a number of at least 0")
+
+
 def check_warmup(section: str, warmup_steps: int, steps_section: str, total_steps: int) -> None:
     """Raise a :class:`UsageError` if the warm-up is negative or longer than the training."""
     if not 0 <= warmup_steps <= total_steps:

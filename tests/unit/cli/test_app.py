@@ -160,9 +160,19 @@ def test_commands_imported_on_use_explain_themselves(command: str) -> None:
         ("--train.learning-rate=1e-3", "--optim.learning-rate"),
         ("--tain.seed", "--train.seed"),
         ("--servers.wait-four", "--servers.wait-for"),
+        ("--seed", "--train.seed"),
+        ("--lr=1e-3", "--optim.learning-rate"),
+        ("--batch-size", "--train.global-batch-size"),
+        ("--train.batch-size", "--train.global-batch-size"),
+        ("--batch_size", "--train.global-batch-size"),
+        ("--max-steps", "--train.total-steps"),
+        ("--epochs", "--train.total-steps"),
+        ("--output-dir", "--run.dir"),
+        ("--num-workers", "--workers"),
+        ("--bf16", "--train.precision"),
     ],
 )
-def test_a_setting_in_the_wrong_section_is_found_by_its_name(
+def test_a_setting_is_found_by_its_name_alone_and_by_that_of_other_programs(
     option: str, suggested: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UnknownOptionError):

@@ -65,7 +65,7 @@ def test_jobs_of_all_back_ends_in_one_table(
         {"TrainingJobName": NAME},
     )  # fmt: skip
     with stubbed:
-        found = jobs(folder)
+        found = jobs([folder / name for name in "abc"])
     common = {"starts": 0, "step": "", "run": None, "last_line": ""}
     assert found == [
         Submitted(
