@@ -55,7 +55,7 @@ quick: $(STAMP)  ## the unit tests of one package: make quick P=comm
 	$(BIN)/pytest -m 'not slow' $(TWO) $(wildcard $(QUICK))
 
 test: test-core  ## the tests of every change; CONTRIBUTING.md has the times
-	$(BIN)/pytest -m 'not slow' --ignore=tests/real $(TWO)
+	$(BIN)/pytest -m 'not slow' --ignore=tests/real --ignore=tests/site $(TWO)
 
 test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and thread sanitizer
 	@$(call core_build,asan,address$(comma)undefined)
@@ -68,7 +68,7 @@ test-real: wheels  ## the tests with what the real world brings: a wheel in fres
 	$(BIN)/pytest -m 'not slow' tests/real
 
 test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the quick ones on the oldest torch
-	$(BIN)/pytest $(TWO)
+	$(BIN)/pytest --ignore=tests/site $(TWO)
 	.ci/instruction-sets $(BIN)
 	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
 
@@ -129,8 +129,9 @@ shape: $(STAMP)  ## sizes, floors and imports of the source, the files of one gr
 	@$(BIN)/python -m benchmarks.one_gradient
 
 # Not --quiet, which hides warnings from --strict too.
-docs: $(STAMP)  ## the documentation site in build/site; any warning or broken link fails
+docs: $(STAMP)  ## the documentation site in build/site; any warning, broken link or cut page fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/pytest tests/site
 
 wheels: $(STAMP)  ## the wheel for this Python and the sdist in dist/; auditwheel finds which Linux it needs
 	rm -rf build/untagged dist

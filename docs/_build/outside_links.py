@@ -42,12 +42,12 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Point the links of a page at those pages."""
+    """Point the links of a page at those pages, which need the whole width for long lines and wide tables."""
     root = Path(config.config_file_path).parent
     uri = page.file.src_uri
-    target = next((path for path, known in _pages.items() if known == uri), None)
-    if target is None:
-        return markdown
+    if uri.startswith("source/"):
+        page.meta["hide"] = ["navigation", "toc"]
+    target = next((path for path, known in _pages.items() if known == uri), f"docs/{uri}")
     here = _place(target, root)
 
     def moved(match: re.Match[str]) -> str:
@@ -71,7 +71,9 @@ def _place(target: str, root: Path) -> str:
 
 def _page(file: Path, target: str, config: Any) -> File:
     if file.is_dir():
-        names = sorted(f.name for f in file.iterdir() if f.suffix in {".md", *_SHOWN} and f.name[0] not in "._")
+        names = sorted(
+            f.name for f in file.iterdir() if f.suffix in {".md", *_SHOWN} and f.name[0] not in "._"
+        )
         text = f"# {target}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
         return File.generated(config, f"source/{target}/index.md", content=text)
     if file.suffix == ".md":

@@ -108,6 +108,11 @@ def test_figures_without_samples_stand_in_their_source(row: dict[str, Any]) -> N
     assert set(FIGURE.findall(row["reached"])) <= source, f"{row['reached']} is not in {row['source']}"
 
 
+def test_the_figures_of_the_home_page_are_those_of_the_readme() -> None:
+    figures = re.findall(r"[\d.]+×", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    assert figures and set(figures) <= set(re.findall(r"[\d.]+×", README))
+
+
 def test_output_of_make_train_is_that_of_a_recorded_run() -> None:
     file = "make_train_epyc-2core_2026-11-27.md"
     recorded = (results_page.RESULTS / file).read_text(encoding="utf-8").split("\n## ")[1].splitlines()

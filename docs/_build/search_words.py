@@ -1,0 +1,35 @@
+"""Says to the search what pages are for: words that readers type for them, how much they count, which are left out.
+
+``search.toml`` beside this file has the words. They are searched, and shown nowhere.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import Abort
+
+FILE = Path(__file__).with_name("search.toml")
+
+
+def on_files(files: Any, **_: Any) -> None:
+    """Abort if the file names a page that does not exist."""
+    gone = sorted(set(_read()["words"]) - {file.src_uri for file in files})
+    if gone:
+        raise Abort(f"{FILE.name} has words of pages that do not exist: {', '.join(gone)}")
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> None:
+    """Give a page its place in the search."""
+    settings, uri = _read(), page.file.src_uri
+    if words := settings["words"].get(uri):
+        page.meta["tags"] = words
+        page.meta["search"] = {"boost": settings["boost_of_guides"]}
+    elif uri.startswith(tuple(settings["left_out"])):
+        page.meta["search"] = {"exclude": True}
+
+
+def _read() -> dict[str, Any]:
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
