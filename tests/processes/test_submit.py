@@ -144,6 +144,6 @@ def test_commands_for_other_hosts_are_shown(tmp_path: Path) -> None:
 
 
 def test_there_is_no_job_to_list_or_stop(tmp_path: Path) -> None:
-    assert shoal("runs", cwd=tmp_path).stdout == "jobs has no submitted job\n"
+    assert shoal("runs", cwd=tmp_path).stdout == f"{tmp_path} has no run and no submitted job\n"
     done = shoal("stop", "bert", cwd=tmp_path)
     assert (done.returncode, "jobs/bert has no job that waits or runs" in done.stderr) == (2, True)

@@ -51,7 +51,7 @@ def plan(
 
     A plan is a choice of layout and all-reduce algorithm with its predicted throughput, time, cost and
     memory. Nothing is allocated or computed: the model's operations are counted on the meta device, and a
-    step is simulated. ``docs/plan.md`` describes the model and its errors on published results.
+    step is simulated. ``docs/plan-accuracy.md`` describes the model and its errors on published results.
 
     Args:
         model: name of a recipe's model or preset (``"bert-large"``, ``"bert-large-lans"``),

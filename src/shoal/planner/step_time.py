@@ -27,7 +27,8 @@ from shoal.planner.workload import Workload, gradient_buckets
 
 KERNEL_S = 10e-6
 """τ at the clock of an A100: launch, ramp and tail of a kernel over a tiny tensor. Latencies are counted in
-cycles, so τ scales with the inverse of the clock. One figure for all models and devices; see docs/plan.md."""
+cycles, so τ scales with the inverse of the clock. One figure for all models and devices; see
+docs/plan-accuracy.md."""
 KERNEL_CLOCK_HZ = 1.41e9
 MOST_BUCKETS = 64
 """Buckets that are simulated: of more, several are one, whose bytes count and whose latency counts once."""
