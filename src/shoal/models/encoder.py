@@ -84,6 +84,7 @@ class Encoder:
         )
         self.activation_checkpointing = activation_checkpointing
         self.final_norm = final_norm_of(base)  # layers are pre-norm where there is one
+        self._keys_of_sites = _keys_of_sites
 
     def __call__(
         self,
@@ -127,8 +128,11 @@ class Encoder:
         """Compile the layers with ``torch.compile``, which takes these options.
 
         All layers share the compiled code, a graph for each kind of layer and of batch, so compiling takes
-        the same time for any number of layers. Embeddings and heads stay as they are.
+        the same time for any number of layers. So is the making of their dropout's keys, whose steps would
+        be 28 operations, each on a number per head and token of all layers. Embeddings and heads stay as
+        they are.
         """
+        self._keys_of_sites = torch.compile(_keys_of_sites, **options)
         self._layer = torch.compile(MethodType(Encoder._layer, self), **options)  # type: ignore[method-assign]
 
     def sample_keys(self, dropout_keys: Tensor | None, cu_seqlens: Tensor) -> Tensor | None:
@@ -147,15 +151,14 @@ class Encoder:
         num_sites = 2 * num_layers + 1
         if keys is None or not self._drops:
             return [None] * num_sites, [None] * num_layers
-        sites = torch.arange(num_sites + num_layers, device=keys.device)
-        of_tokens = token_keys(keys, position_ids, cu_seqlens)
-        of_rows = fold_in(of_tokens, sites[:num_sites, None]).unbind()
-        if not any(layer.attention_dropout for layer in self.layers):
-            return of_rows, [None] * num_layers
-        padded = fold_in(keys[:, None], torch.arange(max_seqlen, device=keys.device))
-        heads = torch.arange(self.layers[0].num_heads, device=keys.device)[:, None]
-        of_queries = fold_in(padded, sites[num_sites:, None, None])[:, :, None]
-        return of_rows, fold_in(of_queries, heads).unbind()
+        drops_weights = any(layer.attention_dropout for layer in self.layers)
+        of_rows, of_weights = self._keys_of_sites(
+            token_keys(keys, position_ids, cu_seqlens),
+            keys,
+            num_sites,
+            (num_layers, self.layers[0].num_heads, max_seqlen) if drops_weights else None,
+        )
+        return of_rows.unbind(), [None] * num_layers if of_weights is None else of_weights.unbind()
 
     def _layer(
         self,
@@ -179,6 +182,27 @@ class Encoder:
         fed = layer.down(layer.activation(layer.up(layer.output_norm(attended) if pre else attended)))
         out: Tensor = attended + drop(fed, output_keys, layer.output_dropout)
         return out if pre else layer.output_norm(out)
+
+
+def _keys_of_sites(
+    of_tokens: Tensor, keys: Tensor, num_sites: int, weights: tuple[int, int, int] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the keys of rows at all sites, ``[num_sites, T]``, and of weights, ``[layers, B, heads, S]``.
+
+    Args:
+        of_tokens: ``[T]``.
+        keys: ``[B]``, of the samples.
+        weights: layers, heads and S; ``None``: weights are not dropped.
+    """
+    sites = torch.arange(num_sites, device=keys.device)
+    of_rows = fold_in(of_tokens, sites[:, None])
+    if weights is None:
+        return of_rows, None
+    num_layers, num_heads, max_seqlen = weights
+    layers = torch.arange(num_sites, num_sites + num_layers, device=keys.device)
+    padded = fold_in(keys[:, None], torch.arange(max_seqlen, device=keys.device))
+    heads = torch.arange(num_heads, device=keys.device)[:, None]
+    return of_rows, fold_in(fold_in(padded, layers[:, None, None])[:, :, None], heads)
 
 
 def _attend(
