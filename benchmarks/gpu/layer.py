@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.layer --markdown benchmarks/results/gpu_layer_DATE.md
 
-The layer is that of the recipes: 64 x 512 tokens, bf16 products, residuals of fp32, keyed dropout, attention
+The layer is that of the recipes: 64 x 512 tokens, bf16 products and residuals, keyed dropout, attention
 in the kernels of ``shoal.attention_kernel``. Bytes are those of its Triton kernels, each tensor once a
 kernel; products and attention are not in them. Nothing runs (``benchmarks.gpu.kernels``); it takes half a
 minute.
@@ -71,7 +71,7 @@ class _OneLayer(nn.Module):
         layout = _Layout(positions, torch.arange(num_sequences + 1) * length, length, None)
         of_rows = torch.zeros(num_tokens, dtype=torch.int64)
         of_weights = torch.zeros(num_sequences, encoder.layers[0].num_heads, length, dtype=torch.int64)
-        rows = torch.randn(num_tokens, hidden, requires_grad=True)
+        rows = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
         self.inputs = (encoder.layers[0], rows, None, layout, (of_rows, of_rows, of_weights))
 
     def compile(self, *args: Any, **options: Any) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from shoal.dropout import attention, dropout, fold_in
@@ -115,6 +116,8 @@ class Encoder:
         keys = self.sample_keys(dropout_keys, cu_seqlens)
         of_rows, of_weights = self._site_keys(keys, position_ids, cu_seqlens, max_seqlen)
         hidden = embed(self.base, input_ids, token_type_ids, position_ids, of_rows[0])
+        if _computes_in_bf16(hidden):
+            hidden = hidden.bfloat16()
         last = len(self.layers) - 1
         run: Callable[..., Tensor] = self._layer
         if self.activation_checkpointing and self.base.training:
@@ -122,7 +125,7 @@ class Encoder:
         for number, layer in enumerate(self.layers):
             site_keys = (of_rows[2 * number + 1], of_rows[2 * number + 2], of_weights[number])
             hidden = run(layer, hidden, wanted if number == last else None, layout, site_keys)
-        return hidden if self.final_norm is None else self.final_norm(hidden)
+        return hidden if self.final_norm is None else _norm(self.final_norm, hidden)
 
     def compile(self, **options: Any) -> None:
         """Compile the layers with ``torch.compile``, which takes these options.
@@ -132,6 +135,7 @@ class Encoder:
         be 28 operations, each on a number per head and token of all layers. Embeddings and heads stay as
         they are.
         """
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # of `_add`
         self._keys_of_sites = torch.compile(_keys_of_sites, **options)
         self._layer = torch.compile(MethodType(Encoder._layer, self), **options)  # type: ignore[method-assign]
 
@@ -170,18 +174,48 @@ class Encoder:
     ) -> Tensor:
         pre = self.final_norm is not None
         dense_keys, output_keys, weight_keys = keys
-        source = layer.attention_norm(hidden) if pre else hidden
+        source = _norm(layer.attention_norm, hidden) if pre else hidden
         asking, residual = source, hidden
         if wanted is not None:
             residual = _Collect.apply(hidden, wanted)
             asking = _Collect.apply(source, wanted) if pre else residual
             dense_keys, output_keys = (k if k is None else k[wanted] for k in (dense_keys, output_keys))
         context = _attend(layer, asking, wanted, source, layout, weight_keys)
-        summed = residual + drop(layer.dense(context), dense_keys, layer.dense_dropout)
-        attended = summed if pre else layer.attention_norm(summed)
-        fed = layer.down(layer.activation(layer.up(layer.output_norm(attended) if pre else attended)))
-        out: Tensor = attended + drop(fed, output_keys, layer.output_dropout)
-        return out if pre else layer.output_norm(out)
+        summed = _add(residual, drop(layer.dense(context), dense_keys, layer.dense_dropout))
+        attended = summed if pre else _norm(layer.attention_norm, summed)
+        fed = layer.down(layer.activation(layer.up(_norm(layer.output_norm, attended) if pre else attended)))
+        out = _add(attended, drop(fed, output_keys, layer.output_dropout))
+        return out if pre else _norm(layer.output_norm, out)
+
+
+def _computes_in_bf16(rows: Tensor) -> bool:
+    """Return whether products are computed in bf16; then what is between them is stored in bf16 as well."""
+    device_type = rows.device.type
+    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16
+
+
+def _add(residual: Tensor, output: Tensor) -> Tensor:
+    """Return the sum, which compiled code stores for the backward pass.
+
+    Left to itself, Inductor stores the block's output, and three of its kernels drop and add again.
+    """
+    if not torch.compiler.is_compiling():
+        return residual + output
+    policy = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    stored: Tensor = checkpoint(
+        torch.add, residual, output, use_reentrant=False, preserve_rng_state=False, context_fn=policy
+    )
+    return stored
+
+
+def _norm(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
+    """Return the normalised rows in their own type; statistics, scale and bias are of the parameters' type.
+
+    Under autocast a module's result would be fp32 on a GPU: twice the bytes for each step between products.
+    """
+    with torch.autocast(rows.device.type, enabled=False):
+        normed: Tensor = norm(rows.to(norm.weight.dtype))
+    return normed.to(rows.dtype)
 
 
 def _keys_of_sites(
