@@ -39,6 +39,21 @@ _ORDER_MARKS = {
 }
 _NULLS_OF_UTF16 = 0.03
 """Share of nulls in UTF-16 at least, of the blanks alone; and at most among nulls at the other places."""
+_ARCHIVES = {
+    b"PK\x03\x04": "a zip",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!\x1a\x07": "a rar archive",
+    b"\x1f\x8b": "compressed by gzip",
+    b"BZh": "compressed by bzip2",
+    b"\xfd7zXZ\x00": "compressed by xz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"%PDF-": "a PDF",
+    b"\x89HDF": "an HDF5 file",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"SQLite format 3": "a database of SQLite",
+}
+_TAR_MAGIC = slice(257, 262), b"ustar"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -118,11 +133,11 @@ def read_text(path: Path, *, keep_wrong: bool = False) -> str:
             that leaves out those rows (:func:`shoal.data.bad_entries.wrong_byte`).
 
     Raises:
-        UsageError: it cannot be read, is UTF-16, is not UTF-8 and must be, or is empty.
+        UsageError: it cannot be read, is an archive or UTF-16, is not UTF-8 and must be, or is empty.
     """
     try:
         data = path.read_bytes()
-        refuse_wide_text(path, data)
+        refuse_binary(path, data)
         text = data.decode("utf-8-sig", "surrogateescape" if keep_wrong else "strict")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -140,20 +155,38 @@ def not_utf8(where: str, byte: int, position: int) -> UsageError:
     return UsageError(f"{where}: {byte:#04x}, byte {position + 1} of the file, is not UTF-8; {TO_UTF8}")
 
 
-def refuse_wide_text(path: Path | str, head: bytes) -> None:
-    """Check that a text does not have characters of two or four bytes, which could pass as UTF-8 with nulls.
+def refuse_binary(path: Path | str, head: bytes) -> None:
+    """Check that a file is a text in which UTF-8 may be expected: no archive, and no UTF-16 or UTF-32.
+
+    Characters of two or four bytes could pass as UTF-8 with nulls.
 
     Args:
         path: the file, for the message.
         head: the first bytes of its content; a longer text is looked at in part.
 
     Raises:
-        UsageError: it is UTF-16 or UTF-32, by its byte order mark or by the places of its nulls.
+        UsageError: it is an archive, another binary format, or by its byte order mark or the places of its
+            nulls UTF-16 or UTF-32.
     """
+    if kind := archive_of(head):
+        raise UsageError(f"{path}: its content is {kind} and no text; unpack or convert it")
     if encoding := wide_encoding(head[:_HEAD_BYTES]):
         raise UsageError(
             f"{path}: its content is {encoding}; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
         )
+
+
+def archive_of(head: bytes) -> str:
+    """Return in words what the content of a file is if it is an archive or a binary format, else ``""``.
+
+    Example:
+        >>> archive_of(b"PK\\x03\\x04..."), archive_of(b"Packed once.")
+        ('a zip', '')
+    """
+    span, magic = _TAR_MAGIC
+    if head[span] == magic:
+        return "a tar"
+    return next((words for magic, words in _ARCHIVES.items() if head.startswith(magic)), "")
 
 
 def wide_encoding(head: bytes) -> str:

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.atomic_io import MAX_WHOLE_BYTES, not_utf8, refuse_wide_text
+from shoal.atomic_io import MAX_WHOLE_BYTES, not_utf8, refuse_binary
 from shoal.errors import UsageError
 
 _BLOCK_CHARS = 1 << 22
@@ -71,7 +71,7 @@ def _decoded(blocks: Iterable[bytes], name: str, errors: str) -> Iterator[str]:
     num_bytes = 0
     for block in chain(blocks, [b""]):
         if not num_bytes:
-            refuse_wide_text(name, block)
+            refuse_binary(name, block)
         num_bytes += len(block)
         try:
             yield decoder.decode(block, final=not block)

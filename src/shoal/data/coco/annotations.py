@@ -201,7 +201,7 @@ class _Reader:
             )
         if number in self._categories:
             raise BadEntry("a category whose id another one has", f"id {number}")
-        name = entry.get("name", str(number))
+        name = str(number) if entry.get("name") is None else entry["name"]
         if not isinstance(name, str):
             raise BadEntry("a category whose name is no text", repr(name))
         self._categories[number] = name
@@ -220,8 +220,9 @@ class _Reader:
         if areas is None:
             raise BadEntry("an annotation whose area is no finite number", shown(area))
         crowd = entry.get("iscrowd") or 0
+        crowd = whole_number(crowd) if isinstance(crowd, str) else crowd
         if crowd not in (0, 1):
-            raise BadEntry("an annotation whose iscrowd is neither 0 nor 1", shown(crowd))
+            raise BadEntry("an annotation whose iscrowd is neither 0 nor 1", shown(entry["iscrowd"]))
         one = CocoObject(number, category, box, areas[0], bool(crowd), segmentation)
         self._ids.add(own)
         self._objects.append((image, index, one))

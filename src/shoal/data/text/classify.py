@@ -122,6 +122,7 @@ def read_classify(
     if labels is None:
         labels = sorted({label for *_, label in labelled})
         _refuse_scores(path, labels)
+        _refuse_blanks(path, labels)
     index = {label: k for k, label in enumerate(labels)}
     if len(index) != len(labels) or len(index) < 2:
         raise UsageError(f"{path}: the labels {', '.join(labels)} must be two or more different ones")
@@ -152,6 +153,17 @@ def _refuse_scores(path: Path, labels: Sequence[str]) -> None:
             f"{path}: labels such as {scores[0]} are scores, which `shoal finetune classify --data.scores` "
             "learns as numbers; if they are classes, list them with --labels"
         )
+
+
+def _refuse_blanks(path: Path, labels: Sequence[str]) -> None:
+    """Raise if two labels of a file differ in blanks around them only, which would make them two classes."""
+    first_of = {label.strip(): label for label in reversed(labels)}
+    for label in labels:
+        if (other := first_of[label.strip()]) != label:
+            raise UsageError(
+                f"{path}: the labels {other!r} and {label!r} differ in blanks only; correct them, or if they "
+                "are two classes, list them with --labels"
+            )
 
 
 def read_scores(
@@ -293,7 +305,8 @@ def read_rows(path: Path, columns: Columns, bad: BadEntries) -> Iterator[tuple[s
         texts, label = (cells[:-1], _label_of(cells[-1], columns)) if columns.label else (cells, "")
         if label is None:
             bad.add(
-                BadEntry("a row whose label is neither a text nor a whole number", repr(cells[-1])), where
+                BadEntry("a row whose label is neither a text nor a whole number", f"{cells[-1]!r:.60}"),
+                where,
             )
         elif not all(isinstance(text, str) for text in texts):
             value = next(text for text in texts if not isinstance(text, str))
@@ -342,7 +355,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         UsageError: it is not CSV, or a quote is not closed, which would make one cell of all lines behind it.
     """
     text = read_text(path, keep_wrong=True)
-    delimiter = max(_DELIMITERS, key=text.partition("\n")[0].count)
+    delimiter = max(_DELIMITERS, key=text.lstrip().splitlines()[0].count)
     csv.field_size_limit(_MOST_CELL)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     first = last = 0
@@ -389,8 +402,6 @@ def _table_rows(
     if wrong := wrong_byte(header):
         raise UsageError(f"{path}, line 1: a name of a column is {wrong.args[0]}: {wrong.args[1]}")
     names = _chosen(f"{path}, line 1", columns, header)
-    if twice := [name for name in names if header.count(name) > 1]:
-        raise UsageError(f"{path}, line 1: there are several columns {twice[0]!r}; rename all but one")
     num_quoted = num_rows = 0
     for number, parts in numbered:
         num_rows += 1
@@ -417,6 +428,7 @@ def _is_quoted(cell: str) -> bool:
 
 def _chosen(where: str, columns: Columns, present: Collection[str]) -> list[str]:
     """Return the column names of the texts and of the label, if any, after checking that they exist."""
+    present = list(present)
     label = next((name for name in columns.label if name in present), next(iter(columns.label), None))
     names = [name for name in (columns.first, columns.second, label) if name is not None]
     for name in names:
@@ -425,6 +437,8 @@ def _chosen(where: str, columns: Columns, present: Collection[str]) -> list[str]
                 f"{where}: there is no column {name!r}, only {', '.join(map(repr, present))}."
                 f"{did_you_mean(name, present)}"
             )
+        if present.count(name) > 1:
+            raise UsageError(f"{where}: there are several columns {name!r}; rename all but one")
     return names
 
 

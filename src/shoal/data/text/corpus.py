@@ -23,11 +23,11 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from shoal.atomic_io import refuse_wide_text
+from shoal.atomic_io import archive_of, refuse_binary
 from shoal.data.bad_entries import NO_TEXT, NOT_UTF8, BadEntries, BadEntry
 from shoal.data.text.hub import PREFIX, parse_hub
 from shoal.data.text.mediawiki import PAGE, hidden_namespaces, is_dump, page_text
-from shoal.data.text.packed import PACKINGS, archive_of, peek, split_packing
+from shoal.data.text.packed import PACKINGS, peek, split_packing
 from shoal.data.text.rows import TEXT, column_bytes, column_texts, json_line_text
 from shoal.data.text.sentences import normalise
 from shoal.errors import ShoalError, UsageError
@@ -218,7 +218,7 @@ def _refuse_binary(path: Path, head: bytes, packing: str) -> None:
             f"{path}: its content{inside} is {kind} and no text; unpack it, or name a compressed file by its "
             f"kind ({', '.join(PACKINGS)})"
         )
-    refuse_wide_text(path, head)
+    refuse_binary(path, head)
     if head.count(b"\r") > 1 and b"\n" not in head:
         raise UsageError(
             f"{path}: its lines end in CR alone, which would make it one line; convert it: tr '\\r' '\\n'"
@@ -332,6 +332,7 @@ def _paths_of(source: str) -> tuple[list[Path], bool]:
 
 
 def _is_named_as_text(name: str) -> bool:
+    name = name.lower()
     return bool(_DUMP_NAME.search(name)) or (name.endswith(SUFFIXES) and not name.endswith(_DUMP_INDEX))
 
 

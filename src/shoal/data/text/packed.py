@@ -48,45 +48,15 @@ PACKINGS = tuple(_DECODERS)
 """Suffixes of compressed files."""
 
 
-_ARCHIVES = {
-    b"PK\x03\x04": "a zip",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
-    b"Rar!\x1a\x07": "a rar archive",
-    b"\x1f\x8b": "compressed by gzip",
-    b"BZh": "compressed by bzip2",
-    b"\xfd7zXZ\x00": "compressed by xz",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd",
-    b"%PDF-": "a PDF",
-    b"\x89HDF": "an HDF5 file",
-    b"PAR1": "a Parquet file",
-    b"ARROW1": "an Arrow file",
-    b"SQLite format 3": "a database of SQLite",
-}
-_TAR_MAGIC = slice(257, 262), b"ustar"
-
-
-def archive_of(head: bytes) -> str:
-    """Return in words what the content of a file is if it is an archive or a binary format, else ``""``.
-
-    Example:
-        >>> archive_of(b"PK\\x03\\x04..."), archive_of(b"Packed once.")
-        ('a zip', '')
-    """
-    span, magic = _TAR_MAGIC
-    if head[span] == magic:
-        return "a tar"
-    return next((words for magic, words in _ARCHIVES.items() if head.startswith(magic)), "")
-
-
 def split_packing(name: str) -> tuple[str, str]:
-    """Return ``name`` without the suffix of its compression, and this suffix.
+    """Return ``name`` without the suffix of its compression, and this suffix in small letters.
 
     Example:
         >>> split_packing("dump.xml.bz2"), split_packing("verse.txt")
         (('dump.xml', '.bz2'), ('verse.txt', ''))
     """
-    packing = next((suffix for suffix in PACKINGS if name.endswith(suffix)), "")
-    return name.removesuffix(packing), packing
+    packing = next((suffix for suffix in PACKINGS if name.lower().endswith(suffix)), "")
+    return name[: len(name) - len(packing)], packing
 
 
 def unpacked_blocks(

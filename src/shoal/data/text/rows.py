@@ -103,6 +103,8 @@ def json_rows(path: Path, bad: BadEntries) -> Iterator[tuple[int, str, dict[str,
         with contextlib.suppress(UsageError):  # else lines, the first of which is no object
             array = parse_json(text, "", error=UsageError)
     if array is None:
+        if text.count("\r") > 1 and "\n" not in text:
+            raise UsageError(f"{path}: its lines end in CR alone; convert them, as by `tr '\\r' '\\n'`")
         yield from _json_lines(text, bad)
         return
     read_text(path)  # the entries of one document are not told apart by lines
@@ -212,7 +214,7 @@ def _opened(path: Path, name: str) -> Iterator[Any]:
             yield file
     except UsageError:
         raise
-    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own errors are among these
         raise UsageError(f"{name}: cannot be read as Parquet: {error}; get it again") from None
 
 

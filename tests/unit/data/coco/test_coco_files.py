@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import tracemalloc
 import zipfile
@@ -123,6 +124,11 @@ FORMS_OF_TOOLS: dict[str, tuple[Change, Change]] = {
     ),
     "crowd false": (lambda t: first(t, iscrowd=False), lambda t: first(t, iscrowd=0)),
     "crowd null": (lambda t: first(t, iscrowd=None), lambda t: first(t, iscrowd=0)),
+    "crowd as text": (lambda t: first(t, iscrowd="1"), lambda t: first(t, iscrowd=1)),
+    "category without a name": (
+        lambda t: t["categories"][0].update(name=None),
+        lambda t: t["categories"][0].update(name=str(t["categories"][0]["id"])),
+    ),
     "box of its polygons": (
         lambda t: first(t, bbox=None, area=1, segmentation=[square(3, 4, 9), square(8, 2, 3)]),
         lambda t: first(t, bbox=[3, 2, 9, 11], area=1, segmentation=[square(3, 4, 9), square(8, 2, 3)]),
@@ -158,6 +164,19 @@ def test_forms_that_annotation_tools_write(name: str, tmp_path: Path) -> None:
     found, plain = (read_annotations(write(tmp_path / f"{n}.json", tree)) for n, tree in enumerate(trees))
     assert found.bad.counts == plain.bad.counts == {}
     assert (found.images, found.categories, found.objects) == (plain.images, plain.categories, plain.objects)
+
+
+def test_annotations_without_ids_are_kept(tmp_path: Path) -> None:
+    truth = made_truth(1)
+    plain = read_annotations(write(tmp_path / "plain.json", truth))
+    for number, one in enumerate(truth["annotations"]):
+        one.pop("id") if number % 2 else one.update(id=None)
+    found = read_annotations(write(tmp_path / "bare.json", truth))
+    assert found.bad.counts == {}
+    own = [one.id for some in found.objects.values() for one in some]
+    assert len(set(own)) == len(own) == len(truth["annotations"]) and max(own) < 0
+    for number, some in plain.objects.items():
+        assert [one.box for one in found.objects[number]] == [one.box for one in some]
 
 
 def test_images_whose_ids_are_words(tmp_path: Path) -> None:
@@ -260,6 +279,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"0xe9, byte {far.index(0xE9) + 1} of the file"):
         read_annotations(tmp_path / "latin.json")
     (tmp_path / "wide.json").write_bytes('{"images": []}'.encode("utf-16"))
+    (tmp_path / "packed.json").write_bytes(gzip.compress(b'{"images": []}'))
+    with pytest.raises(UsageError, match=r"packed.json: its content is compressed by gzip"):
+        read_annotations(tmp_path / "packed.json")
     with pytest.raises(UsageError, match=r"wide.json: its content is UTF-16; convert it: iconv"):
         read_annotations(tmp_path / "wide.json")
 

@@ -7,7 +7,9 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from shoal.data.bad_entries import NO_LABEL, NOT_UTF8, BadEntries
 from shoal.data.text.classify import (
@@ -266,6 +268,15 @@ TABLE = "a,label\n" + "".join(f"text {number},{number % 2}\n" for number in rang
     [
         pytest.param("x.csv", TABLE.replace(",", ";"), "text 29", id="semicolons"),
         pytest.param("x.csv", TABLE.replace(",", "\t"), "text 29", id="tabs"),
+        pytest.param("x.csv", "\n\r\n" + TABLE.replace(",", ";"), "text 29", id="blank lines first"),
+        pytest.param("x.csv", TABLE.replace(",", ";").replace("\n", "\r"), "text 29", id="CR"),
+        pytest.param("x.csv", "\ufeff" + TABLE.replace("text 29", '"a\r\nb"'), "a\r\nb", id="CRLF in a cell"),
+        pytest.param(
+            "x.tsv",
+            TABLE.replace(",", "\t").replace("text 29", "a\u2028b\x85\x0b\x0cc"),
+            "a\u2028b\x85\x0b\x0cc",
+            id="line ends of Unicode",
+        ),
         pytest.param("X.CSV", "\ufeff" + TABLE.replace("\n", "\r\n"), "text 29", id="capitals, mark, CRLF"),
         pytest.param(
             "x.csv", TABLE + '"he said ""so"",\nand left",1', 'he said "so",\nand left', id="quotes"
@@ -311,12 +322,34 @@ def test_empty_cells_and_nan_are_no_labels(tmp_path: Path, name: str, text: str)
         ("x.csv", "a,a,label\nt,u,1\n", r"line 1: there are several columns 'a'; rename all but one"),
         ("x.tsv", "a\tlabel\rt\t1\rt\t0\r", r"its lines end in CR alone; convert them"),
         ("x.tsv", "a\tlabel\n" + '"one ""x"",\nmore"\t1\n' * 9, r"cells are in quotes, .* write it as \.csv"),
+        ("x.jsonl", '{"a": "t", "label": 1}\r' * 9, r"x.jsonl: its lines end in CR alone; convert them"),
+        ("x.tsv", "a\tlabel\nt\tyes\nt\tno\nt\tyes \n", r"the labels 'yes' and 'yes ' differ in blanks only"),
+        ("x.csv", "PK\x03\x04 and more", r"x.csv: its content is a zip and no text; unpack or convert it"),
         ("x.csv.gz", "", r"is known by the end of its name: .*; unpack compressed files"),
     ],
 )
 def test_tables_that_would_be_misread_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_classify(write(tmp_path, text, name), TEXTS, labels=None)
+
+
+def test_a_parquet_file_with_a_column_twice(tmp_path: Path) -> None:
+    texts, labels = pa.array(["t", "u"]), pa.array([0, 1])
+    twice = pa.Table.from_arrays([texts, texts, labels], names=["a", "a", "label"])
+    parquet.write_table(twice, tmp_path / "x.parquet")
+    with pytest.raises(UsageError, match=r"x.parquet: there are several columns 'a'; rename all but one"):
+        read_classify(tmp_path / "x.parquet", TEXTS, labels=None)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+def test_columns_of_parquet_that_are_dictionaries(tmp_path: Path, kind: pa.DataType) -> None:
+    labels = pa.array(["yes", "no", None, "yes"]).dictionary_encode()
+    texts = pa.array(["t", "u", "v", "w"], pa.string()).dictionary_encode()
+    columns = {"a": texts.cast(pa.dictionary(pa.int16(), kind)), "label": labels}
+    parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
+    data = read_classify(tmp_path / "x.parquet", TEXTS, labels=None)
+    assert data.labels == ("no", "yes") and [example.first for example in data.examples] == ["t", "u", "w"]
+    assert num_unlabelled(data) == 1
 
 
 def test_scores_are_numbers_of_any_form(tmp_path: Path) -> None:

@@ -119,6 +119,24 @@ def test_small_files_share_a_piece_and_large_ones_are_cut(tmp_path: Path) -> Non
     ]
 
 
+def test_names_in_capitals(tmp_path: Path) -> None:
+    write(tmp_path / "A.TXT", "One.")
+    write(tmp_path / "B.JSONL", '{"text": "Two."}\n')
+    (tmp_path / "C.JSONL.GZ").write_bytes(gzip.compress(b'[{"text": "Three."}]'))
+    parquet.write_table(pa.table({"text": ["Four."]}), tmp_path / "D.PARQUET")
+    write(tmp_path / "E.CSV", "text\nFive.\n")
+    found = [
+        (file.path.name, file.format, file.packing, file.is_array)
+        for file in find_files([str(tmp_path)], "auto")
+    ]
+    assert found == [
+        ("A.TXT", "files", "", False),
+        ("B.JSONL", "jsonl", "", False),
+        ("C.JSONL.GZ", "jsonl", ".gz", True),
+        ("D.PARQUET", "parquet", "", False),
+    ]
+
+
 JSON_LINES = "".join(
     json.dumps({"id": number, "body": f"Row {number}.\n\nIts other\nparagraph."}) + "\n" + "\n" * (number % 3)
     for number in range(9)

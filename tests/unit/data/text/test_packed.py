@@ -35,6 +35,7 @@ def test_every_packing_is_tested() -> None:
     assert set(PACK) == set(PACKINGS)
     assert split_packing("a.b.txt.gz") == ("a.b.txt", ".gz")
     assert split_packing("zst") == ("zst", "")
+    assert split_packing("A.JSONL.GZ") == ("A.JSONL", ".gz")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
