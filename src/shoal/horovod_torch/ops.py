@@ -119,8 +119,8 @@ def grouped_allreduce_async_(
 
 def grouped_allreduce_(*arguments: Any, **options: Any) -> Tensors:
     """Replace tensors by their reductions; arguments of :func:`grouped_allreduce_async_`."""
-    found: Tensors = grouped_allreduce_async_(*arguments, **options).wait()
-    return found
+    reduced: Tensors = grouped_allreduce_async_(*arguments, **options).wait()
+    return reduced
 
 
 def grouped_allreduce_async(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Handle:
@@ -153,18 +153,18 @@ def grouped_allreduce(
     check_keywords("grouped_allreduce", {"process_set": process_set})
     reduction, wire = check_reduction(op, average), check_wire(compression)
 
-    def run(given: Tensors) -> Tensors:
-        own = [tensor.clone() for tensor in given]
-        found: Tensors = _reduce(own, reduction, prescale_factor, postscale_factor).wait()
-        return found
+    def run(operands: Tensors) -> Tensors:
+        own = [tensor.clone() for tensor in operands]
+        reduced: Tensors = _reduce(own, reduction, prescale_factor, postscale_factor).wait()
+        return reduced
 
     def back(gradients: Tensors) -> Tensors:
         if reduction not in (Average, Sum):
             raise UsageError(f"the gradient of a {reduction} over ranks is not known; detach the tensor")
         return run(gradients)
 
-    found = _differentiable(run, back, [on_the_wire(tensor, wire) for tensor in tensors])
-    return [result.to(tensor.dtype) for result, tensor in zip(found, tensors, strict=True)]
+    results = _differentiable(run, back, [on_the_wire(tensor, wire) for tensor in tensors])
+    return [result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True)]
 
 
 def on_the_wire(tensor: Tensor, wire: str | None) -> Tensor:
@@ -268,7 +268,7 @@ def grouped_allgather(
             for mean, begin, tensor in zip(means, begins, tensors, strict=True)
         ]
 
-    return _differentiable(lambda given: _gather(given).wait(), back, list(tensors))
+    return _differentiable(lambda operands: _gather(operands).wait(), back, list(tensors))
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: None = None) -> Tensor:
@@ -318,8 +318,8 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
         mean = allreduce(gradients[0])
         return [mean if process.rank() == root_rank else torch.zeros_like(mean)]
 
-    def run(given: Tensors) -> Tensors:
-        return [broadcast_async(given[0], root_rank, name, process_set).wait()]
+    def run(operands: Tensors) -> Tensors:
+        return [broadcast_async(operands[0], root_rank, name, process_set).wait()]
 
     return _differentiable(run, back, [tensor])[0]
 
@@ -373,9 +373,9 @@ def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, proces
     check_keywords("alltoall", {"process_set": process_set})
     received = torch.empty(0, dtype=torch.int32)
 
-    def run(given: Tensors) -> Tensors:
+    def run(operands: Tensors) -> Tensors:
         nonlocal received
-        rows, received = _exchange(given[0], splits).wait()
+        rows, received = _exchange(operands[0], splits).wait()
         return [rows]
 
     def back(gradients: Tensors) -> Tensors:
@@ -383,8 +383,8 @@ def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, proces
         unused = len(tensor) - len(used)  # rows beyond the splits
         return [torch.cat([used, used.new_zeros(unused, *used.shape[1:])])]
 
-    found = _differentiable(run, back, [tensor])[0]
-    return found if splits is None else (found, received)
+    gathered = _differentiable(run, back, [tensor])[0]
+    return gathered if splits is None else (gathered, received)
 
 
 def _scatter(tensor: Tensor, op: str, prescale: float, postscale: float) -> Handle:
@@ -442,17 +442,17 @@ def grouped_reducescatter(
     """
     wire, factor = check_wire(compression), prescale_factor * postscale_factor
 
-    def run(given: Tensors) -> Tensors:
+    def run(operands: Tensors) -> Tensors:
         options = (name, op, process_set, prescale_factor, postscale_factor)
-        found: Tensors = grouped_reducescatter_async(given, *options).wait()
-        return found
+        parts: Tensors = grouped_reducescatter_async(operands, *options).wait()
+        return parts
 
     def back(gradients: Tensors) -> Tensors:
         scale = factor * (process.size() if check_reduction(op) == Sum else 1)
         return grouped_allgather([gradient * scale for gradient in gradients])
 
-    found = _differentiable(run, back, [on_the_wire(tensor, wire) for tensor in tensors])
-    return [part.to(tensor.dtype) for part, tensor in zip(found, tensors, strict=True)]
+    results = _differentiable(run, back, [on_the_wire(tensor, wire) for tensor in tensors])
+    return [part.to(tensor.dtype) for part, tensor in zip(results, tensors, strict=True)]
 
 
 def reducescatter(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:

@@ -180,16 +180,16 @@ class _Averaging:
         self._num_sent += 1
         bucket.block.zero_()
         marks = [0.0] * len(bucket.slots)
-        for place, (parameter, slot) in enumerate(zip(bucket.parameters, bucket.slots, strict=True)):
+        for index, (parameter, slot) in enumerate(zip(bucket.parameters, bucket.slots, strict=True)):
             gradient = parameter.grad
             bucket.sent.append(None if gradient is None else (gradient, gradient._version))
             if gradient is None:
                 continue
             if gradient.is_sparse and not self._sparse_as_dense:
-                bucket.sparse[place] = sparse_allreduce_async(gradient, op=self._op)
+                bucket.sparse[index] = sparse_allreduce_async(gradient, op=self._op)
                 continue
             slot.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            marks[place] = 1.0
+            marks[index] = 1.0
         bucket.marks.copy_(torch.tensor(marks))
         if self._predivide != 1.0:
             bucket.block.div_(self._predivide)
@@ -219,17 +219,17 @@ class _Averaging:
         if self._predivide != 1.0:
             bucket.block.mul_(self._predivide)
         has_any = bucket.marks.ne(0).tolist()
-        for place, (parameter, slot) in enumerate(zip(bucket.parameters, bucket.slots, strict=True)):
-            gradient, sent = parameter.grad, bucket.sent[place]
+        for index, (parameter, slot) in enumerate(zip(bucket.parameters, bucket.slots, strict=True)):
+            gradient, sent = parameter.grad, bucket.sent[index]
             if sent and (gradient is not sent[0] or gradient._version != sent[1]):
                 raise UsageError(
                     f"the gradient of {self._name(parameter)} was changed between the backward pass and the "
                     "average: call optimizer.synchronize() before clipping, unscaling or zeroing, and step() "
                     "inside `with optimizer.skip_synchronize():`"
                 )
-            if place in bucket.sparse:
-                parameter.grad = bucket.sparse[place].wait()
-            elif not has_any[place]:
+            if index in bucket.sparse:
+                parameter.grad = bucket.sparse[index].wait()
+            elif not has_any[index]:
                 continue
             elif gradient is None:
                 parameter.grad = slot.to(parameter.dtype, copy=True)

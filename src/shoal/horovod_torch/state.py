@@ -72,8 +72,8 @@ def _send_when_made(waiting: Sequence[Tensor], root_rank: int) -> None:
     left = {id(each) for each in waiting}
 
     def send(module: nn.Module, inputs: Any) -> None:
-        found = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        own = [(name, each) for name, each in found if id(each) in left]
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        own = [(name, each) for name, each in tensors if id(each) in left]
         if own:
             module.initialize_parameters(*inputs)  # type: ignore[operator]  # of torch's lazy modules
             left.difference_update(id(each) for _, each in own)
@@ -134,27 +134,27 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
             return None
 
         text = json.dumps(to_json(obj, describe)).encode()
-    where = f"rank {root_rank}"
-    found = parse_json(_broadcast_bytes(text, root_rank), where)
+    sender = f"rank {root_rank}"
+    encoded = parse_json(_broadcast_bytes(text, root_rank), sender)
     if not is_root:
 
         def restore(described: Any) -> Tensor:
-            tensors.append(_empty(described, where))
+            tensors.append(_empty(described, sender))
             return tensors[-1]
 
-        obj = from_json(found, where, restore)
+        obj = from_json(encoded, sender, restore)
     for handle in [broadcast_async_(each, root_rank) for each in tensors]:
         handle.wait()
     return obj
 
 
-def _empty(described: Any, where: str) -> Tensor:
+def _empty(described: Any, sender: str) -> Tensor:
     match described:
         case [str(name), list(shape)] if all(isinstance(each, int) and each >= 0 for each in shape):
             dtype = getattr(torch, name, None)
             if isinstance(dtype, torch.dtype) and math.prod(shape) < 1 << 48:
                 return torch.empty(shape, dtype=dtype)
-    raise ShoalError(f"{where} sent {described!r:.60}, which is no tensor of broadcast_object")
+    raise ShoalError(f"{sender} sent {described!r:.60}, which is no tensor of broadcast_object")
 
 
 def _broadcast_bytes(text: bytes, root_rank: int) -> bytes:

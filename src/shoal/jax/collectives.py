@@ -63,8 +63,8 @@ def all_reduce(tree: Tree, op: Reduction = "mean", *, wire: Literal["bfloat16"] 
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     _check(leaves, op)
     sent = [_on_the_wire(leaf, wire) for leaf in leaves]
-    found = _call(sent, kind="all_reduce", op=op)
-    done = [result.astype(leaf.dtype) for result, leaf in zip(found, leaves, strict=True)]
+    reduced = _call(sent, kind="all_reduce", op=op)
+    done = [result.astype(leaf.dtype) for result, leaf in zip(reduced, leaves, strict=True)]
     return jax.tree.unflatten(structure, done)
 
 
@@ -118,12 +118,12 @@ def all_gather(tree: Tree, *, tiled: bool = False) -> Tree:
     """
     leaves, structure = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    found = _call(leaves, kind="all_gather")
+    results = _call(leaves, kind="all_gather")
     if tiled:
         if not all(leaf.ndim for leaf in leaves):
             raise UsageError("all_gather(tiled=True) has a leaf without dimensions; use tiled=False")
-        found = [result.reshape(-1, *leaf.shape[1:]) for result, leaf in zip(found, leaves, strict=True)]
-    return jax.tree.unflatten(structure, found)
+        results = [result.reshape(-1, *leaf.shape[1:]) for result, leaf in zip(results, leaves, strict=True)]
+    return jax.tree.unflatten(structure, results)
 
 
 def reduce_scatter(tree: Tree, op: Reduction = "mean") -> Tree:

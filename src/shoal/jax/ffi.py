@@ -134,10 +134,10 @@ def bind(
         For each leaf of shape ``s``: ``s``; of an all_gather ``(size, *s)``; of a reduce_scatter ``s`` with
         the first dimension divided by ``size``.
     """
-    found: list[jax.Array] = collective_p.bind(
+    results: list[jax.Array] = collective_p.bind(
         *leaves, kind=kind, group=group, size=size, timeout_s=timeout_s, op=op, root=root
     )
-    return found
+    return results
 
 
 def _result(aval: Any, kind: str, size: int) -> Any:

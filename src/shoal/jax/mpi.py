@@ -116,7 +116,7 @@ def _members(store: CoordinatorStore, number: int, color: int, key: int, rank: i
             "the processes make communicators in different orders; run one small psum over each axis of the "
             "mesh, in the same order in all processes, before the program"
         )
-    return [keys[place] for place in sorted(keys)]
+    return [rank_of_key for _, rank_of_key in sorted(keys.items())]
 
 
 def _engine(store: CoordinatorStore, number: int, color: int, key: int, members: list[int], rank: int) -> int:

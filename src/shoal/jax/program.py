@@ -55,17 +55,17 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def _ordered_inside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     leaves, structure = jax.tree.flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, core.Tracer)]
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, core.Tracer)]
 
     def of_arrays(*arrays: Any) -> Any:
-        given = dict(zip(places, arrays, strict=True))
-        args, kwargs = jax.tree.unflatten(structure, [given.get(k, leaf) for k, leaf in enumerate(leaves)])
+        traced = dict(zip(indices, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(structure, [traced.get(k, leaf) for k, leaf in enumerate(leaves)])
         return function(*args, **kwargs)
 
-    arrays = [leaves[place] for place in places]
+    arrays = [leaves[index] for index in indices]
     closed, result = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-    found = program_p.bind(*closed.consts, *arrays, jaxpr=closed.jaxpr)
-    return jax.tree.unflatten(jax.tree.structure(result), found)
+    outputs = program_p.bind(*closed.consts, *arrays, jaxpr=closed.jaxpr)
+    return jax.tree.unflatten(jax.tree.structure(result), outputs)
 
 
 @program_p.def_effectful_abstract_eval  # type: ignore[untyped-decorator,unused-ignore]

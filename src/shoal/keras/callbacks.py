@@ -152,14 +152,14 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc,unused-igno
         self._in_epoch = False
         if logs is None:
             return
-        found = self._over_ranks() if self._train is None else self._train
-        found |= {f"val_{name}": value for name, value in (self._validation or {}).items()}
-        others = [name for name in sorted(logs) if name not in found]
+        results = self._over_ranks() if self._train is None else self._train
+        results |= {f"val_{name}": value for name, value in (self._validation or {}).items()}
+        others = [name for name in sorted(logs) if name not in results]
         values = [np.array(logs[name], dtype=np.float64) for name in others]
         if others:
             arrays.all_reduce(process.group(), values)
-        found |= {name: _as_result(value) for name, value in zip(others, values, strict=True)}
-        logs.update({name: found[name] for name in logs})
+        results |= {name: _as_result(value) for name, value in zip(others, values, strict=True)}
+        logs.update({name: results[name] for name in logs})
 
     def _over_ranks(self) -> dict[str, Result]:
         """Return the results of the model's metrics on the states of all ranks."""
@@ -175,9 +175,9 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc,unused-igno
             arrays.all_reduce(process.group(), chosen, operation)
         _assign(variables, states)
         results = self.model.get_metrics_result()
-        found = {name: _as_result(keras.ops.convert_to_numpy(value)) for name, value in results.items()}
+        scalars = {name: _as_result(keras.ops.convert_to_numpy(value)) for name, value in results.items()}
         _assign(variables, own)
-        return found
+        return scalars
 
 
 class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]

@@ -63,8 +63,8 @@ def _by_jax(gradients: Gradients, op: Reduction, compression: Wire | None) -> li
         leaf.astype(compression) if compression and leaf.dtype in (jnp.float32, jnp.float64) else leaf
         for leaf in gradients
     ]
-    found = all_reduce(sent, op)
-    return [each.astype(leaf.dtype) for each, leaf in zip(found, gradients, strict=True)]
+    reduced = all_reduce(sent, op)
+    return [each.astype(leaf.dtype) for each, leaf in zip(reduced, gradients, strict=True)]
 
 
 def _jax_minimum(number: Any) -> Any:
@@ -78,7 +78,7 @@ def _by_tensorflow(
 ) -> list[Any]:
     from shoal.tensorflow.ops import grouped_allreduce
 
-    found: list[Any] = grouped_allreduce(
+    reduced: list[Any] = grouped_allreduce(
         gradients,
         op=op,
         compression=compression,
@@ -86,7 +86,7 @@ def _by_tensorflow(
         prescale_factor=1.0 / predivide,
         postscale_factor=predivide,
     )
-    return found
+    return reduced
 
 
 def _tensorflow_minimum(number: Any) -> Any:
@@ -101,8 +101,8 @@ def _by_torch(gradients: Gradients, op: Reduction, compression: Wire | None) -> 
     wide = (torch.float32, torch.float64)
     wire = getattr(torch, compression) if compression else None
     sent = [leaf.to(wire) if wire and leaf.dtype in wide else leaf for leaf in gradients]
-    found = _torch(sent, "avg" if op == "mean" else "sum")
-    return [each.to(leaf.dtype) for each, leaf in zip(found, gradients, strict=True)]
+    reduced = _torch(sent, "avg" if op == "mean" else "sum")
+    return [each.to(leaf.dtype) for each, leaf in zip(reduced, gradients, strict=True)]
 
 
 def _torch(tensors: Sequence[Any], op: str) -> list[Any]:

@@ -81,8 +81,8 @@ def group() -> JobGroup:
     Raises:
         UsageError: :func:`init` was not called.
     """
-    found: JobGroup = _process().group()
-    return found
+    job_group: JobGroup = _process().group()
+    return job_group
 
 
 def rank() -> int:

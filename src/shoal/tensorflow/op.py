@@ -135,17 +135,17 @@ def _by_numpy(tensors: Sequence[Any], group: JobGroup, kind: str, op: str, root:
         if kind not in _REDUCING:
             return run(leaves) or leaves
         real = [leaf.reshape(-1).view(leaf.real.dtype) for leaf in leaves]  # complex ones as pairs
-        found = run(real) or real
+        outputs = run(real) or real
         shapes = [_shape(leaf.shape, kind, group.size) for leaf in leaves]
         return [
             each.view(leaf.dtype).reshape(shape)
-            for each, leaf, shape in zip(found, leaves, shapes, strict=True)
+            for each, leaf, shape in zip(outputs, leaves, shapes, strict=True)
         ]
 
     # TensorFlow 2.21 makes no array of an eager bfloat16 without dimensions
     sent = [tf.reshape(each, [1]) if each.shape.rank == 0 else each for each in tensors]
-    found = tf.numpy_function(moved, sent, [each.dtype for each in tensors], stateful=True)
-    results = list(found) if isinstance(found, list | tuple) else [found]
+    moved_arrays = tf.numpy_function(moved, sent, [each.dtype for each in tensors], stateful=True)
+    results = list(moved_arrays) if isinstance(moved_arrays, list | tuple) else [moved_arrays]
     for result, tensor in zip(results, sent, strict=True):
         result.set_shape(_shape(tensor.shape, kind, group.size))
     return [

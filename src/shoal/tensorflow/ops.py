@@ -110,22 +110,22 @@ def grouped_allreduce(
     """
     check_keywords("allreduce", others)
     reduction, wire = check_reduction(op, average), check_wire(compression)
-    found: list[Any] = list(tensors)
+    reduced: list[Any] = list(tensors)
     dense: dict[int, Any] = {}
-    for place, tensor in enumerate(found):
+    for index, tensor in enumerate(reduced):
         if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
-            found[place] = _gathered_rows(tensor, reduction, prescale_factor * postscale_factor)
+            reduced[index] = _gathered_rows(tensor, reduction, prescale_factor * postscale_factor)
         elif tensor is not None:
-            dense[place] = tf.convert_to_tensor(tensor)
-            _check(dense[place], reduction)
+            dense[index] = tf.convert_to_tensor(tensor)
+            _check(dense[index], reduction)
     sent = [_on_the_wire(_scaled(each, prescale_factor), wire) for each in dense.values()]
     if sent:
         results = _call(sent, kind="all_reduce", op=reduction)
-        for (place, tensor), result in zip(dense.items(), results, strict=True):
-            found[place] = _scaled(tf.cast(result, tensor.dtype), postscale_factor)
+        for (index, tensor), result in zip(dense.items(), results, strict=True):
+            reduced[index] = _scaled(tf.cast(result, tensor.dtype), postscale_factor)
     else:
         process.group()
-    return found
+    return reduced
 
 
 @_as_it_is
@@ -178,8 +178,8 @@ def broadcast_object(value: Any, root_rank: int = 0, *, name: str | None = None)
     """
     _check_root(root_rank)
     sent = json.dumps(to_json(value)).encode() if process.rank() == root_rank else b""
-    where = f"rank {root_rank}"
-    return from_json(parse_json(process.group().broadcast_bytes(sent, root_rank), where), where)
+    sender = f"rank {root_rank}"
+    return from_json(parse_json(process.group().broadcast_bytes(sent, root_rank), sender), sender)
 
 
 def allgather_object(value: Any, *, name: str | None = None) -> list[Any]:
@@ -224,18 +224,18 @@ def grouped_allgather(tensors: Sequence[Any], *, name: str | None = None) -> lis
         UsageError: :func:`~shoal.tensorflow.process.init` was not called, or a tensor has no dimension.
         tf.errors.AbortedError: a rank was lost, or ranks differ.
     """
-    given = [tf.convert_to_tensor(each) for each in tensors]
-    if any(each.shape.rank == 0 for each in given):
+    operands = [tf.convert_to_tensor(each) for each in tensors]
+    if any(each.shape.rank == 0 for each in operands):
         raise UsageError("allgather of a tensor without dimensions; use tf.reshape(tensor, [1])")
-    if not given:
+    if not operands:
         process.group()
         return []
-    rows = tf.stack([tf.shape(each, tf.int64)[0] for each in given])
+    rows = tf.stack([tf.shape(each, tf.int64)[0] for each in operands])
     of_ranks = _call([rows], kind="all_gather")[0]  # ranks x tensors
     most = tf.reduce_max(of_ranks, axis=0)
-    padded = [_padded(each, most[place]) for place, each in enumerate(given)]
-    found = _call(padded, kind="all_gather")
-    return [_joined(whole, of_ranks[:, place]) for place, whole in enumerate(found)]
+    padded = [_padded(each, most[index]) for index, each in enumerate(operands)]
+    gathered = _call(padded, kind="all_gather")
+    return [_joined(whole, of_ranks[:, index]) for index, whole in enumerate(gathered)]
 
 
 @_as_it_is
@@ -256,19 +256,19 @@ def reducescatter(tensor: Any, *, op: Any = Average, name: str | None = None) ->
         UsageError: :func:`~shoal.tensorflow.process.init` was not called, or the tensor has no dimension.
         tf.errors.AbortedError: a rank was lost, or ranks differ.
     """
-    given = tf.convert_to_tensor(tensor)
-    _check(given, op)
-    if given.shape.rank == 0:
+    operand = tf.convert_to_tensor(tensor)
+    _check(operand, op)
+    if operand.shape.rank == 0:
         raise UsageError("reducescatter of a tensor without dimensions; use allreduce")
-    if given.shape.rank and given.shape[0] is not None and given.shape[0] % process.size() == 0:
-        return _call([given], kind="reduce_scatter", op=op)[0]
-    size, rows = process.size(), tf.shape(given, tf.int64)[0]
+    if operand.shape.rank and operand.shape[0] is not None and operand.shape[0] % process.size() == 0:
+        return _call([operand], kind="reduce_scatter", op=op)[0]
+    size, rows = process.size(), tf.shape(operand, tf.int64)[0]
     more = rows % size  # ranks that have one row more
     most = (rows + size - 1) // size
     ranks = tf.range(size, dtype=tf.int64)
     starts = ranks * (rows // size) + tf.minimum(ranks, more)
-    places = tf.reshape(starts[:, None] + tf.range(most), [-1])
-    alike = tf.gather(given, tf.minimum(places, rows - 1))  # shorter parts end with a row that is cut off
+    indices = tf.reshape(starts[:, None] + tf.range(most), [-1])
+    alike = tf.gather(operand, tf.minimum(indices, rows - 1))  # shorter parts end with a row that is cut off
     own = rows // size + tf.cast(process.rank() < more, tf.int64)
     return _call([alike], kind="reduce_scatter", op=op)[0][:own]
 

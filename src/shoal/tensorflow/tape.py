@@ -69,15 +69,15 @@ class DistributedGradientTape:
             tf.errors.AbortedError: a rank was lost, or ranks differ.
             UsageError: ``init`` was not called.
         """
-        found = self._tape.gradient(target, sources, *arguments, **options)
-        leaves = tf.nest.flatten(found, expand_composites=False)
+        gradients = self._tape.gradient(target, sources, *arguments, **options)
+        leaves = tf.nest.flatten(gradients, expand_composites=False)
         averages = grouped_allreduce(
             leaves,
             prescale_factor=1.0 / self._divide_by,
             postscale_factor=self._divide_by,
             **self._options,
         )
-        return tf.nest.pack_sequence_as(found, averages)
+        return tf.nest.pack_sequence_as(gradients, averages)
 
     def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()
