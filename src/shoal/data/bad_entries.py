@@ -78,14 +78,14 @@ def wrong_byte(texts: Iterable[str]) -> BadEntry | None:
     Args:
         texts: parts of a text that :func:`shoal.atomic_io.read_text` read with ``keep_wrong``.
     """
-    found = next(filter(None, map(_ESCAPED.search, texts)), None)
-    return BadEntry(NOT_UTF8, f"{ord(found[0]) - 0xDC00:#04x}; {TO_UTF8}") if found else None
+    match = next(filter(None, map(_ESCAPED.search, texts)), None)
+    return BadEntry(NOT_UTF8, f"{ord(match[0]) - 0xDC00:#04x}; {TO_UTF8}") if match else None
 
 
 @dataclass
 class _Kind:
     count: int = 0
-    places: list[str] = field(default_factory=list)
+    locations: list[str] = field(default_factory=list)
     """The first few."""
 
 
@@ -120,12 +120,12 @@ class BadEntries:
         self._most_bad = most_bad
         self._kinds: dict[str, _Kind] = {}
 
-    def add(self, bad: BadEntry, place: str | Callable[[], str]) -> None:
-        """Count the entry at ``place``, such as ``annotations[7] (id 12)``.
+    def add(self, bad: BadEntry, location: str | Callable[[], str]) -> None:
+        """Count the entry at ``location``, such as ``annotations[7] (id 12)``.
 
         Args:
             bad: its kind and value.
-            place: or a function that looks for it, called only if a message names the place.
+            location: or a function that looks for it, called only if a message names the location.
 
         Raises:
             UsageError: invalid entries are refused.
@@ -134,28 +134,28 @@ class BadEntries:
         if self._on_bad == "skip" and kind in self._kinds and self._kinds[kind].count >= _SHOWN:
             self._kinds[kind].count += 1
             return
-        place = place if isinstance(place, str) else place()
+        location = location if isinstance(location, str) else location()
         if self._on_bad == "refuse":
             raise UsageError(
-                f"{self.source}: {place} is {kind}{f': {value}' if value else ''}; correct it, or let such "
-                f"entries be left out ({self._options}on-bad skip)"
+                f"{self.source}: {location} is {kind}{f': {value}' if value else ''}; correct it, or let "
+                f"such entries be left out ({self._options}on-bad skip)"
             )
         first = kind not in self._kinds
-        self._count(kind, 1, [f"{place}: {value}" if first and value else place])
+        self._count(kind, 1, [f"{location}: {value}" if first and value else location])
 
     def add_counts(self, counts: Mapping[str, tuple[int, Sequence[str]]]) -> None:
         """Add what another process counted, as its ``as_counts`` returned it."""
-        for kind, (count, places) in counts.items():
-            self._count(kind, count, places)
+        for kind, (count, locations) in counts.items():
+            self._count(kind, count, locations)
 
     def as_counts(self) -> dict[str, tuple[int, Sequence[str]]]:
         """Return the number and the first places of each kind, for JSON."""
-        return {kind: (counted.count, counted.places) for kind, counted in self._kinds.items()}
+        return {kind: (counted.count, counted.locations) for kind, counted in self._kinds.items()}
 
-    def _count(self, kind: str, count: int, places: Sequence[str]) -> None:
+    def _count(self, kind: str, count: int, locations: Sequence[str]) -> None:
         counted = self._kinds.setdefault(kind, _Kind())
         counted.count += count
-        counted.places += places[: _SHOWN - len(counted.places)]
+        counted.locations += locations[: _SHOWN - len(counted.locations)]
 
     @property
     def total(self) -> int:
@@ -198,7 +198,8 @@ class BadEntries:
 
     def _by_kind(self) -> str:
         return "; ".join(
-            f"{kind.removeprefix('an ').removeprefix('a ')}: {counted.count:,} ({', '.join(counted.places)}"
-            f"{f' and {counted.count - len(counted.places):,} more' * (counted.count > _SHOWN)})"
+            f"{kind.removeprefix('an ').removeprefix('a ')}: {counted.count:,} ("
+            f"{', '.join(counted.locations)}"
+            f"{f' and {counted.count - len(counted.locations):,} more' * (counted.count > _SHOWN)})"
             for kind, counted in self._kinds.items()
         )

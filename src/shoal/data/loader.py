@@ -163,11 +163,13 @@ def streamed_steps(
     """
     assert isinstance(steps.reader, SizedReader)
     pool = _Pool(steps, config, num_threads=_NUM_STREAMED)
-    places = product(range(num_steps), range(steps.share.num_micro_batches))
+    positions = product(range(num_steps), range(steps.share.num_micro_batches))
     batch_bytes = steps.share.micro_batch_size * steps.reader.example_bytes
     batches = in_order(
-        lambda place: pool.submit(StepReader.read_one, lambda made: as_tensors(made, pin_memory), *place),
-        places,
+        lambda position: pool.submit(
+            StepReader.read_one, lambda made: as_tensors(made, pin_memory), *position
+        ),
+        positions,
         max(1, config.num_loader_processes, config.max_prefetched_bytes // batch_bytes),
     )
 
@@ -252,9 +254,9 @@ class StepDataset(IterableDataset[Batch]):
 
     def _micro_batches(self, stride: int) -> Iterator[Batch]:
         while self._end is None or self._next < self._end:
-            place = divmod(self._next, self._steps.share.num_micro_batches)
+            position = divmod(self._next, self._steps.share.num_micro_batches)
             self._next += stride
-            yield as_tensors(self._steps.read_one(*place), pin_memory=False)
+            yield as_tensors(self._steps.read_one(*position), pin_memory=False)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position after the last micro-batch that this process yielded."""
@@ -292,12 +294,12 @@ class _Pool:
         self.executors = [pool for pool in (self._processes, self._threads) if pool is not None]
 
     def submit(
-        self, read: Callable[..., _Made], convert: Callable[[_Made], _Other], *place: Any
+        self, read: Callable[..., _Made], convert: Callable[[_Made], _Other], *args: Any
     ) -> Future[_Other]:
         """Have ``read(steps, *place)`` made in a process, or else in a thread, and converted in a thread."""
-        remote = None if self._processes is None else submit(self._processes, read, *place)
+        remote = None if self._processes is None else submit(self._processes, read, *args)
         steps = self._steps  # a task that referred to this pool would keep the threads of an abandoned one
-        return self._threads.submit(lambda: convert(read(steps, *place) if remote is None else _wait(remote)))
+        return self._threads.submit(lambda: convert(read(steps, *args) if remote is None else _wait(remote)))
 
 
 def _wait(remote: Future[_Made]) -> _Made:

@@ -48,18 +48,18 @@ def prepare_command(kind: str, directory: Path | str) -> str:
     return f"`{_COMMANDS[kind]} --out {directory}`"
 
 
-def check_version(found: object, version: int, where: str, kind: str) -> None:
-    """Check the format version that the file ``where`` of a prepared directory has.
+def check_version(stored: object, version: int, source: str, kind: str) -> None:
+    """Check the format version that the file ``source`` of a prepared directory has.
 
     Raises:
         ShoalError: an older or a newer version of shoal wrote it; names the command that prepares it again.
     """
-    if found == version and type(found) is int:
+    if stored == version and type(stored) is int:
         return
-    is_newer = isinstance(found, int) and found > version
-    command = prepare_command(kind, where.rpartition("/")[0] or ".").removesuffix("`")
+    is_newer = isinstance(stored, int) and stored > version
+    command = prepare_command(kind, source.rpartition("/")[0] or ".").removesuffix("`")
     raise ShoalError(
-        f"{where} has format version {found}; this shoal reads version {version} only: "
+        f"{source} has format version {stored}; this shoal reads version {version} only: "
         f"{'update shoal, or ' if is_newer else ''}run {command} --overwrite`"
     )
 
@@ -93,9 +93,9 @@ def map_file(path: Path, facts: Mapping[str, Any], kind: str) -> mmap.mmap | byt
         with path.open("rb") as file:
             actual = os.fstat(file.fileno()).st_size
             if actual != expected:
-                what = "was cut short" if actual < expected else "is too long"
+                problem = "was cut short" if actual < expected else "is too long"
                 raise ShoalError(
-                    f"{path} {what}: it has {actual:,} bytes, the manifest says {expected:,}; {remedy}"
+                    f"{path} {problem}: it has {actual:,} bytes, the manifest says {expected:,}; {remedy}"
                 )
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if actual else b""
     except FileNotFoundError:
@@ -146,12 +146,12 @@ class ShardFiles:
         for suffix, expected in self.files.items():
             path = directory / f"{self.name}.{suffix}"
             try:
-                found_bytes, found = path.stat().st_size, sha256_of(path)
+                num_bytes, digest = path.stat().st_size, sha256_of(path)
             except OSError as error:
                 raise ShoalError(
                     f"{path}, which the manifest names, cannot be read: {error.strerror}"
                 ) from error
-            self.check_facts(path, found_bytes, found, expected)
+            self.check_facts(path, num_bytes, digest, expected)
 
     def check_facts(self, path: Path | str, num_bytes: int, sha256: str, expected: Mapping[str, Any]) -> None:
         """Check the size and the SHA-256 of a file against its entry in the manifest.
@@ -228,19 +228,19 @@ class PreparedManifest(Generic[Shard]):
         return cls.parse(data, str(path))
 
     @classmethod
-    def parse(cls, data: bytes, where: str) -> Self:
-        """Return the manifest in the bytes that were read from ``where``.
+    def parse(cls, data: bytes, source: str) -> Self:
+        """Return the manifest in the bytes that were read from ``source``.
 
         Raises:
             ShoalError: as for ``load``.
         """
         remedy = f"prepare the {cls.KIND} again"
-        value = parse_json(data, where, remedy=remedy)
+        value = parse_json(data, source, remedy=remedy)
         if not isinstance(value, dict) or value.pop("format", None) != f"shoal-{cls.KIND}":
             raise ShoalError(
-                f"{where}: its format is not 'shoal-{cls.KIND}'; is this the folder of other data?"
+                f"{source}: its format is not 'shoal-{cls.KIND}'; is this the folder of other data?"
             )
-        check_version(value.pop("version", None), VERSION, where, cls.KIND)
+        check_version(value.pop("version", None), VERSION, source, cls.KIND)
         try:
             splits = {
                 split: tuple(cls.SHARD(**shard) for shard in shards)
@@ -248,7 +248,7 @@ class PreparedManifest(Generic[Shard]):
             }
             return cls._from_json({**value, "splits": splits})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ShoalError(f"{where}: a field is missing or wrong ({error}); {remedy}") from None
+            raise ShoalError(f"{source}: a field is missing or wrong ({error}); {remedy}") from None
 
     def _to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -346,14 +346,14 @@ class Manifest(PreparedManifest[ShardInfo]):
             UsageError: it is another tokenizer.
         """
         try:
-            found = sha256_of(path)
+            digest = sha256_of(path)
         except OSError as error:
             raise ShoalError(
                 f"{path}: the tokenizer of the shards cannot be read: {error.strerror}"
             ) from error
-        if found != self.tokenizer.sha256:
+        if digest != self.tokenizer.sha256:
             raise UsageError(
-                f"{path}: this tokenizer (SHA-256 {found[:12]}…) is not the one that made the shards "
+                f"{path}: this tokenizer (SHA-256 {digest[:12]}…) is not the one that made the shards "
                 f"({self.tokenizer.sha256[:12]}…), so token ids would mean other words; "
                 "use the tokenizer beside the shards, or prepare the text with this one"
             )

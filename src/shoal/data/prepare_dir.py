@@ -63,7 +63,7 @@ def preparing(
         UsageError: the directory holds other files, or was started with another plan.
         ShoalError: the directory cannot be created or written, or another process prepares into it.
     """
-    with locked(out), Progress(shown=progress, what=plan["kind"]) as shown:
+    with locked(out), Progress(shown=progress, data=plan["kind"]) as shown:
         if overwrite:
             _clear(out, plan["kind"], own_files)
         open_plan(out, plan)
@@ -172,6 +172,6 @@ def _read_plan(path: Path) -> dict[str, Any] | None:
 
 
 def _check_kind(out: Path, plan: dict[str, Any] | None, kind: object) -> None:
-    found = kind if plan is None else plan.get("kind")
-    if found != kind:
-        raise UsageError(f"{out} holds prepared {found}, not {kind}; give another directory as --out")
+    present = kind if plan is None else plan.get("kind")
+    if present != kind:
+        raise UsageError(f"{out} holds prepared {present}, not {kind}; give another directory as --out")

@@ -95,7 +95,7 @@ def run_unfinished(
     finished: Callable[[Task], Result | None],
     shown: Progress,
     *,
-    what: str,
+    outputs: str,
     num_bytes: Callable[[Task], float],
     processes: int,
     initializer: Callable[..., None] | None = None,
@@ -104,7 +104,7 @@ def run_unfinished(
     """Run the tasks for which ``finished`` returns ``None``; return the results of all, in order.
 
     Args:
-        what: what a task writes, for the report ("image shards").
+        outputs: name of what tasks write, for the report ("image shards").
         num_bytes: how many bytes of a task its ``advance`` calls add up to.
 
     Raises:
@@ -113,9 +113,9 @@ def run_unfinished(
     results = {index: finished(task) for index, task in enumerate(tasks)}
     todo = [index for index, result in results.items() if result is None]
     if len(todo) < len(tasks):
-        shown.say(f"{len(tasks) - len(todo)} of {len(tasks)} {what} were finished before")
+        shown.say(f"{len(tasks) - len(todo)} of {len(tasks)} {outputs} were finished before")
     if todo:
-        shown.start(f"Writing {what}", round(sum(num_bytes(tasks[index]) for index in todo)))
+        shown.start(f"Writing {outputs}", round(sum(num_bytes(tasks[index]) for index in todo)))
         made = run_tasks(
             function,
             [tasks[index] for index in todo],

@@ -14,11 +14,11 @@ _MIB = 1 << 20
 class Progress(AbstractContextManager["Progress"]):
     """Reports one stage after the other on standard error; ``shown=False`` prints nothing.
 
-    ``what`` names the data whose bytes are counted ("text", "images").
+    ``data`` names the data whose bytes are counted ("text", "images").
     """
 
-    def __init__(self, *, shown: bool, what: str = "text") -> None:
-        self._shown, self._what = shown, what
+    def __init__(self, *, shown: bool, data: str = "text") -> None:
+        self._shown, self._data = shown, data
         self._bar: Any = None
         self._task: Any = None
         if shown and sys.stderr.isatty():
@@ -46,7 +46,7 @@ class Progress(AbstractContextManager["Progress"]):
                 self._bar.stop_task(self._task)
             self._task = self._bar.add_task(name, total=total_bytes or None)
         else:
-            size = f": {total_bytes / _MIB:.1f} MiB of {self._what}" if total_bytes else " …"
+            size = f": {total_bytes / _MIB:.1f} MiB of {self._data}" if total_bytes else " …"
             self.say(name + size)
 
     def show(self, done_bytes: int) -> None:

@@ -196,9 +196,9 @@ def _require_size(values: list[Any], size: int) -> None:
     plain = all(isinstance(value, Tensor | list | tuple | str | int | float | None) for value in values)
     if size in rows | members or not plain:
         return
-    found = f"{' or '.join(map(str, sorted(rows)))} rows" if rows else "no rows"
+    sizes = f"{' or '.join(map(str, sorted(rows)))} rows" if rows else "no rows"
     raise UsageError(
-        f"the first micro-batch of the data has {found}, and the run's micro_batch_size is {size}: give "
+        f"the first micro-batch of the data has {sizes}, and the run's micro_batch_size is {size}: give "
         f"batches of it, as DataLoader(..., batch_size={size}) does, or set Sizes(micro_batch_size=...); "
         "batches that have no such rows: IterableSource(batches=..., checked=False) of shoal.data.sources"
     )

@@ -205,10 +205,10 @@ def loader_processes(steps: StepReader, num_processes: int) -> ProcessPoolExecut
     )
 
 
-def submit(processes: ProcessPoolExecutor, read: Callable[..., _Read], *place: range | int) -> Future[_Read]:
+def submit(processes: ProcessPoolExecutor, read: Callable[..., _Read], *args: range | int) -> Future[_Read]:
     """Have one of ``processes`` call ``StepReader.read`` or ``StepReader.read_one`` of its own reader."""
     with _signals_blocked():
-        return processes.submit(_read_in_process, read, *place)
+        return processes.submit(_read_in_process, read, *args)
 
 
 _LEFT_TO_WORKER = (signal.SIGINT, signal.SIGTERM, *WARNING_SIGNALS)
@@ -242,5 +242,5 @@ def exit_with_parent() -> None:
         os._exit(1)
 
 
-def _read_in_process(read: Callable[..., _Read], *place: range | int) -> _Read:
-    return read(_steps, *place)
+def _read_in_process(read: Callable[..., _Read], *args: range | int) -> _Read:
+    return read(_steps, *args)

@@ -129,10 +129,12 @@ def read_prompts(path: Path) -> list[Prompt]:
             'objects {"prompt": …}'
         )
     prompts = []
-    for number, place, row in json_rows(path, BadEntries(str(path), "refuse")):
+    for number, location, row in json_rows(path, BadEntries(str(path), "refuse")):
         text, own = row.get("prompt"), row.get("id", number)
         if not isinstance(text, str):
-            raise UsageError(f"{path}, {place}: holds no string 'prompt', but {', '.join(row) or 'nothing'}")
+            raise UsageError(
+                f"{path}, {location}: holds no string 'prompt', but {', '.join(row) or 'nothing'}"
+            )
         prompts.append(Prompt(id=own if isinstance(own, int | str) else number, text=text))
     if not prompts:
         raise UsageError(f"{path}: holds no prompt")

@@ -189,8 +189,8 @@ class _Reader:
             raise BadEntry("an image without a size", f"{width} x {height}")
         if isinstance(number, str):  # negative, so that it meets no number of the file
             number = self._names.setdefault(number, -1 - len(self._names))
-        given = entry["id"] if isinstance(entry["id"], str) or number < 0 else None
-        self._images[number] = CocoImage(number, name, width, height, given)
+        given_id = entry["id"] if isinstance(entry["id"], str) or number < 0 else None
+        self._images[number] = CocoImage(number, name, width, height, given_id)
 
     def _take_category(self, entry: Any, index: int) -> None:
         if isinstance(number := _id(entry, "id"), str):
@@ -227,13 +227,15 @@ class _Reader:
         self._ids.add(own)
         self._objects.append((image, index, one))
 
-    def _segmentation(self, shape: Any, place: str) -> Segmentation | None:
+    def _segmentation(self, shape: Any, location: str) -> Segmentation | None:
         """Return run lengths or the valid polygons, ``None`` if there are neither, as in ``[[]]``."""
         if isinstance(shape, list):
             polygons = [shape] if shape and not isinstance(shape[0], list) else list(filter(None, shape))
             valid = [polygon for polygon in polygons if read_segmentation([polygon])]
             if valid and len(valid) < len(polygons):
-                self._bad.add(BadEntry("a polygon of fewer than 3 points; its object has others", ""), place)
+                self._bad.add(
+                    BadEntry("a polygon of fewer than 3 points; its object has others", ""), location
+                )
             shape = valid or polygons
         if not shape:
             return None

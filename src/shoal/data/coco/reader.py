@@ -188,11 +188,11 @@ def _packed(images: Sequence[Sequence[tuple[int, int, Bitmaps]]]) -> Arrays:
     """Return ``masks`` and ``mask_places`` of the parts of each image."""
     num_bytes = [sum(bitmap.size for _, _, bitmap in parts) for parts in images]
     masks = np.zeros((len(images), max(num_bytes)), dtype=np.uint8)
-    places = np.zeros((len(images), max(map(len, images)), 5), dtype=np.int64)
+    extents = np.zeros((len(images), max(map(len, images)), 5), dtype=np.int64)
     for row, parts in enumerate(images):
         start = 0
         for number, (top, left, bitmap) in enumerate(parts):
             masks[row, start : start + bitmap.size].reshape(bitmap.shape)[...] = bitmap
-            places[row, number] = start, top, left, *bitmap.shape
+            extents[row, number] = start, top, left, *bitmap.shape
             start += bitmap.size
-    return {"masks": masks, "mask_places": places}
+    return {"masks": masks, "mask_places": extents}

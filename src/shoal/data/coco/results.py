@@ -116,11 +116,11 @@ class _Reader:
         check_pixels(path, self._boxes)
         bad.check(self._num_good)
 
-    def _take(self, entry: Any, path: Path, place: str, bad: BadEntries) -> None:
+    def _take(self, entry: Any, path: Path, location: str, bad: BadEntries) -> None:
         try:
             image, category, score = self._checked(entry)
         except BadEntry as error:
-            return bad.add(error, place)
+            return bad.add(error, location)
         for kind, name in zip(KINDS, _SHAPES, strict=True):
             if not entry.get(name):
                 continue
@@ -130,7 +130,7 @@ class _Reader:
                     rule = "a result for an image of which another file holds results"
                     raise BadEntry(rule, f"image_id {image.id}, in {owner} too")
             except BadEntry as error:
-                bad.add(error, place)
+                bad.add(error, location)
             else:
                 of_kind = self.results.detections.setdefault(kind, {})
                 of_kind.setdefault(image.id, []).append(Detection(category, score, shape, area))
@@ -170,8 +170,8 @@ def _box(value: Any) -> tuple[list[float] | Rle, float]:
 def _mask(value: Any, image: CocoImage) -> tuple[list[float] | Rle, float]:
     shape = read_segmentation(value)
     if isinstance(shape, dict) and shape["size"] != [image.height, image.width]:
-        what = f"{shape['size']}, the image has {[image.height, image.width]}"
-        raise BadEntry("a result whose mask is for another size than the image's", what)
+        sizes = f"{shape['size']}, the image has {[image.height, image.width]}"
+        raise BadEntry("a result whose mask is for another size than the image's", sizes)
     rle = None if shape is None else as_compressed(shape, image.height, image.width)
     if rle is None:
         raise BadEntry("a result whose segmentation is not COCO's", shown(value))

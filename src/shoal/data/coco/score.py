@@ -75,12 +75,12 @@ def overlaps_of(
     values: list[Float64Array] = [np.zeros(0)]
     for image in sorted(detections):
         objects = _by_category(annotations.objects[image])
-        for category, found in sorted(_by_category(detections[image]).items()):
-            best = sorted(found, key=lambda one: -one.score)[: MAX_DETECTIONS[-1]]
+        for category, detected in sorted(_by_category(detections[image]).items()):
+            best = sorted(detected, key=lambda one: -one.score)[: MAX_DETECTIONS[-1]]
             rows += [(image, category, one.score, one.area) for one in best]
-            if wanted := objects.get(category):
-                shapes = [_shape(annotations, image, one, kind) for one in wanted]
-                crowds = [int(one.is_crowd) for one in wanted]
+            if truth := objects.get(category):
+                shapes = [_shape(annotations, image, one, kind) for one in truth]
+                crowds = [int(one.is_crowd) for one in truth]
                 values.append(np.asarray(iou([one.shape for one in best], shapes, crowds)).reshape(-1))
     columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     return Overlaps(
@@ -124,7 +124,7 @@ def summarise(annotations: CocoAnnotations, parts: Iterable[Overlaps], kind: Kin
     library, params_class = evaluation_library()
     params = params_class(iouType=kind)
     params.imgIds, params.catIds = sorted(annotations.images), list(annotations.categories)
-    truth, found = library.Dataset(), library.Dataset()
+    truth, detections = library.Dataset(), library.Dataset()
     number = 0
     for image in params.imgIds:
         for one in annotations.objects[image]:
@@ -136,11 +136,11 @@ def summarise(annotations: CocoAnnotations, parts: Iterable[Overlaps], kind: Kin
     blocks: dict[tuple[int, int], Any] = {}
     for image, category, entries, block in _groups(annotations, parts):
         for entry in entries:
-            found.append(image, category, entry)
+            detections.append(image, category, entry)
         blocks[image, category] = block
     overlaps = [[blocks.get((image, category), []) for category in params.catIds] for image in params.imgIds]
     sums = library.COCOevalEvaluateAccumulate(
-        params, overlaps, truth, found, params.imgIds, params.catIds, True
+        params, overlaps, truth, detections, params.imgIds, params.catIds, True
     )
     shape = [len(params.iouThrs), len(params.recThrs), len(params.catIds), 4, len(MAX_DETECTIONS)]
     precision = np.asarray(sums["precision"]).reshape(shape)
@@ -237,12 +237,13 @@ def evaluate(
         ShoalError: faster-coco-eval is not installed, or ``out`` cannot be written.
     """
     truth = read_annotations(annotations, on_bad=on_bad, most_bad=most_bad, boxes="keep")
-    found = read_results(results, truth, on_bad=on_bad, most_bad=most_bad)
-    bad = [truth.bad, *found.bad]
+    detected = read_results(results, truth, on_bad=on_bad, most_bad=most_bad)
+    bad = [truth.bad, *detected.bad]
     for line in (line for entries in bad for line in entries.lines()):
         print(f"shoal: {line}", file=sys.stderr)
-    kinds = found.detections.keys() or {"bbox", *(["segm"] if truth.has_masks else [])}  # nothing detected: 0
-    scores = [score_results(truth, found, kind) for kind in KINDS if kind in kinds]
+    # nothing detected: 0
+    kinds = detected.detections.keys() or {"bbox", *(["segm"] if truth.has_masks else [])}
+    scores = [score_results(truth, detected, kind) for kind in KINDS if kind in kinds]
     if out is not None:
         tree = as_tree(truth, scores)
         tree["skipped"] = {str(entries.source): entries.counts for entries in bad if entries.counts}
@@ -250,9 +251,9 @@ def evaluate(
     return "\n\n".join(f"{_WORDS[score.kind]} ({score.kind})\n{score.table()}" for score in scores)
 
 
-def score_results(truth: CocoAnnotations, found: CocoResults, kind: Kind) -> CocoScore:
+def score_results(truth: CocoAnnotations, detected: CocoResults, kind: Kind) -> CocoScore:
     """Compute the figures of one kind in this process."""
-    return summarise(truth, [overlaps_of(truth, found.detections.get(kind, {}), kind)], kind)
+    return summarise(truth, [overlaps_of(truth, detected.detections.get(kind, {}), kind)], kind)
 
 
 def as_tree(truth: CocoAnnotations, scores: Sequence[CocoScore]) -> dict[str, Any]:

@@ -75,13 +75,13 @@ class CocoSplit:
         """
         if self.annotations.suffix != SUFFIX:
             return self.annotations
-        packed, wanted = open_zip(self.annotations), f"instances_{self.images.stem}.json"
+        packed, member = open_zip(self.annotations), f"instances_{self.images.stem}.json"
         names = packed.namelist()
         for name in names:
-            if PurePosixPath(name).name == wanted:
+            if PurePosixPath(name).name == member:
                 return zipfile.Path(packed, name)
         raise UsageError(
-            f"{self.annotations} has no {wanted}, the annotations of {self.images}; it has "
+            f"{self.annotations} has no {member}, the annotations of {self.images}; it has "
             f"{', '.join(names[:8]) or 'nothing'}. Unpack it and give the file"
         )
 
@@ -144,11 +144,11 @@ class CocoSource:
                     num_empty += 1
                     continue
                 try:
-                    place, state = images.place_of(image)
+                    extent, state = images.extent_of(image)
                 except BadEntry as error:
                     truth.bad.add(error, f"images[{index}] (id {image.id})")
                 else:
-                    files.append((image, place))
+                    files.append((image, extent))
                     digest.update(f"{name}\0".encode() + state)
             digest.update(_state_of(split.annotations)[1])
             truth.bad.check(len(files) + num_empty)
@@ -179,9 +179,9 @@ class CocoSource:
     def images(self, split: str) -> Iterator[SourceImage]:
         truth, files = self._truth[split], self._files[split]
         keys = unique_keys([image.file_name for image, _ in files])
-        for key, (image, place) in zip(keys, files, strict=True):
+        for key, (image, extent) in zip(keys, files, strict=True):
             text = as_json(image, truth.objects[image.id], run_lengths=self._run_lengths)
-            path, offset, size, member = place
+            path, offset, size, member = extent
             shape = image.width, image.height
             yield SourceImage(key, path, offset, size, member=member, annotations=text, annotated_size=shape)
 
@@ -193,7 +193,7 @@ _BOXES_ONLY_MEANS = {
 }
 
 
-def _treat_boxes(truth: CocoAnnotations, how: BoxesOnly) -> tuple[CocoAnnotations, int]:
+def _treat_boxes(truth: CocoAnnotations, treatment: BoxesOnly) -> tuple[CocoAnnotations, int]:
     """Return the annotations with objects without a segmentation treated, and the number of these.
 
     Crowds stay as they are.
@@ -202,9 +202,9 @@ def _treat_boxes(truth: CocoAnnotations, how: BoxesOnly) -> tuple[CocoAnnotation
     for image, all_of_it in truth.objects.items():
         boxes = {one.id for one in all_of_it if one.segmentation is None and not one.is_crowd}
         count += len(boxes)
-        if boxes and how == "skip":
+        if boxes and treatment == "skip":
             objects[image] = tuple(one for one in all_of_it if one.id not in boxes)
-        elif boxes and how == "fill":
+        elif boxes and treatment == "fill":
             objects[image] = tuple(_boxed(one) if one.id in boxes else one for one in all_of_it)
     return replace(truth, objects=objects), count
 
@@ -343,7 +343,7 @@ class _Images:
         if not path.exists() and packed.is_file():
             raise UsageError(f"{path}: there is no such folder; give {packed}, which is read as it is")
 
-    def place_of(self, image: CocoImage) -> tuple[_Place, bytes]:
+    def extent_of(self, image: CocoImage) -> tuple[_Place, bytes]:
         """Return the place of an image, and bytes that change with it.
 
         Raises:
@@ -357,8 +357,8 @@ class _Images:
             return _Place(self._path / name, 0, size), state
         if name not in self._zip:
             raise BadEntry("an image whose file is missing", f"{self._path}: {name}")
-        place = _Place(self._path, *self._zip.place(name), name)
-        return place, repr(place).encode("utf-8", "surrogateescape") + self._state
+        extent = _Place(self._path, *self._zip.extent(name), name)
+        return extent, repr(extent).encode("utf-8", "surrogateescape") + self._state
 
     def _name_of(self, file_name: str) -> str:
         """Return the name below the folder. Tools also write paths of their own machine, or of Windows."""
@@ -408,14 +408,14 @@ def prepared_truth(
     images: dict[int, CocoImage] = {}
     objects: dict[int, tuple[CocoObject, ...]] = {}
     for number in numbers:
-        where = f"{shards.name(number)}: its annotations"
-        tree = parse_json(bytes(shards.extra(number)), where, remedy="prepare the images again")
+        source = f"{shards.name(number)}: its annotations"
+        tree = parse_json(bytes(shards.extra(number)), source, remedy="prepare the images again")
         try:
-            size, given = (int(tree["width"]), int(tree["height"])), tree.get("given_id")
-            image = CocoImage(int(tree["image_id"]), "", *size, given)
+            size, given_id = (int(tree["width"]), int(tree["height"])), tree.get("given_id")
+            image = CocoImage(int(tree["image_id"]), "", *size, given_id)
             images[image.id], objects[image.id] = image, tuple(map(_restored, tree["annotations"]))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ShoalError(f"{where} cannot be read ({error}); prepare the images again") from None
+            raise ShoalError(f"{source} cannot be read ({error}); prepare the images again") from None
     return CocoAnnotations(
         path=path,
         images=images,

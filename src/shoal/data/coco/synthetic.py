@@ -101,8 +101,8 @@ def make_coco(out: Path, *, num_train: int, num_validation: int, size: int, seed
 def _objects(scene: Scene, first_id: int) -> tuple[CocoObject, ...]:
     """Return the objects of a scene, numbered from ``first_id``."""
     rles = encoded(scene.masks.astype(np.uint8))
-    found = zip(scene.shapes, boxes(rles).tolist(), areas(rles), rles, strict=True)
+    measured = zip(scene.shapes, boxes(rles).tolist(), areas(rles), rles, strict=True)
     return tuple(
         CocoObject(number, shape + 1, (x, y, width, height), area, is_crowd=False, segmentation=rle)
-        for number, (shape, (x, y, width, height), area, rle) in enumerate(found, first_id)
+        for number, (shape, (x, y, width, height), area, rle) in enumerate(measured, first_id)
     )

@@ -38,7 +38,7 @@ class DetectionObjects:
 
 
 def placed_objects(
-    extra: Bytes, shape: tuple[int, int], place: Placement, *, masks: bool = True
+    extra: Bytes, shape: tuple[int, int], geometry: Placement, *, masks: bool = True
 ) -> DetectionObjects:
     """Return the objects in ``extra`` (``KEY.json``) of an image of height and width ``shape``.
 
@@ -66,7 +66,7 @@ def placed_objects(
             f"{width} x {height}; was it turned? Prepare matching images and annotations"
         )
     boxes = np.array([one["bbox"] for one in objects], dtype=np.float64).reshape(-1, 4)
-    boxes = placed_boxes(boxes, (height, width), place)
+    boxes = placed_boxes(boxes, (height, width), geometry)
     large = np.all(boxes[:, 2:] - boxes[:, :2] >= _LEAST_PIXELS, axis=1)
     seen: list[int] = np.flatnonzero(large).tolist()
     shapes: dict[int, Rle] = {}
@@ -75,7 +75,7 @@ def placed_objects(
             raise ShoalError(
                 f"object {objects[n]['id']} of image {image_id} has a box but no segmentation; {MASKS_REMEDY}"
             )
-        shapes[n] = _placed_mask(objects[n]["segmentation"], (height, width), place)
+        shapes[n] = _placed_mask(objects[n]["segmentation"], (height, width), geometry)
     if masks:
         seen = [n for n, area in zip(seen, areas(list(shapes.values())), strict=True) if area]
     return DetectionObjects(
@@ -116,24 +116,24 @@ class DetectionTransform:
         """
         pixels = decode(encoded_image)
         shape = pixels.shape[0], pixels.shape[1]
-        place = placement(self.config, key, *shape)
-        if place.frame != out.shape[1:]:
+        geometry = placement(self.config, key, *shape)
+        if geometry.frame != out.shape[1:]:
             raise ShoalError(
                 f"an image has {shape[1]} x {shape[0]} pixels, which the index of its shard does not say; "
                 "prepare the images again"
             )
         of_floats = normalisation(IMAGENET_MEAN, IMAGENET_STD)
         scale, shift = IDENTITY if out.dtype == np.uint8 else of_floats
-        finish(unflipped_pixels(pixels, place), out, scale=scale, shift=shift, flip=place.flip)
-        return placed_objects(extra, shape, place, masks=self._masks)
+        finish(unflipped_pixels(pixels, geometry), out, scale=scale, shift=shift, flip=geometry.flip)
+        return placed_objects(extra, shape, geometry, masks=self._masks)
 
 
-def unflipped_pixels(pixels: Pixels, place: Placement) -> Pixels:
+def unflipped_pixels(pixels: Pixels, geometry: Placement) -> Pixels:
     """Return the pixels of the frame before the flip, uint8 ``[H, W, 3]``."""
-    whole = resized(pixels, None, *place.resized)
-    height, width = place.frame
-    part = whole[place.top : place.top + height, place.left : place.left + width]
-    if part.shape[:2] == place.frame:
+    whole = resized(pixels, None, *geometry.resized)
+    height, width = geometry.frame
+    part = whole[geometry.top : geometry.top + height, geometry.left : geometry.left + width]
+    if part.shape[:2] == geometry.frame:
         return part
     out = np.zeros((height, width, 3), dtype=np.uint8)
     out[: part.shape[0], : part.shape[1]] = part
@@ -141,20 +141,22 @@ def unflipped_pixels(pixels: Pixels, place: Placement) -> Pixels:
 
 
 def placed_boxes(
-    boxes: npt.NDArray[np.float64], size: tuple[int, int], place: Placement
+    boxes: npt.NDArray[np.float64], size: tuple[int, int], geometry: Placement
 ) -> npt.NDArray[np.float64]:
     """Return x1, y1, x2, y2 in the frame, clipped to it, of x, y, width, height in an image of ``size``."""
-    scale = np.array([place.resized[1] / size[1], place.resized[0] / size[0]])
-    low = boxes[:, :2] * scale - (place.left, place.top)
-    high = (boxes[:, :2] + boxes[:, 2:]) * scale - (place.left, place.top)
-    limit = np.minimum(place.frame, (place.resized[0] - place.top, place.resized[1] - place.left))[::-1]
+    scale = np.array([geometry.resized[1] / size[1], geometry.resized[0] / size[0]])
+    low = boxes[:, :2] * scale - (geometry.left, geometry.top)
+    high = (boxes[:, :2] + boxes[:, 2:]) * scale - (geometry.left, geometry.top)
+    limit = np.minimum(
+        geometry.frame, (geometry.resized[0] - geometry.top, geometry.resized[1] - geometry.left)
+    )[::-1]
     low, high = low.clip(0, limit), high.clip(0, limit)
-    if place.flip:
-        low[:, 0], high[:, 0] = place.frame[1] - high[:, 0], place.frame[1] - low[:, 0]
+    if geometry.flip:
+        low[:, 0], high[:, 0] = geometry.frame[1] - high[:, 0], geometry.frame[1] - low[:, 0]
     return np.concatenate([low, high], axis=1)
 
 
-def _placed_mask(segmentation: Any, size: tuple[int, int], place: Placement) -> Rle:
+def _placed_mask(segmentation: Any, size: tuple[int, int], geometry: Placement) -> Rle:
     """Return the mask in the frame as run lengths.
 
     Polygons are transformed and then rasterised. Run lengths are sampled at the centre of each new pixel.
@@ -162,10 +164,10 @@ def _placed_mask(segmentation: Any, size: tuple[int, int], place: Placement) -> 
     Raises:
         ShoalError: run lengths are damaged.
     """
-    height, width = place.frame
+    height, width = geometry.frame
     if isinstance(segmentation, list):
         polygons = [
-            _placed_polygon(np.asarray(points, dtype=np.float64), size, place) for points in segmentation
+            _placed_polygon(np.asarray(points, dtype=np.float64), size, geometry) for points in segmentation
         ]
         library = mask_library()
         return dict(library.merge(library.frPyObjects(polygons, height, width)))
@@ -175,19 +177,21 @@ def _placed_mask(segmentation: Any, size: tuple[int, int], place: Placement) -> 
     rows, columns = (
         _sources(first, count, resized_side, side)
         for first, count, resized_side, side in zip(
-            (place.top, place.left), place.frame, place.resized, size, strict=True
+            (geometry.top, geometry.left), geometry.frame, geometry.resized, size, strict=True
         )
     )
     mask = np.zeros((height, width), dtype=np.uint8)
     part = bitmaps([rle], *size)[0][rows[:, None], columns]
     mask[: len(rows), : len(columns)] = part
-    return encoded((mask[:, ::-1] if place.flip else mask)[None])[0]
+    return encoded((mask[:, ::-1] if geometry.flip else mask)[None])[0]
 
 
-def _placed_polygon(points: npt.NDArray[np.float64], size: tuple[int, int], place: Placement) -> list[float]:
-    x = points[0::2] * (place.resized[1] / size[1]) - place.left
-    y = points[1::2] * (place.resized[0] / size[0]) - place.top
-    x = place.frame[1] - x if place.flip else x
+def _placed_polygon(
+    points: npt.NDArray[np.float64], size: tuple[int, int], geometry: Placement
+) -> list[float]:
+    x = points[0::2] * (geometry.resized[1] / size[1]) - geometry.left
+    y = points[1::2] * (geometry.resized[0] / size[0]) - geometry.top
+    x = geometry.frame[1] - x if geometry.flip else x
     flat: list[float] = np.stack([x, y], axis=1).ravel().tolist()
     return flat
 

@@ -37,7 +37,7 @@ _SIZE_STEP = 32  # a ResNet halves the side five times
 
 _TRIES = 10
 # counters of an image's draws; each try of a crop or a box takes two
-_CROP, _PLACE, _FLIP, _ORDER, _FACTORS, _LIGHT, _ERASE, _BOX, _BOX_PLACE = 0, 20, 22, 23, 24, 28, 32, 33, 53
+_CROP, _OFFSET, _FLIP, _ORDER, _FACTORS, _LIGHT, _ERASE, _BOX, _BOX_OFFSET = 0, 20, 22, 23, 24, 28, 32, 33, 53
 _BLUR = 55
 _COUNTERS = np.arange(57)
 _ORDERS = tuple(permutations(range(len(JITTERS))))
@@ -206,7 +206,7 @@ def _resized_crop(u: list[float], height: int, width: int, config: AugmentConfig
     for at in range(_CROP, _CROP + 2 * _TRIES, 2):
         w, h = _sides(u[at], u[at + 1], height * width, config.area, log_ratio)
         if 0 < w <= width and 0 < h <= height:
-            return Box(int(u[_PLACE] * (height - h + 1)), int(u[_PLACE + 1] * (width - w + 1)), h, w)
+            return Box(int(u[_OFFSET] * (height - h + 1)), int(u[_OFFSET + 1] * (width - w + 1)), h, w)
     # none fits: the largest centred box with an allowed ratio
     h, w = height, width
     if width < lowest * height:
@@ -224,7 +224,7 @@ def _padded_crop(u: list[float], height: int, width: int, size: int, padding: in
             f"{width} × {height}: the padding must be below its sides, and its sides with it at least the "
             "crop; choose another size or padding, or crop 'resized'"
         )
-    top, left = int(u[_PLACE] * (spare_rows + 1)), int(u[_PLACE + 1] * (spare_columns + 1))
+    top, left = int(u[_OFFSET] * (spare_rows + 1)), int(u[_OFFSET + 1] * (spare_columns + 1))
     return Box(top - padding, left - padding, size, size)
 
 
@@ -260,5 +260,5 @@ def _erased(u: list[float], size: int) -> Box | None:
     for at in range(_BOX, _BOX + 2 * _TRIES, 2):
         h, w = _sides(u[at], u[at + 1], size * size, _ERASED_AREA, log_ratio)
         if h < size and w < size:
-            return Box(int(u[_BOX_PLACE] * (size - h + 1)), int(u[_BOX_PLACE + 1] * (size - w + 1)), h, w)
+            return Box(int(u[_BOX_OFFSET] * (size - h + 1)), int(u[_BOX_OFFSET + 1] * (size - w + 1)), h, w)
     return None

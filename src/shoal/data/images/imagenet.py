@@ -32,11 +32,11 @@ _MAT_TYPES |= {13: "<u8", 16: "<u1", 17: "<u2"}  # UTF-8, UTF-16
 _MAT_ERRORS = (ValueError, LookupError, TypeError, OverflowError, StopIteration, struct.error, zlib.error)
 
 
-def read_synsets(data: bytes, where: str) -> dict[int, str]:
+def read_synsets(data: bytes, source: str) -> dict[int, str]:
     """Parse ``meta.mat`` of the development kit (a MAT file of level 5): ILSVRC2012_ID to WordNet id.
 
     Raises:
-        ShoalError: it is not such a file; ``where`` names it.
+        ShoalError: it is not such a file; ``source`` names it.
     """
     try:
         if data[126:128] != b"IM":
@@ -49,7 +49,7 @@ def read_synsets(data: bytes, where: str) -> dict[int, str]:
         raise ValueError("it has no array of structures")
     except _MAT_ERRORS as error:
         raise ShoalError(
-            f"{where} is not the list of synsets of ImageNet's development kit ({error}); get it again, or "
+            f"{source} is not the list of synsets of ImageNet's development kit ({error}); get it again, or "
             "give a text file of the synsets in its order as --synsets"
         ) from None
 
@@ -130,10 +130,10 @@ def read_ground_truth(
             f"{folder} has no ground truth of the validation images; put {packed.name} of the ImageNet site "
             f"there, or {NAMED_TRUTH}, or give a file of one line an image as --ground-truth"
         )
-    where, meanings = "", {}
+    source, meanings = "", {}
     if meta := _find(synsets, [directory / META for directory in folders], packed):
-        where, data = meta
-        meanings = read_synsets(data, where) if where.endswith(".mat") else _text_synsets(data, where)
+        source, data = meta
+        meanings = read_synsets(data, source) if source.endswith(".mat") else _text_synsets(data, source)
     name, data = truth_file
     lines = []
     for number, line in enumerate(_first_words(data), 1):
@@ -143,14 +143,14 @@ def read_ground_truth(
                 f"({DEVKIT}.tar.gz) beside the tars, or give it as --synsets"
             )
         if line.isdecimal() and int(line) not in meanings:
-            raise UsageError(f"{name}, line {number}: {where} has no number {line}")
+            raise UsageError(f"{name}, line {number}: {source} has no number {line}")
         lines.append((line, meanings[int(line)] if line.isdecimal() else line))
     return name, lines
 
 
-def _find(given: Path | None, files: list[Path], packed: Path) -> tuple[str, bytes] | None:
+def _find(chosen: Path | None, files: list[Path], packed: Path) -> tuple[str, bytes] | None:
     """Return name and bytes of a given file, else the first of ``files``, else of the packed kit."""
-    path = given or next((file for file in files if file.is_file()), None)
+    path = chosen or next((file for file in files if file.is_file()), None)
     if path is not None:
         return str(path), _read(path)
     if packed.is_file():
@@ -158,7 +158,7 @@ def _find(given: Path | None, files: list[Path], packed: Path) -> tuple[str, byt
     return None
 
 
-def _text_synsets(data: bytes, where: str) -> dict[int, str]:
+def _text_synsets(data: bytes, source: str) -> dict[int, str]:
     """Return the synset of each line, numbered from 1 as in the development kit.
 
     Raises:
@@ -167,8 +167,8 @@ def _text_synsets(data: bytes, where: str) -> dict[int, str]:
     lines = _first_words(data)
     if lines == sorted(lines):
         raise UsageError(
-            f"{where} lists the synsets in sorted order, which is not that of the development kit's numbers; "
-            f"give its {META}, or a ground truth that names synsets"
+            f"{source} lists the synsets in sorted order, which is not that of the development kit's "
+            f"numbers; give its {META}, or a ground truth that names synsets"
         )
     return dict(enumerate(lines, 1))
 

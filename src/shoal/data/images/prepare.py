@@ -139,7 +139,7 @@ def prepare_images(
             tasks,
             lambda task: finished_shard(out, task, config.on_bad),
             shown,
-            what="image shards",
+            outputs="image shards",
             num_bytes=lambda task: totals[task.split].num_bytes / task.num_shards,
             processes=config.processes or num_cores(),
             initializer=start_worker,

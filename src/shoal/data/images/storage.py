@@ -107,8 +107,8 @@ class S3Storage:
     def read(self, info: ImageShardInfo, start: int, size: int) -> bytes:
         if not size:
             return b""
-        where = {"Range": f"bytes={start}-{start + size - 1}"}
-        return self._retried(f"{info.name}.{TAR}", where, size, info.files[TAR]["bytes"])
+        byte_range = {"Range": f"bytes={start}-{start + size - 1}"}
+        return self._retried(f"{info.name}.{TAR}", byte_range, size, info.files[TAR]["bytes"])
 
     def parts(self, info: ImageShardInfo) -> Iterator[bytes]:
         """Yield a shard's tar in order; 64 MB are in memory at a time."""
@@ -128,12 +128,12 @@ class S3Storage:
     def _uri(self, name: str) -> str:
         return f"{_SCHEME}{self._bucket}/{self._prefix}{name}"
 
-    def _retried(self, name: str, where: dict[str, str], size: int | None, total: int | None) -> bytes:
+    def _retried(self, name: str, byte_range: dict[str, str], size: int | None, total: int | None) -> bytes:
         end = time.monotonic() + self._deadline_s
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return self._once(name, where, size, total)
+                return self._once(name, byte_range, size, total)
             except _Transient as error:
                 left = end - time.monotonic()
                 if left <= 0:
@@ -146,12 +146,12 @@ class S3Storage:
             time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _once(self, name: str, where: dict[str, str], size: int | None, total: int | None) -> bytes:
+    def _once(self, name: str, byte_range: dict[str, str], size: int | None, total: int | None) -> bytes:
         from botocore import exceptions
 
         uri = self._uri(name)
         try:
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, **where)
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, **byte_range)
             with closing(answer["Body"]) as body:
                 length = int(answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"])
                 if total is not None and length != total:

@@ -39,7 +39,7 @@ def members(path: Path, inside: Member | None = None) -> Iterator[Member]:
         ShoalError: the file cannot be read, is not a tar, is truncated or damaged, or has a name that leads
             out of it.
     """
-    where = f"{path}: {inside.name}" if inside else str(path)
+    source = f"{path}: {inside.name}" if inside else str(path)
     try:
         with path.open("rb", buffering=0) as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -49,45 +49,45 @@ def members(path: Path, inside: Member | None = None) -> Iterator[Member]:
             while True:
                 header = os.pread(file.fileno(), _BLOCK, at) if at + _BLOCK <= end else b""
                 if not header:
-                    raise ShoalError(f"{where} was cut short: it has no end after byte {at:,}; get it again")
+                    raise ShoalError(f"{source} was cut short: it has no end after byte {at:,}; get it again")
                 if not any(header):  # a tar ends with blocks of zeros
                     return
-                member = _parse(header, where, at)
+                member = _parse(header, source, at)
                 if member.size < 0:  # the next header would be this one again, or before it
                     raise ShoalError(
-                        f"{where} is damaged at byte {at:,}: {member.name} has the size {member.size:,}, "
+                        f"{source} is damaged at byte {at:,}: {member.name} has the size {member.size:,}, "
                         "which must be at least 0; get it again"
                     )
                 if at + _BLOCK + member.size > end:
                     raise ShoalError(
-                        f"{where} was cut short in {member.name}, which ends at byte "
+                        f"{source} was cut short in {member.name}, which ends at byte "
                         f"{at + _BLOCK + member.size:,} of {end:,}; get it again"
                     )
                 if member.type in _NAMING:
-                    name = _extended_name(file.fileno(), member, where, at) or name
+                    name = _extended_name(file.fileno(), member, source, at) or name
                 elif member.type != tarfile.XGLTYPE:
                     if member.isreg():
-                        yield Member(_checked(name or member.name, where), at + _BLOCK, member.size)
+                        yield Member(_checked(name or member.name, source), at + _BLOCK, member.size)
                     name = ""
                 at += _BLOCK + -(-member.size // _BLOCK) * _BLOCK
     except OSError as error:
-        raise ShoalError(f"{where} cannot be read: {error.strerror}") from error
+        raise ShoalError(f"{source} cannot be read: {error.strerror}") from error
 
 
-def _parse(header: bytes, where: str, at: int) -> tarfile.TarInfo:
+def _parse(header: bytes, source: str, at: int) -> tarfile.TarInfo:
     try:
         return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
     except tarfile.TarError as error:
         if at == 0:
-            raise ShoalError(f"{where} is not an uncompressed tar ({error})") from None
-        raise ShoalError(f"{where} is damaged at byte {at:,} ({error}); get it again") from None
+            raise ShoalError(f"{source} is not an uncompressed tar ({error})") from None
+        raise ShoalError(f"{source} is damaged at byte {at:,} ({error}); get it again") from None
 
 
-def _extended_name(file: int, header: tarfile.TarInfo, where: str, at: int) -> str:
+def _extended_name(file: int, header: tarfile.TarInfo, source: str, at: int) -> str:
     """Return the name that an extended header gives to the next member, or "" if it gives none."""
     if header.size > _MOST_NAME_BYTES:
         raise ShoalError(
-            f"{where} has an extended header of {header.size:,} bytes at byte {at:,}; names have at most "
+            f"{source} has an extended header of {header.size:,} bytes at byte {at:,}; names have at most "
             f"{_MOST_NAME_BYTES:,}: is it damaged?"
         )
     data = os.pread(file, header.size, at + _BLOCK)
@@ -97,21 +97,21 @@ def _extended_name(file: int, header: tarfile.TarInfo, where: str, at: int) -> s
     while data:  # records "LENGTH KEY=VALUE\n"
         length, _, _ = data.partition(b" ")
         if not length.isdigit() or not len(length) + 2 <= int(length) <= len(data):
-            raise ShoalError(f"{where} is damaged at byte {at:,} (an extended header); get it again")
+            raise ShoalError(f"{source} is damaged at byte {at:,} (an extended header); get it again")
         key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
         if key == b"path":
             name = value.decode("utf-8", "surrogateescape")
         elif key == b"size":
-            raise ShoalError(f"{where} has a member of more than 8 GiB at byte {at:,}; no image is so large")
+            raise ShoalError(f"{source} has a member of more than 8 GiB at byte {at:,}; no image is so large")
         data = data[int(length) :]
     return name
 
 
-def _checked(name: str, where: str) -> str:
+def _checked(name: str, source: str) -> str:
     """Return the name of a member without a leading "./"."""
     parts = PurePosixPath(name).parts
     if name.startswith("/") or ".." in parts or not parts or "\0" in name:
-        raise ShoalError(f"{where} has the member {name!r:.200}, a name that leads out of it; pack it again")
+        raise ShoalError(f"{source} has the member {name!r:.200}, a name that leads out of it; pack it again")
     return "/".join(parts)
 
 

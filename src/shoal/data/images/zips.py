@@ -37,7 +37,7 @@ class ZipImages:
     def __contains__(self, name: str) -> bool:
         return name in self._members
 
-    def place(self, name: str) -> tuple[int, int]:
+    def extent(self, name: str) -> tuple[int, int]:
         """Return offset and size of a file in bytes of the zip.
 
         Raises:

@@ -105,7 +105,7 @@ def _spans(
 ) -> list[_Span]:
     """Return the candidates of one question, best first; ties go to the earlier window and token."""
     kept = _windows_of_starts(features, windows)
-    found: list[_Span] = []
+    candidates: list[_Span] = []
     for w in windows:
         begin = int(features.bounds[w]) + int(features.context_begin[w])
         length, first = int(features.context_length[w]), int(features.context_first[w])
@@ -117,8 +117,8 @@ def _spans(
         rows, columns = np.nonzero((tokens > 0) & (tokens <= config.max_answer_length))
         for s, e in zip(best_starts[rows].tolist(), best_ends[columns].tolist(), strict=True):
             start, end = float(starts[s]), float(ends[e])
-            found.append(_Span(start + end, start, end, first + s, first + e))
-    return sorted(found, key=lambda span: -span.score)
+            candidates.append(_Span(start + end, start, end, first + s, first + e))
+    return sorted(candidates, key=lambda span: -span.score)
 
 
 def _windows_of_starts(features: SquadFeatures, windows: Sequence[int]) -> npt.NDArray[np.int64]:

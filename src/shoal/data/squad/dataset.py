@@ -104,11 +104,11 @@ def read_squad(path: Path, *, purpose: Purpose, bad: BadEntries | None = None) -
         UsageError: the file cannot be read, is not SQuAD, holds no question, or too many invalid entries.
     """
     reader = _Reader(purpose, bad or BadEntries(path))
-    for number, place, context, entry in _entries(path, reader.bad):
+    for number, location, context, entry in _entries(path, reader.bad):
         try:
-            reader.take(place, context, entry, number)
+            reader.take(location, context, entry, number)
         except BadEntry as error:
-            reader.bad.add(error, place)
+            reader.bad.add(error, location)
     return reader.finish(path)
 
 
@@ -126,7 +126,7 @@ class _Reader:
         """Misplaced answers with their paragraphs."""
         self._is_marked = False
 
-    def take(self, place: str, context: Any, entry: Any, number: int) -> None:
+    def take(self, location: str, context: Any, entry: Any, number: int) -> None:
         """Add a question.
 
         Raises:
@@ -138,7 +138,7 @@ class _Reader:
         name = str(entry.get("id", number))
         if name in self._ids:
             raise BadEntry(SAME_ID, repr(name))
-        answers = self._placed(entry.get("answers", []), context, place)
+        answers = self._placed(entry.get("answers", []), context, location)
         self._ids.add(name)
         self._is_marked |= "is_impossible" in entry
         if entry.get("answers") and not answers:
@@ -147,13 +147,13 @@ class _Reader:
         is_impossible = entry.get("is_impossible", False)
         self._questions.append(Question(name, entry["question"], paragraph, answers, is_impossible))
 
-    def _placed(self, entries: list[Any], context: str, place: str) -> tuple[Answer, ...]:
+    def _placed(self, entries: list[Any], context: str, location: str) -> tuple[Answer, ...]:
         """Return the answers to keep; those of a training file stand at ``answer_start``."""
         answers = []
         for number, entry in enumerate(entries):
             answer = Answer(entry["text"], entry.get("answer_start", -1))
             if not stands_at(context, answer.text, answer.start):
-                here, first = f"{place}.answers[{number}]", max(answer.start, 0)
+                here, first = f"{location}.answers[{number}]", max(answer.start, 0)
                 self._off.append((context, answer))
                 if self._purpose == "train":
                     stands = context[first : first + len(answer.text)]
@@ -202,8 +202,8 @@ def _entries(path: Path, bad: BadEntries) -> Iterator[tuple[int, str, Any, Any]]
         rows = enumerate(field_rows(path, field_names(path, str(path)), str(path)), start=1)
         yield from ((number, f"row {number}", row.get("context"), row) for number, row in rows)
     elif suffix == ".jsonl":
-        for number, place, row in json_rows(path, bad):
-            yield number, place, row.get("context"), row
+        for number, location, row in json_rows(path, bad):
+            yield number, location, row.get("context"), row
     else:
         for number, entry in enumerate(_nested(path, bad), start=1):
             yield number, *entry
@@ -229,10 +229,10 @@ def _nested(path: Path, bad: BadEntries) -> Iterator[tuple[str, Any, Any]]:
             yield f"data[{a}]", article.get("context"), article
         elif _is_valid(article, {"paragraphs": []}, f"data[{a}]", bad):
             for p, paragraph in enumerate(article["paragraphs"]):
-                place = f"data[{a}].paragraphs[{p}]"
-                if _is_valid(paragraph, {"context": str, "qas": []}, place, bad):
+                location = f"data[{a}].paragraphs[{p}]"
+                if _is_valid(paragraph, {"context": str, "qas": []}, location, bad):
                     for q, entry in enumerate(paragraph["qas"]):
-                        yield f"{place}.qas[{q}]", paragraph["context"], entry
+                        yield f"{location}.qas[{q}]", paragraph["context"], entry
 
 
 def _official(entry: Any, purpose: Purpose) -> Any:
@@ -326,8 +326,8 @@ _OPTIONAL = {
 """Keys that a question may lack, by what the file is for."""
 
 
-def _check_shape(node: Any, shape: Any, place: str, optional: Sequence[str] = ()) -> None:
-    """Check that the node at ``place``, the keys that lead to it, has the types and keys of ``shape``.
+def _check_shape(node: Any, shape: Any, location: str, optional: Sequence[str] = ()) -> None:
+    """Check that the node at ``location``, the keys that lead to it, has the types and keys of ``shape``.
 
     Raises:
         BadEntry: names the first that is wrong.
@@ -335,26 +335,26 @@ def _check_shape(node: Any, shape: Any, place: str, optional: Sequence[str] = ()
     kind: Any = shape if isinstance(shape, type | tuple) else type(shape)
     if not isinstance(node, kind) or (kind is not bool and isinstance(node, bool)):
         keys = f" with the key {next(iter(shape))!r}" if kind is dict else ""
-        raise BadEntry(NOT_SQUAD, f"{place} is {_shown(node)}, but must be {_KINDS[kind]}{keys}".lstrip())
+        raise BadEntry(NOT_SQUAD, f"{location} is {_shown(node)}, but must be {_KINDS[kind]}{keys}".lstrip())
     if isinstance(shape, list):
         for number, entry in enumerate(node if shape else ()):
-            _check_shape(entry, shape[0], f"{place}[{number}]", optional)
+            _check_shape(entry, shape[0], f"{location}[{number}]", optional)
     elif isinstance(shape, dict):
         for key, inner in shape.items():
             if key in node:
-                _check_shape(node[key], inner, f"{place}.{key}".lstrip("."), optional)
+                _check_shape(node[key], inner, f"{location}.{key}".lstrip("."), optional)
             elif key not in optional:
                 raise BadEntry(
-                    NOT_SQUAD, f"{place} has no key {key!r}.{did_you_mean(key, map(str, node))}".lstrip()
+                    NOT_SQUAD, f"{location} has no key {key!r}.{did_you_mean(key, map(str, node))}".lstrip()
                 )
 
 
-def _is_valid(node: Any, shape: Any, place: str, bad: BadEntries) -> bool:
+def _is_valid(node: Any, shape: Any, location: str, bad: BadEntries) -> bool:
     """Return whether a node has the keys of ``shape``; count it if not."""
     try:
         _check_shape(node, shape, "")
     except BadEntry as error:
-        bad.add(error, place)
+        bad.add(error, location)
         return False
     return True
 

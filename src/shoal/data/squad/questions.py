@@ -31,5 +31,5 @@ def read_questions(path: Path, bad: BadEntries | None = None) -> SquadData:
 
 def one_question(path: Path, question: str, context: str) -> SquadData:
     """Return a question of the command line."""
-    asked = Question("1", question, 0, (), False)
-    return SquadData(path=path, version="1.1", paragraphs=(context,), questions=(asked,))
+    only = Question("1", question, 0, (), False)
+    return SquadData(path=path, version="1.1", paragraphs=(context,), questions=(only,))

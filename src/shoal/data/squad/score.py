@@ -94,9 +94,9 @@ def score_squad(
         for question in questions:
             if question.id in predictions and null_odds[question.id] > null_threshold:
                 final[question.id] = (float(not question.answers),) * 2
-        for which, name in enumerate(("best_exact", "best_f1")):
+        for metric, name in enumerate(("best_exact", "best_f1")):
             best[name], best[f"{name}_thresh"] = _best_threshold(
-                questions, predictions, null_odds, raw, which
+                questions, predictions, null_odds, raw, metric
             )
     official = _part(final, list(final))
     for prefix, has_answer in (("HasAns_", True), ("NoAns_", False)):
@@ -138,21 +138,21 @@ def _best_threshold(
     predictions: Mapping[str, str],
     null_odds: Mapping[str, float],
     scores: Mapping[str, tuple[float, float]],
-    which: int,
+    metric: int,
 ) -> tuple[float, float]:
     """Return the best score of any threshold, in percent, and the threshold.
 
     Tries them from all unanswered upwards.
     """
     # questions of equal odds keep the order of their file, as in the official script
-    place = {name: k for k, name in enumerate(null_odds)}
+    file_order = {name: k for k, name in enumerate(null_odds)}
     answered = [question for question in questions if question.id in predictions]
-    answered.sort(key=lambda question: (null_odds[question.id], place[question.id]))
+    answered.sort(key=lambda question: (null_odds[question.id], file_order[question.id]))
     score = best = float(sum(not question.answers for question in answered))
     threshold = 0.0
     for question in answered:
         if question.answers:
-            score += scores[question.id][which]
+            score += scores[question.id][metric]
         elif predictions[question.id]:
             score -= 1
         if score > best:
@@ -192,12 +192,12 @@ def evaluate(
         official = {**official, f"missing_{missing_are.replace(' ', '_')}": len(scores.missing)}
     for line in squad.remarks():
         print(f"shoal: {line}", file=sys.stderr)
-    for names, what in (
+    for names, remark in (
         (scores.missing, f"questions have no prediction and are {missing_are}, by the rules of {rules}"),
         (scores.unknown, "predictions are for questions that the data does not have and do not count"),
     ):
         if names:
-            print(f"shoal: {predictions}: {len(names)} {what} ({shorten(names)})", file=sys.stderr)
+            print(f"shoal: {predictions}: {len(names)} {remark} ({shorten(names)})", file=sys.stderr)
     if out is not None:
         write_json(out, official)
     return json.dumps(official, indent=2)

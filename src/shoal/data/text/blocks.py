@@ -137,8 +137,8 @@ class BlockReader(Reader):
         starts = (indices_ - self._first_examples[shard]) * length
         if not self.config.every_token:
             starts += below(random_keys(self.config.seed, Stream.BLOCK_PHASE, epochs_, shard), sizes)
-        places = starts[:, None] + np.arange(length + 1)
-        ids, begins = self._tokens(shard, places % sizes[:, None])
+        offsets = starts[:, None] + np.arange(length + 1)
+        ids, begins = self._tokens(shard, offsets % sizes[:, None])
         columns = np.broadcast_to(np.arange(length), (len(ids), length))
         labels = ids[:, 1:].copy()
         if self.config.across_documents:
@@ -147,7 +147,7 @@ class BlockReader(Reader):
             labels[begins[:, 1:]] = NO_TARGET
             positions = columns - np.maximum.accumulate(np.where(begins[:, :-1], columns, 0), axis=1)
         if self.config.every_token:
-            labels[places[:, 1:] >= sizes[:, None]] = NO_TARGET
+            labels[offsets[:, 1:] >= sizes[:, None]] = NO_TARGET
         return {
             "input_ids": ids[:, :-1].copy(),
             "position_ids": positions,

@@ -244,7 +244,9 @@ def finished_chunk(out: Path, number: int) -> ChunkResult | None:
 
     def make(record: dict[str, Any]) -> ChunkResult:
         shards = {split: ShardInfo(**value) for split, value in record["shards"].items()}
-        return ChunkResult(shards, {kind: (count, places) for kind, (count, places) in record["bad"].items()})
+        return ChunkResult(
+            shards, {kind: (count, locations) for kind, (count, locations) in record["bad"].items()}
+        )
 
     result = read_record(path, make)
     for shard in result.shards.values():

@@ -65,21 +65,21 @@ def json_lines(source: str) -> Iterator[bytes]:
         UsageError: there is no such data set, configuration, split or field of text.
         ShoalError: it cannot be downloaded.
     """
-    wanted = parse_hub(source)
+    parsed = parse_hub(source)
     datasets = import_module("datasets")
     try:
-        rows = datasets.load_dataset(wanted.name, wanted.config or None, split=wanted.split)
+        rows = datasets.load_dataset(parsed.name, parsed.config or None, split=parsed.split)
     except ConnectionError as error:
         raise ShoalError(f"{source}: cannot be downloaded: {error}") from None
     except Exception as error:  # noqa: BLE001  # of the library, or of what it uses to read this data set
         reason = error.__cause__ or error
         raise UsageError(f"{source}: datasets cannot load it as {FORM}: {reason}") from None
     texts = [name for name, kind in rows.features.items() if getattr(kind, "dtype", "").endswith("string")]
-    if wanted.field not in texts:
+    if parsed.field not in texts:
         raise UsageError(
-            f"{source}: there is no text in a field {wanted.field!r}; its texts are "
-            f"{', '.join(texts) or 'none'}. Name one as {FORM}." + did_you_mean(wanted.field, texts)
+            f"{source}: there is no text in a field {parsed.field!r}; its texts are "
+            f"{', '.join(texts) or 'none'}. Name one as {FORM}." + did_you_mean(parsed.field, texts)
         )
-    for batch in rows.select_columns([wanted.field]).iter(batch_size=_BATCH_ROWS):
-        lines = (json.dumps({wanted.field: text}, ensure_ascii=False) for text in batch[wanted.field])
+    for batch in rows.select_columns([parsed.field]).iter(batch_size=_BATCH_ROWS):
+        lines = (json.dumps({parsed.field: text}, ensure_ascii=False) for text in batch[parsed.field])
         yield "".join(f"{line}\n" for line in lines).encode()

@@ -197,7 +197,7 @@ def prepare_text(config: PrepareConfig, *, progress: bool = True) -> Manifest:
             list(enumerate(chunks)),
             lambda task: chunk_worker.finished_chunk(job.out, task[0]),
             shown,
-            what="token shards",
+            outputs="token shards",
             num_bytes=lambda task: sum(span.end - span.start for span in task[1]),
             processes=processes,
             initializer=chunk_worker.start_worker,
@@ -219,9 +219,9 @@ def _plan(config: PrepareConfig, files: Sequence[SourceFile]) -> dict[str, Any]:
     for name, default in (("end_token", None), ("errors", "strict")):
         if fields[name] == default:  # as plans of preparations that began before the option was in them
             del fields[name]
-    given = {} if config.trains_tokenizer else {"tokenizer_sha256": sha256_of(Path(config.tokenizer))}
+    pretrained = {} if config.trains_tokenizer else {"tokenizer_sha256": sha256_of(Path(config.tokenizer))}
     state = {"source_files": len(files), "source_state": digest.hexdigest()}
-    return {"kind": "text", "version": VERSION, **fields, **state, **given}
+    return {"kind": "text", "version": VERSION, **fields, **state, **pretrained}
 
 
 def _make_job(
@@ -235,19 +235,19 @@ def _make_job(
         records.mkdir(exist_ok=True)
         trains = config.trains_tokenizer
         shown.start(f"Training a tokenizer ({config.tokenizer})" if trains else "Reading a sample", 0)
-        given = None
+        pretrained = None
         if not trains:
             name, lowercase = Path(config.tokenizer), config.lowercase
-            given = tokenizer.read_tokenizer(
+            pretrained = tokenizer.read_tokenizer(
                 name, lowercase=lowercase, needs=config.needs, on_bad=config.on_bad
             )
-            special_ids(config, given, name)
+            special_ids(config, pretrained, name)
         sample: list[str] = []
         is_whole = False
         if trains or not is_more_than_sample(chunks, config.errors):
             sample, is_whole = read_sample(chunks, config.errors)
         held_out = held_out_rank(sample, is_whole, config.validation, config.seed)
-        made = given or tokenizer.train_tokenizer(
+        made = pretrained or tokenizer.train_tokenizer(
             "unigram" if config.tokenizer == "unigram" else "wordpiece",
             training_sentences(sample, unknown_word),
             vocab_size=config.vocab_size,

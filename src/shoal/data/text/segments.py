@@ -39,7 +39,7 @@ _Groups = list[tuple[int, Any]]  # (shard number, the rows of a batch that lie i
 MIN_TOKENS = 8
 """Documents with fewer tokens give no example, and segments are not shortened below this."""
 
-_IS_SHORT, _SHORT_LENGTH, _BOUNDARY, _LABEL, _OTHER, _PLACE = range(6)  # counters of one example's draws
+_IS_SHORT, _SHORT_LENGTH, _BOUNDARY, _LABEL, _OTHER, _POSITION = range(6)  # counters of one example's draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Windows:
         groups = _rows_by_shard(shard)
         first, last = self._extents(groups, documents)
         spare = np.maximum(last - first - capacity, 0)
-        offset = self._places(epochs, documents, indices, spare)
+        offset = self._window_positions(epochs, documents, indices, spare)
         position = first + offset
 
         snapped, following = self._sentence_starts(groups, position)
@@ -150,12 +150,12 @@ class Windows:
         shard = self._shards.first_documents.searchsorted(other, side="right") - 1
         groups = _rows_by_shard(shard)
         first, last = self._extents(groups, other)
-        position = first + below(bits[:, _PLACE], np.maximum(last - first - lengths, 0) + 1)
+        position = first + below(bits[:, _POSITION], np.maximum(last - first - lengths, 0) + 1)
         snapped, _ = self._sentence_starts(groups, position)
         start = np.where(position - snapped <= self._capacity // 2, snapped, position)
         return TokenRange(shard=shard, start=start, end=np.minimum(start + lengths, last))
 
-    def _places(
+    def _window_positions(
         self, epochs: Int64Array, documents: Int64Array, indices: Int64Array, spare: Int64Array
     ) -> Int64Array:
         """Return each window's position in its document, in [0, spare], before it is aligned to a

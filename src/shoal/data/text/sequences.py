@@ -47,10 +47,10 @@ class TaskData(Sequences):
     def batch(self, indices: Int64Array) -> Arrays:
         """Return the sequences ``indices`` packed, with their targets ``[B]``, int64 or fp32."""
         lengths = self.lengths[indices]
-        where = ranges(self.bounds[indices], lengths)
+        token_indices = ranges(self.bounds[indices], lengths)
         chosen = {name: getattr(self, name)[indices] for name in self.TARGETS}
         targets = {
             name: values if values.dtype == np.float32 else values.astype(np.int64)
             for name, values in chosen.items()
         }
-        return {**pack(self.tokens[where], self.types[where], lengths), **targets}
+        return {**pack(self.tokens[token_indices], self.types[token_indices], lengths), **targets}

@@ -80,8 +80,8 @@ class SequenceTemplate:
             for k, (token, kind) in enumerate(zip(ids, kinds, strict=True)):
                 tokens[at + begin + k], types[at + begin + k] = token, kind
         for begin, (ids, source, count), kind in zip(text_begins, texts, self._type_of, strict=True):
-            where = ranges(at + begin, count)
-            tokens[where], types[where] = ids[ranges(source, count)], kind
+            targets = ranges(at + begin, count)
+            tokens[targets], types[targets] = ids[ranges(source, count)], kind
         return tokens, types, bounds, text_begins
 
 

@@ -101,8 +101,8 @@ def _is_same(prediction: str, reference: str) -> float:
 
 def _f1(prediction: str, reference: str) -> float:
     """Return the F1 of the words; 1 of two empty texts, as by the rules of SQuAD 2.0."""
-    words, wanted = (normalise_answer(text).split() for text in (prediction, reference))
-    return token_f1(words, wanted) if words or wanted else 1.0
+    words, expected = (normalise_answer(text).split() for text in (prediction, reference))
+    return token_f1(words, expected) if words or expected else 1.0
 
 
 def _rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:

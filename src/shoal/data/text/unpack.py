@@ -63,7 +63,7 @@ def unpack_files(
         tasks,
         lambda task: task.target if task.target.is_file() else None,
         shown,
-        what="unpacked files",
+        outputs="unpacked files",
         num_bytes=lambda task: task.file.num_bytes,
         processes=processes,
     )

@@ -34,19 +34,19 @@ def test_places_hold_the_files(path: Path) -> None:
     for name, content in [*FILES.items(), ("plain.txt", b"plain")]:
         for known_as in {name, name.removeprefix("train2017/")}:
             assert known_as in images
-            offset, size = images.place(known_as)
+            offset, size = images.extent(known_as)
             assert data[offset : offset + size] == content
     assert "train2017/" not in images and "none.jpg" not in images
 
 
 def test_what_cannot_be_read_in_place_names_the_remedy(path: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"train2017.zip: train2017/packed.jpg is compressed .*unzip -q"):
-        ZipImages(path).place("packed.jpg")
+        ZipImages(path).extent("packed.jpg")
     data = path.read_bytes()
     images = ZipImages(path)
     path.write_bytes(bytes(100) + data[100:])
     with pytest.raises(ShoalError, match="is damaged at train2017/0"):
-        images.place("000000000000.jpg")
+        images.extent("000000000000.jpg")
     path.write_bytes(data[:-30])
     with pytest.raises(UsageError, match="no zip, or was cut short"):
         ZipImages(path)
