@@ -21,7 +21,7 @@ from xml.sax.saxutils import escape
 
 from benchmarks.harness import Benchmark, peer_module
 from benchmarks.worker import run_alone
-from shoal.data.progress import Progress
+from shoal.data.progress import PreparationProgress
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.data.text.prepare import BUILTIN, read_sample, training_sentences
 from shoal.data.text.python_docs_corpus import write_snapshot
@@ -88,7 +88,7 @@ def main() -> int:
         work = Path(name)
         source = work / "source.txt"
         if bench.args.source == BUILTIN:
-            write_snapshot(source, processes=processes, progress=Progress(shown=False))
+            write_snapshot(source, processes=processes, progress=PreparationProgress(shown=False))
         else:
             shutil.copy(bench.args.source, source)
         chunks = cut_chunks(find_files([str(source)], "lines"), 1 << 20)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from benchmarks.harness import Benchmark, peer_module
 from shoal.data.prepare_dir import RECORDS
 from shoal.data.process_pool import run_tasks
-from shoal.data.progress import Progress
+from shoal.data.progress import PreparationProgress
 from shoal.data.text.chunk_worker import ChunkJob, prepare_chunk, start_worker
 from shoal.data.text.corpus import cut_chunks, find_files
 from shoal.data.text.prepare import BUILTIN, read_sample, training_sentences
@@ -83,7 +83,7 @@ def main() -> int:
         work = Path(name)
         source = work / "source.txt"
         if bench.args.source == BUILTIN:
-            write_snapshot(source, processes=processes, progress=Progress(shown=False))
+            write_snapshot(source, processes=processes, progress=PreparationProgress(shown=False))
         else:
             shutil.copy(bench.args.source, source)
         megabytes = source.stat().st_size / 1e6

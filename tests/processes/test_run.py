@@ -24,7 +24,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from forked import fork_process, free_port, torchrun, wait_for
-from shoal.data.loader import Stream
+from shoal.data.loader import BatchStream
 from shoal.data.sources import DatasetSource, IterableSource
 from shoal.data.steps import DataShard
 from shoal.env.worker import WorkerEnv, WorkerRanks
@@ -272,8 +272,8 @@ class TwoSteps:
     def __init__(self, worker: WorkerEnv) -> None:
         self.source = DatasetSource(dataset=Points(), seed=5)
 
-    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
-        return Stream((next(self.source.open(shard, range(step % 2, 2))) for step in steps), [])
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> BatchStream[Any]:
+        return BatchStream((next(self.source.open(shard, range(step % 2, 2))) for step in steps), [])
 
     def names(self, shard: DataShard, step: int) -> list[str]:
         return self.source.names(shard, step % 2)

@@ -57,7 +57,7 @@ _NUM_STREAMED = 2
 next."""
 
 
-class Stream(Iterator[_Made], Generic[_Made]):
+class BatchStream(Iterator[_Made], Generic[_Made]):
     """Iterates over items that the threads and processes of ``pools`` make; exhausting or closing it joins
     them.
 
@@ -77,9 +77,9 @@ class Stream(Iterator[_Made], Generic[_Made]):
             self.close()
             raise
 
-    def map(self, function: Callable[[_Made], _Other]) -> Stream[_Other]:
+    def map(self, function: Callable[[_Made], _Other]) -> BatchStream[_Other]:
         """Return the stream of ``function(item)``; it replaces this one."""
-        return Stream(map(function, self), self._pools)
+        return BatchStream(map(function, self), self._pools)
 
     def close(self) -> None:
         """Cancel what has not begun, wait for the rest, and end threads and processes. Idempotent."""
@@ -100,10 +100,12 @@ def in_order(
         yield ahead.popleft().result()  # no reference stays here: batches of images are large
 
 
-def in_thread(make: Callable[[_Task], _Made], tasks: Iterable[_Task], num_ahead: int = 2) -> Stream[_Made]:
+def in_thread(
+    make: Callable[[_Task], _Made], tasks: Iterable[_Task], num_ahead: int = 2
+) -> BatchStream[_Made]:
     """Return the stream of ``make(task)``; a thread is ``num_ahead`` tasks ahead."""
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-loader")
-    return Stream(in_order(lambda task: thread.submit(make, task), tasks, num_ahead), [thread])
+    return BatchStream(in_order(lambda task: thread.submit(make, task), tasks, num_ahead), [thread])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class LoaderConfig:
 
 def training_steps(
     steps: StepReader, config: LoaderConfig, *, num_steps: int, pin_memory: bool = False
-) -> Stream[list[Batch]]:
+) -> BatchStream[list[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, this worker's micro-batches.
 
     After step ``i`` (from 0) the state is ``samples_consumed + (i + 1) * global_batch_size``. Batches are
@@ -145,12 +147,12 @@ def training_steps(
 
     num_ahead = -(-config.num_prefetched_steps // steps.steps_at_once) * max(config.num_loader_processes, 1)
     made = in_order(lambda block: pool.submit(StepReader.read, convert, block), blocks, num_ahead)
-    return Stream(chain.from_iterable(made), pool.executors)
+    return BatchStream(chain.from_iterable(made), pool.executors)
 
 
 def streamed_steps(
     steps: StepReader, config: LoaderConfig, *, num_steps: int, pin_memory: bool = False
-) -> Stream[Iterator[Batch]]:
+) -> BatchStream[Iterator[Batch]]:
     """Yield, for each of ``num_steps`` optimizer steps, an iterator over this worker's micro-batches.
 
     Batches and state are those of ``training_steps``, for a ``SizedReader``, of whose examples a whole step
@@ -179,7 +181,7 @@ def streamed_steps(
             yield step
             deque(step, maxlen=0)
 
-    return Stream(in_steps(), pool.executors)
+    return BatchStream(in_steps(), pool.executors)
 
 
 def held_out_batches(
@@ -193,7 +195,7 @@ def held_out_batches(
     dealt: bool = False,
     num_ahead: int = 0,
     pin_memory: bool = False,
-) -> Stream[Batch]:
+) -> BatchStream[Batch]:
     """Yield this worker's part of a fixed set of examples, the same at every call.
 
     The set is at most ``limit`` examples, spread evenly over the split, or else ``indices`` ``[N]`` in their
@@ -211,7 +213,7 @@ def held_out_batches(
     def make(cut: range) -> Batch:
         return as_tensors(reader.micro_batch(reader.batch(0, chosen[cut.start : cut.stop])), pin_memory)
 
-    return in_thread(make, own, num_ahead) if num_ahead else Stream(map(make, own), [])
+    return in_thread(make, own, num_ahead) if num_ahead else BatchStream(map(make, own), [])
 
 
 class StepDataset(IterableDataset[Batch]):

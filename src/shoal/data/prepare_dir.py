@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shoal.atomic_io import PARTIAL, take_lock, write_atomically, write_error
 from shoal.data.manifest import MANIFEST
-from shoal.data.progress import Progress
+from shoal.data.progress import PreparationProgress
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 
@@ -49,7 +49,7 @@ def locked(out: Path) -> Iterator[None]:
 @contextmanager
 def preparing(
     out: Path, plan: dict[str, Any], own_files: re.Pattern[str], *, overwrite: bool, progress: bool
-) -> Iterator[tuple[Progress, bool]]:
+) -> Iterator[tuple[PreparationProgress, bool]]:
     """Begin the preparation of ``plan`` in ``out``, or continue it; hold the lock meanwhile.
 
     Yields the progress to report to, and whether ``out`` is already prepared.
@@ -63,7 +63,7 @@ def preparing(
         UsageError: the directory holds other files, or was started with another plan.
         ShoalError: the directory cannot be created or written, or another process prepares into it.
     """
-    with locked(out), Progress(shown=progress, data=plan["kind"]) as shown:
+    with locked(out), PreparationProgress(shown=progress, data=plan["kind"]) as shown:
         if overwrite:
             _clear(out, plan["kind"], own_files)
         open_plan(out, plan)

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, TypeVar
 
-from shoal.data.progress import Progress
+from shoal.data.progress import PreparationProgress
 from shoal.data.steps import exit_with_parent
 from shoal.errors import ShoalError
 
@@ -93,7 +93,7 @@ def run_unfinished(
     function: Callable[[Task], Result],
     tasks: Sequence[Task],
     finished: Callable[[Task], Result | None],
-    shown: Progress,
+    shown: PreparationProgress,
     *,
     outputs: str,
     num_bytes: Callable[[Task], float],

@@ -11,7 +11,7 @@ _LINE_EVERY_S = 10.0
 _MIB = 1 << 20
 
 
-class Progress(AbstractContextManager["Progress"]):
+class PreparationProgress(AbstractContextManager["PreparationProgress"]):
     """Reports one stage after the other on standard error; ``shown=False`` prints nothing.
 
     ``data`` names the data whose bytes are counted ("text", "images").
@@ -63,7 +63,7 @@ class Progress(AbstractContextManager["Progress"]):
                 f"({100 * done_bytes / self._total:.0f} %), about {left_s:.0f} s left"
             )
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> PreparationProgress:
         if self._bar is not None:
             self._bar.start()
         return self

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from shoal.data.loader import LoaderConfig, Stream, in_thread, streamed_steps, training_steps
+from shoal.data.loader import BatchStream, LoaderConfig, in_thread, streamed_steps, training_steps
 from shoal.data.steps import DataShard, Reader, SizedReader, StepReader
 from shoal.decide.order import Order, ShuffledOrder, micro_batches
 from shoal.errors import UsageError
@@ -23,7 +23,7 @@ from shoal.errors import UsageError
 class StepSource(Protocol):
     """Makes the micro-batches of optimizer steps; a step's batches depend on its number alone."""
 
-    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> BatchStream[Any]:
         """Return a stream with, per step (from 0), this worker's micro-batches: a list or an iterator."""
 
     def names(self, shard: DataShard, step: int) -> list[str]:
@@ -42,14 +42,14 @@ class ReaderSource:
     whole: bool = False
     """Give the worker's part of a global batch in one piece, for a pipeline that cuts it up itself."""
 
-    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> BatchStream[Any]:
         if self.whole:
             shard = replace(shard, micro_batch_size=shard.global_batch_size // shard.num_workers)
         make: Any = streamed_steps if isinstance(self.reader, SizedReader) else training_steps
         consumed = steps.start * shard.global_batch_size
         reader = StepReader(reader=self.reader, share=shard, samples_consumed=consumed, order=self.order)
         config = LoaderConfig(num_loader_processes=self.processes)
-        stream: Stream[Any] = make(reader, config, num_steps=len(steps), pin_memory=pin_memory)
+        stream: BatchStream[Any] = make(reader, config, num_steps=len(steps), pin_memory=pin_memory)
         return stream
 
     def names(self, shard: DataShard, step: int) -> list[str]:
@@ -71,7 +71,7 @@ class DatasetSource:
         if len(self.dataset) < 1:
             raise UsageError("the dataset to train on is empty")
 
-    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> BatchStream[Any]:
         def make(step: int) -> list[Any]:
             cuts = micro_batches(shard.part, shard.micro_batch_size)
             return [self._batch(step * shard.global_batch_size + np.asarray(cut)) for cut in cuts]
@@ -104,12 +104,12 @@ class IterableSource:
     checked: bool = True
     """Refuse a first micro-batch of another size than the run's, and the same rows on all workers."""
 
-    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> BatchStream[Any]:
         per_step = shard.num_micro_batches
         endless = self._epochs()
         for _ in islice(endless, steps.start * per_step):
             pass
-        return Stream((list(islice(endless, per_step)) for _ in steps), [])
+        return BatchStream((list(islice(endless, per_step)) for _ in steps), [])
 
     def names(self, shard: DataShard, step: int) -> list[str]:
         return [f"those of step {step + 1:,}"]
@@ -137,10 +137,10 @@ class FirstSteps:
     source: StepSource
     num_steps: int
 
-    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[Any]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> BatchStream[Any]:
         with closing(self.source.open(shard, range(self.num_steps), pin_memory=pin_memory)) as first:
             kept = [list(micro_batches) for micro_batches in first]
-        return Stream((kept[step % self.num_steps] for step in steps), [])
+        return BatchStream((kept[step % self.num_steps] for step in steps), [])
 
     def names(self, shard: DataShard, step: int) -> list[str]:
         return self.source.names(shard, step % self.num_steps)

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.data.loader import Stream, in_order
+from shoal.data.loader import BatchStream, in_order
 
 NAME = "stream-under-test"
 
 
 def stream_of(tasks, make, *, num_ahead=2):
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=NAME)
-    return Stream(in_order(lambda task: pool.submit(make, task), tasks, num_ahead), [pool])
+    return BatchStream(in_order(lambda task: pool.submit(make, task), tasks, num_ahead), [pool])
 
 
 def num_threads():

@@ -21,7 +21,7 @@ import numpy as np
 
 from shoal.atomic_io import MAX_WHOLE_BYTES, read_whole
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
-from shoal.data.images.tars import Member, members
+from shoal.data.images.tars import TarMember, members
 from shoal.errors import ShoalError, UsageError, did_you_mean
 
 _MAT_HEADER_BYTES = 128
@@ -297,6 +297,6 @@ class ImageNetSource:
         return [label_of[synset] for _, synset in truth]
 
 
-def _image(path: Path, member: Member, label: int, name: str) -> SourceImage:
+def _image(path: Path, member: TarMember, label: int, name: str) -> SourceImage:
     key = PurePosixPath(member.name).stem.replace(".", "_")
     return SourceImage(key, path, member.offset, member.size, label, name)

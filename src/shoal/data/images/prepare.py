@@ -44,7 +44,7 @@ from shoal.data.images.sources import (
 from shoal.data.manifest import VERSION
 from shoal.data.prepare_dir import OVERWRITE, RECORDS, check_finished, preparing, read_record
 from shoal.data.process_pool import advance, run_unfinished
-from shoal.data.progress import Progress
+from shoal.data.progress import PreparationProgress
 from shoal.decide.order import shuffled
 from shoal.env.machine import num_cores
 from shoal.errors import ShoalError, UsageError
@@ -148,7 +148,7 @@ def prepare_images(
         return _finish(source, config, results, out, shown)
 
 
-def _list_source(source: ImageSource, out: Path, shown: Progress) -> dict[str, Totals]:
+def _list_source(source: ImageSource, out: Path, shown: PreparationProgress) -> dict[str, Totals]:
     """List the images of the source, unless an earlier run did; return the totals of each split.
 
     Raises:
@@ -189,7 +189,11 @@ def list_images(source: ImageSource, folder: Path) -> dict[str, Totals]:
 
 
 def _finish(
-    source: ImageSource, config: ImagePrepareConfig, results: list[ShardResult], out: Path, shown: Progress
+    source: ImageSource,
+    config: ImagePrepareConfig,
+    results: list[ShardResult],
+    out: Path,
+    shown: PreparationProgress,
 ) -> ImageManifest:
     """Write the manifest and remove the records."""
     splits = {split: tuple(r.shard for r in results if r.task.split == split and r.shard) for split in SPLITS}

@@ -22,7 +22,7 @@ _NAMING = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 """Types of headers that hold the name of the next member."""
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """A file in a tar; ``offset`` counts from the beginning of the outermost file."""
 
     name: str
@@ -30,7 +30,7 @@ class Member(NamedTuple):
     size: int
 
 
-def members(path: Path, inside: Member | None = None) -> Iterator[Member]:
+def members(path: Path, inside: TarMember | None = None) -> Iterator[TarMember]:
     """Yield the files of the tar ``path``, or of the tar that is its member ``inside``, in their order.
 
     Folders, links and devices are skipped. A name may come from an extended header (GNU, PAX).
@@ -67,7 +67,7 @@ def members(path: Path, inside: Member | None = None) -> Iterator[Member]:
                     name = _extended_name(file.fileno(), member, source, at) or name
                 elif member.type != tarfile.XGLTYPE:
                     if member.isreg():
-                        yield Member(_checked(name or member.name, source), at + _BLOCK, member.size)
+                        yield TarMember(_checked(name or member.name, source), at + _BLOCK, member.size)
                     name = ""
                 at += _BLOCK + -(-member.size // _BLOCK) * _BLOCK
     except OSError as error:

@@ -30,7 +30,7 @@ from shoal.data.bad_entries import MOST_BAD, BadEntries, OnBad
 from shoal.data.manifest import TFRECORD, VERSION, Manifest, TokenizerInfo
 from shoal.data.prepare_dir import RECORDS, preparing, read_record
 from shoal.data.process_pool import run_unfinished
-from shoal.data.progress import Progress
+from shoal.data.progress import PreparationProgress
 from shoal.data.text import chunk_worker, tokenizer, tokenizer_files
 from shoal.data.text.chunk_worker import article_rank
 from shoal.data.text.corpus import (
@@ -225,7 +225,7 @@ def _plan(config: PrepareConfig, files: Sequence[SourceFile]) -> dict[str, Any]:
 
 
 def _make_job(
-    config: PrepareConfig, files: Sequence[SourceFile], chunks: Sequence[Chunk], shown: Progress
+    config: PrepareConfig, files: Sequence[SourceFile], chunks: Sequence[Chunk], shown: PreparationProgress
 ) -> chunk_worker.ChunkJob:
     """Return the settings of all chunks; reuse the tokenizer and the sample of an earlier run."""
     records, path = config.out / RECORDS, config.out / TOKENIZER
@@ -275,7 +275,7 @@ def _finish(
     config: PrepareConfig,
     job: chunk_worker.ChunkJob,
     results: list[chunk_worker.ChunkResult],
-    shown: Progress,
+    shown: PreparationProgress,
 ) -> Manifest:
     """Write the manifest and remove the records."""
     shards = [result.shards for result in results]

@@ -25,7 +25,7 @@ from pydoc_data.topics import topics
 
 from shoal.atomic_io import write_atomically
 from shoal.data.process_pool import advance, run_tasks
-from shoal.data.progress import Progress
+from shoal.data.progress import PreparationProgress
 from shoal.data.text.sentences import split_sentences, word_set
 from shoal.errors import ShoalError
 
@@ -223,7 +223,7 @@ def docstrings(source: str) -> Iterator[str]:
             continue
 
 
-def write_snapshot(path: Path, *, processes: int, progress: Progress) -> None:
+def write_snapshot(path: Path, *, processes: int, progress: PreparationProgress) -> None:
     """Write the prose of this installation to ``path``, one document per line, atomically.
 
     A paragraph of which most word sequences occurred before is dropped: documentation repeats itself.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shoal.data.loader import Batch, Stream, as_tensors, in_thread
+from shoal.data.loader import Batch, BatchStream, as_tensors, in_thread
 from shoal.data.steps import DataShard
 from shoal.data.text.sequences import Sequences
 from shoal.data.text.special_tokens import Int64Array
@@ -41,7 +41,7 @@ class TaskSource:
     whole: bool = False
     """Give the worker's part of a global batch in one piece, for a pipeline that cuts it up itself."""
 
-    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> Stream[list[Batch]]:
+    def open(self, shard: DataShard, steps: range, *, pin_memory: bool = False) -> BatchStream[list[Batch]]:
         """Return a stream with, per step (from 0), this worker's micro-batches, prefetched by a thread."""
         if self.whole:
             shard = replace(shard, micro_batch_size=shard.global_batch_size // shard.num_workers)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal.atomic_io import AtomicFile
 from shoal.data.process_pool import advance, run_unfinished
-from shoal.data.progress import Progress
+from shoal.data.progress import PreparationProgress
 from shoal.data.text.corpus import Errors, SourceFile, content_bytes
 from shoal.data.text.hub import PREFIX, json_lines
 from shoal.data.text.packed import unpacked_blocks
@@ -34,7 +34,12 @@ class _Task:
 
 
 def unpack_files(
-    files: Sequence[SourceFile], records: Path, shown: Progress, *, processes: int, errors: Errors = "strict"
+    files: Sequence[SourceFile],
+    records: Path,
+    shown: PreparationProgress,
+    *,
+    processes: int,
+    errors: Errors = "strict",
 ) -> list[SourceFile]:
     """Unpack the compressed ones of ``files``, and arrays; return all in their order, as files to cut.
 
