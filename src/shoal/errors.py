@@ -151,7 +151,7 @@ def install_command(extra: str = "") -> str:
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:
-    """Import a module of an optional dependency; ``purpose`` says what it is for ("images need Pillow").
+    """Import a module of an optional dependency; ``purpose`` names its use ("images need Pillow").
 
     Raises:
         UsageError: it, or another package of an extra that it imports, is not installed.

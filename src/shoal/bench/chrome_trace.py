@@ -50,7 +50,7 @@ def rank_events(rank: int, host: int, spans: Sequence[Span], *, zero_ns: int = 0
 
 
 def _rows(spans: Sequence[Span]) -> list[int]:
-    """Assign each span a row such that spans of a row do not overlap: viewers stack only nested spans.
+    """Assign each span a row so that spans of a row do not overlap: viewers stack only nested spans.
 
     Rows of a lane are adjacent, lanes in the order of their first span.
     """

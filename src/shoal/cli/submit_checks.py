@@ -40,7 +40,7 @@ def own_words(command: JobCommand) -> list[str]:
 def check_command(
     command: JobCommand, *, num_workers: int | None, reads_data: bool, allow: PathRule | None = None
 ) -> list[str]:
-    """Check what a job's workers run, as far as it is shoal.
+    """Check the command of a job's workers, if it runs shoal.
 
     Args:
         command: of a worker.
@@ -74,7 +74,7 @@ def check_command(
 
 
 def _run(words: Sequence[str]) -> str:
-    """Run shoal with these words and return what it says.
+    """Run shoal with these words and return its output.
 
     Raises:
         UsageError: it fails.

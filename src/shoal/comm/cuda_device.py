@@ -117,7 +117,7 @@ def runtime_library() -> str:
 
 
 def permit_captures() -> None:
-    """Let this thread wait for events and allocate while another one captures a graph.
+    """Allow this thread to wait for events and to allocate while another one captures a graph.
 
     By default (``capture_error_mode="global"``) these calls fail in every thread of the process and end the
     capture. torch's own threads for NCCL do the same.

@@ -264,7 +264,7 @@ class Operation:
 
     @property
     def is_served(self) -> bool:
-        """Whether it concerns weights that servers keep."""
+        """True for operations on weights that servers keep."""
         return self.kind in SERVED_KINDS
 
     @property

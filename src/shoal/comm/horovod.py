@@ -216,7 +216,7 @@ def to_json(value: Any, describe: Callable[[Any], Any] = lambda _: None) -> Any:
 
 
 def from_json(encoded: Any, sender: str, restore: Callable[[Any], Any] | None = None) -> Any:
-    """Return the value of which :func:`to_json` made this.
+    """Return the value that :func:`to_json` encoded.
 
     Args:
         encoded: parsed JSON.

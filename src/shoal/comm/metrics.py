@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def log_message(self, format: str, *args: object) -> None:
-        """Write nothing: a request is no news, and its text is the client's."""
+        """Do not log requests: their text is the client's."""
 
 
 class MetricsServer:

@@ -129,7 +129,7 @@ def not_loaded(file: Path, problem: Exception) -> CannotBuildError:
 
 
 def obstacle(library: Library) -> str:
-    """Return why :func:`build` would fail, as far as it is known without building; empty: it is not."""
+    """Return why :func:`build` would fail, if that is known without building; else an empty string."""
     try:
         key = _key(library, _package())
         try:

@@ -153,7 +153,7 @@ def build() -> Path:
 
 
 def obstacle() -> str:
-    """Return why the group in C++ will not load, as far as it is known without building it; may be empty.
+    """Return why the C++ group will not load, if that is known without building; else an empty string.
 
     Raises:
         UsageError: an environment variable is wrong.

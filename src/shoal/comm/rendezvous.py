@@ -326,7 +326,7 @@ def local_address(store: Store) -> str:
 
 
 def _address_towards(host: str) -> str | None:
-    """Return the address from which this host reaches another, or ``None`` if there is no way."""
+    """Return the address from which this host reaches another, or ``None`` if it is unreachable."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((host, 9))  # sends nothing, only selects a route

@@ -313,7 +313,7 @@ def _proof(secret: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Let a connection wait for ever, but not for a host that is gone."""
+    """Enable TCP keep-alive: a connection waits without a limit, except for a host that is gone."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

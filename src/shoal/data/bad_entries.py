@@ -189,11 +189,11 @@ class BadEntries:
             )
 
     def lines(self) -> list[str]:
-        """Return the line that says what was left out; none if nothing was."""
+        """Return a line with the counts of left-out entries; none if there are none."""
         return [f"{self.source}: {self.summary()}"] if self._kinds else []
 
     def summary(self) -> str:
-        """Return what was left out, without the name of the source; empty if nothing was."""
+        """Return the counts of left-out entries, without the name of the source; empty if there are none."""
         return f"left out {self.total:,}: {self._by_kind()}" if self._kinds else ""
 
     def _by_kind(self) -> str:

@@ -82,7 +82,7 @@ class BatchStream(Iterator[_Made], Generic[_Made]):
         return BatchStream(map(function, self), self._pools)
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for the rest, and end threads and processes. Idempotent."""
+        """Cancel tasks that have not begun, wait for the rest, and end threads and processes. Idempotent."""
         self._items = iter(())
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
@@ -298,7 +298,7 @@ class _Pool:
     def submit(
         self, read: Callable[..., _Made], convert: Callable[[_Made], _Other], *args: Any
     ) -> Future[_Other]:
-        """Have ``read(steps, *place)`` made in a process, or else in a thread, and converted in a thread."""
+        """Run ``read(steps, *args)`` in a process, else in a thread; convert its result in a thread."""
         remote = None if self._processes is None else submit(self._processes, read, *args)
         steps = self._steps  # a task that referred to this pool would keep the threads of an abandoned one
         return self._threads.submit(lambda: convert(read(steps, *args) if remote is None else _wait(remote)))
@@ -360,7 +360,9 @@ class CopyDevice(Protocol):
 
 
 class DeviceCopies:
-    """Copies tensors beside the kernels of the current stream, which waits only for the copies that it uses.
+    """Copies tensors concurrently with the kernels of the current stream.
+
+    The stream waits only for the copies that it uses.
 
     The host queues the copy of a micro-batch when the loop asks for it. By then a GPU is usually still busy
     with the kernels before, and the copy runs at the same time. Results may be used on the stream that is

@@ -206,7 +206,7 @@ def loader_processes(steps: StepReader, num_processes: int) -> ProcessPoolExecut
 
 
 def submit(processes: ProcessPoolExecutor, read: Callable[..., _Read], *args: range | int) -> Future[_Read]:
-    """Have one of ``processes`` call ``StepReader.read`` or ``StepReader.read_one`` of its own reader."""
+    """Call ``StepReader.read`` or ``StepReader.read_one`` of the reader of one of ``processes``."""
     with _signals_blocked():
         return processes.submit(_read_in_process, read, *args)
 

@@ -1,4 +1,4 @@
-"""Cuts a model into stages such that the slowest stage is as fast as possible and memory suffices.
+"""Cuts a model into stages so that the slowest stage is as fast as possible and memory suffices.
 
 Stages are ranges of units, so the best cuts follow from the best cuts of every prefix of the model:
 

@@ -1,4 +1,4 @@
-"""Assigns chunks to summation servers such that the slowest link finishes soonest.
+"""Assigns chunks to summation servers so that the slowest link finishes soonest.
 
 The model. Each of n hosts holds M bytes to be summed; its link moves B bytes/s in each direction, both at
 once. Server j sums the share s_j of the bytes. In each direction a host's link carries, as a worker, the
@@ -156,7 +156,7 @@ def chunk_counts(
 
 
 def assign_chunks(num_chunks: int, shares: Sequence[float | Fraction]) -> list[int]:
-    """Return the server of each chunk, such that every prefix is balanced.
+    """Return the server of each chunk, so that every prefix is balanced.
 
     After any number of chunks each server has had its share of them, to less than one chunk. Chunk k of a
     server therefore has a first and a last place, and the one with the earliest last place is next: a

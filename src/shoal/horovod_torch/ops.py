@@ -412,7 +412,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin reductions of which each rank gets a part; arguments of :func:`grouped_reducescatter`."""
+    """Begin reductions that divide results over ranks; arguments of :func:`grouped_reducescatter`."""
     check_keywords("reducescatter", {"process_set": process_set})
     reduction = check_reduction(op)
     handles = [_scatter(each.detach(), reduction, prescale_factor, postscale_factor) for each in tensors]
@@ -461,7 +461,7 @@ def reducescatter(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 
 def reducescatter_async(tensor: Tensor, *arguments: Any, **options: Any) -> Handle:
-    """Begin a reduction of which each rank gets a part; arguments of :func:`grouped_reducescatter_async`."""
+    """Begin a reduction that divides its result; arguments of :func:`grouped_reducescatter_async`."""
     return _only(grouped_reducescatter_async([tensor], *arguments, **options))
 
 

@@ -196,7 +196,7 @@ class _Averaging:
         bucket.works = [dist.all_reduce(bucket.block, op=OPERATIONS[self._op], async_op=True)]
 
     def synchronize(self) -> None:
-        """Send what is left, and replace the gradients by the averages.
+        """Send the remaining buckets, and replace the gradients by the averages.
 
         Raises:
             CommError: a rank was lost, or ranks differ.

@@ -99,7 +99,7 @@ def register() -> None:
 
 
 def set_group(number: int, group: int) -> None:
-    """Let compiled programs find a group by its number.
+    """Register a group under its number for compiled programs.
 
     Args:
         number: above 0.

@@ -74,7 +74,7 @@ class CausalLM(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, dropout_keys: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the sums over targets of what is minimized, of the cross-entropy, and of right tokens.
+        """Return the sums over targets of the objective, of the cross-entropy, and of correct tokens.
 
         Args:
             input_ids: int64 ``[B, T]``.

@@ -233,7 +233,7 @@ def masked_lm_logits(weights: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def at_least_fp32(logits: Tensor) -> Tensor:
-    """Return ``logits`` in fp32, fp64 as it is.
+    """Return ``logits`` in fp32; fp64 stays fp64.
 
     fp32 is converted too, so that a graph exported without autocast has the conversion when it runs under it.
     """

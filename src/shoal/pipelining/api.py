@@ -228,7 +228,7 @@ def _source(
     modules: Sequence[Sequence[str]] | None,
     is_whole: bool,
 ) -> Source:
-    """Export the model with the first micro-batch, or chain its named modules, or take it as it is."""
+    """Export the model with the first micro-batch, chain its named modules, or run it unchanged."""
     if microbatches < 1:
         raise UsageError(f"microbatches is {microbatches}; a batch has at least one")
     home = next((parameter.device for parameter in model.parameters()), None)

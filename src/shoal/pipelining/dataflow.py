@@ -230,7 +230,7 @@ class Dataflow:
 
 
 def num_bytes(node: fx.Node) -> int:
-    """Return the bytes of a node's value, sent or kept as it is (an expanded one in full)."""
+    """Return the bytes of a node's value as it is sent or kept (an expanded one in full)."""
     return sum(value.numel() * value.element_size() for value in _tensors(node.meta.get("val")))
 
 

@@ -160,7 +160,7 @@ def _slowest_part(
 
 
 def recommended(divisions: Sequence[Division]) -> Division:
-    """Return the division to train with: the first, or one that is no plain training and saves far more."""
+    """Return the recommended mode: plain training, unless another one saves far more time."""
     first = divisions[0]
     others = [each for each in divisions if each.kind == "loose"]
     if not others:
@@ -275,7 +275,7 @@ def _reason_of(rule: WaitingRule, every: int) -> str:
 def _loose_step_s(
     plan: Plan, number: int, waited_s: float, rule: WaitingRule, every: int, *, streams: bool
 ) -> float:
-    """Return the seconds of a step, of which computation takes ``waited_s`` times that of an equal host.
+    """Return the seconds of a step whose computation takes ``waited_s`` times that of an equal host.
 
     If it ``streams``, exchanges of fragments overlap the next steps.
     """

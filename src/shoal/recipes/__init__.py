@@ -194,7 +194,7 @@ class Use:
         raise NotImplementedError
 
     def remarks(self, data: Any) -> list[str]:
-        """Return lines about what is left out of a file."""
+        """Return lines about entries that are left out of a file."""
         return []
 
     def rows(self, data: Any, outputs: Any) -> Iterator[Row]:

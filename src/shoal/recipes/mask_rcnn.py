@@ -291,7 +291,7 @@ def mean_losses(parts: "Mapping[str, Tensor]") -> "Tensor":
 
 
 def sampling_keys(seed: int, batch: "Batch") -> "Tensor":
-    """Return the keys int64 ``[B]`` that decide what is sampled of each image."""
+    """Return the keys int64 ``[B]`` that determine the samples of each image."""
     import numpy as np
     import torch
 

@@ -88,7 +88,7 @@ class T5OptimConfig(TextOptimizerConfig):
     learning_rate: float = 1.0
     """The rate is this / sqrt(max(step, hold_steps)), for Adafactor relative to each weight's size."""
     hold_steps: int = 10_000
-    """Steps with a constant learning rate at the begin."""
+    """Steps with a constant learning rate at the beginning."""
     weight_decay: float = 0.0
     """Decay of weights, not of biases and norms."""
     max_grad_norm: float | None = None

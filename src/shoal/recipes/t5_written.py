@@ -49,7 +49,7 @@ class T5WordingConfig(TextColumnsConfig):
     """Columns of texts, the wording of inputs and their length."""
 
     task: str = "mnli"
-    """Name of the task, the begin of each input; mnli, qnli and qqp have T5's form, others use sentence1 and
+    """Name of the task, the prefix of each input; mnli, qnli and qqp have T5's form, others use sentence1 and
     sentence2, or sentence."""
     template: str | None = None
     """Template of inputs, such as "topic of: {first}"; {first} and {second} stand for the texts."""
@@ -129,7 +129,7 @@ class Form:
     """By which it writes texts."""
 
     def searched(self, settings: SearchConfig) -> Search:
-        """Return the search that the settings ask for; what they leave open is the model's."""
+        """Return the search of the settings; the model's values fill unset ones."""
         given: dict[str, Any] = {
             "num_tokens": settings.max_new_tokens,
             "num_beams": settings.num_beams,

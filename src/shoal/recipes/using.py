@@ -209,7 +209,7 @@ def evaluate(use: Use, inputs: tuple[Path, ...], world: "World", precision: "Pre
 
 
 def _say(use: Use, data: Any, world: "World") -> None:
-    """Say on the first worker's standard error what is left out of a file."""
+    """Print, on the first worker's stderr, which entries are left out of a file."""
     for line in use.remarks(data) if world.is_main else ():
         print(f"shoal: {line}", file=sys.stderr)
 

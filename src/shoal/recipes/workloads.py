@@ -262,7 +262,7 @@ def count_catalog() -> str:
 
 
 def _as_json(workload: Workload) -> str:
-    """Return a workload as an entry of the catalog, without what is no property of most."""
+    """Return a workload as an entry of the catalog, without the properties that most lack."""
     layers = [[each.name, each.num_parameters, each.forward_flops] for each in workload.layers]
     kept = {name: [each.sample_bytes, each.fixed_bytes] for name, each in workload.activations.items()}
     tree = {each.name: getattr(workload, each.name) for each in fields(workload)}

@@ -78,7 +78,7 @@ def compiled() -> Any | None:
 
 
 def set_group(number: int, group: int) -> None:
-    """Let programs find a group by its number.
+    """Register a group under its number for programs.
 
     Args:
         number: above 0.

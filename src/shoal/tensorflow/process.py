@@ -24,7 +24,7 @@ def _finish() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep the memory of tensors for the next step, unless the environment sets its limits.
+    """Make glibc keep the memory of tensors for the next step, unless the environment sets its limits.
 
     It returns much of it to the kernel otherwise, and a step of training has thousands of page faults.
     """

@@ -95,7 +95,7 @@ class MLPerfLog:
         self._block_s, self._epoch_samples = row.time_s, row.epoch_samples
 
     def _begin_block(self) -> None:
-        """Write the begin of a block, unless it stands there."""
+        """Write the beginning of a block, unless it is there already."""
         if not self._in_block:
             self._in_block = True
             self._interval(self._keys.BLOCK_START, self._block_s, **self._epoch_metadata("first_epoch_num"))

@@ -61,7 +61,7 @@ class OptimizerShards:
 
     @contextmanager
     def restricted(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let ``optimizer`` have only its owned parameters, within this context."""
+        """Restrict ``optimizer`` to its owned parameters, within this context."""
         own = set(self.owned(optimizer))
         all_parameters = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -112,7 +112,7 @@ class OptimizerShards:
             yield from ((owner, bucket) for owner, bucket in enumerate(turn) if bucket)
 
     def _assigned(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of an optimizer, each of which has an owner afterwards."""
+        """Assign an owner to each parameter of an optimizer, and return the parameters."""
         parameters = parameters_of(optimizer)
         new = [parameter for parameter in parameters if parameter not in self._owners]
         if new:

@@ -135,7 +135,7 @@ def _check_divisible(
 
 
 def _unit(models: Sequence[DataParallel], batch: BatchPlan) -> int:
-    """Return the number of samples of which shares are multiples.
+    """Return the number of samples that divides every share.
 
     Batch normalization computes over a micro-batch; whole micro-batches keep its statistics.
     """

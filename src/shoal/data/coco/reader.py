@@ -108,7 +108,7 @@ class DetectionReader(ShardReader):
         return {**arrays, "replaced": used != indices_, "epoch": epochs_, "index": indices_}
 
     def _made(self, epochs: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]) -> tuple[Arrays, Problems]:
-        """Return the arrays of images, or by row what is wrong with those that cannot be used."""
+        """Return the arrays of images, or, by row, the problems of unusable ones."""
         names = zip(epochs.tolist(), indices.tolist(), strict=True)
         keys = [(self.seed, epoch, index) for epoch, index in names]
         frames = [self._frame(key) for key in keys]

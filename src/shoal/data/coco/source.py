@@ -278,7 +278,7 @@ def check_masks(location: Path | str) -> None:
 
 
 def _read_description(location: Path | str) -> tuple[str, dict[str, Any]]:
-    """Return the path of :data:`CATEGORIES` and what it holds."""
+    """Return the path and the content of :data:`CATEGORIES`."""
     path = f"{location}/{CATEGORIES}"
     try:
         data = open_storage(location).whole(CATEGORIES)

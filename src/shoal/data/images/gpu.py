@@ -202,7 +202,7 @@ def decode_on(device: torch.device, encoded: list[Tensor]) -> list[Tensor]:
 
 
 def _is_jpeg(data: Tensor) -> bool:
-    """Return whether an image is a JPEG of a size that may be decoded; the host names what is wrong."""
+    """Return whether an image is a JPEG of an allowed size; the host reports problems of others."""
     encoded = data.numpy().tobytes()
     try:
         check_jpeg(encoded)

@@ -79,7 +79,7 @@ class SquadData:
     """Explanation of misplaced answers, if it is the same for all."""
 
     def remarks(self) -> list[str]:
-        """Return a line about what was left out, and one about misplaced answers, where there are such."""
+        """Return a line about left-out entries and one about misplaced answers, if there are any."""
         lines = [f"{line}{self.hint}" for line in (self.bad.lines() if self.bad else ())]
         if self.misplaced:
             lines.append(

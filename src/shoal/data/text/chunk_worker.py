@@ -47,7 +47,7 @@ _BATCH_CHARACTERS = 1 << 18
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """The shards of a chunk by split, and what was left out (:meth:`BadEntries.as_counts`)."""
+    """The shards of a chunk by split, and the counts of left-out entries (:meth:`BadEntries.as_counts`)."""
 
     shards: dict[str, ShardInfo]
     bad: dict[str, tuple[int, Sequence[str]]]

@@ -89,7 +89,7 @@ def hidden_namespaces(head: bytes) -> frozenset[str]:
 
 
 def page_text(page: str, hidden: frozenset[str], where: str) -> str:
-    """Return the article of a page, paragraphs separated by empty lines; empty for what is no article.
+    """Return the article of a page, its paragraphs separated by empty lines; empty for other pages.
 
     Args:
         page: the lines from ``<page>`` to before the next one; other lines hold no article.

@@ -242,7 +242,7 @@ class LocalSteps(ServersUpdate):
         self._hooks.append(self.optimizer.register_step_post_hook(lambda *_: self._end_step()))
 
     def _end_step(self) -> None:
-        """Count a step that the worker has taken, or skipped, and exchange what is due after it.
+        """Count a step that the worker has taken or skipped, and exchange the weights that are due after it.
 
         Raises:
             CommError: a rank or a server was lost.
@@ -363,7 +363,7 @@ class LocalSteps(ServersUpdate):
         return torch.tensor(self.grad_norm)
 
     def apply(self, *optimizers: Optimizer) -> None:
-        """Take this worker's step, unless its norm is not finite, and exchange what is due after it."""
+        """Take this worker's step, unless its norm is not finite, and exchange the weights that are due."""
         if math.isfinite(self.grad_norm):
             self.optimizer.step()
         self._end_step()

@@ -368,7 +368,7 @@ class _LocalRounds:
             self.newest[index] = parameters[index].detach().clone()
 
     def _restart(self, step: int) -> None:
-        """Let all workers go on from the newest weights, after ``step``."""
+        """Continue all workers from the newest weights, after ``step``."""
         self._each = [
             _LocalWorker(_copies(self.newest), list(self.newest), self.num_exchanges, step)
             for _ in self._workers.hosts

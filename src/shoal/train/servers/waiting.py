@@ -414,11 +414,11 @@ class BoundedSteps(ServersUpdate):
         self._batch = ahead or self._own_version + 1
 
     def leave(self) -> None:
-        """Let steps not wait for this worker, until :meth:`come_back`."""
+        """Exclude this worker from the steps' waiting, until :meth:`come_back`."""
         self._follower.send({"kind": "away"})
 
     def come_back(self, step: int) -> None:
-        """Let steps wait for this worker again; it had left after this local step."""
+        """Include this worker in the steps' waiting again; it had left after this local step."""
         before = self._follower.num_returns
         self._follower.send({"kind": "back", "step": step, "version": self._own_version})
         self._wait_until(lambda: self._follower.num_returns > before)
@@ -653,7 +653,7 @@ class Follower:
             self._read = self.mark()
 
     def _after(self, event: torch.cuda.Event | None) -> None:
-        """Let the calling thread's work on a GPU come after an event."""
+        """Make the calling thread's work on a GPU wait for an event."""
         if event is not None:
             torch.cuda.current_stream(self.parameters[0].device).wait_event(event)
 
@@ -814,7 +814,7 @@ class Follower:
         return True
 
     def _swap(self, indices: Sequence[int]) -> None:
-        """Let the weights in the spare memory be the newest ones."""
+        """Swap the weights in the spare memory with the newest ones."""
         for index in indices:
             self._newest[index], self._spare[index] = self._spare[index], self._newest[index]
 
