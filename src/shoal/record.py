@@ -376,7 +376,7 @@ def _row(line: bytes) -> Row | None:
     except ShoalError:
         return None
     if not isinstance(values, dict):
-        raise TypeError(f"a line is an object with a kind, not {line[:40].decode()!r}")
+        raise TypeError(f"a line is an object with a kind, not {values!r:.40}")
     row_type = _ROW_OF_KIND.get(str(values.pop("kind", None)))
     if row_type is None:
         return None

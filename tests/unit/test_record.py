@@ -240,6 +240,7 @@ def test_a_record_of_another_format_is_neither_read_nor_continued(
         ),
         ("[1, 2]", "a line is an object with a kind"),
         ("17", "a line is an object with a kind"),
+        pytest.param(f'"{"é" * 60}"', "a line is an object with a kind", id="text of many bytes"),
     ],
 )
 def test_a_whole_line_of_the_wrong_form_is_named(tmp_path: Path, line: str, said: str) -> None:
