@@ -97,7 +97,7 @@ std::string ServedWeights::take(const FrameHeader& header, Payload& sum) {
   const Kind kind = header.kind;
   const Element given = header.input, answer = header.element;
   const bool answers = returns_weights(kind) ? answer == Element::float32 || answer == Element::bfloat16 : answer == given;
-  if (given != element_of(kind) || !answers || sum.size() == 0) {
+  if (given != element_of(kind) || !answers || sum.size() == 0 || sum.size() % size_of(given) != 0) {
     return "a " + std::string(name_of(kind)) + " of " + std::to_string(sum.size()) + " bytes of " +
            std::string(name_of(given)) + " for " + std::string(name_of(answer));
   }
