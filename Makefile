@@ -25,9 +25,13 @@ comma   := ,
 core_build = $(BIN)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DSHOAL_BUILD_TESTS=ON -DSHOAL_SANITIZE=$(2) -DCMAKE_UNITY_BUILD=ON --log-level=WARNING >/dev/null && \
 	$(BIN)/cmake --build build/core-$(1) -- --quiet
+# Clang has libFuzzer; its package is libclang-rt-VERSION-dev.
+fuzzer_build = $(BIN)/cmake -S . -B build/core-fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCMAKE_CXX_COMPILER=clang++ \
+	  -DSHOAL_BUILD_FUZZER=ON -DSHOAL_SANITIZE=address$(comma)undefined -DSHOAL_LIBFABRIC=OFF -DCMAKE_UNITY_BUILD=ON >/dev/null && \
+	$(BIN)/cmake --build build/core-fuzz --target shoal_core_fuzzer -- --quiet
 core_run = build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
-.PHONY: help setup train quick test test-core test-real test-all soak bench gpu gpu-wheels gpu-data gpu-rehearsal \
+.PHONY: help setup train quick test test-core test-real test-all fuzz soak bench gpu gpu-wheels gpu-data gpu-rehearsal \
 	lint shape docs wheels wheels-all clean
 
 help:  ## show this list
@@ -71,6 +75,25 @@ test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the
 	$(BIN)/pytest --ignore=tests/site $(TWO)
 	.ci/instruction-sets $(BIN)
 	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
+
+# Seconds of both fuzzers together, and the seed: 0 takes one from the clock. It is printed.
+FUZZ_S    ?= 300
+FUZZ_SEED ?= 0
+ATHERIS   := atheris==3.*
+
+$(VENV)/.fuzzer: $(STAMP)
+	$(UV) '$(ATHERIS)'
+	@touch $@
+
+fuzz: $(VENV)/.fuzzer  ## fuzz the readers of files and of frames: FUZZ_S=300 seconds, FUZZ_SEED= repeats (tests/fuzz/README.md)
+	@$(call fuzzer_build)
+	@mkdir -p build/fuzz/core/seeds && seed=$(FUZZ_SEED) && if [ $$seed = 0 ]; then seed=$$(($$(date +%s) % 1000000)); fi && \
+	echo "fuzzing for $(FUZZ_S) s: make fuzz FUZZ_S=$(FUZZ_S) FUZZ_SEED=$$seed" && \
+	build/core-fuzz/shoal_core_fuzzer -seed=$$seed -max_total_time=$$(($(FUZZ_S) / 3)) -max_len=2000 -timeout=10 -rss_limit_mb=1024 \
+	  -artifact_prefix=build/fuzz/core/ build/fuzz/core/seeds tests/fuzz/corpus/core 2>build/fuzz/core/log.txt || \
+	  { tail -60 build/fuzz/core/log.txt; exit 1; } && \
+	tail -1 build/fuzz/core/log.txt && \
+	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seconds $$(($(FUZZ_S) * 2 / 3)) --seed $$seed
 
 # Seconds of the soak, its seed (0: from the clock, printed), and the file of the result.
 SOAK_S    ?= 3600
