@@ -150,9 +150,9 @@ def read_text(path: Path, *, keep_wrong: bool = False) -> str:
     return text
 
 
-def not_utf8(where: str, byte: int, position: int) -> UsageError:
+def not_utf8(location: str, byte: int, position: int) -> UsageError:
     """Return the error for a byte that is not UTF-8, at an offset in bytes."""
-    return UsageError(f"{where}: {byte:#04x}, byte {position + 1} of the file, is not UTF-8; {TO_UTF8}")
+    return UsageError(f"{location}: {byte:#04x}, byte {position + 1} of the file, is not UTF-8; {TO_UTF8}")
 
 
 def refuse_binary(path: Path | str, head: bytes) -> None:
@@ -199,7 +199,7 @@ def wide_encoding(head: bytes) -> str:
     marked = next((name for mark, name in _ORDER_MARKS.items() if head.startswith(mark)), "")
     if marked:
         return marked
-    nulls = [head[place::4].count(0) for place in range(4)]
+    nulls = [head[offset::4].count(0) for offset in range(4)]
     most = 0.9 * (len(head) // 4)
     if 0 < most < min(nulls[2:]) and nulls[0] < most / 2:
         return "UTF-32LE"

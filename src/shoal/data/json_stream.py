@@ -159,19 +159,19 @@ class _Window:
                 self._at = end
                 return value
 
-    def _expect(self, wanted: str) -> None:
-        if self._next_char() != wanted:
-            raise self._wrong(f"{wanted!r} is expected")
+    def _expect(self, expected: str) -> None:
+        if self._next_char() != expected:
+            raise self._wrong(f"{expected!r} is expected")
         self._at += 1
 
     def _next_char(self) -> str:
         """Return the next character that is not white space, "" at the end."""
-        while not (found := _VISIBLE.search(self._text, self._at)):
+        while not (match := _VISIBLE.search(self._text, self._at)):
             self._at = len(self._text)
             if not self._read():
                 return ""
-        self._at = found.start()
-        return found[0]
+        self._at = match.start()
+        return match[0]
 
     def _read(self) -> bool:
         """Drop the parsed text and read more, as much as is left of a value that is incomplete."""
@@ -200,10 +200,10 @@ class _Window:
             length += len(piece)
         return "".join(pieces)
 
-    def _wrong(self, what: str, at: int | None = None) -> UsageError:
+    def _wrong(self, problem: str, at: int | None = None) -> UsageError:
         at = self._at if at is None else at
         line = self._lines_dropped + self._text.count("\n", 0, at) + 1
-        where = (
+        position = (
             "at its end" if at >= len(self._text) and self._at_end else f"character {self._num_dropped + at}"
         )
-        return UsageError(f"{self._name}, line {line}, {where}: is not JSON: {what}")
+        return UsageError(f"{self._name}, line {line}, {position}: is not JSON: {problem}")

@@ -126,12 +126,12 @@ def read_classify(
     index = {label: k for k, label in enumerate(labels)}
     if len(index) != len(labels) or len(index) < 2:
         raise UsageError(f"{path}: the labels {', '.join(labels)} must be two or more different ones")
-    wrong = [(where, label) for where, _, _, label in labelled if label not in index]
+    wrong = [(location, label) for location, _, _, label in labelled if label not in index]
     if wrong:
-        where, label = wrong[0]
+        location, label = wrong[0]
         more = f" ({len(wrong)} lines have such labels)" if len(wrong) > 1 else ""
         raise UsageError(
-            f"{path}, {where}: the label {label!r} is not one of {', '.join(labels)}{more}."
+            f"{path}, {location}: the label {label!r} is not one of {', '.join(labels)}{more}."
             f"{did_you_mean(label, labels)}"
         )
     examples = tuple(Example(first, second, index[label]) for _, first, second, label in labelled)
@@ -181,12 +181,12 @@ def read_scores(
     """
     bad = bad or BadEntries(path)
     examples: list[Example] = []
-    for where, first, second, label in read_rows(path, columns, bad):
+    for location, first, second, label in read_rows(path, columns, bad):
         score = _number(label)
         if label == columns.unlabelled:
-            bad.add(BadEntry(NO_LABEL, repr(label)), where)
+            bad.add(BadEntry(NO_LABEL, repr(label)), location)
         elif score is None:
-            bad.add(BadEntry("a row whose score is no number", repr(label)), where)
+            bad.add(BadEntry("a row whose score is no number", repr(label)), location)
         else:
             examples.append(Example(first, second, 0, score))
     bad.check(len(examples))
@@ -287,8 +287,8 @@ def _pearson(first: Float64Array, second: Float64Array) -> float:
 
 
 def _ranks(values: Float64Array) -> Float64Array:
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: Float64Array = (np.cumsum(counts) - (counts - 1) / 2)[where]
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Float64Array = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     return ranks
 
 
@@ -300,19 +300,19 @@ def read_rows(path: Path, columns: Columns, bad: BadEntries) -> Iterator[tuple[s
     Raises:
         UsageError: the file cannot be read, a column is not there, or ``bad`` refuses a row.
     """
-    for where, names, entry in _entries(path, columns, bad):
+    for location, names, entry in _entries(path, columns, bad):
         cells = [entry[name] for name in names]
         texts, label = (cells[:-1], _label_of(cells[-1], columns)) if columns.label else (cells, "")
         if label is None:
             bad.add(
                 BadEntry("a row whose label is neither a text nor a whole number", f"{cells[-1]!r:.60}"),
-                where,
+                location,
             )
         elif not all(isinstance(text, str) for text in texts):
             value = next(text for text in texts if not isinstance(text, str))
-            bad.add(BadEntry("a row whose text is no string", f"{value!r:.60}"), where)
+            bad.add(BadEntry("a row whose text is no string", f"{value!r:.60}"), location)
         else:
-            yield where, texts[0], texts[1] if len(texts) > 1 else None, label
+            yield location, texts[0], texts[1] if len(texts) > 1 else None, label
 
 
 def _label_of(value: Any, columns: Columns) -> str | None:
@@ -426,7 +426,7 @@ def _is_quoted(cell: str) -> bool:
     return cell.count('"') % 2 == 1 or (len(cell) > 1 and cell[0] == cell[-1] == '"')
 
 
-def _chosen(where: str, columns: Columns, present: Collection[str]) -> list[str]:
+def _chosen(source: str, columns: Columns, present: Collection[str]) -> list[str]:
     """Return the column names of the texts and of the label, if any, after checking that they exist."""
     present = list(present)
     label = next((name for name in columns.label if name in present), next(iter(columns.label), None))
@@ -434,11 +434,11 @@ def _chosen(where: str, columns: Columns, present: Collection[str]) -> list[str]
     for name in names:
         if name not in present:
             raise UsageError(
-                f"{where}: there is no column {name!r}, only {', '.join(map(repr, present))}."
+                f"{source}: there is no column {name!r}, only {', '.join(map(repr, present))}."
                 f"{did_you_mean(name, present)}"
             )
         if present.count(name) > 1:
-            raise UsageError(f"{where}: there are several columns {name!r}; rename all but one")
+            raise UsageError(f"{source}: there are several columns {name!r}; rename all but one")
     return names
 
 

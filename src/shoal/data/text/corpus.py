@@ -192,15 +192,15 @@ def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool
         )
     if form != "parquet" and suffix != ".parquet":
         _refuse_binary(path, head, packing)
-    found = _ROWS_OF.get(suffix, guess) if form == "auto" else form
+    file_format = _ROWS_OF.get(suffix, guess) if form == "auto" else form
     file = SourceFile(
         path=path,
-        format=found,
+        format=file_format,
         num_bytes=status.st_size if head else 0,
         changed_ns=status.st_mtime_ns,
         field=field or TEXT,
         packing=packing,
-        is_array=found == "jsonl" and head.removeprefix(BOM_UTF8).lstrip().startswith(b"["),
+        is_array=file_format == "jsonl" and head.removeprefix(BOM_UTF8).lstrip().startswith(b"["),
     )
     if field and file.format not in ROW_FORMATS:
         raise UsageError(
@@ -296,7 +296,7 @@ def _articles(span: FileRange, errors: Errors, bad: BadEntries) -> Iterator[str]
                 text = _decode(data, offset, errors)
                 yield _article(_taken(take, text, offset, file) if take else text, file.format)
             except BadEntry as error:
-                bad.add(error, partial(_place_of, file, offset))
+                bad.add(error, partial(_location_of, file, offset))
 
 
 def _paths_of(source: str) -> tuple[list[Path], bool]:
@@ -397,9 +397,9 @@ def _article(text: str, form: Format) -> str:
 def _taken(take: Callable[..., str], lines: str, offset: int, file: SourceFile) -> str:
     """Return the text that ``take`` finds in lines, with U+FFFD for surrogates, which have no UTF-8."""
     try:
-        text = take(lines, where=file.name)
+        text = take(lines, location=file.name)
     except UsageError:  # the number of the line takes a look at all before it
-        take(lines, where=_place_of(file, offset))
+        take(lines, location=_location_of(file, offset))
         raise
     return _SURROGATE.sub("\ufffd", text)
 
@@ -415,7 +415,7 @@ def _decode(data: bytes, offset: int, errors: Errors) -> str:
         ) from None
 
 
-def _place_of(file: SourceFile, position: int) -> str:
+def _location_of(file: SourceFile, position: int) -> str:
     """Return the line with the byte ``position``, or the entry of an array, by its number from 1."""
     number, start = 1, 0
     with file.path.open("rb") as lines:

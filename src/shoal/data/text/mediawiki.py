@@ -88,13 +88,13 @@ def hidden_namespaces(head: bytes) -> frozenset[str]:
     return frozenset((*_ALWAYS_HIDDEN, *map(str.lower, own)))
 
 
-def page_text(page: str, hidden: frozenset[str], where: str) -> str:
+def page_text(page: str, hidden: frozenset[str], location: str) -> str:
     """Return the article of a page, its paragraphs separated by empty lines; empty for other pages.
 
     Args:
         page: the lines from ``<page>`` to before the next one; other lines hold no article.
         hidden: what :func:`hidden_namespaces` returned.
-        where: name of the page's place, for messages.
+        location: of the page, for messages.
 
     Raises:
         BadEntry: the parser of wikitext gives up.
@@ -106,7 +106,7 @@ def page_text(page: str, hidden: frozenset[str], where: str) -> str:
         tree = ElementTree.fromstring(page[: page.rfind(_PAGE_END) + len(_PAGE_END)])
     except ElementTree.ParseError as error:
         raise UsageError(
-            f"{where}: a page of the dump is damaged or was cut short ({error}); get the file again"
+            f"{location}: a page of the dump is damaged or was cut short ({error}); get the file again"
         ) from None
     if tree.findtext("ns", _MAIN) != _MAIN or tree.find("redirect") is not None:
         return ""
@@ -117,7 +117,7 @@ def page_text(page: str, hidden: frozenset[str], where: str) -> str:
     title = tree.findtext("title", "")
     if not _costs_too_much(text):
         return title + _PARAGRAPH + plain_text(text, hidden)
-    _tell_simplified(title, where)
+    _tell_simplified(title, location)
     return title + _PARAGRAPH + _text_by_rules(text, hidden)
 
 
@@ -144,11 +144,11 @@ def _costs_too_much(wikitext: str) -> bool:
     return (num_open + tags.total()) * length > _MAX_COST
 
 
-def _tell_simplified(title: str, where: str) -> None:
+def _tell_simplified(title: str, location: str) -> None:
     global _num_simplified
     _num_simplified += 1
     print(
-        f"{where}: the page {title!r:.100} has so much markup without an end that it is not parsed: its "
+        f"{location}: the page {title!r:.100} has so much markup without an end that it is not parsed: its "
         f"markup is removed by rules (page {_num_simplified} of this process)",
         file=sys.stderr, flush=True,
     )  # fmt: skip

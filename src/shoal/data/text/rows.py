@@ -31,7 +31,7 @@ _ROWS_AT_ONCE = 1024
 """Rows that become Python's objects together."""
 
 
-def json_line_text(line: str, field: str, where: str, *, is_first: bool) -> str:
+def json_line_text(line: str, field: str, location: str, *, is_first: bool) -> str:
     """Return the string ``field`` of a line with a JSON object; empty for an empty line.
 
     Raises:
@@ -41,16 +41,18 @@ def json_line_text(line: str, field: str, where: str, *, is_first: bool) -> str:
     if not line or line.isspace():
         return ""
     try:
-        row = parse_json(line, where, error=UsageError, remedy=_OBJECTS)
+        row = parse_json(line, location, error=UsageError, remedy=_OBJECTS)
         if not isinstance(row, dict):
-            raise UsageError(f"{where}: holds {type(row).__name__}, and not an object with texts; {_OBJECTS}")
+            raise UsageError(
+                f"{location}: holds {type(row).__name__}, and not an object with texts; {_OBJECTS}"
+            )
         if field not in row:
-            raise _no_field(where, field, [key for key, value in row.items() if isinstance(value, str)])
+            raise _no_field(location, field, [key for key, value in row.items() if isinstance(value, str)])
     except UsageError as error:
         if is_first:
             raise
         raise BadEntry(
-            "a line without a JSON object with the text", str(error).removeprefix(f"{where}: ")
+            "a line without a JSON object with the text", str(error).removeprefix(f"{location}: ")
         ) from None
     text = row[field]
     if text is None:
@@ -231,9 +233,9 @@ def _check_column(file: Any, field: str, name: str) -> None:
         raise _no_field(name, field, texts)
 
 
-def _no_field(where: str, field: str, texts: list[str]) -> UsageError:
+def _no_field(source: str, field: str, texts: list[str]) -> UsageError:
     listed = f"its texts are {', '.join(texts[:8])}" if texts else "it has no texts"
     return UsageError(
-        f"{where}: there is no text in a field {field!r}; {listed}. Name one as FILE:FIELD."
+        f"{source}: there is no text in a field {field!r}; {listed}. Name one as FILE:FIELD."
         + did_you_mean(field, texts)
     )
