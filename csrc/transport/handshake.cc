@@ -14,7 +14,7 @@
 #include <stdexcept>
 
 #include "base/clock.h"
-#include "base/sha256.h"
+#include "base/crypto.h"
 #include "transport/address.h"
 
 namespace shoal {

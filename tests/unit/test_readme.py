@@ -135,7 +135,7 @@ def test_times_of_the_published_targets_are_those_of_the_posts() -> None:
 
 
 def test_what_setup_needs_is_checked_first_and_is_what_the_pages_say() -> None:
-    packages = "apt-get install g++ make python3-venv python3-dev"
+    packages = "apt-get install g++ make python3-venv python3-dev libssl-dev"
     assert packages in README
     assert packages in (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
     command = [sys.executable, ROOT / ".ci" / "prerequisites"]
