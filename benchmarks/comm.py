@@ -14,7 +14,14 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.comm_buckets import bucket_samples
-from benchmarks.comm_links import capped_rows, fabric_rows, interface_rows, threads_rows, unshaped_rows
+from benchmarks.comm_links import (
+    capped_rows,
+    fabric_rows,
+    interface_rows,
+    protection_rows,
+    threads_rows,
+    unshaped_rows,
+)
 from benchmarks.comm_one_host import four_large, four_others, four_small, native_rows, two_small
 from benchmarks.comm_rooflines import roofline_rows
 from benchmarks.comm_rounding import cancelling_inputs, engine_sum, errors_over_bound, ring_sum
@@ -242,6 +249,7 @@ PARTS: dict[str, Callable[[Benchmark], None]] = {
     "unshaped-2": partial(unshaped_rows, hosts=2),
     "unshaped-4": partial(unshaped_rows, hosts=4),
     "threads": threads_rows,
+    "protection": protection_rows,
     "helpers": helpers_rows,
     "short": short_rows,
     "fast-helpers": fast_helpers_rows,

@@ -79,6 +79,33 @@ def threads_rows(bench: Benchmark) -> None:
     _print_rates(case, measured, key, backends, sent_gb)
 
 
+def protection_rows(bench: Benchmark) -> None:
+    """Two hosts whose links are not shaped: tags and encryption of messages against checksums."""
+    big = (ALL_REDUCE, 25 * MIB)
+    key, checksums = f"{big[0]} {big[1]}", "checksums"
+    names = {checksums: "checksum", "tags": "tag", "encrypted": "encrypt"}
+    backends: Backends = {name: {"protection": protection} for name, protection in names.items()}
+    with Cluster(hosts=2) as cluster:
+        measured = on_cluster(
+            cluster, spec_of(backends, [big], 3 * repeats_of(bench)), most_retaken=retakes_of(bench)
+        )
+    case, sent_gb = "2 hosts, links not shaped, 25 MiB", big[1] / 1e9
+    used = measured.samples[PROCESSOR + key]
+    for name, speed, cost in (("tags", 0.95, 1.1), ("encrypted", None, None)):
+        add_row(bench, measured, f"{case}, {name}", big, name, peer=checksums, target=speed)
+        bench.add(
+            f"{case}, {name}, processor time for each GB that a rank sends",
+            ours=[seconds / sent_gb for seconds in used[name]],
+            peer=[seconds / sent_gb for seconds in used[checksums]],
+            peer_name=checksums,
+            unit="s",
+            target=None if cost is None else 1 / cost,
+            foreign_cores=[measured.foreign],
+            num_retaken=measured.num_retaken,
+        )
+    _print_rates(case, measured, key, backends, sent_gb)
+
+
 def _threads(number: int) -> str:
     return f"{number} network thread{'s' * (number > 1)}"
 

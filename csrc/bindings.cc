@@ -419,14 +419,22 @@ shoal::Bytes secret_of(const nb::bytes& secret) {
   return {data, data + secret.size()};
 }
 
-using PeerTuple = std::tuple<std::string, std::string, int, int, int>;
+// Of no bytes: zeros.
+shoal::PublicKey key_of(const nb::bytes& bytes, const char* what) {
+  shoal::PublicKey key{};
+  if (bytes.size() && bytes.size() != key.size()) throw std::invalid_argument(std::string(what) + " has " + std::to_string(bytes.size()) + " bytes, not 32");
+  std::memcpy(key.data(), bytes.c_str(), bytes.size());
+  return key;
+}
+
+using PeerTuple = std::tuple<std::string, std::string, int, int, int, nb::bytes>;
 using HelperTuple = std::tuple<std::string, int, std::string>;
 
 void connect(shoal::Engine& engine, const std::vector<PeerTuple>& peers, const std::vector<HelperTuple>& helpers,
              const std::vector<int>& pattern, const std::string& segment, double timeout_s) {
   std::vector<shoal::PeerInfo> peer_infos;
-  for (const auto& [host, address, port, global_rank, pid] : peers) {
-    peer_infos.push_back({host, address, port, global_rank, pid});
+  for (const auto& [host, address, port, global_rank, pid, key] : peers) {
+    peer_infos.push_back({host, address, port, global_rank, pid, key_of(key, "a public key")});
   }
   std::vector<shoal::HelperInfo> helper_infos;
   for (const auto& [address, port, name] : helpers) helper_infos.push_back({address, port, name});
@@ -460,6 +468,8 @@ shoal::EngineOptions options_of(const nb::dict& given) {
   read("ordered_callbacks", options.ordered_callbacks);
   options.wide_partials = nb::cast<std::string>(given["partial_dtype"]) == "float32";
   options.secret = secret_of(nb::cast<nb::bytes>(given["secret"]));
+  options.protection = shoal::protection_named(nb::cast<std::string>(given["protection"]));
+  options.private_key = key_of(nb::cast<nb::bytes>(given["private_key"]), "a private key");
   return options;
 }
 
@@ -626,6 +636,11 @@ void bind_engine(nb::module_& m) {
   nb::class_<shoal::Engine>(m, "Engine")
       .def("__init__", [](shoal::Engine* self, const nb::dict& options) { new (self) shoal::Engine(options_of(options)); })
       .def_prop_ro("port", &shoal::Engine::port)
+      .def_prop_ro("public_key",
+                   [](const shoal::Engine& engine) {
+                     const shoal::PublicKey& key = engine.public_key();
+                     return nb::bytes(reinterpret_cast<const char*>(key.data()), key.size());
+                   })
       .def("connect", &connect)
       .def("c_group", &c_group)
       .def("set_pattern", &shoal::Engine::set_pattern, Release())

@@ -111,7 +111,14 @@ def engine_group(
         for rank in range(size)
     ]
     peers = [
-        Peer(host=host, address="127.0.0.1", port=engine.port, global_rank=rank, pid=1000 + rank)
+        Peer(
+            host=host,
+            address="127.0.0.1",
+            port=engine.port,
+            global_rank=rank,
+            pid=1000 + rank,
+            key=engine.public_key,
+        )
         for rank, (host, engine) in enumerate(zip(hosts, engines, strict=True))
     ]
     helpers = [Helper(address="127.0.0.1", port=s.port, name=f"helper{k}") for k, s in enumerate(servers)]

@@ -149,6 +149,10 @@ shoal::EngineOptions engine_options(const shoal_group_options& given) {
   if (given.shared_chunk_bytes) options.shared_chunk_bytes = given.shared_chunk_bytes;
   if (given.connections_per_peer) options.connections_per_peer = given.connections_per_peer;
   if (given.peer_grace_s > 0) options.peer_grace_s = given.peer_grace_s;
+  if (given.protection < 0 || given.protection >= static_cast<std::int32_t>(shoal::kNumProtections)) {
+    throw std::invalid_argument("protection is " + std::to_string(given.protection) + "; it is 0, 1 or 2");
+  }
+  options.protection = static_cast<shoal::Protection>(given.protection);
   return options;
 }
 

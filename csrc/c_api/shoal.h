@@ -77,6 +77,7 @@ typedef struct shoal_group_options {
   uint64_t shared_chunk_bytes; /* largest chunk inside a host, a multiple of 128 */
   int32_t connections_per_peer;
   double peer_grace_s;       /* silence after which a host counts as lost */
+  int32_t protection;        /* of messages between processes: 0: checksums, 1: tags (GMAC), 2: encryption (AES-GCM) */
 } shoal_group_options;
 
 /* Starts listening. The caller owns *group and releases it. */

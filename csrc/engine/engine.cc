@@ -50,6 +50,8 @@ TransportOptions transport_options(const EngineOptions& options) {
   transport.tcp.send_buffer_bytes = options.send_buffer_bytes;
   transport.tcp.grace_s = options.peer_grace_s;
   transport.tcp.num_threads = options.network_threads;
+  transport.tcp.protection = options.protection;
+  transport.tcp.private_key = options.private_key;
   transport.fabric = options.fabric;
   transport.shuffle = options.shuffle;
   transport.payload_bytes = std::max(transport.payload_bytes, 2 * options.chunk_bytes);  // 16-bit elements may be sent as 32-bit ones

@@ -32,6 +32,7 @@ class Engine : private ChannelEvents {
   ~Engine() override;
 
   int port() const { return channel_->port(); }
+  const PublicKey& public_key() const { return channel_->public_key(); }
 
   // Connects to all peers. Throws std::runtime_error with the missing peer and the reason.
   void connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helpers, std::vector<int> pattern,

@@ -22,8 +22,9 @@ struct PeerInfo {
   int port = 0;
   int global_rank = 0;
   int pid = 0;
+  PublicKey key = {};  // of its process; if it is not known, that of the first that takes its name
 
-  Place place() const { return {address, port, pid}; }
+  Place place() const { return {address, port, pid, key}; }
 };
 
 struct HelperInfo {

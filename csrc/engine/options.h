@@ -26,6 +26,8 @@ struct EngineOptions {
   int connections_per_peer = 1;
   int network_threads = 1;  // that read and write TCP connections
   int send_buffer_bytes = 128 << 10;
+  Protection protection = Protection::checksum;  // of frames
+  PrivateKey private_key{};   // for tests: of this process; zeros: a new one
   std::string fabric;         // libfabric's providers, one per rail, separated by commas; empty: TCP
   std::uint64_t shuffle = 0;  // for tests: seed of a random delivery order of libfabric's messages; 0: none
   double peer_grace_s = 2.0;

@@ -219,7 +219,7 @@ void SumServer::answer_all(const FrameHeader& header, State& state) {
     answer.type = FrameType::copied;
     answer_(helper, answer, {});
   }
-  set_checksums(answer, state.result);  // computed once for all receivers
+  state.result.will_be_copied();
   const State done = state;  // a copy: an answer that fails the group clears all chunks
   if (!state.kept) chunks_.erase({header.seq, header.chunk});
   for (std::size_t host = 0; host < contributions.size(); ++host) {

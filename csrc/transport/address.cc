@@ -78,6 +78,13 @@ std::string written_alike(const std::string& address) {
   return text;
 }
 
+std::string place_text(const std::string& address, int port) {
+  static const std::string kMapped = "::ffff:";  // IPv4, at a socket for IPv6
+  const std::string text = written_alike(address);
+  const bool mapped = text.starts_with(kMapped) && text.find('.') != std::string::npos;
+  return (mapped ? text.substr(kMapped.size()) : text) + ":" + std::to_string(port);
+}
+
 std::string local_address(int fd) {
   sockaddr_storage at{};
   socklen_t size = sizeof at;

@@ -33,6 +33,9 @@ int local_port(int fd);
 // The address as the next ones write it, without the interface of a link-local one; as it is, if it is no address.
 std::string written_alike(const std::string& address);
 
+// "10.0.0.4:4100", as the ends of a connection both write it.
+std::string place_text(const std::string& address, int port);
+
 // The address of a connection's end here, and of its other end; "?" if it is gone.
 std::string local_address(int fd);
 std::string peer_address(int fd);

@@ -15,8 +15,6 @@
 #include <system_error>
 #include <utility>
 
-#include "base/crc32c.h"
-
 namespace shoal {
 
 namespace {
@@ -26,8 +24,14 @@ constexpr std::size_t kWriteBytes = 512 << 10;  // handed to the kernel at once,
 
 }  // namespace
 
-Connection::Connection(int fd, int peer, bool control, Shared& shared, int epoll_fd)
-    : fd_(fd), peer_(peer), control_(control), shared_(shared), epoll_fd_(epoll_fd) {}
+Connection::Connection(int fd, int peer, bool control, Shared& shared, int epoll_fd, Seals seals)
+    : fd_(fd),
+      peer_(peer),
+      control_(control),
+      shared_(shared),
+      epoll_fd_(epoll_fd),
+      receives_(std::move(seals.receives)),
+      sends_(std::move(seals.sends)) {}
 
 Connection::~Connection() { close(fd_); }
 
@@ -64,7 +68,7 @@ Connection::Received Connection::receive() {
     received.drained = true;
     return received;
   }
-  if (checked_ || staged_begin_ != staged_end_) {
+  if (whole_ || staged_begin_ != staged_end_) {
     received.waits = true;
     return received;
   }
@@ -89,8 +93,8 @@ Connection::Received Connection::receive() {
   payload_filled_ += direct;
   staged_begin_ = 0;
   staged_end_ = received.bytes - direct;
-  if (payload_ && payload_filled_ == header_.payload_bytes) check_payload();
-  received.waits = checked_ || staged_end_ > 0;
+  if (payload_ && payload_filled_ == header_.payload_bytes) open_payload();
+  received.waits = whole_ || staged_end_ > 0;
   received.drained = received.bytes < wanted + staged_.size();
   return received;
 }
@@ -108,28 +112,28 @@ bool Connection::take_one(Sink& sink) {
     const MutexLock lock(reading_);
     if (ended_) return false;
     const std::size_t left = staged_end_ - staged_begin_;
-    if (!checked_ && left == 0) return false;
+    if (!whole_ && left == 0) return false;
     const std::byte* from = staged_.data() + staged_begin_;
-    if (!checked_ && payload_) {
+    if (!whole_ && payload_) {
       const std::size_t size = std::min(left, header_.payload_bytes - payload_filled_);
       std::memcpy(payload_.get() + payload_filled_, from, size);
       staged_begin_ += size;
       payload_filled_ += size;
       if (payload_filled_ < header_.payload_bytes) return true;
-      check_payload();
-    } else if (!checked_) {
+      open_payload();
+    } else if (!whole_) {
       const std::size_t size = std::min(left, sizeof header_ - header_filled_);
       std::memcpy(reinterpret_cast<std::byte*>(&header_) + header_filled_, from, size);
       staged_begin_ += size;
       header_filled_ += size;
       if (header_filled_ < sizeof header_) return true;
-      if (const std::string wrong = check_header(header_); !wrong.empty()) throw std::runtime_error(wrong);
-      if (header_.payload_bytes == 0) check_payload();
+      if (const std::string wrong = receives_.check(header_); !wrong.empty()) throw std::runtime_error(wrong);
+      if (header_.payload_bytes == 0) open_payload();
     }
     header = header_;
-    if (checked_) {
-      whole = Payload::received(std::exchange(payload_, nullptr), header.payload_bytes, header.payload_crc);
-      placed_ = checked_ = false;
+    if (whole_) {
+      whole.swap(whole_);
+      placed_ = false;
       header_filled_ = payload_filled_ = 0;
       ++frames_in;
       ++shared_.frames_received;
@@ -146,18 +150,16 @@ bool Connection::take_one(Sink& sink) {
   return true;
 }
 
-void Connection::check_payload() {
-  const std::size_t size = header_.payload_bytes;
-  if (size && crc32c(payload_.get(), size) != header_.payload_crc) {
-    throw std::runtime_error("a frame's payload does not match its checksum");
-  }
-  checked_ = true;
-}
+void Connection::open_payload() { whole_ = receives_.open(header_, std::exchange(payload_, nullptr)); }
 
 // Receives the rest of a frame that is under way into a buffer instead of its place.
 void Connection::leave_place() {
   if (!std::exchange(placed_, false)) return;
   std::shared_ptr<std::byte> buffer = shared_.pool.take(header_.payload_bytes);
+  if (whole_) {
+    whole_ = whole_->copied_to(std::move(buffer));
+    return;
+  }
   std::memcpy(buffer.get(), payload_.get(), payload_filled_);
   payload_ = std::move(buffer);
 }
@@ -180,7 +182,7 @@ bool Connection::write() {
     std::size_t count = 0;
     for (std::size_t k = 0; k < num_frames; ++k) {
       Outgoing& frame = *frames[k];
-      if (!std::exchange(frame.checked, true)) set_checksums(frame.header, frame.payload);
+      if (!frame.sealed) seal(frame);
       const std::size_t header_sent = std::min(frame.sent, sizeof frame.header);
       if (header_sent < sizeof frame.header) {
         pieces[count++] = {reinterpret_cast<std::byte*>(&frame.header) + header_sent, sizeof frame.header - header_sent};
@@ -207,6 +209,12 @@ bool Connection::write() {
   }
   watch(false);
   return true;
+}
+
+void Connection::seal(Outgoing& frame) {
+  frame.sealed = true;
+  if (keeps_ && sends_.encrypts()) frame.plain = frame.payload;
+  frame.payload = sends_.close(frame.header, std::move(frame.payload), shared_.pool);
 }
 
 // Returns the first frames of the queue, which stay where they are: only a holder of writing_ removes them.
@@ -242,7 +250,7 @@ void Connection::account(std::size_t sent) {
       out_.pop_front();
     }
     whole_bytes_ += written.sent;
-    if (keeps_) kept_.push_back({{written.header, copy_of(written.payload)}, whole_bytes_});
+    if (keeps_) kept_.push_back({{written.header, copy_of(written.plain.size() ? written.plain : written.payload)}, whole_bytes_});
   }
 }
 
@@ -266,10 +274,15 @@ void Connection::drop_data(std::uint32_t group) {
     const MutexLock queue(queue_);
     std::deque<Outgoing> kept;
     for (Outgoing& frame : out_) {
-      const bool drops = frame.header.group == group && carries_data(frame.header.type);
-      if (drops && frame.sent == 0) queued_bytes_ -= sizeof frame.header + frame.payload.size();
-      else if (drops) frame.payload = copy_of(frame.payload);
-      (drops && frame.sent == 0 ? dropped : kept).push_back(std::move(frame));
+      const bool is_data = frame.header.group == group && carries_data(frame.header.type);
+      const bool drops = is_data && !frame.sealed;  // a sealed one has its number: the peer waits for it
+      if (drops) {
+        queued_bytes_ -= sizeof frame.header + frame.payload.size();
+      } else if (is_data) {
+        frame.payload = copy_of(frame.payload);
+        frame.plain = copy_of(frame.plain);
+      }
+      (drops ? dropped : kept).push_back(std::move(frame));
     }
     out_.swap(kept);
   }
@@ -278,9 +291,11 @@ void Connection::drop_data(std::uint32_t group) {
 void Connection::end() {
   std::deque<Outgoing> dropped;
   std::shared_ptr<std::byte> place;
+  std::optional<Payload> whole;
   const MutexLock reads(reading_), writes(writing_), queue(queue_);
   ended_ = true;
   place.swap(payload_);
+  whole.swap(whole_);
   out_.swap(dropped);
   queued_bytes_ = 0;
 }
@@ -327,7 +342,10 @@ std::vector<Connection::Outgoing> Connection::take_unacknowledged() {
   for (Kept& each : kept_) frames.push_back(std::move(each.frame));
   kept_.clear();
   const MutexLock queue(queue_);
-  for (Outgoing& each : out_) frames.push_back(std::move(each));
+  for (Outgoing& each : out_) {
+    if (each.plain.size()) each.payload = std::move(each.plain);
+    frames.push_back(std::move(each));
+  }
   out_.clear();
   queued_bytes_ = 0;
   return frames;

@@ -1,7 +1,7 @@
 // A TCP connection after its handshake: reads and writes frames without blocking.
 //
 // One thread reads and writes it. It holds the NetworkLock while it asks for a place and passes on a frame, and not
-// while it copies from and to the socket and computes checksums. Holders of the NetworkLock on other threads queue
+// while it copies from and to the socket and computes tags. Holders of the NetworkLock on other threads queue
 // frames, take back what they have queued, and take away the place of a frame that is arriving: for that they wait until
 // the copy under way has ended. Locks are taken in the order NetworkLock, reading_ or writing_, queue_.
 #pragma once
@@ -12,9 +12,11 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/mutex.h"
+#include "transport/seal.h"
 #include "transport/transport.h"
 
 namespace shoal {
@@ -34,11 +36,16 @@ class Connection {
     FrameHeader header;
     Payload payload;
     std::size_t sent = 0;  // bytes of header and payload
-    bool checked = false;  // has its checksums
+    bool sealed = false;   // has its tags, and its place in the stream
+    Payload plain = {};    // the payload before it was encrypted, if it may have to be sent again
+  };
+  // What protects the frames of both directions.
+  struct Seals {
+    Seal sends, receives;
   };
 
   // Watches the socket for writability by this epoll instance while frames wait; none: -1.
-  Connection(int fd, int peer, bool control, Shared& shared, int epoll_fd = -1);
+  Connection(int fd, int peer, bool control, Shared& shared, int epoll_fd = -1, Seals seals = {});
   ~Connection();
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -57,7 +64,7 @@ class Connection {
   // Writes until the socket would block. Returns true when the queue is empty. Throws std::system_error.
   bool write();
 
-  // Releases the memory of a group's callers: drops its whole frames with data, and copies one that is partly sent.
+  // Releases the memory of a group's callers: drops its frames with data, and copies those that are sealed.
   void drop_data(std::uint32_t group) REQUIRES(network_thread);
   // Neither reads nor writes any more, and holds no memory of callers.
   void end() REQUIRES(network_thread);
@@ -96,7 +103,8 @@ class Connection {
   Received receive() EXCLUDES(reading_);
   void take_staged(Sink& sink) REQUIRES(network_thread) EXCLUDES(reading_);
   bool take_one(Sink& sink) REQUIRES(network_thread) EXCLUDES(reading_);
-  void check_payload() REQUIRES(reading_);
+  void open_payload() REQUIRES(reading_);
+  void seal(Outgoing& frame) REQUIRES(writing_);
   void leave_place() REQUIRES(reading_);
   std::size_t pick(std::array<Outgoing*, kMostFrames>& frames) REQUIRES(writing_) EXCLUDES(queue_);
   void account(std::size_t sent) REQUIRES(writing_) EXCLUDES(queue_);
@@ -119,11 +127,13 @@ class Connection {
   std::shared_ptr<std::byte> payload_ GUARDED_BY(reading_);
   bool placed_ GUARDED_BY(reading_) = false;  // payload_ is its place, not a buffer of the pool
   std::size_t payload_filled_ GUARDED_BY(reading_) = 0;
-  bool checked_ GUARDED_BY(reading_) = false;  // the payload is whole and matches its checksum
+  std::optional<Payload> whole_ GUARDED_BY(reading_);  // has been received, and matches its tag
+  Seal receives_ GUARDED_BY(reading_);
 
   Mutex writing_;
   bool watched_ GUARDED_BY(writing_) = false;  // for writability
   bool keeps_ GUARDED_BY(writing_) = false;
+  Seal sends_ GUARDED_BY(writing_);
   std::deque<Kept> kept_ GUARDED_BY(writing_);
   std::uint64_t whole_bytes_ GUARDED_BY(writing_) = 0;  // of frames that are written
 

@@ -99,12 +99,18 @@ std::vector<Channel*> Connections::channels() {
 
 int Connections::peer_of(const Place& place, bool calls) {
   int peer = processes_.number_of(place.name());
-  if (calls && processes_.find(peer)->arrivals.any()) {  // somebody else, before this process knew that it is the one that calls
-    drop_peer(peer, "it took the name of a process that opens no connections to this one");
+  const Process& known = *processes_.find(peer);
+  // Somebody else may have come before this process knew who it is, and which of them calls.
+  const bool another = is_known(place.key) && is_known(known.key) && place.key != known.key;
+  if (another || (calls && known.arrivals.any())) {
+    drop_peer(peer, another ? "it took the name of a process that has another public key"
+                            : "it took the name of a process that opens no connections to this one");
     peer = processes_.number_of(place.name());
   }
-  processes_.find(peer)->is_called = calls;
-  transport_->set_peer(peer, place.address, place.port);
+  Process& process = *processes_.find(peer);
+  process.is_called = calls;
+  if (is_known(place.key)) process.key = place.key;
+  transport_->set_peer(peer, place.address, place.port, place.key);
   return peer;
 }
 
@@ -214,6 +220,7 @@ Channel::Channel(std::shared_ptr<Connections> connections, std::string name)
     : name_(std::move(name)),
       connections_(*connections),
       port_(connections->transport().port()),
+      public_key_(connections->transport().public_key()),
       owner_(std::move(connections)) {}
 
 std::shared_ptr<Connections> Channel::owner() {

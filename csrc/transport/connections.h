@@ -123,6 +123,8 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   Channel(std::shared_ptr<Connections> connections, std::string name);
 
   int port() const { return port_; }
+  // By which the process proves who it is.
+  const PublicKey& public_key() const { return public_key_; }
 
   void assert_here() const ASSERT_CAPABILITY(network_thread) { connections_.assert_here(); }
 
@@ -189,6 +191,7 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   const std::string name_;  // of the group, in messages
   Connections& connections_;  // valid while owner_ is
   const int port_;
+  const PublicKey public_key_;
   Identity me_;  // set by open(), as are the next two
   std::string my_name_;
   std::uint32_t number_ = 0;

@@ -1,7 +1,8 @@
-// Messages between two processes: a header of fixed size and a payload, each with a checksum.
+// Messages between two processes: a header of fixed size and a payload, each with a tag.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -45,6 +46,9 @@ inline constexpr std::size_t kNumKinds = static_cast<std::size_t>(Kind::apply) +
 inline constexpr std::size_t kNumElements = static_cast<std::size_t>(Element::int64) + 1;
 inline constexpr std::size_t kNumCombines = static_cast<std::size_t>(Combine::bxor) + 1;
 
+// What shows that bytes are those that were sent (transport/seal.h): AES-GCM's, or a CRC-32C and zeros.
+using Tag = std::array<std::uint8_t, 16>;
+
 // Little-endian on the wire, as on all supported machines. Fields that nothing sets yet are zero.
 struct FrameHeader {
   std::uint32_t magic = 0;
@@ -69,15 +73,15 @@ struct FrameHeader {
   std::uint64_t counter = 0;    // of the sender's frames to this process, from 1, if they may be sent again
   std::uint32_t step = 0;       // of the tensor's updates, for servers that keep weights
   std::uint32_t table = 0;      // number of the tensor there
-  std::array<std::uint8_t, 16> tag{};  // authenticates the frame
+  std::uint32_t rule = 0;       // number of the update's options there
   std::uint32_t payload_bytes = 0;
-  std::uint32_t payload_crc = 0;
-  std::uint32_t rule = 0;        // number of the update's options there
-  std::uint32_t header_crc = 0;  // of all bytes before this field
+  Tag payload_tag{};
+  Tag tag{};  // of all bytes before this field
 };
-static_assert(sizeof(FrameHeader) == 120);
+static_assert(sizeof(FrameHeader) == 128);
 
-inline constexpr std::uint32_t kFrameMagic = 0x324c4853;  // "SHL2"
+inline constexpr std::uint32_t kFrameMagic = 0x334c4853;  // "SHL3"
+inline constexpr std::size_t kTaggedBytes = offsetof(FrameHeader, tag);
 inline constexpr std::size_t kMaxPayload = std::size_t{16} << 20;
 inline constexpr std::size_t kMaxText = 4096;  // of a notice, such as why a rank leaves
 
@@ -89,7 +93,7 @@ class Payload {
   // Bytes that others read, and perhaps write before: without an owner they stay as long as the operation.
   Payload(const std::byte* data, std::size_t size, std::shared_ptr<const void> owner = nullptr)
       : data_(data), size_(size), owner_(std::move(owner)) {}
-  // Bytes that writable() gives; with their checksum, as a connection has received them.
+  // Bytes that writable() gives; with a checksum that the sender has told.
   static Payload of_buffer(std::shared_ptr<std::byte> buffer, std::size_t size) { return {std::move(buffer), size, {}}; }
   static Payload received(std::shared_ptr<std::byte> buffer, std::size_t size, std::uint32_t checksum) {
     return {std::move(buffer), size, checksum};
@@ -108,6 +112,8 @@ class Payload {
   std::byte* writable();
   // Returns the CRC-32C of the bytes, computed when it is first asked for. Builds with a sanitizer check one they know.
   std::uint32_t checksum();
+  // Of copies that are made from now on, the first one that is asked for its checksum computes it for all.
+  void will_be_copied() { among_copies_ = std::make_shared<std::atomic<std::uint64_t>>(0); }
 
  private:
   Payload(std::shared_ptr<std::byte> buffer, std::size_t size, std::optional<std::uint32_t> checksum)
@@ -118,6 +124,7 @@ class Payload {
   std::size_t size_ = 0;
   std::shared_ptr<const void> owner_;
   std::optional<std::uint32_t> checksum_;
+  std::shared_ptr<std::atomic<std::uint64_t>> among_copies_;  // the checksum and a bit above it, once it is known
 };
 
 // Returns whether the payload holds elements; other frames are small and hold text.
@@ -126,10 +133,13 @@ inline bool carries_data(FrameType type) {
          type == FrameType::part || type == FrameType::copy;
 }
 
+// Completes a header with checksums for tags.
 void set_checksums(FrameHeader& header, Payload& payload);
+std::uint32_t checksum_in(const Tag& tag);
 
-// Returns an empty string, or what is wrong with the header.
+// Return an empty string, or what is wrong with the header: with its checksum too, or with its fields.
 std::string check_header(const FrameHeader& header);
+std::string check_fields(const FrameHeader& header);
 
 Payload payload_of(const std::string& text);
 std::string text_of(const Payload& payload);

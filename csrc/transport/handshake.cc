@@ -11,10 +11,11 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <span>
 #include <stdexcept>
 
 #include "base/clock.h"
-#include "base/crypto.h"
+#include "base/log.h"
 #include "transport/address.h"
 
 namespace shoal {
@@ -23,21 +24,37 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr char kMark[9] = "SHOAL\0\0\3";
-constexpr std::size_t kNonceBytes = 16, kMacBytes = 32;
+constexpr char kMark[9] = "SHOAL\0\0\4";
+constexpr std::size_t kNonceBytes = 16, kMacBytes = 32, kHelloMacBytes = 16, kPlaceBytes = 64;
 constexpr double kAttemptS = 1.0;
 
-Bytes mac(const Bytes& secret, const char* side, const Bytes& caller, const Bytes& listener, const Bytes& more = {}) {
-  Bytes message(side, side + std::strlen(side));
-  for (const Bytes* part : {&caller, &listener, &more}) message.insert(message.end(), part->begin(), part->end());
-  const auto digest = hmac_sha256(secret, message);
-  return {digest.begin(), digest.end()};
+Bytes without_end(const Bytes& message, std::size_t count) { return {message.begin(), message.end() - static_cast<std::ptrdiff_t>(count)}; }
+
+void append(Bytes& out, std::span<const std::uint8_t> bytes) { out.insert(out.end(), bytes.begin(), bytes.end()); }
+
+void append_padded(Bytes& out, const std::string& text, std::size_t count) {
+  out.insert(out.end(), text.begin(), text.end());
+  out.insert(out.end(), count - text.size(), 0);
 }
 
-bool same(const Bytes& a, const Bytes& b) { return equal_in_constant_time(a, b); }
+PublicKey key_at(const Bytes& message, std::size_t at) {
+  PublicKey key;
+  std::copy_n(message.begin() + static_cast<std::ptrdiff_t>(at), key.size(), key.begin());
+  return key;
+}
+
+void require_size(const Bytes& message, std::size_t size) {
+  if (message.size() != size) throw std::runtime_error("it does not speak shoal's protocol");
+}
 
 void put(Bytes& out, std::uint32_t value) {
   for (int k = 0; k < 4; ++k) out.push_back(static_cast<std::uint8_t>(value >> (8 * k)));
+}
+
+// Text that zeros follow.
+std::string text_at(const Bytes& in, std::size_t at, std::size_t most) {
+  const auto begin = in.begin() + static_cast<std::ptrdiff_t>(at), end = begin + static_cast<std::ptrdiff_t>(most);
+  return {begin, std::find(begin, end, 0)};
 }
 
 std::uint32_t get(const Bytes& in, std::size_t at) {
@@ -111,26 +128,24 @@ int connect_once(const SocketAddress& to, const std::string& from, Clock::time_p
   }
 }
 
-void introduce(int fd, const Bytes& secret, const Introduction& intro, Clock::time_point deadline) {
-  const Bytes caller = random_bytes(kNonceBytes);
-  send_all(fd, make_hello(caller), deadline);
-  const Bytes listener = read_challenge(secret, caller, receive(fd, kChallengeBytes, deadline));
-  send_all(fd, make_identity(secret, caller, listener, intro), deadline);
-  if (receive(fd, 1, deadline)[0] != 1) throw std::runtime_error("it refused us; its log says why");
+Session introduce(int fd, Caller& caller, Clock::time_point deadline) {
+  send_all(fd, caller.hello(), deadline);
+  send_all(fd, caller.identity(receive(fd, kChallengeBytes, deadline)), deadline);
+  return caller.finish(receive(fd, kWelcomeBytes, deadline));
 }
 
-int try_once(const SocketAddress& to, const std::string& from, const Bytes& secret, const Introduction& intro, Clock::time_point connect_by,
-             Clock::time_point deadline, bool& reached) {
+std::pair<int, Session> try_once(const Destination& to, const Credentials& mine, const Introduction& me, Clock::time_point connect_by,
+                                 Clock::time_point deadline, bool& reached) {
   int fd = -1;
   try {
-    fd = connect_once(to, from, connect_by);
+    fd = connect_once(SocketAddress(to.address, to.port), to.from, connect_by);
   } catch (const std::runtime_error& error) {
     throw Unheard(error.what());
   }
   reached = true;
   try {
-    introduce(fd, secret, intro, deadline);
-    return fd;
+    Caller caller(mine, me, place_text(peer_address(fd), to.port), to.key);
+    return {fd, introduce(fd, caller, deadline)};
   } catch (...) {
     close(fd);
     throw;
@@ -147,64 +162,116 @@ Bytes random_bytes(std::size_t count) {
   return bytes;
 }
 
-Bytes make_hello(const Bytes& nonce) {
-  Bytes hello(kHelloBytes);
-  std::copy_n(kMark, 8, hello.begin());
-  std::copy_n(nonce.begin(), kNonceBytes, hello.begin() + 8);
-  return hello;
+// ---- what both sides say --------------------------------------------------------------------------------
+
+Bytes Transcript::signed_by(const char* side, Bytes message, std::size_t mac_bytes) {
+  add(message);
+  Bytes all(side, side + std::strlen(side));
+  append(all, said_);
+  const Digest mac = hmac_sha256(mine_.secret, all);
+  append(message, std::span(mac).first(mac_bytes));
+  return message;
 }
 
-Bytes read_hello(const Bytes& hello) {
+void Transcript::take(const char* side, const Bytes& message, std::size_t mac_bytes) {
+  if (!equal_in_constant_time(signed_by(side, without_end(message, mac_bytes), mac_bytes), message)) throw UnknownSecret();
+}
+
+std::array<Gcm::Key, 4> Transcript::keys_with(const PublicKey& other) const {
+  const Digest digest = sha256(said_);
+  std::string info = "shoal session";
+  info.append(digest.begin(), digest.end());
+  std::array<Gcm::Key, 4> keys;
+  const Bytes bytes = derived_bytes(common_bytes(mine_.keys.own, other), mine_.secret, info, sizeof keys);
+  std::memcpy(keys.data(), bytes.data(), sizeof keys);
+  return keys;
+}
+
+// ---- the caller -----------------------------------------------------------------------------------------
+
+Caller::Caller(const Credentials& mine, Introduction me, std::string called, const PublicKey& expected)
+    : mine_(mine), me_(std::move(me)), called_(std::move(called)), expected_(expected), transcript_(mine) {}
+
+Bytes Caller::hello() {
+  Bytes hello(kMark, kMark + 8);
+  append(hello, random_bytes(kNonceBytes));
+  return transcript_.signed_by("hello", std::move(hello), kHelloMacBytes);
+}
+
+Bytes Caller::identity(const Bytes& challenge) {
+  require_size(challenge, kChallengeBytes);
+  transcript_.take("listener", challenge, kMacBytes);
+  peer_ = key_at(challenge, kNonceBytes);
+  if (is_known(expected_) && peer_ != expected_) throw std::runtime_error("another process answers there: its public key differs from the one that the group knows");
+  const std::string place = text_at(challenge, kNonceBytes + peer_.size(), kPlaceBytes);
+  if (!is_known(expected_) && place != called_) {
+    throw std::runtime_error("it is the process at " + printable(place) + " that answers there: a relay, or a translation of addresses, is between; name its own address");
+  }
+  if (me_.name.size() > kMaxProcessName) throw std::runtime_error("the process's name is too long");
+  Bytes body;
+  append_padded(body, me_.name, kMaxProcessName);
+  put(body, static_cast<std::uint32_t>(me_.name.size()));
+  put(body, (me_.control ? 1u : 0u) | static_cast<std::uint32_t>(me_.protection) << 8);
+  append(body, mine_.keys.known);
+  Bytes identity = transcript_.signed_by("caller", std::move(body), kMacBytes);
+  keys_ = transcript_.keys_with(peer_);
+  append(identity, keys_[2]);
+  return identity;
+}
+
+Session Caller::finish(const Bytes& welcome) const {
+  require_size(welcome, kWelcomeBytes);
+  if (welcome[0] != 1) throw std::runtime_error("it refused us; its log says why");
+  if (!equal_in_constant_time(std::span(welcome).last(keys_[3].size()), keys_[3])) {
+    throw std::runtime_error("it does not have the private key of the process that it takes itself for");
+  }
+  return {peer_, me_.protection, keys_[0], keys_[1]};
+}
+
+// ---- the listener ---------------------------------------------------------------------------------------
+
+Bytes Listener::challenge(const Bytes& hello) {
   if (hello.size() != kHelloBytes || !std::equal(kMark, kMark + 8, hello.begin())) {
     throw std::runtime_error("it does not speak shoal's protocol");
   }
-  return {hello.begin() + 8, hello.end()};
+  transcript_.take("hello", hello, kHelloMacBytes);
+  Bytes challenge = random_bytes(kNonceBytes);
+  append(challenge, mine_.keys.known);
+  append_padded(challenge, place_, kPlaceBytes);
+  return transcript_.signed_by("listener", std::move(challenge), kMacBytes);
 }
 
-Bytes make_challenge(const Bytes& secret, const Bytes& caller, const Bytes& listener) {
-  Bytes challenge = listener;
-  const Bytes proof = mac(secret, "listener", caller, listener);
-  challenge.insert(challenge.end(), proof.begin(), proof.end());
-  return challenge;
-}
-
-Bytes read_challenge(const Bytes& secret, const Bytes& caller, const Bytes& challenge) {
-  if (challenge.size() != kChallengeBytes) throw std::runtime_error("it does not speak shoal's protocol");
-  const Bytes listener(challenge.begin(), challenge.begin() + kNonceBytes);
-  if (!same(Bytes(challenge.begin() + kNonceBytes, challenge.end()), mac(secret, "listener", caller, listener))) {
-    throw std::runtime_error("it does not know the job's secret");
-  }
-  return listener;
-}
-
-Bytes make_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Introduction& intro) {
-  if (intro.name.size() > kMaxProcessName) throw std::runtime_error("the process's name is too long");
-  Bytes body(kMaxProcessName, 0);
-  std::copy(intro.name.begin(), intro.name.end(), body.begin());
-  put(body, static_cast<std::uint32_t>(intro.name.size()));
-  put(body, intro.control ? 1 : 0);
-  const Bytes proof = mac(secret, "caller", caller, listener, body);
-  body.insert(body.end(), proof.begin(), proof.end());
-  return body;
-}
-
-Introduction read_identity(const Bytes& secret, const Bytes& caller, const Bytes& listener, const Bytes& message) {
-  if (message.size() != kIdentityBytes) throw std::runtime_error("it does not speak shoal's protocol");
-  const Bytes body(message.begin(), message.end() - kMacBytes);
-  if (!same(Bytes(message.end() - kMacBytes, message.end()), mac(secret, "caller", caller, listener, body))) {
-    throw std::runtime_error("it does not know the job's secret");
-  }
-  const std::uint32_t length = get(body, kMaxProcessName);
+Introduction Listener::introduction(const Bytes& identity) {
+  require_size(identity, kIdentityBytes);
+  transcript_.take("caller", without_end(identity, sizeof(Gcm::Key)), kMacBytes);
+  const std::uint32_t length = get(identity, kMaxProcessName), wishes = get(identity, kMaxProcessName + 4);
   if (length > kMaxProcessName) throw std::runtime_error("the process's name is too long");
+  if (wishes >> 8 >= kNumProtections) throw std::runtime_error("it protects frames in a way that is not known here");
   Introduction intro;
-  intro.name.assign(body.begin(), body.begin() + length);
-  intro.control = get(body, kMaxProcessName + 4) != 0;
+  intro.name.assign(identity.begin(), identity.begin() + length);
+  intro.control = wishes & 1;
+  intro.protection = static_cast<Protection>(wishes >> 8);
+  intro.key = key_at(identity, kMaxProcessName + 8);
+  keys_ = transcript_.keys_with(intro.key);
+  if (!equal_in_constant_time(std::span(identity).last(keys_[2].size()), keys_[2])) {
+    throw std::runtime_error("it does not have the private key of the process that it takes itself for");
+  }
+  session_ = {intro.key, intro.protection, keys_[1], keys_[0]};
   return intro;
 }
 
-int call(const std::string& address, int port, const Bytes& secret, const Introduction& intro, double timeout_s,
-         double unreached_s, const std::string& from) {
-  const SocketAddress to(address, port);
+Bytes Listener::welcome(bool admitted) const {
+  if (!admitted) return Bytes(kWelcomeBytes);
+  Bytes welcome{1};
+  append(welcome, keys_[3]);
+  return welcome;
+}
+
+// ---- calls ----------------------------------------------------------------------------------------------
+
+std::pair<int, Session> call(const Destination& to, const Credentials& mine, const Introduction& me, double timeout_s, double unreached_s) {
+  static_cast<void>(SocketAddress(to.address, to.port));  // throws for what is no address
+  const std::string place = to.address + ":" + std::to_string(to.port);
   const auto begin = Clock::now(), deadline = begin + seconds(timeout_s);
   const auto reached_by = std::min(deadline, begin + seconds(unreached_s));
   bool reached = false;
@@ -213,15 +280,15 @@ int call(const std::string& address, int port, const Bytes& secret, const Introd
     // The kernel resends a lost SYN only after a second: several short attempts connect sooner.
     const auto attempt = std::min(deadline, Clock::now() + seconds(kAttemptS));
     try {
-      return try_once(to, from, secret, intro, attempt, deadline, reached);
+      return try_once(to, mine, me, attempt, deadline, reached);
     } catch (const Unheard& error) {
       why = error.what();
       poll(nullptr, 0, 20);
     } catch (const std::runtime_error& error) {
-      throw std::runtime_error(address + ":" + std::to_string(port) + ": " + error.what());
+      throw std::runtime_error(place + ": " + error.what());
     }
   } while (Clock::now() < (reached ? deadline : reached_by));
-  throw std::runtime_error(address + ":" + std::to_string(port) + " was not reached " + (from.empty() ? "" : "from " + from + " ") + "in " +
+  throw std::runtime_error(place + " was not reached " + (to.from.empty() ? "" : "from " + to.from + " ") + "in " +
                            std::to_string(std::lround(reached ? timeout_s : std::min(timeout_s, unreached_s))) + " s: " + why);
 }
 

@@ -52,8 +52,12 @@ int Processes::introduce(const Introduction& who, std::string& why_not) {
   }
   const int peer = number_of(who.name);
   Process& process = processes_[peer];
-  why_not = process.is_called ? "it takes the name of a process that opens no connections to this one" : process.arrivals.add(who);
-  return why_not.empty() ? peer : -1;
+  if (process.is_called) why_not = "it takes the name of a process that opens no connections to this one";
+  else if (is_known(process.key) && process.key != who.key) why_not = "it takes the name of a process that has another public key";
+  else why_not = process.arrivals.add(who);
+  if (!why_not.empty()) return -1;
+  process.key = who.key;
+  return peer;
 }
 
 bool Processes::remove(int peer) {

@@ -19,6 +19,7 @@ struct Place {
   std::string address;
   int port = 0;
   int pid = -1;
+  PublicKey key = {};  // of the process, if it is known
 
   bool is_helper() const { return pid < 0; }
   // "10.0.0.4:4100 pid 812"; a helper's: "10.0.1.7:4000". The name by which the process introduces itself.
@@ -27,8 +28,8 @@ struct Place {
 
 inline constexpr std::size_t kMaxDataConnections = 64;  // of a process to another one, for each of its addresses
 
-// The connections that a process has opened to this one. Its name is a claim, which every member of a job can make: so all
-// of them come from one address, or from those in the name, and they are no more than a process opens.
+// The connections that a process has opened to this one: all of them come from one address, or from those in its name, and
+// they are no more than a process opens.
 class Arrivals {
  public:
   // Returns why this connection is none of the process's, or an empty string.
@@ -43,6 +44,7 @@ class Arrivals {
 // Another process, from its introduction, or from when this process has been told of it, until its connections end.
 struct Process {
   std::string name;
+  PublicKey key{};  // from the group's records, or from its first connection
   Arrivals arrivals;
   std::size_t num_connections = 0;  // established so far
   int num_called = 0;               // by this process

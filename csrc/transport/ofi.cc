@@ -37,7 +37,7 @@ TcpOptions on_one_thread(TcpOptions options) {
 std::string check_message(const FrameHeader& header, const std::byte* data, std::size_t size) {
   if (std::string wrong = check_header(header); !wrong.empty()) return wrong;
   if (header.payload_bytes != size) return "the size of a message does not match its header";
-  if (size && crc32c(data, size) != header.payload_crc) return "a frame's payload does not match its checksum";
+  if (size && crc32c(data, size) != checksum_in(header.payload_tag)) return "a frame's payload does not match its checksum";
   return "";
 }
 
@@ -254,7 +254,7 @@ void OfiTransport::hear(std::size_t rail, const Rail::Completion& completion) {
     std::shared_ptr<std::byte> place = sink_.place_for(peer, header);
     if (!place) place = pool_.take(size);
     if (size) std::memcpy(place.get(), data, size);
-    payload = Payload::received(std::move(place), size, header.payload_crc);
+    payload = Payload::received(std::move(place), size, checksum_in(header.payload_tag));
   }
   rails_[rail]->receive_again(slot);
   ++frames_received_;

@@ -34,7 +34,8 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   int port() const override { return tcp_.port(); }
   void start() override { tcp_.start(); }
   void stop() override;
-  void set_peer(int peer, const std::string& address, int port) override { tcp_.set_peer(peer, address, port); }
+  const PublicKey& public_key() const override { return tcp_.public_key(); }
+  void set_peer(int peer, const std::string& address, int port, const PublicKey& key) override { tcp_.set_peer(peer, address, port, key); }
   void call_peer(int peer, const Introduction& me, double timeout_s) override { tcp_.call_peer(peer, me, timeout_s); }
   bool flush(const std::vector<int>& peers, double timeout_s) override { return tcp_.flush(peers, timeout_s); }
 

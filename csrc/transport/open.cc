@@ -14,6 +14,9 @@ namespace shoal {
 
 std::unique_ptr<Transport> open_transport(TransportOptions options, Sink& sink) {
   if (options.fabric.empty()) return std::make_unique<TcpTransport>(std::move(options.tcp), sink);
+  if (options.tcp.protection == Protection::encrypt) {
+    throw std::runtime_error("transport ofi:" + options.fabric + " does not encrypt what it carries; use transport tcp");
+  }
   return std::make_unique<OfiTransport>(std::move(options), sink);
 }
 

@@ -42,6 +42,11 @@ int listen_at(const std::string& address, int port) {
   return fd;
 }
 
+Credentials credentials_of(const TcpOptions& options) {
+  if (options.private_key == PrivateKey{}) return {options.secret, new_key_pair()};
+  return {options.secret, {options.private_key, public_key_of(options.private_key)}};
+}
+
 void add_to(int epoll_fd, int fd) {
   epoll_event event{EPOLLIN, {.fd = fd}};
   epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event);
@@ -64,7 +69,7 @@ std::vector<int> listen_at_all(const std::vector<std::string>& addresses, int po
 }  // namespace
 
 TcpTransport::TcpTransport(TcpOptions options, Sink& sink)
-    : options_(std::move(options)), addresses_(addresses_of(options_.address)), sink_(sink) {
+    : options_(std::move(options)), credentials_(credentials_of(options_)), addresses_(addresses_of(options_.address)), sink_(sink) {
   listen_fds_ = listen_at_all(addresses_, options_.port);
   port_ = local_port(listen_fds_.front());
   for (int k = 0; k < (addresses_.size() > 1 ? 1 : std::max(1, options_.num_threads)); ++k) {
@@ -137,29 +142,30 @@ void TcpTransport::wake(Loop& loop) {
   [[maybe_unused]] const ssize_t written = ::write(loop.wake_fd, &one, sizeof one);
 }
 
-void TcpTransport::set_peer(int peer, const std::string& address, int port) {
-  post([this, peer, address, port] {
+void TcpTransport::set_peer(int peer, const std::string& address, int port, const PublicKey& key) {
+  post([this, peer, address, port, key] {
     assert_here();
     Peer& at = peer_at(peer);
     at.addresses = addresses_of(address);
     at.port = port;
+    if (is_known(key)) at.key = key;
     at.paths.resize(std::max(at.paths.size(), std::min(addresses_.size(), at.addresses.size())));
   });
 }
 
 void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s) {
-  const int fd = [&] {
-    const auto known = std::make_shared<std::promise<std::pair<std::pair<std::string, std::string>, int>>>();
-    post([this, peer, known, control = me.control] {
-      assert_here();
-      known->set_value({next_path(peer_at(peer), control), peer_at(peer).port});
-    });
-    const auto [path, port] = known->get_future().get();
-    return call(path.second, port, options_.secret, me, timeout_s, kUnreachedS, path.first);
-  }();
-  post([this, fd, peer, control = me.control] {
+  Introduction introduction = me;
+  introduction.protection = options_.protection;
+  const auto known = std::make_shared<std::promise<Destination>>();
+  post([this, peer, known, control = me.control] {
     assert_here();
-    adopt(fd, peer, control);
+    known->set_value(destination_of(peer_at(peer), control));
+  });
+  const auto [fd, session] = call(known->get_future().get(), credentials_, introduction, timeout_s);
+  post([this, fd = fd, session = session, peer, control = me.control] {
+    assert_here();
+    peer_at(peer).key = session.peer;  // of a helper: known from its first connection on
+    adopt(fd, peer, control, session);
   });
 }
 

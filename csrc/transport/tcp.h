@@ -46,6 +46,8 @@ struct TcpOptions {
   double grace_s = 2.0;
   double tick_s = 0.25;
   int num_threads = 1;  // with several addresses, whose paths share state: one
+  Protection protection = Protection::checksum;  // of the connections that this process opens
+  PrivateKey private_key{};  // for tests: of the process; zeros: a new one
 
   bool operator==(const TcpOptions&) const = default;
 };
@@ -78,7 +80,8 @@ class TcpTransport : public Transport {
   void start() override;
   void stop() override;
 
-  void set_peer(int peer, const std::string& address, int port) override;
+  const PublicKey& public_key() const override { return credentials_.keys.known; }
+  void set_peer(int peer, const std::string& address, int port, const PublicKey& key) override;
   void call_peer(int peer, const Introduction& me, double timeout_s) override;
   // Returns once the peers' kernels have acknowledged it.
   bool flush(const std::vector<int>& peers, double timeout_s) override;
@@ -125,6 +128,7 @@ class TcpTransport : public Transport {
   struct Peer {
     std::vector<std::string> addresses;  // none: it connects to us, and is not connected to
     int port = 0;
+    PublicKey key{};
     std::vector<Path> paths = std::vector<Path>(1);
     std::uint64_t num_sent = 0;      // frames, where there are several paths
     std::uint64_t seen_below = 1;    // all its frames with lower numbers have come
@@ -137,8 +141,11 @@ class TcpTransport : public Transport {
   };
 
   struct Newcomer {  // an inbound socket that is not authenticated yet
-    Bytes received, caller, listener;
+    Listener listener;
     Clock::time_point deadline;
+    std::string from;
+    Bytes received = {};
+    bool knows_secret = false;
   };
 
   // What is queued for peers at one moment: on each connection, and at the source.
@@ -166,9 +173,11 @@ class TcpTransport : public Transport {
   void accept_all(int listen_fd) REQUIRES(network_thread);
   void hear_newcomer(int fd) REQUIRES(network_thread);
   void forget_newcomer(int fd, const std::string& why) REQUIRES(network_thread);
-  void adopt(int fd, int peer, bool control) REQUIRES(network_thread);
+  void answer_newcomer(int fd, Newcomer& newcomer, const Bytes& message) REQUIRES(network_thread);
+  void admit(int fd, Newcomer& newcomer, const Bytes& identity) REQUIRES(network_thread);
+  void adopt(int fd, int peer, bool control, const Session& session) REQUIRES(network_thread);
   std::size_t path_of(int fd) const;
-  std::pair<std::string, std::string> next_path(const Peer& peer, bool control) const;
+  Destination destination_of(const Peer& peer, bool control) const;
   std::shared_ptr<Connection> connection_for(Peer& peer, std::size_t bytes, bool data);
   void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events) EXCLUDES(network_thread);
   void forget(Connection& connection) REQUIRES(network_thread);
@@ -189,6 +198,7 @@ class TcpTransport : public Transport {
   Peer& peer_at(int index) REQUIRES(network_thread);
 
   TcpOptions options_;
+  const Credentials credentials_;
   std::vector<std::string> addresses_;  // of this process
   Sink& sink_;
   Once once_{*this};

@@ -40,60 +40,69 @@ void TcpTransport::accept_all(int listen_fd) {
       });
       forget_newcomer(oldest->first, "too many others connected after it");
     }
-    newcomers_[fd] = {{}, {}, {}, Clock::now() + seconds(kHandshakeS)};
+    const std::string place = place_text(local_address(fd), local_port(fd));
+    newcomers_.emplace(fd, Newcomer{Listener(credentials_, place), Clock::now() + seconds(kHandshakeS), peer_address(fd)});
     epoll_event event{EPOLLIN, {.fd = fd}};
     epoll_ctl(loops_.front()->epoll_fd, EPOLL_CTL_ADD, fd, &event);
   }
 }
 
 void TcpTransport::hear_newcomer(int fd) {
-  Newcomer& newcomer = newcomers_[fd];
-  const std::size_t wanted = newcomer.caller.empty() ? kHelloBytes : kIdentityBytes;
+  Newcomer& newcomer = newcomers_.at(fd);
+  const std::size_t wanted = newcomer.knows_secret ? kIdentityBytes : kHelloBytes;
   Bytes chunk(wanted - newcomer.received.size());
   const ssize_t got = recv(fd, chunk.data(), chunk.size(), 0);
   if (got <= 0) {
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    return forget_newcomer(fd, newcomer.received.empty() && newcomer.caller.empty() ? "" : "it hung up");
+    return forget_newcomer(fd, newcomer.received.empty() && !newcomer.knows_secret ? "" : "it hung up");
   }
   newcomer.received.insert(newcomer.received.end(), chunk.begin(), chunk.begin() + got);
   if (newcomer.received.size() < wanted) return;
   try {
-    const Bytes received = std::exchange(newcomer.received, {});
-    if (newcomer.caller.empty()) {
-      newcomer.caller = read_hello(received);
-      newcomer.listener = random_bytes(16);
-      const Bytes challenge = make_challenge(options_.secret, newcomer.caller, newcomer.listener);
-      if (::send(fd, challenge.data(), challenge.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(challenge.size())) {
-        throw std::runtime_error("it does not read");
-      }
-      return;
-    }
-    Introduction intro = read_identity(options_.secret, newcomer.caller, newcomer.listener, received);
-    intro.from = peer_address(fd);
-    std::string why;
-    const int peer = sink_.on_introduction(intro, why);
-    const std::uint8_t welcome = peer >= 0;  // without an answer it retries
-    [[maybe_unused]] const ssize_t sent = ::send(fd, &welcome, 1, MSG_NOSIGNAL);
-    if (peer < 0) throw std::runtime_error(why);
-    newcomers_.erase(fd);
-    epoll_ctl(loops_.front()->epoll_fd, EPOLL_CTL_DEL, fd, nullptr);
-    adopt(fd, peer, intro.control);
+    const Bytes message = std::exchange(newcomer.received, {});
+    if (newcomer.knows_secret) return admit(fd, newcomer, message);
+    answer_newcomer(fd, newcomer, message);
   } catch (const std::runtime_error& error) {
     forget_newcomer(fd, error.what());
   }
 }
 
+void TcpTransport::answer_newcomer(int fd, Newcomer& newcomer, const Bytes& hello) {
+  const auto answer = [fd](const Bytes& bytes) { return ::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()); };
+  try {
+    if (!answer(newcomer.listener.challenge(hello))) throw std::runtime_error("it does not read");
+  } catch (const UnknownSecret&) {
+    answer(Bytes(kChallengeBytes));  // no HMAC for a stranger; a worker with another secret need not call again
+    throw;
+  }
+  newcomer.knows_secret = true;
+}
+
+void TcpTransport::admit(int fd, Newcomer& newcomer, const Bytes& identity) {
+  Introduction intro = newcomer.listener.introduction(identity);
+  intro.from = newcomer.from;
+  std::string why;
+  const int peer = sink_.on_introduction(intro, why);
+  const Bytes welcome = newcomer.listener.welcome(peer >= 0);
+  [[maybe_unused]] const ssize_t sent = ::send(fd, welcome.data(), welcome.size(), MSG_NOSIGNAL);
+  if (peer < 0) throw std::runtime_error(why);
+  const Session session = newcomer.listener.session();
+  newcomers_.erase(fd);
+  epoll_ctl(loops_.front()->epoll_fd, EPOLL_CTL_DEL, fd, nullptr);
+  adopt(fd, peer, intro.control, session);
+}
+
 // Drops a connection that did not authenticate; the job continues. A probe that sends nothing is not logged.
 void TcpTransport::forget_newcomer(int fd, const std::string& why) {
+  const std::string from = newcomers_.at(fd).from;
   newcomers_.erase(fd);
-  const std::string from = peer_address(fd);
   close(fd);
   if (why.empty()) return;
   ++strangers_;
   lines_.write("shoal: dropped a connection from " + from + ": " + why);
 }
 
-void TcpTransport::adopt(int fd, int index, bool control) {
+void TcpTransport::adopt(int fd, int index, bool control, const Session& session) {
   Peer& peer = peer_at(index);
   if (peer.down) {
     close(fd);
@@ -107,7 +116,9 @@ void TcpTransport::adopt(int fd, int index, bool control) {
   if (!control && options_.send_buffer_bytes > 0) set_option(fd, SOL_SOCKET, SO_SNDBUF, options_.send_buffer_bytes);
   const std::size_t number = control ? 0 : num_data_++ % loops_.size();
   Loop& loop = *loops_[number];
-  auto connection = std::make_shared<Connection>(fd, index, control, shared_, loop.epoll_fd);
+  auto connection = std::make_shared<Connection>(
+      fd, index, control, shared_, loop.epoll_fd,
+      Connection::Seals{Seal(session.protection, session.sends), Seal(session.protection, session.receives)});
   connection->loop = number;
   if (addresses_.size() > 1) {
     connection->path = path_of(fd);
@@ -133,17 +144,17 @@ std::size_t TcpTransport::path_of(int fd) const {
   return found == addresses_.end() ? 0 : static_cast<std::size_t>(found - addresses_.begin());
 }
 
-// Returns the addresses of the next connection to a peer, from and to: over the path with the fewest for data. One path
+// Returns where the next connection to a peer goes, and from where: over the path with the fewest for data. One path
 // is the kernel's choice, for all of them: the peer takes none from elsewhere (Arrivals).
-std::pair<std::string, std::string> TcpTransport::next_path(const Peer& peer, bool control) const {
+Destination TcpTransport::destination_of(const Peer& peer, bool control) const {
   if (peer.addresses.empty()) throw std::logic_error("a peer without an address is called");
   if (std::min(peer.paths.size(), peer.addresses.size()) < 2) {
-    return {control || !peer.control ? "" : local_address(peer.control->fd()), peer.addresses.front()};
+    return {peer.addresses.front(), peer.port, peer.key, control || !peer.control ? "" : local_address(peer.control->fd())};
   }
   std::vector<int> num(peer.paths.size());
   for (const auto& each : peer.connections) num[each->path] += !each->control();
   const auto path = static_cast<std::size_t>(control ? 0 : std::ranges::min_element(num) - num.begin());
-  return {addresses_[path], peer.addresses[path]};
+  return {peer.addresses[path], peer.port, peer.key, addresses_[path]};
 }
 
 // Gives up a path of a peer, and sends what it had taken over the others. What has arrived by it is read first: that is

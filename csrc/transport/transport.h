@@ -14,6 +14,7 @@
 
 #include "base/mutex.h"
 #include "transport/frame.h"
+#include "transport/seal.h"
 
 namespace shoal {
 
@@ -22,6 +23,8 @@ struct Introduction {
   std::string name;  // Place::name
   bool control = false;
   std::string from = {};  // the address that it comes from
+  PublicKey key = {};     // the process has proved that it has the private one
+  Protection protection = Protection::checksum;  // of the frames of both directions
 };
 
 class Sink {
@@ -50,11 +53,12 @@ class Transport {
 
   // A transport listens on construction.
   virtual int port() const = 0;
+  virtual const PublicKey& public_key() const = 0;
   virtual void start() = 0;
   virtual void stop() = 0;
 
-  // Where a peer listens. Connects to it, once. Any thread.
-  virtual void set_peer(int peer, const std::string& address, int port) = 0;
+  // Where a peer listens, and its key, if it is known. Connects to it, once. Any thread.
+  virtual void set_peer(int peer, const std::string& address, int port, const PublicKey& key) = 0;
   virtual void call_peer(int peer, const Introduction& me, double timeout_s) = 0;
   // Waits until these peers have received all that is queued for them now; returns false if there is no progress for
   // `timeout_s`. Any thread without the NetworkLock.

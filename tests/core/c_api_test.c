@@ -21,7 +21,7 @@
 
 static shoal_group_options options_of(int rank, int size) {
   return (shoal_group_options){.struct_size = sizeof(shoal_group_options), .rank = rank, .size = size, .name = "c",
-                               .secret = "a secret of 16 bytes", .secret_bytes = 20};
+                               .secret = "a secret of 16 bytes", .secret_bytes = 20, .protection = 2};
 }
 
 static shoal_operation all_reduce_of(const float* input, float* output) {
@@ -115,6 +115,9 @@ static void test_versions(void) {
   CHECK(shoal_submit(group, &new_one.known, 1, NULL) == SHOAL_INVALID_ARGUMENT);
   CHECK(strstr(shoal_last_error(), "update the library"));
   shoal_group_release(group);
+  shoal_group_options unknown = options_of(0, 2);
+  unknown.protection = 3;
+  CHECK(shoal_group_create(&unknown, &group) == SHOAL_INVALID_ARGUMENT && strstr(shoal_last_error(), "protection is 3"));
   const shoal_group_options none = {0};
   CHECK(shoal_group_create(&none, &group) == SHOAL_INVALID_ARGUMENT && strstr(shoal_last_error(), "struct_size is 0"));
 }

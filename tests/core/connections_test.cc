@@ -392,8 +392,9 @@ TEST(connections_data_that_a_leave_overtakes_arrives) {
   std::array<std::shared_ptr<Connections>, 2> of;
   for (auto& each : of) each = std::make_shared<Connections>(transport_options());
   Delay delay(of[0]->transport().port());
-  // Each knows the other at the delaying port: process 1, whose name is greater, calls there.
-  const shoal::Place places[2] = {{"127.0.0.1", delay.port(), 1}, {"127.0.0.2", of[1]->transport().port(), 2}};
+  // Each knows the other by its key, at the delaying port: process 1, whose name is greater, calls there.
+  const shoal::Place places[2] = {{"127.0.0.1", delay.port(), 1, of[0]->transport().public_key()},
+                                  {"127.0.0.2", of[1]->transport().port(), 2, of[1]->transport().public_key()}};
   std::array<Pair::Side, 2> group, other;
   for (auto* sides : {&group, &other}) {
     on_threads(2, [&](int k) {

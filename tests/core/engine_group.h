@@ -203,7 +203,7 @@ class Group {
       options.shuffle = carrier.shuffle ? carrier.shuffle + static_cast<std::uint64_t>(rank) : 0;
       if (tweak) tweak(options);
       engines.push_back(std::make_unique<shoal::Engine>(options));
-      peers.push_back({placement.hosts[static_cast<std::size_t>(rank)], options.address, engines.back()->port(), rank, 1000 + rank});
+      peers.push_back({placement.hosts[static_cast<std::size_t>(rank)], options.address, engines.back()->port(), rank, 1000 + rank, engines.back()->public_key()});
     }
     std::vector<int> pattern = placement.pattern;
     for (int server = 0; placement.pattern.empty() && server < n + static_cast<int>(helper_infos.size()); ++server) pattern.push_back(server);

@@ -21,6 +21,12 @@ using shoal::Engine;
 using shoal::GroupError;
 using shoal::Kind;
 
+shoal::KeyPair keys_of(int rank) {
+  shoal::PrivateKey own;
+  own.fill(static_cast<std::uint8_t>(1 + rank));
+  return {own, shoal::public_key_of(own)};
+}
+
 // The engines of several groups over `n` processes, played by one: rank r of every group is on the same connections.
 struct Engines {
   using Of = std::vector<std::unique_ptr<Engine>>;
@@ -39,6 +45,7 @@ struct Engines {
       options.fabric = carrier.fabric;
       options.share_connections = share;
       options.address = "127.0.0." + std::to_string(1 + ranks[k]);
+      options.private_key = keys_of(ranks[k]).own;
       engines.push_back(std::make_unique<Engine>(options));
     }
     return engines;
@@ -48,7 +55,7 @@ struct Engines {
     std::vector<int> pattern;
     for (std::size_t k = 0; k < ranks.size(); ++k) {
       const auto& host = hosts[static_cast<std::size_t>(ranks[k])];
-      peers.push_back({host, "127.0.0." + std::to_string(1 + ranks[k]), engines[k]->port(), ranks[k], 1000 + ranks[k]});
+      peers.push_back({host, "127.0.0." + std::to_string(1 + ranks[k]), engines[k]->port(), ranks[k], 1000 + ranks[k], engines[k]->public_key()});
       pattern.push_back(static_cast<int>(k));
     }
     on_threads(static_cast<int>(ranks.size()), [&](int k) {
@@ -176,7 +183,7 @@ TEST(engine_a_malformed_frame_fails_every_group_of_its_sender) {
   Engines made({"a", "b"});
   auto first = made.group("first", {0, 1}), second = made.group("second", {0, 1});
   const shoal::Place liar{"127.0.0.2", first[1]->port(), 1001};
-  const int fd = shoal::call("127.0.0.1", first[0]->port(), kSecret, {liar.name(), false}, kDeadlineS);
+  const int fd = shoal::call({"127.0.0.1", first[0]->port()}, {kSecret, keys_of(1)}, {liar.name(), false}, kDeadlineS).first;
   const std::string garbage(sizeof(shoal::FrameHeader), 'x');
   CHECK_EQ(::send(fd, garbage.data(), garbage.size(), MSG_NOSIGNAL), static_cast<ssize_t>(garbage.size()));
   for (auto* engine : {first[0].get(), second[0].get()}) {

@@ -1,5 +1,6 @@
 #include "transport/frame.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -154,11 +155,11 @@ struct Receiver : shoal::Sink {
 };
 
 struct Pair {
-  Pair() {
+  explicit Pair(Connection::Seals seals = {}) {
     int fds[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
     raw = fds[0];
-    connection = std::make_unique<Connection>(fds[1], 1, false, shared);
+    connection = std::make_unique<Connection>(fds[1], 1, false, shared, -1, std::move(seals));
   }
   ~Pair() {
     if (raw >= 0) close(raw);
@@ -178,10 +179,19 @@ std::vector<std::uint8_t> bytes_of(FrameHeader header, Payload payload) {
   return bytes;
 }
 
+constexpr shoal::Gcm::Key kSessionKey{1, 2, 3};
+
+// Of a connection that sends with this key, or receives.
+Connection::Seals seals_of(shoal::Protection protection, const shoal::Gcm::Key& key = kSessionKey) {
+  return {shoal::Seal(protection, key), shoal::Seal(protection, key)};
+}
+
+const auto kProtections = {shoal::Protection::checksum, shoal::Protection::tag, shoal::Protection::encrypt};
+
 // Frames of all sizes go through, however the stream is cut.
-TEST(connection_frames_arrive_whole_and_in_order) {
+void arrive_whole_and_in_order(shoal::Protection protection) {
   std::mt19937_64 random(2);
-  Pair from, to;
+  Pair from(seals_of(protection)), to(seals_of(protection));
   std::vector<FrameHeader> headers;
   std::vector<Payload> payloads;
   for (std::size_t size : {0, 1, 80, 16'304, 16'384, 50'000, 0, 7, 300'000, 3}) {
@@ -193,7 +203,7 @@ TEST(connection_frames_arrive_whole_and_in_order) {
   std::size_t arrived = 0;
   Receiver see([&](const FrameHeader& header, Payload payload) {
     REQUIRE(arrived < headers.size());
-    CHECK(std::memcmp(&header, &headers[arrived], sizeof header) == 0);
+    CHECK(std::memcmp(&header, &headers[arrived], offsetof(FrameHeader, payload_tag)) == 0);
     CHECK(text_of(payload) == text_of(payloads[arrived]));
     ++arrived;
   });
@@ -212,6 +222,10 @@ TEST(connection_frames_arrive_whole_and_in_order) {
   CHECK_EQ(from.connection->bytes_out, to.connection->bytes_in);
   to.hang_up();
   CHECK(!to.connection->read(see));
+}
+
+TEST(connection_frames_arrive_whole_and_in_order) {
+  for (const auto protection : kProtections) arrive_whole_and_in_order(protection);
 }
 
 // A payload is written to its place while it arrives, and to a buffer once the group has dropped its data.
@@ -275,10 +289,11 @@ std::pair<int, int> tcp_pair() {
 TEST(connection_gives_back_what_was_not_acknowledged) {
   constexpr std::size_t kFrames = 60, kBytes = 50'000;
   std::mt19937_64 random(11);
-  for (const bool reads : {false, true}) {
+  for (const int round : {0, 1, 2, 3}) {
+    const bool reads = round % 2;
     Connection::Shared shared;
     const auto [from, to] = tcp_pair();
-    Connection connection(from, 1, false, shared);
+    Connection connection(from, 1, false, shared, -1, seals_of(round < 2 ? shoal::Protection::checksum : shoal::Protection::encrypt));
     connection.keep_unacknowledged();
     std::vector<std::string> sent;
     std::vector<std::uint8_t> received, chunk(300'000);
@@ -308,12 +323,120 @@ TEST(connection_gives_back_what_was_not_acknowledged) {
     for (std::size_t k = 0; k < back.size(); ++k) {
       CHECK_EQ(back[k].header.seq, back.front().header.seq + k);
       CHECK(text_of(back[k].payload) == sent[back[k].header.seq]);
-      CHECK_EQ(shoal::check_header(back[k].header), "");
     }
     shutdown(from, SHUT_WR);
     for (ssize_t got; (got = recv(to, chunk.data(), chunk.size(), 0)) > 0;) received.insert(received.end(), chunk.begin(), chunk.begin() + got);
     const std::size_t arrived = received.size() / (sizeof(FrameHeader) + kBytes);
     CHECK(arrived >= back.front().header.seq);
+    close(to);
+  }
+}
+
+// The frames of a stream, as a connection writes them.
+std::vector<std::vector<std::uint8_t>> written_by(Connection::Seals seals, const std::vector<std::string>& texts) {
+  Pair pair(std::move(seals));
+  std::vector<std::vector<std::uint8_t>> frames;
+  for (const std::string& text : texts) {
+    FrameHeader header;
+    header.seq = frames.size();
+    pair.connection->enqueue(header, shoal::payload_of(text));
+    CHECK(pair.connection->write());
+    frames.emplace_back(sizeof header + text.size());
+    CHECK_EQ(read(pair.raw, frames.back().data(), frames.back().size()), static_cast<ssize_t>(frames.back().size()));
+  }
+  return frames;
+}
+
+// What a connection hands over of a stream, and why it has ended: empty, if the stream has.
+std::pair<std::vector<std::string>, std::string> heard_from(shoal::Protection protection, const std::vector<std::vector<std::uint8_t>>& stream) {
+  Pair pair(seals_of(protection));
+  for (const auto& frame : stream) CHECK_EQ(write(pair.raw, frame.data(), frame.size()), static_cast<ssize_t>(frame.size()));
+  pair.hang_up();
+  std::vector<std::string> texts;
+  Receiver see([&](const FrameHeader&, Payload payload) { texts.push_back(text_of(payload)); });
+  try {
+    while (pair.connection->read(see)) {
+    }
+  } catch (const std::runtime_error& error) {
+    return {texts, error.what()};
+  }
+  return {texts, ""};
+}
+
+// A relay without the session's key flips, repeats, leaves out, exchanges, cuts and inserts; or has frames of another session.
+TEST(connection_of_tags_takes_nothing_that_a_relay_has_changed) {
+  const std::vector<std::string> texts{"first", "second", "third!"};
+  for (const auto protection : {shoal::Protection::tag, shoal::Protection::encrypt}) {
+    const auto frames = written_by(seals_of(protection), texts);
+    const auto ends = [&](const std::vector<std::vector<std::uint8_t>>& stream, std::size_t num_heard) {
+      const auto [heard, why] = heard_from(protection, stream);
+      CHECK(std::vector<std::string>(texts.begin(), texts.begin() + static_cast<std::ptrdiff_t>(num_heard)) == heard);
+      return why;
+    };
+    CHECK_EQ(ends(frames, 3), "");
+    for (std::size_t bit = 0; bit < 8 * frames[1].size(); ++bit) {
+      auto flipped = frames;
+      flipped[1][bit / 8] ^= static_cast<std::uint8_t>(1u << (bit % 8));
+      const std::string why = ends(flipped, 1);
+      CHECK(contains(why, bit < 32 ? "magic" : bit < 8 * sizeof(FrameHeader) ? "header does not match its tag" : "payload does not match its tag"));
+    }
+    const std::string header = "a frame header does not match its tag";
+    CHECK(contains(ends({frames[0], frames[0]}, 1), header));             // repeated
+    CHECK(contains(ends({frames[0], frames[2]}, 1), header));             // left out
+    CHECK(contains(ends({frames[1], frames[0], frames[2]}, 0), header));  // exchanged
+    CHECK(contains(ends({frames[0], written_by(seals_of(protection, {9}), texts)[1]}, 1), header));  // of another session
+    CHECK(contains(ends({frames[0], written_by({}, texts)[1]}, 1), header));                         // with checksums alone
+    auto cut = frames[1];
+    cut.pop_back();
+    CHECK_EQ(ends({frames[0], cut}, 1), "");  // an end of the stream, which the peer's is
+    CHECK(contains(ends({frames[0], cut, frames[2]}, 1), "payload does not match its tag"));
+    // Only encryption hides the text.
+    const std::string raw(frames[2].begin(), frames[2].end());
+    CHECK_EQ(contains(raw, texts[2]), protection == shoal::Protection::tag);
+  }
+}
+
+// A frame that has its place in the stream is sent although its group has dropped its data; later ones are not.
+TEST(connection_of_tags_sends_what_it_has_sealed_when_data_is_dropped) {
+  for (const auto protection : kProtections) {
+    Connection::Shared shared;
+    const auto [from, to] = tcp_pair();
+    Connection connection(from, 1, false, shared, -1, seals_of(protection));
+    Pair receiver(seals_of(protection));
+    std::size_t num_heard = 0;
+    bool last = false;
+    Receiver see([&](const FrameHeader& header, Payload payload) {
+      const bool is_last = header.type == FrameType::heartbeat;
+      CHECK(is_last || text_of(payload) == std::string(50'000, static_cast<char>(header.seq)));
+      ++num_heard;
+      last = last || is_last;
+    });
+    {
+      std::vector<std::string> memory;
+      for (std::size_t k = 0; k < 200; ++k) memory.emplace_back(50'000, static_cast<char>(k));
+      for (std::size_t k = 0; k < memory.size(); ++k) {
+        FrameHeader header;
+        header.type = FrameType::push;
+        header.group = 7;
+        header.seq = k;
+        connection.enqueue(header, {reinterpret_cast<const std::byte*>(memory[k].data()), memory[k].size()});
+      }
+      CHECK(!connection.write());  // more than the kernel takes
+      connection.drop_data(7);
+      connection.enqueue({}, {});
+      for (std::string& each : memory) each.assign(each.size(), 'x');  // the caller's again
+    }
+    std::vector<std::uint8_t> chunk(300'000);
+    while (!last) {
+      connection.write();
+      const ssize_t got = recv(to, chunk.data(), chunk.size(), MSG_DONTWAIT);
+      for (ssize_t at = 0; at < got;) {
+        const ssize_t sent = write(receiver.raw, chunk.data() + at, static_cast<std::size_t>(got - at));
+        if (sent > 0) at += sent;
+        CHECK(receiver.connection->read(see));
+      }
+    }
+    CHECK(num_heard > 1 && num_heard < 200);
     close(to);
   }
 }

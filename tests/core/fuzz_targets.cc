@@ -269,24 +269,29 @@ void refused_or_read(const Read& read) {
 }
 
 void shake_hands(Input& in) {
-  const Bytes secret{'k', 'e', 'y'}, caller(16, 1), listener(16, 2);
+  static const Credentials mine{{'k', 'e', 'y'}, new_key_pair()}, theirs{{'k', 'e', 'y'}, new_key_pair()};
   const std::size_t step = in.below(5);
-  if (step == 4) {  // an identity that is made right, and its name as a stranger may choose it
-    const Bytes name = in.bytes(in.byte());
-    const Introduction intro{{name.begin(), name.end()}, in.below(2) == 1};
+  const Bytes name = step == 4 ? in.bytes(in.byte()) : Bytes{};
+  const Introduction intro{{name.begin(), name.end()}, step == 4 && in.below(2) == 1};
+  Caller caller(mine, intro, "here", {});
+  Listener listener(theirs, "here");
+  const Bytes hello = caller.hello();
+  if (step == 4) {  // an identity that is made right, and its name as a member may choose it
     refused_or_read([&] {
-      const Introduction read = read_identity(secret, caller, listener, make_identity(secret, caller, listener, intro));
+      const Introduction read = listener.introduction(caller.identity(listener.challenge(hello)));
       require(read.control == intro.control && read.name.size() <= kMaxProcessName, "an identity is what was introduced");
     });
     return;
   }
   const Bytes message = in.bytes(512);
-  refused_or_read([&] { step == 0 ? void(read_hello(message)) : void(); });
   refused_or_read([&] {
-    if (step == 1) require((read_challenge(secret, caller, message), false), "nobody guesses a challenge");
+    if (step == 0) require((listener.challenge(message), false), "nobody guesses a first message");
   });
   refused_or_read([&] {
-    if (step == 2) require((read_identity(secret, caller, listener, message), false), "nobody guesses an identity");
+    if (step == 1) require((caller.identity(message), false), "nobody guesses a challenge");
+  });
+  refused_or_read([&] {
+    if (step == 2) require((listener.challenge(hello), listener.introduction(message), false), "nobody guesses an identity");
   });
   refused_or_read([&] {
     if (step != 3) return;

@@ -123,7 +123,7 @@ TEST(ofi_payloads_are_written_to_their_place) {
   const std::vector<std::byte> sent(kBytes, std::byte{7});
   Process from, to;
   const std::shared_ptr<std::byte> place(new std::byte[kBytes]{}, std::default_delete<std::byte[]>());
-  from.transport->set_peer(0, "127.0.0.1", to.transport->port());
+  from.transport->set_peer(0, "127.0.0.1", to.transport->port(), {});
   from.transport->call_peer(0, {"from", true}, kDeadlineS);
   wait_until([&] { return from.connected == 2 && to.connected == 2; });  // the connection stands; the rails are known
   for (const bool placed : {true, false}) {

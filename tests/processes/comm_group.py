@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from comm_stranger import Who
+from comm_stranger import Who, private_key, public_key
 
 from forked import fork_process
 from shoal.comm.engine import CommError, Engine, EngineOptions, Helper, Operation, Peer
@@ -79,7 +79,7 @@ class Group:
 
     With a ``cluster`` the hosts are its hosts' numbers, and its helpers serve. A worker reports ``"error"``
     with the text of a :class:`CommError` that ends its function, ``"crash"`` for any other exception, or
-    ``"done"`` with the engine's counters.
+    ``"done"`` with the engine's counters. ``change`` gets the group before its ranks learn of each other.
     """
 
     def __init__(
@@ -94,7 +94,9 @@ class Group:
         cluster: Cluster | None = None,
         connect_s: float = 30.0,
         absent: Sequence[int] = (),
+        change: Callable[[Group], None] = lambda _: None,
     ) -> None:
+        self._change = change
         self.hosts, self.cluster, self.helpers = hosts, cluster, helpers
         self.size = len(hosts)
         self.reports: list[list[Report]] = [[] for _ in hosts]
@@ -137,9 +139,17 @@ class Group:
             self._pipes.append(ours)
         ports = [self.expect(rank, "port").value for rank in range(self.size)]
         self.peers = [
-            Peer(host=str(host), address=self.address(rank), port=port, global_rank=rank, pid=self.pid(rank))
+            Peer(
+                host=str(host),
+                address=self.address(rank),
+                port=port,
+                global_rank=rank,
+                pid=self.pid(rank),
+                key=public_key(private_key(rank)).hex(),
+            )
             for rank, (host, port) in enumerate(zip(self.hosts, ports, strict=True))
         ]
+        self._change(self)
         helpers = [Helper(address=each.address, port=each.port, name=each.name) for each in self.helpers]
         if self.cluster is not None:
             helpers = [
@@ -240,8 +250,9 @@ def _worker(
     if network is not None:
         _enter(network)
     engine = Engine(
-        rank=rank, size=size, group="faults", secret=secret.encode(), address=address, options=options
-    )
+        rank=rank, size=size, group="faults", secret=secret.encode(), address=address, options=options,
+        private_key=private_key(rank),
+    )  # fmt: skip
     member = Member(engine, rank, size, pipe)
     member.report("port", engine.port)
     try:

@@ -13,24 +13,84 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Self
 
-MARK = b"SHOAL\0\0\3"
-FRAME_MAGIC = 0x324C4853
-HEADER_BYTES = 120
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+MARK = b"SHOAL\0\0\4"
+FRAME_MAGIC = 0x334C4853
+HEADER_BYTES = 128
+PAYLOAD_BYTES_AT = 92
 TIMEOUT_S = 10.0
-IDENTITY_BYTES = 168
+HELLO_BYTES, CHALLENGE_BYTES, IDENTITY_BYTES, WELCOME_BYTES = 40, 144, 216, 17
+CHECKSUM, TAG, ENCRYPT = range(3)
 PUSH, RESULT, SUPPLY, HEARTBEAT, ORDER, SERVER_DOWN, ANNOUNCE, TELL, FAIL, GOODBYE = range(10)
 JOIN, LEAVE, OFFER, ACCEPT, PART, ROOM = range(11, 17)
 
 
-def proof(secret: str, side: bytes, caller: bytes, listener: bytes, body: bytes = b"") -> bytes:
-    return hmac.new(secret.encode(), side + caller + listener + body, hashlib.sha256).digest()
+def private_key(rank: int) -> bytes:
+    """Return the private key of a rank's process in tests, so that they can lie as this process."""
+    return hashlib.sha256(b"the key of rank %d" % rank).digest()
+
+
+def public_key(own: bytes) -> bytes:
+    return X25519PrivateKey.from_private_bytes(own).public_key().public_bytes_raw()
+
+
+@dataclass
+class Transcript:
+    """The messages of a handshake so far, without their HMACs; and the keys that follow from them."""
+
+    secret: str
+    own: bytes
+    said: bytes = b""
+
+    def signed(self, side: bytes, message: bytes, mac_bytes: int = 32) -> bytes:
+        self.said += message
+        mac = hmac.new(self.secret.encode(), side + self.said, hashlib.sha256).digest()
+        return message + mac[:mac_bytes]
+
+    def keys(self, other: bytes) -> list[bytes]:
+        """Return those of the caller's frames, of the listener's, and the confirmations of both."""
+        own = X25519PrivateKey.from_private_bytes(self.own)
+        common = own.exchange(X25519PublicKey.from_public_bytes(other))
+        info = b"shoal session" + hashlib.sha256(self.said).digest()
+        derived = HKDF(SHA256(), 64, self.secret.encode(), info).derive(common)
+        return [derived[at : at + 16] for at in range(0, 64, 16)]
+
+
+@dataclass
+class Seal:
+    """What a side of a connection does to its frames."""
+
+    protection: int
+    key: bytes
+    number: int = 0
+
+    def close(self, frame: bytes) -> bytes:
+        """Return a frame that has checksums with what the connection wants instead."""
+        if self.protection == CHECKSUM:
+            return frame
+        head, payload = frame[: HEADER_BYTES - 32], frame[HEADER_BYTES:]
+        gcm, number = AESGCM(self.key), struct.pack("<Q", self.number)
+        self.number += 1
+        nonce, tag = number + bytes(4), bytes(16)
+        if payload and self.protection == ENCRYPT:
+            sealed = gcm.encrypt(nonce, payload, b"")
+            payload, tag = sealed[:-16], sealed[-16:]
+        elif payload:
+            tag = gcm.encrypt(nonce, b"", payload)
+        head += tag
+        return head + gcm.encrypt(number + b"\1" + bytes(3), b"", head) + payload
 
 
 @dataclass(frozen=True, kw_only=True)
 class Who:
     """Identifies a member of a group; each rank is on a host of its own unless ``host`` is given.
 
-    ``process`` is the name of the process that it pretends to be.
+    ``process`` is the name of the process that it pretends to be, and ``own`` its private key (default: the
+    rank's).
     """
 
     group: str
@@ -38,6 +98,11 @@ class Who:
     size: int
     host: int | None = None
     process: str = ""
+    own: bytes = b""
+
+    @property
+    def key(self) -> bytes:
+        return self.own or private_key(self.rank)
 
     @property
     def name(self) -> str:
@@ -58,9 +123,20 @@ def group_number(group: str) -> int:
     return crc32c(group.encode())
 
 
-def identity(secret: str, caller: bytes, listener: bytes, name: str) -> bytes:
-    body = name.encode().ljust(128, b"\0") + struct.pack("<2I", len(name.encode()), 0)
-    return body + proof(secret, b"caller", caller, listener, body)
+def begin(secret: str, who: Who) -> tuple[Transcript, bytes]:
+    """Return the first message of a caller, and what follows from it."""
+    said = Transcript(secret, who.key)
+    return said, said.signed(b"hello", MARK + os.urandom(16), 16)
+
+
+def identity(said: Transcript, challenge: bytes, who: Who, protection: int) -> tuple[bytes, list[bytes]]:
+    """Return a caller's answer to a challenge, and the keys."""
+    assert said.signed(b"listener", challenge[:-32]) == challenge
+    name = who.name.encode()
+    body = name.ljust(128, b"\0") + struct.pack("<2I", len(name), protection << 8) + public_key(who.key)
+    message = said.signed(b"caller", body)
+    keys = said.keys(challenge[16:48])
+    return message + keys[2], keys
 
 
 def dial(address: str, port: int, source: str = "") -> socket.socket:
@@ -69,14 +145,22 @@ def dial(address: str, port: int, source: str = "") -> socket.socket:
 
 def prove(address: str, port: int, secret: str, who: Who, source: str = "") -> tuple[socket.socket, bool]:
     """Return a connection that knows the secret, and whether it is let in as one for data of the process."""
+    connection, _, is_in = session(address, port, secret, who, source, CHECKSUM)
+    return connection, is_in
+
+
+def session(
+    address: str, port: int, secret: str, who: Who, source: str = "", protection: int = TAG
+) -> tuple[socket.socket, Seal, bool]:
+    """Return such a connection, what seals its frames, and whether it is let in."""
     connection = dial(address, port, source)
-    caller = os.urandom(16)
-    connection.sendall(MARK + caller)
-    challenge = receive(connection, 48)
-    listener, answer = challenge[:16], challenge[16:]
-    assert answer == proof(secret, b"listener", caller, listener)
-    connection.sendall(identity(secret, caller, listener, who.name))
-    return connection, receive(connection, 1) == b"\1"
+    said, hello = begin(secret, who)
+    connection.sendall(hello)
+    message, keys = identity(said, receive(connection, CHALLENGE_BYTES), who, protection)
+    connection.sendall(message)
+    welcome = receive(connection, WELCOME_BYTES)
+    assert welcome in (b"\1" + keys[3], bytes(WELCOME_BYTES))
+    return connection, Seal(protection, keys[0]), welcome[0] == 1
 
 
 def join(address: str, port: int, secret: str, who: Who) -> socket.socket:
@@ -94,7 +178,7 @@ class FakeHelper:
     secret: str
     name: str = "fake"
     address: str = "127.0.0.101"
-    connections: list[socket.socket] = field(default_factory=list)
+    connections: list[tuple[socket.socket, Seal]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         self._listener = socket.create_server((self.address, 0))
@@ -104,32 +188,37 @@ class FakeHelper:
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
-        for connection in self.connections:
+        for connection, _ in self.connections:
             connection.close()
 
     def _admit_all(self) -> None:
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                caller, listener = receive(connection, 24)[8:], os.urandom(16)
-                connection.sendall(listener + proof(self.secret, b"listener", caller, listener))
-                control = receive(connection, IDENTITY_BYTES)[132]
-                connection.sendall(b"\1")
-                if control:
-                    self._answer_join(connection)
-                self.connections.append(connection)
+                said = Transcript(self.secret, private_key(-1))
+                said.signed(b"hello", receive(connection, HELLO_BYTES)[:-16])
+                place = f"{self.address}:{self.port}".encode().ljust(64, b"\0")
+                connection.sendall(said.signed(b"listener", os.urandom(16) + public_key(said.own) + place))
+                body = receive(connection, IDENTITY_BYTES)[:168]
+                said.signed(b"caller", body)
+                keys = said.keys(body[136:])
+                connection.sendall(b"\1" + keys[3])
+                seal = Seal(body[133], keys[1])
+                if body[132]:
+                    self._answer_join(connection, seal)
+                self.connections.append((connection, seal))
 
-    def _answer_join(self, connection: socket.socket) -> None:
+    def _answer_join(self, connection: socket.socket, seal: Seal) -> None:
         """Let the process join: send back what it says."""
         head = receive(connection, HEADER_BYTES)
-        (size,) = struct.unpack_from("<I", head, HEADER_BYTES - 16)
-        connection.sendall(head + receive(connection, size))
+        (size,) = struct.unpack_from("<I", head, PAYLOAD_BYTES_AT)
+        connection.sendall(seal.close(head + receive(connection, size)))
 
     def send(self, frame: Frame, group: str) -> None:
         """Send a frame of a group over every connection."""
-        for connection in self.connections:
+        for connection, seal in self.connections:
             with suppress(OSError):
-                connection.sendall(replace(frame, group=group_number(group)).encode())
+                connection.sendall(seal.close(replace(frame, group=group_number(group)).encode()))
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
@@ -207,18 +296,15 @@ class Frame:
         size = len(self.payload) if self.payload_bytes is None else self.payload_bytes
         crc = crc32c(self.payload) if self.payload_crc is None else self.payload_crc
         head = struct.pack(
-            "<I6B3Hi3I6Q2I16s3I",
+            "<I6B3Hi3I6Q4I16s",
             self.magic,
             *(self.type, self.kind, self.element, self.input, self.combine, self.redo),
             *(self.host, self.needed, self.divisor, self.root, self.group, 0, self.server),
             *(self.seq, self.chunk, self.signature, self.submitted, self.completed, 0),
-            *(0, 0, bytes(16), size, crc, 0),
+            *(0, 0, 0, size, struct.pack("<I12x", crc)),
         )
-        return (
-            head
-            + struct.pack("<I", crc32c(head) if self.header_crc is None else self.header_crc)
-            + self.payload
-        )
+        own = crc32c(head) if self.header_crc is None else self.header_crc
+        return head + struct.pack("<I12x", own) + self.payload
 
 
 def signature(*, kind: int = 0, element: int = 0, combine: int = 0, root: int = 0, count: int) -> int:
@@ -264,18 +350,17 @@ def intrude(chance: random.Random, address: str, port: int, *, group: str, secre
         elif kind == "frame":
             connection.sendall(mutated(chance, Frame()).encode())
         elif kind == "half":
-            connection.sendall((MARK + os.urandom(16))[: chance.randint(1, 24)])
+            connection.sendall((MARK + os.urandom(32))[: chance.randint(1, HELLO_BYTES)])
         elif kind == "long":
-            connection.sendall(MARK + os.urandom(16) + chance.randbytes(1 << 18))
+            connection.sendall(MARK + os.urandom(32) + chance.randbytes(1 << 18))
             assert hears_the_end(connection)
         else:
-            caller = os.urandom(16)
-            connection.sendall(MARK + caller)
-            listener = receive(connection, 48)[:16]
-            given = "a guess" if kind == "wrong secret" else secret
-            words = bytearray(identity(given, caller, listener, Who(group=group, rank=1, size=2).name))
-            if kind == "flipped":
+            who = Who(group=group, rank=1, size=2)
+            said, hello = begin("a guess" if kind == "wrong secret" else secret, who)
+            connection.sendall(hello)
+            if kind == "flipped":  # somebody has heard a member's first message
+                words = bytearray(identity(said, receive(connection, CHALLENGE_BYTES), who, CHECKSUM)[0])
                 words[chance.randrange(len(words))] ^= 1 << chance.randrange(8)
-            connection.sendall(words)
+                connection.sendall(words)
             assert hears_the_end(connection), f"a stranger was let in: {kind}"
     return True

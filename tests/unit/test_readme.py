@@ -134,16 +134,23 @@ def test_times_of_the_published_targets_are_those_of_the_posts() -> None:
         assert figure in published
 
 
-def test_what_setup_needs_is_checked_first_and_is_what_the_pages_say() -> None:
+def test_what_setup_needs_is_checked_first_and_is_what_the_pages_say(tmp_path: Path) -> None:
     packages = "apt-get install g++ make python3-venv python3-dev libssl-dev"
     assert packages in README
     assert packages in (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
     command = [sys.executable, ROOT / ".ci" / "prerequisites"]
-    without = os.environ | {"CXX": "no-such-compiler"}
-    child = subprocess.run(command, env=without, capture_output=True, text=True, check=False)
-    assert child.returncode == 1
-    assert "\n  - a C++ compiler; there is no no-such-compiler\n" in child.stderr
-    assert packages in child.stderr
+    finds_no_header = tmp_path / "compiler"
+    finds_no_header.write_text("#!/bin/sh\nexit 1\n")
+    finds_no_header.chmod(0o755)
+    for compiler, missing in (
+        ("no-such-compiler", "a C++ compiler; there is no no-such-compiler"),
+        (str(finds_no_header), "the headers of OpenSSL 3; the compiler finds no openssl/core_names.h"),
+    ):
+        without = os.environ | {"CXX": compiler, "OPENSSL_ROOT_DIR": ""}
+        child = subprocess.run(command, env=without, capture_output=True, text=True, check=False)
+        assert child.returncode == 1
+        assert f"\n  - {missing}\n" in child.stderr
+        assert packages in child.stderr
 
 
 def test_the_page_about_plans_shows_the_recorded_times_of_the_planner() -> None:

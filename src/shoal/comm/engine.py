@@ -84,6 +84,11 @@ class CommError(ShoalError):
     """The group has failed: a peer was lost, a deadline passed, or ranks issued different collectives."""
 
 
+PROTECTIONS = ("checksum", "tag", "encrypt")
+"""Values of :attr:`EngineOptions.protection`."""
+DEFAULT_PROTECTION = "checksum"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Peer:
     """Location of a rank.
@@ -94,6 +99,7 @@ class Peer:
         port: port on which its engine listens.
         global_rank: its rank in the whole job, for messages.
         pid: its process id; with address and port it names the process.
+        key: the public key of the process, 32 bytes as hexadecimal digits; empty: not known.
     """
 
     host: str
@@ -101,6 +107,11 @@ class Peer:
     port: int
     global_rank: int
     pid: int
+    key: str = ""
+
+    def words(self) -> tuple[str, str, int, int, int, bytes]:
+        """Return it as the core takes it."""
+        return self.host, self.address, self.port, self.global_rank, self.pid, bytes.fromhex(self.key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +167,10 @@ class EngineOptions:
         staging_bytes: largest part of a CUDA tensor that is copied to the host, reduced and copied back at a
             time. Smaller tensors are copied in parts of a quarter, of at least 1 MiB.
         staging_buffers: pinned host buffers of that size, per group and device.
+        protection: of messages between processes. "checksum" finds damage. "tag" authenticates each one with
+            a key of the connection (GMAC): nobody without it can change, repeat, reorder or insert any.
+            "encrypt" keeps their contents secret too (AES-GCM); over TCP only. ``None``: "encrypt" if
+            SHOAL_ENCRYPT is 1, else "checksum".
         ordered_callbacks: whether a collective waits until callbacks of earlier ones have returned. Needed if
             callbacks and the program issue collectives concurrently, as PowerSGD's with several buckets.
     """
@@ -176,6 +191,7 @@ class EngineOptions:
     workers_serve: bool = True
     order: str = "host"
     transport: str | None = None
+    protection: str | None = None
     staging_bytes: int = 4 << 20
     staging_buffers: int = 8
     ordered_callbacks: bool = False
@@ -192,7 +208,15 @@ class EngineOptions:
             if not least <= number <= most or (unit and number % unit):
                 multiple = f" and a multiple of {unit}" if unit and unit > 1 else ""
                 raise UsageError(f"EngineOptions.{name} is {number}; it is from {least} to {most}{multiple}")
-        fabric_providers(self.transport)
+        if self.protection not in (None, *PROTECTIONS):
+            raise UsageError(
+                f"EngineOptions.protection is {self.protection!r}; it is one of {', '.join(PROTECTIONS)}"
+            )
+        if fabric_providers(self.transport) and self.protection == "encrypt":
+            raise UsageError(
+                f"EngineOptions.protection is 'encrypt', but transport {self.transport} does not encrypt; "
+                "use transport tcp"
+            )
 
 
 SERVED_KINDS = ("configure", "load", "dump", "update", "collect", "measure", "apply")
@@ -398,9 +422,12 @@ class Engine(CollectiveEngine):
         address: str,
         options: EngineOptions,
         share_connections: bool = True,
+        private_key: bytes = b"",
     ) -> None:
         settings = {
-            **asdict(options), "fabric": fabric_providers(options.transport),
+            **asdict(options), "private_key": private_key,
+            "protection": options.protection or DEFAULT_PROTECTION,
+            "fabric": fabric_providers(options.transport),
             "network_threads": options.network_threads or threads_for(cores_per_worker()),
             "connections_per_peer": max(options.connections_per_peer, options.network_threads, 1),
             "rank": rank, "size": size, "group": group, "secret": secret, "address": address,
@@ -416,6 +443,11 @@ class Engine(CollectiveEngine):
     @property
     def port(self) -> int:
         return int(self._engine.port)
+
+    @property
+    def public_key(self) -> str:
+        """Return the public key of this process, as in :class:`Peer`."""
+        return bytes(self._engine.public_key).hex()
 
     def connect(
         self,
@@ -441,7 +473,11 @@ class Engine(CollectiveEngine):
         """
         try:
             self._engine.connect(
-                list(map(astuple, peers)), list(map(astuple, helpers)), list(pattern), segment, timeout_s
+                [peer.words() for peer in peers],
+                list(map(astuple, helpers)),
+                list(pattern),
+                segment,
+                timeout_s,
             )
         except (RuntimeError, ValueError) as error:
             raise CommError(

@@ -85,6 +85,7 @@ def connect_engine(
             options,
             transport=options.transport or settings.transport(),
             network_threads=options.network_threads or settings.network_threads(),
+            protection=options.protection or ("encrypt" if settings.encrypt() else None),
         )
         rules = _exchange_rules(records, rank, options, _address_of(store), timeout.total_seconds())
         member = _Member(
@@ -141,7 +142,7 @@ class _Member:
         """Connect an engine to those of the other ranks and to the helpers; return the host of each rank."""
         location = Peer(
             host=host_identity(), address=self.address, port=engine.port, global_rank=self.global_rank,
-            pid=os.getpid(),
+            pid=os.getpid(), key=engine.public_key,
         )  # fmt: skip
         peers = _exchange_locations(records, self.rank, self.size, location)
         helpers = self.rules["helpers"]

@@ -53,6 +53,7 @@ LOCATION: Rule = {
     "port": PORT,
     "global_rank": range(1 << 31),
     "pid": range(1, 1 << 31),
+    "key": r"[0-9a-f]{64}",
     "node": NAME,
     "network": NAME,
 }

@@ -25,6 +25,8 @@ TRANSPORT = "SHOAL_TRANSPORT"
 NETWORK_THREADS = "SHOAL_NETWORK_THREADS"
 """Threads of a process that read and write the backend's TCP connections; the same on all hosts."""
 MOST_NETWORK_THREADS = 16
+ENCRYPT = "SHOAL_ENCRYPT"
+"""0 (the default) or 1: whether the backend encrypts what it sends to other hosts; the same on all hosts."""
 HOST_ID = "SHOAL_HOST_ID"
 """Overrides the identity of this host; tests emulate several hosts on one machine with it."""
 NATIVE_GROUP = "SHOAL_NATIVE_GROUP"
@@ -138,6 +140,18 @@ def network_threads(environ: Environ = None) -> int:
             "without it the number depends on the cores"
         )
     return int(value)
+
+
+def encrypt(environ: Environ = None) -> bool:
+    """Return whether messages of the backend are encrypted: if ``SHOAL_ENCRYPT`` is 1.
+
+    Raises:
+        UsageError: it is neither 0 nor 1.
+    """
+    value = text(ENCRYPT, environ) or "0"
+    if value not in ("0", "1"):
+        raise UsageError(f"{ENCRYPT}={value!r} must be 1 (messages between hosts are encrypted) or 0")
+    return value == "1"
 
 
 def host_id(environ: Environ = None) -> str | None:

@@ -22,6 +22,7 @@ from shoal.errors import UsageError
 LIMIT = timedelta(seconds=5)
 PEER = {
     "host": "a", "address": "10.0.0.1", "port": 4000, "global_rank": 0, "pid": 7, "node": "a", "network": "x",
+    "key": "0123456789abcdef" * 4,
 }  # fmt: skip
 HELPER = {"address": "10.0.0.2", "port": 7070, "name": "10.0.0.2:7070", "bandwidth": 0.0}
 SETTINGS = {"helpers": [HELPER], "options": {}, "connections": 0, "segment": "shoal-7-0a", "secret": "0" * 64}
@@ -42,6 +43,7 @@ def test_good_records_are_read() -> None:
     ("field", "value"),
     [
         ("port", 0), ("port", 65_536), ("port", "4000"), ("port", True), ("port", 1.5), ("pid", 0),
+        ("key", ""), ("key", "0" * 63), ("key", "G" * 64),
         ("global_rank", -1), ("address", "10.0.0.256"), ("address", "::1::g"), ("address", ":" * 9),
         ("address", ["10.0.0.1"]),
         ("address", "10.0.0.1\n"), ("host", ""), ("host", "x" * 513), ("node", "a\x1b[2J"), ("network", None),

@@ -11,10 +11,12 @@ import pytest
 from shoal.env.machine import compiler_problem, selected_gpus
 from shoal.env.settings import (
     ATTENTION_KERNEL,
+    ENCRYPT,
     HELPERS,
     NETWORK_THREADS,
     SECRET,
     attention_kernel,
+    encrypt,
     helpers,
     launch_dir,
     network_threads,
@@ -24,7 +26,7 @@ from shoal.env.variables import child_environment, without
 from shoal.errors import UsageError
 
 
-def test_network_threads_and_attention_kernels() -> None:
+def test_network_threads_attention_kernels_and_encryption() -> None:
     assert network_threads({}) == 0
     assert network_threads({NETWORK_THREADS: "3"}) == 3
     for wrong in ("0", "17", "two", "-1"):
@@ -33,6 +35,9 @@ def test_network_threads_and_attention_kernels() -> None:
     assert attention_kernel({}) and not attention_kernel({ATTENTION_KERNEL: "0"})
     with pytest.raises(UsageError, match="SHOAL_ATTENTION_KERNEL='yes' must be 1"):
         attention_kernel({ATTENTION_KERNEL: "yes"})
+    assert encrypt({ENCRYPT: "1"}) and not encrypt({}) and not encrypt({ENCRYPT: "0"})
+    with pytest.raises(UsageError, match="SHOAL_ENCRYPT='on' must be 1"):
+        encrypt({ENCRYPT: "on"})
 
 
 def test_folders() -> None:
