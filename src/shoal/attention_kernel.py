@@ -304,7 +304,7 @@ def _backward_of_queries(
         end = _end_of_keys(mask, mask_s, num_keys)
     order = _order(N)
     score_scale = scale * 1.4426950408889634
-    found = tl.zeros([M, D], tl.float32)
+    query_grad = tl.zeros([M, D], tl.float32)
     for first in range(0, end, N):
         key = _read(k, order, k_s, num_keys - first, D, IS_WHOLE)
         value = _read(v, order, v_s, num_keys - first, D, IS_WHOLE)
@@ -313,12 +313,12 @@ def _backward_of_queries(
         weight_grads = tl.dot(context_grad, tl.trans(value))
         weight_grads = tl.where(_kept(row_keys, threshold, N), weight_grads, 0.0)
         score_grads = weights * (weight_grads - correction[:, None])
-        found = tl.dot(score_grads.to(key.dtype), key, found)
+        query_grad = tl.dot(score_grads.to(key.dtype), key, query_grad)
         row_keys += _step(N)
         k += N * k_s
         v += N * v_s
     q_grad += b * q_grad_b + h * q_grad_h
-    _write(q_grad, rows, q_grad_s, num_queries, found * (scale * kept_scale), D)
+    _write(q_grad, rows, q_grad_s, num_queries, query_grad * (scale * kept_scale), D)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])

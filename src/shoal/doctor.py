@@ -332,8 +332,8 @@ def _precision(torch: Any) -> Check:
     from shoal.train.model_setup import choose_precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = {"cuda": "this GPU", "cpu": "processors"}[device.type]
-    return Check("precision", f"auto is {choose_precision('auto', device).name} on {where}")
+    device_words = {"cuda": "this GPU", "cpu": "processors"}[device.type]
+    return Check("precision", f"auto is {choose_precision('auto', device).name} on {device_words}")
 
 
 def _backends(torch: Any) -> Check:

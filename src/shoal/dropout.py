@@ -76,8 +76,8 @@ def row_keys(keys: Tensor, shape: Sequence[int], site: int | None = None) -> Ten
         shape: of the tensor without its last dimension.
         site: number of the dropout in the model, if ``keys`` do not have it yet.
     """
-    found: Tensor = torch.ops.shoal.row_keys(keys, shape, site)
-    return found
+    mixed: Tensor = torch.ops.shoal.row_keys(keys, shape, site)
+    return mixed
 
 
 def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
@@ -174,8 +174,8 @@ def attention(
     if plain and _has_kernel(query, key, value, attn_mask):
         mask = None if attn_mask is None else attn_mask[:, 0, 0].expand(query.shape[0], -1)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        found: Tensor = torch.ops.shoal.attention(query, key, value, keys, mask, num_dropped, factor)[0]
-        return found
+        context: Tensor = torch.ops.shoal.attention(query, key, value, keys, mask, num_dropped, factor)[0]
+        return context
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], dim=-3) for t in (key, value))
     # Queries are S / d times smaller than scores; with 16 or 64 columns a head the bits are the same.

@@ -145,7 +145,8 @@ def install_command(extra: str = "") -> str:
     packages = [
         f"'{requirement.partition(';')[0].strip()}'"
         for requirement in requirements
-        if extra == (found[1] if (found := re.search(r"""extra\s*==\s*['"]([\w.-]+)""", requirement)) else "")
+        if extra
+        == (marker[1] if (marker := re.search(r"""extra\s*==\s*['"]([\w.-]+)""", requirement)) else "")
     ]
     return f"pip install {' '.join(packages)}"
 
@@ -181,7 +182,7 @@ class Ending:
 def ending(
     error: BaseException,
     *,
-    who: str = "",
+    prefix: str = "",
     run: Path | None = None,
     rank: int = 0,
     debug: bool = False,
@@ -191,7 +192,7 @@ def ending(
 
     Args:
         error: any exception.
-        who: begin of the line.
+        prefix: of the line.
         run: the run directory, whose ``logs`` get the traceback; ``None``: a file in the temporary folder.
         rank: of this worker.
         debug: put the traceback before the line instead.
@@ -210,7 +211,7 @@ def ending(
             f"; {kept}. Unless a file or setting explains it, report it with that text and: shoal doctor "
             f"--bundle bug.tar.gz{of_run}"
         )
-    return Ending(text=f"{trace if debug else ''}{who}{line}", exit_code=exit_code, is_bug=is_bug)
+    return Ending(text=f"{trace if debug else ''}{prefix}{line}", exit_code=exit_code, is_bug=is_bug)
 
 
 def print_any_character() -> None:
@@ -308,9 +309,9 @@ def _explain(error: BaseException, *, is_alone: bool = False) -> tuple[str, int]
         remedy = _REMEDIES.get(error.errno or 0, "--debug shows where")
         return f"{file}{file and ': '}{reason}{'' if file else _source_line(error)}; {remedy}", EXIT_FAILURE
     if isinstance(error, UnicodeDecodeError):
-        where = f"{_open_file(error) or 'a text'}: byte {error.start + 1} ({error.object[error.start]:#04x})"
+        source = f"{_open_file(error) or 'a text'}: byte {error.start + 1} ({error.object[error.start]:#04x})"
         return (
-            f"{where} is not {error.encoding}; convert the file to UTF-8{_source_line(error)}",
+            f"{source} is not {error.encoding}; convert the file to UTF-8{_source_line(error)}",
             EXIT_FAILURE,
         )
     if isinstance(error, UnicodeEncodeError):

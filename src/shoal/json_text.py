@@ -17,7 +17,7 @@ from shoal.errors import ShoalError
 
 def parse_json(
     text: str | bytes | bytearray,
-    where: str,
+    source: str,
     *,
     error: type[ShoalError] = ShoalError,
     remedy: str = "",
@@ -27,7 +27,7 @@ def parse_json(
 
     Args:
         text: the JSON; bytes are UTF-8.
-        where: name of the file, line or peer.
+        source: name of the file, line or peer.
         error: type of the exception.
         remedy: end of the message.
         object_pairs_hook: as of ``json.loads``.
@@ -41,7 +41,7 @@ def parse_json(
         problem = "is nested too deeply"
     except ValueError as reason:
         problem = f"is not JSON: {reason}"
-    raise error(f"{where}: {problem}" + (f"; {remedy}" if remedy else ""))
+    raise error(f"{source}: {problem}" + (f"; {remedy}" if remedy else ""))
 
 
 def json_document(value: Any) -> str:

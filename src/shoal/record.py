@@ -383,22 +383,22 @@ def _row(line: bytes) -> Row | None:
     if row_type is Start:
         values.setdefault("format", 0)  # of records before there was a number
     types = _TYPES_OF_KIND[row_type.kind]
-    for name, wanted in types.items():
-        if name in values and not _fits(values[name], wanted):
-            raise TypeError(f"{row_type.kind}.{name} must be {wanted}, not {values[name]!r}")
+    for name, expected in types.items():
+        if name in values and not _fits(values[name], expected):
+            raise TypeError(f"{row_type.kind}.{name} must be {expected}, not {values[name]!r}")
     return row_type(**{name: value for name, value in values.items() if name in types})
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def _fits(value: Any, expected: Any) -> bool:
     """Return whether a JSON value has the type of a field (``int`` is a ``float``, ``bool`` is neither)."""
-    origin = get_origin(wanted)
+    origin = get_origin(expected)
     if origin is list:
-        return isinstance(value, list) and all(_fits(item, get_args(wanted)[0]) for item in value)
+        return isinstance(value, list) and all(_fits(item, get_args(expected)[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, get_args(wanted)[1]) for item in value.values())
-    if wanted is PipelineBox:
+        return isinstance(value, dict) and all(_fits(item, get_args(expected)[1]) for item in value.values())
+    if expected is PipelineBox:
         types = get_type_hints(PipelineBox).values()
         return isinstance(value, list) and len(value) == len(types) and all(map(_fits, value, types))
-    if wanted is Any:
+    if expected is Any:
         return True
-    return type(value) is wanted or (wanted is float and type(value) is int)
+    return type(value) is expected or (expected is float and type(value) is int)

@@ -90,7 +90,7 @@ class CommBench:
                 raise UsageError(f"--{name} {number} must be at least 1")
         if not (math.isfinite(self.timeout) and self.timeout > 0):
             raise UsageError(f"--timeout {self.timeout} must be a positive number of seconds")
-        if self.emulated.hosts is None and (options := self.emulated.given()):
+        if self.emulated.hosts is None and (options := self.emulated.changed_options()):
             raise UsageError(f"{', '.join(options)} set up emulated hosts: add --hosts N")
         _ = self.link_bytes_per_s
         for path in filter(None, (self.json, self.plot, self.trace)):

@@ -142,7 +142,7 @@ def main() -> NoReturn:
         elif isinstance(error, SystemExit):
             raise
         else:
-            end = ending(error, who="shoal: ", debug=debug())
+            end = ending(error, prefix="shoal: ", debug=debug())
             print(end.text, file=sys.stderr)
             if not debug():
                 hook_errors(has_ended=True)

@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return serve(**vars(arguments))
     except Exception as error:  # noqa: BLE001  # the last net, where the command line's is not
-        end = ending(error, who="shoal serve: error: ", debug=settings.debug())
+        end = ending(error, prefix="shoal serve: error: ", debug=settings.debug())
         print(end.text, file=sys.stderr)
         return end.exit_code
 

@@ -133,8 +133,8 @@ def host_identity() -> str:
     It contains the node name, the boot id, the network namespace (a container or an emulated host has its
     own) and the file system of ``/dev/shm``. ``SHOAL_HOST_ID`` overrides it.
     """
-    if given := host_id():
-        return given
+    if override := host_id():
+        return override
     shared_memory = _or_unknown(lambda: Path("/dev/shm").stat().st_dev)
     return "/".join([os.uname().nodename, *_boot_and_network(), shared_memory])
 

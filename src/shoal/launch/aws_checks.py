@@ -39,7 +39,7 @@ def _model(service: str) -> Any:
     return session.get_session().get_service_model(service)
 
 
-def _limits(shape: Any, value: Any, where: str) -> list[str]:
+def _limits(shape: Any, value: Any, path: str) -> list[str]:
     """Check sizes, enumerations and patterns."""
     violations = []
     limits = shape.metadata
@@ -47,26 +47,26 @@ def _limits(shape: Any, value: Any, where: str) -> list[str]:
     if size is not None and not limits.get("min", size) <= size <= limits.get("max", size):
         unit = "" if size is value else " long"
         rule = f"{limits.get('min', 0)} to {limits.get('max', 'any')}"
-        violations.append(f"{where} is {size}{unit} and must be {rule}")
+        violations.append(f"{path} is {size}{unit} and must be {rule}")
     if shape.type_name == "string":
         choices = getattr(shape, "enum", None)
         if choices and value not in choices:
             few = f" Known are {', '.join(choices)}." if len(choices) <= 6 else ""
-            violations.append(f"{where} {value!r} is not known.{did_you_mean(value, choices)}{few}")
+            violations.append(f"{path} {value!r} is not known.{did_you_mean(value, choices)}{few}")
         pattern = limits.get("pattern")
         if pattern and "\\p{" not in pattern and not re.fullmatch(pattern, value):
-            violations.append(f"{where} {value!r} does not match {pattern}")
+            violations.append(f"{path} {value!r} does not match {pattern}")
     elif shape.type_name == "list":
         for number, each in enumerate(value):
-            violations += _limits(shape.member, each, f"{where}[{number}]")
+            violations += _limits(shape.member, each, f"{path}[{number}]")
     elif shape.type_name == "map":
         for key, each in value.items():
-            violations += _limits(shape.key, key, f"{where}: the name") + _limits(
-                shape.value, each, f"{where}.{key}"
+            violations += _limits(shape.key, key, f"{path}: the name") + _limits(
+                shape.value, each, f"{path}.{key}"
             )
     elif shape.type_name == "structure":
         for name, each in value.items():
-            violations += _limits(shape.members[name], each, f"{where}.{name}".lstrip("."))
+            violations += _limits(shape.members[name], each, f"{path}.{name}".lstrip("."))
     return violations
 
 

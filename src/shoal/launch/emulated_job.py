@@ -31,10 +31,10 @@ class Hosts:
     helper_nic: str | None = None
     """Rate of the helper hosts' links; default: --nic."""
 
-    def given(self) -> list[str]:
-        """Return the options that were given."""
-        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        return [f"--{name.replace('_', '-')}" for name in given]
+    def changed_options(self) -> list[str]:
+        """Return the options that differ from their defaults."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        return [f"--{name.replace('_', '-')}" for name in names]
 
     def check(self, workers_per_host: int) -> str:
         """Return a description of the hosts, one per line.

@@ -262,15 +262,15 @@ def end_processes(namespaces: Collection[Namespace], *, grace_s: float) -> None:
     Processes are searched by namespace, not by parent, to include daemons.
     """
     kill_at = time.monotonic() + grace_s
-    asked: set[int] = set()
+    signalled: set[int] = set()
     num_empty = 0  # a second scan sees a process that was just entering
     while num_empty < 2:
         pids = processes_in(namespaces)
         num_empty = 0 if pids else num_empty + 1
         for pid in pids:
             number = signal.SIGKILL if time.monotonic() >= kill_at else signal.SIGTERM
-            if number == signal.SIGKILL or pid not in asked:
-                asked.add(pid)
+            if number == signal.SIGKILL or pid not in signalled:
+                signalled.add(pid)
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
         time.sleep(POLL_S)
@@ -368,8 +368,8 @@ def main() -> int:
         return 1
     print(json.dumps({"bridge": keeper.bridge, "hosts": keeper.files}), flush=True)
     ready, _, _ = select.select([0, launcher], [], [])
-    asked = 0 in ready and sys.stdin.readline() == "close\n"
-    end_processes(keeper.namespaces, grace_s=0 if asked else GRACE_S)
+    is_closed = 0 in ready and sys.stdin.readline() == "close\n"
+    end_processes(keeper.namespaces, grace_s=0 if is_closed else GRACE_S)
     keeper.release()
     shutil.rmtree(request["folder"], ignore_errors=True)
     return 0

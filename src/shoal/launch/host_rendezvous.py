@@ -92,8 +92,8 @@ class HostGroup:
                         continue
                     end = self.signed.get(key, _END)
                     if end["code"] not in (EXIT_OK, EXIT_STOPPED, EXIT_LOST):
-                        said = "".join(c if c.isprintable() or c == "\n" else "?" for c in end["text"])
-                        return int(end["code"]), f"on host {end['name']}: {said}"
+                        message = "".join(c if c.isprintable() or c == "\n" else "?" for c in end["text"])
+                        return int(end["code"]), f"on host {end['name']}: {message}"
                 time.sleep(_POLL_S)
         return exit_code, text
 

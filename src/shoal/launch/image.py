@@ -77,20 +77,20 @@ class Image:
         return f"{self.repository}:{self.tag or (f'helper-{own}' if self.target == 'helper' else own)}"
 
 
-def find_tool(wanted: str | None = None) -> str:
+def find_tool(name: str | None = None) -> str:
     """Return the wanted tool, or the first that is installed and answers; docker needs its daemon.
 
     Raises:
         UsageError: none is usable.
     """
     problems = []
-    for tool in (wanted,) if wanted else TOOLS:
+    for tool in (name,) if name else TOOLS:
         if not shutil.which(tool):
             problems.append(f"{tool} was not found")
             continue
-        asked = [tool, "version"] if tool != "buildah" else [tool, "--version"]
+        command = [tool, "version"] if tool != "buildah" else [tool, "--version"]
         try:
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S)
         except subprocess.TimeoutExpired:
             problems.append(f"{tool} did not answer in {_ASK_S:g} s")
             continue
@@ -124,8 +124,8 @@ def build_command(
         raise UsageError(f"{folder / 'dist'} has no wheel, which the image takes: make wheels")
     if wrong := next((text for text in arguments if not re.fullmatch(r"\w+=[^\n]*", text)), None):
         raise UsageError(f"--build-arg {wrong!r} is not of the form NAME=VALUE, such as EFA=1.43.2")
-    given = [*([f"{'HELPER_' * (image.target == 'helper')}BASE={base}"] if base else []), *arguments]
-    options = [word for each in given for word in ("--build-arg", each)]
+    build_args = [*([f"{'HELPER_' * (image.target == 'helper')}BASE={base}"] if base else []), *arguments]
+    options = [word for each in build_args for word in ("--build-arg", each)]
     files = ["--file", str(folder / DOCKERFILE), "--target", image.target, "--tag", image.reference(version)]
     return [tool, "build", *files, *options, str(folder)]
 
@@ -189,8 +189,8 @@ def push(image: Image, tool: str, version: str) -> str:
 def _digest_of(image: Image, version: str) -> str:
     """Return the digest that docker stores for this repository, or its error message."""
     each = "{{range .RepoDigests}}{{println .}}{{end}}"
-    asked = ["docker", "image", "inspect", "--format", each, image.reference(version)]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S)
+    command = ["docker", "image", "inspect", "--format", each, image.reference(version)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S)
     mine = [line for line in done.stdout.split() if line.startswith(f"{image.repository}@")]
     return mine[-1].rpartition("@")[2] if mine else done.stderr.strip()
 

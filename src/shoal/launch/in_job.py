@@ -225,12 +225,12 @@ def _launch_host(
 ) -> int:
     """Start the workers of this host."""
     num_workers = options.workers or _num_gpus()
-    given = options.nnodes or (step.num_nodes if step else 1)
-    num_hosts = usable_hosts(given, num_workers, options.global_batch)
+    num_offered = options.nnodes or (step.num_nodes if step else 1)
+    num_hosts = usable_hosts(num_offered, num_workers, options.global_batch)
     number = step.node if step else options.node_rank or 0
-    if num_hosts < given and number == 0:
+    if num_hosts < num_offered and number == 0:
         print(
-            f"shoal launch: {given - num_hosts} of {given} hosts stay idle: the global batch of "
+            f"shoal launch: {num_offered - num_hosts} of {num_offered} hosts stay idle: the global batch of "
             f"{options.global_batch} divides over {num_hosts} × {num_workers} workers",
             file=sys.stderr, flush=True,
         )  # fmt: skip
@@ -285,13 +285,13 @@ def _job_variables(folder: JobFolder | None, options: HostOptions, *, is_first: 
     """Return the variables of the secret, the helpers and the progress for this host's workers."""
     variables: dict[str, str] = {}
     if folder is not None:
-        given = job_secret() is not None
+        has_secret = job_secret() is not None
         if is_first:
-            secret_file = folder.begin(with_secret=not given)
+            secret_file = folder.begin(with_secret=not has_secret)
             variables[PROGRESS_FILE] = str(folder.progress_file.absolute())
-        elif not given:
+        elif not has_secret:
             secret_file = folder.await_secret()
-        if not given:
+        if not has_secret:
             variables[SECRET_FILE] = str(secret_file.absolute())
         if options.helpers:
             wait_s = options.helpers_wait_s

@@ -146,10 +146,10 @@ def submit(path: Path, name: str, namespace: str | None, queue: str | None = Non
         ShoalError: kubectl is not installed, the cluster refuses, or it has no such queue, for which a job
             would wait forever.
     """
-    where = _in(namespace)
+    flags = _in(namespace)
     if queue is not None:
         try:
-            _kubectl(["kubectl", "get", *where, "localqueues.kueue.x-k8s.io", queue, "--output=name"], "")
+            _kubectl(["kubectl", "get", *flags, "localqueues.kueue.x-k8s.io", queue, "--output=name"], "")
         except ShoalError as problem:
             if "forbidden" not in str(problem).lower():  # some may submit to queues that they cannot list
                 raise
@@ -160,8 +160,8 @@ def submit(path: Path, name: str, namespace: str | None, queue: str | None = Non
         "immutable": True,
         "stringData": {"secret": secrets.token_hex(32)},
     }
-    _kubectl(["kubectl", "create", *where, "--filename", "-"], json.dumps(secret))
-    _kubectl(["kubectl", "create", *where, "--filename", str(path)], "")
+    _kubectl(["kubectl", "create", *flags, "--filename", "-"], json.dumps(secret))
+    _kubectl(["kubectl", "create", *flags, "--filename", str(path)], "")
 
 
 _REMEDIES = {
@@ -192,12 +192,12 @@ def state_of(api: str, name: str, namespace: str | None) -> str:
     _check_kind(api, name)
     path = '{range .status.conditions[?(@.status=="True")]}{.type} {end}'
     try:
-        said = _kubectl(["kubectl", "get", *_in(namespace), api, name, "--output", f"jsonpath={path}"], "")
+        status = _kubectl(["kubectl", "get", *_in(namespace), api, name, "--output", f"jsonpath={path}"], "")
     except ShoalError as problem:
         if "NotFound" in str(problem):
             return ""
         raise
-    return " ".join(said.split()) or "RUNNING"
+    return " ".join(status.split()) or "RUNNING"
 
 
 def delete(manifest: Path, name: str, namespace: str | None) -> None:

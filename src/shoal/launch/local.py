@@ -248,8 +248,8 @@ def _free_port() -> int:
 
 
 def _worker_env(folder: Path, num_workers: int) -> dict[str, str]:
-    given, threads = child_environment(), str(max(1, num_cores() // num_workers))  # torchrun would set 1
-    return {LAUNCH_DIR: str(folder), **{name: threads for name in THREADS if name not in given}}
+    inherited, threads = child_environment(), str(max(1, num_cores() // num_workers))  # torchrun would set 1
+    return {LAUNCH_DIR: str(folder), **{name: threads for name in THREADS if name not in inherited}}
 
 
 def _one_host_env(folder: Path) -> dict[str, str]:

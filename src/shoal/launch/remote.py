@@ -176,7 +176,7 @@ def check_hosts(job: RemoteJob, version: str, command: JobCommand | None) -> Non
     Raises:
         ShoalError: a host cannot be reached, has no shoal or another version, or lacks a file.
     """
-    asked = {
+    processes = {
         host: subprocess.Popen(
             [
                 *("ssh", "-T", "-o", "BatchMode=yes"),
@@ -193,9 +193,9 @@ def check_hosts(job: RemoteJob, version: str, command: JobCommand | None) -> Non
         for host in (*job.hosts, *job.helper_hosts)
     }
     wrong, absent = [], []
-    for host, process in asked.items():
+    for host, process in processes.items():
         try:
-            said, complaint = process.communicate(timeout=_ASK_S)
+            output, complaint = process.communicate(timeout=_ASK_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -203,8 +203,8 @@ def check_hosts(job: RemoteJob, version: str, command: JobCommand | None) -> Non
             continue
         if process.returncode != 0:
             wrong.append(f"{host}: {complaint.strip() or f'exit code {process.returncode}'}")
-        elif (lines := said.strip().splitlines())[:1] != [version]:
-            wrong.append(f"{host} has {said.strip()!r:.100}")
+        elif (lines := output.strip().splitlines())[:1] != [version]:
+            wrong.append(f"{host} has {output.strip()!r:.100}")
         elif lines[1:]:
             absent.append(f"{host} has no {' and no '.join(lines[1:])}")
     if wrong:
@@ -221,12 +221,12 @@ def check_hosts(job: RemoteJob, version: str, command: JobCommand | None) -> Non
 
 def _question(job: RemoteJob, command: JobCommand | None) -> str:
     """Return the remote command line that prints shoal's version, then the files that are not there."""
-    asked = f"cd {shlex.quote(str(job.folder or Path.cwd()))} && {shlex.quote(job.shoal)} --version"
+    question = f"cd {shlex.quote(str(job.folder or Path.cwd()))} && {shlex.quote(job.shoal)} --version"
     if command is None or command.is_elsewhere:
-        return asked
+        return question
     tests = [("command -v --", command.words[0]), *([("test -e", command.script)] if command.script else [])]
     looked = [f"{test} {shlex.quote(file)} > /dev/null || echo {shlex.quote(file)}" for test, file in tests]
-    return f"{asked} && {{ {'; '.join(looked)}; }}"
+    return f"{question} && {{ {'; '.join(looked)}; }}"
 
 
 def run(starts: Sequence[Start]) -> int:
@@ -238,11 +238,11 @@ def run(starts: Sequence[Start]) -> int:
     secret = secrets.token_hex(32)
     running: list[tuple[Start, subprocess.Popen[str]]] = []
     stdins: list[int] = []
-    asked: list[bool] = []
+    closings: list[bool] = []
 
     def close(*signal_and_frame: Any) -> None:
         # a second signal may interrupt this anywhere: a file object would refuse to be closed twice at once
-        asked.append(True)
+        closings.append(True)
         with suppress(IndexError):
             while True:
                 os.close(stdins.pop())
@@ -258,7 +258,7 @@ def run(starts: Sequence[Start]) -> int:
     try:
         for start in starts:
             running.append((start, process := _started(start, secret, stdins)))
-            if asked:
+            if closings:
                 close()
             for source, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 reader = threading.Thread(target=_copy, args=(start.label, source, out), daemon=True)

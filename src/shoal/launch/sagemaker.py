@@ -93,12 +93,12 @@ class SageMakerJob(JobSize):
         Raises:
             UsageError: a field is missing that has no default.
         """
-        given = sagemaker_defaults()
+        defaults = sagemaker_defaults()
         job = replace(
             self,
-            role=self.role or given.role,
-            fsx=self.fsx or given.fsx,
-            subnets=self.subnets or given.subnets,
+            role=self.role or defaults.role,
+            fsx=self.fsx or defaults.fsx,
+            subnets=self.subnets or defaults.subnets,
         )
         if job.role is None:
             raise UsageError("--role ARN or SAGEMAKER_ROLE says for whom the job acts")
@@ -175,12 +175,12 @@ def render(job: SageMakerJob, command: Sequence[str], name: str) -> dict[str, An
 
 
 def _channels(job: SageMakerJob, name: str) -> list[dict[str, Any]]:
-    given = [channel.split("=", 1) for channel in job.channel]
+    pairs = [channel.split("=", 1) for channel in job.channel]
     if job.source:
-        given.append([SOURCE_CHANNEL, source_uri(job, name)])
+        pairs.append([SOURCE_CHANNEL, source_uri(job, name)])
     channels: list[dict[str, Any]] = [
         {"ChannelName": key, "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri}}}
-        for key, uri in given
+        for key, uri in pairs
     ]
     if job.fsx:
         system = {"FileSystemId": job.fsx, "FileSystemType": "FSxLustre", "FileSystemAccessMode": "rw"}

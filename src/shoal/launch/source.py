@@ -60,8 +60,8 @@ def digest(packed: bytes) -> str:
     return hashlib.sha256(packed).hexdigest()
 
 
-def unpack(archive: Path, folder: Path, wanted: str) -> None:
-    """Unpack an archive whose SHA-256 is ``wanted`` into ``folder``.
+def unpack(archive: Path, folder: Path, expected: str) -> None:
+    """Unpack an archive whose SHA-256 is ``expected`` into ``folder``.
 
     Raises:
         ShoalError: it cannot be read, has another hash, or would write outside of the folder.
@@ -70,9 +70,9 @@ def unpack(archive: Path, folder: Path, wanted: str) -> None:
         packed = archive.read_bytes()
     except OSError as problem:
         raise ShoalError(f"{archive}: cannot be read: {problem.strerror}") from None
-    if (actual := digest(packed)) != wanted:
+    if (actual := digest(packed)) != expected:
         raise ShoalError(
-            f"{archive}: its SHA-256 is {actual} and the job was submitted with {wanted}; submit it again"
+            f"{archive}: its SHA-256 is {actual} and the job was submitted with {expected}; submit it again"
         )
     folder.mkdir(parents=True, exist_ok=True)
     try:

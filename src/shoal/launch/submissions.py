@@ -33,7 +33,7 @@ class Submission:
     folder: Path
     backend: str
     id: str
-    where: dict[str, Any]
+    details: dict[str, Any]
     """Region, namespace, kind of manifest; ``run``: the run directory in the command."""
 
 
@@ -53,10 +53,10 @@ class Submitted:
     last_line: str
 
 
-def note(folder: Path, backend: str, number: str, **where: str | None) -> None:
+def note(folder: Path, backend: str, number: str, **details: str | None) -> None:
     """Record that a job of this folder was submitted."""
     folder.mkdir(parents=True, exist_ok=True)
-    submission = {"backend": backend, "id": number, **{key: value for key, value in where.items() if value}}
+    submission = {"backend": backend, "id": number, **{key: value for key, value in details.items() if value}}
     (folder / SUBMITTED).write_text(json.dumps(submission) + "\n", encoding="utf-8")
 
 
@@ -71,12 +71,12 @@ def read(folder: Path) -> Submission:
     if not path.exists():
         raise UsageError(f"{folder} has no job that waits or runs")
     stored = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
-    where = stored if isinstance(stored, dict) else {}
-    where = {key: value for key, value in where.items() if isinstance(value, str)}
-    backend = where.get("backend", "slurm")
-    if not re.fullmatch(r"\d{1,12}" if backend == "slurm" else r"[\w.-]{1,100}", where.get("id", "")):
+    details = stored if isinstance(stored, dict) else {}
+    details = {key: value for key, value in details.items() if isinstance(value, str)}
+    backend = details.get("backend", "slurm")
+    if not re.fullmatch(r"\d{1,12}" if backend == "slurm" else r"[\w.-]{1,100}", details.get("id", "")):
         raise ShoalError(f"{path} has no job id; remove it")
-    return Submission(folder=folder, backend=backend, id=where["id"], where=where)
+    return Submission(folder=folder, backend=backend, id=details["id"], details=details)
 
 
 def earlier_id(folder: Path) -> str | None:
@@ -106,7 +106,7 @@ def jobs(folders: Iterable[Path]) -> list[Submitted]:
                 state=_state_or_reason(job),
                 starts=len(job_folder.starts()),
                 step=job_folder.progress(),
-                run=Path(job.where["run"]) if "run" in job.where else None,
+                run=Path(job.details["run"]) if "run" in job.details else None,
                 last_line=_last_line(outputs[-1]) if outputs else "",
             )
         )
@@ -124,9 +124,9 @@ def _state_or_reason(job: Submission) -> str:
 def state_of(job: Submission) -> str:
     """Return the scheduler's state of a job; empty if it has forgotten the job."""
     if job.backend == "kubernetes":
-        return kubernetes.state_of(job.where.get("api", "jobset"), job.id, job.where.get("namespace"))
+        return kubernetes.state_of(job.details.get("api", "jobset"), job.id, job.details.get("namespace"))
     if job.backend == "sagemaker":
-        return sagemaker.state_of(job.id, job.where.get("region"))
+        return sagemaker.state_of(job.id, job.details.get("region"))
     return slurm.state_of(job.id)
 
 
@@ -139,10 +139,10 @@ def stop(folder: Path) -> str:
     """
     job = read(folder)
     if job.backend == "kubernetes":
-        kubernetes.delete(folder / kubernetes.MANIFEST, job.id, job.where.get("namespace"))
+        kubernetes.delete(folder / kubernetes.MANIFEST, job.id, job.details.get("namespace"))
         return f"the pods of {job.id} save and leave; submitting it again continues it"
     if job.backend == "sagemaker":
-        sagemaker.stop(job.id, job.where.get("region"))
+        sagemaker.stop(job.id, job.details.get("region"))
         return f"training job {job.id} has two minutes to save"
     return slurm.stop(folder, job.id)
 
@@ -158,7 +158,9 @@ def logs(folder: Path, *, follow: bool) -> int:
     if job.backend == "sagemaker":
         return _cloud_logs(job, follow=follow)
     if job.backend == "kubernetes":
-        command = kubernetes.logs_command(job.where.get("api", "jobset"), job.id, job.where.get("namespace"))
+        command = kubernetes.logs_command(
+            job.details.get("api", "jobset"), job.id, job.details.get("namespace")
+        )
         command += [f"--tail={_TAIL_LINES}", *(["--follow"] if follow else [])]
     else:
         outputs = sorted(folder.glob("output*.log"))
@@ -177,7 +179,7 @@ def logs(folder: Path, *, follow: bool) -> int:
 
 
 def _cloud_logs(job: Submission, *, follow: bool) -> int:
-    region, since = job.where.get("region"), 0
+    region, since = job.details.get("region"), 0
     while True:
         is_running = follow and state_of(job).startswith("InProgress")
         for line, when in sagemaker.log_lines(job.id, region, since=since):

@@ -274,8 +274,8 @@ def decide_outcome(
     own = [error for error in errors.values() if not error.lost_peer]
     if own:
         first = min(own, key=lambda error: error.time_s)
-        who = f"worker {first.rank}: " if first.is_bug else ""
-        return Outcome(exit_code=first.exit_code, text=f"{who}{first.message}")
+        prefix = f"worker {first.rank}: " if first.is_bug else ""
+        return Outcome(exit_code=first.exit_code, text=f"{prefix}{first.message}")
     silent = {
         rank: code
         for rank, code in sorted(exit_codes.items())
@@ -291,18 +291,18 @@ def decide_outcome(
     if errors:
         first = min(errors.values(), key=lambda error: error.time_s)
         if not has_other_hosts:
-            text = f"worker {first.rank}: {first.message}{_where(first.rank, logs)}"
+            text = f"worker {first.rank}: {first.message}{_log_hint(first.rank, logs)}"
             return Outcome(exit_code=first.exit_code, text=text)
         return Outcome(
             exit_code=EXIT_LOST,
             text=f"worker {first.rank} lost another worker, which runs on another host: look for the error "
-            f"in that host's output. Its own error: {first.message}{_where(first.rank, logs)}",
+            f"in that host's output. Its own error: {first.message}{_log_hint(first.rank, logs)}",
         )
     return Outcome(exit_code=EXIT_FAILURE if killed else EXIT_OK)
 
 
 def _without_report(rank: int, code: int, logs: Mapping[int, Path]) -> Outcome:
-    end = f"{_where(rank, logs)}{_tail(logs.get(rank))}"
+    end = f"{_log_hint(rank, logs)}{_tail(logs.get(rank))}"
     if code > 0:
         return Outcome(exit_code=code, text=f"worker {rank} ended with exit code {code}{end}")
     number, hint = -code, ""
@@ -317,7 +317,7 @@ def _without_report(rank: int, code: int, logs: Mapping[int, Path]) -> Outcome:
     return Outcome(exit_code=EXIT_FAILURE, text=f"worker {rank} was ended by {name}{hint}{end}")
 
 
-def _where(rank: int, logs: Mapping[int, Path]) -> str:
+def _log_hint(rank: int, logs: Mapping[int, Path]) -> str:
     return f"\n(its whole output: {logs[rank]})" if rank in logs else ""
 
 

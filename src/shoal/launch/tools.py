@@ -58,6 +58,6 @@ def run_tool(
     if done.returncode == 0:
         return done
     lines = (done.stderr.strip() or (done.stdout or "").strip()).splitlines()[-_LAST_LINES:]
-    said = "\n".join(lines) or f"ended with exit code {done.returncode}"
-    remedy = next((each for sign, each in remedies.items() if sign.lower() in said.lower()), "")
-    raise ShoalError(f"{'' if said.startswith(name) else f'{name}: '}{said}{remedy and f'; {remedy}'}")
+    message = "\n".join(lines) or f"ended with exit code {done.returncode}"
+    remedy = next((each for sign, each in remedies.items() if sign.lower() in message.lower()), "")
+    raise ShoalError(f"{'' if message.startswith(name) else f'{name}: '}{message}{remedy and f'; {remedy}'}")

@@ -74,8 +74,8 @@ def run_worker(main: Callable[[], int], *, run: Path | None = None) -> NoReturn:
         if folder is not None:
             write_error(folder, report)
         if folder is None or report.rank != 0:  # the others' stderr is a file under our launcher
-            who = f"worker {report.rank}: " if size > 1 else ""
-            print(f"{who}{report.message}", file=sys.stderr, flush=True)
+            prefix = f"worker {report.rank}: " if size > 1 else ""
+            print(f"{prefix}{report.message}", file=sys.stderr, flush=True)
         if not debug():
             hook_errors(has_ended=True)
         _exit_soon(report.exit_code)

@@ -39,8 +39,8 @@ class Launch:
         for name, number in (("workers", self.workers), ("nnodes", self.nnodes)):
             if number is not None and number < 1:
                 raise UsageError(f"--{name} {number} must be at least 1")
-        if self.on == "local" and (given := self.emulated.given()):
-            raise UsageError(f"{', '.join(given)} set up emulated hosts: add --on emulated")
+        if self.on == "local" and (options := self.emulated.changed_options()):
+            raise UsageError(f"{', '.join(options)} set up emulated hosts: add --on emulated")
         if self.on == "emulated" and self.emulated.hosts is None:
             raise UsageError("--on emulated needs --hosts N, the number of hosts to emulate")
         if self.on == "emulated" and (self.nnodes != 1 or self.rdzv is not None):
