@@ -72,10 +72,10 @@ class Dataflow:
             return False
         return all(isinstance(node.meta.get("val"), Tensor) for node in crossing)
 
-    def needed(self, wanted: Iterable[Any], given: Iterable[fx.Node] = ()) -> set[fx.Node]:
-        """Return the nodes, leaves included, that are needed to compute ``wanted`` from ``given``."""
-        nodes: set[fx.Node] = set(given)
-        stack = [node for node in wanted if isinstance(node, fx.Node)]
+    def needed(self, targets: Iterable[Any], known: Iterable[fx.Node] = ()) -> set[fx.Node]:
+        """Return the nodes, leaves included, that are needed to compute ``targets`` from ``known``."""
+        nodes: set[fx.Node] = set(known)
+        stack = [node for node in targets if isinstance(node, fx.Node)]
         while stack:
             node = stack.pop()
             if node not in nodes:
@@ -254,17 +254,17 @@ def _written(node: fx.Node) -> list[fx.Node]:
     operation, _ = operation_of(node)
     if node.op != "call_function" or not isinstance(operation, torch._ops.OpOverload):
         return []
-    given = named_arguments(node)
+    values = named_arguments(node)
     names = [
         argument.name
         for argument in operation._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    if given.get("training", given.get("use_input_stats")) is True:  # normalisations do not declare these
+    if values.get("training", values.get("use_input_stats")) is True:  # normalisations do not declare these
         names += ["running_mean", "running_var"]
     written: list[fx.Node] = []
     for name in names:
-        value = given.get(name)
+        value = values.get(name)
         written += [
             v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, fx.Node)
         ]

@@ -20,15 +20,15 @@ def explain(
     *,
     title: str,
     num_replicas: int,
-    why: str | None = None,
+    reason: str | None = None,
 ) -> str:
     """Return a report of several lines of at most about 110 characters.
 
     Args:
-        why: the reason for the layout; default: a comparison with the plan's alternatives.
+        reason: for the layout; default: a comparison with the plan's alternatives.
     """
     parts = [_head(plan, predicted, title, num_replicas), _stages(plan), _ranks(plan, predicted)]
-    parts += [why or _why(plan), _drawn("predicted", predicted, plan)]
+    parts += [reason or _reasons(plan), _drawn("predicted", predicted, plan)]
     if traced is not None:
         parts.append(_drawn("traced", traced, plan))
     return "\n\n".join(parts)
@@ -56,8 +56,8 @@ def explain_layouts(layouts: Sequence[Layout], *, title: str) -> str:
         )
     for other in layouts[1:]:
         lines += [f"next: {_ms(other.step_s)} a step, {other}", f"      {other.reason}"]
-    why = "\n".join(lines)
-    return explain(plan, choice.timeline, None, title=title, num_replicas=best.data, why=why)
+    reason = "\n".join(lines)
+    return explain(plan, choice.timeline, None, title=title, num_replicas=best.data, reason=reason)
 
 
 def _head(plan: PipelinePlan, predicted: Timeline, title: str, num_replicas: int) -> str:
@@ -99,7 +99,7 @@ def _ranks(plan: PipelinePlan, predicted: Timeline) -> str:
     return table(rows, left={1})
 
 
-def _why(plan: PipelinePlan) -> str:
+def _reasons(plan: PipelinePlan) -> str:
     if len(plan.alternatives) == 1:
         return "why: nothing else was asked for"
     rows = [("schedule", "stages per rank", "step", "bubble", "fullest rank")]

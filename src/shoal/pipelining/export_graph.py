@@ -213,14 +213,14 @@ def _changes_something(node: fx.Node) -> bool:
 def _refusal(model: nn.Module, error: Exception) -> str:
     """Describe in one line where and why a model cannot be exported, and the remedy."""
     frame = _model_frame(model, error)
-    where = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
+    location = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = (lines[0] if lines else type(error).__name__)[:_REASON_LENGTH]
     children = [name for name, _ in model.named_children()]
     half = max(1, len(children) // 2)
     return (
-        f"{type(model).__name__} cannot be exported{where}: {reason}. Give the modules of each stage by name "
-        f"instead, e.g. modules={[children[:half], children[half:]]}"
+        f"{type(model).__name__} cannot be exported{location}: {reason}. Give the modules of each stage by "
+        f"name instead, e.g. modules={[children[:half], children[half:]]}"
     )
 
 

@@ -132,10 +132,10 @@ def make_process_groups(
                 "mesh['dp']"
             )
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("pp",))
-    for name, given in (("mesh", mesh), ("data_parallel", data_mesh)):
-        if given is not None and given.ndim != 1:
+    for name, chosen in (("mesh", mesh), ("data_parallel", data_mesh)):
+        if chosen is not None and chosen.ndim != 1:
             raise UsageError(
-                f"{name} has {given.ndim} dimensions {given.mesh_dim_names}; "
+                f"{name} has {chosen.ndim} dimensions {chosen.mesh_dim_names}; "
                 "it must have one: pass mesh['pp'] or mesh['dp']"
             )
     return ProcessGroups(mesh=mesh, data_mesh=data_mesh, device=device)

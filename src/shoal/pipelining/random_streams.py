@@ -127,10 +127,10 @@ def draws(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    given = named_arguments(node)
-    if any(given.get(name) is False for name in _SWITCHES):
+    values = named_arguments(node)
+    if any(values.get(name) is False for name in _SWITCHES):
         return False
-    return not any(name in given and given[name] == 0 for name in _CHANCES)
+    return not any(name in values and values[name] == 0 for name in _CHANCES)
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
@@ -139,9 +139,9 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     if not isinstance(operation, torch._ops.OpOverload):
         return {}
     schema = operation._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    given.update(zip((argument.name for argument in schema), args, strict=False))
-    return {**given, **node.kwargs}
+    values = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    values.update(zip((argument.name for argument in schema), args, strict=False))
+    return {**values, **node.kwargs}
 
 
 def operation_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:

@@ -71,7 +71,7 @@ def _body(flow: Dataflow, begin: int, end: int, weights: nn.Module, constants: n
     received, sent = flow.crossing(begin), [] if is_last else flow.crossing(end)
     results = flow.exported.outputs if is_last else sent
     run, input_names = assemble(
-        flow, begin, end, given=received, results=results, weights=weights, constants=constants
+        flow, begin, end, relayed=received, results=results, weights=weights, constants=constants
     )
     return Body(
         run=run,
@@ -159,25 +159,25 @@ def assemble(
     begin: int,
     end: int,
     *,
-    given: Sequence[fx.Node],
+    relayed: Sequence[fx.Node],
     results: Sequence[Any],
     weights: nn.Module,
     constants: nn.Module,
 ) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """Return a module that runs the body positions [begin, end), and the root inputs that it reads.
 
-    The module takes the values of ``given``, then those root inputs; it returns ``results``. Rebuilt values
-    are computed in it from leaves and ``given``. Parameters and buffers are read from ``weights``, which is
+    The module takes the values of ``relayed``, then those root inputs; it returns ``results``. Rebuilt values
+    are computed in it from leaves and ``relayed``. Parameters and buffers are read from ``weights``, which is
     shared, not copied; constants that it needs are added to ``constants``.
     """
     exported = flow.exported
-    needed = flow.needed([*flow.body[begin:end], *results], given)
-    outside = [n for n in needed - set(given) if not begin <= flow.position.get(n, begin) < end]
+    needed = flow.needed([*flow.body[begin:end], *results], relayed)
+    outside = [n for n in needed - set(relayed) if not begin <= flow.position.get(n, begin) < end]
     assert not outside, f"values of other stages are neither given nor rebuilt: {outside}"
 
     graph, root = fx.Graph(), nn.Module()
     root.weights, root.constants = weights, constants
-    copies = {node: graph.placeholder(f"relayed_{node.name}") for node in given}
+    copies = {node: graph.placeholder(f"relayed_{node.name}") for node in relayed}
     inputs = {node: name for node, name in exported.input_nodes.items() if node in needed}
     copies |= {node: graph.placeholder(name) for node, name in inputs.items()}
     for node in flow.nodes:

@@ -123,10 +123,10 @@ def _values_between(links: list[_Link], inputs: Inputs) -> list[Any]:
         try:
             values.append(link(_as_tuple(values[-1] if values else ()), inputs))
         except (TypeError, RuntimeError, ValueError, IndexError) as error:
-            got = f"what {links[len(values) - 1].name!r} returns" if values else "the model's inputs"
+            received = f"what {links[len(values) - 1].name!r} returns" if values else "the model's inputs"
             reason = (str(error).splitlines() or [""])[0]
             raise UsageError(
-                f"module {link.name!r} does not take {got}: {reason}; name modules of which each "
+                f"module {link.name!r} does not take {received}: {reason}; name modules of which each "
                 "takes what the one before returns"
             ) from error
     return values

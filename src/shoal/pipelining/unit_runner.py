@@ -27,7 +27,7 @@ class UnitModule:
 
     module: fx.GraphModule
     input_names: tuple[str, ...]
-    given: tuple[fx.Node, ...]
+    relayed: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
 
 
@@ -42,12 +42,12 @@ def unit_modules(units: Units, weights: nn.Module, constants: nn.Module) -> list
             node for node in flow.nodes if node in needed and node not in known and node.op == "call_function"
         ]
         own = set(new)
-        given = tuple({source: None for node in new for source in node.all_input_nodes if source in known})
+        relayed = tuple({source: None for node in new for source in node.all_input_nodes if source in known})
         results = tuple(node for node in new if _is_result(node, own, flow))
         module, input_names = assemble(
-            flow, begin, end, given=given, results=results, weights=weights, constants=constants
+            flow, begin, end, relayed=relayed, results=results, weights=weights, constants=constants
         )
-        modules.append(UnitModule(module=module, input_names=input_names, given=given, results=results))
+        modules.append(UnitModule(module=module, input_names=input_names, relayed=relayed, results=results))
         known |= set(results)
     return modules
 
@@ -59,8 +59,8 @@ def run_units(
     values: dict[fx.Node, Tensor] = {}
     outcomes: list[list[Tensor]] = []
     for index, unit in enumerate(modules):
-        given = [values[node].detach().requires_grad_(node in gradient) for node in unit.given]
-        arguments = [*given, *(inputs[name] for name in unit.input_names)]
+        relayed = [values[node].detach().requires_grad_(node in gradient) for node in unit.relayed]
+        arguments = [*relayed, *(inputs[name] for name in unit.input_names)]
         with watch(index, True):
             outputs = unit.module(*arguments)
         values |= {node: value.detach() for node, value in zip(unit.results, outputs, strict=True)}
