@@ -8,7 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import BertConfig, T5Config
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
 
 from shoal.data.squad.config import WindowConfig
 from shoal.data.text.tokenizer import train_tokenizer
@@ -20,6 +29,7 @@ from shoal.recipes.finetuning import (
     FinetuneTrainConfig,
     SourceConfig,
 )
+from shoal.recipes.lm_finetune import CausalSourceConfig, ConversationsConfig, LmFinetuneConfig, RowsRunConfig
 from shoal.recipes.squad import SquadConfig, SquadDataConfig
 from shoal.recipes.t5_classify import T5ClassifyConfig, T5DataConfig, T5OptimConfig
 
@@ -86,6 +96,65 @@ def write_texts(path: Path, num_examples: int, *, seed: int) -> Path:
         lines.append(f"{' '.join(words)}\t{' '.join(word for word in words if len(word) > 4) or 'same'}")
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_causal(folder: Path, config: PreTrainedConfig | None = None, template: str | None = CHATML) -> Path:
+    """Write a tiny causal model with random weights, and a byte-level tokenizer with a chat template."""
+    torch.manual_seed(7)
+    made = ByteLevelBPETokenizer()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    made.train_from_iterator([" ".join(WORDS)] * 20, vocab_size=320, special_tokens=special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<|endoftext|>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    config = config or GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    config.vocab_size, config.eos_token_id, config.bos_token_id = 320, 0, 0
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def conversations(num: int, *, seed: int) -> list[list[dict[str, str]]]:
+    """Return chats of one or two turns, in which the assistant answers with the first word of the user."""
+    draw, chats = random.Random(seed), []
+    for _ in range(num):
+        chat = [{"role": "system", "content": "Say it."}] if draw.random() < 0.5 else []
+        for _ in range(draw.randint(1, 2)):
+            words = draw.sample(WORDS, draw.randint(1, 4))
+            chat += [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": words[0]}]
+        chats.append(chat)
+    return chats
+
+
+def write_chats(path: Path, num: int, *, seed: int) -> Path:
+    """Write :func:`conversations` as JSON lines."""
+    rows = [{"messages": chat} for chat in conversations(num, seed=seed)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lm_config(
+    model: Path, train: Path, held_out: tuple[Path, ...], run_dir: Path, /, **changes: dict[str, Any]
+) -> LmFinetuneConfig:
+    """Return settings of a quick finetuning on conversations; ``changes`` are ``section={field: value}``."""
+    config: Any = LmFinetuneConfig(
+        model=CausalSourceConfig(path=model),
+        data=ConversationsConfig(path=train, eval=held_out, max_seq_length=64),
+        train=FinetuneTrainConfig(
+            total_steps=12, global_batch_size=6, micro_batch_size=1, precision="fp32", compile=False
+        ),
+        optim=FinetuneOptimConfig(learning_rate=5e-3, warmup_share=0.2, eps=1e-8, weight_decay=0.0),
+        run=RowsRunConfig(name="test", dir=run_dir, log_frequency=1, checkpoint_frequency=3),
+    )
+    for section, values in changes.items():
+        config = replace(config, **{section: replace(getattr(config, section), **values)})
+    made: LmFinetuneConfig = config
+    return made
 
 
 def write_model(folder: Path, texts: list[str] | None = None, **sizes: int) -> Path:

@@ -40,6 +40,7 @@ EXTRAS = {
     "mlperf": "to log as MLPerf asks",
     "scores": "to score texts by ROUGE and BLEU",
     "onnx": "to export models to ONNX",
+    "lora": "to finetune by adapters (LoRA)",
 }
 """The optional dependencies and their use."""
 NEEDED_EXTRAS = frozenset({"torch", "text"})

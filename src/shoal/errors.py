@@ -75,6 +75,7 @@ MODULES_OF_EXTRAS = {
     "mlperf": ("mlperf_logging",),
     "scores": ("rouge_score", "sacrebleu"),
     "onnx": ("onnx", "onnxscript"),
+    "lora": ("peft",),
 }
 """Modules that each optional dependency of users adds to numpy and cyclopts."""
 _LOST_PEER_SIGNS = (

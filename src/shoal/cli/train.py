@@ -45,6 +45,7 @@ _TITLES = {
     "validation": "Evaluation",
     "finetune": "Scores by finetuning",
     "model": "Model",
+    "lora": "Adapters",
 }
 """Titles of the groups of options, by the section of the settings, in the order of --help."""
 _SECTION = "section_"
@@ -64,7 +65,7 @@ _COMMON: Mapping[str, tuple[str, ...]] = {
         "precision",
         "seed",
     ),
-    "data": ("path", "made_images", "max_seq_length", "input_length", "block_length"),
+    "data": ("path", "eval", "made_images", "max_seq_length", "input_length", "block_length"),
     "run": ("dir", "log_frequency", "checkpoint_frequency", "validation_frequency", "until"),
     "distributed": ("backend", "device"),
     "parallel": ("pipeline", "data", "layout"),
@@ -82,6 +83,7 @@ _COMMON: Mapping[str, tuple[str, ...]] = {
     "phase1": ("total_steps", "global_batch_size", "learning_rate"),
     "phase2": ("total_steps", "global_batch_size", "learning_rate"),
     "model": ("network", "weights", "checkpoint_path"),
+    "lora": ("rank", "alpha"),
     "": ("preset", "config", "workers", "nnodes", "rdzv", "dry_run"),
 }
 """Settings in --help, by section; --help-all has all of them."""

@@ -55,7 +55,9 @@ class CausalLM(nn.Module):
         """Take the model of transformers."""
         super().__init__()
         self.weights, self.z_loss = weights, z_loss
-        self._drops = any(dropout_rates(weights.config).values())
+        self._drops = any(dropout_rates(weights.config).values()) or any(
+            module.p for module in weights.modules() if isinstance(module, nn.Dropout)
+        )
         self._dropout: SampleDropout | None = None
 
     def recompute_activations(self) -> None:

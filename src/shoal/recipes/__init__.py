@@ -526,6 +526,20 @@ Example: `shoal evaluate t5 pairs.tsv --model runs/t5-mnli`""",
             inputs="Files of texts and labels or targets, .tsv (column names first), .jsonl or .parquet.",
         ),
     ),
+    "lm_finetune": Recipe(
+        config="LmFinetuneConfig",
+        preset="full",
+        help="Finetune a causal language model on conversations, or on prompts and responses.",
+        example="shoal finetune lm --preset lora --model models/qwen2 --data chats.jsonl --run.dir runs/chat",
+        group="finetune",
+        command="lm",
+        details="""Files are .jsonl, .json or .parquet. A row has `messages`, which the tokenizer's chat
+template turns into text, or `prompt` and `completion`. Only responses are learnt. The run directory gets the
+model as a transformers directory; with --lora.rank also its adapters as peft saves them.""",
+        shortcuts={"model": "model.path", "data": "data.path"},
+        run_name="lm-{preset}",
+        length="data.max_seq_length",
+    ),
 }
 
 

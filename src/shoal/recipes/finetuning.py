@@ -143,7 +143,7 @@ class FinetuneConfig:
         Raises:
             UsageError: the sizes do not divide.
         """
-        return plan_batch(self.train, num_workers)
+        return plan_batch(self.train, num_workers, unit=self.unit)
 
     def __post_init__(self) -> None:
         check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
@@ -166,12 +166,13 @@ IMMUTABLE = (
 """Settings that must stay when a run continues: weights, optimizer state or data order depend on them."""
 
 
-def require_paths(config: FinetuneConfig, data: Any, samples: str) -> None:
+def require_paths(config: FinetuneConfig, data: Any, samples: str, *, evaluates: bool = True) -> None:
     """Check that the model and the files are named.
 
     Args:
         data: the section with ``path``, the training file, and ``eval``, the evaluation files.
         samples: what the files hold, such as ``questions``.
+        evaluates: there must be evaluation files.
 
     Raises:
         UsageError: one is not.
@@ -179,7 +180,7 @@ def require_paths(config: FinetuneConfig, data: Any, samples: str) -> None:
     for name, option, value, purpose in (
         ("model.path", "--model", config.model.path, "a run of shoal or a transformers directory"),
         ("data.path", "--data", data.path, f"a file of training {samples}"),
-        ("data.eval", "--eval", data.eval or None, f"{samples} to evaluate on"),
+        ("data.eval", "--eval", data.eval or (None if evaluates else ()), f"{samples} to evaluate on"),
     ):
         if value is None:
             raise UsageError(f"{name} is not set: name {purpose} with {option}")

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
     from torch import Tensor, nn
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from shoal.data.manifest import Manifest
     from shoal.data.text.blocks import BlockReader
@@ -63,6 +63,10 @@ PRESETS = ("tiny", "gpt2-124m", "llama-1b", "llama-8b")
 """Each is also the name of a model, with random weights: ``--model gpt2-124m``."""
 
 
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+"""Implementations of attention in transformers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model, and how it is computed."""
@@ -74,7 +78,7 @@ class ModelConfig:
     """Rows of the embedding of a model with random weights; default: as in its config.json."""
     dropout: float | None = 0.0
     """Dropout of all kinds; none: as in the model's config.json."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
+    attention: Attention = "sdpa"
     """Implementation of attention in transformers; the flash kernels need their package."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
@@ -314,13 +318,15 @@ def read_sizes(config: LmConfig, source: Path) -> "PreTrainedConfig":
     return sizes
 
 
-def check_length(block_length: int, sizes: "PreTrainedConfig", source: Path) -> None:
-    """Raise a :class:`UsageError` where blocks are longer than the model has positions for."""
+def check_length(
+    length: int, sizes: "PreTrainedConfig", source: Path, setting: str = "data.block_length"
+) -> None:
+    """Raise a :class:`UsageError` where blocks or rows are longer than the model has positions for."""
     longest = getattr(sizes, "max_position_embeddings", None)
-    if longest is not None and block_length > longest:
+    if longest is not None and length > longest:
         raise UsageError(
-            f"data.block_length {block_length} is more than the {longest} positions of the model in "
-            f"{source}; shorten it, such as --data.block-length {longest}"
+            f"{setting} {length} is more than the {longest} positions of the model in {source}; shorten it, "
+            f"such as --{setting.replace('_', '-')} {longest}"
         )
 
 
@@ -434,11 +440,16 @@ def scores_of(loss: float, num_correct: float, num_targets: float, num_bytes: fl
         >>> scores_of(20 * math.log(2), 5, 10, 40)["bits_per_byte"]
         0.5
     """
+    tokens = token_scores(loss, num_correct, num_targets)
+    return {**tokens, "bits_per_byte": loss / math.log(2) / max(num_bytes, 1)}
+
+
+def token_scores(loss: float, num_correct: float, num_targets: float) -> dict[str, float]:
+    """Return the scores of sums over targets that do not need their text, as :func:`scores_of`."""
     mean = loss / max(num_targets, 1)
     return {
         LOSS: mean,
         "perplexity": math.exp(min(mean, 700.0)),  # the exponential of more is no float
-        "bits_per_byte": loss / math.log(2) / max(num_bytes, 1),
         "lm_accuracy": num_correct / max(num_targets, 1),
     }
 
@@ -560,21 +571,32 @@ def sample(config: LmConfig) -> Sample:
     """Return two blocks and the model."""
     import torch
 
-    from shoal.models.causal import CausalLM, new_causal
+    from shoal.models.causal import new_causal
 
     sizes = read_sizes(replace(config, data=replace(config.data, path=None)), source_of(config.model))
-    length = config.data.block_length
     with torch.device("meta"):
-        model = CausalLM(new_causal(sizes), z_loss=config.optim.z_loss)
+        weights = new_causal(sizes)
+    return sample_of(
+        weights,
+        config.data.block_length,
+        recomputes=config.model.activation_checkpointing,
+        z_loss=config.optim.z_loss,
+    )
+
+
+def sample_of(weights: "PreTrainedModel", length: int, *, recomputes: bool, z_loss: float = 0.0) -> Sample:
+    """Return two blocks of ``length`` tokens and a model on meta."""
+    from shoal.models.causal import CausalLM
+
     return Sample(
-        model=model,
+        model=CausalLM(weights, z_loss=z_loss),
         inputs={"input_ids": token_ids(2, length), "labels": token_ids(2, length)},
         loss=_loss,
         num_samples=2,
         sequence_length=length,
-        relay_bytes=2.0 * length * sizes.hidden_size,
-        recompute=_recompute if config.model.activation_checkpointing else None,
-        num_recomputed=sizes.num_hidden_layers,
+        relay_bytes=2.0 * length * weights.config.hidden_size,
+        recompute=_recompute if recomputes else None,
+        num_recomputed=weights.config.num_hidden_layers,
     )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from shoal.data.loader import Batch
     from shoal.data.text.blocks import BlockReader
+    from shoal.data.text.conversations import ChatTokenizer
     from shoal.data.text.shards import TextShards
     from shoal.models.causal import CausalLM
     from shoal.train.world import Float32Array
@@ -70,6 +71,8 @@ class LmPredictConfig(PredictConfig):
     """Prompts per worker and batch, padded on the left; independent of the number of workers."""
     text: str | None = None
     """One prompt, instead of files."""
+    chat: bool = False
+    """Ask by the chat template of the model's tokenizer, in which each prompt is a message of a user."""
     max_new_tokens: int = 64
     """Most tokens of a continuation."""
     temperature: float = 0.0
@@ -293,7 +296,12 @@ class use(Use):
         Raises:
             UsageError: one has none, or leaves too few positions of the model for its continuation.
         """
-        prompts = [encoding.ids for encoding in self.tokenizer.encode_batch([each.text for each in data])]
+        texts = [each.text for each in data]
+        if self.settings.chat:
+            chat = self._chat()
+            prompts = [chat.prompt(text) for text in texts]
+        else:
+            prompts = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
         room = (self.positions or 1 << 31) - self.settings.max_new_tokens
         for prompt, ids in zip(data, prompts, strict=True):
             if not 0 < len(ids) <= room:
@@ -302,6 +310,15 @@ class use(Use):
                     f"to {room}: the model's positions less --max-new-tokens {self.settings.max_new_tokens}"
                 )
         return prompts
+
+    def _chat(self) -> "ChatTokenizer":
+        from shoal.data.text.conversations import ChatTokenizer
+        from shoal.models.directory import resolve
+
+        source = self.find(self.settings.model)
+        if source.directory is None:
+            raise UsageError(f"--chat: --model {source.path} has no chat template; finetune it on messages")
+        return ChatTokenizer(resolve(source.directory))
 
     def outputs(self, data: list[Prompt]) -> "Float32Array | None":
         """Return the tokens of each continuation, ``[prompts, max_new_tokens]``; the end token fills up."""
