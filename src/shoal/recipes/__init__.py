@@ -349,7 +349,7 @@ Example: `shoal predict fill-mask --model runs/first --text 'The [MASK] is on th
         details="""The model is a transformers directory, whose weights are trained on, or a config.json.
 Held-out text is scored by loss, perplexity, bits per byte and accuracy.""",
         shortcuts={"model": "model.source"},
-        workload="{config.model.source}",
+        workload="{name}-{config.model.source}",
         length="data.block_length",
         predict=Command(
             name="lm",
