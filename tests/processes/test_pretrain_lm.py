@@ -161,6 +161,35 @@ def test_losses_do_not_depend_on_the_workers(
     assert last_scores(tmp_path / "run").metrics == pytest.approx(last_scores(whole_run).metrics, rel=2e-5)
 
 
+def test_muon_has_the_same_bits_with_divided_state_and_after_a_kill(
+    data: Path, models: Path, tmp_path: Path
+) -> None:
+    optim = {"optimizer": "muon"}
+    whole = with_dropout(data, models, tmp_path / "whole", optim=optim)
+    assert jobs.run(whole) == [EXIT_OK] * 2
+    losses = jobs.losses(tmp_path / "whole")
+    assert losses[12] < losses[1] - 0.3
+    divided = with_dropout(
+        data,
+        models,
+        tmp_path / "divided",
+        optim=optim,
+        train={"shard_optimizer": True},
+        run={"checkpoint_frequency": 1},
+    )
+    workers = jobs.start(divided, 2)
+    jobs.wait_for_step(tmp_path / "divided", 5, workers)
+    jobs.kill(workers)
+    assert jobs.run(divided) == [EXIT_OK] * 2
+    assert any(isinstance(row, record.Resume) for row in read_record(tmp_path / "divided"))
+    assert jobs.losses(tmp_path / "divided") == losses
+    files = [tmp_path / name / "transformers" / "model.safetensors" for name in ("whole", "divided")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    three = with_dropout(data, models, tmp_path / "three", optim=optim, train={"shard_optimizer": True})
+    assert jobs.run(three, 3) == [EXIT_OK] * 3
+    assert jobs.losses(tmp_path / "three") == pytest.approx(losses, rel=2e-3)  # Muon rounds to bf16
+
+
 def test_recomputed_activations_change_nothing(
     data: Path, models: Path, whole_run: Path, tmp_path: Path
 ) -> None:

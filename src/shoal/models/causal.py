@@ -112,6 +112,13 @@ class CausalLM(nn.Module):
         ).logits
         return logits
 
+    def hidden_matrices(self) -> set[nn.Parameter]:
+        """Return the matrices of the layers, without embeddings and the head, which Muon updates."""
+        outside = [each for each in self.weights.modules() if isinstance(each, nn.Embedding)]
+        head = self.weights.get_output_embeddings()
+        others = {p for each in (*outside, *([] if head is None else [head])) for p in each.parameters()}
+        return {p for p in self.weights.parameters() if p.ndim == 2 and p not in others}
+
     @torch.no_grad()
     def check(self) -> None:
         """Check that documents of a block do not see each other: change the first, and compare the second.

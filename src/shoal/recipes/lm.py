@@ -42,7 +42,7 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
-from shoal.train.optim_config import TextOptimizerConfig, check_warmup
+from shoal.train.optim_config import MuonOptions, TextOptimizerConfig, check_warmup
 from shoal.train.run_dir import description_in, keep_description
 
 if TYPE_CHECKING:
@@ -99,11 +99,12 @@ class DataConfig(PreparedTextConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmOptimConfig(TextOptimizerConfig):
+class LmOptimConfig(MuonOptions, TextOptimizerConfig):
     """The optimizer and its schedule, in optimizer steps."""
 
-    optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "adamw"
-    """torch's AdamW, LAMB or LANS for large batches, or T5's Adafactor."""
+    optimizer: Literal["lamb", "lans", "adamw", "adafactor", "muon"] = "adamw"  # type: ignore[assignment]
+    """torch's AdamW; torch's Muon for the matrices of layers, with AdamW for all else; LAMB or LANS for large
+    batches; or T5's Adafactor."""
     weight_decay: float = 0.1
     """Decay of matrices and embeddings, not of biases and norms."""
     learning_rate: float = 3e-4
@@ -178,6 +179,12 @@ class LmConfig:
         check_warmup("optim", self.optim.warmup_steps, "train", self.train.total_steps)
         self.optim.schedule_of(self.train.total_steps)
         check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
+        if self.optim.optimizer == "muon" and self.servers.option:
+            raise UsageError(
+                f"optim.optimizer muon with {self.servers.option}: servers update all weights by "
+                "one optimizer, and have none that reads whole matrices; choose --optim.optimizer adamw, or "
+                "leave the servers' mode out"
+            )
 
 
 IMMUTABLE = (
@@ -198,7 +205,7 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.loader import held_out_batches
     from shoal.data.sources import ReaderSource
     from shoal.data.text.blocks import num_targets
-    from shoal.train.optimizers import build_optimizer
+    from shoal.train.optimizers import build_optimizers
     from shoal.train.run import Run
 
     with Run.open(config=config, recipe="lm", immutable=IMMUTABLE, worker=worker) as run:
@@ -217,9 +224,9 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
             with run.precision.autocast():
                 model.check()
         run.compile(model, dynamic=False)
-        optimizer = build_optimizer(model.named_parameters(), config.optim)
+        optimizers = build_optimizers(model.named_parameters(), config.optim, model.hidden_matrices())
         schedule = config.optim.schedule_of(config.train.total_steps)
-        run.keep(model=model, optimizer=optimizer)
+        run.keep(model=model, **optimizers)
 
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> None:
@@ -247,12 +254,13 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
         )
         for step in steps:
             with step:
-                set_learning_rate(optimizer, learning_rate(schedule, step.number - 1))
+                for optimizer in optimizers.values():
+                    set_learning_rate(optimizer, learning_rate(schedule, step.number - 1))
                 for batch in step:
                     total, loss, num_correct = ddp(**batch)
                     step.backward(total / step.num_targets)
                     step.add(step.num_targets, lm_loss=loss, lm_accuracy=num_correct)
-                step.update(optimizer, max_norm=config.optim.max_grad_norm)
+                step.update(*optimizers.values(), max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency, evaluation=True):
                 score()
         if run.lacks_scores("validation"):

@@ -84,11 +84,20 @@ class AdafactorOptions:
     """Options of Adafactor: it has none of its own."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MuonOptions(MomentOptions):
+    """Options of Muon, and of the AdamW beside it."""
+
+    muon_momentum: float | None = _option(0.95)
+    """Nesterov's momentum of the matrices that Muon updates; default: 0.95."""
+
+
 OPTIMIZERS: Mapping[str, type[Any]] = {
     "lamb": LambOptions,
     "lans": MomentOptions,
     "adamw": MomentOptions,
     "adafactor": AdafactorOptions,
+    "muon": MuonOptions,
     "sgd": SgdOptions,
     "lars": LarsOptions,
     "novograd": NovogradOptions,

@@ -1,14 +1,14 @@
-"""Builds the optimizer that the settings name."""
+"""Builds the optimizers that the settings name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from shoal.optim.lamb import parameter_groups
 from shoal.optim.lr_schedules import RATE_KEY, set_learning_rate
@@ -48,6 +48,38 @@ def build_optimizer(
     optimizer = _made(config.optimizer, groups, options)
     set_learning_rate(optimizer, learning_rate)
     return optimizer
+
+
+def build_optimizers(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    matrices: Collection[nn.Parameter],
+) -> dict[str, Optimizer]:
+    """Return what updates a model, by the names of checkpoints: one optimizer, or AdamW and Muon.
+
+    Muon (https://kellerjordan.github.io/posts/muon) updates matrices of hidden layers, and AdamW all others.
+    Its steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982, section 2.2), so both have
+    one learning rate and one weight decay.
+
+    Args:
+        named_parameters: those of ``model.named_parameters()``.
+        config: name and options of the optimizer.
+        matrices: two-dimensional parameters that Muon updates, where it is chosen.
+
+    Raises:
+        UsageError: an option is out of range.
+    """
+    if config.optimizer != "muon":
+        return {"optimizer": build_optimizer(named_parameters, config)}
+    options, decay = config.options(), config.weight_decay
+    momentum = options.pop("muon_momentum")
+    check_options({**options, "momentum": momentum, "weight_decay": decay})
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    chosen = [parameter for _, parameter in trained if parameter in matrices]
+    groups = parameter_groups([each for each in trained if each[1] not in matrices], decay)
+    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
+    muon = Muon(chosen, lr=0.0, weight_decay=decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+    return {"optimizer": _made("adamw", groups, options), "muon": muon}
 
 
 def _with_rate_of(

@@ -13,8 +13,8 @@ from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes import lm, memory
 from shoal.recipes.lm import DataConfig, LmConfig, LmOptimConfig, ModelConfig, sample
-from shoal.recipes.workloads import flops_per_sample, preset_settings
-from shoal.train.config import TrainConfig
+from shoal.recipes.workloads import flops_per_sample, preset_settings, workload_name
+from shoal.train.config import ServersConfig, TrainConfig
 from synthetic_text import SEP, prepare, random_documents
 
 PARAMETERS = {"gpt2-124m": 124_439_808, "llama-1b": 1_235_814_400, "llama-8b": 8_030_261_248}
@@ -49,6 +49,10 @@ def test_the_files_of_a_preset_are_those_of_its_model(name: str) -> None:
     sizes = json.loads(lm.source_of(settings.model).read_text())
     assert settings.data.block_length <= sizes.get("max_position_embeddings", sizes.get("n_positions"))
     assert settings.optim.options()["beta2"] == 0.95
+
+
+def test_the_planner_names_a_model_after_its_recipe() -> None:
+    assert [workload_name("lm", name) for name in lm.PRESETS] == [f"lm-{name}" for name in lm.PRESETS]
 
 
 def test_wsd_stays_at_the_rate_and_decays_at_the_end() -> None:
@@ -98,6 +102,8 @@ def test_what_does_not_go_together_is_refused_before_a_start(text: Path, tmp_pat
         lm.check(config(text, tmp_path), 2, None)
     with pytest.raises(UsageError, match=r"model\.vocab_size 3000 is for random weights"):
         lm.check(config(text, tmp_path, vocab_size=3_000), 2, None)
+    with pytest.raises(UsageError, match=r"optim\.optimizer muon with servers\.mode sync: servers"):
+        replace(whole, optim=LmOptimConfig(optimizer="muon"), servers=ServersConfig(mode="sync"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

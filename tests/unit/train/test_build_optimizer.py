@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.errors import UsageError
+from shoal.models.causal import CausalLM
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.lr_schedules import set_learning_rate
 from shoal.optim.novograd import Novograd
+from shoal.recipes.lm import LmOptimConfig
 from shoal.train.config import as_tree
 from shoal.train.optim_config import (
     OPTIMIZERS,
@@ -23,7 +27,7 @@ from shoal.train.optim_config import (
     VisionOptimizerConfig,
     defaults_of,
 )
-from shoal.train.optimizers import build_optimizer
+from shoal.train.optimizers import build_optimizer, build_optimizers
 
 
 def small_model() -> nn.Module:
@@ -38,7 +42,7 @@ def groups_of(optimizer: torch.optim.Optimizer, *names: str) -> list[tuple[Any, 
     return [(len(g["params"]), *(g.get(name) for name in names)) for g in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("config", [TextOptimizerConfig, VisionOptimizerConfig])
+@pytest.mark.parametrize("config", [TextOptimizerConfig, VisionOptimizerConfig, LmOptimConfig])
 def test_settings_have_the_options_of_their_own_optimizers(config: type[OptimizerConfig]) -> None:
     choices = get_args(get_type_hints(config)["optimizer"])
     options = {field.name for field in fields(config) if "default" in field.metadata}
@@ -162,3 +166,41 @@ def test_options_of_other_optimizers_are_refused(config: Any, given: dict[str, A
 def test_values_out_of_range_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         built(**given)
+
+
+def test_muon_updates_the_matrices_of_layers_and_adamw_all_else() -> None:
+    """The bits are those of torch's two optimizers; steps of matrices have about equal singular values."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    torch.manual_seed(2)
+    ours = CausalLM(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)))
+    theirs = copy.deepcopy(ours)
+    config = LmOptimConfig(optimizer="muon", weight_decay=0.1, beta2=0.95, muon_momentum=0.9)
+    made = build_optimizers(ours.named_parameters(), config, ours.hidden_matrices())
+    layers = [p for n, p in theirs.named_parameters() if ".layers." in n and p.ndim == 2]
+    others = [p for n, p in theirs.named_parameters() if not (".layers." in n and p.ndim == 2)]
+    assert len(layers) == 2 * 7 and len(others) == 2 + 2 * 2 + 1
+    groups = [{"params": [p for p in others if p.ndim == 2], "weight_decay": 0.1}]
+    groups += [{"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0}]
+    scaled = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    wanted = [
+        torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-6, fused=True),
+        torch.optim.Muon(layers, lr=0.01, momentum=0.9, **scaled),
+    ]
+    assert list(made) == ["optimizer", "muon"]
+    before = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    for step in range(3):
+        for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            own.grad = torch.randn(own.shape, generator=torch.Generator().manual_seed(step))
+            other.grad = own.grad.clone()
+        for each in made.values():
+            set_learning_rate(each, 0.01)
+        for each in (*made.values(), *wanted):
+            each.step()
+        if step == 0:
+            name = "weights.model.layers.1.mlp.up_proj.weight"
+            change = before[name] * (1 - 0.01 * 0.1) - dict(ours.named_parameters())[name].detach()
+            values = torch.linalg.svdvals(change / (0.01 * 0.2 * 48**0.5))
+            assert float(values.min()) > 0.5 and float(values.max()) < 1.3
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(own, other)
+    assert list(build_optimizers(ours.named_parameters(), LmOptimConfig(), set())) == ["optimizer"]
