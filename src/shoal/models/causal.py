@@ -96,7 +96,8 @@ class CausalLM(nn.Module):
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """Return what :meth:`forward` does, from its logits."""
-        logits, targets = logits.flatten(0, 1).float(), labels.flatten()
+        logits, targets = logits.flatten(0, 1), labels.flatten()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = functional.cross_entropy(logits, targets, reduction="sum")
         has_target = targets >= 0
         num_correct = ((logits.detach().argmax(-1) == targets) & has_target).sum()

@@ -79,6 +79,20 @@ def test_packed_is_one_document_at_a_time_by_transformers_own_loss(name: str, at
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_packed_in_fp64_is_one_document_at_a_time_to_twelve_digits(name: str) -> None:
+    """transformers rounds logits to fp32 for its own loss, so here its logits are compared."""
+    model, batch = tiny(name), packed()
+    total = CausalLM(model)(**batch)[0]
+    logits = [model(input_ids=each[None], use_cache=False).logits[0, :-1] for each in alone(batch)]
+    targets = torch.cat([document[1:] for document in alone(batch)])
+    wanted = torch.nn.functional.cross_entropy(torch.cat(logits), targets, reduction="sum")
+    assert total.dtype == torch.float64
+    assert float(total.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
+    for ours, theirs in zip(gradients(model, total), gradients(model, wanted), strict=True):
+        assert float((ours - theirs).norm()) <= 1e-12 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_planted_leak_is_found_only_across_documents(name: str) -> None:
     """Another token in the first document of a block changes what the others see only if positions run on."""
     model, batch = tiny(name), packed()
