@@ -194,12 +194,12 @@ def test_killed_while_it_unpacks_it_ends_with_the_same_bytes(
 READ_ALL = """
 import re, sys
 from pathlib import Path
-from shoal.data.progress import Progress
+from shoal.data.progress import PreparationProgress
 from shoal.data.text.corpus import cut_chunks, find_files, read_articles
 from shoal.data.text.unpack import unpack_files
 if __name__ == "__main__":
     found = find_files([sys.argv[1]], "auto")
-    files = unpack_files(found, Path(sys.argv[2]), Progress(shown=False), processes=1)
+    files = unpack_files(found, Path(sys.argv[2]), PreparationProgress(shown=False), processes=1)
     chunks = cut_chunks(files, 1 << 20)
     print(sum(len(article) for chunk in chunks for article in read_articles(chunk, "strict")))
     print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
