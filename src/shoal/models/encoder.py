@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -191,7 +193,11 @@ class Encoder:
 def _computes_in_bf16(rows: Tensor) -> bool:
     """Return whether products are computed in bf16; then what is between them is stored in bf16 as well."""
     device_type = rows.device.type
-    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16
+    return (
+        is_autocast_available(device_type)  # not for the meta device
+        and torch.is_autocast_enabled(device_type)
+        and torch.get_autocast_dtype(device_type) == torch.bfloat16
+    )
 
 
 def _add(residual: Tensor, output: Tensor) -> Tensor:
@@ -213,7 +219,8 @@ def _norm(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
 
     Under autocast a module's result would be fp32 on a GPU: twice the bytes for each step between products.
     """
-    with torch.autocast(rows.device.type, enabled=False):
+    device_type = rows.device.type
+    with torch.autocast(device_type, enabled=False) if is_autocast_available(device_type) else nullcontext():
         normed: Tensor = norm(rows.to(norm.weight.dtype))
     return normed.to(rows.dtype)
 
