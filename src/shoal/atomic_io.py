@@ -12,8 +12,10 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 import sys
+import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -54,6 +56,7 @@ _ARCHIVES = {
     b"SQLite format 3": "a database of SQLite",
 }
 _TAR_MAGIC = slice(257, 262), b"ustar"
+_CPIO = re.compile(rb"07070[127][0-9A-Fa-f]{70}")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -184,9 +187,20 @@ def archive_of(head: bytes) -> str:
         ('a zip', '')
     """
     span, magic = _TAR_MAGIC
-    if head[span] == magic:
+    if head[span] == magic or _is_old_tar(head):
         return "a tar"
+    if _CPIO.match(head):
+        return "a cpio archive"
     return next((words for magic, words in _ARCHIVES.items() if head.startswith(magic)), "")
+
+
+def _is_old_tar(head: bytes) -> bool:
+    """Return whether a tar begins so by its checksum: those from before POSIX have no magic number."""
+    try:
+        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
 
 
 def wide_encoding(head: bytes) -> str:

@@ -10,6 +10,7 @@ each class is held out.
 from __future__ import annotations
 
 import os
+import stat
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -264,6 +265,8 @@ def _files(folder: Path) -> list[_File]:
         for path in _visible(folder):
             if path.suffix.lower() in SUFFIXES:
                 facts = path.stat()
+                if not stat.S_ISREG(facts.st_mode):
+                    raise UsageError(f"{path} has an image's name but is no file: remove or rename it")
                 files.append(_File(path.relative_to(folder).as_posix(), facts.st_size, facts.st_mtime_ns))
     except OSError as error:
         _unreadable(error)

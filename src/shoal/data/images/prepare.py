@@ -198,7 +198,9 @@ def _finish(
     """Write the manifest and remove the records."""
     splits = {split: tuple(r.shard for r in results if r.task.split == split and r.shard) for split in SPLITS}
     if not splits[TRAIN]:
-        raise UsageError(f"{source.description}: none of the images to train on can be read")
+        skipped = (skipped for r in results if r.task.split == TRAIN for skipped in r.skipped)
+        first = next((f"; {name} {reason}" for name, reason in skipped), "")
+        raise UsageError(f"{source.description}: none of the images to train on can be read{first}")
     lines = [f"{r.task.split}\t{name}\t{reason}\n" for r in results for name, reason in r.skipped]
     if lines:
         write_atomically(out / SKIPPED, "".join(lines).encode("utf-8", "surrogateescape"))

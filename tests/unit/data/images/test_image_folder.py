@@ -122,6 +122,13 @@ def test_what_cannot_be_used_is_one_clear_error(tmp_path, names, options, words)
         detect_source(folder(tmp_path, *names), **options)
 
 
+def test_a_pipe_with_the_name_of_an_image_is_not_waited_for(tmp_path):
+    path = folder(tmp_path, "a/1.jpg")
+    os.mkfifo(path / "a" / "2.jpg")
+    with pytest.raises(UsageError, match=r"a/2\.jpg has an image's name but is no file: remove"):
+        detect_source(path).state()
+
+
 def test_a_path_that_is_no_folder(tmp_path):
     path = folder(tmp_path, "a/1.jpg")
     with pytest.raises(UsageError, match=r"there is no such folder\. Did you mean 'data'"):

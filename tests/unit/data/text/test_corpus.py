@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import os
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -202,18 +203,31 @@ def test_wrong_rows_are_counted_and_a_wrong_field_is_refused(tmp_path: Path) -> 
         articles_of(cut_chunks(find_files([f"{path}:text"], "auto"), 200))
 
 
+def old_tar() -> bytes:
+    """Return the header of a text of four bytes in a tar from before POSIX, and the text."""
+    header = tarfile.TarInfo("a.txt")
+    header.size = 4
+    unmarked = bytearray(header.tobuf(tarfile.USTAR_FORMAT))
+    unmarked[257:] = bytes(len(unmarked) - 257)
+    unmarked[148:156] = b" " * 8  # as the checksum counts itself
+    unmarked[148:156] = b"%06o\0 " % sum(unmarked)
+    return bytes(unmarked) + b"text".ljust(512, b"\0")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("a.txt", b"PK\x03\x04 and more", "its content is a zip and no text; unpack it"),
         ("a.txt", b"a.txt".ljust(257, b"\0") + b"ustar  \0", "its content is a tar"),
+        ("a.txt", old_tar(), "its content is a tar"),
+        ("a.txt", b"070701" + b"0" * 104 + b"a.txt\0", "its content is a cpio archive"),
         ("a.tar.gz", gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar  \0"), "compressed as .gz, is a tar"),
         ("a.txt", gzip.compress(b"text"), "is compressed by gzip and no text; .*by its kind .*gz"),
         ("a.txt", b"\xfd7zXZ\x00...", "is compressed by xz"),
         ("a.pdf", b"%PDF-1.7 ...", "is a PDF"),
         ("a.txt", b"One.\rTwo.\rThree.", "its lines end in CR alone"),
     ],
-    ids=["zip", "tar", "tar.gz", "gzip", "xz", "PDF", "CR"],
+    ids=["zip", "tar", "old tar", "cpio", "tar.gz", "gzip", "xz", "PDF", "CR"],
 )
 def test_archives_and_odd_line_ends_are_no_text(
     tmp_path: Path, name: str, content: bytes, words: str
