@@ -89,7 +89,7 @@ def work(member: Member, folder: str, begin: int) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process has: files, threads, resident MiB."""
+    """Counts a process's open files, threads and resident MiB."""
 
     files: int
     threads: int
@@ -97,7 +97,7 @@ class Facts:
 
 
 def facts_of(pid: int) -> Facts:
-    """Return what a process has."""
+    """Return the counts of a running process."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return Facts(files, int(status["Threads"]), int(status["VmRSS"].split()[0]) / 1024)
@@ -125,7 +125,7 @@ class Replay:
 
 @dataclass
 class Counts:
-    """What has been seen."""
+    """Accumulates the counts of a soak."""
 
     steps: int = 0
     states: int = 0

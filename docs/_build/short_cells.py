@@ -20,7 +20,7 @@ _ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 _CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 _CODE = re.compile(r"(<code>)([^<]{13,})(</code>)")
 _SEAM = re.compile(r"&\w+;|[_./(,=:](?=\w)")
-"""Where long code in a cell may be broken."""
+"""Matches the characters after which long code in a cell may break."""
 _TAG = re.compile(r"<[^>]+>")
 
 

@@ -50,7 +50,7 @@ class Target:
     read: Callable[[Path], object]
     file: str
     form: str
-    """How inputs are changed: a name in ``mutations.FORMS``."""
+    """Name of the mutation of inputs in ``mutations.FORMS``."""
 
 
 def read_text(path: Path) -> None:

@@ -62,7 +62,7 @@ class Transcript:
 
 @dataclass
 class Seal:
-    """What a side of a connection does to its frames."""
+    """Protects the frames that one side of a connection sends."""
 
     protection: int
     key: bytes

@@ -53,7 +53,7 @@ _CALLED_ELSEWHERE = {
     "eval-steps": ("--run.validation-frequency", "--run.evaluation-frequency"),
     "logging-steps": ("--run.log-frequency",),
 }
-"""What other programs call options of shoal; of several options the first that the command has is meant."""
+"""Maps option names of other programs to candidates here; the first that the command has is suggested."""
 _CODE = re.compile(r"``?([^`]+)``?")
 
 

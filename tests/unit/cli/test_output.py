@@ -1,4 +1,4 @@
-"""What a command prints: one JSON document, nothing, or its text."""
+"""Tests the choice of a command's output: one JSON document, nothing, or its text."""
 
 from __future__ import annotations
 

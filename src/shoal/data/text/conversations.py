@@ -359,7 +359,7 @@ def best_fit(lengths: Sequence[int] | Int64Array, size: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
-    """What is left in each row, ascending, and the number of the row."""
+    """Tokens of free space and number of each row, in ascending order."""
     for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[number])
         place = bisect_left(rooms, (length, -1))
