@@ -121,8 +121,8 @@ def _autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
     try:
         yield
     finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()  # inside another autocast too: its copies of weights would count
         torch.set_autocast_enabled(device_type, before[0])
         torch.set_autocast_dtype(device_type, before[1])
 

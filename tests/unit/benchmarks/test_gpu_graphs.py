@@ -37,6 +37,15 @@ def compiled_graphs(model: Any, dynamic: bool | None = None) -> Iterator[list[in
     model.compile(backend=backend, dynamic=dynamic, fullgraph=True)
     yield graphs
     torch._dynamo.reset()
+    _leave_autocasts()
+
+
+def _leave_autocasts() -> None:
+    """Leave what a graph entered and recomputation stopped in: no context manager leaves it there."""
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
 
 
 @pytest.mark.parametrize(

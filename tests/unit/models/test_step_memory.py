@@ -46,6 +46,8 @@ def test_linear_layers_by_hand() -> None:
         2 * 16 * 4 + gradient,
     )  # and the input's copy
     assert all(weight.device.type == "cpu" and not weight.is_meta for weight in model.parameters())
+    with torch.autocast("cpu", enabled=False):
+        assert count("bf16")[1] == 2 * 16 * 4 + gradient, "an autocast around it keeps no copies alive"
 
 
 def test_attention_kernels_keep_no_matrix() -> None:
