@@ -31,15 +31,15 @@ def chosen_output(words: list[str], own: list[str]) -> Iterator[list[str]]:
     if quiet:
         words = [word for word in words[:end] if word != _QUIET] + words[end:]
         end = len([word for word in own if word != _QUIET])
-    place = _document_place(words[:end])
-    if place is None:
+    index = _document_index(words[:end])
+    if index is None:
         if quiet and _JSON not in own:
             _point_stdout_at(os.open(os.devnull, os.O_WRONLY))
         yield words
         return
     with tempfile.TemporaryDirectory(prefix="shoal-json-") as folder:
         document = Path(folder) / "document.json"
-        words = [*words[:place], str(document), *words[place + (words[place : place + 1] == ["-"]) :]]
+        words = [*words[:index], str(document), *words[index + (words[index : index + 1] == ["-"]) :]]
         sys.argv[1:] = words  # a command that starts workers gives them its words
         stdout = os.dup(1)
         _point_stdout_at(os.open(os.devnull, os.O_WRONLY) if quiet else os.dup(2))
@@ -51,12 +51,12 @@ def chosen_output(words: list[str], own: list[str]) -> Iterator[list[str]]:
                     shutil.copyfileobj(source, target)
 
 
-def _document_place(own: list[str]) -> int | None:
-    """Return the place of the file of ``--json`` if it is the standard output."""
+def _document_index(own: list[str]) -> int | None:
+    """Return the index of the file of ``--json`` if it is the standard output."""
     if not own or own[0] not in WITH_FILES or _JSON not in own:
         return None
-    place = own.index(_JSON) + 1
-    return place if place == len(own) or own[place].startswith("-") else None
+    index = own.index(_JSON) + 1
+    return index if index == len(own) or own[index].startswith("-") else None
 
 
 def _point_stdout_at(descriptor: int) -> None:

@@ -253,7 +253,7 @@ def generate(
         ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
         mask[row, width - len(prompt) :] = 1
     processors = LogitsProcessorList([Draws(seeds, temperature, top_p, device)] if temperature else [])
-    found: Tensor = weights.generate(
+    sequences: Tensor = weights.generate(
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=max_new_tokens,
@@ -264,7 +264,7 @@ def generate(
         logits_processor=processors,
     )
     out = torch.full((len(prompts), max_new_tokens), float(end_id))
-    out[:, : found.shape[1] - width] = found[:, width:].cpu()
+    out[:, : sequences.shape[1] - width] = sequences[:, width:].cpu()
     return out
 
 

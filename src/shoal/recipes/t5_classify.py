@@ -290,13 +290,13 @@ def score_file(
     tokenizer: "Tokenizer",
 ) -> None:
     """Evaluate on a file by the whole model or by its stages; write scores and predictions."""
-    how, size = (run.world, run.precision), config.run.evaluation_batch_size
+    world, precision, size = run.world, run.precision, config.run.evaluation_batch_size
     if config.data.is_text and stage is not None:
         loss = t5_written.mean_loss(stage, file, run, config.parallel.pipeline)
         run.evaluation(file.data.path.stem, {LOSS: loss}, num_samples=len(file))
     elif config.data.is_text:
         search = t5_written.form_of(model).search
-        texts = t5_written.written_texts(model, file, tokenizer, search, *how, batch_size=size)
+        texts = t5_written.written_texts(model, file, tokenizer, search, world, precision, batch_size=size)
         t5_written.record_texts(run, file.data, texts, config.generation.metrics)
     else:
         by, names = config.data.labels_by, config.data.names(file.data.labels)
@@ -304,7 +304,7 @@ def score_file(
             losses = t5_written.label_losses_of_stages(stage, file, run, config.parallel.pipeline)
             predicted = t5_written.likeliest(losses)
         else:
-            predicted = t5_written.predicted_labels(model, file, by, *how, batch_size=size)
+            predicted = t5_written.predicted_labels(model, file, by, world, precision, batch_size=size)
         classify.record_scores(run, file.data, names, predicted, name=config.data.accuracy)
 
 

@@ -46,7 +46,7 @@ Message = Mapping[str, Any]
 class Conversation:
     """Messages, or a prompt and its response."""
 
-    place: str
+    location: str
     """In its file, such as ``line 3``."""
     messages: tuple[Message, ...] = ()
     prompt: str = ""
@@ -71,33 +71,33 @@ def read_conversations(
         UsageError: the file cannot be read, has another name, too many rows of another form, or no other.
     """
     responses = (response,) if response else RESPONSES
-    found = []
-    for place, row in _rows(path, bad, {*_MESSAGES, prompt, *responses}):
+    conversations = []
+    for location, row in _rows(path, bad, {*_MESSAGES, prompt, *responses}):
         try:
-            found.append(_conversation(place, row, prompt, responses, as_chat))
+            conversations.append(_conversation(location, row, prompt, responses, as_chat))
         except BadEntry as error:
-            bad.add(error, place)
-    bad.check(len(found))
-    if not found:
+            bad.add(error, location)
+    bad.check(len(conversations))
+    if not conversations:
         raise UsageError(f"{path}: holds no conversation")
-    return found
+    return conversations
 
 
 def _rows(path: Path, bad: BadEntries, fields: set[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place of each row and its fields."""
+    """Yield the location of each row and its fields."""
     if path.suffix == ".parquet":
         names = [name for name in field_names(path, str(path)) if name in fields]
         for number, row in enumerate(field_rows(path, names, str(path)), start=1):
             yield f"row {number}", row
     elif path.suffix in (".jsonl", ".json"):
-        for _, place, row in json_rows(path, bad):
-            yield place, row
+        for _, location, row in json_rows(path, bad):
+            yield location, row
     else:
         raise UsageError(f"{path}: is known by the end of its name: .jsonl, .json or .parquet")
 
 
 def _conversation(
-    place: str, row: Mapping[str, Any], prompt: str, responses: Sequence[str], as_chat: bool
+    location: str, row: Mapping[str, Any], prompt: str, responses: Sequence[str], as_chat: bool
 ) -> Conversation:
     """Return the conversation of a row.
 
@@ -105,15 +105,15 @@ def _conversation(
         BadEntry: it has another form.
     """
     if (name := next((each for each in _MESSAGES if row.get(each) is not None), None)) is not None:
-        return Conversation(place, messages=_messages(row[name]))
+        return Conversation(location, messages=_messages(row[name]))
     asked, answered = row.get(prompt), next((row[name] for name in responses if name in row), None)
     if not isinstance(asked, str) or not isinstance(answered, str):
         kind = f"a row without {_MESSAGES[0]}, and without the strings {prompt} and {' or '.join(responses)}"
         raise BadEntry(kind, f"has {', '.join(row) or 'nothing'}"[:100])
     if not as_chat:
-        return Conversation(place, prompt=asked, response=answered)
+        return Conversation(location, prompt=asked, response=answered)
     sides = ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
-    return Conversation(place, messages=sides)
+    return Conversation(location, messages=sides)
 
 
 def _messages(entries: Any) -> tuple[Message, ...]:
@@ -327,7 +327,7 @@ def tokenize(
             if not any(learnt[1:max_length]):
                 raise BadEntry(f"a conversation without a response in its first {max_length} tokens", "")
         except BadEntry as error:
-            bad.add(error, conversation.place)
+            bad.add(error, conversation.location)
             continue
         num_cut += len(own) > max_length
         ids += own[:max_length]
@@ -362,9 +362,9 @@ def best_fit(lengths: Sequence[int] | Int64Array, size: int) -> list[list[int]]:
     """Tokens of free space and number of each row, in ascending order."""
     for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[number])
-        place = bisect_left(rooms, (length, -1))
-        if place < len(rooms):
-            room, row = rooms.pop(place)
+        fitting = bisect_left(rooms, (length, -1))
+        if fitting < len(rooms):
+            room, row = rooms.pop(fitting)
             rows[row].append(number)
         else:
             room, row = size, len(rows)

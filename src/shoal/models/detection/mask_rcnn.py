@@ -274,8 +274,8 @@ def load_weights(model: MaskRCNN, path: Path) -> str:
         UsageError: the file is not there, lacks a tensor, or has one of another shape.
         ShoalError: it is damaged.
     """
-    found = _read(path)
-    is_detector = any(name.startswith(BACKBONE) for name in found)
+    weights = _read(path)
+    is_detector = any(name.startswith(BACKBONE) for name in weights)
     prefix = "" if is_detector else BACKBONE
     state = {
         name.removeprefix(prefix): tensor
@@ -284,22 +284,22 @@ def load_weights(model: MaskRCNN, path: Path) -> str:
     }
     num_new = 0
     for name, tensor in state.items():
-        if name not in found:
+        if name not in weights:
             raise UsageError(
                 f"model.weights {path} does not hold {name} of a {model.config.backbone}"
-                f"{' detector' if is_detector else ''}.{did_you_mean(name, found)}"
+                f"{' detector' if is_detector else ''}.{did_you_mean(name, weights)}"
             )
-        if found[name].shape == tensor.shape:
+        if weights[name].shape == tensor.shape:
             continue
-        if not name.startswith(_BY_CLASS) or found[name].shape[1:] != tensor.shape[1:]:
+        if not name.startswith(_BY_CLASS) or weights[name].shape[1:] != tensor.shape[1:]:
             raise UsageError(
-                f"model.weights {path}: {name} has shape {tuple(found[name].shape)}, the model's has "
+                f"model.weights {path}: {name} has shape {tuple(weights[name].shape)}, the model's has "
                 f"{tuple(tensor.shape)}; is model.backbone {model.config.backbone} the network of the file?"
             )
         num_new += 1
     for name, tensor in state.items():
-        if found[name].shape == tensor.shape:
-            tensor.copy_(found[name])
+        if weights[name].shape == tensor.shape:
+            tensor.copy_(weights[name])
     part = "the detector" if is_detector else "the backbone"
     return f"{part} from {path}" + (", but new predictors for other categories" if num_new else "")
 
