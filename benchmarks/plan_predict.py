@@ -67,6 +67,7 @@ def layout_of(row: Row, recipe: str, model: Workload, workers: Machines) -> Layo
         wire_bytes=wire_bytes,
         bucket_bytes=max(25 * MIB, int(trained / 32)),
         sharded_optimizer=recipe.startswith(_SHARDED),
+        scatters=recipe.startswith(_SHARDED),
         algorithm="two-hop" if re.search(_TWO_HOPS, row.source) else "hierarchical-ring",
         # NCCL 2.4 of the TensorFlow 2.1 images opens one socket to the next host of its ring.
         # The same code clips each worker's gradients before it averages them.

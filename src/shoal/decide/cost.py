@@ -149,4 +149,9 @@ def check_cuts(cost: ModelCost, cuts: Sequence[int]) -> None:
 
 def parameter_bytes(units: Sequence[Unit]) -> int:
     """Return the bytes of the parameters that the units use, each counted once."""
-    return sum({name: num_bytes for unit in units for name, num_bytes in unit.parameters}.values())
+    return sum(parameter_sizes(units))
+
+
+def parameter_sizes(units: Sequence[Unit]) -> list[int]:
+    """Return the bytes of each parameter that the units use."""
+    return list({name: num_bytes for unit in units for name, num_bytes in unit.parameters}.values())

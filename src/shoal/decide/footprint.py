@@ -67,7 +67,12 @@ def _size(num_bytes: int) -> str:
 
 
 def footprint(
-    num_parameters: float, *, state_bytes: float, activations_bytes: float, trainable: float = 1.0
+    num_parameters: float,
+    *,
+    state_bytes: float,
+    activations_bytes: float,
+    trainable: float = 1.0,
+    owned: float = 1.0,
 ) -> Footprint:
     """Return the memory of a worker that holds ``num_parameters``.
 
@@ -75,12 +80,13 @@ def footprint(
         state_bytes: of the optimizer, for each trained parameter (:func:`optimizer_state_bytes`).
         activations_bytes: kept for the backward pass.
         trainable: share of the parameters that have gradients.
+        owned: share of the optimizer's state that the worker keeps (ZeRO-1).
     """
     trained = num_parameters * trainable
     return Footprint(
         weights_bytes=round(4 * num_parameters),
         gradients_bytes=round(4 * trained),
-        optimizer_bytes=round(state_bytes * trained),
+        optimizer_bytes=round(owned * state_bytes * trained),
         activations_bytes=round(activations_bytes),
     )
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.decide.autotune import Choice, Conditions, ScheduleSearch
-from shoal.decide.cost import Link, ModelCost, StageCost, stage_costs
+from shoal.decide.cost import Link, ModelCost, StageCost, parameter_sizes, stage_costs
+from shoal.decide.ownership import largest_share
 from shoal.decide.partition import DoesNotFit, Memory, check_num_stages, in_gb
 from shoal.decide.server_assignment import ring_seconds
 from shoal.errors import UsageError
@@ -83,13 +84,22 @@ class Layout(_Shape):
 
 
 def averaging_s(
-    cost: ModelCost, choice: Choice, *, data: int, link: Link | None, gradient_ratio: float = 1.0
+    cost: ModelCost,
+    choice: Choice,
+    *,
+    data: int,
+    link: Link | None,
+    gradient_ratio: float = 1.0,
+    broadcasts: bool = False,
 ) -> float:
     """Return the time of a step from its first action until the last rank has its averaged gradients.
 
     Each rank's gradients are all-reduced in a ring of ``data`` replicas, 2 (n - 1) / n of their bytes through
     every link; sharded ones take as much, half of it before the step. Those of a weight that several ranks
     share are first all-reduced over these ranks, once the last of them has it.
+
+    Args:
+        broadcasts: owners then send their new weights to the other replicas (ZeRO-1), half of an all-reduce.
     """
     end = list(choice.timeline.rank_end_s)
     if link is None:
@@ -113,8 +123,8 @@ def averaging_s(
             for rank in ranks:
                 end[rank] = done
     return max(
-        done + ring(sum(parameters.values()) * gradient_ratio, data)
-        for done, parameters in zip(end, owned, strict=True)
+        done + ring(held * gradient_ratio, data) + broadcasts * ring(held, data) / 2
+        for done, held in zip(end, (sum(parameters.values()) for parameters in owned), strict=True)
     )
 
 
@@ -135,6 +145,8 @@ class LayoutSearch:
     """Between replicas. Default: the pipeline's."""
     shard: bool = False
     """Shard the state over the replicas."""
+    shard_optimizer: bool = False
+    """Divide the optimizer's state over the replicas (ZeRO-1)."""
 
     def choose(
         self, num_devices: int, pipelines: Sequence[int] | None = None, *, num_layouts: int = 5
@@ -234,6 +246,9 @@ class LayoutSearch:
         if shape.micro_batch_size != self.micro_batch_size:
             cost = cost.scaled(shape.micro_batch_size / self.micro_batch_size)
         memory = replace(self.memory, shards=shape.data if self.shard else 1)
+        if self.shard_optimizer:
+            owned = largest_share(parameter_sizes(cost.units), shape.data)
+            memory = replace(memory, optimizer_ratio=memory.optimizer_ratio * owned)
         conditions = replace(self.conditions, memory=memory, names=names or self.conditions.names)
         search = ScheduleSearch(
             cost=cost,
@@ -244,7 +259,17 @@ class LayoutSearch:
         choices = search.choose(num_refined)
         link = self.data_link or conditions.link
         ratio = memory.gradient_ratio
-        steps = [averaging_s(cost, c, data=shape.data, link=link, gradient_ratio=ratio) for c in choices]
+        steps = [
+            averaging_s(
+                cost,
+                each,
+                data=shape.data,
+                link=link,
+                gradient_ratio=ratio,
+                broadcasts=self.shard_optimizer,
+            )
+            for each in choices
+        ]
         best = min(range(len(choices)), key=lambda index: steps[index])
         return Layout(
             **vars(shape),
@@ -276,12 +301,14 @@ def _remedy(search: LayoutSearch, num_devices: int) -> str:
         if search.global_batch_size % size == 0
     ]
     if not search.shard:
-        changes.append(("sharded state", replace(search, shard=True), num_devices))
+        if not search.shard_optimizer:
+            changes.append(("a sharded optimizer", replace(search, shard_optimizer=True), num_devices))
+        changes.append(("sharded state", replace(search, shard=True, shard_optimizer=False), num_devices))
     changes += [(f"{n * num_devices} devices", search, n * num_devices) for n in _RELAXED_DEVICES]
     changes.append(
         (
             f"{_RELAXED_DEVICES[-1] * num_devices} devices, sharded state and micro-batches of 1",
-            replace(search, sizes=(1,), shard=True),
+            replace(search, sizes=(1,), shard=True, shard_optimizer=False),
             _RELAXED_DEVICES[-1] * num_devices,
         )
     )

@@ -33,6 +33,8 @@ def largest_share(sizes: Sequence[int], num_workers: int) -> float:
         >>> largest_share([2, 9, 4, 3], 2)
         0.5
     """
+    if num_workers >= len(sizes):
+        return max(sizes, default=0) / max(sum(sizes), 1)
     owned = [0] * num_workers
     for size, owner in zip(sizes, assign_owners(sizes, owned), strict=True):
         owned[owner] += size

@@ -14,7 +14,7 @@ from shoal.planner.comparison import Comparison, table_of
 from shoal.planner.hardware import Accelerator, require_accelerators
 from shoal.planner.prediction import Part, Plan
 from shoal.planner.scaling_limits import breaks_first, strains
-from shoal.planner.step_time import Layout
+from shoal.planner.step_time import Layout, num_replicas
 from shoal.planner.unequal_hosts import Division, recommended
 
 _BAR = 46
@@ -95,6 +95,8 @@ def command_of(plan: Plan) -> list[str]:
         words += [f"--{part.section}.micro-batch-size", f"{each.micro_batch}"]
     if layout.stages > 1:
         words += ["--parallel.pipeline", f"{layout.stages}"]
+    if layout.sharded_optimizer and not training.shard_optimizer:
+        words += ["--train.shard-optimizer"]
     if layout.wire_bytes == 2:
         words += ["--distributed.wire", "bf16"]
     if layout.algorithm.startswith("two-hop"):
@@ -111,7 +113,8 @@ def _best(plan: Plan) -> list[str]:
     hosts = f"{plan.workers}" + (f" + {plan.helpers}" if plan.helpers else "")
     device = require_accelerators(plan.workers)
     room = device.memory_bytes
-    share = layout.global_batch * layout.per_replica / plan.workers.num_accelerators
+    replicas = num_replicas(plan.workers, layout)
+    share = layout.global_batch / replicas
     prices = plan.workers.instance.price_source
     cost = f"unknown: {prices}" if plan.dollars is None else f"{plan.dollars:,.0f} dollars (prices: {prices})"
     network = plan.workers.instance.network.source
@@ -127,6 +130,7 @@ def _best(plan: Plan) -> list[str]:
         f"{share:g} samples, {step.micro_batches} × {share / step.micro_batches:g})",
         f"  gradients          {'fp32' if layout.wire_bytes == 4 else 'bf16'}, buckets of "
         f"{layout.bucket_bytes / 2**20:.0f} MiB",
+        *([f"  optimizer          sharded over {replicas:,} replicas"] if layout.sharded_optimizer else []),
         f"  precision          {_precision(device, part)}",
         f"  memory per device  {plan.memory_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
         f"  basis              {part.basis}",
@@ -203,14 +207,16 @@ def _best_layouts(plans: Sequence[Plan]) -> list[str]:
     lines = [
         "",
         "the best layouts",
-        f"  {'':<3}{'algorithm':<18} {'stages':>6} {'micro':>6} {'time':>12} {'cost':>10}  why",
+        f"  {'':<3}{'algorithm':<18} {'stages':>6} {'optimizer':>9} {'micro':>6} {'time':>12} {'cost':>10}  "
+        "why",
     ]
     for number, plan in enumerate(best_of_each(plans), start=1):
         layout = plan.layouts[0]
         micro = layout.global_batch * layout.per_replica / plan.workers.num_accelerators
         micro /= plan.steps[0].micro_batches
         lines.append(
-            f"  {number}. {layout.algorithm:<18} {layout.stages:>6} {micro:>6.4g} "
+            f"  {number}. {layout.algorithm:<18} {layout.stages:>6} "
+            f"{'sharded' if layout.sharded_optimizer else 'whole':>9} {micro:>6.4g} "
             f"{duration(plan.total_s):>12} {_dollars(plan):>10}  {reason(plan, plans[0])}"
         )
     return lines

@@ -118,7 +118,14 @@ def plan(
     if preset and not parts[0].convergence.target:
         length = (f"--{preset.length.replace('_', '-')}", str(sequence_length)) if sequence_length else ()
         command = ("shoal", *preset.command, *length)
-    training = Training(recipe=name, parts=parts, start_s=start_s, command=command)
+    training = Training(
+        recipe=name,
+        parts=parts,
+        start_s=start_s,
+        shard_optimizer=bool(preset and preset.shard_optimizer),
+        has_stages=preset is None or preset.has_stages,
+        command=command,
+    )
     return search(training, hosts, helping, goal=goal, algorithms=algorithms, wire_bytes=wire_bytes)
 
 

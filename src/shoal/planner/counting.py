@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -118,7 +119,13 @@ def _count(
         precision: kept_activations(model, inputs, loss, num_samples=num_samples, precision=precision)
         for precision in TYPES
     }
-    return workload_of_profile(name, profile, kept, **fields)
+    return workload_of_profile(name, profile, kept, weight_sizes=weight_sizes(model), **fields)
+
+
+def weight_sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Return (numbers in a weight, weights of this size) of those that have gradients."""
+    sizes = Counter(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return tuple(sorted(sizes.items()))
 
 
 # ---- the catalog's models -------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ RESERVED = 0.1
 """Share of the memory for the framework, workspaces and fragmentation."""
 
 
-def device_memory(workload: Workload, layout: Layout, *, micro_batch: float, precision: str = "fp16") -> int:
+def device_memory(
+    workload: Workload, layout: Layout, *, micro_batch: float, replicas: int = 1, precision: str = "fp16"
+) -> int:
     """Return the bytes on the fullest accelerator of a layout.
 
     In a pipeline that is the device whose stages have the most parameters. The first of p stages keeps the
@@ -21,6 +23,7 @@ def device_memory(workload: Workload, layout: Layout, *, micro_batch: float, pre
 
     Args:
         micro_batch: samples per micro-batch.
+        replicas: among which ``layout.sharded_optimizer`` divides the optimizer's state.
         precision: of the activations that are kept for the backward pass.
     """
     share = fullest_share(workload, stages=layout.stages, virtual=layout.virtual)
@@ -28,6 +31,7 @@ def device_memory(workload: Workload, layout: Layout, *, micro_batch: float, pre
         workload.num_parameters * share / layout.tensor,
         trainable=workload.trainable,
         state_bytes=workload.state_bytes,
+        owned=workload.owned(replicas) if layout.sharded_optimizer else 1.0,
         activations_bytes=workload.activations[precision].of(micro_batch, 1 / layout.tensor),
     ).total_bytes
 

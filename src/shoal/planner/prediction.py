@@ -68,6 +68,10 @@ class Training:
     start_s: float = START_S
     """From starting the hosts' processes to the first step: data, communicators, compilation."""
     checkpoint_every_steps: int | None = 1000
+    shard_optimizer: bool = False
+    """The settings divide the optimizer's state over the replicas; else it is divided where it must be."""
+    has_stages: bool = True
+    """The model can be divided into stages of a pipeline."""
     command: tuple[str, ...] = ()
     """Starts it, up to the options that a plan chooses; empty: no recipe trains it."""
 
@@ -151,8 +155,13 @@ def predict(
                 checkpoint_every_steps=training.checkpoint_every_steps,
             )
         )
-        micro = part.global_batch / num_replicas(workers, layout) / step.micro_batches
-        memories.append(device_memory(part.workload, layout, micro_batch=micro, precision=part.precision))
+        replicas = num_replicas(workers, layout)
+        micro = part.global_batch / replicas / step.micro_batches
+        memories.append(
+            device_memory(
+                part.workload, layout, micro_batch=micro, replicas=replicas, precision=part.precision
+            )
+        )
     total_s = sum(run.total_s for run in runs)
     alone = _alone(training.parts[0], workers, layouts[0])
     rate = training.parts[0].global_batch / steps[0].total_s

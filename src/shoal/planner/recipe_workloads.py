@@ -34,6 +34,9 @@ class Preset:
     length: str = ""
     """The setting with the tokens of a sample, such as ``data.max_seq_length``."""
     precision: str = "auto"
+    shard_optimizer: bool = False
+    has_stages: bool = True
+    """The recipe can divide its model into stages of a pipeline."""
 
     @property
     def name(self) -> str:
@@ -87,6 +90,7 @@ def catalog() -> dict[str, list[Workload]]:
             precision: Activations(sample_bytes=of_sample, fixed_bytes=of_copies)
             for precision, (of_sample, of_copies) in entry.pop("activations").items()
         }
+        entry["weight_sizes"] = tuple((size, count) for size, count in entry["weight_sizes"])
         workloads.setdefault(entry["name"], []).append(Workload(layers=layers, activations=kept, **entry))
     return workloads
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.decide.batch import StagesConfig
@@ -20,42 +19,96 @@ Goal = Literal["time", "cost"]
 _STAGES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def layouts_of(part: Part, workers: Machines, *, algorithm: str, wire_bytes: int = 4) -> list[Layout]:
-    """Return the layouts of a part that fit, at most one per number of stages.
+def layouts_of(
+    training: Training, workers: Machines, *, algorithm: str, wire_bytes: int = 4
+) -> list[tuple[Layout, ...]]:
+    """Return the layouts that fit, each with one entry per part of the training.
 
     A model that fits on one device is not split; another is tried with the fewest stages and twice as many.
     The batch is divided as in ``shoal train``; where its micro-batch does not fit, the largest divisor that
-    does is taken.
+    does is taken, and the optimizer's state is divided over the replicas (ZeRO-1) if larger ones then fit.
 
     Raises:
         UsageError: the batch does not divide, or nothing fits: names the nearest layout and how much memory
             it lacks.
     """
-    room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
-    layouts: list[Layout] = []
-    tried: list[tuple[int, Layout]] = []
-    for stages in _STAGES:
-        if workers.num_accelerators % stages or stages > len(part.workload.layers):
+    fitting: list[tuple[Layout, ...]] = []
+    missing: list[tuple[float, str]] = []
+    fewest = 0
+    num_layers = min(len(part.workload.layers) for part in training.parts)
+    for stages in _STAGES if training.has_stages else _STAGES[:1]:
+        if workers.num_accelerators % stages or stages > num_layers:
             continue
-        if layouts and stages > layouts[0].stages * (1 if layouts[0].stages == 1 else 2):
+        if fewest and stages > fewest * (1 if fewest == 1 else 2):
             break  # more stages than the model needs only add bubbles
-        for layout in _candidates(part, workers, stages=stages, algorithm=algorithm, wire_bytes=wire_bytes):
-            assert layout.micro_batch is not None
-            needed = device_memory(
-                part.workload, layout, micro_batch=layout.micro_batch, precision=part.precision
-            )
-            tried.append((needed, layout))
-            if needed <= room:
-                layouts.append(layout)
-                break
-    if not layouts:
-        needed, layout = min(tried, key=lambda pair: pair[0])
-        raise UsageError(
-            f"{part.workload.name} fits on no layout of {workers}: the nearest, {layout.stages} stages with "
-            f"micro-batches of {layout.micro_batch:g}, needs {needed / 2**30:.1f} GiB a device, "
-            f"{(needed - room) / 2**30:.1f} GiB more than there are; take more or larger devices"
+        for sharded in (True,) if training.shard_optimizer else (False, True):
+            if sharded and workers.num_accelerators == stages:
+                continue
+            shape = _Shape(stages=stages, sharded=sharded, algorithm=algorithm, wire_bytes=wire_bytes)
+            try:
+                chosen = [_first_that_fits(part, workers, shape) for part in training.parts]
+            except _Lacks as lack:
+                missing.append((lack.num_bytes, str(lack)))
+                continue
+            layouts = tuple(layout for layout, _ in chosen)
+            if tuple(replace(layout, sharded_optimizer=False) for layout in layouts) in fitting:
+                continue  # the same micro-batches
+            fitting.append(layouts)
+            if not sharded or training.shard_optimizer:
+                fewest = fewest or stages
+                if all(is_preferred for _, is_preferred in chosen):
+                    break  # less memory for the optimizer gains nothing
+    if not fitting:
+        raise UsageError(min(missing)[1])
+    return fitting
+
+
+class _Lacks(Exception):
+    """No micro-batch of a layout fits."""
+
+    def __init__(self, message: str, num_bytes: float) -> None:
+        super().__init__(message)
+        self.num_bytes = num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """A layout without micro-batches, the same for all parts of a training."""
+
+    stages: int
+    sharded: bool
+    algorithm: str
+    wire_bytes: int
+
+
+def _first_that_fits(part: Part, workers: Machines, shape: _Shape) -> tuple[Layout, bool]:
+    """Return the layout with the largest micro-batch that fits, and whether it is that of ``shoal train``.
+
+    Raises:
+        _Lacks: none fits.
+    """
+    room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
+    replicas = workers.num_accelerators // shape.stages
+    needed, layout = 0, None
+    for number, layout in enumerate(_candidates(part, workers, shape)):
+        assert layout.micro_batch is not None
+        needed = device_memory(
+            part.workload,
+            layout,
+            micro_batch=layout.micro_batch,
+            replicas=replicas,
+            precision=part.precision,
         )
-    return layouts
+        if needed <= room:
+            return layout, number == 0
+    assert layout is not None
+    raise _Lacks(
+        f"{part.workload.name} fits on no layout of {workers}: the nearest, {shape.stages} "
+        f"{'stage' if shape.stages == 1 else 'stages'} with micro-batches of {layout.micro_batch:g}"
+        f"{' and a sharded optimizer' if shape.sharded else ''}, needs {needed / 2**30:.1f} GiB a device, "
+        f"{(needed - room) / 2**30:.1f} GiB more than there are; take more or larger devices",
+        needed - room,
+    )
 
 
 @dataclass(frozen=True)
@@ -64,10 +117,9 @@ class _Sizes:
     micro_batch_size: int | None
 
 
-def _candidates(
-    part: Part, workers: Machines, *, stages: int, algorithm: str, wire_bytes: int
-) -> Iterator[Layout]:
-    """Yield the layouts with a number of stages, with the micro-batch of ``shoal train`` and smaller ones."""
+def _candidates(part: Part, workers: Machines, shape: _Shape) -> Iterator[Layout]:
+    """Yield the layouts with the micro-batch of ``shoal train`` and smaller ones."""
+    stages = shape.stages
     sizes = _Sizes(part.global_batch, part.micro_batch)
     batch = StagesConfig(pipeline=stages).plan(sizes, workers.num_accelerators, section=part.section)
     share, most = batch.worker_batch_size, batch.micro_batch_size
@@ -79,8 +131,9 @@ def _candidates(
             micro_batch=micro,
             stages=stages,
             virtual=2 if stages > 1 else 1,
-            algorithm=algorithm,
-            wire_bytes=wire_bytes,
+            sharded_optimizer=shape.sharded,
+            algorithm=shape.algorithm,
+            wire_bytes=shape.wire_bytes,
             bucket_bytes=recommended_bucket_bytes(
                 workers.count,
                 ranks_per_host=max(workers.instance.num_accelerators, 1),
@@ -113,13 +166,9 @@ def search(
         used = helpers if algorithm == "two-hop-helpers" else None
         if algorithm == "two-hop-helpers" and helpers is None:
             continue
-        choices = [
-            layouts_of(part, workers, algorithm=algorithm, wire_bytes=wire_bytes) for part in training.parts
-        ]
         plans += [
             predict(training, workers, layouts, used)
-            for layouts in itertools.product(*choices)
-            if len({layout.stages for layout in layouts}) == 1  # a run has one layout
+            for layouts in layouts_of(training, workers, algorithm=algorithm, wire_bytes=wire_bytes)
         ]
     if not plans:
         raise UsageError("no algorithm is left to plan with; two-hop-helpers needs --helpers")

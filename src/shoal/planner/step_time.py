@@ -14,7 +14,7 @@ the same global batch are never eight times as fast, however good the network is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shoal.decide.server_assignment import DDP_BUCKET_BYTES
@@ -68,7 +68,10 @@ class Layout:
     overlap: bool = True
     """Averaging begins during the backward pass; it cannot where each worker clips its gradients before."""
     sharded_optimizer: bool = False
-    """Each data-parallel worker updates its part of the parameters only."""
+    """Each replica updates its part of the parameters only, and sends it to the others (ZeRO-1)."""
+    scatters: bool = False
+    """With a sharded optimizer: only owners get averaged gradients, and the new weights are gathered in the
+    next forward pass, as Megatron's optimizer does."""
 
     @property
     def per_replica(self) -> int:
@@ -147,9 +150,14 @@ def step_time(
         sent = _average(workload, workers, helpers, layout, begin_s=computed_s - window_s, window_s=window_s)
     updated = workload.num_parameters * workload.trainable / layout.per_replica
     gathered_s = 0.0
-    if layout.sharded_optimizer:
+    if layout.scatters:
         updated /= replicas
         gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - window_s / 2)
+    elif layout.sharded_optimizer and replicas > 1:
+        # Each worker receives all new weights in fp32 after the update: half the traffic of an all-reduce.
+        all_reduce, links = _all_reduce(workers, helpers, layout)
+        gathered_s = exchange([(0.0, 2.0 * updated)], all_reduce, links).end_s
+        updated *= workload.owned(replicas)
     return StepTime(
         forward_s=count * compute_s / 3,
         backward_s=count * compute_s * 2 / 3,
@@ -175,12 +183,19 @@ def _average(
     trained = workload.trainable / layout.per_replica * layout.wire_bytes
     least = workload.num_parameters * trained / MOST_BUCKETS
     buckets = gradient_buckets(workload.layers, max(layout.bucket_bytes, least), trained)
-    # Sharded, gradients are only scattered; the new parameters are gathered in the next forward pass.
-    halved = 0.5 if layout.sharded_optimizer else 1.0
+    # Scattered gradients take half of it; the new parameters are gathered in the next forward pass.
+    halved = 0.5 if layout.scatters else 1.0
     ready = [
         (begin_s + (done if layout.overlap else 1.0) * window_s, halved * num_bytes)
         for done, num_bytes in buckets
     ]
+    return exchange(ready, *_all_reduce(workers, helpers, layout))
+
+
+def _all_reduce(
+    workers: Machines, helpers: Machines | None, layout: Layout
+) -> tuple[Collective, Mapping[str, float]]:
+    """Return the phases of averaging over the replicas, and the rates of the links."""
     all_reduce = collective(
         layout.algorithm,
         workers,
@@ -188,8 +203,9 @@ def _average(
         local_group=max(1, workers.instance.num_accelerators // layout.per_replica),
         at_once=layout.collectives_at_once,
     )
-    links = capacities(workers, helpers, algorithm=layout.algorithm, connections=layout.connections)
-    return exchange(ready, all_reduce, links)
+    return all_reduce, capacities(
+        workers, helpers, algorithm=layout.algorithm, connections=layout.connections
+    )
 
 
 def served_s(

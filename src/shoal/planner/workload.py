@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shoal.decide.footprint import Activations
+from shoal.decide.ownership import largest_share
 from shoal.errors import UsageError
 
 LAMB_BYTES = 36.0
@@ -56,6 +57,8 @@ class Workload:
     """State of the optimizer per trained parameter."""
     trainable: float = 1.0
     """Share of the parameters that have gradients (LoRA trains few)."""
+    weight_sizes: tuple[tuple[int, int], ...] = ()
+    """(numbers in a weight, weights of this size) of those that have gradients; empty: each layer has one."""
     equal_shares: bool = False
     """All workers need parts of one size, as the stages of a pipeline do."""
     refuses_fp16: str = ""
@@ -75,6 +78,11 @@ class Workload:
     @cached_property
     def forward_flops(self) -> float:
         return sum(layer.forward_flops for layer in self.layers)
+
+    def owned(self, num_owners: int) -> float:
+        """Return the share of the optimizer's state that the fullest of its owners keeps (ZeRO-1)."""
+        sizes = [size for size, count in self.weight_sizes for _ in range(count)]
+        return largest_share(sizes or [layer.num_parameters for layer in self.layers], num_owners)
 
     @property
     def training_flops(self) -> float:

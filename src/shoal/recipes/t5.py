@@ -376,6 +376,7 @@ def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
         ),
         data_link=instance.far,
         shard=parallel.shard,
+        shard_optimizer=train.shard_optimizer,
     )
     return search.choose(num_devices, None if parallel.layout == "auto" else (parallel.pipeline,))
 

@@ -147,6 +147,8 @@ def preset_of(name: str) -> Preset | None:
         phases=tuple(phases),
         length=entry.length,
         precision=getattr(config.train, "precision", "auto"),
+        shard_optimizer=config.train.shard_optimizer,
+        has_stages=hasattr(config, "parallel"),
     )
 
 
@@ -211,7 +213,7 @@ def with_new_model(config: Any, folder: Path, model: str) -> Any:
 def workload_of(name: str, sample: Sample, config: Any) -> Workload:
     """Count the planner's workload of a recipe's sample."""
     from shoal.models.step_memory import TYPES
-    from shoal.planner.counting import workload_of_profile
+    from shoal.planner.counting import weight_sizes, workload_of_profile
 
     profile = profile_of(sample)
     workload = workload_of_profile(
@@ -223,6 +225,7 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
         optimizer_bytes=MOMENTUM_BYTES if state_bytes(config) == 4 else LAMB_BYTES,
         state_bytes=state_bytes(config),
         relay_bytes=sample.relay_bytes,
+        weight_sizes=weight_sizes(sample.model),
         trainable=sample.num_trainable / sample.num_parameters,
         equal_shares=getattr(config, "equal_shares", False),
         refuses_fp16=getattr(config, "refuses_fp16", ""),

@@ -164,6 +164,8 @@ def test_averaging_begins_when_a_rank_is_done_and_tied_weights_come_first():
     assert averaging_s(cost, choice, data=1, link=link) == tied
     assert averaging_s(cost, choice, data=4, link=link) == tied + 6 * (0.25 + 440 / 40)
     assert averaging_s(cost, choice, data=4, link=None) == 6
+    sharded = averaging_s(cost, choice, data=4, link=link, broadcasts=True)
+    assert sharded == tied + (6 + 3) * (0.25 + 440 / 40)
     half = averaging_s(cost, choice, data=4, link=link, gradient_ratio=0.5)
     assert half == 6 + 2 * (0.25 + 1) + 6 * (0.25 + 220 / 40)
 
@@ -249,6 +251,15 @@ def test_smaller_micro_batches_and_sharded_state_are_named_where_they_help():
     heavy = blocks(1, parameter_bytes=1000, saved_bytes=0)
     with pytest.raises(DoesNotFit, match="with sharded state it fits as pipeline 1 × data 4"):
         choose_layout(heavy, 4, Memory(limit_bytes=3000), global_batch_size=16)
+
+
+def test_a_sharded_optimizer_is_divided_over_replicas_and_named_where_it_helps():
+    cost, memory = blocks(4, parameter_bytes=1000, saved_bytes=0), Memory(limit_bytes=10_010)
+    options = {"global_batch_size": 16, "pipelines": (1,)}
+    with pytest.raises(DoesNotFit, match="with a sharded optimizer it fits as pipeline 1 × data 4"):
+        choose_layout(cost, 4, memory, **options)  # 4000 x (1 + 1 + 2)
+    (layout,) = choose_layout(cost, 4, memory, **options, shard_optimizer=True)
+    assert layout.spare_bytes == 10  # 4000 x (1 + 1 + 2 / 4)
 
 
 def test_nothing_that_helps_is_said_too():

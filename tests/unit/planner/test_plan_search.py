@@ -10,6 +10,7 @@ from plan_made import hosts, model
 from shoal.errors import UsageError
 from shoal.planner.answer import best_of_each, helpers_sentence, reason
 from shoal.planner.convergence import Convergence
+from shoal.planner.hardware import Machines
 from shoal.planner.prediction import Part, Training, run_time
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.search import layouts_of, search
@@ -32,6 +33,12 @@ def part(batch: int = 1024, **made: float) -> Part:
         achieved_flops=1e13,
         basis="made for a test",
     )
+
+
+def chosen(made: Part, workers: Machines | None = None, **options: bool) -> list[Layout]:
+    """The layouts of a training with one part, on 32 devices."""
+    training = Training(recipe="made", parts=(made,), **options)
+    return [layout for (layout,) in layouts_of(training, workers or hosts(4), algorithm="ring")]
 
 
 def test_the_parts_of_the_time_add_up_and_cost_follows() -> None:
@@ -62,14 +69,32 @@ def test_time_and_cost_rank_differently() -> None:
 
 
 def test_a_model_is_split_only_when_it_must_be() -> None:
-    assert {layout.stages for layout in layouts_of(part(), hosts(4), algorithm="ring")} == {1}
-    large = part(parameters=400_000_000)  # 64 GB of state; 32 GiB a device
-    found = layouts_of(large, hosts(4), algorithm="ring")
-    assert all(layout.stages > 1 for layout in found)
+    assert [layout.stages for layout in chosen(part())] == [1]
+    large = part(parameters=600_000_000)  # 96 GB of state, 48 of it the optimizer's; 32 GiB a device
+    found = chosen(large)
+    assert found and all(layout.stages > 1 for layout in found)
     with pytest.raises(
         UsageError, match=r"made fits on no layout of 1xhost: the nearest, .* GiB more than there"
     ):
-        layouts_of(part(parameters=40_000_000_000), hosts(1), algorithm="ring")
+        chosen(part(parameters=40_000_000_000), hosts(1))
+
+
+def test_the_optimizer_is_sharded_only_where_its_state_does_not_fit_whole() -> None:
+    large = part(parameters=300_000_000)  # 48 GB on 32 GiB: half of it the optimizer's
+    first, *others = chosen(large)
+    assert (first.stages, first.sharded_optimizer) == (1, True)
+    assert others and all(layout.stages > 1 for layout in others)
+    assert [layout.sharded_optimizer for layout in chosen(part(), shard_optimizer=True)] == [True]
+    with pytest.raises(UsageError, match=r"nearest, 1 stage with micro-batches of 1 and a sharded optimizer"):
+        chosen(part(parameters=600_000_000), has_stages=False)
+
+
+def test_parts_of_a_training_have_one_layout() -> None:
+    parts = part(), part(parameters=600_000_000)
+    training = Training(recipe="made", parts=parts)
+    found = layouts_of(training, hosts(4), algorithm="ring")
+    assert found and all(first.stages == second.stages > 1 for first, second in found)
+    assert search(training, hosts(4))
 
 
 def test_evaluations_and_checkpoints_are_counted() -> None:

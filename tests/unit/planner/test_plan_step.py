@@ -67,6 +67,21 @@ def test_without_overlap_all_of_the_network_shows() -> None:
     assert step.exposed_s >= 2 * 7 / 8 * 100 * 1e6 * 2 / 1e10
 
 
+def test_a_sharded_optimizer_updates_less_and_sends_its_weights() -> None:
+    workload = model(num_layers=10, parameters=1_000_000)
+    whole, sharded = (
+        step_time(
+            workload,
+            hosts(8, per_host=1, nic=1e10),
+            Layout(global_batch=512, sharded_optimizer=is_sharded),
+            achieved_flops=1e13,
+        )
+        for is_sharded in (False, True)
+    )
+    assert sharded.optimizer_s == pytest.approx(whole.optimizer_s * 2 / 10)  # of ten weights, two at most
+    assert sharded.exposed_s - whole.exposed_s == pytest.approx(7 / 8 * 10e6 * 4 / 1e10)
+
+
 def test_bubble_is_that_of_interleaved_1f1b() -> None:
     layout = Layout(global_batch=64, micro_batch=1, stages=4, virtual=2)
     workload = model(num_layers=16)
