@@ -1,14 +1,17 @@
 // Cryptography of the wire, by OpenSSL's libcrypto: SHA-256 (FIPS 180-4), HMAC (RFC 2104), HKDF (RFC 5869), X25519
-// (RFC 7748) and AES-128-GCM (NIST SP 800-38D). All throw std::runtime_error if the library fails.
+// (RFC 7748) and AES-128-GCM (NIST SP 800-38D; tags without encryption by Ghash). All throw std::runtime_error if the library fails.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
+
+#include "base/ghash.h"
 
 struct evp_cipher_ctx_st;
 
@@ -49,8 +52,9 @@ class Gcm {
 
   explicit Gcm(const Key& key);
 
-  // Returns the tag of bytes that stay readable (GMAC).
+  // Returns the tag of bytes that stay readable (GMAC): by Ghash where the processor can.
   Tag tag_of(const Nonce& nonce, const void* data, std::size_t size);
+  Tag tag_by_library(const Nonce& nonce, const void* data, std::size_t size);
   // Encrypts from `data` to `out`, which may be the same; returns the tag.
   Tag encrypt(const Nonce& nonce, const void* data, std::size_t size, void* out);
   // Decrypts in the same way. Returns false if the tag is not that of the bytes; `out` then holds nothing of use.
@@ -60,10 +64,14 @@ class Gcm {
   struct Free {
     void operator()(evp_cipher_ctx_st* context) const;
   };
+  using Context = std::unique_ptr<evp_cipher_ctx_st, Free>;
   void begin(const Nonce& nonce, bool encrypts);
   Tag finish();
+  Ghash::Block encrypted(const Ghash::Block& block);
 
-  std::unique_ptr<evp_cipher_ctx_st, Free> context_;
+  Context context_;
+  Context blocks_;  // encrypts single ones
+  std::optional<Ghash> hash_;  // none: the library's
 };
 
 }  // namespace shoal

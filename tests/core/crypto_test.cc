@@ -157,6 +157,23 @@ TEST(gcm_nist_vectors) {
   CHECK_EQ(hex(other.tag_of(array_of<12>("e0e00f19fed7ba0136a797f3"), readable.data(), readable.size())), "209fcc8d3675ed938e9c7166709dd946");
 }
 
+// All remainders of the loop, and every place in a block where the bytes begin and end.
+TEST(gcm_tags_are_the_librarys_at_every_length_and_alignment) {
+  std::uint32_t state = 1;
+  std::vector<std::uint8_t> bytes(5000);
+  for (auto& byte : bytes) byte = static_cast<std::uint8_t>((state = state * 1664525u + 1013904223u) >> 24);
+  for (int key = 0; key < 4; ++key) {  // of both values of the highest bit of the subkey
+    shoal::Gcm gcm(array_of<16>("0001020304050607f8090a0b0c0d0e0" + std::to_string(key)));
+    auto nonce = array_of<12>("000102030405060708090a0b");
+    for (std::size_t size = 0; size <= 1300; ++size) {
+      nonce[0] = static_cast<std::uint8_t>(size);
+      const auto* const at = bytes.data() + size % 67;
+      CHECK(gcm.tag_of(nonce, at, size) == gcm.tag_by_library(nonce, at, size));
+    }
+    CHECK(gcm.tag_of(nonce, bytes.data(), bytes.size()) == gcm.tag_by_library(nonce, bytes.data(), bytes.size()));
+  }
+}
+
 TEST(gcm_sees_every_flipped_bit_and_another_nonce) {
   const auto nonce = array_of<12>("000000000000000000000001");
   shoal::Gcm gcm(array_of<16>("000102030405060708090a0b0c0d0e0f"));

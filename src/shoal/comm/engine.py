@@ -86,7 +86,7 @@ class CommError(ShoalError):
 
 PROTECTIONS = ("checksum", "tag", "encrypt")
 """Values of :attr:`EngineOptions.protection`."""
-DEFAULT_PROTECTION = "checksum"
+DEFAULT_PROTECTION = "tag"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class EngineOptions:
         protection: of messages between processes. "checksum" finds damage. "tag" authenticates each one with
             a key of the connection (GMAC): nobody without it can change, repeat, reorder or insert any.
             "encrypt" keeps their contents secret too (AES-GCM); over TCP only. ``None``: "encrypt" if
-            SHOAL_ENCRYPT is 1, else "checksum".
+            SHOAL_ENCRYPT is 1, else "tag".
         ordered_callbacks: whether a collective waits until callbacks of earlier ones have returned. Needed if
             callbacks and the program issue collectives concurrently, as PowerSGD's with several buckets.
     """
