@@ -24,9 +24,9 @@ from shoal.data.coco.source import check_masks, prepared_truth, read_categories
 from shoal.data.coco.transform import DetectionTransform
 from shoal.data.images.shards import ImageShards
 from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
-from shoal.recipes import memory
 from shoal.recipes.export import export_model
 from shoal.recipes.mask_rcnn import check, use
+from shoal.recipes.memory import MemoryCount
 from shoal.record import read_record
 
 
@@ -156,7 +156,7 @@ def test_faster_r_cnn_learns_from_boxes(
     assert jobs.run(mask_rcnn_jobs.small_config(data, run_dir), 1) == [EXIT_USAGE]
     shutil.rmtree(run_dir)
     config = mask_rcnn_jobs.small_config(data, run_dir, model={"masks": False})
-    assert any("parameters" in line for line in check(config, 2, memory))
+    assert any("parameters" in line for line in check(config, 2, MemoryCount()))
     assert jobs.run(config) == [EXIT_OK, EXIT_OK]
     rows = read_record(run_dir)
     names = {"loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg"}

@@ -26,8 +26,9 @@ from shoal.models.albert_prelayernorm import (
     AlbertPreLayerNormForMaskedLM,
     AlbertPreLayerNormForSequenceClassification,
 )
-from shoal.recipes import bert, memory
+from shoal.recipes import bert
 from shoal.recipes.masked_lm import open_text
+from shoal.recipes.memory import MemoryCount
 from shoal.record import read_record
 
 
@@ -101,4 +102,4 @@ def test_the_padding_is_that_of_the_text(data: Path, tmp_path: Path) -> None:
     other = Manifest.load(data).pad_id + 1
     config = jobs.small_bert_config(data, tmp_path, model={"family": "roberta", "pad_token_id": other})
     with pytest.raises(UsageError, match=rf"set --model.pad-token-id {other - 1}"):
-        bert.check(config, 1, memory)
+        bert.check(config, 1, MemoryCount())

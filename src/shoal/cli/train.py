@@ -23,7 +23,8 @@ from shoal.env.launcher import worker_env
 from shoal.env.machine import num_gpus
 from shoal.env.settings import helpers
 from shoal.errors import UsageError
-from shoal.recipes import RECIPES, main_of, memory, recipe_of_command, script
+from shoal.recipes import RECIPES, main_of, recipe_of_command, script
+from shoal.recipes.memory import MemoryCount
 from shoal.recipes.start import Launch, start
 from shoal.train.config import REQUIRED
 from shoal.train.optim_config import OptimizerConfig, check_rates, owners_of
@@ -84,7 +85,7 @@ _COMMON: Mapping[str, tuple[str, ...]] = {
     "phase2": ("total_steps", "global_batch_size", "learning_rate"),
     "model": ("network", "weights", "checkpoint_path"),
     "lora": ("rank", "alpha"),
-    "": ("preset", "config", "workers", "nnodes", "rdzv", "dry_run"),
+    "": ("preset", "config", "workers", "nnodes", "rdzv", "dry_run", "cluster"),
 }
 """Settings in --help, by section; --help-all has all of them."""
 _ALL = "--help-all"
@@ -306,7 +307,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
         command=command,
         run_dir=config.run.dir,
         describe=lambda num_workers: [
-            *module.check(config, num_workers, memory if launch.dry_run else None),
+            *module.check(config, num_workers, MemoryCount(launch.machines) if launch.dry_run else None),
             f"backend      {_planned_backend(config, launch, num_workers)}",
         ],
         work=lambda worker: main_of(name, config)(config, worker),
@@ -321,17 +322,16 @@ def _planned_backend(config: Any, launch: Launch, num_workers: int) -> str:
     """
     from shoal.train.run_dir import recorded_backend
 
-    emulated = launch.on == "emulated"
-    num_hosts = (launch.emulated.hosts or 1) if emulated else launch.nnodes
-    device, num_local = config.distributed.device, num_workers // num_hosts
+    num_hosts, num_local = launch.counts()
+    device, num_here = config.distributed.device, num_local if launch.machines else num_gpus()
     servers = getattr(config, "servers", None)
     return planned_backend(
         Situation(
             requested=config.distributed.backend.lower(),
-            on_gpu=device == "cuda" or (device == "auto" and num_gpus() >= num_local),
+            on_gpu=device == "cuda" or (device == "auto" and num_here >= num_local),
             num_workers=num_workers,
             num_hosts=num_hosts,
-            num_helpers=launch.emulated.helpers if emulated else len(helpers()),
+            num_helpers=launch.emulated.helpers if launch.on == "emulated" else len(helpers()),
             servers=servers.option if servers else "",
             recorded=recorded_backend(config.run.dir),
         )

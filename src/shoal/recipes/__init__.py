@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from shoal.decide.batch import BatchPlan
+    from shoal.planner.hardware import Machines
     from shoal.recipes.model_source import ModelSource
     from shoal.train.gradients import Precision
     from shoal.train.world import World
@@ -226,10 +227,14 @@ class Use:
 
 
 class DryRun(Protocol):
-    """Counts for a dry run what depends on the model; :mod:`shoal.recipes.memory` does it."""
+    """Counts for a dry run what depends on the model; :class:`shoal.recipes.memory.MemoryCount` does it."""
+
+    @property
+    def machines(self) -> Machines | None:
+        """Hosts of the catalog that are planned for; ``None``: this one."""
 
     def memory_line(self, config: Any, *phases: tuple[Sample, BatchPlan], stages: int = 1) -> str:
-        """Return the line about a worker's memory, in the phase that needs most.
+        """Return the text about a worker's memory, in the phase that needs most, and about the hosts.
 
         Args:
             phases: a sample of each, on which activations are counted, and its batch.

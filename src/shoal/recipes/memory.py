@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.decide.batch import BatchPlan
 from shoal.decide.footprint import Activations, Footprint, footprint, optimizer_state_bytes
 from shoal.decide.ownership import largest_share
+from shoal.planner.device_memory import RESERVED
+from shoal.planner.hardware import Machines, require_accelerators
 from shoal.recipes import Sample
-from shoal.train.config import precision_here
+from shoal.train.config import ServersConfig, precision_here, refuses_fp16
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,16 +56,64 @@ def activations_of(sample: Sample, precision: str, device_type: str = "cuda") ->
     return kept().with_recomputed(whole, sample.num_recomputed)
 
 
-def memory_line(config: Any, *phases: tuple[Sample, BatchPlan], stages: int = 1) -> str:
-    """Return the line about a worker's memory; :class:`shoal.recipes.DryRun` has the arguments."""
-    needed = [memory_of(sample, config, batch, stages=stages) for sample, batch in phases]
-    return f"memory       {max(needed, key=lambda estimate: estimate.total_bytes)}"
+@dataclass(frozen=True)
+class MemoryCount:
+    """Counts the memory of workers on some hosts.
+
+    Attributes:
+        machines: hosts of the catalog; ``None``: this one, whatever memory it has.
+    """
+
+    machines: Machines | None = None
+
+    def memory_line(self, config: Any, *phases: tuple[Sample, BatchPlan], stages: int = 1) -> str:
+        """Return the lines about memory; :class:`shoal.recipes.DryRun` has the arguments."""
+        needed = max(
+            (memory_of(sample, config, batch, self.machines, stages=stages) for sample, batch in phases),
+            key=lambda estimate: estimate.total_bytes,
+        )
+        lines = [f"memory       {needed}"]
+        if self.machines is not None:
+            lines += _lines_about(self.machines, precision_of(config, self.machines)[0], needed)
+        return "\n".join(lines)
 
 
-def memory_of(sample: Sample, config: Any, batch: BatchPlan, *, stages: int = 1) -> Footprint:
-    """Return the memory of a worker on this host: weights, gradients, optimizer, activations.
+def _lines_about(machines: Machines, precision: str, needed: Footprint) -> list[str]:
+    """Return lines about the devices and the network of the machines, and whether a worker fits."""
+    accelerator, instance = require_accelerators(machines), machines.instance
+    usable = usable_bytes(machines)
+    lacks = needed.total_bytes - usable
+    outcome = "" if lacks <= 0 else f", and a worker lacks {lacks / 2**30:.2f} GiB: it does not fit"
+    return [
+        f"devices      {machines.num_accelerators:,} {accelerator.name} in {precision}; "
+        f"{usable / 2**30:.2f} of {accelerator.memory_bytes / 2**30:.0f} GiB count{outcome}",
+        f"network      {instance.nic_bytes_per_s * 8 / 1e9:g} Gbit/s a host ({instance.network.name})",
+    ]
+
+
+def usable_bytes(machines: Machines) -> int:
+    """Return the memory of a device, without what the framework, workspaces and fragments take."""
+    return int((1 - RESERVED) * require_accelerators(machines).memory_bytes)
+
+
+def precision_of(config: Any, machines: Machines | None) -> tuple[str, str]:
+    """Return the precision of a training on these hosts, and the type of its device."""
+    if machines is None:
+        return precision_here(config)
+    if config.train.precision != "auto":
+        return config.train.precision, "cuda"
+    servers = getattr(config, "servers", ServersConfig())
+    no_fp16 = refuses_fp16(config, config.train, config.distributed, servers)
+    return machines.instance.precision(refuses_fp16=bool(no_fp16)), "cuda"
+
+
+def memory_of(
+    sample: Sample, config: Any, batch: BatchPlan, machines: Machines | None = None, *, stages: int = 1
+) -> Footprint:
+    """Return the memory of a worker: weights, gradients, optimizer, activations.
 
     Args:
+        machines: hosts of the catalog; ``None``: this one.
         batch: ``train.shard_optimizer`` divides the optimizer's state among its workers.
         stages: equal stages of the pipeline; each keeps as many micro-batches as there are stages.
     """
@@ -75,7 +126,7 @@ def memory_of(sample: Sample, config: Any, batch: BatchPlan, *, stages: int = 1)
         sample.num_parameters / stages,
         trainable=sample.num_trainable / sample.num_parameters,
         state_bytes=share * state_bytes(config),
-        activations_bytes=activations_of(sample, *precision_here(config)).of(num_samples, 1 / stages),
+        activations_bytes=activations_of(sample, *precision_of(config, machines)).of(num_samples, 1 / stages),
     )
 
 

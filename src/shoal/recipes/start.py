@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +16,7 @@ from shoal.env.machine import num_gpus
 from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts
+from shoal.planner.hardware import Catalog, Machines, require_accelerators
 from shoal.train.config import required
 from shoal.train.run_dir import require_free, require_writable
 
@@ -34,11 +36,18 @@ class Launch:
     emulated: Annotated[Hosts, Parameter(name="*")] = field(default_factory=Hosts)
     dry_run: bool = False
     """Print the resolved settings, the batch arithmetic, parameters and memory, and stop."""
+    cluster: str | None = None
+    """With --dry-run: hosts of the planner's catalog, such as 8xp4d.24xlarge, in place of this one."""
 
     def __post_init__(self) -> None:
         for name, number in (("workers", self.workers), ("nnodes", self.nnodes)):
             if number is not None and number < 1:
                 raise UsageError(f"--{name} {number} must be at least 1")
+        if self.cluster is not None and (not self.dry_run or self.on != "local"):
+            raise UsageError(
+                f"--cluster {self.cluster} is for dry runs: add --dry-run and leave --on out, or start the "
+                "command on each of these hosts"
+            )
         if self.on == "local" and (options := self.emulated.changed_options()):
             raise UsageError(f"{', '.join(options)} set up emulated hosts: add --on emulated")
         if self.on == "emulated" and self.emulated.hosts is None:
@@ -47,6 +56,33 @@ class Launch:
             raise UsageError(
                 "--nnodes and --rdzv name real hosts and do not go with --on emulated: use --hosts"
             )
+
+    @cached_property
+    def machines(self) -> Machines | None:
+        """The hosts of ``--cluster``.
+
+        Raises:
+            UsageError: they are not known, have no accelerators, or contradict another option.
+        """
+        if self.cluster is None:
+            return None
+        machines = Catalog().machines(self.cluster)
+        require_accelerators(machines)
+        most = machines.instance.num_accelerators
+        if self.nnodes not in (1, machines.count) or (self.workers or 1) > most:
+            raise UsageError(
+                f"--nnodes {self.nnodes} and --workers {self.workers} do not go with --cluster "
+                f"{self.cluster}, {machines.count} hosts with {most} accelerators each: leave them out"
+            )
+        return machines
+
+    def counts(self) -> tuple[int, int]:
+        """Return the number of hosts, and of workers on each."""
+        if self.on == "emulated":
+            return required(self.emulated.hosts), self.workers or 1
+        if self.machines is not None:
+            return self.machines.count, self.workers or self.machines.instance.num_accelerators
+        return self.nnodes, self.workers or num_gpus() or 1
 
 
 def start(
@@ -75,12 +111,8 @@ def start(
         from shoal.launch.worker import run_worker
 
         return run_worker(lambda: work(worker), run=run_dir)
-    num_hosts, num_local, hosts = options.nnodes, options.workers, []
-    if options.on == "emulated":
-        num_hosts, num_local = required(options.emulated.hosts), 1 if num_local is None else num_local
-        hosts = ["emulated hosts", options.emulated.check(num_local)]
-    elif not num_local:
-        num_local = num_gpus() or 1
+    num_hosts, num_local = options.counts()
+    hosts = ["emulated hosts", options.emulated.check(num_local)] if options.on == "emulated" else []
     lines = describe(num_hosts * num_local)
     if options.dry_run:
         print("\n".join([*lines, *hosts, "dry run: nothing was started"]))

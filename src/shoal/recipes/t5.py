@@ -56,9 +56,11 @@ if TYPE_CHECKING:
 
     from shoal.data.manifest import Manifest
     from shoal.data.text.span_corruption import SpanReader
+    from shoal.decide.cost import ModelCost
     from shoal.decide.layout_search import Layout
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
+    from shoal.planner.hardware import Machines
     from shoal.record import Evaluation
     from shoal.train.run import Run
 
@@ -321,74 +323,99 @@ _INSTANCES = {"v100": "p3dn.24xlarge", "a100": "p4d.24xlarge", "h100": "p5.48xla
 """Hosts of the planner's catalog, by ``parallel.device``."""
 
 
-def find_layouts(config: T5Config, num_devices: int) -> "list[Layout]":
+def find_layouts(config: T5Config, num_devices: int, machines: "Machines | None" = None) -> "list[Layout]":
     """Return the layouts that fit into memory by a cost model, the fastest first. Allocates no tensors.
 
     ``parallel.pipeline`` is fixed unless ``parallel.layout`` is ``auto``. Nothing is measured, so that the
     result does not depend on the machine: rates and links are those of the planner's catalog, and activations
     count as in dry runs and plans, in the precision of the device.
 
+    Args:
+        machines: hosts of the catalog, with their devices and memory; default: those of ``parallel.device``
+            with ``parallel.memory``.
+
     Raises:
         UsageError: ``parallel.memory`` is not set, or no layout fits; the message has the missing amount.
     """
-    import torch
-
     from shoal.decide.autotune import PORTFOLIO, VIRTUAL_CHOICES, Conditions
     from shoal.decide.footprint import optimizer_state_bytes
     from shoal.decide.layout_search import MICRO_BATCH_SIZES, LayoutSearch
     from shoal.decide.partition import Memory
-    from shoal.models.t5 import new_t5
-    from shoal.pipelining.export_graph import export_model
-    from shoal.pipelining.roofline import Rates, estimate_cost
-    from shoal.planner.hardware import Catalog
-    from shoal.planner.prediction import rates_of
-    from shoal.recipes.memory import activations_of
+    from shoal.recipes.memory import usable_bytes
 
-    train, parallel, spans = config.train, config.parallel, config.spans()
-    instance = Catalog().machines(f"1x{_INSTANCES[parallel.device]}").instance
-    precision: str = train.precision
-    if precision == "auto":
-        precision = instance.precision(refuses_fp16=bool(config.refuses_fp16))
-    flops_per_s, bytes_per_s, launch_s = rates_of(instance, precision)
-    rates = Rates(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, launch_s=launch_s)
-    if parallel.memory is None:
+    train, parallel = config.train, config.parallel
+    if machines is None and parallel.memory is None:
         raise UsageError("parallel.layout auto needs the memory of a device, such as --memory 40GB")
+    hosts = machines or _default_machines(config)
     given = known_size(train.micro_batch_size)
     sizes = (given,) if given else MICRO_BATCH_SIZES
     base = sizes[len(sizes) // 2]  # costs per launch depend on the size
-    lengths = {"input_ids": spans.input_length, "labels": spans.target_length}
-    with torch.device("meta"):
-        model = new_t5(config.model, pad_id=0, end_id=1)
-        batch = {name: torch.zeros(base, size, dtype=torch.int64) for name, size in lengths.items()}
-        graph = export_model(model, batch, training=True)
-    optimizer_ratio = optimizer_state_bytes(config.optim.optimizer) / 4
     search = LayoutSearch(
-        cost=estimate_cost(graph, rates).keeping(activations_of(sample(config), precision), base),
-        memory=Memory(limit_bytes=parse_bytes(parallel.memory), optimizer_ratio=optimizer_ratio),
+        cost=_cost_on(hosts, config, base),
+        memory=Memory(
+            limit_bytes=usable_bytes(hosts) if parallel.memory is None else parse_bytes(parallel.memory),
+            optimizer_ratio=optimizer_state_bytes(config.optim.optimizer) / 4,
+        ),
         global_batch_size=train.global_batch_size,
         micro_batch_size=base,
         sizes=sizes,
         conditions=Conditions(
-            link=instance.near,
+            link=hosts.instance.near,
             names=PORTFOLIO if parallel.schedule == "auto" else (parallel.schedule,),
             virtual=VIRTUAL_CHOICES if parallel.virtual_stages is None else (parallel.virtual_stages,),
             optimize=parallel.optimize,
         ),
-        data_link=instance.far,
+        data_link=hosts.instance.far,
         shard=parallel.shard,
         shard_optimizer=train.shard_optimizer,
     )
     return search.choose(num_devices, None if parallel.layout == "auto" else (parallel.pipeline,))
 
 
-def explain(config: T5Config, layouts: "list[Layout]", num_devices: int) -> str:
+def _default_machines(config: T5Config) -> "Machines":
+    """Return the host of the catalog with ``parallel.device``."""
+    from shoal.planner.hardware import Catalog
+
+    return Catalog().machines(_INSTANCES[config.parallel.device])
+
+
+def _cost_on(machines: "Machines", config: T5Config, num_samples: int) -> "ModelCost":
+    """Return the cost of a micro-batch on an accelerator of the machines, by the catalog's rates."""
+    import torch
+
+    from shoal.models.t5 import new_t5
+    from shoal.pipelining.export_graph import export_model
+    from shoal.pipelining.roofline import Rates, estimate_cost
+    from shoal.planner.prediction import rates_of
+    from shoal.recipes.memory import activations_of, precision_of
+
+    spans, (precision, _) = config.spans(), precision_of(config, machines)
+    flops_per_s, bytes_per_s, launch_s = rates_of(machines.instance, precision)
+    rates = Rates(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, launch_s=launch_s)
+    lengths = {"input_ids": spans.input_length, "labels": spans.target_length}
+    with torch.device("meta"):
+        model = new_t5(config.model, pad_id=0, end_id=1)
+        batch = {name: torch.zeros(num_samples, size, dtype=torch.int64) for name, size in lengths.items()}
+        graph = export_model(model, batch, training=True)
+    return estimate_cost(graph, rates).keeping(activations_of(sample(config), precision), num_samples)
+
+
+def explain(
+    config: T5Config, layouts: "list[Layout]", num_devices: int, machines: "Machines | None" = None
+) -> str:
     """Return the layouts of :func:`find_layouts` in words: stages, memory, timeline, predicted step."""
     from shoal.pipelining.explain import explain_layouts
+    from shoal.planner.hardware import require_accelerators
     from shoal.planner.prediction import ASSUMED_UTILISATION
 
-    devices = f"{num_devices:,} {config.parallel.device.upper()}s of {config.parallel.memory}"
-    rates = f"at {100 * ASSUMED_UTILISATION:.0f} % of the peak of {_INSTANCES[config.parallel.device]}"
-    return explain_layouts(layouts, title=f"T5 on {devices}, by a cost model {rates}, not measured")
+    hosts = machines or _default_machines(config)
+    accelerator = require_accelerators(hosts)
+    memory = config.parallel.memory or f"{accelerator.memory_bytes / 2**30:.0f} GiB"
+    rates = f"at {100 * ASSUMED_UTILISATION:.0f} % of the peak of {hosts.instance.name}"
+    return explain_layouts(
+        layouts,
+        title=f"T5 on {num_devices:,} {accelerator.name} of {memory}, by a cost model {rates}, not measured",
+    )
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -507,11 +534,13 @@ def check(config: T5Config, num_workers: int, dry_run: DryRun | None) -> list[st
             "--dry-run, or leave it out"
         )
     predicted = []
+    machines = dry_run.machines if dry_run else None
     if parallel.layout == "auto" or (dry_run and parallel.memory is not None):
-        layouts = find_layouts(config, devices)
-        predicted = [explain(config, layouts, devices)]
+        layouts = find_layouts(config, devices, machines)
+        predicted = [explain(config, layouts, devices, machines)]
         config = with_layout(config, layouts[0]) if parallel.layout == "auto" else config
-    batch, spans, stages = parallel.plan(config.train, devices), config.spans(), config.parallel.pipeline
+    batch, spans = config.parallel.plan(config.train, devices), config.spans()
+    stages = config.parallel.pipeline
     manifest = read_manifest(config.data)
     manifest.check_vocabulary(config.model.vocab_size, sentinels=MAX_SENTINELS)
     num_tokens = sum(shard.num_tokens for shard in manifest.shards("train"))

@@ -64,6 +64,43 @@ def test_a_dry_run_divides_the_optimizer_state_of_the_fullest_worker(data: Path)
     assert "train.shard_optimizer True does not go with a model in stages or shards" in refused.stderr
 
 
+def test_a_dry_run_for_hosts_of_the_catalog(data: Path) -> None:
+    """Workers, precision, memory, backend and network are theirs, whatever this host has."""
+    job = (*TRAIN, "--data.path", str(data))
+    options = ("--train.micro-batch-size", "1", "--train.precision", "auto")
+    for cluster, precision, room in (
+        ("8xp4d.24xlarge", "64 A100-40GB in bf16", "36.00 of 40"),
+        ("4xp3.16xlarge", "32 V100-16GB in fp16", "14.40 of 16"),
+    ):
+        result = shoal(*job, "--dry-run", "--cluster", cluster, *options)
+        assert result.returncode == 0, result.stderr
+        num_workers = int(precision.split()[0])
+        assert (
+            f"1 sequence × {128 // num_workers} accumulation steps × {num_workers} workers" in result.stdout
+        )
+        assert f"devices      {precision}; {room} GiB count\n" in result.stdout
+        assert "\nbackend      nccl, or shoal if it is 10 % faster" in result.stdout
+    assert "network      25 Gbit/s a host (ethernet)" in result.stdout
+    for options, message in (
+        (("--cluster", "8xp4d.24xlarge"), "--cluster 8xp4d.24xlarge is for dry runs: add --dry-run"),
+        (
+            ("--dry-run", "--cluster", "8xp4d.24xlarge", "--nnodes", "4"),
+            "--nnodes 4 and --workers None do not",
+        ),
+        (("--dry-run", "--cluster", "8xp4d.24xlarge", "--workers", "16"), "with 8 accelerators each"),
+        (("--dry-run", "--cluster", "8xp4x"), "instance type 'p4x' is not in the catalog"),
+    ):
+        refused = shoal(*job, *options)
+        assert refused.returncode == 2 and message in said(refused)
+
+
+def test_a_worker_that_does_not_fit_the_hosts_of_a_dry_run(tmp_path: Path) -> None:
+    prepare(tmp_path, {"train": random_documents([900, 700], vocab_size=32_000)}, vocab_size=32_000)
+    job = ("train", "t5", "--preset", "3b", "--data.path", str(tmp_path), "--dry-run")
+    result = shoal(*job, "--cluster", "1xp3.16xlarge", "--train.micro-batch-size", "1")
+    assert "8 V100-16GB in fp32; 14.40 of 16 GiB count, and a worker lacks" in result.stdout
+
+
 def test_a_dry_run_refuses_helpers_that_would_be_idle(data: Path) -> None:
     job = (
         *TRAIN,

@@ -11,8 +11,9 @@ from transformers import GPT2Config
 
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes import lm, memory
+from shoal.recipes import lm
 from shoal.recipes.lm import DataConfig, LmConfig, LmOptimConfig, ModelConfig, sample
+from shoal.recipes.memory import MemoryCount
 from shoal.recipes.workloads import flops_per_sample, preset_settings, workload_name
 from shoal.train.config import ServersConfig, TrainConfig
 from synthetic_text import SEP, prepare, random_documents
@@ -67,7 +68,7 @@ def test_wsd_stays_at_the_rate_and_decays_at_the_end() -> None:
 
 
 def test_a_dry_run_counts_blocks_and_parameters(text: Path) -> None:
-    lines = "\n".join(lm.check(config(text), 2, memory))
+    lines = "\n".join(lm.check(config(text), 2, MemoryCount()))
     assert "5,120 tokens in blocks of 64, about 1.1 times the 4,816 tokens" in lines
     assert "parameters   656,000" in lines and "memory  " in lines
     assert lm.check(config(text), 2, None) == []

@@ -13,8 +13,7 @@ from shoal.decide.batch import BatchPlan
 from shoal.errors import UsageError
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate
-from shoal.recipes import memory
-from shoal.recipes.memory import activations_of
+from shoal.recipes.memory import MemoryCount, activations_of
 from shoal.recipes.t5 import (
     PRESETS,
     DataConfig,
@@ -133,7 +132,7 @@ def test_settings_that_cannot_be(sections: dict[str, Any], message: str) -> None
 def test_sentinels_need_rows_of_the_embedding(tmp_path: Path) -> None:
     prepare(tmp_path, {"train": random_documents([900, 700], vocab_size=2_077)}, vocab_size=2_077)
     with pytest.raises(UsageError, match="2077 tokens and 100 sentinels, the model one of 2176"):
-        check(preset("tiny", data={"path": tmp_path}), 1, dry_run=memory)
+        check(preset("tiny", data={"path": tmp_path}), 1, dry_run=MemoryCount())
 
 
 @pytest.mark.parametrize(
@@ -146,14 +145,16 @@ def test_bytes_as_people_write_them(text: str, expected: int) -> None:
 def test_a_dry_run_says_what_would_be(tmp_path: Path) -> None:
     prepare(tmp_path, {"train": random_documents([900, 700], vocab_size=2_000)}, vocab_size=2_000)
     config = preset("tiny", data={"path": tmp_path}, parallel={"pipeline": 2}, run={"dir": tmp_path / "run"})
-    lines = check(config, 4, dry_run=memory)
+    lines = check(config, 4, dry_run=MemoryCount())
     assert "layout       2 pipeline × 2 data" in lines
     assert "batch        4 sequences × 8 micro-batches × 2 replicas = 64 sequences a step" in lines
     assert any("70 tokens of text, 10 of them in 3 spans: inputs of 64, targets of 14" in s for s in lines)
     other = preset("tiny", data={"path": tmp_path}, parallel={"pipeline": 2, "devices": 8, "memory": "1GB"})
-    lines = check(other, 4, dry_run=memory)
+    lines = check(other, 4, dry_run=MemoryCount())
     assert "layout       2 pipeline × 4 data" in lines
-    assert "T5 on 8 A100s of 1GB, by a cost model" in lines[-1] and "why: the fastest that fits" in lines[-1]
+    assert (
+        "T5 on 8 A100-40GB of 1GB, by a cost model" in lines[-1] and "why: the fastest that fits" in lines[-1]
+    )
     with pytest.raises(UsageError, match="--devices 8 plans for other devices than the 4 workers here"):
         check(other, 4, dry_run=None)
 
