@@ -50,10 +50,12 @@ def exit_codes(
     hosts: Sequence[str] | None = None,
     environment: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}),
     deadline_s: float = 120,
+    **options: Any,
 ) -> list[int | None]:
     """Run ``function(rank, *args)`` on ``size`` workers, on these hosts, and return how each has ended.
 
-    ``environment`` is that of all workers, or a list with one per rank.
+    ``environment`` is that of all workers, or a list with one per rank; ``options`` are those of
+    ``init_process_group``.
     """
     folder.mkdir(exist_ok=True)
     meeting = folder / f"meeting-{backend.replace(':', '-')}-{len(list(folder.iterdir()))}"
@@ -63,7 +65,7 @@ def exit_codes(
         {**chosen, **given[rank], **({"SHOAL_HOST_ID": hosts[rank]} if hosts else {})} for rank in range(size)
     ]
     processes = [
-        fork_process(_worker, function, rank, size, meeting, backend, environments[rank], args)
+        fork_process(_worker, function, rank, size, meeting, backend, environments[rank], options, args)
         for rank in range(size)
     ]
     return wait_for(processes, deadline_s)
@@ -76,11 +78,12 @@ def _worker(
     meeting: Path,
     backend: str,
     environment: Mapping[str, str],
+    options: Mapping[str, Any],
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment)
     shoal.comm.register()
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size, **options)
     function(rank, *args)
     if dist.is_initialized():
         dist.destroy_process_group()

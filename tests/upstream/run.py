@@ -35,6 +35,7 @@ BACKENDS = ("gloo", "shoal")
 PYTORCH = {
     "c10d": (
         "test/distributed/test_c10d_common.py",
+        "test/distributed/test_c10d_fault_tolerance.py",
         "test/distributed/test_c10d_functional_native.py",
         "test/distributed/test_c10d_gloo.py",
         "test/distributed/test_c10d_object_collectives.py",

@@ -11,6 +11,7 @@ here. A missing one would not raise: FSDP2 would bypass the engine.
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -58,6 +59,7 @@ from shoal.comm.work import BaseWork, JoinedWork, opaque_to_dynamo
 from shoal.errors import UsageError
 
 _CPU = torch.device("cpu")
+_HANDLE_BYTES = 8
 _ACCELERATOR_BACKENDS = ("nccl", "xccl", "ucc", "mpi")
 
 
@@ -88,8 +90,35 @@ def create_group(backend_options: Any, options: Any) -> Any:
         backend_options.group_id,
         list(backend_options.global_ranks_in_group) or list(range(backend_options.group_size)),
         options,
+        awaits_members=getattr(backend_options, "enable_reconfigure", False),  # torch 2.14
     )
     return native_group.wrap(group)
+
+
+def _connected(
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    global_rank: int,
+    timeout: timedelta,
+    options: EngineOptions,
+) -> CollectiveEngine:
+    if size == 1:
+        return SingleProcessEngine()
+    return connect_engine(store, rank, size, name, global_rank, timeout, options)
+
+
+def _rank_of(handle: str) -> int:
+    """Return the rank that a process had in the group when it was made.
+
+    Raises:
+        UsageError: it is no handle of a group of this backend.
+    """
+    rank, _, token = handle.partition("-")
+    if not rank.isdecimal() or len(token) != 2 * _HANDLE_BYTES:
+        raise UsageError(f"reconfigure: {handle!r} is no handle of backend {BACKEND_NAME}")
+    return int(rank)
 
 
 def _open_cuda(device: torch.device) -> Device:
@@ -113,6 +142,8 @@ class _FalsyDevices(list[torch.device]):
 class ShoalProcessGroup(ProcessGroup):
     """A process group of backend ``"shoal"``. Collectives do not block; each returns a ``Work``.
 
+    Its members may change: :meth:`reconfigure`.
+
     Attributes:
         engine: of CPU tensors; it announces the collectives on others.
         operations: submits to the engine, and keeps operations that are in flight.
@@ -122,6 +153,7 @@ class ShoalProcessGroup(ProcessGroup):
 
     supports_splitting = True
     supports_coalescing = False
+    supports_reconfigure = True
 
     def __init__(
         self,
@@ -132,26 +164,96 @@ class ShoalProcessGroup(ProcessGroup):
         name: str,
         global_ranks: list[int],
         options: EngineOptions | None = None,
+        *,
+        awaits_members: bool = False,
     ) -> None:
         super().__init__(rank, size)
         self._name, self._description = name, "undefined"
-        self._global_ranks = global_ranks
+        self._global_ranks, self._store = global_ranks, store
+        self._handle = f"{global_ranks[rank]}-{secrets.token_hex(_HANDLE_BYTES)}"
+        self._uuids: set[int] = set()
+        self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
+        self._coalescing: list[BaseWork] | None = None
         options = options or EngineOptions()
-        self.engine: CollectiveEngine
-        if size == 1:
-            self.engine = SingleProcessEngine()
+        if awaits_members:
+            engine: CollectiveEngine = SingleProcessEngine()
+            engine.abort(f"group {name} has no members yet: call torch.distributed._reconfigure first")
         else:
-            self.engine = connect_engine(store, rank, size, name, global_ranks[rank], timeout, options)
+            engine = _connected(store, rank, size, name, global_ranks[rank], timeout, options)
+        self._join(store, rank, size, timeout, engine, options)
+
+    def _join(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        engine: CollectiveEngine,
+        options: EngineOptions,
+    ) -> None:
+        """Use an engine, which is connected to that of each rank."""
+        self.engine = engine
         self.member = Member(
-            store=store, rank=rank, size=size, name=name, global_rank=global_ranks[rank],
-            engine=self.engine, options=options,
+            store=store, rank=rank, size=size, name=self._name, global_rank=self._global_ranks[rank],
+            engine=engine, options=options,
         )  # fmt: skip
         self._build = CollectiveBuilder(rank, size)
         self.operations = Operations(self.member, timeout)
-        self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
         self.device_groups: dict[torch.device, DeviceGroup] = {}
-        self._coalescing: list[BaseWork] | None = None
         self._splits = self._num_monitored = 0
+
+    # ---- members ------------------------------------------------------------------------------------------
+
+    def get_reconfigure_handle(self) -> str:
+        """Return the string by which :meth:`reconfigure` knows this process, the same for its whole life."""
+        return self._handle
+
+    def reconfigure(self, options: Any) -> Work:
+        """Go on with other members; each of them calls it. Connections to those that stay are kept.
+
+        Works in flight fail. If it raises, the former members remain, and another try may follow.
+
+        Args:
+            options: torch's ``ReconfigureOptions``: a ``uuid`` that no attempt has had; the ``handles``
+                of all members, as a list by rank or as a set, which is ordered by their first ranks; the
+                ``timeout`` for their arrival, by default the group's.
+
+        Returns:
+            A work that has ended.
+
+        Raises:
+            CommError: a member did not come in time, or the uuid was used before.
+            UsageError: this process is not among the members, or one is named twice.
+        """
+        handles, rank = self._ranked(options.handles)
+        uuid, limit = int(options.uuid), options.timeout or self.operations.timeout
+        store = PrefixStore(f"reconfigure/{uuid}/", self._store)
+        if uuid in self._uuids or store.add(f"attempts/{rank}", 1) > 1:
+            raise CommError(
+                f"group {self._name}: uuid {uuid} was already used; take a new one for each attempt"
+            )
+        self._uuids.add(uuid)
+        old, size = self.operations, len(handles)
+        global_ranks = [_rank_of(each) for each in handles]
+        engine = _connected(
+            store, rank, size, f"{self._name}/{uuid}", global_ranks[rank], limit, self.member.options
+        )
+        self._global_ranks = global_ranks
+        self._join(store, rank, size, old.timeout, engine, self.member.options)
+        old.close()
+        return JoinedWork([], None)
+
+    def _ranked(self, handles: set[str] | list[str]) -> tuple[list[str], int]:
+        """Return the handles by rank, and the rank of this process."""
+        ranked = (
+            handles if isinstance(handles, list) else sorted(handles, key=lambda each: (_rank_of(each), each))
+        )
+        if len(set(ranked)) < len(ranked) or self._handle not in ranked:
+            raise UsageError(
+                f"reconfigure of group {self._name}: handles are {', '.join(ranked) or 'missing'}; they must "
+                f"be different, and this process's, {self._handle}, among them"
+            )
+        return ranked, ranked.index(self._handle)
 
     # ---- submission ---------------------------------------------------------------------------------------
 

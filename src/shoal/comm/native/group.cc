@@ -112,18 +112,26 @@ std::optional<Blocks> rows_of(const at::Tensor& tensor, const std::vector<int64_
 
 // ---- the backend ----------------------------------------------------------------------------------------
 
+// Takes over a reference to a C group, whose address Python has as a number.
+CGroup c_group_of(const py::int_& address) {
+  return CGroup(reinterpret_cast<shoal_group*>(address.cast<std::uintptr_t>()));
+}
+
 class ShoalBackend final : public c10d::Backend {
  public:
   ShoalBackend(std::shared_ptr<GroupState> state, int rank, int size)
       : c10d::Backend(rank, size), state_(std::move(state)) {}
 
-  const py::object& python() const { return state_->python(); }
-  GroupState& state() { return *state_; }
+  std::shared_ptr<GroupState> state() const {
+    const std::lock_guard lock(state_mutex_);
+    return state_;
+  }
+  py::object python() const { return state()->python(); }  // with the GIL
 
   const std::string getBackendName() const override { return "shoal"; }
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<Options> getBackendOptions() override {
-    return c10::make_intrusive<Options>(getBackendName(), state_->timeout());
+    return c10::make_intrusive<Options>(getBackendName(), state()->timeout());
   }
 
   // ---- collectives of the engine
@@ -254,7 +262,7 @@ class ShoalBackend final : public c10d::Backend {
   }
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
     const py::gil_scoped_acquire gil;
-    python().attr("monitored_barrier")(state_->limit(opts.timeout), wait_all_ranks);
+    python().attr("monitored_barrier")(state()->limit(opts.timeout), wait_all_ranks);
   }
 
   // ---- coalescing
@@ -271,6 +279,26 @@ class ShoalBackend final : public c10d::Backend {
 
   // ---- the group
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE  // torch 2.14
+  bool supportsReconfigure() const override { return true; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override {
+    const py::gil_scoped_acquire gil;
+    return python().attr("get_reconfigure_handle")().cast<std::string>();
+  }
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override {
+    const py::gil_scoped_acquire gil;
+    const py::object group = python();
+    group.attr("reconfigure")(opts);
+    const py::object engine = group.attr("engine"), idle = group.attr("operations").attr("idle");
+    auto next = std::make_shared<GroupState>(group, idle, c_group_of(engine.attr("c_group")()), state()->timeout());
+    const std::lock_guard lock(state_mutex_);
+    rank_ = group.attr("getRank")().cast<int>();
+    size_ = group.attr("getSize")().cast<int>();
+    state_.swap(next);
+    return c10::make_intrusive<JoinedWork>(std::vector<WorkPtr>{});
+  }
+#endif
+
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) override;
 
@@ -281,7 +309,7 @@ class ShoalBackend final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
 
   void setTimeout(Milliseconds timeout) override {
-    state_->set_timeout(timeout);
+    state()->set_timeout(timeout);
     const py::gil_scoped_acquire gil;
     python().attr("set_timeout")(timeout);
   }
@@ -290,7 +318,7 @@ class ShoalBackend final : public c10d::Backend {
     const py::gil_scoped_acquire gil;
     python().attr("abort")();
   }
-  void shutdown() override { state_->shutdown(); }
+  void shutdown() override { state()->shutdown(); }
 
  private:
   bool has_rows(const at::Tensor& large, const at::Tensor& small) const {
@@ -299,11 +327,12 @@ class ShoalBackend final : public c10d::Backend {
 
   WorkPtr submit(const char* name, c10d::OpType type, shoal_operation operation, Milliseconds timeout,
                  const at::Tensor& input, const at::Tensor& output) {
-    operation.timeout_s = state_->limit_s(timeout);
+    const auto group = state();
+    operation.timeout_s = group->limit_s(timeout);
     std::vector<at::Tensor> tensors, outputs;
     if (input.defined()) tensors = {input, output}, outputs = {output};
-    const shoal_handle handle = state_->submit(name, operation, std::move(tensors));
-    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, name, std::move(outputs)));
+    const shoal_handle handle = group->submit(name, operation, std::move(tensors));
+    return coalesced(c10::make_intrusive<EngineWork>(group, handle, type, name, std::move(outputs)));
   }
 
   const shoal_block& own(const Blocks& blocks) const { return blocks[static_cast<std::size_t>(rank_)]; }
@@ -318,11 +347,12 @@ class ShoalBackend final : public c10d::Backend {
     if (inputs.size() > 1) operation.shape = &total, operation.num_dims = 1;
     operation.inputs = from.data();
     operation.outputs = to.data();
-    operation.timeout_s = state_->limit_s(opts.timeout);
+    const auto group = state();
+    operation.timeout_s = group->limit_s(opts.timeout);
     std::vector<at::Tensor> tensors = inputs;
     tensors.insert(tensors.end(), outputs.begin(), outputs.end());
-    const shoal_handle handle = state_->submit("all_to_all", operation, std::move(tensors));
-    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, "all_to_all", outputs));
+    const shoal_handle handle = group->submit("all_to_all", operation, std::move(tensors));
+    return coalesced(c10::make_intrusive<EngineWork>(group, handle, type, "all_to_all", outputs));
   }
 
   WorkPtr message(const char* name, c10d::OpType type, shoal_kind kind, const at::Tensor& tensor, int peer, int tag) {
@@ -331,19 +361,21 @@ class ShoalBackend final : public c10d::Backend {
     operation.root = peer;
     operation.tag = tag;
     operation.source = source.data_ptr<int>();
-    operation.timeout_s = state_->limit_s(c10d::kUnsetTimeout);
-    const shoal_handle handle = state_->submit(name, operation, {tensor, source});
+    const auto group = state();
+    operation.timeout_s = group->limit_s(c10d::kUnsetTimeout);
+    const shoal_handle handle = group->submit(name, operation, {tensor, source});
     std::vector<at::Tensor> outputs;
     if (kind == SHOAL_RECV) outputs = {tensor};
-    return coalesced(c10::make_intrusive<EngineWork>(state_, handle, type, name, std::move(outputs), source));
+    return coalesced(c10::make_intrusive<EngineWork>(group, handle, type, name, std::move(outputs), source));
   }
 
   // Calls a method of the Python group that returns a work.
   template <class... Args>
   WorkPtr delegate(const char* method, const Args&... args) {
     const py::gil_scoped_acquire gil;
-    state_->delegated();
-    return coalesced(c10::make_intrusive<PythonWork>(python().attr(method)(args...)));
+    const auto group = state();
+    group->delegated();
+    return coalesced(c10::make_intrusive<PythonWork>(group->python().attr(method)(args...)));
   }
 
   WorkPtr coalesced(WorkPtr work) {
@@ -352,17 +384,17 @@ class ShoalBackend final : public c10d::Backend {
     return work;
   }
 
-  const std::shared_ptr<GroupState> state_;
+  mutable std::mutex state_mutex_;
+  std::shared_ptr<GroupState> state_;
   std::mutex coalescing_mutex_;
   std::optional<std::vector<WorkPtr>> coalescing_;
 };
 
 // Makes the backend of a ShoalProcessGroup. `group` is the address of a reference to its engine's C group, which the
 // backend takes over.
-c10::intrusive_ptr<c10d::Backend> create(py::object python, py::object idle, std::uintptr_t group, int rank, int size,
+c10::intrusive_ptr<c10d::Backend> create(py::object python, py::object idle, const py::int_& group, int rank, int size,
                                          Milliseconds timeout) {
-  CGroup owned(reinterpret_cast<shoal_group*>(group));
-  auto state = std::make_shared<GroupState>(std::move(python), std::move(idle), std::move(owned), timeout);
+  auto state = std::make_shared<GroupState>(std::move(python), std::move(idle), c_group_of(group), timeout);
   return c10::make_intrusive<ShoalBackend>(std::move(state), rank, size);
 }
 
@@ -439,8 +471,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("python_group", [](const c10::intrusive_ptr<c10d::Backend>& backend) { return native(backend).python(); });
   module.def("num_pending", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    GroupState& state = native(backend).state();
-    return state.operands().num_pending(state.group());
+    const auto state = native(backend).state();
+    return state->operands().num_pending(state->group());
   });
 }
 
