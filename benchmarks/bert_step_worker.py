@@ -39,7 +39,7 @@ from shoal.train.model_setup import choose_precision, wrap_model
 from shoal.train.optim_config import OptimConfig
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
-from shoal.train.step import Step, Training
+from shoal.train.step import Step, StepState
 from shoal.train.world import World, join_world
 
 WARM_UP_STEPS = 2
@@ -98,7 +98,7 @@ class OurStep:
         timer = StepTimer(world.device)
         self._ddp = wrap_model(model, world, DistributedConfig(), precision, timer.lap)
         self._optimizer = build_optimizer(model.named_parameters(), self._optim, LEARNING_RATE)
-        self._training = Training(
+        self._training = StepState(
             world=world,
             timer=timer,
             copies=copies_to(world.device),

@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.comm import native_build
 from shoal.comm.collectives import collective
-from shoal.comm.devices import Stream
+from shoal.comm.devices import DeviceStream
 from shoal.comm.engine import EngineOptions
 from shoal.comm.lane import Lane
 from shoal.comm.rendezvous import connect_engine
@@ -282,8 +282,8 @@ class MemoryDevice:
     def identity(self) -> str:
         return self._identity
 
-    def current_stream(self) -> Stream:
-        stream: Stream = getattr(self._of_thread, "stream", None) or _CallerStream()
+    def current_stream(self) -> DeviceStream:
+        stream: DeviceStream = getattr(self._of_thread, "stream", None) or _CallerStream()
         return stream
 
     @contextmanager

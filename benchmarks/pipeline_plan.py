@@ -15,13 +15,13 @@ from shoal.decide.cost import Link
 from shoal.decide.layout_search import LayoutSearch
 from shoal.decide.partition import Memory
 from shoal.pipelining.export_graph import export_model
-from shoal.pipelining.roofline import Rates, estimate_cost
+from shoal.pipelining.roofline import DeviceRates, estimate_cost
 
 NUM_DEVICES, NUM_RANKS = 2048, 8
 DEVICE_BYTES = 40 * 10**9
 MICRO_BATCH, GLOBAL_BATCH = 1, 8192
 SOURCE_LENGTH, TARGET_LENGTH = 512, 114
-A100 = Rates(flops_per_s=150e12, bytes_per_s=1.3e12)
+A100 = DeviceRates(flops_per_s=150e12, bytes_per_s=1.3e12)
 """Operations per second that an A100 reaches in bf16."""
 NVSWITCH = Link(bytes_per_s=250e9, latency_s=1e-5)
 NETWORK = Link(bytes_per_s=400e9 / 8 / 8, latency_s=3e-5)

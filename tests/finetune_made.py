@@ -31,7 +31,7 @@ from shoal.recipes.finetuning import (
 )
 from shoal.recipes.lm_finetune import CausalSourceConfig, ConversationsConfig, LmFinetuneConfig, RowsRunConfig
 from shoal.recipes.squad import SquadConfig, SquadDataConfig
-from shoal.recipes.t5_classify import T5ClassifyConfig, T5DataConfig, T5OptimConfig
+from shoal.recipes.t5_classify import T5ClassifyConfig, T5ClassifyOptimConfig, T5DataConfig
 
 WORDS = ["sun", "moon", "river", "stone", "bird", "tree", "wind", "light", "road", "hill", "rain", "field"]
 VOCAB = 120
@@ -209,7 +209,7 @@ def t5_config(
     source: Path, examples: Path, evals: tuple[Path, ...], run_dir: Path, **changes: Any
 ) -> T5ClassifyConfig:
     """Return settings for quick steps from random weights."""
-    shared = _shared(source, run_dir) | {"optim": T5OptimConfig(learning_rate=3e-2)}
+    shared = _shared(source, run_dir) | {"optim": T5ClassifyOptimConfig(learning_rate=3e-2)}
     config = T5ClassifyConfig(data=T5DataConfig(path=examples, eval=evals, max_seq_length=32), **shared)
     return _changed(config, changes)
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu.counts import LARGE
 from benchmarks.gpu.kernels import Code, code_of
-from shoal.models.encoder import Encoder, _Layout
+from shoal.models.encoder import Encoder, _PackedLayout
 from shoal.models.pretraining import BertPretraining
 from shoal.models.text_config import BertModelConfig
 
@@ -68,7 +68,7 @@ class _OneLayer(nn.Module):
         self.run: Callable[..., Tensor] = encoder._layer
         hidden, num_tokens = encoder.base.config.hidden_size, num_sequences * length
         positions = torch.arange(length).repeat(num_sequences)
-        layout = _Layout(positions, torch.arange(num_sequences + 1) * length, length, None)
+        layout = _PackedLayout(positions, torch.arange(num_sequences + 1) * length, length, None)
         of_rows = torch.zeros(num_tokens, dtype=torch.int64)
         of_weights = torch.zeros(num_sequences, encoder.layers[0].num_heads, length, dtype=torch.int64)
         rows = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, requires_grad=True)

@@ -25,7 +25,7 @@ from forked import fork_process
 from pipeline_models import cases
 from shoal.decide.cost import Link, ModelCost, Unit
 from shoal.pipelining import Pipeline, make_mesh, pipeline, stage_sources
-from shoal.pipelining.export_graph import Exported, export_model
+from shoal.pipelining.export_graph import ExportedGraph, export_model
 from shoal.pipelining.loss import default_count, loss_of, micro_batches
 from shoal.pipelining.units import units_of
 
@@ -142,7 +142,7 @@ class exported_before:
     def __enter__(self) -> None:
         made = self._made
 
-        def cached(model: nn.Module, inputs: Mapping[str, Tensor], training: bool) -> Exported:
+        def cached(model: nn.Module, inputs: Mapping[str, Tensor], training: bool) -> ExportedGraph:
             exported = made.exported[training]
             assert model is made.model
             assert {n: t.shape for n, t in inputs.items()} == {n: t.shape for n, t in exported.inputs.items()}

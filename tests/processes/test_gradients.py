@@ -26,7 +26,7 @@ from shoal.train.config import DistributedConfig
 from shoal.train.gradients import LossScale, ManyWorkers, Update
 from shoal.train.model_setup import choose_precision, wrap_model
 from shoal.train.reporting import StepTimer
-from shoal.train.step import Step, Training
+from shoal.train.step import Step, StepState
 from shoal.train.world import World, all_gather_json
 
 CONFIG = AlbertModelConfig(
@@ -97,7 +97,7 @@ def compute(
     rows = torch.arange(GLOBAL_BATCH).chunk(num_workers)[rank].chunk(num_steps)
     batches = [micro_batch(part) for part in rows]
     num_masked = sum(all_gather_json(world.control, sum(len(batch["masked_ids"]) for batch in batches)))
-    training = Training(
+    training = StepState(
         world=world,
         timer=timer,
         copies=copies_to(world.device),

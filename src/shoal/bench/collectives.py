@@ -17,7 +17,7 @@ from shoal import formatting
 from shoal.bench import comm_results, framework_calls
 from shoal.bench.chrome_trace import Span, rank_events, write_trace
 from shoal.bench.comm_options import COLOCATED, FRAMEWORKS, CommBench, parse_sizes, split_list
-from shoal.bench.comm_results import Network, Row, formula_seconds, limit_seconds
+from shoal.bench.comm_results import CollectiveRow, HostNetwork, formula_seconds, limit_seconds
 from shoal.comm.helpers import helper_bandwidths
 from shoal.comm.native_group import python_group
 from shoal.comm.store import PrefixStore
@@ -118,7 +118,7 @@ def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
     dtype = getattr(torch, bench.dtype)
     groups = Groups(worker, split_list(bench.backends), timeout_s=bench.timeout)
     backends = list(groups.backends)
-    network = Network(
+    network = HostNetwork(
         num_workers=groups.size,
         num_hosts=len(set(groups.hosts)),
         helper_bandwidths=groups.helper_bandwidths,
@@ -129,7 +129,7 @@ def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
     if groups.rank == 0:
         head = f"{network.describe()}; {bench.dtype}, median of {bench.repeats}"
         print(f"{head}\n\n{comm_results.HEADER}", flush=True)
-    rows: list[Row] = []
+    rows: list[CollectiveRow] = []
     spans: list[Span] = []
     for case in cases_of(bench, dtype, groups.size):
         calls = {
@@ -141,9 +141,9 @@ def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
         samples = _sample(calls, groups, bench.repeats)
         if bench.trace:
             spans += _trace(calls, groups, case)
-        first: Row | None = None
+        first: CollectiveRow | None = None
         for name in backends:
-            row = Row(
+            row = CollectiveRow(
                 collective=case.collective,
                 num_bytes=case.num_bytes,
                 backend=name,
@@ -166,7 +166,11 @@ def measure_all(bench: CommBench, worker: WorkerEnv) -> int:
 
 
 def _write(
-    bench: CommBench, backends: list[str], rows: list[Row], network: Network, events: list[dict[str, Any]]
+    bench: CommBench,
+    backends: list[str],
+    rows: list[CollectiveRow],
+    network: HostNetwork,
+    events: list[dict[str, Any]],
 ) -> None:
     """Write the files that the options name, and print their paths."""
     if bench.json is not None:

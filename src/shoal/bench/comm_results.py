@@ -21,7 +21,7 @@ HEADER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class HostNetwork:
     """The hosts, as far as the limits depend on them."""
 
     num_workers: int
@@ -41,7 +41,7 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CollectiveRow:
     """Samples of one collective of one size on one backend: seconds on the slowest rank."""
 
     collective: str
@@ -62,7 +62,7 @@ class Row:
     def algbw_bytes_per_s(self) -> float | None:
         return self.num_bytes / self.time_s if self.num_bytes else None
 
-    def line(self, first: Row | None) -> str:
+    def line(self, first: CollectiveRow | None) -> str:
         """Return the row of the table; ``first`` is the first backend's, for the speed-up."""
         cells = [
             f"{self.collective:<15}",
@@ -80,7 +80,7 @@ class Row:
         return {**asdict(self), "time_s": self.time_s, "algbw_bytes_per_s": self.algbw_bytes_per_s}
 
 
-def limit_seconds(collective: str, num_bytes: int, network: Network) -> float | None:
+def limit_seconds(collective: str, num_bytes: int, network: HostNetwork) -> float | None:
     """Return the time in which all bytes that must cross a host's link can cross it.
 
     An all-reduce must send M bytes from each host and bring M back; a reduce-scatter and an all-gather
@@ -94,7 +94,7 @@ def limit_seconds(collective: str, num_bytes: int, network: Network) -> float | 
     return seconds if num_bytes else None
 
 
-def formula_seconds(collective: str, backend: str, num_bytes: int, network: Network) -> float | None:
+def formula_seconds(collective: str, backend: str, num_bytes: int, network: HostNetwork) -> float | None:
     """Return the time of an all-reduce by the formulas of ``decide.server_assignment``, without latency."""
     if network.link_bytes_per_s is None or network.num_hosts == 1 or collective != "all_reduce":
         return None
@@ -107,7 +107,7 @@ def formula_seconds(collective: str, backend: str, num_bytes: int, network: Netw
     return None
 
 
-def explain(network: Network, first_backend: str) -> str:
+def explain(network: HostNetwork, first_backend: str) -> str:
     """Return a legend of the table's columns."""
     lines = [
         "size: of the whole tensor, M. algbw: M / median. Times are the slowest rank's. "
@@ -123,13 +123,13 @@ def explain(network: Network, first_backend: str) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path, rows: list[Row], network: Network, settings: dict[str, Any]) -> None:
+def write_json(path: Path, rows: list[CollectiveRow], network: HostNetwork, settings: dict[str, Any]) -> None:
     """Write ``{"settings", "network", "rows"}``; times in seconds, rates in bytes per second."""
     whole = {"settings": settings, "network": asdict(network), "rows": [row.as_json() for row in rows]}
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def draw(path: Path, rows: list[Row], network: Network) -> None:
+def draw(path: Path, rows: list[CollectiveRow], network: HostNetwork) -> None:
     """Plot time and bandwidth over size, two panels per collective; the suffix chooses the format.
 
     Raises:

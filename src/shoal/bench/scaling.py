@@ -117,11 +117,11 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ScalingRow:
     """Steps of one number of hosts on one backend.
 
     Example:
-        >>> row = Row(backend="gloo", accumulate=1, hosts=8, global_batch=8, step_s=(2.0,),
+        >>> row = ScalingRow(backend="gloo", accumulate=1, hosts=8, global_batch=8, step_s=(2.0,),
         ...           reference_hosts=1, reference_batch=1, reference_s=(1.5,))
         >>> row.efficiency, row.samples_per_s
         (0.75, 4.0)
@@ -185,7 +185,7 @@ class Scaling:
     """Plural name of a sample."""
     emulated: bool
     settings: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ScalingRow] = field(default_factory=list)
     one_host: dict[str, Any] | None = None
     """The result of ``shoal bench train`` on one host."""
 
@@ -195,7 +195,7 @@ class Scaling:
         names = f"{'hosts':>5}  {'steps/s':>8}  {self.unit + '/s':>12}  {'step':>8}  {'efficiency':>10}{cost}"
         return f"{self.title}\n\n{'backend':<38} {names}"
 
-    def line(self, row: Row) -> str:
+    def line(self, row: ScalingRow) -> str:
         """Return a row of the table."""
         dollars = row.dollars_per_million
         cost = "" if dollars is None else f"  {dollars:>11,.2f}"
@@ -267,7 +267,7 @@ class Scaling:
             raise UsageError(f"--plot {path}: {error}") from None
 
 
-def _each(rows: Sequence[Row], name: str) -> list[float]:
+def _each(rows: Sequence[ScalingRow], name: str) -> list[float]:
     return [getattr(row, name) for row in rows]
 
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from shoal import formatting
 from shoal.bench.comm_options import COLOCATED, split_list
-from shoal.bench.scaling import Row, Scaling, ScalingBench
+from shoal.bench.scaling import Scaling, ScalingBench, ScalingRow
 from shoal.bench.step_timing import KIND as TRAIN_KIND
 from shoal.env.settings import HELPERS, helpers
 from shoal.env.variables import without
@@ -72,7 +72,7 @@ def measure(
                     continue
                 references.setdefault(backend, (hosts, joined))
                 reference_hosts, reference = references[backend]
-                row = Row(
+                row = ScalingRow(
                     backend=backend,
                     accumulate=accumulate,
                     hosts=hosts,

@@ -23,7 +23,7 @@ from shoal.launch import slurm as queue
 from shoal.launch.job_command import JobCommand, check_files, check_source, read_command
 from shoal.launch.job_size import check_use_of_helpers, option_of, usable_workers
 from shoal.launch.kubernetes import KubernetesJob
-from shoal.launch.remote import RemoteJob, Start
+from shoal.launch.remote import RemoteJob, RemoteStart
 from shoal.launch.sagemaker import SageMakerJob
 from shoal.launch.slurm import SlurmJob
 from shoal.launch.source import ARCHIVE, pack
@@ -278,7 +278,7 @@ def _run_dir(command: Sequence[str]) -> str | None:
     return str(Path(folder).absolute()) if folder else None
 
 
-def _show(starts: Sequence[Start]) -> int:
+def _show(starts: Sequence[RemoteStart]) -> int:
     print("# the first line of stdin is the job's secret; the hosts leave when it closes")
     for start in starts:
         print(shlex.join(start.command))

@@ -35,7 +35,7 @@ class Event(Protocol):
         """Return whether the event has been reached."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """A queue of device work that executes in order, concurrently with other streams."""
 
     def run(self, step: Callable[[], object]) -> None:
@@ -55,10 +55,10 @@ class Device(Protocol):
     def identity(self) -> str:
         """Return a string that is equal for two processes of a host exactly if they use the same device."""
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> DeviceStream:
         """Return the stream of the calling thread's own work."""
 
-    def new_stream(self) -> Stream: ...
+    def new_stream(self) -> DeviceStream: ...
 
     def open_lane(self, to_host: Any, to_device: Any, num_buffers: int, buffer_bytes: int) -> Lane:
         """Return a lane whose copies to the host and back are on these streams."""

@@ -49,7 +49,7 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ScheduleChoice:
     """A schedule with the cuts that suit it, and its predicted step and memory."""
 
     schedule: Schedule
@@ -67,7 +67,7 @@ class Choice:
         return max(self.rank_bytes) - memory.limit_bytes if memory is not None else 0
 
 
-def _makespan_s(choice: Choice) -> float:
+def _makespan_s(choice: ScheduleChoice) -> float:
     return rounded(choice.timeline.makespan_s)
 
 
@@ -82,7 +82,7 @@ class ScheduleSearch:
     cuts: Sequence[int] | None = None
     """Fixed by the user, for all schedules; they decide the number of stages."""
 
-    def choose(self, num_refined: int = NUM_REFINED) -> list[Choice]:
+    def choose(self, num_refined: int = NUM_REFINED) -> list[ScheduleChoice]:
         """Return the schedules that fit, each with its own cuts, the best first.
 
         Every schedule is simulated with the cuts that minimise its slowest stage; the cuts of the fastest
@@ -148,11 +148,11 @@ class ScheduleSearch:
             )
         return pairs
 
-    def best_cuts(self, name: str, num_virtual: int) -> Choice:
+    def best_cuts(self, name: str, num_virtual: int) -> ScheduleChoice:
         """Return the schedule with the fastest cuts that fit, or the cuts that need least."""
         if self.cuts is not None:
             return self._choice(name, num_virtual, self.cuts)
-        best: Choice | None = None
+        best: ScheduleChoice | None = None
         for cuts in self._proposals(name, num_virtual):
             choice = self._choice(name, num_virtual, cuts)
             if choice.missing_bytes(self.conditions.memory) <= 0:
@@ -162,7 +162,7 @@ class ScheduleSearch:
         assert best is not None
         return best
 
-    def refined(self, choice: Choice) -> Choice:
+    def refined(self, choice: ScheduleChoice) -> ScheduleChoice:
         """Return the choice with its cuts moved, and the greedy rule applied to the result."""
         conditions, schedule = self.conditions, choice.schedule
         cuts = refine(self.cost, choice.cuts, schedule, link=conditions.link, memory=conditions.memory)
@@ -174,7 +174,7 @@ class ScheduleSearch:
         fitting = [new for new in moved if new.missing_bytes(conditions.memory) <= 0]
         return min([choice, *fitting], key=_makespan_s)
 
-    def tightest(self, choices: Sequence[Choice]) -> Choice:
+    def tightest(self, choices: Sequence[ScheduleChoice]) -> ScheduleChoice:
         """Return the fastest that fits with fewer micro-batches in flight than fill the pipeline.
 
         Raises:
@@ -211,11 +211,11 @@ class ScheduleSearch:
             active_micro_batches=self.conditions.active_micro_batches,
         )
 
-    def _choice(self, name: str, num_virtual: int, cuts: Sequence[int]) -> Choice:
+    def _choice(self, name: str, num_virtual: int, cuts: Sequence[int]) -> ScheduleChoice:
         return self._judged(self._schedule(name, num_virtual, stage_costs(self.cost, cuts)), cuts)
 
-    def _judged(self, schedule: Schedule, cuts: Sequence[int]) -> Choice:
-        return Choice(
+    def _judged(self, schedule: Schedule, cuts: Sequence[int]) -> ScheduleChoice:
+        return ScheduleChoice(
             schedule=schedule,
             cuts=tuple(cuts),
             timeline=simulate(schedule, stage_costs(self.cost, cuts), self.conditions.link),

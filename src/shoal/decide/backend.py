@@ -74,7 +74,7 @@ class Situation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class BackendChoice:
     """A backend.
 
     Attributes:
@@ -88,7 +88,7 @@ class Choice:
     note: str = ""
 
 
-def choose_backend(known: Situation) -> Choice | None:
+def choose_backend(known: Situation) -> BackendChoice | None:
     """Return the backend, or ``None`` where nccl and shoal have to be compared.
 
     Raises:
@@ -97,20 +97,20 @@ def choose_backend(known: Situation) -> Choice | None:
     """
     if known.requested != AUTO:
         check_helpers(known.requested, known.num_helpers)
-        return Choice(backend=known.requested, reason="distributed.backend names it")
+        return BackendChoice(backend=known.requested, reason="distributed.backend names it")
     if not known.averages:
-        return Choice(backend=GLOO, reason="nothing is averaged")
+        return BackendChoice(backend=GLOO, reason="nothing is averaged")
     if known.num_helpers or known.servers:
         return _for_servers(known)
     if kept := _recorded(known):
         return kept
     if known.num_workers == 1:
-        return Choice(backend=NCCL if known.on_gpu else GLOO, reason="one worker has nothing to sum")
+        return BackendChoice(backend=NCCL if known.on_gpu else GLOO, reason="one worker has nothing to sum")
     if known.on_gpu and known.num_hosts == 1:
-        return Choice(backend=NCCL, reason="GPUs of one host")
+        return BackendChoice(backend=NCCL, reason="GPUs of one host")
     if known.unloaded:
         return _without_cpp(known)
-    return None if known.on_gpu else Choice(backend=SHOAL, reason="workers on CPUs")
+    return None if known.on_gpu else BackendChoice(backend=SHOAL, reason="workers on CPUs")
 
 
 def planned_backend(known: Situation) -> str:
@@ -128,29 +128,29 @@ def planned_backend(known: Situation) -> str:
     return f"{text}; {GLOO} if its process group in C++ does not load"
 
 
-def _for_servers(known: Situation) -> Choice:
+def _for_servers(known: Situation) -> BackendChoice:
     reason = counted_helpers(known.num_helpers) if known.num_helpers else known.servers
     if known.on_gpu and known.unloaded:
         raise UsageError(
             f"{reason}, and workers on GPUs need shoal's process group in C++ for that, which does not "
             f"load: {known.unloaded}; --distributed.backend shoal takes the slower one in Python"
         )
-    return Choice(backend=SHOAL, reason=reason)
+    return BackendChoice(backend=SHOAL, reason=reason)
 
 
-def _recorded(known: Situation) -> Choice | None:
+def _recorded(known: Situation) -> BackendChoice | None:
     """Return the backend of a run that continues, if its workers are of the kind that it was chosen for."""
     before = known.recorded
     if before is None or before.num_workers == 1 or known.num_workers == 1:
         return None
     if before.backend == NCCL and (not known.on_gpu or (before.num_hosts == 1) != (known.num_hosts == 1)):
         return None
-    return Choice(backend=before.backend, reason="the run began with it")
+    return BackendChoice(backend=before.backend, reason="the run began with it")
 
 
-def _without_cpp(known: Situation) -> Choice:
+def _without_cpp(known: Situation) -> BackendChoice:
     backend = NCCL if known.on_gpu else GLOO
-    return Choice(
+    return BackendChoice(
         backend=backend,
         reason="shoal's process group in C++ does not load",
         note=f"backend {backend}: shoal's process group in C++ does not load: {known.unloaded}",
@@ -182,7 +182,7 @@ def next_bytes(
 
 def choose_measured(
     seconds: Mapping[str, Readings], *, wire: str, num_bytes: int, first: str = NCCL
-) -> Choice:
+) -> BackendChoice:
     """Return the backend with the shortest median: ``first`` unless another is 10 % faster.
 
     Args:
@@ -204,7 +204,7 @@ def choose_measured(
     reason = f"{num_bytes / MIB:.3g} MiB as {wire}: " + ", ".join(
         f"{name} {1e3 * each:.1f} ms" for name, each in medians.items()
     )
-    return Choice(
+    return BackendChoice(
         backend=chosen,
         reason=reason,
         note=f"backend {chosen}, by the sum of {reason}{_suggestion(seconds, wire, medians[chosen])}",

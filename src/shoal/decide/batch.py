@@ -308,7 +308,7 @@ class _Sizes:
     micro_batch_size: int | None
 
 
-class Shares(Protocol):
+class WorkerShares(Protocol):
     """Samples of each worker, which may change between two steps; the same on all workers."""
 
     current: tuple[int, ...]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.decide.autotune import Choice, Conditions, ScheduleSearch
+from shoal.decide.autotune import Conditions, ScheduleChoice, ScheduleSearch
 from shoal.decide.cost import Link, ModelCost, StageCost, parameter_sizes, stage_costs
 from shoal.decide.ownership import largest_share
 from shoal.decide.partition import DoesNotFit, Memory, check_num_stages, in_gb
@@ -52,7 +52,7 @@ class _Shape:
 class Layout(_Shape):
     """``pipeline × data`` devices with a predicted step."""
 
-    choice: Choice
+    choice: ScheduleChoice
     stages: tuple[StageCost, ...]
     first_units: tuple[str, ...]
     """Name of the first unit of each stage."""
@@ -85,7 +85,7 @@ class Layout(_Shape):
 
 def averaging_s(
     cost: ModelCost,
-    choice: Choice,
+    choice: ScheduleChoice,
     *,
     data: int,
     link: Link | None,

@@ -63,7 +63,7 @@ def vee_placement(num_ranks: int) -> tuple[int, ...]:
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
-class Box(NamedTuple):
+class TimedAction(NamedTuple):
     """An action of a rank and its time, in seconds since the step began."""
 
     rank: int
@@ -76,7 +76,7 @@ class Box(NamedTuple):
 class Timeline:
     """One step of a pipeline."""
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[TimedAction, ...]
     """Rank by rank, each rank's in the order of computation."""
     rank_end_s: tuple[float, ...]
     """End of each rank's last action."""
@@ -98,7 +98,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCost], link: Link | None =
     begins, ends = simulator.times(costs, link)
     boxes = sorted(
         (
-            Box(event.rank, action, begin, end)
+            TimedAction(event.rank, action, begin, end)
             for event, action, begin, end in zip(
                 simulator.events, simulator.actions, begins, ends, strict=True
             )

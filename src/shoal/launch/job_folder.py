@@ -38,7 +38,7 @@ _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class JobStart:
     """A start of the job."""
 
     run_id: str
@@ -93,7 +93,7 @@ class JobFolder:
                     f"checkpoint ({'the last is of step ' + now if now else 'there is none'}). See why in "
                     f"its output; then remove {self.job / 'starts.json'} and submit it again"
                 )
-            self._write_starts([*starts, Start(run_id=self.run_id, progress=now)])
+            self._write_starts([*starts, JobStart(run_id=self.run_id, progress=now)])
         if (
             with_secret and not self.secret_file.exists()
         ):  # a second command in the same allocation uses the first one's
@@ -171,14 +171,14 @@ class JobFolder:
         except OSError:
             return ""
 
-    def starts(self) -> list[Start]:
+    def starts(self) -> list[JobStart]:
         """Return the starts of the folder, in their order."""
         path = self.job / "starts.json"
         if not path.exists():
             return []
         rows = parse_json(path.read_bytes(), str(path), remedy=f"remove {path}")
         try:
-            starts = [Start(**row) for row in rows]
+            starts = [JobStart(**row) for row in rows]
         except TypeError:
             starts = None
         types = {"run_id": str, "progress": str, "saved": bool}
@@ -188,11 +188,11 @@ class JobFolder:
             raise ShoalError(f"{path} is not what shoal launch writes; remove it")
         return starts
 
-    def _write_starts(self, starts: list[Start]) -> None:
+    def _write_starts(self, starts: list[JobStart]) -> None:
         _write(self.job / "starts.json", json.dumps([asdict(start) for start in starts], indent=1))
 
 
-def may_start(starts: list[Start], progress: str, *, job: str) -> bool:
+def may_start(starts: list[JobStart], progress: str, *, job: str) -> bool:
     """Return whether a job may start again, given its earlier starts and its progress now.
 
     Args:

@@ -78,7 +78,7 @@ class RemoteJob(Workers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class RemoteStart:
     """A process of this machine that starts launchers on others."""
 
     label: str
@@ -93,16 +93,16 @@ def name_of(host: str) -> str:
     return host.rpartition("@")[2]
 
 
-def ssh_starts(job: RemoteJob, command: Sequence[str]) -> list[Start]:
+def ssh_starts(job: RemoteJob, command: Sequence[str]) -> list[RemoteStart]:
     """Return the ssh commands, the helpers' first."""
     ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", *job.option]
     return [
-        Start(label=name_of(host), command=[*ssh, host, _remote(job, words)], is_helper=is_helper)
+        RemoteStart(label=name_of(host), command=[*ssh, host, _remote(job, words)], is_helper=is_helper)
         for host, words, is_helper in _parts(job, command)
     ]
 
 
-def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[Start]:
+def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[RemoteStart]:
     """Return the mpirun commands, one per host, the helpers' first.
 
     One mpirun for all hosts would count helpers as workers, and some pass stdin to the first process only.
@@ -126,7 +126,7 @@ def mpi_starts(job: RemoteJob, command: Sequence[str], version: str) -> list[Sta
         mpirun, stop = ["setpriv", "--pdeathsig", "USR2", *mpirun], signal.SIGUSR2
     folder = ["-wdir", str(job.folder)] if job.folder else []
     return [
-        Start(
+        RemoteStart(
             label=name_of(host),
             command=[*mpirun, host, "-n", "1", *folder, *job.option, *words],
             is_helper=is_helper,
@@ -229,14 +229,14 @@ def _question(job: RemoteJob, command: JobCommand | None) -> str:
     return f"{question} && {{ {'; '.join(looked)}; }}"
 
 
-def run(starts: Sequence[Start]) -> int:
+def run(starts: Sequence[RemoteStart]) -> int:
     """Run all starts until they end and return the exit code of the job.
 
     Their output goes to this process's stdout and stderr, each line after its host's name. The stdin of all
     is closed by a signal, or 15 s after a worker host has failed.
     """
     secret = secrets.token_hex(32)
-    running: list[tuple[Start, subprocess.Popen[str]]] = []
+    running: list[tuple[RemoteStart, subprocess.Popen[str]]] = []
     stdins: list[int] = []
     closings: list[bool] = []
 
@@ -299,7 +299,7 @@ def _await_all(workers: Sequence[subprocess.Popen[str]], close: Callable[[], Non
     return [process.wait() for process in workers]
 
 
-def _started(start: Start, secret: str, stdins: list[int]) -> subprocess.Popen[str]:
+def _started(start: RemoteStart, secret: str, stdins: list[int]) -> subprocess.Popen[str]:
     """Start a process; its stdin has the secret and stays open until its writing end in ``stdins`` closes."""
     stdin, writer = os.pipe()
     stdins.append(writer)

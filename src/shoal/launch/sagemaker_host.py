@@ -30,7 +30,7 @@ _MAX_REASON = 1_024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Instance:
+class JobInstance:
     """An instance among those of the job."""
 
     role: Literal["worker", "helper"]
@@ -47,7 +47,7 @@ def is_here() -> bool:
     return (sagemaker_base() / _CONFIG).exists()
 
 
-def read_instance(path: Path) -> Instance:
+def read_instance(path: Path) -> JobInstance:
     """Return this instance, from the file that SageMaker has written.
 
     Raises:
@@ -62,7 +62,7 @@ def read_instance(path: Path) -> Instance:
         workers = tuple(str(host) for host in stored["hosts"] if host not in helpers)
         host = str(stored["current_host"])
         own = helpers if host in helpers else workers
-        return Instance(
+        return JobInstance(
             role="helper" if host in helpers else "worker",
             number=own.index(host),
             workers=workers,

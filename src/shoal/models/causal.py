@@ -240,7 +240,7 @@ def generate(
     Args:
         prompts: token ids; the shorter ones are padded on the left.
         end_id: fills up behind an end.
-        temperature: 0: the likeliest token each time; else tokens are drawn, as by :class:`Draws`.
+        temperature: 0: the likeliest token each time; else tokens are drawn, as by :class:`SeededSampling`.
         seeds: one for each prompt.
 
     Returns:
@@ -252,7 +252,9 @@ def generate(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
         mask[row, width - len(prompt) :] = 1
-    processors = LogitsProcessorList([Draws(seeds, temperature, top_p, device)] if temperature else [])
+    processors = LogitsProcessorList(
+        [SeededSampling(seeds, temperature, top_p, device)] if temperature else []
+    )
     sequences: Tensor = weights.generate(
         input_ids=ids,
         attention_mask=mask,
@@ -268,7 +270,7 @@ def generate(
     return out
 
 
-class Draws(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
     """Makes a greedy choice a draw: adds Gumbel noise, with a generator for each prompt.
 
     So a continuation depends on its own seed, and not on the prompts beside it, on threads or on workers.

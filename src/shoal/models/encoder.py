@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from shoal.dropout import attention, dropout, fold_in
-from shoal.models.layers import Layer, embed, embedding_dropout, final_norm_of, layers_of
+from shoal.models.layers import TransformerLayer, embed, embedding_dropout, final_norm_of, layers_of
 
 PACKED_INPUTS = ("input_ids", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen", "dropout_keys")
 """Keys of a packed micro-batch (:mod:`shoal.data.packing`), which all models over it take by these names."""
@@ -114,7 +114,7 @@ class Encoder:
                 default: drawn from torch's generator.
             lengths: ``[B]`` tokens to attend to, of sequences that are padded to S tokens each; default: all.
         """
-        layout = _Layout(position_ids, cu_seqlens, max_seqlen, lengths)
+        layout = _PackedLayout(position_ids, cu_seqlens, max_seqlen, lengths)
         keys = self.sample_keys(dropout_keys, cu_seqlens)
         of_rows, of_weights = self._site_keys(keys, position_ids, cu_seqlens, max_seqlen)
         hidden = embed(self.base, input_ids, token_type_ids, position_ids, of_rows[0])
@@ -168,10 +168,10 @@ class Encoder:
 
     def _layer(
         self,
-        layer: Layer,
+        layer: TransformerLayer,
         hidden: Tensor,
         wanted: Tensor | None,
-        layout: _Layout,
+        layout: _PackedLayout,
         keys: tuple[Tensor | None, Tensor | None, Tensor | None],
     ) -> Tensor:
         pre = self.final_norm is not None
@@ -247,11 +247,11 @@ def _keys_of_sites(
 
 
 def _attend(
-    layer: Layer,
+    layer: TransformerLayer,
     asking: Tensor,
     wanted: Tensor | None,
     source: Tensor,
-    layout: _Layout,
+    layout: _PackedLayout,
     weight_keys: Tensor | None,
 ) -> Tensor:
     """Return the context ``[W, hidden]`` of the queries ``asking``, each over its sequence in ``source``."""
@@ -274,7 +274,7 @@ def _attend(
     return padded if layout.is_full and wanted is None else _Collect.apply(padded, asking_index)
 
 
-class _Layout:
+class _PackedLayout:
     """Relates the T tokens of a packed batch to the ``B * S`` positions of the padded one.
 
     Attributes:

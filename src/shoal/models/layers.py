@@ -1,7 +1,7 @@
 """Maps the layers of BERT, RoBERTa, ALBERT and DistilBERT to one structure.
 
 transformers' modules hold the weights under transformers' names, so that weights load in both directions. The
-four architectures compute the same from parts with other names; :class:`Layer` holds the parts.
+four architectures compute the same from parts with other names; :class:`TransformerLayer` holds the parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALBERTS = ("albert", MODEL_TYPE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class TransformerLayer:
     """The parts of a transformer layer in the order of use of a post-norm one."""
 
     query: nn.Linear
@@ -67,7 +67,7 @@ _PARTS = {
 """Place of each part in a layer of BERT or RoBERTa, of ALBERT, and of DistilBERT; none: no dropout there."""
 
 
-def layers_of(base: PreTrainedModel) -> list[Layer]:
+def layers_of(base: PreTrainedModel) -> list[TransformerLayer]:
     """Return the layers of a base model (``BertModel`` …) in the order of use, shared ones repeatedly."""
     if base.config.model_type == "distilbert":
         return [_layer(layer, _DISTILBERT) for layer in base.transformer.layer]
@@ -80,12 +80,12 @@ def layers_of(base: PreTrainedModel) -> list[Layer]:
     return [layer for number in range(count) for layer in views[int(number / (count / len(views)))]]
 
 
-def _layer(layer: nn.Module, architecture: int) -> Layer:
+def _layer(layer: nn.Module, architecture: int) -> TransformerLayer:
     places = {part: of_all[architecture] for part, of_all in _PARTS.items()}
     parts: dict[str, Any] = {
         part: 0.0 if path is None else attrgetter(path)(layer) for part, path in places.items()
     }
-    return Layer(**{**parts, "activation": fused_activation(parts["activation"])})
+    return TransformerLayer(**{**parts, "activation": fused_activation(parts["activation"])})
 
 
 def final_norm_of(base: PreTrainedModel) -> nn.LayerNorm | None:

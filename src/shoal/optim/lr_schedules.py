@@ -1,6 +1,6 @@
 """Computes learning rates as pure functions of the optimizer step.
 
-One formula, :class:`Schedule`, covers most forms in use:
+One formula, :class:`LRSchedule`, covers most forms in use:
 
 - constant: ``power=0``; linear: ``power=1``; polynomial: any other power; each with a linear warm-up;
 - AWS's ALBERT: ``decay_from="warmup"``, linear from the end of the warm-up to ``end`` (the polynomial has
@@ -59,7 +59,7 @@ class _Warmed(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(_Warmed):
+class LRSchedule(_Warmed):
     """Warm-up to ``base``, ``constant_steps`` at ``base``, then a polynomial down to ``end``.
 
     Raises:
@@ -136,7 +136,7 @@ class InverseSquareRoot(_Checked):
     hold_steps: int = 10_000
 
 
-AnySchedule = Schedule | Cosine | Steps | InverseSquareRoot
+AnySchedule = LRSchedule | Cosine | Steps | InverseSquareRoot
 
 
 def learning_rate(schedule: AnySchedule, step: int) -> float:
@@ -164,7 +164,7 @@ def learning_rate(schedule: AnySchedule, step: int) -> float:
     return _polynomial(schedule, step)
 
 
-def _polynomial(schedule: Schedule, step: int) -> float:
+def _polynomial(schedule: LRSchedule, step: int) -> float:
     held_steps = schedule.warmup_steps + schedule.constant_steps
     if step < held_steps:
         return schedule.base

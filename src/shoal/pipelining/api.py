@@ -19,7 +19,7 @@ from shoal.pipelining.init_meta import Initialise, init_meta
 from shoal.pipelining.loss import Batch, Count, default_count, micro_batches
 from shoal.pipelining.pipeline_plan import decide
 from shoal.pipelining.process_groups import make_process_groups, measure_link
-from shoal.pipelining.runtime import Pipeline, Settings
+from shoal.pipelining.runtime import Pipeline, PipelineOptions
 from shoal.pipelining.stage_runner import StageRunner
 from shoal.pipelining.stage_sources import Graph, Named, Source, Whole
 from shoal.pipelining.tied_weights import repeated, users
@@ -209,7 +209,7 @@ def pipeline(
         runners,
         used_by,
         groups,
-        Settings(
+        PipelineOptions(
             example={name: tensor.to("meta") for name, tensor in example.items()},
             count=count or default_count,
             seed=seed,

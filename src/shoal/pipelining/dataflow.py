@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from shoal.errors import UsageError
-from shoal.pipelining.export_graph import Exported
+from shoal.pipelining.export_graph import ExportedGraph
 from shoal.pipelining.random_streams import draws, named_arguments, operation_of
 
 _TINY_BYTES = 256 << 10
@@ -36,7 +36,7 @@ class Dataflow:
         UsageError: the model writes into one of its inputs.
     """
 
-    def __init__(self, exported: Exported) -> None:
+    def __init__(self, exported: ExportedGraph) -> None:
         self.exported = exported
         self.nodes: list[fx.Node] = [n for n in exported.module.graph.nodes if n.op != "output"]
         self._writers = self._find_writers()

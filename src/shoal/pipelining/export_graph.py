@@ -32,7 +32,7 @@ _REASON_LENGTH = 200
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Exported:
+class ExportedGraph:
     """A model's graph for one mode and one shape of inputs, with the meaning of its placeholders.
 
     Parameters and buffers have canonical names: the first of ``model.named_parameters()`` for a tied one.
@@ -65,7 +65,7 @@ class Exported:
         return pytree.tree_unflatten(list(outputs), self.output_spec)
 
 
-def export_model(model: nn.Module, inputs: Mapping[str, Tensor], training: bool) -> Exported:
+def export_model(model: nn.Module, inputs: Mapping[str, Tensor], training: bool) -> ExportedGraph:
     """Trace a model in training or evaluation mode; its modes, parameters and buffers stay as they are.
 
     Args:
@@ -140,7 +140,7 @@ def _without_stack_traces() -> Iterator[None]:
         config.do_not_emit_stack_traces = before
 
 
-def _read(program: Any, model: nn.Module, inputs: dict[str, Tensor], training: bool) -> Exported:
+def _read(program: Any, model: nn.Module, inputs: dict[str, Tensor], training: bool) -> ExportedGraph:
     """Take the graph out of the exported program, with the values that a split needs."""
     signature, module = program.graph_signature, program.graph_module
     if signature.inputs_to_lifted_custom_objs:
@@ -148,7 +148,7 @@ def _read(program: Any, model: nn.Module, inputs: dict[str, Tensor], training: b
     aliases = alias_names(model)
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     _, kwargs = pytree.tree_unflatten(list(signature.user_inputs), program.call_spec.in_spec)
-    exported = Exported(
+    exported = ExportedGraph(
         model=model,
         inputs=inputs,
         training=training,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.decide.cost import ModelCost, Unit
 from shoal.errors import UsageError
-from shoal.pipelining.export_graph import Exported
+from shoal.pipelining.export_graph import ExportedGraph
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.split import container_of, split
 from shoal.pipelining.stage import StageModule, replace_tensors, retarget
@@ -25,7 +25,7 @@ from shoal.pipelining.units import Units, units_of
 
 
 def measure_cost(
-    exported: Exported, *, repetitions: int = 5, stand_in: Mapping[str, Tensor] | None = None
+    exported: ExportedGraph, *, repetitions: int = 5, stand_in: Mapping[str, Tensor] | None = None
 ) -> ModelCost:
     """Return the measured cost of every unit, for one micro-batch, on the device that the model is on.
 

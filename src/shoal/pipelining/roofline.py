@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shoal.decide.cost import ModelCost
 from shoal.errors import UsageError
-from shoal.pipelining.export_graph import Exported
+from shoal.pipelining.export_graph import ExportedGraph
 from shoal.pipelining.measure_cost import all_weights, cost_of, saved_bytes
 from shoal.pipelining.stage import replace_tensors, retarget
 from shoal.pipelining.unit_runner import run_units, unit_modules
@@ -28,7 +28,7 @@ from shoal.pipelining.units import Units, units_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class DeviceRates:
     """Achieved rates of a device, not those of its data sheet."""
 
     flops_per_s: float
@@ -39,7 +39,7 @@ class Rates:
     """Lower bound of an operation."""
 
 
-def estimate_cost(exported: Exported, rates: Rates, *, units: Units | None = None) -> ModelCost:
+def estimate_cost(exported: ExportedGraph, rates: DeviceRates, *, units: Units | None = None) -> ModelCost:
     """Return the estimated cost of every unit, for one micro-batch; nothing is allocated.
 
     Fused attention counts as the operations that it is made of, so its memory is an upper bound. Values count
@@ -69,7 +69,7 @@ def estimate_cost(exported: Exported, rates: Rates, *, units: Units | None = Non
 class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the time of the operations that are dispatched while a unit's pass runs."""
 
-    def __init__(self, rates: Rates, num_units: int) -> None:
+    def __init__(self, rates: DeviceRates, num_units: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seconds = {forward: [0.0] * num_units for forward in (True, False)}
         self._rates = rates

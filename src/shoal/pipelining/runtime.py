@@ -42,7 +42,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PipelineOptions:
     """Options of a pipeline besides its plan."""
 
     example: dict[str, Tensor]
@@ -80,7 +80,7 @@ class Pipeline:
         runners: Mapping[int, StageRunner],
         users: Mapping[str, Sequence[int]],
         groups: ProcessGroups,
-        settings: Settings,
+        settings: PipelineOptions,
         *,
         aliases: Mapping[str, str],
         unsplit: tuple[nn.Module, Callable[[Batch], object]] | None = None,

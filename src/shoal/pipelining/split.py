@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from shoal.errors import UsageError
 from shoal.pipelining.dataflow import Dataflow
-from shoal.pipelining.export_graph import Exported
+from shoal.pipelining.export_graph import ExportedGraph
 from shoal.pipelining.random_streams import operation_of
 from shoal.pipelining.stage import Body, StageModule, TensorSpec, owner_of
 from shoal.pipelining.units import Units, module_path, units_of
@@ -26,7 +26,11 @@ Bounds = list[tuple[int, int]]
 
 
 def split(
-    exported: Exported, cuts: Sequence[int], *, evaluation: Exported | None = None, units: Units | None = None
+    exported: ExportedGraph,
+    cuts: Sequence[int],
+    *,
+    evaluation: ExportedGraph | None = None,
+    units: Units | None = None,
 ) -> list[StageModule]:
     """Return the stages of a model that is cut before the units ``cuts``.
 

@@ -14,14 +14,14 @@ from shoal.decide.cost import ModelCost, Unit
 from shoal.pipelining.export_graph import alias_names, export_model
 from shoal.pipelining.measure_cost import measure_cost
 from shoal.pipelining.random_streams import draws, dropout_of_streams
-from shoal.pipelining.roofline import Rates, estimate_cost
+from shoal.pipelining.roofline import DeviceRates, estimate_cost
 from shoal.pipelining.split import split
 from shoal.pipelining.split_modules import split_by_modules
 from shoal.pipelining.stage import Body, StageModule
 
 Batch = Mapping[str, Tensor]
 
-DEFAULT_RATES = Rates(flops_per_s=60e12, bytes_per_s=1.3e12)
+DEFAULT_RATES = DeviceRates(flops_per_s=60e12, bytes_per_s=1.3e12)
 """For devices that a model was not measured on: about the rate of an A100 in matrix products of TF32."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.decide.pipeline_simulator import Action, Box, Schedule, Timeline, recorded
+from shoal.decide.pipeline_simulator import Action, Schedule, TimedAction, Timeline, recorded
 from shoal.pipelining.process_groups import exchange
 from shoal.record import PipelineStep
 
@@ -120,7 +120,7 @@ def gather(
     offset_s: float,
     group: dist.ProcessGroup,
     device: torch.device,
-) -> tuple[Box, ...]:
+) -> tuple[TimedAction, ...]:
     """Return the boxes of all ranks, rank by rank, in seconds since the first one began."""
     longest = max(len(actions) for actions in schedule.actions)
     mine = torch.zeros(longest, 2, dtype=torch.float64)
@@ -131,7 +131,7 @@ def gather(
     everyones = [torch.empty_like(mine) for _ in schedule.actions]
     dist.all_gather(everyones, mine, group=group)
     gathered = [
-        Box(rank, action, begin, end)
+        TimedAction(rank, action, begin, end)
         for rank, (actions, times) in enumerate(zip(schedule.actions, everyones, strict=True))
         for action, (begin, end) in zip(actions, times.tolist(), strict=False)
     ]
@@ -139,7 +139,7 @@ def gather(
     return tuple(box._replace(begin_s=box.begin_s - start, end_s=box.end_s - start) for box in gathered)
 
 
-def timeline_of(boxes: Sequence[Box], predicted: Timeline, num_ranks: int) -> Timeline:
+def timeline_of(boxes: Sequence[TimedAction], predicted: Timeline, num_ranks: int) -> Timeline:
     """Return the measured timeline; its memory is the predicted one."""
     makespan = max(box.end_s for box in boxes)
     busy = sum(box.end_s - box.begin_s for box in boxes)

@@ -16,7 +16,7 @@ from torch import fx
 
 from shoal.errors import UsageError
 from shoal.pipelining.dataflow import Dataflow, num_bytes
-from shoal.pipelining.export_graph import Exported
+from shoal.pipelining.export_graph import ExportedGraph
 
 MOST_UNITS = 128
 
@@ -60,7 +60,7 @@ class Units:
         return list(pairwise(starts))
 
 
-def units_of(exported: Exported, *, most: int = MOST_UNITS) -> Units:
+def units_of(exported: ExportedGraph, *, most: int = MOST_UNITS) -> Units:
     """Return the units of an exported model.
 
     Args:

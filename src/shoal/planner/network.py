@@ -35,7 +35,7 @@ CONNECTIONS_PER_PEER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class CollectivePhase:
     """A part of a collective that every piece of a bucket passes through."""
 
     name: str
@@ -49,7 +49,7 @@ class Phase:
 class Collective:
     """The phases in which a bucket is averaged."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[CollectivePhase, ...]
     at_once: int | None
     """Buckets in flight at a time; the next one waits until one of them is done. None: no limit."""
 
@@ -96,7 +96,9 @@ def collective(
         tree = algorithm == "tree"
         amount = side_by_side * (2.0 if tree and n > 2 else 2 * (n - 1) / n)
         hops = 2 * math.ceil(math.log2(n)) if tree else 2 * (n - 1)
-        phases.append(Phase(name="network", demands=((OUT, amount), (IN, amount)), latency_s=hops * hop_s))
+        phases.append(
+            CollectivePhase(name="network", demands=((OUT, amount), (IN, amount)), latency_s=hops * hop_s)
+        )
     elif n > 1:
         phases += _two_hops(n, workers, helpers, side_by_side, copies)
     if g > 1:
@@ -105,11 +107,11 @@ def collective(
     return Collective(phases=tuple(phases), at_once=limit)
 
 
-def _local(name: str, g: int, latency_s: float) -> Phase:
-    return Phase(name=name, demands=((LOCAL, (g - 1) / g),), latency_s=(g - 1) * latency_s)
+def _local(name: str, g: int, latency_s: float) -> CollectivePhase:
+    return CollectivePhase(name=name, demands=((LOCAL, (g - 1) / g),), latency_s=(g - 1) * latency_s)
 
 
-def _ring(n: int, g: int, side_by_side: float, hop_s: float, local_s: float) -> list[Phase]:
+def _ring(n: int, g: int, side_by_side: float, hop_s: float, local_s: float) -> list[CollectivePhase]:
     """Return one ring through all accelerators; every NIC carries what every link carries."""
     world = n * g
     if world == 1:
@@ -120,12 +122,12 @@ def _ring(n: int, g: int, side_by_side: float, hop_s: float, local_s: float) -> 
         demands += [(OUT, amount * side_by_side), (IN, amount * side_by_side)]
     between_hosts = n if n > 1 else 0
     round_s = between_hosts * hop_s + (world - between_hosts) * local_s
-    return [Phase(name="ring", demands=tuple(demands), latency_s=2 * (world - 1) / world * round_s)]
+    return [CollectivePhase(name="ring", demands=tuple(demands), latency_s=2 * (world - 1) / world * round_s)]
 
 
 def _two_hops(
     n: int, workers: Machines, helpers: Machines | None, side_by_side: float, copies: bool
-) -> list[Phase]:
+) -> list[CollectivePhase]:
     host_nic = workers.instance.effective_nic
     relative = helpers.instance.effective_nic / host_nic if helpers else 0.0
     count = helpers.count if helpers else 0
@@ -136,11 +138,11 @@ def _two_hops(
         there.append((HELPER_IN, side_by_side * n * helper_share))
         back.append((HELPER_OUT, side_by_side * n * helper_share))
     hop_s = workers.instance.network.latency_s
-    phases = [Phase(name="push", demands=_carried(there), latency_s=hop_s)]
+    phases = [CollectivePhase(name="push", demands=_carried(there), latency_s=hop_s)]
     if copies and count:
         sums = [(HELPER_OUT, side_by_side * helper_share), (IN, side_by_side * count * helper_share / n)]
-        phases.append(Phase(name="copy", demands=_carried(sums), latency_s=2 * hop_s))
-    return [*phases, Phase(name="pull", demands=_carried(back), latency_s=hop_s)]
+        phases.append(CollectivePhase(name="copy", demands=_carried(sums), latency_s=2 * hop_s))
+    return [*phases, CollectivePhase(name="pull", demands=_carried(back), latency_s=hop_s)]
 
 
 def _carried(demands: list[tuple[str, float]]) -> tuple[tuple[str, float], ...]:

@@ -149,7 +149,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
         )
 
 
-class use(masked_lm.Encoder):
+class use(masked_lm.EncoderUse):
     """Uses the models of ALBERT."""
 
     sizes = AlbertModelConfig

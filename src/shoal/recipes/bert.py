@@ -274,7 +274,7 @@ def train_phase(
     return references
 
 
-class use(masked_lm.Encoder):
+class use(masked_lm.EncoderUse):
     """Uses the models of BERT."""
 
     sizes = BertModelConfig

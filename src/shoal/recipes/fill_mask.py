@@ -121,7 +121,7 @@ def read_masked_lm(path: Path) -> "Opened":
     if source.checkpoint is not None:
         run = required(source.run)
         use = use_of(recipe := recipe_of(run))
-        if use is None or not issubclass(use, masked_lm.Encoder):
+        if use is None or not issubclass(use, masked_lm.EncoderUse):
             raise UsageError(f"{run} is a run of {recipe}, which fills no masks: name one of albert or bert")
         model, _ = use.read_checkpoint(source.checkpoint)
         tokenizer = read_tokenizer(kept_tokenizer(run), lowercase=True)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from shoal.data.text.sequences import Sequences
     from shoal.models.directory import HasWeights
     from shoal.models.tasks import TaskModel
-    from shoal.optim.lr_schedules import Schedule
+    from shoal.optim.lr_schedules import LRSchedule
     from shoal.train.run import Run
 
 START = "start"
@@ -244,7 +244,7 @@ class RunPlan:
 
     total_steps: int
     batch: BatchPlan
-    schedule: "Schedule"
+    schedule: "LRSchedule"
 
 
 def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -> RunPlan:

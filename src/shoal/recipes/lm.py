@@ -23,7 +23,7 @@ from shoal.decide.batch import plan_batch
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import HUB
-from shoal.optim.lr_schedules import AnySchedule, Cosine, Schedule, learning_rate, set_learning_rate
+from shoal.optim.lr_schedules import AnySchedule, Cosine, LRSchedule, learning_rate, set_learning_rate
 from shoal.recipes import DryRun, Sample, Use, run_script, token_ids
 from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
@@ -146,7 +146,7 @@ class LmOptimConfig(MuonOptions, TextOptimizerConfig):
                 warmup_steps=self.warmup_steps,
                 total_steps=total_steps,
             )
-        return Schedule(
+        return LRSchedule(
             base=self.learning_rate,
             end=self.end_learning_rate,
             warmup_steps=self.warmup_steps,

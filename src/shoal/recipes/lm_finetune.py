@@ -350,7 +350,7 @@ def verdict(last: "Mapping[str, Evaluation]", directory: Path, config: LmFinetun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class ExportedModel:
     """A model that is written as it is."""
 
     weights: "PreTrainedModel"
@@ -379,7 +379,7 @@ def write_exports(
         return
     save(adapters, directory / ADAPTER, tokenizer=files)
     if merge:
-        save(Exported(weights=adapters.merge()), directory / TRANSFORMERS, tokenizer=files)
+        save(ExportedModel(weights=adapters.merge()), directory / TRANSFORMERS, tokenizer=files)
 
 
 class use(Use):

@@ -599,7 +599,7 @@ FORMAT = "shoal-mask-rcnn"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class ExportedDetector:
     """A detector, its categories, and the sizes of its inputs; images are normalised as ImageNet's."""
 
     model: "MaskRCNN"
@@ -647,7 +647,7 @@ def export(
         last = required(scored)
         write_results(directory / RESULTS, required(results))
         write_json(directory / SCORES, coco.as_tree(required(last.truth), last.scores))
-        detector = Exported(
+        detector = ExportedDetector(
             model=model, categories=categories, shorter=validation.shorter, longer=validation.longer
         )
         use.write_export(detector, directory / NETWORK)
@@ -719,7 +719,7 @@ class Detecting(images.ImageUse):
     Predict, Evaluate = MaskRCNNPredictConfig, MaskRCNNEvaluateConfig
 
     @classmethod
-    def read_checkpoint(cls, source: Path) -> tuple[Exported, int]:
+    def read_checkpoint(cls, source: Path) -> tuple[ExportedDetector, int]:
         from shoal.data.coco.source import read_categories
         from shoal.models.detection.mask_rcnn import MaskRCNN
         from shoal.train.checkpoint import load_model
@@ -734,10 +734,10 @@ class Detecting(images.ImageUse):
         categories = read_categories(description_in(run_dir))
         model = MaskRCNN(network, len(categories))
         step = load_model(source, model)
-        return Exported(model=model, categories=categories, shorter=shorter, longer=longer), step
+        return ExportedDetector(model=model, categories=categories, shorter=shorter, longer=longer), step
 
     @classmethod
-    def read_export(cls, directory: Path) -> Exported:
+    def read_export(cls, directory: Path) -> ExportedDetector:
         from safetensors.torch import load_file
 
         from shoal.models.detection.mask_rcnn import MaskRCNN
@@ -748,10 +748,10 @@ class Detecting(images.ImageUse):
             model = MaskRCNN(_network(tree["model"]), len(categories))
             model.load_state_dict(load_file(directory / images.WEIGHTS))
             shorter, longer = int(tree["shorter"]), int(tree["longer"])
-        return Exported(model=model, categories=categories, shorter=shorter, longer=longer)
+        return ExportedDetector(model=model, categories=categories, shorter=shorter, longer=longer)
 
     @classmethod
-    def write_export(cls, network: Exported, out: Path) -> None:
+    def write_export(cls, network: ExportedDetector, out: Path) -> None:
         tree = {
             "format": FORMAT,
             "model": {
@@ -777,7 +777,7 @@ class Detecting(images.ImageUse):
         return [list(dict.fromkeys(files))]
 
     def read_model(self) -> None:
-        self.detector: Exported = self.read_network(self.settings.model)
+        self.detector: ExportedDetector = self.read_network(self.settings.model)
         self.detector.model.to(self.world.device).eval()
 
     def outputs(self, data: list[Path]) -> list[Row] | None:
@@ -851,7 +851,7 @@ class Detecting(images.ImageUse):
 
 
 def objects_in(
-    detector: Exported, pixels: "Pixels", device: "torch.device", precision: "Precision"
+    detector: ExportedDetector, pixels: "Pixels", device: "torch.device", precision: "Precision"
 ) -> list[dict[str, Any]]:
     """Return the objects of a picture uint8 ``[H, W, 3]``, the surest first, as in COCO's results.
 
@@ -924,7 +924,7 @@ def write_objects(
     path: Path,
     pixels: "Pixels",
     objects: Sequence[dict[str, Any]],
-    detector: Exported,
+    detector: ExportedDetector,
     precision: "Precision",
 ) -> dict[str, str]:
     """Write the objects of an image as JSON and drawn; return a row about them.
@@ -948,7 +948,7 @@ def write_objects(
 
 
 def _drawn_objects(
-    objects: Sequence[dict[str, Any]], detector: Exported, height: int, width: int
+    objects: Sequence[dict[str, Any]], detector: ExportedDetector, height: int, width: int
 ) -> "list[Drawn]":
     """Return them as they are drawn, the surest last."""
     from shoal.data.coco.drawing import Drawn

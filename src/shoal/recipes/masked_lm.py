@@ -359,7 +359,7 @@ def trial(config: ConfigT, folder: Path) -> ConfigT:
 # ------------------------------------------------------------------------------------------------- use
 
 
-class Encoder(Use):
+class EncoderUse(Use):
     """Exports a pretrained encoder."""
 
     export_folder = TRANSFORMERS

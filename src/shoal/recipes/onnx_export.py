@@ -71,7 +71,7 @@ def export_onnx(source: Path, file: Path, out: Path | None = None) -> None:
         _export_encoder(directory, file)
 
 
-def _export_network(exported: resnet50.Exported, file: Path) -> None:
+def _export_network(exported: resnet50.ExportedNetwork, file: Path) -> None:
     model = exported.model.eval()
     inputs = {"images": torch.zeros(_TRACED_BATCH, 3, exported.size, exported.size)}
     _write(model, inputs, ["logits"], {0: Dim("batch")}, file)

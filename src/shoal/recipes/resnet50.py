@@ -34,7 +34,7 @@ from shoal.decide.order import BlockShuffle, ShuffledOrder
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.resnet_config import ResNetConfig
-from shoal.optim.lr_schedules import Schedule, learning_rate, set_learning_rate
+from shoal.optim.lr_schedules import LRSchedule, learning_rate, set_learning_rate
 from shoal.recipes import DryRun, Row, Sample, images, run_script, using
 from shoal.recipes.images import ImageDataConfig, ImageTrainConfig
 from shoal.recipes.model_source import NETWORK, find_run
@@ -322,7 +322,7 @@ class RunPlan:
     batch: BatchPlan
     epochs: Epochs
     total_epochs: float
-    schedule: Schedule
+    schedule: LRSchedule
 
     def lines(self) -> list[str]:
         """Return epochs and learning rates in words."""
@@ -362,7 +362,7 @@ def make_plan(config: ResNetTrainConfig, *, num_examples: int, num_workers: int)
         )
     scaled = optim.base_learning_rate * train.global_batch_size / BASE_BATCH
     base = scaled if optim.learning_rate is None else optim.learning_rate
-    schedule = Schedule(
+    schedule = LRSchedule(
         base=base,
         end=optim.end_learning_rate,
         warmup_steps=warmup_steps,
@@ -621,7 +621,7 @@ _FORM = ("size", "resize", "mirror", "mean", "std")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class ExportedNetwork:
     """A network, its classes, and the form of its inputs."""
 
     model: "nn.Module"
@@ -647,14 +647,14 @@ class Exported:
         return CentreTransform(self.size, self.resize, mean=self.mean, std=self.std)
 
 
-def _made(network: dict[str, Any], classes: tuple[str, ...], form: Mapping[str, Any]) -> Exported:
+def _made(network: dict[str, Any], classes: tuple[str, ...], form: Mapping[str, Any]) -> ExportedNetwork:
     """Return a network with random weights; ``form`` is that of its inputs."""
     from shoal.data.images.augment import check_normalisation
     from shoal.models.resnet import new_resnet
 
     config = ResNetConfig(**network)
     check_normalisation(form["mean"], form["std"])
-    return Exported(
+    return ExportedNetwork(
         model=new_resnet(config, config.num_classes or len(classes)),
         network=config,
         classes=classes,
@@ -677,7 +677,7 @@ def export(
     directory = required(run.directory) / NETWORK
 
     def write(_: Path) -> None:
-        made = Exported(
+        made = ExportedNetwork(
             model=required(scored),
             network=replace(config.model, num_classes=num_classes),
             classes=classes,
@@ -743,7 +743,7 @@ class Classifying(images.ImageUse):
     Predict, Evaluate = ResNetPredictConfig, ResNetEvaluateConfig
 
     @classmethod
-    def read_checkpoint(cls, source: Path) -> tuple[Exported, int]:
+    def read_checkpoint(cls, source: Path) -> tuple[ExportedNetwork, int]:
         """Return the network with the average of its weights where the run keeps one."""
         from shoal.data.images.manifest import ImageManifest
         from shoal.train.checkpoint import load_model
@@ -760,7 +760,7 @@ class Classifying(images.ImageUse):
         return exported, load_model(source, exported.model, key=key)
 
     @classmethod
-    def read_export(cls, directory: Path) -> Exported:
+    def read_export(cls, directory: Path) -> ExportedNetwork:
         from safetensors.torch import load_file
 
         with images.reading(directory):
@@ -770,7 +770,7 @@ class Classifying(images.ImageUse):
         return exported
 
     @classmethod
-    def write_export(cls, network: Exported, out: Path) -> None:
+    def write_export(cls, network: ExportedNetwork, out: Path) -> None:
         tree = {
             "format": FORMAT,
             "model": asdict(network.network),
@@ -782,7 +782,7 @@ class Classifying(images.ImageUse):
     def read_model(self) -> None:
         import torch
 
-        self.network: Exported = self.read_network(self.settings.model)
+        self.network: ExportedNetwork = self.read_network(self.settings.model)
         self.model = self.network.model.to(self.world.device).to(memory_format=torch.channels_last).eval()
         mirror = self.settings.mirror
         self.mirror: bool = self.network.mirror if mirror is None else mirror

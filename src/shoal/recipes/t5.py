@@ -385,13 +385,13 @@ def _cost_on(machines: "Machines", config: T5Config, num_samples: int) -> "Model
 
     from shoal.models.t5 import new_t5
     from shoal.pipelining.export_graph import export_model
-    from shoal.pipelining.roofline import Rates, estimate_cost
+    from shoal.pipelining.roofline import DeviceRates, estimate_cost
     from shoal.planner.prediction import rates_of
     from shoal.recipes.memory import activations_of, precision_of
 
     spans, (precision, _) = config.spans(), precision_of(config, machines)
     flops_per_s, bytes_per_s, launch_s = rates_of(machines.instance, precision)
-    rates = Rates(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, launch_s=launch_s)
+    rates = DeviceRates(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, launch_s=launch_s)
     lengths = {"input_ids": spans.input_length, "labels": spans.target_length}
     with torch.device("meta"):
         model = new_t5(config.model, pad_id=0, end_id=1)

@@ -98,7 +98,7 @@ class T5DataConfig(T5WordingConfig, ClassifyDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5OptimConfig(FinetuneOptimConfig):
+class T5ClassifyOptimConfig(FinetuneOptimConfig):
     """The optimizer and its schedule: by default T5's, a constant rate."""
 
     optimizer: Literal["lamb", "lans", "adamw", "adafactor"] = "adafactor"
@@ -123,7 +123,7 @@ class T5ClassifyConfig(FinetuneConfig):
     equal_shares: ClassVar[bool] = True
 
     data: T5DataConfig = field(default_factory=T5DataConfig)
-    optim: T5OptimConfig = field(default_factory=T5OptimConfig)
+    optim: T5ClassifyOptimConfig = field(default_factory=T5ClassifyOptimConfig)
     parallel: StagesConfig = field(default_factory=StagesConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 

@@ -23,7 +23,7 @@ from shoal.report.curves import (
 )
 from shoal.report.pipeline_timeline import draw_pipeline_step
 from shoal.report.plots import Axes, Line, Mark
-from shoal.report.runs import Run, mean_parts_s, metric_names
+from shoal.report.runs import RecordedRun, mean_parts_s, metric_names
 from shoal.report.timeline import time_unit
 
 _MARKERS = {"o": "○", "s": "□", "^": "△", "D": "◇"}
@@ -55,7 +55,7 @@ class Chart:
 class _Curves:
     """Collects the curves of one figure, with their legend and notes."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[RecordedRun]) -> None:
         self.runs = runs
         self.lines: list[Line] = []
         self.keys: list[Key] = []
@@ -104,19 +104,19 @@ class _Curves:
         return Chart(title=title, unit=unit, svg=svg, keys=keys, notes=self.notes)
 
 
-def by_epoch(runs: Sequence[Run]) -> bool:
+def by_epoch(runs: Sequence[RecordedRun]) -> bool:
     """Return whether the x axis is the epoch: if all runs are defined in epochs."""
     return all(run.start.epoch_samples > 0 for run in runs)
 
 
-def _x(runs: Sequence[Run], run: Run, step: float) -> float:
+def _x(runs: Sequence[RecordedRun], run: RecordedRun, step: float) -> float:
     """Return the position of a run's step on the x axis."""
     if not by_epoch(runs):
         return float(step)
     return step * run.start.global_batch_size / run.start.epoch_samples
 
 
-def curve_charts(runs: Sequence[Run]) -> list[Chart]:
+def curve_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return the training loss and every metric with its held-out points, then the optimizer's values."""
     charts = [_metric_chart(runs, name) for name in metric_names(runs)]
     scaled = any(row.loss_scale != 1 for run in runs for row in run.steps)
@@ -130,7 +130,7 @@ def curve_charts(runs: Sequence[Run]) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _metric_chart(runs: Sequence[Run], name: str) -> Chart | None:
+def _metric_chart(runs: Sequence[RecordedRun], name: str) -> Chart | None:
     curves = _Curves(runs)
     splits = list(dict.fromkeys(row.split for run in runs for row in run.evaluations))
     for index, run in enumerate(runs):
@@ -145,7 +145,7 @@ def _metric_chart(runs: Sequence[Run], name: str) -> Chart | None:
     return _step_chart(curves, formatting.metric_title(name), unit, name, _rules(name, references))
 
 
-def _contributions_chart(runs: Sequence[Run], of_staleness: bool) -> Chart | None:
+def _contributions_chart(runs: Sequence[RecordedRun], of_staleness: bool) -> Chart | None:
     """Return the mean staleness of the gradients that steps took, or the share that none has taken."""
     curves = _Curves(runs)
     for index, run in enumerate(runs):
@@ -200,13 +200,13 @@ def _common_limit(columns: Sequence[Sequence[float]]) -> float | None:
     return max(max(ys) if limit is None else limit for limit, ys in zip(limits, columns, strict=True))
 
 
-def _marks(runs: Sequence[Run], run: Run, index: int) -> list[Mark]:
+def _marks(runs: Sequence[RecordedRun], run: RecordedRun, index: int) -> list[Mark]:
     rows = [*run.checkpoints] if len(run.checkpoints) <= MAX_TICKS else []
     events = [row for row in run.rows if isinstance(row, Resume | Stop)]
     return [Mark(_x(runs, run, row.step), row.kind, plots.run_colour(index)) for row in (*rows, *events)]
 
 
-def throughput_chart(runs: Sequence[Run]) -> Chart | None:
+def throughput_chart(runs: Sequence[RecordedRun]) -> Chart | None:
     """Return samples per second over the training time, without pauses between process groups."""
     divisor, unit = time_unit(max((run.seconds for run in runs), default=0.0))
     curves = _Curves(runs)
@@ -230,7 +230,7 @@ def throughput_chart(runs: Sequence[Run]) -> Chart | None:
     return curves.chart("Throughput", ", ".join(units), axes)
 
 
-def parts_charts(runs: Sequence[Run]) -> list[Chart]:
+def parts_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return for each run the parts of a step's time over the steps."""
     charts: list[Chart] = []
     for run in runs:
@@ -256,7 +256,7 @@ def parts_charts(runs: Sequence[Run]) -> list[Chart]:
     return charts
 
 
-def pipeline_charts(runs: Sequence[Run]) -> list[Chart]:
+def pipeline_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return for each run with a pipeline the timeline of its last recorded step."""
     return [
         Chart(

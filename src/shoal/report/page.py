@@ -10,7 +10,7 @@ from shoal.errors import UsageError
 from shoal.record import PipelineStep
 from shoal.report import charts, plots, tables
 from shoal.report.pipeline_timeline import draw_pipeline_step
-from shoal.report.runs import Run, load_runs
+from shoal.report.runs import RecordedRun, load_runs
 from shoal.report.templates import fill_template
 from shoal.report.timeline import timeline
 
@@ -34,7 +34,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     return target
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[RecordedRun]) -> str:
     """Return the page as HTML text."""
     return fill_template(
         "page.html.jinja",

@@ -65,7 +65,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run's record; each list is in the order of time."""
 
     name: str
@@ -143,7 +143,7 @@ class Run:
         return max((step.peak_memory_bytes for step in self.steps), default=0)
 
 
-def load_runs(paths: Sequence[Path]) -> list[Run]:
+def load_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     """Read the records of several runs; runs of the same name get their directories as suffix.
 
     Raises:
@@ -157,12 +157,12 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
             raise ShoalError(f"the record in {path} has no start: nothing has been trained there yet")
         names.append(first.run)
     return [
-        Run(f"{name} ({path})" if names.count(name) > 1 else name, path, rows)
+        RecordedRun(f"{name} ({path})" if names.count(name) > 1 else name, path, rows)
         for name, (path, rows) in zip(names, records, strict=True)
     ]
 
 
-def steps_per_row(run: Run) -> list[int]:
+def steps_per_row(run: RecordedRun) -> list[int]:
     """Return the number of optimizer steps that each :class:`Step` row averages."""
     numbers: list[int] = []
     before = 0
@@ -175,18 +175,18 @@ def steps_per_row(run: Run) -> list[int]:
     return numbers
 
 
-def mean_step_s(run: Run) -> float:
+def mean_step_s(run: RecordedRun) -> float:
     """Return the mean seconds per optimizer step over the whole run; 0 without any."""
     return _mean([step.step_s for step in run.steps], steps_per_row(run))
 
 
-def mean_rate(run: Run) -> float:
+def mean_rate(run: RecordedRun) -> float:
     """Return samples per second over the whole run; 0 without any step."""
     seconds = [weight * step.step_s for weight, step in zip(steps_per_row(run), run.steps, strict=True)]
     return _mean([step.samples_per_s for step in run.steps], seconds)
 
 
-def mean_parts_s(run: Run) -> dict[str, float]:
+def mean_parts_s(run: RecordedRun) -> dict[str, float]:
     """Return seconds per step in each part over the whole run; unknown parts come last."""
     weights = steps_per_row(run)
     names = [*PARTS, *sorted({name for step in run.steps for name in step.parts_s} - set(PARTS))]
@@ -199,13 +199,13 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(value * weight for value, weight in pairs) / total if total else 0.0
 
 
-def metric_names(runs: Sequence[Run]) -> list[str]:
+def metric_names(runs: Sequence[RecordedRun]) -> list[str]:
     """Return every metric of the runs' steps and evaluations, ``loss`` first, else in order of appearance."""
     rows = [row for run in runs for row in run.rows if isinstance(row, Step | Evaluation)]
     return list(dict.fromkeys(["loss", *(name for row in rows for name in row.metrics)]))
 
 
-def final_scores(run: Run) -> list[Score]:
+def final_scores(run: RecordedRun) -> list[Score]:
     """Return the last held-out value of each metric and split; without evaluations, the last step's."""
     values = [(row.split, row.step, row.metrics) for row in run.evaluations]
     if not values and run.steps:

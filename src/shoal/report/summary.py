@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.report.runs import Run, final_scores, mean_rate, mean_step_s
+from shoal.report.runs import RecordedRun, final_scores, mean_rate, mean_step_s
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summary(run: RecordedRun) -> dict[str, Any]:
     """Return the state, settings, times and scores of a run; times in seconds, unknown values ``None``."""
     start, last = run.start, run.checkpoints[-1] if run.checkpoints else None
     stop = run.groups[-1].stop

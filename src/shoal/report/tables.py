@@ -25,7 +25,7 @@ from shoal.record import (
 )
 from shoal.report import plots
 from shoal.report.runs import (
-    Run,
+    RecordedRun,
     Score,
     final_scores,
     flat_config,
@@ -54,7 +54,7 @@ class Tile(NamedTuple):
     """Fraction of a progress bar, 0 to 1; ``None`` for no bar."""
 
 
-class Line(NamedTuple):
+class TableRow(NamedTuple):
     """A row: a name and a cell per column; ``differs`` if the runs' cells differ."""
 
     name: str
@@ -72,7 +72,7 @@ class Segment(NamedTuple):
     width: float
 
 
-class Event(NamedTuple):
+class EventRow(NamedTuple):
     """A row of the event table."""
 
     when: str
@@ -85,7 +85,7 @@ class Event(NamedTuple):
     written: str = ""
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: RecordedRun) -> list[Tile]:
     """Return the main figures of a run: progress, time, throughput, last scores."""
     total, done = run.start.total_steps, run.last_step
     notes = [f"of {total:,}", *([f"{run.num_skipped:,} skipped"] if run.num_skipped else [])]
@@ -103,7 +103,7 @@ def tiles(run: Run) -> list[Tile]:
     ]
 
 
-def _rate(run: Run) -> str:
+def _rate(run: RecordedRun) -> str:
     return formatting.rate(mean_rate(run), run.start.unit) if mean_rate(run) else _MISSING
 
 
@@ -128,7 +128,7 @@ def _target_tile(row: Target) -> Tile:
     return Tile("Time to target", formatting.duration(row.seconds), notes, "good")
 
 
-def time_to_target(run: Run) -> str:
+def time_to_target(run: RecordedRun) -> str:
     """Return the time to the target's scores, with and without evaluations, and the target."""
     if run.target is None:
         until = run.start.config.get("run", {}).get("until")
@@ -138,16 +138,16 @@ def time_to_target(run: Run) -> str:
     return f"{times}, at step {run.target.step:,}: {run.target.until}"
 
 
-def state_text(run: Run) -> str:
+def state_text(run: RecordedRun) -> str:
     """Return the state of the run, with the reason of a stop."""
     stop = run.groups[-1].stop if run.state == "stopped" else None
     return _STATES[run.state] + (f": {stop.reason}" if stop else "")
 
 
-def facts(runs: Sequence[Run]) -> list[Line]:
+def facts(runs: Sequence[RecordedRun]) -> list[TableRow]:
     """Return the summary table, a column per run; settings that differ are marked."""
     several_worlds = len({run.start.num_workers for run in runs}) > 1
-    rows: list[tuple[str, Callable[[Run], str]]] = [
+    rows: list[tuple[str, Callable[[RecordedRun], str]]] = [
         ("state", state_text),
         ("recipe", lambda run: run.start.recipe),
         ("started (UTC)", lambda run: formatting.moment(run.groups[0].start.time_s)),
@@ -183,12 +183,12 @@ def facts(runs: Sequence[Run]) -> list[Line]:
     ]
 
 
-def _score_lines(runs: Sequence[Run]) -> list[Line]:
+def _score_lines(runs: Sequence[RecordedRun]) -> list[TableRow]:
     columns = [
         {(s.metric, s.split): formatting.score(s.metric, s.value) for s in final_scores(r)} for r in runs
     ]
     return [
-        Line(
+        TableRow(
             f"{formatting.metric_title(metric)} ({split})",
             [c.get((metric, split), _MISSING) for c in columns],
         )
@@ -196,7 +196,7 @@ def _score_lines(runs: Sequence[Run]) -> list[Line]:
     ]
 
 
-def global_batches(run: Run) -> str:
+def global_batches(run: RecordedRun) -> str:
     """Return the arithmetic of the global batch, per phase if there are several."""
     if len(run.phases) < 2:
         return batch_arithmetic(run.start)
@@ -222,7 +222,7 @@ def batch_arithmetic(row: Start | Phase, num_workers: int = 0) -> str:
     )
 
 
-def shares(run: Run) -> str:
+def shares(run: RecordedRun) -> str:
     """``69 × 2, 68 × 5, 34 samples since step 11 (1 change)``."""
     if not run.shares:
         return "equal"
@@ -230,7 +230,7 @@ def shares(run: Run) -> str:
     return f"{last} samples since step {last.step:,} ({formatting.plural(len(run.shares), 'change')})"
 
 
-def contributions(run: Run) -> str:
+def contributions(run: RecordedRun) -> str:
     """``95 % of the gradients used (worker 2: 80 %), staleness 0 to 2, mean 0.4``."""
     if not run.contributions:
         return _exchanges(run)
@@ -251,12 +251,12 @@ def contributions(run: Run) -> str:
     return f"{of_all} of the gradients used{of_least}, staleness 0 to {most}, mean {mean:.2f}"
 
 
-def _is_loose(run: Run) -> bool:
+def _is_loose(run: RecordedRun) -> bool:
     """Return whether the steps of a run are not those of all workers together."""
     return bool(run.contributions) or _exchanges(run) != _EACH_STEP
 
 
-def _exchanges(run: Run) -> str:
+def _exchanges(run: RecordedRun) -> str:
     """``all, once in 20 steps, in 4 fragments, 2 steps late``, if there are local steps."""
     servers: Mapping[str, Any] = run.start.config.get("servers") or {}
     every = servers.get("local_steps")
@@ -273,13 +273,13 @@ def world(start: Start) -> str:
     return f"{formatting.plural(start.num_workers, 'worker')} on {formatting.plural(start.num_hosts, 'host')}"
 
 
-def skipped(run: Run) -> str:
+def skipped(run: RecordedRun) -> str:
     """Return the number of steps skipped because of overflow, and the steps that reported them."""
     steps = [step.step for step in run.steps if step.num_skipped]
     return f"{run.num_skipped:,} (reported at step {formatting.ranges(steps)})" if steps else "none"
 
 
-def efficiency(runs: Sequence[Run], run: Run) -> str:
+def efficiency(runs: Sequence[RecordedRun], run: RecordedRun) -> str:
     """Return a run's rate per worker, relative to the run of the same recipe with the fewest workers."""
     same = [other for other in runs if other.start.recipe == run.start.recipe and other.steps]
     base = min(same, key=lambda other: other.start.num_workers, default=run)
@@ -289,7 +289,7 @@ def efficiency(runs: Sequence[Run], run: Run) -> str:
     return f"{formatting.percent(share)} (from {formatting.plural(base.start.num_workers, 'worker')})"
 
 
-def step_shares(runs: Sequence[Run]) -> list[list[Segment]]:
+def step_shares(runs: Sequence[RecordedRun]) -> list[list[Segment]]:
     """Return the parts of the mean step of each run; the bars share one scale and the parts' colours."""
     parts = [mean_parts_s(run) for run in runs]
     longest = max((sum(seconds.values()) for seconds in parts), default=0.0)
@@ -321,18 +321,18 @@ def part_rows(shares: Sequence[Sequence[Segment]]) -> list[list[Segment | None]]
     return [[segments.get(title) for segments in by_title] for title in titles]
 
 
-def step_totals(runs: Sequence[Run]) -> list[str]:
+def step_totals(runs: Sequence[RecordedRun]) -> list[str]:
     return [formatting.milliseconds(sum(mean_parts_s(r).values())) if r.steps else _MISSING for r in runs]
 
 
-def events(run: Run) -> list[Event]:
+def events(run: RecordedRun) -> list[EventRow]:
     """Return the events of a run, oldest first: starts, checkpoints, resumes, stops, the end."""
     figures = Step | Contributions | Evaluation | PipelineStep
     listed = [_event(row) for row in run.rows if not isinstance(row, figures)]
     if len(listed) <= MAX_EVENTS:
         return listed
     half = MAX_EVENTS // 2
-    left_out = Event("", "…", detail=f"{len(listed) - 2 * half:,} rows left out")
+    left_out = EventRow("", "…", detail=f"{len(listed) - 2 * half:,} rows left out")
     return [*listed[:half], left_out, *listed[-half:]]
 
 
@@ -341,12 +341,12 @@ def _backend(start: Start) -> str:
     return f"{start.backend} ({start.backend_reason})" if start.backend_reason else start.backend
 
 
-def _event(row: Row) -> Event:
+def _event(row: Row) -> EventRow:
     when = formatting.moment(row.time_s)
     if isinstance(row, Start):
         detail = f"{world(row)}, {row.device}, {row.precision}, {_backend(row)} · {batch_arithmetic(row)}"
-        return Event(when, row.kind, detail=detail)
-    event = Event(when, row.kind, f"{row.step:,}")
+        return EventRow(when, row.kind, detail=detail)
+    event = EventRow(when, row.kind, f"{row.step:,}")
     match row:
         case Phase():
             return event._replace(
@@ -375,7 +375,7 @@ def _event(row: Row) -> Event:
     return event
 
 
-def scores(run: Run) -> tuple[list[str], list[Line]]:
+def scores(run: RecordedRun) -> tuple[list[str], list[TableRow]]:
     """Return the held-out scores: column titles, and a line per evaluation."""
     metrics = list(dict.fromkeys(metric for row in run.evaluations for metric in row.metrics))
     titles = ["split", *map(formatting.metric_title, metrics), "samples", "time"]
@@ -383,27 +383,27 @@ def scores(run: Run) -> tuple[list[str], list[Line]]:
     for row in run.evaluations:
         values = [formatting.score(m, row.metrics[m]) if m in row.metrics else _MISSING for m in metrics]
         cells = [row.split, *values, f"{row.num_samples:,}", formatting.duration(row.seconds)]
-        lines.append(Line(f"{row.step:,}", cells))
+        lines.append(TableRow(f"{row.step:,}", cells))
     return titles, lines
 
 
-def config_lines(runs: Sequence[Run]) -> list[Line]:
+def config_lines(runs: Sequence[RecordedRun]) -> list[TableRow]:
     """Return every setting, a column per run; those that differ are marked."""
     return _merged([flat_config(run.start.config) for run in runs])
 
 
-def version_lines(runs: Sequence[Run]) -> list[Line]:
+def version_lines(runs: Sequence[RecordedRun]) -> list[TableRow]:
     return _merged([run.start.versions for run in runs])
 
 
-def command(run: Run) -> str:
+def command(run: RecordedRun) -> str:
     return shlex.join(run.start.command)
 
 
-def _merged(columns: Sequence[Mapping[str, str]]) -> list[Line]:
+def _merged(columns: Sequence[Mapping[str, str]]) -> list[TableRow]:
     names = list(dict.fromkeys(name for column in columns for name in column))
     return [_line(name, [column.get(name, _MISSING) for column in columns]) for name in names]
 
 
-def _line(name: str, cells: list[str]) -> Line:
-    return Line(name, cells, differs=len(set(cells)) > 1)
+def _line(name: str, cells: list[str]) -> TableRow:
+    return TableRow(name, cells, differs=len(set(cells)) > 1)

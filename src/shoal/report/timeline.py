@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from shoal import formatting
 from shoal.record import Checkpoint, End, Resume, Stop
-from shoal.report.runs import Run
+from shoal.report.runs import RecordedRun
 
 MAX_CHECKPOINT_MARKS = 150
 """Maximum number of checkpoint marks; more are thinned evenly, and the page says so."""
 
 
-class Mark(NamedTuple):
+class TimelineMark(NamedTuple):
     """An event at ``left`` percent of the axis."""
 
     left: float
@@ -30,19 +30,19 @@ class Lifetime(NamedTuple):
     title: str
 
 
-class Lane(NamedTuple):
+class RunLane(NamedTuple):
     """One run."""
 
     name: str
     spans: Sequence[Lifetime]
-    marks: Sequence[Mark]
+    marks: Sequence[TimelineMark]
     note: str
 
 
-class Timeline(NamedTuple):
+class RunTimeline(NamedTuple):
     """All runs, each from its own first start; ``ticks`` are (percent of the axis, label)."""
 
-    lanes: Sequence[Lane]
+    lanes: Sequence[RunLane]
     ticks: Sequence[tuple[float, str]]
     unit: str
 
@@ -54,7 +54,7 @@ def time_unit(longest_s: float) -> tuple[float, str]:
     return (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
 
 
-def timeline(runs: Sequence[Run]) -> Timeline:
+def timeline(runs: Sequence[RecordedRun]) -> RunTimeline:
     """Lay out process groups and events of all runs over the time since each run's first start."""
     longest = max(max(row.time_s for row in run.rows) - run.groups[0].start.time_s for run in runs)
     longest = max(longest, 1.0)
@@ -63,10 +63,10 @@ def timeline(runs: Sequence[Run]) -> Timeline:
     step = tick_step(longest / divisor)
     num_ticks = math.floor(longest / divisor / step + 1e-9) + 1
     ticks = [(i * step * divisor * scale, formatting.number(i * step)) for i in range(num_ticks)]
-    return Timeline([_lane(run, scale) for run in runs], ticks, unit)
+    return RunTimeline([_lane(run, scale) for run in runs], ticks, unit)
 
 
-def _lane(run: Run, scale: float) -> Lane:
+def _lane(run: RecordedRun, scale: float) -> RunLane:
     origin = run.groups[0].start.time_s
     spans = [
         Lifetime(
@@ -80,10 +80,11 @@ def _lane(run: Run, scale: float) -> Lane:
     rows: list[Checkpoint | Resume | Stop | End] = [*run.checkpoints[::every]]
     rows += [row for row in run.rows if isinstance(row, Resume | Stop | End)]
     marks = [
-        Mark(scale * (row.time_s - origin), row.kind, f"{row.kind} at step {row.step:,}") for row in rows
+        TimelineMark(scale * (row.time_s - origin), row.kind, f"{row.kind} at step {row.step:,}")
+        for row in rows
     ]
     note = f"{run.name}: one mark for every {every} checkpoints." if every > 1 else ""
-    return Lane(run.name, spans, marks, note)
+    return RunLane(run.name, spans, marks, note)
 
 
 def tick_step(length: float) -> float:

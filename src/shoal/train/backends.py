@@ -28,7 +28,7 @@ from shoal.decide.backend import (
     READINGS,
     SHOAL,
     SMALLEST_BYTES,
-    Choice,
+    BackendChoice,
     Readings,
     Recorded,
     Situation,
@@ -80,7 +80,7 @@ def agree_on_backend(
     device: torch.device,
     config: DistributedConfig,
     purpose: Purpose,
-) -> Choice:
+) -> BackendChoice:
     """Return the backend, the same on all workers, who all call this.
 
     Args:
@@ -194,7 +194,9 @@ def _exchange(
 # ---- the comparison --------------------------------------------------------------------------------------
 
 
-def compare(store: Store, ranks: WorkerRanks, device: torch.device, config: DistributedConfig) -> Choice:
+def compare(
+    store: Store, ranks: WorkerRanks, device: torch.device, config: DistributedConfig
+) -> BackendChoice:
     """Return the faster of nccl and shoal for the sum of a bucket, in the run's own wire format.
 
     The readings are maxima over the workers, and so the same on all of them.
@@ -218,7 +220,7 @@ def compare(store: Store, ranks: WorkerRanks, device: torch.device, config: Dist
         if len(groups) == 1:
             (left,), ((lost, problem),) = groups, problems.items()
             reason = f"{lost} does not work"
-            return Choice(backend=left, reason=reason, note=f"backend {left}: {reason}: {problem}")
+            return BackendChoice(backend=left, reason=reason, note=f"backend {left}: {reason}: {problem}")
         num_bytes, seconds = _readings(groups, device, config.wire, bucket_bytes)
         return choose_measured(seconds, wire=config.wire, num_bytes=num_bytes, first=NCCL)
     finally:

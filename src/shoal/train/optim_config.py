@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
 from shoal.errors import UsageError
-from shoal.optim.lr_schedules import Schedule
+from shoal.optim.lr_schedules import LRSchedule
 
 
 def _option(default: Any) -> Any:
@@ -217,9 +217,9 @@ class OptimConfig(Rates, PhasesOptimConfig):
     """The optimizer and its schedule, in optimizer steps."""
 
 
-def schedule_of(rates: Rates, optim: DecayConfig, total_steps: int) -> Schedule:
+def schedule_of(rates: Rates, optim: DecayConfig, total_steps: int) -> LRSchedule:
     """Return the learning-rate schedule of the settings."""
-    return Schedule(
+    return LRSchedule(
         base=rates.learning_rate,
         end=rates.end_learning_rate,
         warmup_steps=rates.warmup_steps,

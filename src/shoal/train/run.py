@@ -49,7 +49,7 @@ from shoal import record
 from shoal.data.loader import copies_to
 from shoal.data.sources import FirstSteps, IterableSource, StepSource, as_source, digest_of_rows
 from shoal.data.steps import DataShard
-from shoal.decide.batch import BatchPlan, BatchSizes, Shares, plan_batch
+from shoal.decide.batch import BatchPlan, BatchSizes, WorkerShares, plan_batch
 from shoal.decide.rng import Stream, random_keys
 from shoal.env.launcher import worker_env
 from shoal.env.settings import progress_file
@@ -89,7 +89,7 @@ from shoal.train.reporting import (
 from shoal.train.run_dir import open_run_dir, owned, recorded_backend
 from shoal.train.servers.choice import choose_update
 from shoal.train.shares import advice_on_shares, open_shares
-from shoal.train.step import RunningMetrics, Step, Training
+from shoal.train.step import RunningMetrics, Step, StepState
 from shoal.train.stopping import (
     StopRequest,
     Target,
@@ -254,7 +254,7 @@ class Run:
         self._writers: list[RowWriter] = []
         self.to_device = copies_to(world.device)
         self._kept: dict[str, Any] = {}
-        self._training = Training(
+        self._training = StepState(
             world=world,
             timer=self.timer,
             copies=self.to_device,
@@ -271,7 +271,7 @@ class Run:
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
         self._batch: BatchPlan | None = None
-        self._shares: Shares | None = None
+        self._shares: WorkerShares | None = None
         self._checked: StepSource | None = None  # its first micro-batches were looked at
         self._section = "train"
         self.num_parameters, self.epoch_samples = 0, 0

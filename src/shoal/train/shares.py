@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from shoal import record
 from shoal.data.sources import IterableSource, StepSource
-from shoal.decide.batch import BatchPlan, Shares
+from shoal.decide.batch import BatchPlan, WorkerShares
 from shoal.decide.order import ShuffledOrder, worker_part
 from shoal.decide.shares import FIRST_WINDOW, SETTLING, ReplayedShares, SharesBySpeed
 from shoal.errors import UsageError
@@ -41,7 +41,7 @@ def open_shares(
     batch: BatchPlan,
     source: StepSource,
     models: Sequence[DataParallel],
-) -> Shares | None:
+) -> WorkerShares | None:
     """Return the shares of a run that begins or continues after ``step``; ``None``: equal ones. A collective.
 
     Args:
@@ -86,7 +86,7 @@ def open_shares(
     return SharesBySpeed(last, unit=_unit(models, batch))
 
 
-def advice_on_shares(shares: Shares | None, setting: str, batch: BatchPlan, section: str) -> list[str]:
+def advice_on_shares(shares: WorkerShares | None, setting: str, batch: BatchPlan, section: str) -> list[str]:
     """Return a line to print if the micro-batches are too large for unequal shares."""
     if shares is None or batch.accumulation_steps >= _FEW_MICRO_BATCHES:
         return []

@@ -54,7 +54,7 @@ class Readback:
 
 
 @dataclass(kw_only=True)
-class Training:
+class StepState:
     """State that the steps of a run share."""
 
     world: World
@@ -88,7 +88,7 @@ class Step:
 
     def __init__(
         self,
-        training: Training,
+        training: StepState,
         number: int,
         micro_batches: Any,
         shard: DataShard,

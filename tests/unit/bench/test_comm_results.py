@@ -9,8 +9,8 @@ import pytest
 
 from shoal.bench.comm_results import (
     HEADER,
-    Network,
-    Row,
+    CollectiveRow,
+    HostNetwork,
     explain,
     formula_seconds,
     limit_seconds,
@@ -18,11 +18,11 @@ from shoal.bench.comm_results import (
     write_json,
 )
 
-EIGHT = Network(num_workers=8, num_hosts=8, helper_bandwidths=(1.0,) * 8, link_bytes_per_s=25e6)
-ONE_HOST = Network(num_workers=4, num_hosts=1, link_bytes_per_s=25e6)
+EIGHT = HostNetwork(num_workers=8, num_hosts=8, helper_bandwidths=(1.0,) * 8, link_bytes_per_s=25e6)
+ONE_HOST = HostNetwork(num_workers=4, num_hosts=1, link_bytes_per_s=25e6)
 
 
-def make_row(**changes: object) -> Row:
+def make_row(**changes: object) -> CollectiveRow:
     values = {
         "collective": "all_reduce",
         "num_bytes": 25_000_000,
@@ -31,7 +31,7 @@ def make_row(**changes: object) -> Row:
         "limit_s": 1.0,
         "formula_s": 1.0,
     }
-    return Row(**{**values, **changes})  # type: ignore[arg-type]
+    return CollectiveRow(**{**values, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def make_row(**changes: object) -> Row:
 def test_limits_of_the_links(collective: str, seconds: float) -> None:
     assert limit_seconds(collective, 25_000_000, EIGHT) == pytest.approx(seconds)
     assert limit_seconds(collective, 25_000_000, ONE_HOST) is None
-    assert limit_seconds(collective, 25_000_000, Network(num_workers=8, num_hosts=8)) is None
+    assert limit_seconds(collective, 25_000_000, HostNetwork(num_workers=8, num_hosts=8)) is None
 
 
 def test_a_barrier_has_no_limit() -> None:
@@ -77,8 +77,8 @@ def test_the_table_says_how_near_and_how_much_faster() -> None:
 
 def test_the_network_in_words() -> None:
     assert EIGHT.describe() == "8 workers on 8 hosts, 8 helper hosts, links of 200 Mbit/s"
-    assert Network(num_workers=1, num_hosts=1).describe() == "1 worker on 1 host"
-    assert "--link 10gbit" in explain(Network(num_workers=8, num_hosts=8), "gloo")
+    assert HostNetwork(num_workers=1, num_hosts=1).describe() == "1 worker on 1 host"
+    assert "--link 10gbit" in explain(HostNetwork(num_workers=8, num_hosts=8), "gloo")
     assert "--link" not in explain(ONE_HOST, "gloo")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.bench.scaling import KIND, Row, ScalingBench, hourly
+from shoal.bench.scaling import KIND, ScalingBench, ScalingRow, hourly
 from shoal.bench.scaling_runs import measure
 from shoal.bench.step_timing import TrainResult
 from shoal.cli.app import main
@@ -81,7 +81,7 @@ json.dump(result, open(given["--json"], "w"))
 
 
 def test_efficiency_and_cost_of_a_row() -> None:
-    row = Row(
+    row = ScalingRow(
         backend="shoal",
         accumulate=4,
         hosts=8,

@@ -13,7 +13,7 @@ from shoal.env.secret import job_secret
 from shoal.env.settings import SECRET_FILE
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import job_folder
-from shoal.launch.job_folder import JobFolder, Start, may_start, usable_hosts
+from shoal.launch.job_folder import JobFolder, JobStart, may_start, usable_hosts
 
 
 def test_each_start_has_a_secret_of_its_own_for_its_owner_only(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_workers_that_write_no_progress_but_save_go_on(tmp_path: Path) -> None:
     ],
 )
 def test_may_start(progress: list[str], saved: bool, now: str, allowed: bool) -> None:
-    starts = [Start(run_id=f"7.{n}", progress=text, saved=saved) for n, text in enumerate(progress)]
+    starts = [JobStart(run_id=f"7.{n}", progress=text, saved=saved) for n, text in enumerate(progress)]
     assert may_start(starts, now, job="7") is allowed
 
 

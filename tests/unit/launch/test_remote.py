@@ -13,7 +13,7 @@ import pytest
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import remote
 from shoal.launch.job_command import read_command
-from shoal.launch.remote import RemoteJob, Start, check_hosts, mpi_starts, run, ssh_starts
+from shoal.launch.remote import RemoteJob, RemoteStart, check_hosts, mpi_starts, run, ssh_starts
 
 COMMAND = ("python", "train.py", "a b", "$HOME")
 OPEN_MPI = "mpirun (Open MPI) 4.1.4\n"
@@ -81,9 +81,9 @@ def test_what_each_mpi_understands(version: str, command: list[str], stop: int |
 def test_a_signal_asks_where_the_end_of_stdin_is_not_passed_on() -> None:
     program = (
         "import signal, sys\n"
-        "from shoal.launch.remote import Start, run\n"
+        "from shoal.launch.remote import RemoteStart, run\n"
         "wait = ['sh', '-c', 'trap \"exit 75\" USR1; echo ready; while sleep 0.1; do :; done']\n"
-        "sys.exit(run([Start(label='n1', command=wait, stop=signal.SIGUSR1)]))\n"
+        "sys.exit(run([RemoteStart(label='n1', command=wait, stop=signal.SIGUSR1)]))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -116,8 +116,8 @@ def test_mistakes(settings: dict[str, Any], said: str) -> None:
         RemoteJob(**{"hosts": ("n1", "n2"), **settings})
 
 
-def shell(text: str, *, label: str = "n1", is_helper: bool = False) -> Start:
-    return Start(label=label, command=["sh", "-c", text], is_helper=is_helper)
+def shell(text: str, *, label: str = "n1", is_helper: bool = False) -> RemoteStart:
+    return RemoteStart(label=label, command=["sh", "-c", text], is_helper=is_helper)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_lines_have_the_hosts_name_and_the_secret_is_the_first_of_stdin(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     read = f'read -r secret; printf %s "$secret" > {tmp_path}/$0; echo read; echo wrong >&2'
-    starts = [Start(label=name, command=["sh", "-c", read, name]) for name in ("n1", "n2")]
+    starts = [RemoteStart(label=name, command=["sh", "-c", read, name]) for name in ("n1", "n2")]
     assert run(starts) == 0
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["n1: read", "n2: read"]
@@ -210,9 +210,9 @@ def test_files_of_the_command_are_looked_for_on_the_worker_hosts(
 def test_signals_that_come_during_the_start_let_all_workers_save() -> None:
     program = (
         "import sys\n"
-        "from shoal.launch.remote import Start, run\n"
+        "from shoal.launch.remote import RemoteStart, run\n"
         "wait = ['sh', '-c', 'echo ready; cat > /dev/null; exit 75']\n"
-        "sys.exit(run([Start(label=str(number), command=wait) for number in range(40)]))\n"
+        "sys.exit(run([RemoteStart(label=str(number), command=wait) for number in range(40)]))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -225,4 +225,4 @@ def test_signals_that_come_during_the_start_let_all_workers_save() -> None:
 
 def test_a_program_that_is_missing() -> None:
     with pytest.raises(ShoalError, match="no-such-program was not found on this machine"):
-        run([Start(label="n1", command=["no-such-program"])])
+        run([RemoteStart(label="n1", command=["no-such-program"])])

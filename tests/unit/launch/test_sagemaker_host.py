@@ -14,7 +14,7 @@ from moto import mock_aws
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import sagemaker_host
 from shoal.launch.in_job import HostOptions
-from shoal.launch.sagemaker_host import Instance, is_here, read_instance
+from shoal.launch.sagemaker_host import JobInstance, is_here, read_instance
 
 # As in AWS's documentation of training containers
 GROUPS = [
@@ -41,10 +41,10 @@ def write(base: Path, host: str, **changes: Any) -> Path:
 def test_instances(tmp_path: Path) -> None:
     workers = ("algo-2", "algo-3")
     common = {"workers": workers, "helpers": ("algo-1",), "interface": "eth0"}
-    assert read_instance(write(tmp_path, "algo-1")) == Instance(role="helper", number=0, **common)
-    assert read_instance(write(tmp_path, "algo-3")) == Instance(role="worker", number=1, **common)
+    assert read_instance(write(tmp_path, "algo-1")) == JobInstance(role="helper", number=0, **common)
+    assert read_instance(write(tmp_path, "algo-3")) == JobInstance(role="worker", number=1, **common)
     alone = read_instance(write(tmp_path, "algo-1", hosts=["algo-1"], instance_groups=None))
-    assert alone == Instance(role="worker", number=0, workers=("algo-1",), helpers=(), interface="eth0")
+    assert alone == JobInstance(role="worker", number=0, workers=("algo-1",), helpers=(), interface="eth0")
 
 
 @pytest.mark.parametrize("changes", [{"current_host": "algo-9"}, {"hosts": None}, {"instance_groups": [1]}])

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from shoal.errors import UsageError
-from shoal.models.causal import CausalLM, Draws, generate, open_causal
+from shoal.models.causal import CausalLM, SeededSampling, generate, open_causal
 
 VOCAB, LENGTH = 61, 24
 DOCUMENTS = ((9, 1, 14), (24,), (2, 3, 19))
@@ -208,7 +208,7 @@ def test_draws_depend_on_the_seed_of_a_prompt_alone() -> None:
 
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-    draws = Draws([5], temperature=2.0, top_p=1.0, device=torch.device("cpu"))
+    draws = SeededSampling([5], temperature=2.0, top_p=1.0, device=torch.device("cpu"))
     picked = torch.stack([draws(torch.zeros(1, 1).long(), logits).argmax() for _ in range(20_000)])
     found = picked.bincount(minlength=4) / len(picked)
     assert found.tolist() == pytest.approx((logits[0] / 2).softmax(0).tolist(), abs=0.015)

@@ -21,7 +21,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.activations import NewGELUActivation
 
 from shoal.models.encoder import Encoder
-from shoal.models.layers import ALBERTS, MODEL_TYPES, Layer, embed, fused_activation
+from shoal.models.layers import ALBERTS, MODEL_TYPES, TransformerLayer, embed, fused_activation
 
 architectures = pytest.mark.parametrize("model_type", MODEL_TYPES)
 
@@ -187,7 +187,7 @@ def test_pre_layer_norm_normalises_before_each_half() -> None:
     torch.testing.assert_close(found, expected[wanted], rtol=1e-10, atol=1e-10)
 
 
-def attention_by_hand(layer: Layer, x: Tensor, bias: Tensor) -> Tensor:
+def attention_by_hand(layer: TransformerLayer, x: Tensor, bias: Tensor) -> Tensor:
     q, k, v = (
         f(x).view(*x.shape[:2], layer.num_heads, -1).transpose(1, 2)
         for f in (layer.query, layer.key, layer.value)

@@ -10,18 +10,18 @@ from shoal.errors import UsageError
 from shoal.optim.lr_schedules import (
     Cosine,
     InverseSquareRoot,
-    Schedule,
+    LRSchedule,
     Steps,
     learning_rate,
 )
 
 
-def rates(schedule: Schedule | Cosine, steps: range | None = None) -> list[float]:
+def rates(schedule: LRSchedule | Cosine, steps: range | None = None) -> list[float]:
     return [learning_rate(schedule, step) for step in steps or range(schedule.total_steps + 1)]
 
 
 def test_aws_albert_decays_from_the_end_of_the_warmup() -> None:
-    schedule = Schedule(base=1.76e-3, end=3e-5, warmup_steps=3125, total_steps=125_000)
+    schedule = LRSchedule(base=1.76e-3, end=3e-5, warmup_steps=3125, total_steps=125_000)
     for step in (0, 1, 1000, 3124, 3125):
         assert learning_rate(schedule, step) == pytest.approx(1.76e-3 * step / 3125, rel=1e-12)
     for step in (3125, 3126, 64_000, 124_999, 125_000):
@@ -32,7 +32,7 @@ def test_aws_albert_decays_from_the_end_of_the_warmup() -> None:
 
 @pytest.mark.parametrize("power", [1.0, 0.5, 2.0])
 def test_google_and_nvidia_count_the_decay_from_step_0(power: float) -> None:
-    schedule = Schedule(base=6e-3, warmup_steps=2000, total_steps=7038, power=power, decay_from="start")
+    schedule = LRSchedule(base=6e-3, warmup_steps=2000, total_steps=7038, power=power, decay_from="start")
     for step in (0, 1, 1999):
         assert learning_rate(schedule, step) == pytest.approx(6e-3 * step / 2000, rel=1e-12)
     for step in (2000, 2001, 5000, 7037):
@@ -43,7 +43,7 @@ def test_google_and_nvidia_count_the_decay_from_step_0(power: float) -> None:
 
 
 def test_lans_is_a_trapezoid() -> None:
-    schedule = Schedule(base=6.75e-3, warmup_steps=1500, constant_steps=963, total_steps=3519)
+    schedule = LRSchedule(base=6.75e-3, warmup_steps=1500, constant_steps=963, total_steps=3519)
     assert learning_rate(schedule, 750) == pytest.approx(6.75e-3 / 2)
     assert rates(schedule, range(1500, 2464)) == [6.75e-3] * 964
     assert learning_rate(schedule, 2464) == pytest.approx(6.75e-3 * (3519 - 2464) / (3519 - 2463))
@@ -52,22 +52,22 @@ def test_lans_is_a_trapezoid() -> None:
 
 
 def test_constant_linear_and_no_warmup() -> None:
-    assert rates(Schedule(base=0.3, total_steps=5, power=0.0)) == [0.3] * 6
-    linear = Schedule(base=1.0, total_steps=4)
+    assert rates(LRSchedule(base=0.3, total_steps=5, power=0.0)) == [0.3] * 6
+    linear = LRSchedule(base=1.0, total_steps=4)
     assert rates(linear) == [1.0, 0.75, 0.5, 0.25, 0.0]
-    assert rates(linear) == rates(Schedule(base=1.0, total_steps=4, decay_from="start"))
-    assert rates(Schedule(base=1.0, end=0.5, total_steps=4, power=2.0))[2] == 0.5 + 0.5 * 0.25
+    assert rates(linear) == rates(LRSchedule(base=1.0, total_steps=4, decay_from="start"))
+    assert rates(LRSchedule(base=1.0, end=0.5, total_steps=4, power=2.0))[2] == 0.5 + 0.5 * 0.25
 
 
 def test_warmup_to_the_very_end() -> None:
-    assert rates(Schedule(base=1.0, warmup_steps=4, total_steps=4)) == [0.0, 0.25, 0.5, 0.75, 0.0]
-    held = Schedule(base=1.0, warmup_steps=2, constant_steps=2, total_steps=4)
+    assert rates(LRSchedule(base=1.0, warmup_steps=4, total_steps=4)) == [0.0, 0.25, 0.5, 0.75, 0.0]
+    held = LRSchedule(base=1.0, warmup_steps=2, constant_steps=2, total_steps=4)
     assert rates(held) == [0.0, 0.5, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 3.0])
 def test_decay_never_rises_and_stays_within_bounds(power: float) -> None:
-    values = rates(Schedule(base=2.0, end=0.1, warmup_steps=10, total_steps=200, power=power))
+    values = rates(LRSchedule(base=2.0, end=0.1, warmup_steps=10, total_steps=200, power=power))
     assert all(later >= earlier for earlier, later in pairwise(values[:11]))
     assert all(later <= earlier for earlier, later in pairwise(values[10:]))
     assert max(values) == 2.0
@@ -90,9 +90,9 @@ def test_decay_never_rises_and_stays_within_bounds(power: float) -> None:
 )
 def test_wrong_schedules_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Schedule(**{"base": 1.0, "total_steps": 10, **values})
+        LRSchedule(**{"base": 1.0, "total_steps": 10, **values})
     with pytest.raises(UsageError, match="step=-1"):
-        learning_rate(Schedule(base=1.0, total_steps=10), -1)
+        learning_rate(LRSchedule(base=1.0, total_steps=10), -1)
 
 
 def test_t5_is_level_and_then_falls_with_the_root_of_the_steps() -> None:
@@ -102,7 +102,7 @@ def test_t5_is_level_and_then_falls_with_the_root_of_the_steps() -> None:
     assert learning_rate(schedule, 10_001) < 0.01
     assert learning_rate(schedule, 1_000_000) == pytest.approx(1e-3, rel=1e-12)
     assert learning_rate(InverseSquareRoot(base=2.0, hold_steps=4), 16) == pytest.approx(0.5)
-    constant = Schedule(base=1e-3, power=0.0, total_steps=10)
+    constant = LRSchedule(base=1e-3, power=0.0, total_steps=10)
     assert [learning_rate(constant, step) for step in (0, 7, 10**9)] == [1e-3] * 3
 
 
@@ -117,7 +117,7 @@ def test_wrong_values_of_endless_schedules_are_refused() -> None:
 
 def test_resnet_of_16384_images_a_step() -> None:
     """0.1 for 256 images, 10 of 90 epochs of 78 steps to warm up from 0.001, then power 2 to 1e-5."""
-    schedule = Schedule(
+    schedule = LRSchedule(
         base=6.4, end=1e-5, power=2.0, warmup_from=1e-3, warmup_steps=780, total_steps=90 * 78
     )
     by_hand = {0: 1e-3, 390: 3.2005, 780: 6.4, 3_900: 1.6000075, 5_460: 0.4000094, 7_020: 1e-5, 9_999: 1e-5}
@@ -131,7 +131,7 @@ def test_resnet_of_16384_images_a_step() -> None:
 def test_lars_of_mlperf(batch: int, peak: float, warmup_epochs: int, epochs: int) -> None:
     """The published sets: linear from 0, then power 2 to 1e-4."""
     of_epoch = 1_281_167 // batch
-    schedule = Schedule(
+    schedule = LRSchedule(
         base=peak,
         end=1e-4,
         power=2.0,

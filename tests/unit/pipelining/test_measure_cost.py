@@ -16,7 +16,7 @@ from shoal.decide.cost import stage_costs
 from shoal.errors import UsageError
 from shoal.pipelining.export_graph import export_model
 from shoal.pipelining.measure_cost import measure_cost
-from shoal.pipelining.roofline import Rates, estimate_cost
+from shoal.pipelining.roofline import DeviceRates, estimate_cost
 from shoal.pipelining.units import units_of
 
 ROWS, WIDTH = 16, 32
@@ -35,7 +35,7 @@ class Layers(nn.Module):
 
 def test_costs_of_a_small_model_by_hand() -> None:
     exported = export_model(Layers(), {"x": torch.randn(ROWS, WIDTH)}, True)
-    rates = Rates(flops_per_s=1e9, bytes_per_s=1e30, launch_s=0.0)
+    rates = DeviceRates(flops_per_s=1e9, bytes_per_s=1e30, launch_s=0.0)
     estimated = estimate_cost(exported, rates)
     product = 2 * ROWS * WIDTH * WIDTH / 1e9
     matrices = [unit for unit in estimated.units if unit.parameters]
@@ -103,7 +103,7 @@ def test_a_model_on_meta_is_measured_as_the_real_one() -> None:
 def test_estimate_counts_what_the_model_saves(name: str) -> None:
     model, batch = cases()[name]()
     exported = export_model(model, batch, True)
-    rates = Rates(flops_per_s=1e12, bytes_per_s=1e11)
+    rates = DeviceRates(flops_per_s=1e12, bytes_per_s=1e11)
     measured, estimated = measure_cost(exported, repetitions=1), estimate_cost(exported, rates)
     assert estimated.source == "roofline" and measured.source == "measured"
     saved = [stage_costs(cost, [])[0].saved_bytes for cost in (measured, estimated)]
@@ -113,7 +113,7 @@ def test_estimate_counts_what_the_model_saves(name: str) -> None:
 def test_costs_need_a_training_graph_and_a_device() -> None:
     model, batch = cases()["gpt2"]()
     with pytest.raises(UsageError, match="for training"):
-        estimate_cost(export_model(model, batch, False), Rates(flops_per_s=1, bytes_per_s=1))
+        estimate_cost(export_model(model, batch, False), DeviceRates(flops_per_s=1, bytes_per_s=1))
     with pytest.raises(UsageError, match="real device"):
         measure_cost(export_model(model, batch, False))
 
@@ -124,7 +124,7 @@ def test_t5_3b_is_exported_and_estimated_without_memory() -> None:
     started = time.monotonic()
     exported = export_model(*t5_3b(), True)
     units = units_of(exported)
-    cost = estimate_cost(exported, Rates(flops_per_s=100e12, bytes_per_s=1.5e12), units=units)
+    cost = estimate_cost(exported, DeviceRates(flops_per_s=100e12, bytes_per_s=1.5e12), units=units)
     seconds = time.monotonic() - started
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     print(

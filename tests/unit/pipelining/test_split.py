@@ -13,7 +13,7 @@ from stage_runs import check_specs, largest_error, run_eager, run_stages, send
 from torch import Tensor, nn
 
 from pipeline_models import FAMILIES, Batch, cases
-from shoal.pipelining.export_graph import Exported, export_model
+from shoal.pipelining.export_graph import ExportedGraph, export_model
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.split import split
 from shoal.pipelining.units import Units, units_of
@@ -36,7 +36,7 @@ def micro_batch(batch: Batch, rows: int = 4) -> Batch:
 
 
 @functools.cache
-def exported_case(name: str) -> tuple[nn.Module, Batch, Exported]:
+def exported_case(name: str) -> tuple[nn.Module, Batch, ExportedGraph]:
     """Exporting takes most of a test's time."""
     model, batch = cases()[name]()
     batch = micro_batch(batch)

@@ -11,8 +11,8 @@ import pytest
 
 import shoal.recipes
 from plan_made import hosts, model
-from shoal.bench.comm_results import Network as CommNetwork
-from shoal.bench.comm_results import Row, write_json
+from shoal.bench.comm_results import CollectiveRow, write_json
+from shoal.bench.comm_results import HostNetwork as CommNetwork
 from shoal.bench.step_timing import KIND, TrainResult
 from shoal.cli.plan import Request, plan
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
@@ -78,7 +78,7 @@ def test_files_of_other_recipes_models_and_hardware_are_refused(tmp_path: Path) 
 
 def comm_file(folder: Path, seconds: dict[str, Any], network: CommNetwork) -> Path:
     rows = [
-        Row(
+        CollectiveRow(
             collective="all_reduce",
             num_bytes=num_bytes,
             backend=backend,

@@ -27,7 +27,7 @@ from shoal.errors import UsageError
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN
 from shoal.recipes import using
-from shoal.recipes.mask_rcnn import Exported, MaskRCNNPredictConfig, objects_in, use
+from shoal.recipes.mask_rcnn import ExportedDetector, MaskRCNNPredictConfig, objects_in, use
 from shoal.train.config import DistributedConfig
 from shoal.train.gradients import Precision
 from shoal.train.model_setup import choose_precision
@@ -54,18 +54,18 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def detector(scenes: Path) -> Exported:
+def detector(scenes: Path) -> ExportedDetector:
     """A network of random weights that are large enough for scores and boxes to differ."""
     torch.manual_seed(4)
     categories = read_categories(scenes)
     model = MaskRCNN(NETWORK, len(categories)).eval()
     for layer in (model.roi_heads.box_predictor.cls_score, model.roi_heads.mask_predictor.mask_fcn_logits):
         torch.nn.init.normal_(layer.weight, std=2.0)
-    return Exported(model=model, categories=categories, shorter=SHORTER, longer=LONGER)
+    return ExportedDetector(model=model, categories=categories, shorter=SHORTER, longer=LONGER)
 
 
 @pytest.fixture(scope="module")
-def exported(detector: Exported, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(detector: ExportedDetector, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("export") / "detector"
     use.write_export(detector, out)
     return out
@@ -105,7 +105,7 @@ def found_in(out: Path, picture: Path) -> dict[str, Any]:
 
 
 def test_objects_are_those_of_the_network_on_the_readers_batch(
-    scenes: Path, detector: Exported, pictures: list[Path]
+    scenes: Path, detector: ExportedDetector, pictures: list[Path]
 ) -> None:
     """The oracle goes the way of training and evaluation: shards, reader, a batch of one."""
     view = DetectionAugmentConfig(shorter=(SHORTER,), longer=LONGER, flip=0.0)
@@ -129,7 +129,7 @@ def test_objects_are_those_of_the_network_on_the_readers_batch(
 
 
 def test_what_was_found_is_written_and_drawn(
-    detector: Exported,
+    detector: ExportedDetector,
     exported: Path,
     pictures: list[Path],
     tmp_path: Path,
@@ -162,7 +162,7 @@ def test_what_was_found_is_written_and_drawn(
 
 
 def test_objects_in_the_precision_that_was_asked_for(
-    detector: Exported, exported: Path, pictures: list[Path], tmp_path: Path
+    detector: ExportedDetector, exported: Path, pictures: list[Path], tmp_path: Path
 ) -> None:
     bf16 = choose_precision("bf16", CPU)
     run(asked(pictures[:1], exported, tmp_path), precision=bf16)
@@ -174,7 +174,7 @@ def test_objects_in_the_precision_that_was_asked_for(
 
 
 def test_scores_and_classes_choose(
-    detector: Exported, exported: Path, pictures: list[Path], tmp_path: Path
+    detector: ExportedDetector, exported: Path, pictures: list[Path], tmp_path: Path
 ) -> None:
     every = objects_in(detector, decode(pictures[0].read_bytes()), CPU, FP32)
     score, name = every[1]["score"], every[0]["category"]

@@ -32,7 +32,7 @@ from shoal.models.albert_prelayernorm import (
 from shoal.models.resnet import new_resnet
 from shoal.models.resnet_config import ResNetConfig
 from shoal.recipes.onnx_export import export_onnx
-from shoal.recipes.resnet50 import Exported, use
+from shoal.recipes.resnet50 import ExportedNetwork, use
 
 SIZES = {
     "vocab_size": 99,
@@ -114,7 +114,7 @@ def test_a_residual_network_computes_the_same(network: str, tmp_path: Path) -> N
     model = new_resnet(config, 4)
     model(torch.randn(8, 3, 32, 32))  # the norms' statistics
     classes, plain = ("a", "b", "c", "d"), (0.0, 0.0, 0.0)
-    exported = Exported(
+    exported = ExportedNetwork(
         model=model.eval(),
         network=config,
         classes=classes,

@@ -10,11 +10,13 @@ import report_records as records
 from shoal.record import Evaluation
 from shoal.report import charts, tables
 from shoal.report.page import render
-from shoal.report.runs import Run, load_runs
+from shoal.report.runs import RecordedRun, load_runs
 from shoal.train.reporting import RecordWriter
 
 
-def run_of(folder: Path, name: str, *, batch: int, workers: int, rate: float, epoch_samples: int) -> Run:
+def run_of(
+    folder: Path, name: str, *, batch: int, workers: int, rate: float, epoch_samples: int
+) -> RecordedRun:
     """Return a run of two steps with top-1 scores."""
     folder.mkdir()
     writer = RecordWriter(folder)

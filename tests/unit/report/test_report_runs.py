@@ -13,10 +13,10 @@ from shoal.errors import ShoalError
 from shoal.record import PARTS, End, Evaluation, Resume, Row, Step, Stop, target_row
 from shoal.report import runs, tables, timeline
 from shoal.report.page import render
-from shoal.report.runs import Run, load_runs
+from shoal.report.runs import RecordedRun, load_runs
 
 
-def load(folder: Path, rows: list[Row]) -> Run:
+def load(folder: Path, rows: list[Row]) -> RecordedRun:
     return load_runs([records.write_run(folder, rows)])[0]
 
 

@@ -168,7 +168,7 @@ class ExampleReader(Reader):
         epochs_, indices_ = example_names(epochs, indices)
         streams = self._streams(epochs_, indices_)
         segments = self._windows.segments(epochs_, indices_, streams[:, _SEGMENTS])
-        layout = _Layout(segments, self.config.max_seq_length, self.config.num_special)
+        layout = _PairLayout(segments, self.config.max_seq_length, self.config.num_special)
         ids = self._lay_out(segments, layout)
         return {
             "input_ids": ids,
@@ -185,7 +185,7 @@ class ExampleReader(Reader):
         keys = random_keys(self.config.seed, Stream.EXAMPLE, epochs, indices)
         return draw(keys[:, None], np.arange(4))
 
-    def _lay_out(self, segments: Segments, layout: _Layout) -> Int64Array:
+    def _lay_out(self, segments: Segments, layout: _PairLayout) -> Int64Array:
         manifest = self.shards.manifest
         ids = self._gather(segments, layout)
         ids[~layout.text] = manifest.pad_id
@@ -193,7 +193,7 @@ class ExampleReader(Reader):
         ids[layout.separators] = manifest.sep_id
         return ids
 
-    def _gather(self, segments: Segments, layout: _Layout) -> Int64Array:
+    def _gather(self, segments: Segments, layout: _PairLayout) -> Int64Array:
         """Read the text of both segments; a second read is needed only for those in two shards."""
         apart = segments.first.shard != segments.second.shard
         rows = np.flatnonzero(apart)
@@ -210,7 +210,9 @@ class ExampleReader(Reader):
         ids[rows] = np.where(own, second, ids[rows])
         return ids
 
-    def _mask(self, ids: Int64Array, layout: _Layout, streams: UInt64Array) -> dict[str, npt.NDArray[Any]]:
+    def _mask(
+        self, ids: Int64Array, layout: _PairLayout, streams: UInt64Array
+    ) -> dict[str, npt.NDArray[Any]]:
         """Mask tokens in ``ids``, in place; return their positions and originals."""
         config = self.config
         num_rows = len(ids)
@@ -255,7 +257,7 @@ def packed(batch: Mapping[str, npt.NDArray[Any]]) -> Packed:
     }
 
 
-class _Layout:
+class _PairLayout:
     """Layout of [CLS] first [SEP] second [SEP] in each row, as boolean arrays ``[B, T]``.
 
     With two special tokens there is no second segment and no [SEP] behind it.

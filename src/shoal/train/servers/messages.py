@@ -252,7 +252,7 @@ class Coordinator:
         self.own.put(message)
 
 
-class Line:
+class CoordinatorConnection:
     """A worker's connection to the coordinator, which on rank 0 is in this process.
 
     Args:

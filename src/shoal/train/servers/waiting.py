@@ -52,7 +52,7 @@ from shoal.train.config import ServersConfig
 from shoal.train.gradients import ManyWorkers, require_same
 from shoal.train.servers.messages import (
     Coordinator,
-    Line,
+    CoordinatorConnection,
     Mail,
     Message,
     Then,
@@ -631,7 +631,7 @@ class Follower:
                 }
             )  # fmt: skip
             self._start(coordinator.listen, "shoal-coordinator")
-        self._line = Line(mail, coordinator)
+        self._line = CoordinatorConnection(mail, coordinator)
         self._start(self._follow, "shoal-steps")
 
     def send(self, message: Message) -> None:
