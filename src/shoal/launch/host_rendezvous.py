@@ -15,6 +15,7 @@ import errno
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
@@ -33,6 +34,8 @@ _NONCE_BYTES = 16
 _END_DEADLINE_S = 300.0
 _OTHERS_END_S = 12.0
 """Time for the other hosts to notice a failure, end their workers and report it."""
+_TELL_S = 60.0
+"""Time after which a host that waits for others says so again."""
 _POLL_S = 0.1
 _KEY_POLL_S = 0.02
 _NAME_DEADLINE_S = 60.0
@@ -165,7 +168,9 @@ def join_hosts(
                 resources.enter_context(closing(TcpStoreServer(listener, secret)))
             store = _launchers_store(host, port, secret, limit, resources)
             address = f"{host}:{port}"
-            signed = _HostRecords(store, address=address, secret=secret, until=until, stopped=stopped)
+            signed = _HostRecords(
+                store, address=address, secret=secret, until=until, stopped=stopped, num_hosts=num_hosts
+            )
             if listener is not None:
                 master_port = _serve_workers(host, listener, limit, resources) or port
                 rank = _lead(signed, num_hosts=num_hosts, num_workers=num_workers, master_port=master_port)
@@ -254,11 +259,13 @@ def _serve_workers(host: str, beside: socket.socket, limit: timedelta, resources
 
 def _await_listener(host: str, port: int, *, until: float, stopped: Callable[[], bool]) -> None:
     """Return when somebody listens, or at the time ``until``: the store then raises an error of its own."""
+    tell_at = time.monotonic() + _TELL_S
     while time.monotonic() < until:
         with suppress(OSError):
             socket.create_connection((host, port), timeout=1.0).close()
             return
         _unless(stopped)
+        tell_at = _tell(tell_at, lambda: f"nobody listens at {host}:{port}: start the same command there")
         time.sleep(_POLL_S)
 
 
@@ -267,19 +274,34 @@ def _unless(stopped: Callable[[], bool]) -> None:
         raise ShoalError("a signal asked to stop before all hosts had come")
 
 
+def _tell(at: float, missing: Callable[[], str]) -> float:
+    """Say who is missing if it is time for it; return when it is next."""
+    if time.monotonic() < at:
+        return at
+    print(f"shoal launch: waiting: {missing()}", file=sys.stderr, flush=True)
+    return time.monotonic() + _TELL_S
+
+
 class _HostRecords(SignedStore):
     """Records of the launchers, signed with the job's secret."""
 
     error = ShoalError
 
     def __init__(
-        self, store: Store, *, address: str, secret: bytes, until: float, stopped: Callable[[], bool]
+        self,
+        store: Store,
+        *,
+        address: str,
+        secret: bytes,
+        until: float,
+        stopped: Callable[[], bool],
+        num_hosts: int = 1,
     ) -> None:
         super().__init__(store, "shoal launch", secret)
         self.store, self.address = store, address
         self.challenge = ""
         """The leader's, once it is known."""
-        self._until, self._stopped = until, stopped
+        self._until, self._stopped, self._num_hosts = until, stopped, num_hosts
 
     def get(self, key: str, rule: Rule) -> dict[str, Any]:
         """Wait for a record and return it.
@@ -287,12 +309,21 @@ class _HostRecords(SignedStore):
         Raises:
             ShoalError: it is not signed with the job's secret, or is malformed.
         """
+        tell_at = time.monotonic() + _TELL_S
         while not self.store.check([key]):
             _unless(self._stopped)
+            tell_at = _tell(tell_at, self._missing)
             if time.monotonic() > self._until:
                 self.store.wait([key], timedelta(milliseconds=1))  # raises
             time.sleep(_KEY_POLL_S)
         return self.read(key, rule, self.name_of(key))
+
+    def _missing(self) -> str:
+        keys = [key for number in range(1, self._num_hosts) if self.store.check([key := f"host/{number}"])]
+        names = [self.read(key, _ANSWER, self.name_of(key))["name"] for key in keys]
+        come = f"{1 + len(names)} of {self._num_hosts} hosts have come to {self.address}"
+        beside = f", beside the first one {', '.join(sorted(names))}" if names else ""
+        return f"{come}{beside}; start the same command on the others, or end it on all"
 
     def name_of(self, key: str) -> str:
         """Return the name of a record in errors."""

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
@@ -27,7 +27,7 @@ from shoal.launch.host_rendezvous import HostGroup, await_workers_end, join_host
 SECRET = b"the secret of these hosts"
 
 
-Host = Callable[[], HostGroup]
+Host = partial[HostGroup]
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +149,31 @@ def test_a_leader_that_never_comes() -> None:
 
 
 # ---- refusals --------------------------------------------------------------------------------------------
+
+
+def test_hosts_say_who_is_missing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(host_rendezvous, "_TELL_S", 0.2)
+    port, said = free_port(), ""
+    with ThreadPoolExecutor(3) as pool:
+        met = [pool.submit(host(port)) for _ in range(2)]
+        come = (
+            f"2 of 3 hosts have come to 127.0.0.1:{port}, beside the first one {os.uname().nodename}; start"
+        )
+        while come not in said:
+            said += capfd.readouterr().err
+        pool.submit(host(port)).result()
+        assert {each.result().num_hosts for each in met} == {3}
+
+
+def test_a_host_says_that_the_first_one_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_rendezvous, "_TELL_S", 0.2)
+    monkeypatch.setattr(host_rendezvous, "listen", lambda *_, **__: None)
+    port = free_port()
+    with pytest.raises(ShoalError, match="did not come together"):
+        join(**host(port).keywords | {"deadline_s": 1.0})
+    assert f"waiting: nobody listens at 127.0.0.1:{port}: start the same command" in capfd.readouterr().err
 
 
 def test_the_host_with_the_store_leaves_last() -> None:
