@@ -466,6 +466,11 @@ shoal::EngineOptions options_of(const nb::dict& given) {
   read("workers_serve", options.workers_serve);
   read("share_connections", options.share_connections);
   read("ordered_callbacks", options.ordered_callbacks);
+  using PlaceWords = std::tuple<std::string, int, int>;
+  if (const auto returning = nb::cast<std::optional<std::vector<PlaceWords>>>(given["returning"])) {
+    options.returning.emplace();
+    for (const auto& [address, port, pid] : *returning) options.returning->push_back({address, port, pid});
+  }
   options.wide_partials = nb::cast<std::string>(given["partial_dtype"]) == "float32";
   options.secret = secret_of(nb::cast<nb::bytes>(given["secret"]));
   options.protection = shoal::protection_named(nb::cast<std::string>(given["protection"]));

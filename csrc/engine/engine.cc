@@ -66,9 +66,9 @@ Engine::Engine(EngineOptions options)
       completer_(options_.ordered_callbacks, [this](std::uint64_t seq, double timeout_s) { return has_ended(seq, timeout_s); }) {
   shoal::require_possible(options_);
   const TransportOptions transport = transport_options(options_);
-  channel_ = std::make_shared<Channel>(options_.share_connections ? Connections::shared(transport, options_.group)
-                                                                  : std::make_shared<Connections>(transport),
-                                       options_.group);
+  auto connections = options_.share_connections ? Connections::shared(transport, options_.group, options_.returning)
+                                                : std::make_shared<Connections>(transport);
+  channel_ = std::make_shared<Channel>(std::move(connections), options_.group);
 }
 
 Engine::~Engine() {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,7 @@ struct EngineOptions {
   bool wide_partials = true;
   bool workers_serve = true;  // ranks take over chunks of lost helpers
   bool share_connections = true;  // with the other groups of this process
+  std::optional<std::vector<Place>> returning;  // members that a former group had; see Connections::shared()
   bool ordered_callbacks = false; // operations wait until callbacks of earlier ones have returned
 };
 

@@ -46,19 +46,32 @@ Connections::Connections(TransportOptions options) : options_(options) {
 
 Connections::~Connections() { transport_->stop(); }
 
-std::shared_ptr<Connections> Connections::shared(const TransportOptions& options, const std::string& group) {
+std::shared_ptr<Connections> Connections::shared(const TransportOptions& options, const std::string& group,
+                                                 const std::optional<std::vector<Place>>& returning) {
   Registry& of_process = registry();
   const MutexLock lock(of_process.mutex);
   std::erase_if(of_process.all, [](const auto& each) { return each.expired(); });
   for (const auto& each : of_process.all) {
     const std::shared_ptr<Connections> found = each.lock();
-    if (!found || found->tainted_ || !(found->options_ == options)) continue;
+    if (!found || !(found->options_ == options) || found->has_lost(returning)) continue;
     if (found->reserved_.insert(group).second) return found;
   }
   auto made = std::make_shared<Connections>(options);
   made->reserved_.insert(group);
   of_process.all.push_back(made);
   return made;
+}
+
+bool Connections::has_lost(const std::optional<std::vector<Place>>& returning) const {
+  const MutexLock lock(lost_mutex_);
+  if (!returning) return !lost_.empty();
+  return lost_a_helper_ || std::ranges::any_of(*returning, [&](const Place& each) { return lost_.contains(each.name()); });
+}
+
+void Connections::peer_was_lost(const Place& place) {
+  const MutexLock lock(lost_mutex_);
+  lost_.insert(place.name());
+  lost_a_helper_ |= place.is_helper();
 }
 
 void Connections::release(const std::string& group) {
@@ -425,7 +438,7 @@ void Channel::left(int peer, const std::string& why) {
 void Channel::lost(int peer, const std::string& why) {
   const auto found = member_of_.find(peer);
   if (found == member_of_.end()) return;
-  if (!at(found->second).gone) connections_.peer_was_lost();
+  if (const State& state = at(found->second); !state.gone) connections_.peer_was_lost(state.place);
   end(found->second, why);
 }
 

@@ -14,6 +14,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -57,8 +58,11 @@ class Connections final : private Sink {
   ~Connections() override;
 
   // Returns those of this process with these options and reserves them for the group. New ones are opened if there
-  // are none, if a peer of theirs was lost, or if they serve another rank of this group in this process.
-  static std::shared_ptr<Connections> shared(const TransportOptions& options, const std::string& group);
+  // are none, if they serve another rank of this group in this process, or if a peer of theirs was lost: it may still
+  // believe in a connection that this process has given up. That does not matter where the caller knows which former
+  // peers the group meets again (`returning`: their places), and none of those was lost.
+  static std::shared_ptr<Connections> shared(const TransportOptions& options, const std::string& group,
+                                             const std::optional<std::vector<Place>>& returning = {});
   void release(const std::string& group);
 
   // Any thread.
@@ -79,10 +83,12 @@ class Connections final : private Sink {
   int begin_calls(int peer, int wanted) REQUIRES(network_thread);
   void calls_failed(int peer, int num_called) REQUIRES(network_thread);
   void tell(int peer, FrameType type, std::uint32_t group, Payload payload) REQUIRES(network_thread);
-  void peer_was_lost() { tainted_ = true; }
+  void peer_was_lost(const Place& place);
   void drop_peer(int peer, const std::string& why) REQUIRES(network_thread);
 
  private:
+  bool has_lost(const std::optional<std::vector<Place>>& returning) const;
+
   struct EarlyJoin {
     Identity who;
     bool left = false;
@@ -104,7 +110,9 @@ class Connections final : private Sink {
 
   const TransportOptions options_;
   std::set<std::string> reserved_;  // groups; guarded by the registry's lock
-  std::atomic<bool> tainted_{false};
+  mutable Mutex lost_mutex_;
+  std::set<std::string> lost_ GUARDED_BY(lost_mutex_);  // names of processes
+  bool lost_a_helper_ GUARDED_BY(lost_mutex_) = false;
   std::unordered_map<std::uint32_t, Channel*> channels_ GUARDED_BY(network_thread);
   Processes processes_ GUARDED_BY(network_thread);
   std::map<std::pair<std::uint32_t, int>, EarlyJoin> early_ GUARDED_BY(network_thread);  // by group and peer

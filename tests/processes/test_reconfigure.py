@@ -176,10 +176,17 @@ def test_an_aborted_group_goes_on(native: str, tmp_path: Path) -> None:
     run(check_abort, 3, tmp_path, environment={NATIVE_GROUP: native})
 
 
+def sockets() -> set[str]:
+    """Return the names of this process's open sockets."""
+    files = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return {each for each in files if each.startswith("socket:")}
+
+
 def check_killed(rank: int) -> None:
     os.environ["FIRST_RANK"] = str(rank)
     become((0, 1, 2, 3), 1)
     check_collectives((0, 1, 2, 3), rank)
+    before = sockets()
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -190,6 +197,7 @@ def check_killed(rank: int) -> None:
     become((0, 2, 3), 2)
     check_collectives((0, 2, 3), rank)
     assert time.monotonic() - begin < BOUND_S
+    assert sockets() < before, "those to the survivors, and no others"
 
 
 @pytest.mark.parametrize("hosts", [None, ["a", "b", "c", "c"]], ids=["one host", "three hosts"])

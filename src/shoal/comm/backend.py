@@ -49,7 +49,14 @@ from shoal.comm.collectives import (
 )
 from shoal.comm.device_group import DeviceGroup
 from shoal.comm.devices import BounceBuffers, Device
-from shoal.comm.engine import CollectiveEngine, CommError, EngineOptions, Operation, SingleProcessEngine
+from shoal.comm.engine import (
+    CollectiveEngine,
+    CommError,
+    EngineOptions,
+    Operation,
+    Peer,
+    SingleProcessEngine,
+)
 from shoal.comm.messages import MessageBuilder
 from shoal.comm.operations import Member, MessageWork, Operations
 from shoal.comm.rendezvous import connect_engine
@@ -103,10 +110,12 @@ def _connected(
     global_rank: int,
     timeout: timedelta,
     options: EngineOptions,
+    *,
+    returning: Sequence[Peer] | None = None,
 ) -> CollectiveEngine:
     if size == 1:
         return SingleProcessEngine()
-    return connect_engine(store, rank, size, name, global_rank, timeout, options)
+    return connect_engine(store, rank, size, name, global_rank, timeout, options, returning=returning)
 
 
 def _rank_of(handle: str) -> int:
@@ -172,6 +181,7 @@ class ShoalProcessGroup(ProcessGroup):
         self._global_ranks, self._store = global_ranks, store
         self._handle = f"{global_ranks[rank]}-{secrets.token_hex(_HANDLE_BYTES)}"
         self._uuids: set[int] = set()
+        self._peers: dict[str, Peer] = {}  # that this process has met, by handle
         self.devices: dict[str, Callable[[torch.device], Device]] = {"cuda": _open_cuda}
         self._coalescing: list[BaseWork] | None = None
         options = options or EngineOptions()
@@ -236,9 +246,11 @@ class ShoalProcessGroup(ProcessGroup):
         old, size = self.operations, len(handles)
         global_ranks = [_rank_of(each) for each in handles]
         engine = _connected(
-            store, rank, size, f"{self._name}/{uuid}", global_ranks[rank], limit, self.member.options
-        )
+            store, rank, size, f"{self._name}/{uuid}", global_ranks[rank], limit, self.member.options,
+            returning=[self._peers[each] for each in handles if each in self._peers],
+        )  # fmt: skip
         self._global_ranks = global_ranks
+        self._peers.update(zip(handles, engine.peers, strict=False))
         self._join(store, rank, size, old.timeout, engine, self.member.options)
         old.close()
         return JoinedWork([], None)

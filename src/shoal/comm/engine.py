@@ -302,10 +302,12 @@ class CollectiveEngine:
 
     Attributes:
         shares: ``ServerShares`` of the group (``comm.server_shares``); ``None`` within one host.
+        peers: locations of the ranks; empty for one rank alone, and before they are known.
     """
 
     def __init__(self, core: Any) -> None:
         self._engine = core
+        self.peers: list[Peer] = []
         self.shares: Any = None
 
     @property
@@ -407,6 +409,8 @@ class Engine(CollectiveEngine):
         options: the same on all ranks.
         share_connections: whether to share connections with other groups of this process that have the same
             options.
+        returning: ranks that a former group of this process had too. Connections are shared although others
+            of them were lost.
 
     Raises:
         CommError: the address is not available.
@@ -422,6 +426,7 @@ class Engine(CollectiveEngine):
         address: str,
         options: EngineOptions,
         share_connections: bool = True,
+        returning: Sequence[Peer] | None = None,
         private_key: bytes = b"",
     ) -> None:
         settings = {
@@ -432,6 +437,7 @@ class Engine(CollectiveEngine):
             "connections_per_peer": max(options.connections_per_peer, options.network_threads, 1),
             "rank": rank, "size": size, "group": group, "secret": secret, "address": address,
             "share_connections": share_connections,
+            "returning": None if returning is None else [(p.address, p.port, p.pid) for p in returning],
         }  # fmt: skip
         try:
             super().__init__(native.core().Engine(settings))
@@ -471,6 +477,7 @@ class Engine(CollectiveEngine):
         Raises:
             CommError: a peer did not come, rejected this rank, or does not know the secret.
         """
+        self.peers = list(peers)
         try:
             self._engine.connect(
                 [peer.words() for peer in peers],

@@ -58,6 +58,7 @@ def connect_engine(
     timeout: timedelta,
     options: EngineOptions | None = None,
     *,
+    returning: Sequence[Peer] | None = None,
     verbose: bool = True,
 ) -> Engine:
     """Create this rank's engine and connect it to all others.
@@ -70,6 +71,7 @@ def connect_engine(
         global_rank: rank of this process in the job, for messages.
         timeout: limit for each rank's arrival, and for connecting.
         options: the same on all ranks.
+        returning: as in :class:`Engine`.
         verbose: whether rank 0 prints the number of hosts and the bandwidths to stderr.
 
     Raises:
@@ -91,7 +93,7 @@ def connect_engine(
         member = _Member(
             store=store, rank=rank, size=size, group=group, global_rank=global_rank, timeout=timeout,
             options=options, address=local_address(store), rules=rules,
-            job_secret=secret,
+            job_secret=secret, returning=returning,
         )  # fmt: skip
         engine = member.listen(rules["connections"] or 1)
     except ShoalError as problem:
@@ -128,6 +130,7 @@ class _Member:
     address: str
     rules: dict[str, Any]
     job_secret: bytes | None
+    returning: Sequence[Peer] | None
 
     def listen(self, connections: int, *, share: bool = True) -> Engine:
         """Return a new engine, with so many connections for data to each peer."""
@@ -135,6 +138,7 @@ class _Member:
         return Engine(
             rank=self.rank, size=self.size, group=self.group, address=self.address,
             options=replace(self.options, connections_per_peer=connections), share_connections=share,
+            returning=self.returning,
             secret=secret if secret is not None else bytes.fromhex(self.rules["secret"]),
         )  # fmt: skip
 
