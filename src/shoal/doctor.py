@@ -233,7 +233,7 @@ def _group_check(extra: str, packages: Sequence[tuple[str, bool]]) -> Check:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``2.15.0+cu132`` -> (2, 15, 0)."""
+    """Return the first three numbers of a version: (2, 15, 0) of ``2.15.0+cu132``."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 

@@ -25,7 +25,7 @@ _SPELT_OUT = {
 
 
 def metric_title(name: str) -> str:
-    """``mlm_accuracy`` -> ``Masked-LM accuracy``; of unknown words only the first letter changes."""
+    """Return a metric's title, such as ``Masked-LM accuracy``; unknown words get a capital at most."""
     text = " ".join(_SPELT_OUT.get(word, word) for word in name.split("_") if word)
     return text[:1].upper() + text[1:]
 
@@ -117,7 +117,7 @@ def duration(seconds: float) -> str:
 
 
 def rate(per_second: float, samples: str) -> str:
-    """``8.1 seq/s``, ``43,900 images/s``; ``samples`` is the run's name for them."""
+    """Format a rate: ``8.1 seq/s``, ``43,900 images/s``; ``samples`` is the run's name for them."""
     return f"{number(per_second, 3)} {per_second_unit(samples)}"
 
 

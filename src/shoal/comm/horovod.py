@@ -1,4 +1,4 @@
-"""Horovod's names that ``shoal.horovod_torch``, ``shoal.tensorflow`` and ``shoal.keras`` share.
+"""Defines Horovod's names that ``shoal.horovod_torch``, ``shoal.tensorflow`` and ``shoal.keras`` share.
 
 Reductions and formats, keywords that change nothing, names that are not here with their reasons, and values
 as JSON.

@@ -141,14 +141,14 @@ def _check_groups(num_ranks: int, num_micro_batches: int) -> None:
 
 
 def _looped(rank: int, num_ranks: int, num_virtual: int, num_micro_batches: int) -> list[Action]:
-    """All micro-batches through one stage after the other, and the whole way back."""
+    """Return all micro-batches through one stage after the other, and the whole way back."""
     stages = range(rank, num_ranks * num_virtual, num_ranks)
     forward = [Action("F", stage, batch) for stage in stages for batch in range(num_micro_batches)]
     return forward + [Action("B", s, batch) for s in reversed(stages) for batch in range(num_micro_batches)]
 
 
 def _interleaved(rank: int, num_ranks: int, num_virtual: int, num_micro_batches: int) -> list[Action]:
-    """Rounds of micro-batches pass the rank's stages in turn; the next round follows behind the last stage.
+    """Return rounds of micro-batches through the rank's stages in turn, each behind the one before.
 
     The first backward arrives at the rank when a whole round has been through its earlier stages and two
     forwards have been done for each rank behind it. With one stage per rank, one forward is enough (1F1B).

@@ -26,7 +26,7 @@ class Action(NamedTuple):
     micro_batch: int
 
     def __str__(self) -> str:
-        """Stage, kind, micro-batch: ``2F5``, as torch.distributed.pipelining writes it."""
+        """Return stage, kind and micro-batch: ``2F5``, as torch.distributed.pipelining writes it."""
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 

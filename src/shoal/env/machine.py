@@ -1,4 +1,4 @@
-"""Cores, GPUs and compilers of this host, and its identity."""
+"""Counts the cores and GPUs of this host, and finds its compiler and its identity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables of mpirun: Open MPI's, and those of MPICH's Hydra, which Intel MPI has too."""
+"""Reads the variables of mpirun: Open MPI's, and those of MPICH's Hydra, which Intel MPI has too."""
 
 from __future__ import annotations
 

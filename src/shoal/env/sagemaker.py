@@ -1,4 +1,4 @@
-"""Variables of SageMaker's training jobs."""
+"""Reads the variables of SageMaker's training jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job's secret, and which variables are secret in a bug report."""
+"""Reads the job's secret, and says which variables are secret in a bug report."""
 
 from __future__ import annotations
 

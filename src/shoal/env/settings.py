@@ -1,4 +1,4 @@
-"""shoal's own variables, ``SHOAL_…``."""
+"""Reads shoal's own variables, ``SHOAL_…``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables of Slurm: the tasks of an ``srun``, and the job's id."""
+"""Reads the variables of Slurm: the tasks of an ``srun``, and the job's id."""
 
 from __future__ import annotations
 

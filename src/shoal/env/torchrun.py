@@ -1,4 +1,4 @@
-"""torchrun's variables: RANK and WORLD_SIZE count workers, or the hosts of Kubeflow's PyTorchJob.
+"""Reads torchrun's variables: RANK and WORLD_SIZE count workers, or hosts in Kubeflow's PyTorchJob.
 
 Pods of PyTorchJob and TrainJob number hosts by these variables or by those of torchrun's options, PET_….
 """

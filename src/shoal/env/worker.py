@@ -1,4 +1,4 @@
-"""The ranks of a worker, and the rendezvous of the workers."""
+"""Defines the ranks of a worker, and the rendezvous of the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of a job: options that all schedulers share, with their checks, and the name of a job."""
+"""Defines a job's size, by options that all schedulers share, with their checks, and its name."""
 
 from __future__ import annotations
 

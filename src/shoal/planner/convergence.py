@@ -1,4 +1,4 @@
-"""Tables of the epochs that a model needs as a function of the global batch, from published runs."""
+"""Estimates the epochs that a model needs as a function of the global batch, from published runs."""
 
 from __future__ import annotations
 

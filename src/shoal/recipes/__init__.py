@@ -269,6 +269,9 @@ class Script(Protocol):
 
         Args:
             dry_run: counts for the lines; ``None``: the settings are checked, and no lines are wanted.
+
+        Raises:
+            UsageError: sizes that do not divide, or a file or model that cannot be used.
         """
         ...
 

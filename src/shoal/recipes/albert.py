@@ -156,11 +156,7 @@ class use(masked_lm.EncoderUse):
 
 
 def check(config: AlbertConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: sizes that do not divide, or no data that fits.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     data, train = config.data, config.train
     phase = ("train", train, train.total_steps, data)
     return masked_lm.describe(

@@ -281,11 +281,7 @@ class use(masked_lm.EncoderUse):
 
 
 def check(config: BertConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: sizes that do not divide, or no data that fits.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     pad_id = read_manifest(config.data).pad_id
     if config.model.family == "roberta" and config.model.pad_token_id != pad_id:
         raise UsageError(

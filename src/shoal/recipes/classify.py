@@ -509,11 +509,7 @@ use = Labelling
 
 
 def check(config: ClassifyConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: a file or model that cannot be used, or sizes that do not divide.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     from shoal.data.text.classify import make_pairs
 
     finetuning.require_paths(config, config.data, "examples")

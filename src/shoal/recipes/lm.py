@@ -546,11 +546,7 @@ def read_checkpoint(source: Path) -> "tuple[CausalLM, int]":
 
 
 def check(config: LmConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: sizes that do not divide, a model or data that do not fit.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     batch = plan_batch(config.train, num_workers, unit=config.unit)
     manifest = read_manifest(config.data, end_token_only=True)
     sizes = read_sizes(config, source_of(config.model))

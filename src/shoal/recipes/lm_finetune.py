@@ -390,11 +390,7 @@ class use(Use):
 
 
 def check(config: LmFinetuneConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: a file or model that cannot be used, or sizes that do not divide.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     finetuning.require_paths(config, config.data, "conversations", evaluates=False)
     path = required(config.model.path)
     plan = finetuning.make_plan(config, num_sequences=config.train.global_batch_size, num_workers=num_workers)

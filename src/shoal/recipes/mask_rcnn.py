@@ -978,11 +978,7 @@ def learning(model: MaskRCNNConfig) -> str:
 
 
 def check(config: MaskRCNNTrainConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: sizes that do not divide, no images, or no weights where they are named.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     data = config.data
     num_train, num_held_out = data.made_images, data.num_made_held_out
     if data.path is not None or not data.made_images:

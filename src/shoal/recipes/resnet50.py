@@ -865,11 +865,7 @@ use = Classifying
 
 
 def check(config: ResNetTrainConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: sizes that do not divide, no images, or fewer classes than theirs.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     made = config.data.made_images, config.data.num_made_held_out, NUM_CLASSES_MADE
     if config.data.path is not None or not config.data.made_images:
         train, held_out = images.open_shards(config)

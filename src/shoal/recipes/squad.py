@@ -574,11 +574,7 @@ use = Answering
 
 
 def check(config: SquadConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: a file or model that cannot be used, or sizes that do not divide.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     from shoal.data.squad.features import make_features
 
     finetuning.require_paths(config, config.data, "questions")

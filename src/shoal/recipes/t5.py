@@ -521,11 +521,7 @@ use = Exporting
 
 
 def check(config: T5Config, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: sizes that do not divide, no data or no layout that fits.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     parallel = config.parallel
     devices = parallel.devices or num_workers
     if devices != num_workers and not dry_run:

@@ -498,11 +498,7 @@ use = Writing
 
 
 def check(config: T5ClassifyConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
-    """Check the settings for a number of workers before any starts; return the lines of a dry run.
-
-    Raises:
-        UsageError: a file or model that cannot be used, or sizes that do not divide.
-    """
+    """Check the settings for a number of workers before any starts; return the lines of a dry run."""
     finetuning.require_paths(config, config.data, "examples")
     files = read_files(config.data)
     length = config.data.max_seq_length

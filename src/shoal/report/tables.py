@@ -204,7 +204,7 @@ def global_batches(run: RecordedRun) -> str:
 
 
 def phase_text(phase: Phase, num_workers: int) -> str:
-    """``steps 1 to 900, 128 tokens per sequence, 256 = 32 × 2 workers × 4 accumulation``."""
+    """Return ``steps 1 to 900, 128 tokens per sequence, 256 = 32 × 2 workers × 4 accumulation``."""
     return (
         f"steps {phase.step:,} to {phase.last_step:,}, {phase.sequence_length:,} tokens per sequence, "
         f"{batch_arithmetic(phase, num_workers)}"
@@ -212,7 +212,7 @@ def phase_text(phase: Phase, num_workers: int) -> str:
 
 
 def batch_arithmetic(row: Start | Phase, num_workers: int = 0) -> str:
-    """``256 = 32 × 2 workers × 4 accumulation``; ≤ instead of = if the batch does not divide."""
+    """Return ``256 = 32 × 2 workers × 4 accumulation``; ≤ instead of = if the batch does not divide."""
     workers = row.num_workers if isinstance(row, Start) else num_workers
     product = row.micro_batch_size * workers * row.accumulation_steps
     sign = "=" if product == row.global_batch_size else "≤"
@@ -223,7 +223,7 @@ def batch_arithmetic(row: Start | Phase, num_workers: int = 0) -> str:
 
 
 def shares(run: RecordedRun) -> str:
-    """``69 × 2, 68 × 5, 34 samples since step 11 (1 change)``."""
+    """Return ``69 × 2, 68 × 5, 34 samples since step 11 (1 change)``."""
     if not run.shares:
         return "equal"
     last = run.shares[-1]
@@ -231,7 +231,7 @@ def shares(run: RecordedRun) -> str:
 
 
 def contributions(run: RecordedRun) -> str:
-    """``95 % of the gradients used (worker 2: 80 %), staleness 0 to 2, mean 0.4``."""
+    """Return ``95 % of the gradients used (worker 2: 80 %), staleness 0 to 2, mean 0.4``."""
     if not run.contributions:
         return _exchanges(run)
     workers = max(len(row.used) for row in run.contributions)
@@ -257,7 +257,7 @@ def _is_loose(run: RecordedRun) -> bool:
 
 
 def _exchanges(run: RecordedRun) -> str:
-    """``all, once in 20 steps, in 4 fragments, 2 steps late``, if there are local steps."""
+    """Return ``all, once in 20 steps, in 4 fragments, 2 steps late``, if there are local steps."""
     servers: Mapping[str, Any] = run.start.config.get("servers") or {}
     every = servers.get("local_steps")
     if every is None:

@@ -91,11 +91,7 @@ class BlockReader(Reader):
     """
 
     def __init__(self, shards: TextShards, config: BlockConfig) -> None:
-        """Number the blocks.
-
-        Raises:
-            UsageError: no shard of the split is long enough for a block.
-        """
+        """Number the blocks."""
         self.shards, self.config = shards, config
         self.seed, self.example_tokens = config.seed, config.block_length
         self._bounds: list[Int64Array] = [

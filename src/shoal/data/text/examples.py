@@ -109,11 +109,7 @@ class ExampleReader(Reader):
     """
 
     def __init__(self, shards: TextShards, config: ExampleConfig) -> None:
-        """Number the examples.
-
-        Raises:
-            UsageError: the split has no document long enough for an example.
-        """
+        """Number the examples."""
         self.shards, self.config = shards, config
         self.seed, self.example_tokens = config.seed, config.max_seq_length
         self._windows = Windows(

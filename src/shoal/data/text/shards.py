@@ -141,12 +141,7 @@ class TextShards:
         verify: Literal["sizes", "checksums"] = "sizes",
         manifest: Manifest | None = None,
     ) -> None:
-        """Map the shards of ``split``.
-
-        Raises:
-            UsageError: there is no manifest or no such split, or the directory has another tokenizer.
-            ShoalError: a file is missing, truncated, damaged, or of another format version.
-        """
+        """Map the shards of ``split``."""
         self.directory = directory
         self.split = split
         self.manifest = manifest or Manifest.load(directory)

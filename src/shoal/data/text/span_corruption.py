@@ -56,11 +56,7 @@ class SpanReader(Reader):
     """
 
     def __init__(self, shards: TextShards, config: SpanConfig) -> None:
-        """Number the examples.
-
-        Raises:
-            UsageError: no shard of the split is long enough for an example.
-        """
+        """Number the examples."""
         self.shards, self.config = shards, config
         self.seed, self.example_tokens = config.seed, config.num_tokens
         self._sizes: Int64Array = np.array([len(shard.tokens) for shard in shards.shards], dtype=np.int64)
