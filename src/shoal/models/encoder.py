@@ -263,15 +263,27 @@ def _attend(
         heads_last = padded.view(layout.num_sequences, layout.max_seqlen, layer.num_heads, -1)
         return heads_last.transpose(1, 2)
 
-    query = heads(layer.query(asking), asking_index, is_padded=layout.is_full and wanted is None)
-    key = heads(layer.key(source), unpad_index, is_padded=layout.is_full)
-    value = heads(layer.value(source), unpad_index, is_padded=layout.is_full)
+    if wanted is None:
+        of_query, of_key, of_value = _products((layer.query, layer.key, layer.value), source)
+    else:
+        of_query, (of_key, of_value) = layer.query(asking), _products((layer.key, layer.value), source)
+    query = heads(of_query, asking_index, is_padded=layout.is_full and wanted is None)
+    key = heads(of_key, unpad_index, is_padded=layout.is_full)
+    value = heads(of_value, unpad_index, is_padded=layout.is_full)
     if weight_keys is None or not layer.attention_dropout:
         context = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.mask)
     else:
         context = attention(query, key, value, weight_keys, layer.attention_dropout, attn_mask=layout.mask)
     padded = context.transpose(1, 2).flatten(2).flatten(0, 1)
     return padded if layout.is_full and wanted is None else _Collect.apply(padded, asking_index)
+
+
+def _products(layers: Sequence[nn.Linear], rows: Tensor) -> Sequence[Tensor]:
+    """Return the outputs of layers of one size that read the same rows; in compiled code by one product."""
+    if not torch.compiler.is_compiling():
+        return [layer(rows) for layer in layers]
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    return F.linear(rows, weight, bias).chunk(len(layers), dim=1)
 
 
 class _PackedLayout:
