@@ -29,7 +29,7 @@ differs from T5 elsewhere:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from shoal.optim.moments import Batch, MomentsOptimizer, Squares, local_box, local_part, sum_shards
+from shoal.optim.kernel_optimizer import KernelOptimizer, suits_kernel
+from shoal.optim.moments import Batch, Squares, local_box, local_part, sum_shards
 
 _DECAY_RATE = 0.8
 _LEAST_RMS = 1e-3
@@ -47,8 +48,11 @@ _PART_BYTES = 32 << 20
 """Of the weights of one shape that are updated together, unless one tensor of the model has more."""
 
 
-class Adafactor(MomentsOptimizer):
+class Adafactor(KernelOptimizer):
     """Implements Adafactor for any device, any floating type and FSDP2's shards.
+
+    On a GPU Triton kernels update whole float32 tensors, but those of more than two dims that are factored;
+    they need memory for a 64th of the weights. All else is updated as the following says.
 
     The state of a factored parameter is ``step``, ``row_var`` and ``col_var``, kept whole by every worker
     that holds a shard (they have the tensor's rows plus columns), of any other ``step`` and ``variance``; all
@@ -95,6 +99,18 @@ class Adafactor(MomentsOptimizer):
             entry["col_var"] = local.new_zeros(_without(tuple(parameter.shape), dims[0]))
         return entry
 
+    def _kernel_indices(self, batch: Batch) -> Sequence[int]:
+        return [
+            index
+            for index, (parameter, state) in enumerate(zip(batch.params, batch.states, strict=True))
+            if suits_kernel(parameter) and _is_plain(parameter, state)
+        ]
+
+    def _update_by_kernels(self, batches: Sequence[Batch]) -> Squares:
+        from shoal.optim.adafactor_kernel import update_adafactor  # Triton is loaded where it is needed
+
+        return update_adafactor(batches)
+
     def _update(self, batch: Batch) -> Squares:
         groups = _of_one_shape(batch)
         ordered = batch.chosen([index for indices in groups for index in indices])
@@ -105,6 +121,13 @@ class Adafactor(MomentsOptimizer):
         for part, squares in zip(parts, of_parts, strict=True):
             _update_part(part, squares)
         return grad_squares.sum() * batch.scale**2, weight_squares.sum()
+
+
+def _is_plain(parameter: Tensor, state: dict[str, Any]) -> bool:
+    """Return whether a tensor is whole, contiguous, and a matrix if it is factored."""
+    if isinstance(parameter, DTensor) or not parameter.is_contiguous():
+        return False
+    return "variance" in state or parameter.ndim == 2
 
 
 def _of_one_shape(batch: Batch) -> list[list[int]]:

@@ -19,21 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.utils._triton import has_triton
 
 from shoal import native
 from shoal.errors import UsageError
+from shoal.optim.kernel_optimizer import KernelOptimizer
 from shoal.optim.moments import (
     Batch,
     Implementation,
-    MomentsOptimizer,
     Scale,
     Squares,
-    local_part,
     native_grads,
     root_of_sum,
-    same_layout,
-    sum_shards,
     whole_squares,
 )
 
@@ -64,7 +60,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]] or groups[:1]
 
 
-class Lamb(MomentsOptimizer):
+class Lamb(KernelOptimizer):
     """Implements LAMB: Adam's update of each tensor, scaled to the norm of its weights.
 
     Uses one native kernel on the CPU, two passes of Triton kernels for float32 on a GPU, and ``_foreach_``
@@ -145,32 +141,12 @@ class Lamb(MomentsOptimizer):
                 squares.append(whole_squares(params, [parameter.grad for parameter in params]).sum())
         return root_of_sum(squares) if len(squares) > 1 else native_norm
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Return whether a step reads ``found_inf`` on the device, which torch's GradScaler asks."""
-        grown = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return bool(grown) and all(map(_suits_kernel, grown))
+    def _update_by_kernels(self, batches: Sequence[Batch]) -> Squares:
+        from shoal.optim.pass_kernels import update_lamb  # Triton is loaded where it is needed
 
-    def _counts_on_device(self, params: Sequence[Tensor]) -> bool:
-        return all(map(_suits_kernel, params))
+        return update_lamb(batches)
 
     def _update(self, batch: Batch) -> Squares:
-        if _has_kernel(batch):
-            return self._update_in_passes(batch)
-        if batch.skip is not None and batch.skip.item():
-            return 0.0, 0.0
-        return self._update_foreach(batch)
-
-    def _update_in_passes(self, batch: Batch) -> Squares:
-        from shoal.optim.lamb_kernel import LambKernel  # Triton is loaded where it is needed
-
-        kernel = LambKernel(batch)
-        sums = kernel.blend(batch.scale)
-        sum_shards(batch.params, sums)
-        kernel.apply(sums, batch.lr)
-        return sums[:, 0].sum(), sums[:, 1].sum()
-
-    def _update_foreach(self, batch: Batch) -> Squares:
         group, weights, grads, scale = batch.group, batch.weights, batch.grads, batch.scale
         if isinstance(scale, Tensor) or scale != 1.0:
             here = scale.to(weights[0].device) if isinstance(scale, Tensor) else scale
@@ -191,17 +167,3 @@ class Lamb(MomentsOptimizer):
         options = ("betas", "eps", "weight_decay", "bias_correction", "trust_ratio")
         moments = {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
         return native.lamb_step(steps=batch.steps, **batch.native_arguments(*options, **moments))
-
-
-def _suits_kernel(parameter: Tensor) -> bool:
-    """Return whether the kernel updates a parameter, if its state has the same form."""
-    weight, grad = local_part(parameter), local_part(parameter.grad)
-    are_dense = weight.is_contiguous() and grad.is_contiguous()
-    return weight.is_cuda and are_dense and weight.dtype == grad.dtype == torch.float32 and has_triton()
-
-
-def _has_kernel(batch: Batch) -> bool:
-    """Return whether two passes of :mod:`shoal.optim.lamb_kernel` update such tensors."""
-    lists = batch.grads, batch.entries("exp_avg"), batch.entries("exp_avg_sq"), batch.weights
-    is_fp32 = all(tensor.dtype == torch.float32 for tensors in lists for tensor in tensors)
-    return batch.weights[0].is_cuda and has_triton() and is_fp32 and same_layout(*lists)

@@ -16,6 +16,7 @@ Source: Zheng et al., "Accelerated Large Batch Optimization of BERT Pretraining 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +24,15 @@ from torch.optim.optimizer import ParamsT
 
 from shoal import native
 from shoal.errors import UsageError
-from shoal.optim.moments import Batch, Implementation, MomentsOptimizer, Squares
+from shoal.optim.kernel_optimizer import KernelOptimizer
+from shoal.optim.moments import Batch, Implementation, Squares
 
 
-class Lans(MomentsOptimizer):
+class Lans(KernelOptimizer):
     """Implements LANS: LAMB with normalised gradients and Nesterov's momentum.
 
-    Uses one native kernel on the CPU, and ``_foreach_`` operations elsewhere. The state of each parameter is
+    Uses one native kernel on the CPU, passes of Triton kernels for float32 on a GPU, and ``_foreach_``
+    operations elsewhere. The state of each parameter is
     ``step``, ``exp_avg`` and ``exp_avg_sq``, as in torch's Adam, so that ``torch.distributed.checkpoint``
     saves and reshards it. Parameters sharded by FSDP2 get the norms of the whole tensors. On the CPU the
     result is bit-identical for any number of threads. Gradients that are not finite make weights that are not
@@ -82,6 +85,11 @@ class Lans(MomentsOptimizer):
         if "trust_ratio" in param_group:
             raise UsageError("a group sets trust_ratio, but LANS scales every tensor; leave it out")
         super().add_param_group(param_group)
+
+    def _update_by_kernels(self, batches: Sequence[Batch]) -> Squares:
+        from shoal.optim.pass_kernels import update_lans  # Triton is loaded where it is needed
+
+        return update_lans(batches)
 
     def _update(self, batch: Batch) -> Squares:
         group, weights, raw, steps = batch.group, batch.weights, batch.grads, batch.steps

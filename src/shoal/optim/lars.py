@@ -23,6 +23,7 @@ MLPerf's place of the learning rate; LARC as in NVIDIA's OpenSeq2Seq and AWS's T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,16 +32,18 @@ from torch.optim.optimizer import ParamsT
 
 from shoal import native
 from shoal.errors import UsageError
-from shoal.optim.moments import Batch, Implementation, MomentsOptimizer, Squares
+from shoal.optim.kernel_optimizer import KernelOptimizer
+from shoal.optim.moments import Batch, Implementation, Squares
 
 Form = Literal["lars", "larc"]
 
 
-class Lars(MomentsOptimizer):
+class Lars(KernelOptimizer):
     """Implements LARS and LARC: momentum with a learning rate per tensor, relative to the norm of its
     weights.
 
-    Uses one native kernel on the CPU, and ``_foreach_`` operations elsewhere. The state of each parameter is
+    Uses one native kernel on the CPU, passes of Triton kernels for float32 on a GPU, and ``_foreach_``
+    operations elsewhere. The state of each parameter is
     ``momentum_buffer``, as in torch's SGD. Parameters sharded by FSDP2 get the norms of the whole tensors. On
     the CPU the result is bit-identical for any number of threads. Gradients that are not finite make weights
     that are not finite: check before the step.
@@ -73,6 +76,8 @@ class Lars(MomentsOptimizer):
         [0.999, 0.999, 0.999]
     """
 
+    entries = ("momentum_buffer",)
+
     def __init__(
         self,
         params: ParamsT,
@@ -95,6 +100,11 @@ class Lars(MomentsOptimizer):
 
     def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
+
+    def _update_by_kernels(self, batches: Sequence[Batch]) -> Squares:
+        from shoal.optim.pass_kernels import update_lars  # Triton is loaded where it is needed
+
+        return update_lars(batches, clips=self.form == "larc", nesterov=self.nesterov)
 
     def _update(self, batch: Batch) -> Squares:
         group, lr, weights, momenta = batch.group, batch.lr, batch.weights, batch.entries("momentum_buffer")

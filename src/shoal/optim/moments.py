@@ -214,6 +214,7 @@ class MomentsOptimizer(Optimizer):
 
     def _apply_update(self, scale: Scale) -> None:
         squares: list[Squares] = []
+        others: list[Batch] = []
         for group in self.param_groups:
             for is_native, params in self._batches(group):
                 states = self._states_of(group, params)
@@ -224,7 +225,8 @@ class MomentsOptimizer(Optimizer):
                     grad_norm, weight_norm = self._update_native(batch)
                     squares.append((grad_norm**2, weight_norm**2))
                 else:
-                    squares.append(self._update(batch))
+                    others.append(batch)
+        squares += self._update_all(others)
         self._grad_norm = root_of_sum([grad_sq for grad_sq, _ in squares])
         self._weight_norm = root_of_sum([weight_sq for _, weight_sq in squares])
 
@@ -232,6 +234,10 @@ class MomentsOptimizer(Optimizer):
         """Return the state of a parameter before its first step; a ``step`` in it is counted from 0."""
         first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
         return {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+
+    def _update_all(self, batches: Sequence[Batch]) -> list[Squares]:
+        """Update the parameters of all groups in place, those for the native kernel left out."""
+        return [self._update(batch) for batch in batches]
 
     def _update(self, batch: Batch) -> Squares:
         """Update parameters in place."""

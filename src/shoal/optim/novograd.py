@@ -20,6 +20,7 @@ runs corrected the bias, kept the decay inside, and used neither averaging nor a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,13 +28,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shoal import native
-from shoal.optim.moments import Batch, Implementation, MomentsOptimizer, Squares, local_part
+from shoal.optim.kernel_optimizer import KernelOptimizer
+from shoal.optim.moments import Batch, Implementation, Squares, local_part
 
 _VARIANTS = ("bias_correction", "grad_averaging", "init_zero", "reg_inside_moment")
 
 
-class Novograd(MomentsOptimizer):
-    """Implements NovoGrad with one native kernel on the CPU, and ``_foreach_`` operations elsewhere.
+class Novograd(KernelOptimizer):
+    """Implements NovoGrad: one native kernel on the CPU, Triton kernels for float32 on a GPU.
+
+    Elsewhere it uses ``_foreach_`` operations.
 
     The state of each parameter is ``step``, ``exp_avg`` and ``exp_avg_sq``, the last one a single number that
     every worker with a shard keeps. Parameters sharded by FSDP2 get the norms of the whole tensors. Gradients
@@ -68,6 +72,8 @@ class Novograd(MomentsOptimizer):
         [0.75, 0.75, 0.75, 0.75]
     """
 
+    entries = ("exp_avg",)
+
     def __init__(
         self,
         params: ParamsT,
@@ -95,6 +101,11 @@ class Novograd(MomentsOptimizer):
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": local.new_zeros((), dtype=norms_dtype),
         }
+
+    def _update_by_kernels(self, batches: Sequence[Batch]) -> Squares:
+        from shoal.optim.pass_kernels import update_novograd  # Triton is loaded where it is needed
+
+        return update_novograd(batches)
 
     def _update(self, batch: Batch) -> Squares:
         group, weights, steps = batch.group, batch.weights, batch.steps

@@ -17,8 +17,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shoal import record
 from shoal.env.worker import alone
 from shoal.errors import ShoalError
-from shoal.optim import lamb, moments
+from shoal.optim import kernel_optimizer, moments
 from shoal.optim.lamb import Lamb
+from shoal.optim.lans import Lans
+from shoal.optim.lars import Lars
+from shoal.optim.novograd import Novograd
 from shoal.train.config import LoopConfig, RunOutputConfig
 from shoal.train.gradients import LossScale
 from shoal.train.run import Run, Sizes
@@ -110,6 +113,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "sgd": lambda net: [torch.optim.SGD(net.parameters(), lr=0.002, momentum=0.9, nesterov=True, fused=True)],
     "plain sgd": lambda net: [torch.optim.SGD(net.parameters(), lr=0.002, fused=True)],
     "lamb": lambda net: [Lamb(net.parameters(), lr=0.1, implementation="foreach")],
+    "lans": lambda net: [Lans(net.parameters(), lr=0.1, implementation="foreach")],
+    "lars": lambda net: [Lars(net.parameters(), lr=0.1, implementation="foreach")],
+    "novograd": lambda net: [Novograd(net.parameters(), lr=0.1, implementation="foreach")],
     "both": lambda net: [
         torch.optim.AdamW([net.get_parameter("weight")], lr=0.05, fused=True),
         torch.optim.SGD([net.get_parameter("bias")], lr=0.002, fused=True),
@@ -139,13 +145,13 @@ def test_waits_of_a_step_around_forward_and_backward(
 
 
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("name", ["adamw", "sgd", "plain sgd", "both", "lamb"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
 @pytest.mark.parametrize("bad", [0, 1, 4])
 def test_a_decision_on_the_device_has_the_bits_of_one_on_the_host(
     name: str, bad: int, average: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clipped, not clipped and skipped steps; the record has the same losses, norms and skipped steps."""
-    monkeypatch.setattr(lamb, "_suits_kernel", lambda parameter: True)  # Lamb's kernel is of a GPU
+    monkeypatch.setattr(kernel_optimizer, "suits_kernel", lambda parameter: True)  # the kernels are of a GPU
     steps = Steps(tmp_path, monkeypatch)
     host, device = (
         steps.train(OPTIMIZERS[name], f"{on}", on_device=on, bad=bad, average=average) for on in (False, True)
