@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, cannot_read
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written; one left behind by a kill is overwritten by the next run."""
@@ -143,7 +143,7 @@ def read_text(path: Path, *, keep_wrong: bool = False) -> str:
         refuse_binary(path, data)
         text = data.decode("utf-8-sig", "surrogateescape" if keep_wrong else "strict")
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise UsageError(cannot_read(path, error)) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         at = len(data) - len(error.object) + error.start  # a mark at the beginning was cut off

@@ -55,6 +55,8 @@ _REMEDIES = {
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "a part of the path is a file; check it",
     errno.EISDIR: "name a file; this is a folder",
+    errno.ELOOP: "a link in the path leads back to itself; remove it, or name the file",
+    errno.ENAMETOOLONG: "no file has such a long name; check it",
     errno.EMFILE: "allow more open files: ulimit -n 65536",
     errno.ENFILE: "this machine has too many open files; end other programs",
     errno.EIO: "the device failed; dmesg may say why",
@@ -283,6 +285,27 @@ def is_lost_peer(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
+
+
+def cannot_read(path: os.PathLike[str] | str, error: OSError) -> str:
+    """Return the message that a file or folder cannot be read, with the reason and its remedy."""
+    name = str(path)
+    if error.errno == errno.ENOENT:
+        for part in (Path(name), *Path(name).parents):
+            if part.is_symlink() and not part.exists():
+                link = "it" if str(part) == name else str(part)
+                return (
+                    f"{name}: cannot be read: {link} is a link to {part.readlink()}, where nothing is; "
+                    "mend the link, or name the file itself"
+                )
+    reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
+    remedy = _REMEDIES.get(error.errno or 0, "")
+    return f"{name}: cannot be read: {reason}{remedy and f'; {remedy}'}"
+
+
+def no_such_file(path: Path) -> str:
+    """Return the message that there is no such file or folder, or that a link leads to none."""
+    return cannot_read(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
 
 
 def _explain(error: BaseException, *, is_alone: bool = False) -> tuple[str, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def test_coco_as_it_is_written(
 
 
 def test_coco_without_sizes_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing can be used; left out .* image without width and height"):
+    with pytest.raises(UsageError, match=r"no entry of 'images' .* image without width and height"):
         prepare_coco(REPORTS / "B46" / "nosize", tmp_path / "out")
 
 
@@ -90,6 +92,64 @@ def test_names_never_lead_out_of_the_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(tree))
     (tmp_path / "im").symlink_to(REPORTS / "B46" / "noarea" / "im")
     with pytest.raises(UsageError, match=r"leads out of the folder|file is missing"):
+        prepare_coco(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".", "is a folder, a pipe or a device"),
+        ("a\0.jpg", "file_name no file can have"),
+        ("\ud83d.jpg", "file_name no file can have"),
+        ("x" * 5000 + ".jpg", "file_name no file can have"),
+        ("P.JPG", r"no such file .*; .*im has 'p\.jpg'"),
+        ("lost.jpg", "is a link to nowhere, where nothing is; mend"),
+        ("round.jpg", "leads back to itself; remove it"),
+        ("pipe.jpg", "is a folder, a pipe or a device"),
+    ],
+)
+def test_names_of_no_file_are_left_out_with_the_reason(name: str, words: str, tmp_path: Path) -> None:
+    tree = json.loads((REPORTS / "B46" / "noarea" / "a.json").read_text())
+    tree["images"][0]["file_name"] = name
+    (tmp_path / "a.json").write_text(json.dumps(tree))
+    (tmp_path / "im").mkdir()
+    (tmp_path / "im" / "p.jpg").symlink_to(REPORTS / "B46" / "noarea" / "im" / "p.jpg")
+    if name != "P.JPG":
+        (tmp_path / "im" / "lost.jpg").symlink_to("nowhere")
+        (tmp_path / "im" / "round.jpg").symlink_to("round.jpg")
+        os.mkfifo(tmp_path / "im" / "pipe.jpg")
+    with pytest.raises(UsageError, match=rf"(?i)nothing can be used; left out 1: image whose .*{words}"):
+        prepare_coco(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda path: path.write_bytes(b"\x1f\x8b"),
+            "is compressed by gzip, no folder .*; unpack it",
+        ),
+        (
+            lambda path: path.write_bytes(b"P6"),
+            "is a file, no folder .* of one; give the folder",
+        ),
+        (lambda path: path.symlink_to("nowhere"), "is a link to nowhere, where nothing is"),
+        (lambda path: path, "No such file or directory; check the path"),
+    ],
+)
+def test_images_are_a_folder_or_a_zip(make: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+    make(tmp_path / "im")
+    (tmp_path / "a.json").symlink_to(REPORTS / "B46" / "noarea" / "a.json")
+    with pytest.raises(UsageError, match=words):
+        prepare_coco(tmp_path, tmp_path / "out")
+
+
+def test_a_set_without_a_usable_object_says_how_to_keep_its_images(tmp_path: Path) -> None:
+    tree = json.loads((REPORTS / "B46" / "noarea" / "a.json").read_text())
+    tree["annotations"] = []
+    (tmp_path / "a.json").write_text(json.dumps(tree))
+    (tmp_path / "im").symlink_to(REPORTS / "B46" / "noarea" / "im")
+    with pytest.raises(UsageError, match=r"a\.json: there is no image to train on, .* \(--keep-empty keeps"):
         prepare_coco(tmp_path, tmp_path / "out")
 
 

@@ -180,7 +180,7 @@ class BadEntries:
         num_other = sum(count for kind, count in self.counts.items() if kind not in STANDARD)
         share = num_other / max(num_good + num_bad, 1)
         if num_bad and not num_good:
-            raise UsageError(f"{self.source}: nothing can be used; left out {num_bad:,}: {self._by_kind()}")
+            raise UsageError(f"{self.source}: nothing can be used; {self.summary()}; correct the file")
         if num_other > _FEW and share > self._most_bad:
             raise UsageError(
                 f"{self.source}: {num_other:,} of {num_good + num_bad:,} entries are invalid, more than "

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.atomic_io import MAX_WHOLE_BYTES, not_utf8, refuse_binary
-from shoal.errors import UsageError
+from shoal.errors import UsageError, cannot_read
 
 _BLOCK_CHARS = 1 << 22
 _VISIBLE = re.compile(r"[^ \t\r\n]")
@@ -39,7 +39,7 @@ def top_level_entries(path: Path | zipfile.Path) -> Iterator[Entry]:
             blocks: Iterator[bytes] = iter(partial(file.read, _BLOCK_CHARS), b"")
             yield from json_entries(blocks, str(path), form="a file of COCO")
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise UsageError(cannot_read(str(path), error)) from None
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise UsageError(f"{path}: the zip is damaged or was cut short ({error}); get it again") from None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.decide.cost import Link
-from shoal.errors import UsageError, did_you_mean
+from shoal.errors import UsageError, cannot_read, did_you_mean
 
 GIB = 1 << 30
 _GBIT = 1e9 / 8
@@ -253,7 +253,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"the catalog {path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"the catalog {cannot_read(path, error)}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"the catalog {path} is not TOML: {error}") from error
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, cannot_read
 from shoal.json_text import parse_json
 from shoal.models.text_config import HUB, num_positions
 from shoal.record import Start, read_record
@@ -141,7 +141,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UsageError(cannot_read(path, error)) from None
     tree = parse_json(data, str(path), error=UsageError)
     if not isinstance(tree, dict):
         raise UsageError(f"{path}: must be a JSON object; is it of a transformers directory?")

@@ -126,6 +126,7 @@ class _Reader:
         self._objects: list[tuple[int | str, int, CocoObject]] = []
         """Id of the image, index in the file, object."""
         self._ids: set[int | str] = set()
+        self._has_objects = False
         self._names: dict[str, int] = {}
         """Numbers of images whose ids are words."""
         self._takers = {
@@ -149,6 +150,10 @@ class _Reader:
         self._check_keys(keys)
         check_pixels(self._path, [one.box for _, _, one in self._objects])
         objects = self._placed()
+        if self._has_objects and not any(objects.values()):
+            raise UsageError(
+                f"{self._path}: no annotation can be used; {self._bad.summary()}; correct the file"
+            )
         self._bad.check(len(self._images) + len(self._categories) + sum(map(len, objects.values())))
         return CocoAnnotations(
             path=self._path,
@@ -171,9 +176,13 @@ class _Reader:
                     f"{self._path}: has no key {key!r}.{did_you_mean(key, keys)} "
                     "Is it a file of COCO annotations?"
                 )
-        if not self._images:
-            self._bad.check(num_good=0)
-            raise UsageError(f"{self._path}: holds no image")
+        for key, found in (("images", self._images), ("categories", self._categories)):
+            if not found and (left_out := self._bad.summary()):
+                raise UsageError(
+                    f"{self._path}: no entry of {key!r} can be used; {left_out}; correct the file"
+                )
+            if not found:
+                raise UsageError(f"{self._path}: {key!r} is empty; is it a file of COCO annotations?")
 
     def _take_image(self, entry: Any, index: int) -> None:
         number = _id(entry, "id")
@@ -181,7 +190,7 @@ class _Reader:
             raise BadEntry("an image whose id another one has", f"id {number}")
         name = entry.get("file_name") or str(entry.get("coco_url") or "").rpartition("/")[2]
         if not isinstance(name, str) or not name:
-            raise BadEntry("an image without a file_name", "")
+            raise BadEntry("an image without a file_name", shown(entry.get("file_name")))
         if entry.get("width") is None or entry.get("height") is None:
             raise BadEntry("an image without width and height, which must be those of its file", "")
         width, height = _whole(entry, "width"), _whole(entry, "height")
@@ -207,6 +216,7 @@ class _Reader:
         self._categories[number] = name
 
     def _take_object(self, entry: Any, index: int) -> None:
+        self._has_objects = True
         is_numbered = isinstance(entry, dict) and entry.get("id") is None
         own = -1 - index if is_numbered else _id(entry, "id")
         if own in self._ids:
@@ -241,10 +251,13 @@ class _Reader:
             return None
         segmentation = read_segmentation(shape)
         if segmentation is None:
-            problem = "polygons are not lists of at least 3 points"
+            problem, remedy = (
+                "polygons are not lists of at least 3 points",
+                "write [[x1, y1, x2, y2, x3, y3, …], …]",
+            )
             if isinstance(shape, dict):
-                problem = "run lengths are not COCO's"
-            raise BadEntry(f"an annotation whose {problem}", shown(shape))
+                problem, remedy = "run lengths are not COCO's", "write size [height, width] and counts"
+            raise BadEntry(f"an annotation whose {problem}", f"{shown(shape)}; {remedy}")
         return segmentation
 
     def _box(self, value: Any, segmentation: Segmentation | None) -> tuple[float, float, float, float]:
@@ -257,7 +270,10 @@ class _Reader:
             xs, ys = ([v for polygon in segmentation for v in polygon[axis::2]] for axis in (0, 1))
             box = [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
         if box is None:
-            raise BadEntry("an annotation whose bbox is not 4 finite numbers", shown(value))
+            raise BadEntry(
+                "an annotation whose bbox is not 4 finite numbers",
+                f"{shown(value)}; write [x, y, width, height]",
+            )
         x, y, width, height = box
         return x, y, width, height
 
@@ -317,7 +333,7 @@ def shown(value: Any) -> str:
 def _whole(entry: Any, key: str) -> int:
     """Return a whole number, which may be a float or a text."""
     if not isinstance(entry, dict):
-        raise BadEntry("an entry that is no object", shown(entry))
+        raise BadEntry("an entry that is no object", f"{shown(entry)}; write an object with {key!r}")
     if (number := whole_number(entry.get(key))) is None:
         raise BadEntry(f"an entry whose {key} is no whole number of 63 bits", shown(entry.get(key)))
     return number

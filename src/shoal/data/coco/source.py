@@ -8,18 +8,23 @@ The categories are in ``categories.json`` beside the manifest; labels are their 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import stat
 import unicodedata
 import zipfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path, PurePosixPath
+from tarfile import BLOCKSIZE
 from typing import Any, Literal, NamedTuple
 
-from shoal.atomic_io import write_json
+from shoal.atomic_io import archive_of, write_json
 from shoal.data.bad_entries import MOST_BAD, BadEntries, BadEntry, OnBad
 from shoal.data.coco.annotations import (
     CocoAnnotations,
@@ -28,6 +33,7 @@ from shoal.data.coco.annotations import (
     Segmentation,
     read_annotations,
     read_segmentation,
+    shown,
 )
 from shoal.data.coco.masks import as_compressed
 from shoal.data.images.folder import unique_keys
@@ -38,7 +44,8 @@ from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.data.images.storage import open_storage
 from shoal.data.images.zips import SUFFIX, ZipImages, open_zip
 from shoal.data.manifest import check_version, prepare_command
-from shoal.errors import ShoalError, UsageError
+from shoal.data.text.packed import peek
+from shoal.errors import ShoalError, UsageError, cannot_read, no_such_file
 from shoal.json_text import parse_json
 
 CATEGORIES = "categories.json"
@@ -48,6 +55,8 @@ FORMAT = "shoal-coco"
 VERSION = 1
 BoxesOnly = Literal["keep", "skip", "fill"]
 """Objects that have a box and no segmentation: keep, leave out, or take the box for the mask."""
+_NO_FILE = "an image whose file is missing"
+_NO_NAME = "an image whose file_name no file can have"
 MASKS_REMEDY = (
     "Mask R-CNN learns from masks: train on boxes only (--preset faster-rcnn-coco-1x, or --model.no-masks), "
     "or prepare the images again with --boxes-only skip (without such objects) or fill (a box is its mask)"
@@ -152,6 +161,12 @@ class CocoSource:
                     digest.update(f"{name}\0".encode() + state)
             digest.update(_state_of(split.annotations)[1])
             truth.bad.check(len(files) + num_empty)
+            if name == TRAIN and not files:
+                summary = truth.bad.summary()
+                raise UsageError(
+                    f"{split.annotations}: there is no image to train on, since none of {num_empty:,} has an "
+                    f"object that is no crowd (--keep-empty keeps such images){summary and f'; {summary}'}"
+                )
             self.remarks += tuple(truth.bad.lines())
             if num_empty:
                 self.remarks += (f"{num_empty:,} images without objects are left out (--keep-empty)",)
@@ -335,13 +350,31 @@ class _Images:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._zip = ZipImages(path) if path.suffix == SUFFIX else None
+        self._zip = None if path.is_dir() else self._opened(path)
         self._state = _state_of(path)[1] if self._zip else b""
         self._shortened: dict[str, str] = {}
         """Names that were found without their leading folders, to the names in the annotations."""
+        self._is_hinted = False
+
+    def _opened(self, path: Path) -> ZipImages:
+        """Return the zip ``path``, whatever its name ends in.
+
+        Raises:
+            UsageError: it is none, or was cut short.
+            ShoalError: it cannot be read.
+        """
         packed = path.with_name(path.name + SUFFIX)
         if not path.exists() and packed.is_file():
             raise UsageError(f"{path}: there is no such folder; give {packed}, which is read as it is")
+        if not path.exists():
+            raise UsageError(no_such_file(path))
+        kind = archive_of(peek(path, "", BLOCKSIZE)) if path.is_file() else "neither a file"
+        if kind == "a zip" or (not kind and path.suffix.lower() == SUFFIX):
+            return ZipImages(path)
+        raise UsageError(
+            f"{path} is {kind or 'a file'}, no folder of images and no zip of one; "
+            f"{'unpack it, and ' if kind else ''}give the folder of the images"
+        )
 
     def extent_of(self, image: CocoImage) -> tuple[_Place, bytes]:
         """Return the place of an image, and bytes that change with it.
@@ -353,10 +386,14 @@ class _Images:
         """
         name = self._name_of(image.file_name)
         if self._zip is None:
-            size, state = _state_of(self._path / name)
+            try:
+                size, state = _state_of(self._path / name)
+            except BadEntry as bad:
+                kind, value = bad.args
+                raise BadEntry(kind, value + self._hint()) from None
             return _Place(self._path / name, 0, size), state
         if name not in self._zip:
-            raise BadEntry("an image whose file is missing", f"{self._path}: {name}")
+            raise BadEntry(_NO_FILE, f"{self._path}: {name}{self._hint()}")
         extent = _Place(self._path, *self._zip.extent(name), name)
         return extent, repr(extent).encode("utf-8", "surrogateescape") + self._state
 
@@ -381,17 +418,46 @@ class _Images:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name:
             return False
-        return (self._path / path).is_file() if self._zip is None else name in self._zip
+        if self._zip is not None:
+            return name in self._zip
+        try:
+            return (self._path / path).is_file()
+        except OSError:  # `_state_of` gives the reason
+            return False
+
+    def _hint(self) -> str:
+        """Return in words the first names that are there, once."""
+        if self._is_hinted:
+            return ""
+        self._is_hinted = True
+        if self._zip:
+            names = list(islice(self._zip.names(), 3))
+        else:
+            with os.scandir(self._path) as entries:
+                names = [entry.name for entry in islice(entries, 3)]
+        listed = ", ".join(map(repr, names))
+        return f"; {self._path} has {listed or 'no file at all'}"
 
 
 def _state_of(path: Path) -> tuple[int, bytes]:
-    """Return the size of a file, and bytes that change with the file."""
+    """Return the size of a file, and bytes that change with the file.
+
+    Raises:
+        BadEntry: there is no such file.
+        ShoalError: it cannot be read.
+    """
     try:
         facts = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise BadEntry("an image whose file is missing", str(path)) from None
+    except ValueError:  # a null, or half of a surrogate pair
+        raise BadEntry(_NO_NAME, shown(path.name)) from None
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
+        if error.errno == errno.ENAMETOOLONG:
+            raise BadEntry(_NO_NAME, shown(path.name)) from None
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise ShoalError(cannot_read(path, error)) from error
+        raise BadEntry(_NO_FILE, cannot_read(path, error)) from None
+    if not stat.S_ISREG(facts.st_mode):
+        raise BadEntry(_NO_FILE, f"{path} is a folder, a pipe or a device")
     line = f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}\n"
     return facts.st_size, line.encode("utf-8", "surrogateescape")
 

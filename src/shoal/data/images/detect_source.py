@@ -8,9 +8,9 @@ from pathlib import Path
 from shoal.data.images.folder import FolderSource
 from shoal.data.images.imagenet import TRAIN_TAR, VALIDATION_TAR, ImageNetSource
 from shoal.data.images.sources import ImageSource, PackedSource
-from shoal.data.images.tars import archive_suffix, unpack
+from shoal.data.images.tars import packing_of_tar, unpack
 from shoal.data.text.packed import PACKINGS
-from shoal.errors import UsageError, did_you_mean
+from shoal.errors import UsageError, did_you_mean, no_such_file
 
 _COCO_ZIPS = ("train2017.zip", "val2017.zip", "train2014.zip", "val2014.zip")
 
@@ -39,6 +39,8 @@ def detect_source(
     if path.name.startswith((TRAIN_TAR, VALIDATION_TAR)) and path.is_file():
         path = path.parent
     if not path.exists():
+        if path.is_symlink():
+            raise UsageError(no_such_file(path))
         near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UsageError(f"{path}: there is no such folder." + did_you_mean(path.name, near))
     tars = [_packed(path / name) for name in (TRAIN_TAR, VALIDATION_TAR)]
@@ -47,7 +49,7 @@ def detect_source(
             raise UsageError(f"--validation {validation} is for folders; ImageNet has validation images")
         return _imagenet(path, tars[0], tars[1], ground_truth, synsets)
     if coco := next((path / name for name in _COCO_ZIPS if (path / name).is_file()), None):
-        raise UsageError(f"{path} has no class folders. {_remedy(coco)}")
+        raise UsageError(f"{path} has no class folders. {_for_coco(coco)}")
     if classes := sorted(path.glob("n[0-9]*.tar")):
         raise UsageError(
             f"{path} has ImageNet's tars of classes ({classes[0].name}); give the folder of {TRAIN_TAR}, "
@@ -56,13 +58,10 @@ def detect_source(
     for option, value in (("--ground-truth", ground_truth), ("--synsets", synsets)):
         if value is not None:
             raise UsageError(f"{option} {value} is for ImageNet's tars, and {path} has no {TRAIN_TAR}")
-    if path.is_dir() or archive_suffix(path.name) == ".tar":
+    if path.name in _COCO_ZIPS:
+        raise UsageError(f"{path} has no class folders. {_for_coco(path)}")
+    if path.is_dir() or not packing_of_tar(path):
         return FolderSource(path, validation=validation, seed=seed)
-    if not archive_suffix(path.name):
-        raise UsageError(
-            f"{path} is a file; give a folder of class folders, a tar of it, or the folder of {TRAIN_TAR}. "
-            + _remedy(path)
-        )
     return PackedSource(
         f"class folders in {path}",
         (path,),
@@ -96,13 +95,9 @@ def _imagenet(
     )
 
 
-def _remedy(archive: Path) -> str:
-    """Return the remedy for a file that is not a source of classified images."""
-    if archive.name in _COCO_ZIPS:
-        return (
-            f"{archive.name} is COCO's, which has no classes: shoal prepare coco --images {archive} "
-            "--annotations annotations_trainval2017.zip"
-        )
-    if archive.suffix == ".zip":
-        return f"Unpack {archive.name} first: unzip -q {archive}"
-    return "Other archives have to be unpacked first"
+def _for_coco(archive: Path) -> str:
+    """Return the remedy for a zip of COCO."""
+    return (
+        f"{archive.name} is COCO's, which has no classes: shoal prepare coco --images {archive} "
+        "--annotations annotations_trainval2017.zip"
+    )

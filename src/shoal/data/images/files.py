@@ -17,7 +17,7 @@ from shoal.data.images.headers import BadImage
 from shoal.data.images.reader import DecodeThreads, Transform
 from shoal.data.images.reencode import ReencodeConfig, reencode
 from shoal.data.steps import SizedReader, example_names
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, cannot_read
 
 
 def image_files(inputs: Sequence[Path]) -> list[Path]:
@@ -51,7 +51,7 @@ def read_image(path: Path) -> bytes:
     try:
         return reencode(path.read_bytes(), ReencodeConfig()).data
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise UsageError(cannot_read(path, error)) from None
     except BadImage as error:
         raise UsageError(f"{path}: not an image that can be decoded: it {error}") from None
 

@@ -10,6 +10,7 @@ each class is held out.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from bisect import bisect_left
 from collections import Counter
@@ -20,12 +21,13 @@ from typing import NamedTuple, NoReturn
 
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.data.images.tars import members
-from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.errors import ShoalError, UsageError, cannot_read, did_you_mean
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 VALIDATION_NAMES = ("val", "validation", "test")
 """Names of the folder of validation images; the first that exists is used."""
 DEFAULT_SHARE = 0.05
+_ARCHIVE = re.compile(r"\.(?:tar|tgz|zip|rar|7z)(?:\.|$)")
 
 
 class _File(NamedTuple):
@@ -36,7 +38,9 @@ class _File(NamedTuple):
 
 
 class _Disk:
-    """Folders on a disk."""
+    """Folders on a disk, where links are followed."""
+
+    links: Sequence[str] = ()
 
     def folders(self, path: Path) -> list[str]:
         """Return the sorted names of the folders in ``path`` that are not hidden."""
@@ -58,12 +62,14 @@ class _Disk:
 class _Tar:
     """Folders in a tar; paths begin with that of the tar. Members whose names begin with a dot are hidden."""
 
-    def __init__(self, path: Path) -> None:
-        """List the tar, and leave out a folder around all others."""
+    def __init__(self, path: Path, called: Path) -> None:
+        """List the tar ``path``, which messages call ``called``, and leave out a folder around all others."""
         self._path = path
+        self.links: list[str] = []
+        """Names of links and devices."""
         changed_ns = path.stat().st_mtime_ns
         self._files: dict[str, _File] = {}
-        for name, offset, size in members(path):
+        for name, offset, size in members(path, name=called, others=self.links):
             if not any(map(_is_hidden, name.split("/"))):
                 self._files[name] = _File(name, size, changed_ns, offset)  # a later one replaces an earlier
         self._sorted = sorted(self._files)
@@ -119,10 +125,11 @@ class FolderSource:
                 is given for a source that has validation images.
             ShoalError: a folder cannot be read.
         """
-        self._seed, name = seed, name or path
+        self._seed, self._path = seed, path
+        self._called = name = name or path
         self._tree: _Disk | _Tar = _Disk()
         if not path.is_dir():
-            self._tree = tar = _Tar(path)
+            self._tree = tar = _Tar(path, name)
             path = tar.root
         folders = self._tree.folders(path)
         self._roots = {TRAIN: path}
@@ -162,6 +169,8 @@ class FolderSource:
         if counts:
             listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items())[:8])
             lines.append(f"files that are no images by their suffix are left alone: {listed}")
+        if self._tree.links:
+            lines.append(f"links and devices in the tar are left alone: {self._links()}")
         if leading_back:
             listed = ", ".join(map(str, leading_back[:3])) + " …" * (len(leading_back) > 3)
             lines.append(
@@ -204,8 +213,9 @@ class FolderSource:
         train = self._roots[TRAIN]
         if not self.classes:
             raise UsageError(
-                f"{train} has no class folders; images belong in {train}/CLASS/, or for validation images "
-                "of their own in train/CLASS/ and val/CLASS/"
+                f"{self._called / train.relative_to(self._path)} has no class folders; images belong in "
+                "CLASS/, or for validation images of their own in train/CLASS/ and val/CLASS/."
+                + self._content(train)
             )
         if VALIDATION not in self._roots:
             return
@@ -223,6 +233,33 @@ class FolderSource:
                 f"{other} has no class {_listed(missing)}, which {train} has; both must have the same class "
                 "folders: an empty one if there are no images for it"
             )
+
+    def _links(self) -> str:
+        """Return the number of links and devices of the tar, the first, and the remedy."""
+        links = self._tree.links
+        return (
+            f"{len(links):,} ({_listed(links)}); pack the files that they lead to: tar --dereference "
+            "--hard-dereference"
+        )
+
+    def _content(self, root: Path) -> str:
+        """Return in words what is below a folder without class folders, with the remedy."""
+        names = [path.name for path in self._tree.names(root, [])]
+        kinds = {
+            " Their names have a backslash for each slash, as on Windows; pack or copy them again": [
+                name for name in names if "\\" in name
+            ],
+            " There are archives; unpack each into a folder": [
+                name for name in names if _ARCHIVE.search(name.lower())
+            ],
+            " There are images beside": [
+                name for name in names if PurePosixPath(name).suffix.lower() in SUFFIXES
+            ],
+        }
+        words = next(
+            (f"{words}: {_listed(some)}." for words, some in kinds.items() if some), " It has no image."
+        )
+        return words + (f" Links and devices are left alone: {self._links()}" if self._tree.links else "")
 
 
 def unique_keys(names: Sequence[str]) -> list[str]:
@@ -297,7 +334,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    raise ShoalError(f"{error.filename} cannot be read: {error.strerror}") from error
+    raise ShoalError(cannot_read(error.filename, error)) from error
 
 
 def _listed(names: Sequence[str]) -> str:

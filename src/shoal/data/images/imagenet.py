@@ -22,7 +22,7 @@ import numpy as np
 from shoal.atomic_io import MAX_WHOLE_BYTES, read_whole
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.data.images.tars import TarMember, members
-from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.errors import ShoalError, UsageError, cannot_read, did_you_mean
 
 _MAT_HEADER_BYTES = 128
 _MATRIX, _COMPRESSED = 14, 15  # types of elements
@@ -183,7 +183,7 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError:
         raise UsageError(f"{path}: there is no such file") from None
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
+        raise ShoalError(cannot_read(path, error)) from error
 
 
 def _unpack(path: Path, name: str) -> bytes:

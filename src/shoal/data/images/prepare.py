@@ -47,7 +47,7 @@ from shoal.data.process_pool import advance, run_unfinished
 from shoal.data.progress import PreparationProgress
 from shoal.decide.order import shuffled
 from shoal.env.machine import num_cores
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, cannot_read
 from shoal.formatting import plural
 
 SPLITS = (TRAIN, VALIDATION)
@@ -367,7 +367,7 @@ def read_image(image: SourceImage) -> bytes:
             data = file.read(image.size)
             same = len(data) == image.size and bool(image.member or not file.read(1))
     except OSError as error:
-        raise ShoalError(f"{image.name} cannot be read: {error.strerror}") from error
+        raise ShoalError(cannot_read(image.name, error)) from error
     if not same:
         raise ShoalError(
             f"{image.name} has another size since the preparation began ({image.size:,} bytes then); "

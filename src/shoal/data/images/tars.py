@@ -12,14 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from shoal.atomic_io import AtomicFile
-from shoal.data.text.packed import PACKINGS, unpacked_blocks
-from shoal.errors import ShoalError, UsageError
+from shoal.atomic_io import AtomicFile, archive_of
+from shoal.data.text.packed import peek, unpacked_blocks
+from shoal.errors import ShoalError, UsageError, cannot_read
 
 _BLOCK = tarfile.BLOCKSIZE
 _MOST_NAME_BYTES = 1 << 16
 _NAMING = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 """Types of headers that hold the name of the next member."""
+_PACKED = {
+    "a tar": "",
+    "compressed by gzip": ".gz",
+    "compressed by bzip2": ".bz2",
+    "compressed by xz": ".xz",
+    "compressed by zstd": ".zst",
+}
+"""Forms of a tar, by the words of ``archive_of``."""
 
 
 class TarMember(NamedTuple):
@@ -30,22 +38,30 @@ class TarMember(NamedTuple):
     size: int
 
 
-def members(path: Path, inside: TarMember | None = None) -> Iterator[TarMember]:
+def members(
+    path: Path, inside: TarMember | None = None, *, name: Path | None = None, others: list[str] | None = None
+) -> Iterator[TarMember]:
     """Yield the files of the tar ``path``, or of the tar that is its member ``inside``, in their order.
 
     Folders, links and devices are skipped. A name may come from an extended header (GNU, PAX).
+
+    Args:
+        path: the tar.
+        inside: a member of it that is a tar.
+        name: of the tar in messages; default: ``path``.
+        others: gets the names of links and devices.
 
     Raises:
         ShoalError: the file cannot be read, is not a tar, is truncated or damaged, or has a name that leads
             out of it.
     """
-    source = f"{path}: {inside.name}" if inside else str(path)
+    source = f"{path}: {inside.name}" if inside else str(name or path)
     try:
         with path.open("rb", buffering=0) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             at = inside.offset if inside else 0
             end = min(at + inside.size, num_bytes) if inside else num_bytes
-            name = ""
+            extended = ""
             while True:
                 header = os.pread(file.fileno(), _BLOCK, at) if at + _BLOCK <= end else b""
                 if not header:
@@ -64,14 +80,16 @@ def members(path: Path, inside: TarMember | None = None) -> Iterator[TarMember]:
                         f"{at + _BLOCK + member.size:,} of {end:,}; get it again"
                     )
                 if member.type in _NAMING:
-                    name = _extended_name(file.fileno(), member, source, at) or name
+                    extended = _extended_name(file.fileno(), member, source, at) or extended
                 elif member.type != tarfile.XGLTYPE:
                     if member.isreg():
-                        yield TarMember(_checked(name or member.name, source), at + _BLOCK, member.size)
-                    name = ""
+                        yield TarMember(_checked(extended or member.name, source), at + _BLOCK, member.size)
+                    elif others is not None and not member.isdir():
+                        others.append(extended or member.name)
+                    extended = ""
                 at += _BLOCK + -(-member.size // _BLOCK) * _BLOCK
     except OSError as error:
-        raise ShoalError(f"{source} cannot be read: {error.strerror}") from error
+        raise ShoalError(cannot_read(source, error)) from error
 
 
 def _parse(header: bytes, source: str, at: int) -> tarfile.TarInfo:
@@ -79,7 +97,9 @@ def _parse(header: bytes, source: str, at: int) -> tarfile.TarInfo:
         return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
     except tarfile.TarError as error:
         if at == 0:
-            raise ShoalError(f"{source} is not an uncompressed tar ({error})") from None
+            raise ShoalError(
+                f"{source} holds no tar ({error}); get it again, or pack it again with tar"
+            ) from None
         raise ShoalError(f"{source} is damaged at byte {at:,} ({error}); get it again") from None
 
 
@@ -111,36 +131,50 @@ def _checked(name: str, source: str) -> str:
     """Return the name of a member without a leading "./"."""
     parts = PurePosixPath(name).parts
     if name.startswith("/") or ".." in parts or not parts or "\0" in name:
-        raise ShoalError(f"{source} has the member {name!r:.200}, a name that leads out of it; pack it again")
+        raise ShoalError(
+            f"{source} has the member {name!r:.200}, a name that leads out of it; pack it again with "
+            "names below its folder, as by tar -C FOLDER -cf NEW.tar ."
+        )
     return "/".join(parts)
 
 
-def archive_suffix(name: str) -> str:
-    """Return the end of the name of a tar, compressed or not, such as ``.tar.gz``; empty for other files.
+def packing_of_tar(path: Path) -> str:
+    """Return how a tar is compressed, one of ``PACKINGS`` or ``""``, by its content and not by its name.
 
-    Example:
-        >>> archive_suffix("photos.tgz"), archive_suffix("photos.tar"), archive_suffix("photos.zip")
-        ('.tgz', '.tar', '')
+    Raises:
+        UsageError: it is another archive, or none.
     """
-    suffixes = (".tar", ".tgz", *(f".tar{packing}" for packing in PACKINGS))
-    return next((suffix for suffix in suffixes if name.endswith(suffix)), "")
+    try:
+        kind = archive_of(peek(path, "", _BLOCK))
+    except OSError as error:
+        raise UsageError(cannot_read(path, error)) from None
+    if kind not in _PACKED:
+        what = kind or ("a file" if path.stat().st_size else "an empty file")
+        raise UsageError(f"{path} is {what}, neither a folder nor a tar of one; {_remedy(path, kind)}")
+    return _PACKED[kind]
+
+
+def _remedy(path: Path, kind: str) -> str:
+    """Return what to do with a file that is no tar, by the words of :func:`archive_of`."""
+    if kind == "a zip":
+        return f"unpack it and give its folder: unzip -q {path.name} -d {path.stem}"
+    return "unpack it and give its folder" if kind else "give a folder of class folders, or a tar of it"
 
 
 def unpack(path: Path, folder: Path) -> Path:
     """Return the tar in a compressed archive, written into ``folder`` unless it is there; or a plain tar.
 
     Raises:
-        UsageError: the archive is damaged, or not compressed as its name says.
+        UsageError: the archive is damaged, or none.
         ShoalError: the disk is full.
     """
-    suffix = archive_suffix(path.name)
-    if suffix == ".tar":
+    packing = packing_of_tar(path)
+    if not packing:
         return path
-    target = folder / f"{path.name.removesuffix(suffix)}.tar"
+    target = folder / f"{path.name}.unpacked"
     if target.is_file():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    packing = ".gz" if suffix == ".tgz" else suffix.removeprefix(".tar")
     try:
         with AtomicFile(target) as out:
             for block in unpacked_blocks(path, packing):
@@ -148,5 +182,5 @@ def unpack(path: Path, folder: Path) -> Path:
             out.close()
             out.publish()
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise UsageError(cannot_read(path, error)) from None
     return target

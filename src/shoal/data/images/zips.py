@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import struct
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, cannot_read
 
 SUFFIX = ".zip"
 
@@ -37,6 +38,10 @@ class ZipImages:
     def __contains__(self, name: str) -> bool:
         return name in self._members
 
+    def names(self) -> Iterator[str]:
+        """Return the names of the files, as in the zip."""
+        return (member.filename for name, member in self._members.items() if name == member.filename)
+
     def extent(self, name: str) -> tuple[int, int]:
         """Return offset and size of a file in bytes of the zip.
 
@@ -55,7 +60,7 @@ class ZipImages:
                 file.seek(member.header_offset)
                 header = file.read(_LOCAL_HEADER.size)
         except OSError as error:
-            raise ShoalError(f"{self._path} cannot be read: {error.strerror}") from error
+            raise ShoalError(cannot_read(self._path, error)) from error
         if not header.startswith(_SIGNATURE) or len(header) < _LOCAL_HEADER.size:
             raise ShoalError(f"{self._path} is damaged at {member.filename}; get it again")
         _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
@@ -76,4 +81,4 @@ def open_zip(path: Path) -> zipfile.ZipFile:
     except FileNotFoundError:
         raise UsageError(f"{path}: there is no such file") from None
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ShoalError(cannot_read(path, error)) from error

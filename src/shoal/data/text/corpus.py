@@ -30,7 +30,7 @@ from shoal.data.text.mediawiki import PAGE, hidden_namespaces, is_dump, page_tex
 from shoal.data.text.packed import PACKINGS, peek, split_packing
 from shoal.data.text.rows import TEXT, column_bytes, column_texts, json_line_text
 from shoal.data.text.sentences import normalise
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError, cannot_read
 
 Format = Literal["lines", "files", "wikitext", "jsonl", "parquet", "mediawiki"]
 FORMATS: Mapping[Format, str] = {
@@ -427,4 +427,4 @@ def _location_of(file: SourceFile, position: int) -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> ShoalError:
-    return UsageError(f"{path}: cannot be read: {error.strerror or error}")
+    return UsageError(cannot_read(path, error))

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from shoal.atomic_io import read_text
 from shoal.data.bad_entries import REPEATED, BadEntries, BadEntry, OnBad
 from shoal.data.text.tokenizer_files import SPECIAL_TOKENS, special_ids
-from shoal.errors import UsageError
+from shoal.errors import UsageError, cannot_read
 from shoal.json_text import parse_json
 
 Kind = Literal["unigram", "wordpiece"]
@@ -77,7 +77,7 @@ def read_tokenizer(
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"tokenizer {path}: cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"tokenizer {cannot_read(path, error)}") from None
     if path.suffix == ".model":
         model = _parse_sentencepiece(path, data)
         if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:

@@ -20,7 +20,7 @@ from shoal.data.text.corpus import Errors, SourceFile, content_bytes
 from shoal.data.text.hub import PREFIX, json_lines
 from shoal.data.text.packed import unpacked_blocks
 from shoal.data.text.rows import array_lines
-from shoal.errors import UsageError
+from shoal.errors import UsageError, cannot_read
 
 UNPACKED = "unpacked"
 """Folder of the unpacked files, among the records."""
@@ -89,7 +89,7 @@ def _unpack(task: _Task) -> Path:
             out.close()
             out.publish()
     except OSError as error:
-        raise UsageError(f"{file.path}: cannot be read: {error.strerror or error}") from None
+        raise UsageError(cannot_read(file.path, error)) from None
     return task.target
 
 

@@ -248,7 +248,7 @@ NOT_COCO = {
     "[]": "an array; that is the form of COCO results",
     "{}": "has no key 'images'",
     '{"images": [], "annotation": [], "categories": []}': "Did you mean 'annotation'",
-    '{"images": [], "annotations": [], "categories": []}': "holds no image",
+    '{"images": [], "annotations": [], "categories": []}': "'images' is empty",
     '{"images": {}, "annotations": [], "categories": []}': "'images' is no array",
     '{"images": [], "images": []}': "the key 'images' is there twice",
     '{"infos_": [1 2]}': "line 1, character 14: is not JSON: ',' is expected",
@@ -266,6 +266,44 @@ def test_files_that_are_not_coco(text: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=NOT_COCO[text]) as caught:
         read_annotations(path)
     assert str(caught.value).startswith(str(path))
+
+
+NOTHING_LEFT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "categories without ids": (
+        lambda t: [one.pop("id") for one in t["categories"]],
+        r"no entry of 'categories' can be used; left out 3: entry whose id is no .* \(categories\[0\]: None",
+    ),
+    "categories that are words": (
+        lambda t: t.update(categories=["cat", "dog"]),
+        r"'categories' can be used; .*categories\[0\]: 'cat'; write an object with 'id', categories\[1\]\)",
+    ),
+    "no category": (lambda t: t.update(categories=[]), r"'categories' is empty; is it a file of COCO"),
+    "polygons of points": (
+        lambda t: [one.update(segmentation=[[[1, 1], [9, 1], [9, 9]]]) for one in t["annotations"]],
+        r"no annotation can be used; left out .* polygons are not .*; write \[\[x1, y1, ",
+    ),
+    "boxes with names": (
+        lambda t: [one.update(bbox={"x": 1}) for one in t["annotations"]],
+        r"no annotation can be used; left out .* \{'x': 1\}; write \[x, y, width, height\], annotations\[1\]",
+    ),
+    "other images": (
+        lambda t: [one.update(image_id=10**6) for one in t["annotations"]],
+        r"no annotation can be used; left out .* of an image that is not in the file: .*1000000",
+    ),
+    "images without names": (
+        lambda t: [one.update(file_name=7) for one in t["images"]],
+        r"no entry of 'images' can be used; left out .* without a file_name: .*images\[0\] \(id .*\): 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_LEFT)
+def test_a_file_of_which_nothing_is_left_says_what_was_left_out(name: str, tmp_path: Path) -> None:
+    change, words = NOTHING_LEFT[name]
+    truth = made_truth(1)
+    change(truth)
+    with pytest.raises(UsageError, match=words):
+        read_annotations(write(tmp_path / "a.json", truth))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -61,5 +61,5 @@ def test_an_image_that_changed_since_it_was_listed(tmp_path):
     with pytest.raises(BadImage, match="are not read as images"):
         read_image(SourceImage("1", path, 0, MAX_IMAGE_BYTES + 1))
     path.unlink()
-    with pytest.raises(ShoalError, match=r"1\.jpg cannot be read: No such file"):
+    with pytest.raises(ShoalError, match=r"1\.jpg: cannot be read: No such file .*; check the path"):
         read_image(SourceImage("1", path, 0, 10))

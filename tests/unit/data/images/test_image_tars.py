@@ -1,9 +1,11 @@
 """Class folders and ImageNet in tars, compressed or not: the images of the folder; names are checked."""
 
+import bz2
 import gzip
 import io
 import lzma
 import tarfile
+import zipfile
 
 import pytest
 
@@ -11,7 +13,7 @@ from image_files import encoded, photo, tar_of, write_folder
 from shoal.data.images.detect_source import detect_source
 from shoal.data.images.imagenet import TRAIN_TAR, VALIDATION_TAR
 from shoal.data.images.sources import PackedSource
-from shoal.data.images.tars import archive_suffix, members, unpack
+from shoal.data.images.tars import members, unpack
 from shoal.errors import ShoalError, UsageError
 
 LONG = "photo-" + "x" * 150
@@ -77,17 +79,28 @@ def test_a_share_of_a_tar_is_held_out_as_of_the_folder(tmp_path):
     assert found(detect_source(tmp_path / "a.tar", validation=0.2)) == found(folder)
 
 
-@pytest.mark.parametrize(("suffix", "compress"), [(".tgz", gzip.compress), (".tar.xz", lzma.compress)])
-def test_a_compressed_tar_is_unpacked_once(tmp_path, suffix, compress):
-    path = tmp_path / f"a{suffix}"
+@pytest.mark.parametrize(
+    ("name", "compress"),
+    [
+        ("a.tgz", gzip.compress),
+        ("a.tar.xz", lzma.compress),
+        ("A.TAR.GZ", gzip.compress),
+        ("a.tbz2", bz2.compress),
+        ("a.tar", gzip.compress),
+        ("without an end", lzma.compress),
+    ],
+)
+def test_a_compressed_tar_is_unpacked_once(tmp_path, name, compress):
+    path = tmp_path / name
     path.write_bytes(compress(packed(FILES)))
     source = detect_source(path)
     assert isinstance(source, PackedSource)
     opened = source.unpack(tmp_path / "records")
     assert found(opened) == found(detect_source(write_folder(tmp_path / "a", FILES)))
-    before = (tmp_path / "records" / "a.tar").stat().st_mtime_ns
+    (unpacked,) = (tmp_path / "records").iterdir()
+    before = unpacked.stat().st_mtime_ns
     source.unpack(tmp_path / "records")
-    assert (tmp_path / "records" / "a.tar").stat().st_mtime_ns == before
+    assert unpacked.stat().st_mtime_ns == before
     state = source.state()
     path.write_bytes(compress(packed(FILES | {"train/cat/9.jpg": b"x"})))
     assert detect_source(path).state() != state
@@ -125,10 +138,14 @@ def test_links_and_devices_are_left_alone(tmp_path):
             member = tarfile.TarInfo(f"a/{number}.jpg")
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
-        member = tarfile.TarInfo("a/9.jpg")
-        member.size = 1
-        tar.addfile(member, io.BytesIO(b"x"))
-    assert [member.name for member in members(tmp_path / "a.tar")] == ["a/9.jpg"]
+        for name in ("a/9.jpg", "b/9.jpg"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"x"))
+    assert [member.name for member in members(tmp_path / "a.tar")] == ["a/9.jpg", "b/9.jpg"]
+    (remark,) = detect_source(tmp_path / "a.tar").remarks
+    assert remark.startswith("links and devices in the tar are left alone: 4 ('a/0.jpg', 'a/1.jpg', ")
+    assert "--hard-dereference" in remark
 
 
 @pytest.mark.parametrize(
@@ -149,13 +166,46 @@ def test_damaged_extended_headers(tmp_path, records, words):
         list(members(tmp_path / "a.tar"))
 
 
-def test_what_is_no_archive(tmp_path):
-    assert archive_suffix("a.tar.zst") == ".tar.zst" and archive_suffix("a.gz") == ""
+@pytest.mark.parametrize("name", ["a.TAR", "a.zip", "a.tar.gz", "a"])
+def test_a_tar_is_known_by_its_content(tmp_path, name):
+    (tmp_path / name).write_bytes(packed(FILES))
+    assert found(detect_source(tmp_path / name)) == found(detect_source(write_folder(tmp_path / "b", FILES)))
+
+
+def zip_of(files):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as packed_as_zip:
+        for name, data in files.items():
+            packed_as_zip.writestr(name, data)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.tar", zip_of(FILES), r"a\.tar is a zip, neither .* unzip -q a\.tar -d a"),
+        ("a.zip", zip_of({"set.zip": zip_of(FILES)}), r"a\.zip is a zip, neither .* unzip -q a\.zip -d a"),
+        ("a.tar.gz", b"no gzip", r"a\.tar\.gz is a file, neither a folder nor a tar of one; give a folder"),
+        ("a.tar", b"", r"a\.tar is an empty file, neither"),
+        ("a.7z", b"7z\xbc\xaf\x27\x1c", r"a\.7z is a 7z archive, .*; unpack it and give its folder"),
+        ("a.tar", packed({"set.tar": packed(FILES)}), r"There are archives; unpack .*: 'set\.tar'"),
+        ("a.tar", packed({"x/train.tar.gz": b"x"}), r"a\.tar/x has no class .*: 'train\.tar\.gz'"),
+        ("a.tar", packed({"1.jpg": b"x"}), r"There are images beside: '1\.jpg'"),
+        ("a.tar", packed({"cat\\1.jpg": b"x"}), r"a backslash for each slash, .*: 'cat"),
+    ],
+)
+def test_what_is_no_source_is_named_by_its_content(tmp_path, name, data, words):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UsageError, match=words):
+        detect_source(tmp_path / name)
+
+
+def test_a_compressed_file_that_is_no_tar_is_named(tmp_path):
     path = tmp_path / "a.tar.gz"
-    path.write_bytes(b"no gzip")
-    with pytest.raises(UsageError, match=r"is damaged, or not compressed as \.gz"):
-        unpack(path, tmp_path / "records")
-    assert not list((tmp_path / "records").iterdir())
-    (tmp_path / "b.tar").write_bytes(gzip.compress(packed(FILES)))
-    with pytest.raises(ShoalError, match=r"is not an uncompressed tar|was cut short"):
-        detect_source(tmp_path / "b.tar")
+    path.write_bytes(gzip.compress(b"no tar" * 100))
+    with pytest.raises(ShoalError, match=r"a\.tar\.gz holds no tar"):
+        detect_source(path).unpack(tmp_path / "records")
+    path.write_bytes(gzip.compress(packed(FILES))[:-9])
+    with pytest.raises(UsageError, match=r"a\.tar\.gz: was cut short"):
+        unpack(path, tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())

@@ -253,7 +253,7 @@ def test_damaged_tars_are_noticed(imagenet):
     path.write_bytes(damaged)
     assert "n02119789.tar is damaged at byte" in error()
     path.write_bytes(b"\x1f\x8b" + whole[2:])
-    assert "is not an uncompressed tar" in error()
+    assert "holds no tar (bad checksum)" in error()
     # an inner tar without its end, as from a download that stopped, packed whole into the outer one
     inner_tar = tar_of(TRAIN["n01440764.tar"])
     path.write_bytes(
@@ -338,12 +338,12 @@ def test_numbers_of_every_kind_end(tmp_path):
             "train2017.zip",
             "shoal prepare coco --images .*train2017.zip --annotations annotations_trainval2017.zip",
         ),
-        ("tiny-imagenet-200.zip", "Unpack tiny-imagenet-200.zip first: unzip -q "),
-        ("images.7z", "is a file; give a folder .*Other archives have to be unpacked first"),
+        ("tiny-imagenet-200.zip", "is a zip, .*: unzip -q tiny-imagenet-200.zip -d tiny-imagenet-200"),
+        ("images.rar", "is a rar archive, neither a folder nor a tar of one; unpack it"),
     ],
 )
 def test_other_archives_name_their_remedy(tmp_path, name, words):
-    (tmp_path / name).write_bytes(b"x")
+    (tmp_path / name).write_bytes(b"Rar!\x1a\x07" if name.endswith(".rar") else b"PK\x03\x04")
     with pytest.raises(UsageError, match=words):
         detect_source(tmp_path / name)
     if name == "train2017.zip":
