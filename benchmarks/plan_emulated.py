@@ -33,14 +33,15 @@ from benchmarks.comm_runs import watched
 from benchmarks.harness import Benchmark
 from benchmarks.plan_emulated_worker import BATCH, COMPUTATION, MODELS
 from benchmarks.worker import run_on_hosts
+from shoal.decide.layout import Layout
+from shoal.decide.workload import Workload
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import parse_rate
 from shoal.planner.convergence import Convergence
 from shoal.planner.counting import workload_of_function
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
 from shoal.planner.prediction import Part, Training, predict
-from shoal.planner.step_time import MEMORY_EFFICIENCY, Layout, achieved_flops_for, step_time
-from shoal.planner.workload import Workload
+from shoal.planner.step_time import MEMORY_EFFICIENCY, achieved_flops_for, step_time
 
 MEDIAN_TARGET = 0.10
 BUSY = 0.85

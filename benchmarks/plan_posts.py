@@ -16,11 +16,12 @@ from typing import Any
 
 from benchmarks.plan_predict import achieved_of, layout_of, predict_row
 from benchmarks.plan_rows import TIME, Row, machines_of, recipe_of, with_batch
+from shoal.decide.layout import Layout
+from shoal.decide.workload import Workload
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
 from shoal.planner.prediction import ASSUMED_UTILISATION, achieved
 from shoal.planner.recipe_workloads import workload
-from shoal.planner.step_time import Layout, step_time
-from shoal.planner.workload import Workload
+from shoal.planner.step_time import step_time
 from shoal.recipes.workloads import count_recipe
 
 FACTS = Path(__file__).with_suffix(".toml")

@@ -7,14 +7,13 @@ import re
 from dataclasses import replace
 
 from benchmarks.plan_rows import PER_GPU_METRICS, THROUGHPUT, TIME, Row, recipe_of, sequence_length_of
+from shoal.decide.layout import CONNECTIONS_PER_PEER, Layout
+from shoal.decide.workload import Workload
 from shoal.planner.convergence import Convergence, Phase, at_any_batch, convergence_of
-from shoal.planner.device_memory import largest_micro_batch
 from shoal.planner.hardware import Machines, require_accelerators
-from shoal.planner.network import CONNECTIONS_PER_PEER
-from shoal.planner.prediction import START_S, Part, run_time
+from shoal.planner.prediction import START_S, Part, largest_micro_batch, run_time
 from shoal.planner.recipe_workloads import workload
-from shoal.planner.step_time import Layout, achieved_flops_for, step_time
-from shoal.planner.workload import Workload
+from shoal.planner.step_time import achieved_flops_for, step_time
 from shoal.recipes.workloads import count_recipe, preset_of
 
 MIB = 1 << 20

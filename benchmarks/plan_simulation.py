@@ -17,12 +17,12 @@ from dataclasses import replace
 
 from benchmarks.harness import Benchmark
 from shoal.decide.footprint import Activations
+from shoal.decide.workload import Layer, Workload
 from shoal.planner.convergence import Convergence, at_any_batch
 from shoal.planner.hardware import Catalog
 from shoal.planner.prediction import Part, Training
 from shoal.planner.scaling_limits import breaks_first
 from shoal.planner.search import search
-from shoal.planner.workload import Layer, Workload
 
 WORKERS_PER_HOST = 8
 LIMITS_S = {8: 5.0, 256: 5.0, 2_048: 5.0, 16_384: 60.0, 131_072: 60.0}

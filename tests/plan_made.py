@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from shoal.decide.footprint import Activations
+from shoal.decide.workload import Layer, Workload
 from shoal.planner.hardware import Accelerator, Instance, Machines, Network
-from shoal.planner.workload import Layer, Workload
 
 DEVICE = Accelerator(
     name="device",

@@ -113,9 +113,8 @@ def known_size(size: MicroBatch | None, *, section: str = "train") -> int | None
     """
     if size == "auto":
         raise UsageError(
-            f"{section}.micro_batch_size auto is found by the command that starts the workers of one host: "
-            "under torchrun or on several hosts give the number that `shoal bench train RECIPE "
-            "--fill-memory` finds on one of them"
+            f"{section}.micro_batch_size auto is found by the command that starts the workers: under "
+            "torchrun give the number that `shoal bench train RECIPE --fill-memory` finds on one of the hosts"
         )
     return size
 
@@ -258,12 +257,15 @@ class StagesConfig:
         """True if a worker holds less than the whole model."""
         return self.pipeline > 1 or self.shard
 
-    def plan(self, sizes: BatchSizes, num_workers: int, *, section: str = "train") -> BatchPlan:
+    def plan(
+        self, sizes: BatchSizes, num_workers: int, *, section: str = "train", unit: str = "sequences"
+    ) -> BatchPlan:
         """Return the division of a global batch; the ``num_workers`` of the plan are the replicas.
 
         Args:
             sizes: of the global batch and, or ``None``, of the micro-batch.
             section: section of the settings that has the sizes, for messages.
+            unit: name of the samples.
 
         Raises:
             UsageError: the sizes do not divide.
@@ -271,7 +273,7 @@ class StagesConfig:
         replicas = self.replicas(num_workers)
         micro_batch_size = known_size(sizes.micro_batch_size, section=section)
         size = self.micro_batch_size(sizes.global_batch_size // replicas, micro_batch_size)
-        batch = plan_batch(_Sizes(sizes.global_batch_size, size), replicas, section=section)
+        batch = plan_batch(_Sizes(sizes.global_batch_size, size), replicas, section=section, unit=unit)
         return replace(batch, replicas=True)
 
     def micro_batch_size(self, share: int, requested: int | None) -> int | None:

@@ -66,31 +66,6 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def footprint(
-    num_parameters: float,
-    *,
-    state_bytes: float,
-    activations_bytes: float,
-    trainable: float = 1.0,
-    owned: float = 1.0,
-) -> Footprint:
-    """Return the memory of a worker that holds ``num_parameters``.
-
-    Args:
-        state_bytes: of the optimizer, for each trained parameter (:func:`optimizer_state_bytes`).
-        activations_bytes: kept for the backward pass.
-        trainable: share of the parameters that have gradients.
-        owned: share of the optimizer's state that the worker keeps (ZeRO-1).
-    """
-    trained = num_parameters * trainable
-    return Footprint(
-        weights_bytes=round(4 * num_parameters),
-        gradients_bytes=round(4 * trained),
-        optimizer_bytes=round(owned * state_bytes * trained),
-        activations_bytes=round(activations_bytes),
-    )
-
-
 def optimizer_state_bytes(optimizer: str) -> float:
     """Return the bytes of state that an optimizer keeps for each parameter, in fp32.
 

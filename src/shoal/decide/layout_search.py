@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.decide.autotune import Conditions, ScheduleChoice, ScheduleSearch
 from shoal.decide.cost import Link, ModelCost, StageCost, parameter_sizes, stage_costs
+from shoal.decide.layout import Layout
 from shoal.decide.ownership import largest_share
 from shoal.decide.partition import DoesNotFit, Memory, check_num_stages, in_gb
 from shoal.decide.server_assignment import ring_seconds
@@ -34,24 +35,24 @@ _RELAXED_DEVICES = (2, 4, 8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """A layout without a schedule."""
+    """Ranks of a pipeline, replicas of it, and the micro-batches of a replica."""
 
-    pipeline: int
-    """Ranks of a pipeline."""
+    stages: int
     data: int
-    """Replicas of it."""
     micro_batch_size: int
     num_micro_batches: int
-    """Per replica and step."""
 
     def __str__(self) -> str:
-        return f"pipeline {self.pipeline} × data {self.data} with micro-batches of {self.micro_batch_size}"
+        return f"pipeline {self.stages} × data {self.data} with micro-batches of {self.micro_batch_size}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout(_Shape):
-    """``pipeline × data`` devices with a predicted step."""
+class RankedLayout:
+    """A layout with its predicted step and its place among others."""
 
+    layout: Layout
+    data: int
+    """Replicas of the pipeline."""
     choice: ScheduleChoice
     stages: tuple[StageCost, ...]
     first_units: tuple[str, ...]
@@ -62,8 +63,14 @@ class Layout(_Shape):
     """Reason for its place in the ranking."""
 
     @property
-    def num_virtual(self) -> int:
-        return self.choice.num_virtual
+    def micro_batch_size(self) -> int:
+        assert self.layout.micro_batch is not None
+        return round(self.layout.micro_batch)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Per replica and step."""
+        return self.layout.global_batch // (self.data * self.micro_batch_size)
 
     @property
     def averaging_s(self) -> float:
@@ -76,10 +83,10 @@ class Layout(_Shape):
         return self.memory.limit_bytes - max(self.choice.rank_bytes)
 
     def __str__(self) -> str:
-        virtual = f", {self.num_virtual} stages per rank" if self.num_virtual > 1 else ""
+        virtual = f", {self.layout.virtual} stages per rank" if self.layout.virtual > 1 else ""
         return (
-            f"pipeline {self.pipeline} × data {self.data}{virtual}, {self.num_micro_batches} micro-batches "
-            f"of {self.micro_batch_size}, {self.choice.schedule.name}"
+            f"pipeline {self.layout.stages} × data {self.data}{virtual}, {self.num_micro_batches} "
+            f"micro-batches of {self.micro_batch_size}, {self.choice.schedule.name}"
         )
 
 
@@ -150,7 +157,7 @@ class LayoutSearch:
 
     def choose(
         self, num_devices: int, pipelines: Sequence[int] | None = None, *, num_layouts: int = 5
-    ) -> list[Layout]:
+    ) -> list[RankedLayout]:
         """Return the layouts that fit, the fastest first, each with the reason for its place.
 
         All are ranked with one simple schedule; the best ``num_layouts`` get the whole portfolio and refined
@@ -178,7 +185,7 @@ class LayoutSearch:
                 "it must be a multiple of replicas × micro-batch size"
             )
         best, missing = self.quick(shapes, num_layouts)
-        layouts = [self.layout(shape) for shape in best] or self.tight(missing, _MAX_TIGHT)
+        layouts = [self.ranked(shape) for shape in best] or self.tight(missing, _MAX_TIGHT)
         if not layouts:
             nearest, lacking = min(missing.items(), key=lambda item: item[1])
             raise DoesNotFit(
@@ -200,14 +207,14 @@ class LayoutSearch:
                 if self.global_batch_size % (data * size) == 0:
                     num_micro_batches = self.global_batch_size // (data * size)
                     yield _Shape(
-                        pipeline=ranks, data=data, micro_batch_size=size, num_micro_batches=num_micro_batches
+                        stages=ranks, data=data, micro_batch_size=size, num_micro_batches=num_micro_batches
                     )
 
     def least_s(self, shape: _Shape) -> float:
         """Return the time of a step of equal stages without relays and averaging: a lower bound."""
         whole = sum(unit.forward_s + unit.backward_s for unit in self.cost.units)
-        batch_s = whole * shape.micro_batch_size / self.micro_batch_size / shape.pipeline
-        return batch_s * (shape.num_micro_batches + (shape.pipeline - 1) / max(self.conditions.virtual))
+        batch_s = whole * shape.micro_batch_size / self.micro_batch_size / shape.stages
+        return batch_s * (shape.num_micro_batches + (shape.stages - 1) / max(self.conditions.virtual))
 
     def quick(self, shapes: Sequence[_Shape], num_layouts: int) -> tuple[list[_Shape], dict[_Shape, int]]:
         """Return the best shapes with a simple schedule, and the missing bytes of those that do not fit."""
@@ -218,25 +225,25 @@ class LayoutSearch:
             if len(fitting) >= num_layouts and self.least_s(shape) >= fitting[num_layouts - 1][0]:
                 break
             try:
-                layout = self.layout(shape, names=names, num_refined=0)
+                layout = self.ranked(shape, names=names, num_refined=0)
             except DoesNotFit as error:
                 missing[shape] = error.missing_bytes
             else:
                 fitting = sorted([*fitting, (layout.step_s, shape)], key=lambda pair: pair[0])
         return [shape for _, shape in fitting[:num_layouts]], missing
 
-    def tight(self, missing: dict[_Shape, int], most: int) -> list[Layout]:
+    def tight(self, missing: dict[_Shape, int], most: int) -> list[RankedLayout]:
         """Return layouts that fit with fewer micro-batches in flight, of the ``most`` with the least missing
         bytes."""
         layouts = []
         for shape in sorted(missing, key=lambda shape: missing[shape])[:most]:
             try:
-                layouts.append(self.layout(shape))
+                layouts.append(self.ranked(shape))
             except DoesNotFit as error:
                 missing[shape] = min(missing[shape], error.missing_bytes)
         return layouts
 
-    def layout(self, shape: _Shape, names: Sequence[str] | None = None, num_refined: int = 1) -> Layout:
+    def ranked(self, shape: _Shape, names: Sequence[str] | None = None, num_refined: int = 1) -> RankedLayout:
         """Return the shape with the schedule whose step, with averaging, is the fastest.
 
         Raises:
@@ -252,7 +259,7 @@ class LayoutSearch:
         conditions = replace(self.conditions, memory=memory, names=names or self.conditions.names)
         search = ScheduleSearch(
             cost=cost,
-            num_ranks=shape.pipeline,
+            num_ranks=shape.stages,
             num_micro_batches=shape.num_micro_batches,
             conditions=conditions,
         )
@@ -271,8 +278,16 @@ class LayoutSearch:
             for each in choices
         ]
         best = min(range(len(choices)), key=lambda index: steps[index])
-        return Layout(
-            **vars(shape),
+        return RankedLayout(
+            layout=Layout(
+                global_batch=self.global_batch_size,
+                micro_batch=shape.micro_batch_size,
+                stages=shape.stages,
+                virtual=choices[best].num_virtual,
+                shard=self.shard,
+                sharded_optimizer=self.shard_optimizer,
+            ),
+            data=shape.data,
             choice=choices[best],
             stages=stage_costs(cost, choices[best].cuts),
             first_units=tuple(cost.units[first].name for first in (0, *choices[best].cuts)),
@@ -281,7 +296,7 @@ class LayoutSearch:
         )
 
 
-def _reason(layout: Layout, best: Layout) -> str:
+def _reason(layout: RankedLayout, best: RankedLayout) -> str:
     timeline = layout.choice.timeline
     idle = f"{100 * timeline.bubble:.1f} % idle"
     averaging = f"{100 * layout.averaging_s / layout.step_s:.1f} % of the step averaging gradients"

@@ -93,12 +93,12 @@ def auto_layout(
         layouts = search.choose(groups.num_ranks)
         best = layouts[0]
         return {
-            "pipeline": best.pipeline,
+            "pipeline": best.layout.stages,
             "data": best.data,
             "options": {
                 "microbatches": best.num_micro_batches,
                 "schedule": best.choice.schedule.name,
-                "virtual_stages": best.num_virtual,
+                "virtual_stages": best.layout.virtual,
                 "cuts": list(best.choice.cuts),
             },
             "text": explain_layouts(layouts, title=f"{type(model).__name__} on {groups.num_ranks} workers"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.decide.layout_search import Layout
+from shoal.decide.layout_search import RankedLayout
 from shoal.decide.partition import in_gb
 from shoal.decide.pipeline_simulator import Timeline
 from shoal.formatting import plural, table
@@ -34,7 +34,7 @@ def explain(
     return "\n\n".join(parts)
 
 
-def explain_layouts(layouts: Sequence[Layout], *, title: str) -> str:
+def explain_layouts(layouts: Sequence[RankedLayout], *, title: str) -> str:
     """Return the same report for the first of the layouts that were found, and the reasons for all."""
     best = layouts[0]
     choice = best.choice

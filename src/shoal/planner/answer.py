@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from shoal.decide.layout import Layout
 from shoal.formatting import duration
 from shoal.planner.comparison import Comparison, table_of
 from shoal.planner.hardware import Accelerator, require_accelerators
 from shoal.planner.prediction import Part, Plan
 from shoal.planner.scaling_limits import breaks_first, strains
-from shoal.planner.step_time import Layout, num_replicas
+from shoal.planner.step_time import num_replicas
 from shoal.planner.unequal_hosts import Division, recommended
 
 _BAR = 46
@@ -132,7 +133,7 @@ def _best(plan: Plan) -> list[str]:
         f"{layout.bucket_bytes / 2**20:.0f} MiB",
         *([f"  optimizer          sharded over {replicas:,} replicas"] if layout.sharded_optimizer else []),
         f"  precision          {_precision(device, part)}",
-        f"  memory per device  {plan.memory_bytes / 2**30:.1f} of {room / 2**30:.0f} GiB",
+        f"  memory             {plan.memory}, of {room / 2**30:.0f} GiB",
         f"  basis              {part.basis}",
         *([f"  network            {network}"] if network.startswith("measured") else []),
         "",
@@ -308,10 +309,8 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "step_s": [step.total_s for step in plan.steps],
         "exposed_s": [step.exposed_s for step in plan.steps],
         "num_steps": [run.num_steps for run in plan.runs],
-        **{
-            name: getattr(plan, name)
-            for name in ("samples_per_s", "efficiency", "total_s", "dollars", "memory_bytes")
-        },
+        **{name: getattr(plan, name) for name in ("samples_per_s", "efficiency", "total_s", "dollars")},
+        "memory_bytes": plan.memory.total_bytes,
         "where_s": plan.seconds_by_cause,
     }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
+from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
 from shoal.planner.convergence import Convergence, Phase, at_any_batch, convergence_of
@@ -15,7 +16,6 @@ from shoal.planner.hardware import Catalog, Instance, Machines, require_accelera
 from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
 from shoal.planner.recipe_workloads import Count, Preset, Presets, workload
 from shoal.planner.search import Goal, search
-from shoal.planner.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,7 +56,7 @@ def plan(
     Args:
         model: name of a recipe's model or preset (``"bert-large"``, ``"bert-large-lans"``),
             ``"module:function"`` as ``shoal plan --model`` takes it, a module, best built under
-            ``torch.device("meta")``, or a :class:`~shoal.planner.workload.Workload` of your own numbers.
+            ``torch.device("meta")``, or a :class:`~shoal.decide.workload.Workload` of your own numbers.
         workers: hosts that train, such as ``"32xp4d.24xlarge"``.
         helpers: CPU hosts that run summation servers, such as ``"8xc5n.18xlarge"``.
         inputs: for a module, one batch, name -> tensor ``[samples, ...]``.

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from shoal.decide.layout import Layout
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
+from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.json_text import parse_json
 from shoal.planner.hardware import Instance, Machines
-from shoal.planner.step_time import Layout, achieved_flops_of
-from shoal.planner.workload import Workload
+from shoal.planner.step_time import achieved_flops_of
 
 TRAIN_KIND = "shoal bench train"
 SCALING_KIND = "shoal bench scaling"

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.decide.footprint import Activations
+from shoal.decide.workload import Layer, Workload
 from shoal.errors import UsageError, import_extra
 from shoal.models.profile import StepProfile, profile_step
 from shoal.models.step_memory import TYPES, kept_activations
 from shoal.planner.hardware import shipped
-from shoal.planner.workload import Layer, Workload
 
 
 def workload_of_model(
@@ -90,7 +90,7 @@ def workload_of_profile(
 
     Args:
         activations: by precision.
-        fields: further fields of :class:`~shoal.planner.workload.Workload`.
+        fields: further fields of :class:`~shoal.decide.workload.Workload`.
     """
     return Workload(
         name=name,

@@ -24,14 +24,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shoal.decide.layout import CONNECTIONS_PER_PEER
 from shoal.decide.server_assignment import server_shares
 from shoal.errors import UsageError, did_you_mean
 from shoal.planner.hardware import Machines
 
 LOCAL, OUT, IN, HELPER_OUT, HELPER_IN = "local", "out", "in", "helper out", "helper in"
 ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", "two-hop-helpers")
-CONNECTIONS_PER_PEER = 4
-"""Flows between two hosts: as many as the two-hop backend opens and NCCL's sockets are set to on EC2."""
 
 
 @dataclass(frozen=True, kw_only=True)

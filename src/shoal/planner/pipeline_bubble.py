@@ -9,14 +9,13 @@ unequal size, and exposed relays.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
 
-from shoal.decide.cost import Link, ModelCost, StageCost, Unit, stage_costs
-from shoal.decide.partition import partition
+from shoal.decide.cost import Link, StageCost
+from shoal.decide.layout import shares_of_stages
 from shoal.decide.pipeline_schedules import make_schedule
-from shoal.decide.pipeline_simulator import Simulator, loop_placement
+from shoal.decide.pipeline_simulator import Simulator
+from shoal.decide.workload import Workload
 from shoal.planner.hardware import Machines
-from shoal.planner.workload import Workload
 
 _MOST_ROUNDS = 8
 """Simulated rounds of as many micro-batches as devices. Each further micro-batch, and one that fills no
@@ -45,7 +44,7 @@ def bubble_s(
     link = _link(workload, workers, stages=stages, tensor=tensor, flow_bytes_per_s=flow_bytes_per_s)
     simulator = _simulator(stages, min(virtual, len(workload.layers) // stages), micro_batches)
     schedule = simulator.schedule
-    shares = _shares(workload, schedule.num_stages)
+    shares = shares_of_stages(workload, schedule.num_stages)
     costs = [
         StageCost(
             forward_s=share * stages * compute_s / 3,
@@ -61,20 +60,6 @@ def bubble_s(
     more = micro_batches - schedule.num_micro_batches
     makespan = simulator.makespan_s(costs, link) + more * fullest * stages * compute_s
     return max(makespan - micro_batches * compute_s, 0.0)
-
-
-def fullest_share(workload: Workload, *, stages: int, virtual: int) -> float:
-    """Return the largest share of the parameters that one device holds."""
-    if stages == 1:
-        return 1.0
-    num_stages = stages * min(virtual, len(workload.layers) // stages)
-    bounds = (0, *_cuts(workload, num_stages), len(workload.layers))
-    held = [0] * stages
-    for stage, (begin, end) in zip(
-        loop_placement(stages, num_stages // stages), pairwise(bounds), strict=True
-    ):
-        held[stage] += sum(layer.num_parameters for layer in workload.layers[begin:end])
-    return max(held) / max(workload.num_parameters, 1)
 
 
 def _link(
@@ -104,25 +89,3 @@ def _simulator(stages: int, virtual: int, micro_batches: int) -> Simulator:
     else:
         count -= count % stages
     return Simulator(make_schedule(name, num_ranks=stages, num_virtual=virtual, num_micro_batches=count))
-
-
-@lru_cache(maxsize=256)
-def _cuts(workload: Workload, num_stages: int) -> tuple[int, ...]:
-    """Return the layers at which the second, third, ... stage begins, with FLOPs as even as possible."""
-    return tuple(partition(_model_cost(workload), num_stages))
-
-
-@lru_cache(maxsize=256)
-def _shares(workload: Workload, num_stages: int) -> tuple[float, ...]:
-    """Return each stage's share of the FLOPs."""
-    cost = _model_cost(workload)
-    return tuple(stage.forward_s for stage in stage_costs(cost, _cuts(workload, num_stages)))
-
-
-def _model_cost(workload: Workload) -> ModelCost:
-    total = workload.forward_flops or 1.0
-    units = tuple(
-        Unit(name=layer.name, forward_s=layer.forward_flops / total, backward_s=0.0)
-        for layer in workload.layers
-    )
-    return ModelCost(units=units, relay_bytes=(0,) * (len(units) - 1), source="roofline")

@@ -12,20 +12,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shoal.decide.footprint import Footprint
+from shoal.decide.layout import RESERVED, Layout, footprint_of
+from shoal.decide.workload import Workload
+from shoal.errors import UsageError
 from shoal.planner.convergence import Convergence
-from shoal.planner.device_memory import device_memory, largest_micro_batch
-from shoal.planner.hardware import Instance, Machines, require_accelerators, shipped
+from shoal.planner.hardware import Accelerator, Instance, Machines, require_accelerators, shipped
 from shoal.planner.step_time import (
     KERNEL_CLOCK_HZ,
     KERNEL_S,
     MEMORY_EFFICIENCY,
-    Layout,
     StepTime,
     achieved_flops_of,
     num_replicas,
     step_time,
 )
-from shoal.planner.workload import Workload
 
 ASSUMED_UTILISATION = 0.35
 """Share of peak without a published or measured throughput: what tuned trainings of transformers reach
@@ -102,8 +103,8 @@ class Plan:
     layouts: tuple[Layout, ...]
     steps: tuple[StepTime, ...]
     runs: tuple[RunTime, ...]
-    memory_bytes: float
-    """On the fullest accelerator."""
+    memory: Footprint
+    """Of the fullest accelerator, in the part that needs most."""
     samples_per_s: float
     """Throughput of the first part."""
     efficiency: float
@@ -141,7 +142,7 @@ def predict(
     """
     steps: list[StepTime] = []
     runs: list[RunTime] = []
-    memories: list[float] = []
+    memories: list[Footprint] = []
     for part, layout in zip(training.parts, layouts, strict=True):
         step = step_time(part.workload, workers, layout, achieved_flops=part.achieved_flops, helpers=helpers)
         steps.append(step)
@@ -156,10 +157,14 @@ def predict(
             )
         )
         replicas = num_replicas(workers, layout)
-        micro = part.global_batch / replicas / step.micro_batches
         memories.append(
-            device_memory(
-                part.workload, layout, micro_batch=micro, replicas=replicas, precision=part.precision
+            footprint_of(
+                part.workload,
+                layout,
+                micro_batch=part.global_batch / replicas / step.micro_batches,
+                num_micro_batches=step.micro_batches,
+                replicas=replicas,
+                precision=part.precision,
             )
         )
     total_s = sum(run.total_s for run in runs)
@@ -173,7 +178,7 @@ def predict(
         layouts=tuple(layouts),
         steps=tuple(steps),
         runs=tuple(runs),
-        memory_bytes=max(memories),
+        memory=max(memories, key=lambda each: each.total_bytes),
         samples_per_s=rate,
         efficiency=rate / (alone * workers.count),
         total_s=total_s,
@@ -237,6 +242,40 @@ def rates_of(instance: Instance, precision: str) -> tuple[float, float, float]:
         MEMORY_EFFICIENCY * accelerator.memory_bytes_per_s,
         KERNEL_S * KERNEL_CLOCK_HZ / accelerator.clock_hz,
     )
+
+
+def largest_micro_batch(
+    workload: Workload, accelerator: Accelerator, *, share: float, precision: str | None = None
+) -> float:
+    """Return the largest power-of-two part of a replica's ``share`` of the batch that fits on one device.
+
+    Args:
+        precision: default: the 16-bit type of the device.
+
+    Raises:
+        UsageError: one sample does not fit.
+    """
+
+    def needed(micro: float) -> int:
+        return footprint_of(
+            workload,
+            Layout(global_batch=1),
+            micro_batch=micro,
+            num_micro_batches=1,
+            replicas=1,
+            precision=precision or accelerator.precision,
+        ).total_bytes
+
+    room = accelerator.memory_bytes * (1 - RESERVED)
+    if (least := needed(min(1.0, share))) > room:
+        raise UsageError(
+            f"{workload.name} needs {least / 2**30:.1f} GiB for one sample and {accelerator.name} has "
+            f"{accelerator.memory_bytes / 2**30:.0f} GiB, {100 * RESERVED:.0f} % of it reserved; split the "
+            "model or take larger devices"
+        )
+    while needed(share) > room:
+        share /= 2
+    return share
 
 
 def _from_rate(workload: Workload, instance: Instance, batch: int, samples_per_s: float) -> float:

@@ -12,11 +12,11 @@ from functools import cache
 from importlib import resources
 
 from shoal.decide.footprint import Activations
+from shoal.decide.workload import Layer, Workload
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
 from shoal.planner.convergence import Phase
 from shoal.planner.hardware import shipped
-from shoal.planner.workload import Layer, Workload
 
 Count = Callable[[str, int | None], Workload | None]
 """Counts a recipe's model by its name and the tokens of a sample; ``None`` for an unknown name."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shoal.decide.layout import CONNECTIONS_PER_PEER, Layout
 from shoal.decide.server_assignment import SMALLEST_SHARD_BYTES
 from shoal.planner.hardware import Machines
-from shoal.planner.network import CONNECTIONS_PER_PEER, collective
+from shoal.planner.network import collective
 from shoal.planner.prediction import Part
-from shoal.planner.step_time import Layout, num_replicas, step_time
+from shoal.planner.step_time import num_replicas, step_time
 
 LATENCY_SHARE = 0.1
 STRAGGLER_SHARE = 0.05

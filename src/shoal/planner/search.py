@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.decide.batch import StagesConfig
+from shoal.decide.layout import RESERVED, Layout, footprint_of
 from shoal.decide.server_assignment import recommended_bucket_bytes
 from shoal.errors import UsageError
-from shoal.planner.device_memory import RESERVED, device_memory
 from shoal.planner.hardware import Machines, require_accelerators
 from shoal.planner.network import ALGORITHMS
 from shoal.planner.prediction import Part, Plan, Training, predict
-from shoal.planner.step_time import Layout
 
 Goal = Literal["time", "cost"]
 _STAGES = (1, 2, 4, 8, 16, 32, 64)
@@ -92,13 +91,14 @@ def _first_that_fits(part: Part, workers: Machines, shape: _Shape) -> tuple[Layo
     needed, layout = 0, None
     for number, layout in enumerate(_candidates(part, workers, shape)):
         assert layout.micro_batch is not None
-        needed = device_memory(
+        needed = footprint_of(
             part.workload,
             layout,
             micro_batch=layout.micro_batch,
+            num_micro_batches=round(part.global_batch / replicas / layout.micro_batch),
             replicas=replicas,
             precision=part.precision,
-        )
+        ).total_bytes
         if needed <= room:
             return layout, number == 0
     assert layout is not None
@@ -121,7 +121,9 @@ def _candidates(part: Part, workers: Machines, shape: _Shape) -> Iterator[Layout
     """Yield the layouts with the micro-batch of ``shoal train`` and smaller ones."""
     stages = shape.stages
     sizes = _Sizes(part.global_batch, part.micro_batch)
-    batch = StagesConfig(pipeline=stages).plan(sizes, workers.num_accelerators, section=part.section)
+    batch = StagesConfig(pipeline=stages).plan(
+        sizes, workers.num_accelerators, section=part.section, unit=part.workload.unit
+    )
     share, most = batch.worker_batch_size, batch.micro_batch_size
     for micro in range(most, 0, -1):
         if share % micro:

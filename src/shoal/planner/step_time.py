@@ -17,13 +17,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shoal.decide.server_assignment import DDP_BUCKET_BYTES
+from shoal.decide.layout import Layout
+from shoal.decide.workload import Workload, gradient_buckets
 from shoal.errors import UsageError
 from shoal.planner import pipeline_bubble
 from shoal.planner.hardware import Machines, require_accelerators
-from shoal.planner.network import CONNECTIONS_PER_PEER, Collective, capacities, collective
+from shoal.planner.network import Collective, capacities, collective
 from shoal.planner.simulate import Exchange, exchange, slowest
-from shoal.planner.workload import Workload, gradient_buckets
 
 KERNEL_S = 10e-6
 """τ at the clock of an A100: launch, ramp and tail of a kernel over a tiny tensor. Latencies are counted in
@@ -37,46 +37,6 @@ MEMORY_EFFICIENCY = 0.8
 JITTER = 0.01
 """Relative standard deviation of a worker's time. Sinha et al. (SC 2022, "Not All GPUs Are Created Equal")
 found up to 8 % between GPUs of one cluster; 1 % is ±3 σ over 6 %."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Distribution of a global batch over the accelerators.
-
-    ``tensor × stages`` accelerators hold one replica of the model; the rest is data parallel.
-    """
-
-    global_batch: int
-    micro_batch: float | None = None
-    """Samples per replica and pass; None: its whole share (no accumulation) where ``stages`` is 1."""
-    tensor: int = 1
-    """Accelerators over which each layer is split."""
-    stages: int = 1
-    """Pipeline stages."""
-    virtual: int = 1
-    """Chunks of layers on each stage's accelerators."""
-    algorithm: str = "hierarchical-ring"
-    bucket_bytes: int = DDP_BUCKET_BYTES
-    """Size of a bucket on the network."""
-    wire_bytes: int = 2
-    """Bytes of a gradient element on the network."""
-    connections: int = CONNECTIONS_PER_PEER
-    """Flows between two hosts that exchange; matters where one flow does not fill the NIC."""
-    collectives_at_once: int = 1
-    """For a ring or a tree: NCCL runs the collectives of a group in order, gloo's two threads two at a
-    time."""
-    overlap: bool = True
-    """Averaging begins during the backward pass; it cannot where each worker clips its gradients before."""
-    sharded_optimizer: bool = False
-    """Each replica updates its part of the parameters only, and sends it to the others (ZeRO-1)."""
-    scatters: bool = False
-    """With a sharded optimizer: only owners get averaged gradients, and the new weights are gathered in the
-    next forward pass, as Megatron's optimizer does."""
-
-    @property
-    def per_replica(self) -> int:
-        """Accelerators that hold one copy of the model."""
-        return self.tensor * self.stages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.decide.batch import BatchPlan
-from shoal.decide.footprint import Activations, Footprint, footprint, optimizer_state_bytes
-from shoal.decide.ownership import largest_share
-from shoal.planner.device_memory import RESERVED
+from shoal.decide.batch import BatchPlan, StagesConfig
+from shoal.decide.footprint import Activations, Footprint, optimizer_state_bytes
+from shoal.decide.layout import RESERVED, Layout, footprint_of
+from shoal.decide.workload import Workload
 from shoal.planner.hardware import Machines, require_accelerators
 from shoal.recipes import Sample
 from shoal.train.config import ServersConfig, precision_here, refuses_fp16
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from shoal.models.profile import StepProfile
+
+
+def profile_of(sample: Sample) -> StepProfile:
+    """Count a training step of a sample on the meta device."""
+    import torch
+
+    from shoal.data.loader import to_device
+    from shoal.models.profile import profile_step
+
+    model, inputs = sample.model.train(), to_device(sample.inputs, torch.device("meta"))
+    return profile_step(model, lambda: sample.loss(model, inputs), num_samples=sample.num_samples)
 
 
 def activations_of(sample: Sample, precision: str, device_type: str = "cuda") -> Activations:
@@ -113,20 +126,42 @@ def memory_of(
     """Return the memory of a worker: weights, gradients, optimizer, activations.
 
     Args:
+        batch: ``train.shard_optimizer`` and ``parallel.shard`` divide state among its workers, or replicas.
         machines: hosts of the catalog; ``None``: this one.
-        batch: ``train.shard_optimizer`` divides the optimizer's state among its workers.
-        stages: equal stages of the pipeline; each keeps as many micro-batches as there are stages.
+        stages: of the pipeline.
     """
-    share = 1.0
-    if config.train.shard_optimizer:  # the fullest worker's
-        trained = [p.nbytes for p in sample.model.parameters() if p.requires_grad]
-        share = largest_share(trained, batch.num_workers)
-    num_samples = batch.micro_batch_size * min(stages, batch.accumulation_steps)
-    return footprint(
-        sample.num_parameters / stages,
+    precision, device_type = precision_of(config, machines)
+    parallel = getattr(config, "parallel", StagesConfig())
+    return footprint_of(
+        _counted(sample, config, activations_of(sample, precision, device_type), precision, stages),
+        Layout(
+            global_batch=batch.global_batch_size,
+            stages=stages,
+            virtual=parallel.virtual_stages or 1,
+            shard=parallel.shard,
+            sharded_optimizer=config.train.shard_optimizer,
+        ),
+        micro_batch=batch.micro_batch_size,
+        num_micro_batches=batch.accumulation_steps,
+        replicas=batch.num_workers,
+        precision=precision,
+    )
+
+
+def _counted(sample: Sample, config: Any, activations: Activations, precision: str, stages: int) -> Workload:
+    """Return what memory depends on; layers are only counted where stages divide them."""
+    from shoal.models.profile import StepProfile
+    from shoal.planner.counting import weight_sizes, workload_of_profile
+
+    whole = StepProfile(layers=(("model", sample.num_parameters, 0.0),), num_operations=0, num_samples=1)
+    profile = profile_of(sample) if stages > 1 else whole
+    return workload_of_profile(
+        type(sample.model).__name__,
+        profile,
+        {precision: activations},
+        state_bytes=state_bytes(config),
+        weight_sizes=weight_sizes(sample.model),
         trainable=sample.num_trainable / sample.num_parameters,
-        state_bytes=share * state_bytes(config),
-        activations_bytes=activations_of(sample, *precision_of(config, machines)).of(num_samples, 1 / stages),
     )
 
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from shoal.data.manifest import Manifest
     from shoal.data.text.span_corruption import SpanReader
     from shoal.decide.cost import ModelCost
-    from shoal.decide.layout_search import Layout
+    from shoal.decide.layout_search import RankedLayout
     from shoal.models.t5 import T5
     from shoal.pipelining.runtime import Pipeline
     from shoal.planner.hardware import Machines
@@ -306,13 +306,13 @@ def make_model(config: T5ModelConfig, manifest: "Manifest") -> "T5":
     return new_t5(config, pad_id=manifest.pad_id, end_id=manifest.sep_id)
 
 
-def with_layout(config: T5Config, layout: "Layout") -> T5Config:
+def with_layout(config: T5Config, layout: "RankedLayout") -> T5Config:
     """Return the settings that mean ``layout``; its micro-batches replace ``train.micro_batch_size``."""
     parallel = replace(
         config.parallel,
-        pipeline=layout.pipeline,
+        pipeline=layout.layout.stages,
         data=layout.data,
-        virtual_stages=layout.num_virtual,
+        virtual_stages=layout.layout.virtual,
         micro_batches=layout.num_micro_batches,
         schedule=cast(ScheduleName, layout.choice.schedule.name),
     )
@@ -323,7 +323,9 @@ _INSTANCES = {"v100": "p3dn.24xlarge", "a100": "p4d.24xlarge", "h100": "p5.48xla
 """Hosts of the planner's catalog, by ``parallel.device``."""
 
 
-def find_layouts(config: T5Config, num_devices: int, machines: "Machines | None" = None) -> "list[Layout]":
+def find_layouts(
+    config: T5Config, num_devices: int, machines: "Machines | None" = None
+) -> "list[RankedLayout]":
     """Return the layouts that fit into memory by a cost model, the fastest first. Allocates no tensors.
 
     ``parallel.pipeline`` is fixed unless ``parallel.layout`` is ``auto``. Nothing is measured, so that the
@@ -401,7 +403,7 @@ def _cost_on(machines: "Machines", config: T5Config, num_samples: int) -> "Model
 
 
 def explain(
-    config: T5Config, layouts: "list[Layout]", num_devices: int, machines: "Machines | None" = None
+    config: T5Config, layouts: "list[RankedLayout]", num_devices: int, machines: "Machines | None" = None
 ) -> str:
     """Return the layouts of :func:`find_layouts` in words: stages, memory, timeline, predicted step."""
     from shoal.pipelining.explain import explain_layouts

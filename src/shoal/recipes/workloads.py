@@ -14,34 +14,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from shoal.decide.workload import LAMB_BYTES, MOMENTUM_BYTES, Workload
 from shoal.errors import UsageError
 from shoal.planner import api, comparison
 from shoal.planner.convergence import Phase
 from shoal.planner.recipe_workloads import Preset, catalog
-from shoal.planner.workload import LAMB_BYTES, MOMENTUM_BYTES, Workload
 from shoal.recipes import RECIPES, Sample, preset_file, script
-from shoal.recipes.memory import activations_of, state_bytes
-
-if TYPE_CHECKING:
-    from shoal.models.profile import StepProfile
+from shoal.recipes.memory import activations_of, profile_of, state_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------- counts
-
-
-def profile_of(sample: Sample) -> StepProfile:
-    """Count a training step of a sample on the meta device."""
-    import torch
-
-    from shoal.data.loader import to_device
-    from shoal.models.profile import profile_step
-
-    model, inputs = sample.model.train(), to_device(sample.inputs, torch.device("meta"))
-    return profile_step(model, lambda: sample.loss(model, inputs), num_samples=sample.num_samples)
 
 
 def flops_per_sample(sample: Sample) -> float:

@@ -7,25 +7,19 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
 from shoal.bench.step_timing import TrainResult
 from shoal.cli.app import main
-from shoal.cli.train import settings_of
-from shoal.decide.batch import BatchPlan, StagesConfig
-from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
+from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.formatting import duration
-from shoal.planner.answer import command_of
 from shoal.planner.convergence import convergence_of
-from shoal.planner.hardware import Catalog
-from shoal.recipes import script
 from shoal.recipes.bert import BertConfig
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
-from shoal.recipes.workloads import plan, preset_settings
+from shoal.recipes.workloads import plan
 from shoal.train.stopping import read_target
 
 CLUSTER = ("--cluster", "8xp3dn.24xlarge")
@@ -213,67 +207,6 @@ def test_hosts_of_a_sweep_that_do_not_divide_the_batch_are_named(
     assert typed(monkeypatch, *words) == EXIT_OK
     said = capsys.readouterr().out
     assert "3xp3dn.24xlarge: train.global_batch_size 64 does not divide over 24 workers" in said
-
-
-PRESETS = [
-    (recipe, preset)
-    for recipe in ("albert", "bert", "t5", "resnet50", "mask_rcnn")
-    for preset in script(recipe).PRESETS
-]
-CLUSTERS = [
-    f"{count}x{name}"
-    for name, instance in Catalog().instances.items()
-    if instance.accelerator
-    for count in (1, 3, 8, 64)
-]
-
-
-def batches_of(config: Any, num_workers: int) -> list[tuple[Any, BatchPlan]]:
-    """Return the sizes of each phase with their division over the workers, as the recipe divides them."""
-    parallel = getattr(config, "parallel", StagesConfig())
-    phases = getattr(config, "phases", [("train", config.train)])
-    return [(sizes, parallel.plan(sizes, num_workers, section=section)) for section, sizes in phases]
-
-
-def assert_the_command_trains_as_planned(recipe: str, preset: str, cluster: str) -> str:
-    """Compare a plan with its command's settings, or its refusal with training's; return which."""
-    try:
-        found = plan(f"{recipe}-{preset}", cluster, algorithms=["hierarchical-ring"])[0]
-    except UsageError as error:
-        if "fits on no layout" in str(error):
-            return "too large"
-        num_workers = Catalog().machines(cluster).num_accelerators
-        with pytest.raises(UsageError, match=re.escape(str(error))):
-            batches_of(preset_settings(recipe, preset), num_workers)
-        return "refused"
-    name, config = settings_of(command_of(found)[1:])
-    assert name == recipe
-    assert getattr(config, "parallel", StagesConfig()).pipeline == found.layouts[0].stages
-    batches = batches_of(config, found.workers.num_accelerators)
-    for (sizes, batch), part, step, run in zip(
-        batches, found.training.parts, found.steps, found.runs, strict=True
-    ):
-        assert (batch.global_batch_size, batch.accumulation_steps) == (part.global_batch, step.micro_batches)
-        if steps := getattr(sizes, "total_steps", None):
-            assert run.num_steps == steps
-        if length := getattr(sizes, "max_seq_length", None):
-            assert part.workload.tokens_per_sample == length
-    return "planned"
-
-
-def test_a_plan_is_what_its_command_trains() -> None:
-    every = [(*preset, cluster) for preset in PRESETS for cluster in CLUSTERS]
-    outcomes = [assert_the_command_trains_as_planned(*each) for each in Random(51).sample(every, 60)]
-    assert outcomes.count("planned") > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "preset"), PRESETS)
-def test_every_plan_is_what_its_command_trains(recipe: str, preset: str) -> None:
-    outcomes = {assert_the_command_trains_as_planned(recipe, preset, cluster) for cluster in CLUSTERS}
-    assert outcomes - {
-        "too large"
-    }  # a batch of 2 divides over no cluster of the catalog, nor does training's
 
 
 def test_a_preset_has_its_own_steps() -> None:

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
-from shoal.decide.footprint import Activations, footprint, optimizer_state_bytes
+from dataclasses import replace
+from typing import Any
+
+from shoal.decide.footprint import Activations, Footprint, optimizer_state_bytes
+from shoal.decide.layout import Layout, footprint_of
+from shoal.decide.workload import Layer, Workload
+
+WORKLOAD = Workload(
+    name="made",
+    layers=tuple(Layer(name=str(n), num_parameters=100 * n, forward_flops=1.0) for n in (1, 2, 3, 4)),
+    num_kernels=1,
+    activations={"bf16": Activations(sample_bytes=100, fixed_bytes=10)},
+    weight_sizes=((50, 2), (100, 2), (150, 2), (200, 2)),
+)
+
+
+def of(made: Workload, replicas: int = 1, **layout: Any) -> Footprint:
+    """The memory of a device, with four micro-batches of three samples."""
+    return footprint_of(
+        made,
+        Layout(global_batch=12 * replicas, **layout),
+        micro_batch=3,
+        num_micro_batches=4,
+        replicas=replicas,
+        precision="bf16",
+    )
 
 
 def test_the_sum_for_each_kind_of_optimizer() -> None:
     for optimizer, state in (("adamw", 8_000), ("sgd", 4_000), ("adafactor", 40)):
-        found = footprint(1_000, state_bytes=optimizer_state_bytes(optimizer), activations_bytes=500)
-        assert (found.optimizer_bytes, found.total_bytes) == (state, 8_000 + state + 500)
+        made = replace(WORKLOAD, state_bytes=optimizer_state_bytes(optimizer))
+        assert (of(made).optimizer_bytes, of(made).total_bytes) == (state, 8_000 + state + 310)
+
+
+def test_what_a_layout_divides() -> None:
+    """Of four layers with 100, 200, 300 and 400 numbers, and weights of half of each."""
+    assert of(WORKLOAD, 4, sharded_optimizer=True).optimizer_bytes == 8 * 250  # 200 + 50, or 150 + 100
+    whole = of(WORKLOAD, 4, shard=True)
+    assert (whole.weights_bytes, whole.gradients_bytes, whole.optimizer_bytes) == (5_000, 5_000, 2_000)
+    halves = of(WORKLOAD, 2, stages=2)  # equal FLOPs: two layers each, 700 numbers in the second
+    assert (halves.weights_bytes, halves.optimizer_bytes) == (2_800, 5_600)
+    assert halves.activations_bytes == (10 + 2 * 3 * 100) / 2
+    assert of(replace(WORKLOAD, trainable=0.1)).gradients_bytes == 400
 
 
 def test_copies_of_weights_count_once_for_any_number_of_samples() -> None:

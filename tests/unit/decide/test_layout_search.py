@@ -173,7 +173,7 @@ def test_averaging_begins_when_a_rank_is_done_and_tied_weights_come_first():
 def test_a_model_that_fits_one_device_is_only_replicated():
     layouts = choose_layout(blocks(8), 4, Memory(limit_bytes=10**6), global_batch_size=16)
     best = layouts[0]
-    assert (best.pipeline, best.data, best.num_micro_batches) == (1, 4, 4)
+    assert (best.layout.stages, best.data, best.num_micro_batches) == (1, 4, 4)
     assert best.step_s == pytest.approx(4 * 8 * 0.03)
     assert best.reason.startswith("the fastest that fits: 0.0 % idle, 0.0 % of the step averaging gradients")
     assert [layout.step_s for layout in layouts] == sorted(layout.step_s for layout in layouts)
@@ -186,21 +186,21 @@ def test_slow_averaging_turns_replicas_into_a_pipeline():
     best = choose_layout(
         cost, 4, Memory(limit_bytes=10**9), global_batch_size=16, conditions=Conditions(link=link)
     )[0]
-    assert best.pipeline == 4
+    assert best.layout.stages == 4
     fast = choose_layout(
         cost, 4, Memory(limit_bytes=10**9), global_batch_size=16, conditions=Conditions(link=link),
         data_link=Link(bytes_per_s=10**12),
     )[0]  # fmt: skip
-    assert fast.pipeline == 1
+    assert fast.layout.stages == 1
 
 
 def test_memory_decides_the_pipeline_and_every_figure_is_that_of_the_layout():
     cost = blocks(16, parameter_bytes=1000, saved_bytes=10)
     memory = Memory(limit_bytes=20_000)  # of 64,000 for the whole state: four ranks at least
     layouts = choose_layout(cost, 8, memory, global_batch_size=32, micro_batch_size=2)
-    assert {layout.pipeline for layout in layouts} <= {4, 8}
+    assert {layout.layout.stages for layout in layouts} <= {4, 8}
     for layout in layouts:
-        assert layout.pipeline * layout.data == 8
+        assert layout.layout.stages * layout.data == 8
         assert layout.num_micro_batches * layout.data * layout.micro_batch_size == 32
         assert 0 <= layout.spare_bytes == memory.limit_bytes - max(layout.choice.rank_bytes)
         assert layout.stages == stage_costs(cost, layout.choice.cuts)
@@ -222,7 +222,7 @@ def test_pipelines_can_be_given():
     layouts = choose_layout(
         blocks(16), 8, Memory(limit_bytes=10**9), global_batch_size=16, pipelines=(4,), num_layouts=3
     )
-    assert {(layout.pipeline, layout.data) for layout in layouts} == {(4, 2)}
+    assert {(layout.layout.stages, layout.data) for layout in layouts} == {(4, 2)}
     assert re.fullmatch(
         r"pipeline 4 × data 2, 4 stages per rank, 8 micro-batches of 1, interleaved", str(layouts[0])
     )

@@ -15,10 +15,11 @@ from shoal.bench.comm_results import CollectiveRow, write_json
 from shoal.bench.comm_results import HostNetwork as CommNetwork
 from shoal.bench.step_timing import KIND, TrainResult
 from shoal.cli.plan import Request, plan
+from shoal.decide.layout import Layout
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
 from shoal.planner.calibration import TRAIN_KIND, MeasuredComm, MeasuredTrain, read_measured
-from shoal.planner.step_time import Layout, step_time
+from shoal.planner.step_time import step_time
 
 RESULT = TrainResult(
     recipe="made",

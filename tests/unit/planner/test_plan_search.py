@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from plan_made import hosts, model
+from shoal.decide.layout import Layout
 from shoal.errors import UsageError
 from shoal.planner.answer import best_of_each, helpers_sentence, reason
 from shoal.planner.convergence import Convergence
@@ -14,7 +15,6 @@ from shoal.planner.hardware import Machines
 from shoal.planner.prediction import Part, Training, run_time
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.search import layouts_of, search
-from shoal.planner.step_time import Layout
 
 TABLE = Convergence(
     name="made",

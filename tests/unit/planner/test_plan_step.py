@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from plan_made import hosts, ideal, model
+from shoal.decide.layout import Layout
+from shoal.decide.workload import gradient_buckets
 from shoal.errors import UsageError
-from shoal.planner.device_memory import largest_micro_batch
+from shoal.planner.prediction import largest_micro_batch
 from shoal.planner.simulate import slowest
-from shoal.planner.step_time import Layout, achieved_flops_for, step_time
-from shoal.planner.workload import gradient_buckets
+from shoal.planner.step_time import achieved_flops_for, step_time
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.models.text_config import BertModelConfig
 from shoal.planner.counting import workload_of_entry, workload_of_function
 from shoal.planner.hardware import shipped
 from shoal.planner.recipe_workloads import catalog, workload
-from shoal.planner.workload import Workload
 from shoal.recipes import workloads
 
 

@@ -166,13 +166,13 @@ def test_a_layout_is_found_explained_and_settled() -> None:
     sections = {"model": sizes, "train": {"micro_batch_size": 4, "global_batch_size": 32}}
     config = preset("tiny", **sections, parallel=parallel)
     whole = find_layouts(config, 2)
-    assert (whole[0].pipeline, whole[0].data) == (1, 2)
+    assert (whole[0].layout.stages, whole[0].data) == (1, 2)
     counted = activations_of(sample(config), "fp32").of(4)  # the preset's precision, as in a plan
     assert sum(stage.saved_bytes for stage in whole[0].stages) == pytest.approx(counted, rel=1e-3)
     limit = int(0.9 * max(whole[0].choice.rank_bytes))
     tight = preset("tiny", **sections, parallel={**parallel, "memory": str(limit)})
     layouts = find_layouts(tight, 2)
-    assert layouts[0].pipeline == 2 and max(layouts[0].choice.rank_bytes) <= limit
+    assert layouts[0].layout.stages == 2 and max(layouts[0].choice.rank_bytes) <= limit
     batch = plan(with_layout(tight, layouts[0]), 2)
     assert (batch.num_workers, batch.micro_batch_size, batch.accumulation_steps) == (1, 4, 8)
     with pytest.raises(UsageError, match="no layout of 2 devices"):
