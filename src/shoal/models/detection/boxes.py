@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-Weights = tuple[float, float, float, float]
+Weights = tuple[float, float]
+"""Factors of the shifts and of the growths of a box."""
 
 _MAX_GROWTH = math.log(1000 / 16)
 """torchvision's limit before the exponential, which keeps it finite."""
@@ -52,9 +53,8 @@ def encode(boxes: Tensor, anchors: Tensor, weights: Weights) -> Tensor:
     sides, centres = high - low, low + 0.5 * (high - low)
     wanted_sides = boxes[..., 2:] - boxes[..., :2]
     wanted_centres = boxes[..., :2] + 0.5 * wanted_sides
-    scale = torch.tensor(weights, dtype=boxes.dtype, device=boxes.device)
-    shifts = scale[:2] * (wanted_centres - centres) / sides
-    return torch.cat([shifts, scale[2:] * torch.log(wanted_sides / sides)], dim=-1)
+    shifts = weights[0] * (wanted_centres - centres) / sides
+    return torch.cat([shifts, weights[1] * torch.log(wanted_sides / sides)], dim=-1)
 
 
 def decode(deltas: Tensor, anchors: Tensor, weights: Weights) -> Tensor:
@@ -62,8 +62,7 @@ def decode(deltas: Tensor, anchors: Tensor, weights: Weights) -> Tensor:
     anchors = anchors.to(deltas.dtype)
     sides = anchors[..., 2:] - anchors[..., :2]
     centres = anchors[..., :2] + 0.5 * sides
-    scale = torch.tensor(weights, dtype=deltas.dtype, device=deltas.device)
-    shifts, growth = deltas[..., :2] / scale[:2], (deltas[..., 2:] / scale[2:]).clamp(max=_MAX_GROWTH)
+    shifts, growth = deltas[..., :2] / weights[0], (deltas[..., 2:] / weights[1]).clamp(max=_MAX_GROWTH)
     centres, half = shifts * sides + centres, 0.5 * (growth.exp() * sides)
     return torch.cat([centres - half, centres + half], dim=-1)
 
@@ -73,3 +72,8 @@ def clipped(boxes: Tensor, sizes: Tensor) -> Tensor:
     limits = sizes.flip(1).repeat(1, 2).to(boxes.dtype)
     limits = limits.view(len(sizes), *[1] * (boxes.dim() - 2), 4)
     return torch.minimum(boxes.clamp(min=0), limits)
+
+
+def rows_of(values: Tensor, index: Tensor) -> Tensor:
+    """Return the rows ``index [B, N]`` of ``values [B, M, K]``; an index below 0 is that of the first."""
+    return values.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, values.shape[2]))

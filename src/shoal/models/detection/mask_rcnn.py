@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from shoal.dropout import fold_in
 from shoal.errors import ShoalError, UsageError, did_you_mean
+from shoal.models.detection.boxes import rows_of
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.masks import paste_bitmaps, project_masks
+from shoal.models.detection.operators import has_kernels
 from shoal.models.detection.proposals import Predicted, predicted, proposal_losses, propose
 from shoal.models.detection.regions import (
     POSITIVE_FRACTION,
@@ -31,7 +33,6 @@ from shoal.models.detection.regions import (
     pool,
     region_losses,
     sample_regions,
-    sum_by_image,
     torchvision,
 )
 
@@ -100,7 +101,11 @@ class MaskRCNN(nn.Module):
         config, boxes, counts = self.config, targets["boxes"], targets["num_objects"]
         if not boxes.shape[1]:  # a batch without objects: there is none to count, but a row to index
             boxes = boxes.new_zeros(len(boxes), 1, 4)
-            targets = {**targets, "labels": counts.new_zeros(len(boxes), 1)}
+            targets = {
+                **targets,
+                "labels": counts.new_zeros(len(boxes), 1),
+                "mask_places": counts.new_zeros(len(boxes), 1, 5),
+            }
         pyramid, predicted = self._first_stage(images)
         first = proposal_losses(predicted, boxes, counts, fold_in(keys, 0), config.proposal_samples)
         proposals = propose(
@@ -109,7 +114,9 @@ class MaskRCNN(nn.Module):
         sampled = sample_regions(
             proposals, boxes, targets["labels"], counts, fold_in(keys, 1), config.region_samples
         )
-        second = region_losses(*self._classify(pyramid, sampled.regions), sampled, boxes, config)
+        row = torch.arange(len(images), device=images.device)[:, None]
+        classified = self._classify(pyramid, _regions(row, sampled.boxes))
+        second = region_losses(*classified, sampled, boxes, config)
         third = self._mask_loss(pyramid, sampled, targets) if config.masks else {}
         return {**first, **second, **third}
 
@@ -154,24 +161,29 @@ class MaskRCNN(nn.Module):
     def _mask_loss(
         self, pyramid: list[Tensor], sampled: Sampled, targets: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        rows = (sampled.labels > 0).nonzero()[:, 0]
-        regions, objects = sampled.regions[rows], sampled.objects[rows]
-        logits = self._mask_logits(pyramid, regions, sampled.labels[rows])
-        image = regions[:, 0].long()
+        """Return the mask losses of the objects.
+
+        With kernels all slots are computed, so that no size depends on values; without, those that count.
+        """
+        positives, sizes = sampled.positives, targets["sizes"]
+        there = positives.there.flatten()
+        rows = slice(None) if has_kernels(there) else there.nonzero()[:, 0]
+        image = torch.arange(len(sizes), device=sizes.device)[:, None].expand_as(positives.objects)
+        regions, image = _regions(image, positives.boxes)[rows], image.flatten()[rows]
+        logits = self._mask_logits(pyramid, regions, positives.labels.flatten()[rows])
         wanted = project_masks(
             targets["masks"],
-            targets["mask_places"][image, objects],
+            rows_of(targets["mask_places"], positives.objects).flatten(0, 1)[rows],
             image,
             regions[:, 1:],
-            targets["sizes"][image],
+            sizes[image],
             logits.shape[-1],
         )
-        losses = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(dim=(1, 2))
-        num_pixels = torch.full_like(image, logits.shape[-1] ** 2)
-        num_images = len(targets["sizes"])
+        losses = logits.new_zeros(len(there))
+        losses[rows] = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(dim=(1, 2))
         return {
-            "loss_mask": sum_by_image(losses, image, num_images),
-            "count_mask": sum_by_image(num_pixels, image, num_images),
+            "loss_mask": (losses * there).view_as(positives.there).sum(dim=1),
+            "count_mask": positives.there.sum(dim=1) * logits.shape[-1] ** 2,
         }
 
 

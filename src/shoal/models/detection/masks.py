@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoal import native
 from shoal.models.detection.boxes import without_autocast
+from shoal.models.detection.operators import has_kernels, project_on_device
 
 _MAX_VALUES = 1 << 26
 """Pixels of masks in memory at once (256 MiB); objects come in groups."""
@@ -111,6 +112,9 @@ def project_masks(
         sizes: int64 ``[N, 2]``: height and width of the image.
         size: of the result, in pixels.
     """
+    if has_kernels(boxes):
+        found: Tensor = project_on_device(masks, places, images, boxes, sizes, size)
+        return found
     out = boxes.new_empty(len(boxes), size, size)
     if not len(boxes):
         return out

@@ -5,12 +5,16 @@ Both work on all images of a batch at once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal import native
 from shoal.dropout import fold_in
 from shoal.models.detection.boxes import pairwise_iou
+from shoal.models.detection.operators import has_kernels, match_on_device
 
 BELOW_LOW = -1
 """The match of an anchor that overlaps no object by ``low``: background."""
@@ -46,6 +50,9 @@ def match_boxes(
         anchors: float32 ``[A, 4]`` for all images, or ``[B, A, 4]``.
     """
     anchors = anchors if anchors.dim() == 3 else anchors[None]
+    if has_kernels(objects):
+        found: Tensor = match_on_device(objects, num_objects, anchors, high, low, allow_low_quality)
+        return found
     num_images, num_anchors = objects.shape[0], anchors.shape[1]
     if objects.device.type == "cpu" and native.is_built() and objects.dtype == torch.float32:
         matches = torch.empty(num_images, num_anchors, dtype=torch.int64)
@@ -84,10 +91,25 @@ def _match(
     return matches
 
 
-def sample_balanced(
-    labels: Tensor, keys: Tensor, *, num_samples: int, positive_fraction: float
-) -> tuple[Tensor, Tensor]:
-    """Sample positives and negatives; return two masks, bool ``[B, A]``.
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Drawn anchors or regions of each image, in slots whose number does not depend on the draw.
+
+    The positives have the first slots, then come the negatives, then slots that hold nothing.
+    """
+
+    index: Tensor
+    """int64 ``[B, S]``; any number where there is none."""
+    there: Tensor
+    """bool ``[B, S]``."""
+    is_positive: Tensor
+    """bool ``[B, S]``."""
+    most_positive: int
+    """Slots that may hold a positive, so the first ones."""
+
+
+def sample_balanced(labels: Tensor, keys: Tensor, *, num_samples: int, positive_fraction: float) -> Samples:
+    """Sample positives and negatives.
 
     Each image gives at most ``num_samples * positive_fraction`` positives (rounded down), and negatives until
     there are ``num_samples``. The choice depends on the image's key, not on the rest of the batch.
@@ -97,19 +119,26 @@ def sample_balanced(
         keys: int64 ``[B]``, a key an image: :func:`shoal.decide.rng.random_keys` of (seed, epoch, image),
             viewed as signed.
     """
+    num_slots = min(num_samples, labels.shape[1])
+    most_positive = min(int(num_samples * positive_fraction), num_slots)
     places = torch.arange(labels.shape[1], device=labels.device)
     priority = (fold_in(keys[:, None], places) >> 2) & _PRIORITY_BITS
-    num_positives = int(num_samples * positive_fraction)
-    positive, taken = _lowest(priority, labels >= 1, torch.full_like(keys, num_positives), num_positives)
-    negative, _ = _lowest(priority, labels == 0, num_samples - taken, num_samples)
-    return positive, negative
+    positives, num_positives = _lowest(priority, labels >= 1, most_positive)
+    negatives, num_negatives = _lowest(priority, labels == 0, num_slots)
+    slot = torch.arange(num_slots, device=labels.device)
+    is_positive = slot < num_positives
+    positives = F.pad(positives, (0, num_slots - most_positive))
+    index = torch.where(is_positive, positives, negatives.gather(1, (slot - num_positives).clamp(min=0)))
+    return Samples(
+        index=index,
+        there=slot < num_positives + num_negatives,
+        is_positive=is_positive,
+        most_positive=most_positive,
+    )
 
 
-def _lowest(priority: Tensor, members: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return the ``counts [B]``, at most ``most``, members with the lowest priorities, and their number."""
-    most = min(most, members.shape[1])
-    counts = torch.minimum(counts, members.sum(dim=1))
+def _lowest(priority: Tensor, members: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the ``most`` members with the lowest priorities, and how many of them there are ``[B, 1]``."""
     nobody = torch.iinfo(torch.int64).max
     best = priority.masked_fill(~members, nobody).topk(most, dim=1, largest=False).indices
-    taken = torch.arange(most, device=members.device) < counts[:, None]
-    return torch.zeros_like(members).scatter(1, best, taken), counts
+    return best, members.sum(dim=1, keepdim=True).clamp(max=most)

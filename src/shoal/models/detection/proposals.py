@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.detection.boxes import Weights, clipped, decode, encode
+from shoal.models.detection.boxes import Weights, clipped, decode, encode, rows_of
 from shoal.models.detection.matching import BETWEEN, match_boxes, sample_balanced
 from shoal.models.detection.suppression import NO_BOX, suppress, top_places
 
-_WEIGHTS: Weights = (1.0, 1.0, 1.0, 1.0)
+_WEIGHTS: Weights = (1.0, 1.0)
 _LEAST_SIDE = 1e-3
 _BETA = 1 / 9  # where the smooth L1 loss becomes linear
 _MOST_OVERLAP = 0.7  # boxes of one level that overlap a better one by more are suppressed
@@ -79,7 +79,7 @@ def propose(predicted: Predicted, sizes: Tensor, *, most_a_level: int, most: int
         first += count
     levels = torch.stack(places, dim=1)  # [B, L, K]: only boxes of one level compete
     padding, index = levels.flatten(1) < 0, levels.flatten(1).clamp(min=0)
-    deltas = predicted.deltas.gather(1, index[..., None].expand(-1, -1, 4)).float()
+    deltas = rows_of(predicted.deltas, index).float()
     boxes = clipped(decode(deltas, predicted.anchors[index], _WEIGHTS), sizes)
     scores = predicted.logits.gather(1, index).float().sigmoid()
     too_small = ((boxes[..., 2:] - boxes[..., :2]) < _LEAST_SIDE).any(dim=-1)
@@ -89,7 +89,7 @@ def propose(predicted: Predicted, sizes: Tensor, *, most_a_level: int, most: int
         boxes.view(*by_level.shape, 4), scores.view_as(by_level), _MOST_OVERLAP, torch.zeros_like(by_level)
     )
     kept, there = top_places(scores, keep.view_as(scores), most)
-    return Proposals(boxes=boxes.gather(1, kept[..., None].expand(-1, -1, 4)), there=there)
+    return Proposals(boxes=rows_of(boxes, kept), there=there)
 
 
 def proposal_losses(
@@ -109,18 +109,24 @@ def proposal_losses(
     """
     matches = match_boxes(boxes, num_objects, predicted.anchors, high=_HIGH, low=_LOW, allow_low_quality=True)
     labels = (matches >= 0).long().masked_fill(matches == BETWEEN, -1)
-    positive, negative = sample_balanced(
-        labels, keys, num_samples=num_samples, positive_fraction=_POSITIVE_FRACTION
-    )
-    sampled = positive | negative
+    sampled = sample_balanced(labels, keys, num_samples=num_samples, positive_fraction=_POSITIVE_FRACTION)
     objectness = F.binary_cross_entropy_with_logits(
-        predicted.logits.float(), positive.float(), weight=sampled.float(), reduction="none"
+        predicted.logits.gather(1, sampled.index).float(),
+        sampled.is_positive.float(),
+        weight=sampled.there.float(),
+        reduction="none",
     )
-    image, index = positive.nonzero(as_tuple=True)
-    targets = encode(boxes[image, matches[image, index]], predicted.anchors[index], _WEIGHTS)
-    box = F.smooth_l1_loss(predicted.deltas[image, index].float(), targets, beta=_BETA, reduction="none")
+    index, is_object = (each[:, : sampled.most_positive] for each in (sampled.index, sampled.is_positive))
+    anchors = predicted.anchors[index]
+    wanted = torch.where(is_object[..., None], rows_of(boxes, matches.gather(1, index)), anchors)
+    box = F.smooth_l1_loss(
+        rows_of(predicted.deltas, index).float(),
+        encode(wanted, anchors, _WEIGHTS),
+        beta=_BETA,
+        reduction="none",
+    )
     return {
         "loss_objectness": objectness.sum(dim=1),
-        "loss_rpn_box_reg": box.new_zeros(len(boxes)).index_add(0, image, box.sum(dim=1)),
-        "count_proposal": sampled.sum(dim=1),
+        "loss_rpn_box_reg": (box.sum(dim=2) * is_object).sum(dim=1),
+        "count_proposal": sampled.there.sum(dim=1),
     }

@@ -1,6 +1,6 @@
 """Computes the second stage: pools regions from the feature pyramid, classifies and refines them.
 
-The regions of all images are the rows of one tensor: index of the image, then x1, y1, x2, y2 in its pixels.
+What is pooled are the rows of one tensor: index of the image, then x1, y1, x2, y2 in its pixels.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.errors import import_extra
-from shoal.models.detection.boxes import Weights, clipped, decode, encode
+from shoal.models.detection.boxes import Weights, clipped, decode, encode, rows_of
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.matching import BELOW_LOW, match_boxes, sample_balanced
+from shoal.models.detection.operators import has_kernels, pool_on_device
 from shoal.models.detection.proposals import Proposals
 from shoal.models.detection.suppression import NO_BOX, suppress, top_places
 
-_WEIGHTS: Weights = (10.0, 10.0, 5.0, 5.0)
+_WEIGHTS: Weights = (10.0, 5.0)
 _BETA = 1 / 9
 _SAMPLES = 2  # bilinear samples of a pooled value, along each axis
 _LEAST_SIDE = 1e-2
@@ -50,6 +51,9 @@ def pool(pyramid: Sequence[Tensor], regions: Tensor, size: int) -> Tensor:
     areas = (regions[:, 3] - regions[:, 1]) * (regions[:, 4] - regions[:, 2])
     level_of = torch.floor(_USUAL_LEVEL + torch.log2(areas.sqrt() / _USUAL_SIDE) + 1e-6)
     level_of = level_of.clamp(_FIRST_LEVEL, _FIRST_LEVEL + len(pyramid) - 1) - _FIRST_LEVEL
+    if has_kernels(regions):
+        on_device: Tensor = pool_on_device(pyramid, regions, level_of.long(), size, 1 << _FIRST_LEVEL)
+        return on_device
     out = regions.new_zeros(len(regions), pyramid[0].shape[1], size, size)
     for level, features in enumerate(pyramid):
         chosen = (level_of == level).nonzero()[:, 0]
@@ -63,14 +67,30 @@ def pool(pyramid: Sequence[Tensor], regions: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """Regions to learn from, and the object of each."""
+    """Regions of each image to learn from, in slots whose number does not depend on the draw."""
 
-    regions: Tensor
-    """float32 ``[N, 5]``."""
+    boxes: Tensor
+    """float32 ``[B, S, 4]``; a pixel in the corner where there is none."""
+    there: Tensor
+    """bool ``[B, S]``."""
     labels: Tensor
-    """int64 ``[N]``; 0: background."""
+    """int64 ``[B, S]``; 0: background."""
     objects: Tensor
-    """int64 ``[N]``: index of the object in its image; arbitrary for background."""
+    """int64 ``[B, S]``: index of the object in its image; arbitrary for background."""
+    most_positive: int
+    """Slots that may hold a region with an object, so the first ones."""
+
+    @property
+    def positives(self) -> Sampled:
+        """The slots that may hold an object."""
+        first = slice(self.most_positive)
+        return Sampled(
+            boxes=self.boxes[:, first],
+            there=self.there[:, first] & (self.labels[:, first] > 0),
+            labels=self.labels[:, first],
+            objects=self.objects[:, first],
+            most_positive=self.most_positive,
+        )
 
 
 @torch.no_grad()
@@ -91,12 +111,15 @@ def sample_regions(
     matches = match_boxes(boxes, num_objects, candidates, high=_SAME_OBJECT, low=_SAME_OBJECT)
     objects = matches.clamp(min=0)
     label = labels.gather(1, objects).masked_fill(matches == BELOW_LOW, 0).masked_fill(~there, -1)
-    positive, negative = sample_balanced(
-        label, keys, num_samples=num_samples, positive_fraction=POSITIVE_FRACTION
+    sampled = sample_balanced(label, keys, num_samples=num_samples, positive_fraction=POSITIVE_FRACTION)
+    pixel = (torch.arange(4, device=boxes.device) > 1).to(boxes.dtype)
+    return Sampled(
+        boxes=torch.where(sampled.there[..., None], rows_of(candidates, sampled.index), pixel),
+        there=sampled.there,
+        labels=label.gather(1, sampled.index).masked_fill(~sampled.there, 0),
+        objects=objects.gather(1, sampled.index),
+        most_positive=sampled.most_positive,
     )
-    image, index = (positive | negative).nonzero(as_tuple=True)
-    regions = torch.cat([image[:, None].to(candidates.dtype), candidates[image, index]], dim=1)
-    return Sampled(regions=regions, labels=label[image, index], objects=objects[image, index])
 
 
 def region_losses(
@@ -107,34 +130,30 @@ def region_losses(
     A box is learnt for the class of its object only.
 
     Args:
-        logits: ``[N, C]`` of classes, background first.
-        deltas: ``[N, C·4]`` of boxes per class.
-        sampled: the N regions.
+        logits: ``[B·S, C]`` of classes, background first.
+        deltas: ``[B·S, C·4]`` of boxes per class.
+        sampled: the regions.
         boxes: of the objects, ``[B, M, 4]``.
         config: its ``box_loss`` ``giou`` compares the boxes themselves, ``smooth_l1`` their deltas.
     """
     classifier = F.cross_entropy(
-        logits.float(), sampled.labels, label_smoothing=config.label_smoothing, reduction="none"
+        logits.float(), sampled.labels.flatten(), label_smoothing=config.label_smoothing, reduction="none"
     )
-    rows = (sampled.labels > 0).nonzero()[:, 0]
-    image = sampled.regions[:, 0].long()
-    predicted = deltas.view(len(deltas), -1, 4)[rows, sampled.labels[rows]].float()
-    regions, wanted = sampled.regions[rows], boxes[image[rows], sampled.objects[rows]]
+    positives = sampled.positives
+    by_class = deltas.view(*sampled.labels.shape, -1, 4)[:, : sampled.most_positive]
+    label = positives.labels[..., None, None].expand(-1, -1, 1, 4)
+    predicted = by_class.gather(2, label)[:, :, 0].float()
+    wanted = torch.where(positives.there[..., None], rows_of(boxes, positives.objects), positives.boxes)
     if config.box_loss == "giou":
-        box = torchvision().ops.generalized_box_iou_loss(decode(predicted, regions[:, 1:], _WEIGHTS), wanted)
+        box = torchvision().ops.generalized_box_iou_loss(decode(predicted, positives.boxes, _WEIGHTS), wanted)
     else:
-        targets = encode(wanted, regions[:, 1:], _WEIGHTS)
-        box = F.smooth_l1_loss(predicted, targets, beta=_BETA, reduction="none").sum(dim=1)
+        targets = encode(wanted, positives.boxes, _WEIGHTS)
+        box = F.smooth_l1_loss(predicted, targets, beta=_BETA, reduction="none").sum(dim=2)
     return {
-        "loss_classifier": sum_by_image(classifier, image, len(boxes)),
-        "loss_box_reg": sum_by_image(box, image[rows], len(boxes)),
-        "count_region": torch.bincount(image, minlength=len(boxes)),
+        "loss_classifier": (classifier.view_as(sampled.there) * sampled.there).sum(dim=1),
+        "loss_box_reg": (box * positives.there).sum(dim=1),
+        "count_region": sampled.there.sum(dim=1),
     }
-
-
-def sum_by_image(values: Tensor, image: Tensor, num_images: int) -> Tensor:
-    """Return the sums ``[num_images]`` of ``values [N]`` over the rows of each image."""
-    return values.new_zeros(num_images).index_add(0, image, values)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shoal import native
 from shoal.models.detection.boxes import pairwise_iou, without_autocast
+from shoal.models.detection.operators import box_overlaps, has_kernels, keep_boxes
 
 NO_BOX = float("-inf")
 """Score of padding."""
@@ -46,6 +47,9 @@ def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, classes: Tenso
     boxes = boxes.gather(1, order[..., None].expand_as(boxes))
     classes = classes.gather(1, order)
     there = scores.gather(1, order) > NO_BOX
+    if has_kernels(boxes):
+        keep = keep_boxes(box_overlaps(boxes, classes, iou_threshold), there)
+        return torch.zeros_like(keep).scatter(1, order, keep)
     group = max(1, _MAX_PAIRS // max(1, scores.shape[1] ** 2))
     parts = [
         _suppress_sorted(boxes[n : n + group], there[n : n + group], classes[n : n + group], iou_threshold)

@@ -20,7 +20,7 @@ from shoal.decide.rng import Stream, random_keys
 from shoal.models.detection import matching, suppression
 from shoal.models.detection.boxes import pairwise_iou
 from shoal.models.detection.masks import paste_bitmaps, paste_probabilities, project_masks
-from shoal.models.detection.matching import BELOW_LOW, match_boxes, sample_balanced
+from shoal.models.detection.matching import BELOW_LOW, Samples, match_boxes, sample_balanced
 from shoal.models.detection.suppression import NO_BOX, suppress, top_places
 
 LEVELS = native.simd_levels()
@@ -194,30 +194,37 @@ def keys_of(*images: int) -> Tensor:
     return torch.from_numpy(random_keys(7, Stream.EXAMPLE, np.array(images)).view(np.int64))
 
 
+def members(samples: Samples, image: int) -> tuple[list[int], list[int]]:
+    """Return the drawn positives and negatives of an image, in their order."""
+    there, positive = samples.there[image], samples.is_positive[image]
+    assert not (positive & ~there).any() and not positive[samples.most_positive :].any()
+    return samples.index[image, positive].tolist(), samples.index[image, there & ~positive].tolist()
+
+
 def test_balanced_samples() -> None:
     """As many as torchvision takes: enough of both, few positives, few negatives, nothing."""
     labels = torch.full((4, 500), -1)
     labels[0, :300], labels[0, 300:500] = 0, 2
     labels[1, :400], labels[1, 400:410] = 0, 1
     labels[2, :20], labels[2, 20:400] = 0, 3
-    positive, negative = sample_balanced(labels, keys_of(0, 1, 2, 3), num_samples=128, positive_fraction=0.3)
+    samples = sample_balanced(labels, keys_of(0, 1, 2, 3), num_samples=128, positive_fraction=0.3)
+    assert samples.index.shape == (4, 128) and samples.most_positive == 38
     theirs = BalancedPositiveNegativeSampler(128, 0.3)(list(labels))
     for n in range(4):
-        assert positive[n].sum() == theirs[0][n].sum()
-        assert negative[n].sum() == theirs[1][n].sum()
-    assert (labels[positive] >= 1).all()
-    assert (labels[negative] == 0).all()
+        positive, negative = members(samples, n)
+        assert [len(positive), len(negative)] == [int(theirs[0][n].sum()), int(theirs[1][n].sum())]
+        assert len(set(positive + negative)) == len(positive + negative)
+        assert (labels[n, positive] >= 1).all() and (labels[n, negative] == 0).all()
     again = sample_balanced(labels[1:2], keys_of(1), num_samples=128, positive_fraction=0.3)
-    assert torch.equal(again[0][0], positive[1])  # whatever else is in the batch
-    assert torch.equal(again[1][0], negative[1])
+    assert members(again, 0) == members(samples, 1)  # whatever else is in the batch
     other = sample_balanced(labels[1:2], keys_of(9), num_samples=128, positive_fraction=0.3)
-    assert not torch.equal(other[1][0], negative[1])
+    assert members(other, 0)[1] != members(samples, 1)[1]
 
 
 def test_samples_are_even() -> None:
     labels = torch.zeros(2000, 40)
-    _, negative = sample_balanced(labels, keys_of(*range(2000)), num_samples=10, positive_fraction=0.5)
-    counts = negative.sum(0).double()
+    samples = sample_balanced(labels, keys_of(*range(2000)), num_samples=10, positive_fraction=0.5)
+    counts = samples.index[samples.there].bincount().double()
     assert counts.sum() == 20_000
     # chi-square of 40 cells that are drawn without replacement, scaled to 39 degrees of freedom: 99.9 % is 72
     assert float(((counts - 500) ** 2 / 500).sum()) * 39 / 30 < 72

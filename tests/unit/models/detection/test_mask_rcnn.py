@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.detection import FasterRCNN as TheirFasterRCNN
 from torchvision.models.detection import MaskRCNN as TheirMaskRCNN
@@ -23,7 +24,7 @@ from shoal.models.detection.boxes import decode
 from shoal.models.detection.config import MaskRCNNConfig
 from shoal.models.detection.mask_rcnn import MaskRCNN, frozen_norm
 from shoal.models.detection.masks import project_masks
-from shoal.models.detection.matching import sample_balanced
+from shoal.models.detection.matching import Samples, sample_balanced
 from shoal.models.detection.regions import Sampled, region_losses
 
 CLASSES = 5
@@ -49,12 +50,23 @@ class KeyedSampler:
 
     def __call__(self, labels: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         found = [
-            sample_balanced(
-                one[None].long(), key[None], num_samples=self.num_samples, positive_fraction=self.fraction
+            drawn(
+                sample_balanced(
+                    one[None].long(), key[None], num_samples=self.num_samples, positive_fraction=self.fraction
+                ),
+                len(one),
             )
             for one, key in zip(labels, self.keys, strict=True)
         ]
         return [a[0].to(torch.uint8) for a, _ in found], [b[0].to(torch.uint8) for _, b in found]
+
+
+def drawn(samples: Samples, count: int) -> tuple[Tensor, Tensor]:
+    """Return which of ``count`` are drawn as positives and as negatives, two masks ``[B, count]``."""
+    places = F.one_hot(samples.index, count).bool()
+    positive = samples.is_positive & samples.there
+    negative = samples.there & ~positive
+    return (places & positive[..., None]).any(dim=1), (places & negative[..., None]).any(dim=1)
 
 
 BOXES_ONLY = replace(CONFIG, masks=False)
@@ -289,18 +301,25 @@ def test_projected_masks_are_roi_align_of_whole_bitmaps(group: int, monkeypatch:
 def test_giou_and_smoothed_labels() -> None:
     torch.manual_seed(0)
     boxes = torch.tensor([[[10.0, 10, 40, 50], [60, 5, 90, 30]]])
-    regions = torch.cat([torch.zeros(4, 1), boxes[0, [0, 1, 1, 0]] + torch.randn(4, 4)], dim=1)
-    sampled = Sampled(regions=regions, labels=torch.tensor([2, 3, 0, 1]), objects=torch.tensor([0, 1, 0, 0]))
-    logits, deltas = torch.randn(4, 6), torch.randn(4, 24)
+    regions = boxes[0, [0, 1, 0, 1, 1]] + torch.randn(5, 4)
+    labels, objects = torch.tensor([2, 3, 1, 0, 0]), torch.tensor([0, 1, 0, 0, 1])
+    sampled = Sampled(
+        boxes=regions[None],
+        there=torch.tensor([[True] * 4 + [False]]),
+        labels=labels[None],
+        objects=objects[None],
+        most_positive=4,
+    )
+    logits, deltas = torch.randn(5, 6), torch.randn(5, 24)
     config = MaskRCNNConfig(box_loss="giou", label_smoothing=0.1)
     found = region_losses(logits, deltas, sampled, boxes, config)
     spread = torch.full((4, 6), 0.1 / 6)
-    spread[torch.arange(4), sampled.labels] += 0.9
-    torch.testing.assert_close(found["loss_classifier"][0], -(spread * logits.log_softmax(1)).sum())
-    rows = torch.tensor([0, 1, 3])
-    predicted = decode(deltas.view(4, 6, 4)[rows, sampled.labels[rows]], regions[rows, 1:], (10, 10, 5, 5))
-    wanted = boxes[0, sampled.objects[rows]]
-    expected = generalized_box_iou_loss(predicted, wanted, reduction="sum")
+    spread[torch.arange(4), labels[:4]] += 0.9
+    torch.testing.assert_close(found["loss_classifier"][0], -(spread * logits[:4].log_softmax(1)).sum())
+    assert found["count_region"].tolist() == [4]
+    by_class = deltas.view(5, 6, 4)[torch.arange(3), labels[:3]]
+    predicted = decode(by_class, regions[:3], (10, 5))
+    expected = generalized_box_iou_loss(predicted, boxes[0, objects[:3]], reduction="sum")
     torch.testing.assert_close(found["loss_box_reg"][0], expected, rtol=1e-5, atol=1e-6)
 
 
