@@ -43,17 +43,28 @@ _NULLS_OF_UTF16 = 0.03
 """Share of nulls in UTF-16 at least, of the blanks alone; and at most among nulls at the other places."""
 _ARCHIVES = {
     b"PK\x03\x04": "a zip",
+    b"PK\x05\x06": "an empty zip",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"Rar!\x1a\x07": "a rar archive",
     b"\x1f\x8b": "compressed by gzip",
     b"BZh": "compressed by bzip2",
     b"\xfd7zXZ\x00": "compressed by xz",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\x5d\x00\x00": "compressed by lzma",
+    b"\x04\x22\x4d\x18": "compressed by lz4",
+    b"\x1f\x9d": "compressed by compress",
     b"%PDF-": "a PDF",
     b"\x89HDF": "an HDF5 file",
     b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
     b"SQLite format 3": "a database of SQLite",
+    b"{\\rtf": "an RTF document",
+    b"\xd0\xcf\x11\xe0": "a document of Microsoft Office",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"\x89PNG": "a PNG image",
+    b"\x93NUMPY": "an array of NumPy",
+    b"\x80\x04\x95": "a pickle of Python",
+    b"\x80\x05\x95": "a pickle of Python",
 }
 _TAR_MAGIC = slice(257, 262), b"ustar"
 _CPIO = re.compile(rb"07070[127][0-9A-Fa-f]{70}")

@@ -184,6 +184,39 @@ def test_text_with_nulls_and_of_other_tools(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
+    ("name", "row", "kind"),
+    [
+        ("a.jsonl", b'{"text": null}', "row whose text is null: 30 (line 2 of "),
+        ("a.txt", b"Caf\xe9. Bad.", "entry with bytes that are not UTF-8: 30 (line 2 of "),
+    ],
+)
+def test_one_article_that_is_left_says_what_is_not(name: str, row: bytes, kind: str, tmp_path: Path) -> None:
+    good = b"The ship sailed. It met a storm."
+    good = b'{"text": "%b"}' % good if name == "a.jsonl" else good
+    (tmp_path / name).write_bytes(b"\n".join([good] + [row] * 30))
+    with pytest.raises(UsageError, match=rf"has only one article .*; left out 30: {re.escape(kind)}.*; add"):
+        prepare_text(tmp_path / name, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (b"\xff\xd8\xff\xe0", "a JPEG image"),
+        (b"\x89PNG\r\n\x1a\n", "a PNG image"),
+        (b"\x93NUMPY\x01\x00", "an array of NumPy"),
+        (b"\x80\x04\x95", "a pickle of Python"),
+        (b"\x5d\x00\x00\x80\x00", "compressed by lzma"),
+        (b"\x1f\x9d\x90", "compressed by compress"),
+        (b"{\\rtf1 hello}", "an RTF document"),
+    ],
+)
+def test_other_formats_are_named_as_what_they_are(head: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(head + b"\nThe ship sailed. It met a storm." * 30)
+    with pytest.raises(UsageError, match=rf"a\.txt: its content is {words} and no text"):
+        prepare_text(tmp_path / "a.txt", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("t.tar.gz", "its content, compressed as .gz, is a tar and no text; unpack it"),

@@ -158,7 +158,9 @@ def _remedy(path: Path, kind: str) -> str:
     """Return what to do with a file that is no tar, by the words of :func:`archive_of`."""
     if kind == "a zip":
         return f"unpack it and give its folder: unzip -q {path.name} -d {path.stem}"
-    return "unpack it and give its folder" if kind else "give a folder of class folders, or a tar of it"
+    if "archive" in kind or kind.startswith("compressed"):
+        return "unpack it and give its folder"
+    return "give a folder of class folders, or a tar of it"
 
 
 def unpack(path: Path, folder: Path) -> Path:

@@ -15,6 +15,7 @@ in it. Compressed files and JSON arrays are listed as they are, and cut after th
 from __future__ import annotations
 
 import re
+import stat
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -176,8 +177,10 @@ def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool
     """Return a file with its format and size; without bytes if its content is empty."""
     plain, packing = split_packing(path.name)
     try:
-        head = peek(path, packing, _PEEK_BYTES)
         status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe may be waited for without end
+            raise UsageError(f"{path}: is neither a file nor a directory; write the text to a file first")
+        head = peek(path, packing, _PEEK_BYTES)
     except OSError as error:
         raise _unreadable(path, error) from error
     guess: Format = "wikitext" if _TITLE.search(head) else "lines" if alone else "files"
@@ -316,8 +319,6 @@ def _paths_of(source: str) -> tuple[list[Path], bool]:
                 f"{', '.join(PACKINGS)}"
             )
         return paths, False
-    if path.exists() and not path.is_file():
-        raise UsageError(f"{source}: is neither a file nor a directory; write the text to a file first")
     if path.exists() or path.is_symlink():
         return [path], True
     if has_magic(source):

@@ -244,9 +244,10 @@ def _make_job(
             special_ids(config, pretrained, name)
         sample: list[str] = []
         is_whole = False
+        bad = BadEntries(", ".join(config.sources))
         if trains or not is_more_than_sample(chunks, config.errors):
-            sample, is_whole = read_sample(chunks, config.errors)
-        held_out = held_out_rank(sample, is_whole, config.validation, config.seed)
+            sample, is_whole = read_sample(chunks, config.errors, bad)
+        held_out = held_out_rank(sample, is_whole, config.validation, config.seed, bad.summary())
         made = pretrained or tokenizer.train_tokenizer(
             "unigram" if config.tokenizer == "unigram" else "wordpiece",
             training_sentences(sample, unknown_word),
@@ -368,17 +369,16 @@ def too_short(manifest: Manifest) -> str:
     )
 
 
-def read_sample(chunks: Sequence[Chunk], errors: Errors) -> tuple[list[str], bool]:
+def read_sample(chunks: Sequence[Chunk], errors: Errors, bad: BadEntries) -> tuple[list[str], bool]:
     """Read the first articles of evenly spaced chunks, about 10 million characters in all.
 
-    The second value is true if the source has no others.
+    The second value is true if the source has no others. ``bad`` counts what cannot be used.
 
     Raises:
         UsageError: there is no article, or a chunk cannot be read (see ``read_articles``).
     """
     num_places = min(len(chunks), _SAMPLE_CHARACTERS // _PART_CHARACTERS)
     articles: list[str] = []
-    bad = BadEntries(chunks[0][0].file.name)
     is_whole = num_places == len(chunks)
     room = 0
     for part in range(num_places):
@@ -423,13 +423,15 @@ def is_more_than_sample(chunks: Sequence[Chunk], errors: Errors) -> bool:
     return characters * num_bytes > _MORE_THAN_SAMPLE * _SAMPLE_CHARACTERS * sum(map(size, some))
 
 
-def held_out_rank(articles: Sequence[str], is_whole: bool, validation: float, seed: int) -> float:
+def held_out_rank(
+    articles: Sequence[str], is_whole: bool, validation: float, seed: int, left_out: str = ""
+) -> float:
     """Return the greatest ``article_rank`` of the validation split; -1 if nothing is held out.
 
     If ``articles`` are the whole source, the fraction is exact and the split never empty.
 
     Raises:
-        UsageError: there is only one article.
+        UsageError: there is only one article, beside what was ``left_out``.
     """
     if validation == 0:
         return -1.0
@@ -439,7 +441,7 @@ def held_out_rank(articles: Sequence[str], is_whole: bool, validation: float, se
     if len(ranks) < 2:
         raise UsageError(
             "the source has only one article (or copies of one), so none can be held out for validation; "
-            "add articles, choose another --format, or pass --validation 0"
+            f"{left_out and f'{left_out}; '}add articles, choose another --format, or pass --validation 0"
         )
     num_held_out = min(max(1, round(validation * len(ranks))), len(ranks) - 1)
     return ranks[num_held_out - 1]

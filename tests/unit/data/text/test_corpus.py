@@ -317,7 +317,7 @@ def test_bad_sources_are_named(tmp_path: Path) -> None:
         (tmp_path / "missing.txt", "no such file"),
         (tmp_path / "*.none", "no file fits"),
         (tmp_path / "bare", "no file in this directory"),
-        (tmp_path / "broken.txt", "cannot be read: No such file"),
+        (tmp_path / "broken.txt", "it is a link to .*nowhere, where nothing is; mend the link"),
         (tmp_path / "pipe", "neither a file nor a directory"),
         (empty, "is empty"),
     ]:
@@ -326,6 +326,10 @@ def test_bad_sources_are_named(tmp_path: Path) -> None:
         assert str(source) in str(caught.value)
     with pytest.raises(UsageError, match="no source"):
         find_files([], "auto")
+    os.mkfifo(tmp_path / "bare" / "pipe.txt")
+    for source in (tmp_path / "bare", tmp_path / "bare" / "*"):
+        with pytest.raises(UsageError, match=r"pipe\.txt: is neither a file nor a directory; write"):
+            find_files([str(source)], "auto")
 
 
 def test_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
