@@ -369,7 +369,9 @@ def too_short(manifest: Manifest) -> str:
     )
 
 
-def read_sample(chunks: Sequence[Chunk], errors: Errors, bad: BadEntries) -> tuple[list[str], bool]:
+def read_sample(
+    chunks: Sequence[Chunk], errors: Errors, bad: BadEntries | None = None
+) -> tuple[list[str], bool]:
     """Read the first articles of evenly spaced chunks, about 10 million characters in all.
 
     The second value is true if the source has no others. ``bad`` counts what cannot be used.
@@ -379,6 +381,7 @@ def read_sample(chunks: Sequence[Chunk], errors: Errors, bad: BadEntries) -> tup
     """
     num_places = min(len(chunks), _SAMPLE_CHARACTERS // _PART_CHARACTERS)
     articles: list[str] = []
+    bad = bad or BadEntries(chunks[0][0].file.name)
     is_whole = num_places == len(chunks)
     room = 0
     for part in range(num_places):
