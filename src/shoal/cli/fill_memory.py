@@ -5,16 +5,18 @@ For ``shoal bench train RECIPE --fill-memory``, and for recipes with ``--train.m
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal import formatting
 from shoal.bench.step_timing import TrainBench
+from shoal.comm.store import NAME, Rule
 from shoal.decide.batch import StagesConfig, largest_divisor
 from shoal.decide.largest import MOST, largest_that_fits
 from shoal.env.machine import num_gpus
@@ -24,6 +26,9 @@ from shoal.json_text import parse_json
 from shoal.recipes.start import Launch
 from shoal.train.config import as_tree, load_toml, parse_bytes, to_toml
 from shoal.train.run_dir import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from shoal.launch.host_rendezvous import HostGroup
 
 SPARE = 0.1
 """Part of the memory that stays free: for fragments, and for longer samples than the trial's."""
@@ -136,6 +141,9 @@ class _Trials:
 # ---- recipes ---------------------------------------------------------------------------------------------
 
 AUTO = "auto"
+_SIZE: Rule = {"size": range(1 << 31), "begun": range(2), "name": NAME}
+_TRIALS_DEADLINE_S = 3600.0
+"""Time for the slowest host to find its size."""
 
 
 def with_known_batches(
@@ -148,55 +156,133 @@ def with_known_batches(
 ) -> tuple[Any, list[str]]:
     """Return settings and command of a recipe with numbers in place of each micro-batch size ``auto``.
 
-    A run that continues keeps its size. A dry run measures nothing and takes the default.
+    A run that continues keeps its size. A dry run measures nothing and takes the default. On several hosts
+    the settings have the largest sizes, and the command keeps ``auto``: :func:`settle_for` has the rest.
 
     Args:
         check: raises if the settings, here with the largest micro-batches, cannot train on so many workers;
             called before any trial.
 
     Raises:
-        UsageError: several hosts, which would find different sizes; a layout that is searched for; no GPU,
-            and no memory is named.
+        UsageError: emulated hosts; a layout that is searched for, or with more stages than a host has
+            workers; no GPU, and no memory is named.
         ShoalError: a trial failed, or not even one sample fits.
     """
-    sections = [
-        field.name
-        for field in fields(config)
-        if getattr(getattr(config, field.name), "micro_batch_size", None) == AUTO
-    ]
+    sections = _open_sections(config)
     if not sections:
         return config, command
-    if launch.nnodes > 1 or launch.on != "local":
+    parallel, num_hosts, num_local = getattr(config, "parallel", None), *launch.counts()
+    if launch.on != "local":
         raise UsageError(
-            f"{sections[0]}.micro_batch_size auto is for one host: on several give the number that "
-            f"`shoal bench train {recipe} --fill-memory` finds on one of them"
+            f"{sections[0]}.micro_batch_size auto does not go with --on {launch.on}, whose hosts share one "
+            f"memory: give the number that `shoal bench train {recipe} --fill-memory` finds"
         )
-    parallel = getattr(config, "parallel", None)
     if parallel and parallel.is_searched:
         raise UsageError(
             f"parallel.layout auto chooses the micro-batch too: leave {sections[0]}.micro_batch_size out"
+        )
+    if parallel and parallel.pipeline > num_local:
+        raise UsageError(
+            f"{sections[0]}.micro_batch_size auto tries sizes on each host alone, which has {num_local} of "
+            f"the {parallel.pipeline} workers of a pipeline: give a number"
         )
     changes = {name: _with_default(getattr(config, name)) for name in sections}
     if launch.dry_run:
         print(f"{', '.join(sections)}: the micro-batch is found when the run starts; below is the default")
         return replace(config, **changes), command
-    num_workers = launch.workers or num_gpus() or 1
+    num_workers = num_hosts * num_local
     for name, section in changes.items():
         _, most = share_and_limit(section.global_batch_size, parallel, num_workers)
         changes[name] = replace(section, micro_batch_size=most)
     check(replace(config, **changes), num_workers)
+    known = replace(config, **changes)
+    is_new = any(_size_before(config.run.dir, section) is None for section in sections)
+    if is_new and worker_memory() is None and is_on_cpu(config):
+        raise UsageError(
+            f"{sections[0]}.micro_batch_size auto without a GPU needs the memory of a worker: set "
+            f"{MEMORY}=8GB, or give a number"
+        )
+    if num_hosts > 1:
+        return known, command
     for section in sections:
-        size = _size_before(config.run.dir, section)
-        if size is None and worker_memory() is None and is_on_cpu(config):
-            raise UsageError(
-                f"{section}.micro_batch_size auto without a GPU needs the memory of a worker: set "
-                f"{MEMORY}=8GB, or give a number"
-            )
-        size = size or _largest_size(recipe, replace(config, **changes), preset, section, num_workers)
+        size = _size_before(config.run.dir, section) or _largest_size(
+            recipe, known, preset, section, num_workers=num_workers, num_local=num_local
+        )
         changes[section] = replace(changes[section], micro_batch_size=size)
-        option = f"--{section}.micro-batch-size"
-        command = [*without(command, option), option, str(size)]
-    return replace(config, **changes), command
+        known, command = replace(config, **changes), _with_size(command, section, size)
+    return known, command
+
+
+def settle_for(
+    recipe: str, config: Any, known: Any, launch: Launch, preset: str, command: list[str]
+) -> Callable[[HostGroup], list[str]] | None:
+    """Return the function by which several hosts agree on micro-batch sizes that are ``auto``, if any are.
+
+    It tries sizes on this host, and returns the command with the least size of all hosts. A run that
+    continues keeps its size, which only the hosts that see its folder know.
+
+    Args:
+        config: the settings as given.
+        known: those of :func:`with_known_batches`.
+    """
+    sections = _open_sections(config)
+    if launch.nnodes == 1 or not sections:
+        return None
+    num_hosts, num_local = launch.counts()
+
+    def settle(group: HostGroup) -> list[str]:
+        settled, settings = command, known
+        for section in sections:
+            begun, error = _size_before(config.run.dir, section), None
+            try:
+                size = begun or _largest_size(
+                    recipe, settings, preset, section, num_workers=num_hosts * num_local, num_local=num_local
+                )
+            except ShoalError as caught:  # the others end too
+                size, error = 0, caught
+            own = {"size": size, "begun": int(begun is not None), "name": os.uname().nodename}
+            found = group.all_values(f"micro-batch/{section}", own, _SIZE, deadline_s=_TRIALS_DEADLINE_S)
+            if error is not None:
+                raise error
+            size = least_size(found, section)
+            print(f"{section}.micro_batch_size {size}: the least of {num_hosts} hosts", flush=True)
+            changed = replace(getattr(settings, section), micro_batch_size=size)
+            settings, settled = replace(settings, **{section: changed}), _with_size(settled, section, size)
+        return settled
+
+    return settle
+
+
+def least_size(found: Sequence[Mapping[str, Any]], section: str) -> int:
+    """Return the size of a run that continues, if a host knows it, else the least of all hosts.
+
+    Args:
+        found: of each host its name, its ``size`` (0: none was found), and whether the run there has it.
+
+    Raises:
+        ShoalError: a host found none.
+    """
+    begun = [int(each["size"]) for each in found if each["begun"]]
+    least = min(found, key=lambda each: int(each["size"]))
+    if not begun and not least["size"]:
+        raise ShoalError(
+            f"{section}.micro_batch_size auto could not be found on host {least['name']}, see its output"
+        )
+    return min(begun) if begun else int(least["size"])
+
+
+def _open_sections(config: Any) -> list[str]:
+    """Return the sections of the settings whose micro-batch is ``auto``."""
+    return [
+        field.name
+        for field in fields(config)
+        if getattr(getattr(config, field.name), "micro_batch_size", None) == AUTO
+    ]
+
+
+def _with_size(command: Sequence[str], section: str, size: int) -> list[str]:
+    option = f"--{section}.micro-batch-size"
+    return [*without(command, option), option, str(size)]
 
 
 def _with_default(section: Any) -> Any:
@@ -228,15 +314,22 @@ def share_and_limit(
     return share, max(limit, 1)
 
 
-def _largest_size(recipe: str, config: Any, preset: str, section: str, num_workers: int) -> int:
-    """Return the largest divisor of a worker's share that fits into memory."""
+def _largest_size(
+    recipe: str, config: Any, preset: str, section: str, *, num_workers: int, num_local: int
+) -> int:
+    """Return the largest divisor of a worker's share that fits into memory.
+
+    Args:
+        num_workers: of the whole job.
+        num_local: workers of this host, with which sizes are tried.
+    """
     parallel, sizes = getattr(config, "parallel", None), getattr(config, section)
     share, limit = share_and_limit(sizes.global_batch_size, parallel, num_workers)
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         settings, out = Path(folder) / "settings.toml", Path(folder) / "result.json"
         settings.write_text(to_toml(as_tree(config)), encoding="utf-8")
         options = ["--preset", preset, "--config", str(settings), "--json", str(out), "--steps", "1"]
-        options += ["--workers", str(num_workers), "--fill-memory", "--batch", str(limit)]
+        options += ["--workers", str(num_local), "--fill-memory", "--batch", str(limit)]
         if not parallel or parallel.pipeline == 1:
             options += ["--accumulate", "2"]
         if section.startswith("phase"):

@@ -290,18 +290,20 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     run_name = run.name or (run.dir.name if run.dir else default)
     config = replace(config, run=replace(run, name=run_name, dir=run.dir or Path("runs") / run_name))
     read_target(config.run.until, config.scores)  # a name that is not known is refused before workers start
-    command = this_command()
+    command, settle = this_command(), None
     if worker_env() is None:
-        from shoal.cli.fill_memory import with_known_batches  # --help does without it
+        from shoal.cli.fill_memory import settle_for, with_known_batches  # --help does without them
 
+        given = config
         config, command = with_known_batches(
             name,
-            config,
+            given,
             launch,
             preset,
             command,
             check=lambda tried, num_workers: module.check(tried, num_workers, None),
         )
+        settle = settle_for(name, given, config, launch, preset, command)
     return start(
         launch,
         command=command,
@@ -311,6 +313,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
             f"backend      {_planned_backend(config, launch, num_workers)}",
         ],
         work=lambda worker: main_of(name, config)(config, worker),
+        settle=settle,
     )
 
 

@@ -75,6 +75,31 @@ class HostGroup:
     resources: ExitStack
     """The connection, and on the leader's host the servers."""
 
+    def all_values(
+        self, name: str, value: dict[str, Any], rule: Rule, *, deadline_s: float
+    ) -> list[dict[str, Any]]:
+        """Publish a value of this host, and return those of all hosts, by rank.
+
+        Args:
+            name: not used before.
+            rule: of a value.
+
+        Raises:
+            ShoalError: a value was not written by a launcher of this job, or did not come in time; or a
+                signal asked to stop.
+        """
+        until, values = time.monotonic() + deadline_s, []
+        prefix = f"{name}/{self.signed.challenge}"
+        self.signed.put(f"{prefix}/{self.rank}", value)
+        for rank in range(self.num_hosts):
+            while not self.store.check([key := f"{prefix}/{rank}"]):
+                _unless(self.signed.stopped)
+                if time.monotonic() > until:
+                    raise ShoalError(f"host {rank} of {self.num_hosts} gave no {name} in {deadline_s:g} s")
+                time.sleep(_POLL_S)
+            values.append(self.signed.read(key, rule, self.signed.name_of(key)))
+        return values
+
     def cause(self, exit_code: int, text: str) -> tuple[int, str]:
         """Publish the end of this host, and return the exit code and text of the failure that caused it.
 
@@ -301,7 +326,7 @@ class _HostRecords(SignedStore):
         self.store, self.address = store, address
         self.challenge = ""
         """The leader's, once it is known."""
-        self._until, self._stopped, self._num_hosts = until, stopped, num_hosts
+        self._until, self.stopped, self._num_hosts = until, stopped, num_hosts
 
     def get(self, key: str, rule: Rule) -> dict[str, Any]:
         """Wait for a record and return it.
@@ -311,7 +336,7 @@ class _HostRecords(SignedStore):
         """
         tell_at = time.monotonic() + _TELL_S
         while not self.store.check([key]):
-            _unless(self._stopped)
+            _unless(self.stopped)
             tell_at = _tell(tell_at, self._missing)
             if time.monotonic() > self._until:
                 self.store.wait([key], timedelta(milliseconds=1))  # raises

@@ -62,6 +62,7 @@ def launch(
     failure_file: Path | None = None,
     helpers_wait: bool = False,
     usr2_is_term: bool = False,
+    settle: Callable[[HostGroup], Sequence[str]] | None = None,
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
@@ -87,6 +88,7 @@ def launch(
         failure_file: file for the text of a failure, which is shown too.
         helpers_wait: helpers connect to ``rdzv`` too, even with one host, and end with the launchers.
         usr2_is_term: SIGUSR2 is mpirun's way to ask for the end; workers get SIGTERM.
+        settle: on several hosts, returns the command once they have met: what all of them have to agree on.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -117,6 +119,8 @@ def launch(
                 "TORCHELASTIC_RUN_ID": run_id,
                 "TORCHELASTIC_USE_AGENT_STORE": str(nnodes > 1),
             }
+            if group is not None and settle is not None:
+                command = settle(group)
             first = group.rank * num_workers if group else 0
             master = _LOOPBACK, _free_port()
             if group is not None and nnodes > 1:

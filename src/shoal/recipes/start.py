@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -19,6 +19,9 @@ from shoal.launch.emulated_job import Hosts
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
 from shoal.train.config import required
 from shoal.train.run_dir import require_free, require_writable
+
+if TYPE_CHECKING:
+    from shoal.launch.host_rendezvous import HostGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,7 @@ def start(
     run_dir: Path,
     describe: Callable[[int], list[str]],
     work: Callable[[WorkerEnv], int],
+    settle: Callable[[HostGroup], Sequence[str]] | None = None,
 ) -> int:
     """Do a worker's work if this process is one, else start the workers; return the exit code.
 
@@ -100,6 +104,7 @@ def start(
         run_dir: the run's directory; the workers' output goes into its folder ``logs``.
         describe: checks the settings for a number of workers, and returns the lines of a dry run.
         work: what a worker does, given its environment.
+        settle: as for :func:`shoal.launch.local.launch`.
 
     Raises:
         UsageError: settings that cannot work together or with the data, or a job that uses ``run_dir``.
@@ -127,4 +132,11 @@ def start(
     log_dir = run_dir / "logs"
     if options.on == "emulated":
         return launch_emulated(command, options.emulated, workers_per_host=num_local, log_dir=log_dir)
-    return launch(command, num_workers=num_local, nnodes=options.nnodes, rdzv=options.rdzv, log_dir=log_dir)
+    return launch(
+        command,
+        num_workers=num_local,
+        nnodes=options.nnodes,
+        rdzv=options.rdzv,
+        log_dir=log_dir,
+        settle=settle,
+    )

@@ -9,15 +9,20 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.bench.step_timing import TrainBench
-from shoal.cli.fill_memory import find_largest, share_and_limit, with_known_batches
+from shoal.cli.fill_memory import find_largest, least_size, settle_for, share_and_limit, with_known_batches
+from shoal.comm.tcp_store import listening_socket
 from shoal.decide.batch import plan_batch
 from shoal.errors import ShoalError, UsageError
+from shoal.launch.emulated_job import Hosts
+from shoal.launch.host_rendezvous import HostGroup, join_hosts
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
 from shoal.recipes.start import Launch
@@ -118,11 +123,15 @@ def test_sizes_that_need_no_trial(tmp_path: Path, capsys: pytest.CaptureFixture[
     boxes = MaskRCNNTrainConfig()
     auto = replace(boxes, train=replace(boxes.train, micro_batch_size="auto"))
     assert with_known_batches("mask_rcnn", auto, Launch(dry_run=True), "tiny", words) == (boxes, words)
-    with pytest.raises(
-        UsageError, match="auto is for one host: on several give the number that `shoal bench"
-    ):
-        with_known_batches("resnet50", config, Launch(nnodes=2, rdzv="a:1"), "tiny", words)
+    emulated = Launch(on="emulated", emulated=Hosts(hosts=2))
+    with pytest.raises(UsageError, match="auto does not go with --on emulated, whose hosts share one memory"):
+        with_known_batches("resnet50", config, emulated, "tiny", words)
     t5 = T5Config()
+    pipeline = replace(
+        t5, train=replace(t5.train, micro_batch_size="auto"), parallel=ParallelConfig(pipeline=4)
+    )
+    with pytest.raises(UsageError, match="each host alone, which has 2 of the 4 workers of a pipeline"):
+        with_known_batches("t5", pipeline, Launch(nnodes=2, workers=2), "tiny", words)
     searched = replace(
         t5, train=replace(t5.train, micro_batch_size="auto"), parallel=ParallelConfig(layout="auto")
     )
@@ -135,6 +144,60 @@ def test_sizes_that_need_no_trial(tmp_path: Path, capsys: pytest.CaptureFixture[
     again, changed = with_known_batches("resnet50", config, Launch(), "tiny", words)
     assert again.train.micro_batch_size == 24
     assert changed == ["shoal", "train", "resnet50", "--train.micro-batch-size", "24"]
+
+
+def test_several_hosts_take_the_least_of_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts meet as those of a job; each has a memory of its own, and the shares are those of all workers."""
+    monkeypatch.setenv("SHOAL_MEMORY", "8GB")
+    words = ["shoal", "train", "resnet50", "--train.micro-batch-size", "auto"]
+    config = resnet(tmp_path, global_batch_size=96)
+    launch = Launch(nnodes=3, workers=2, rdzv="127.0.0.1:1")
+    known, same = with_known_batches("resnet50", config, launch, "tiny", words)
+    assert (known.train.micro_batch_size, same) == (16, words)  # a share of 96 / 6, all of it
+    with listening_socket("127.0.0.1", 0) as free:
+        port = int(free.getsockname()[1])
+
+    def on_host(found: int | None) -> list[str] | str:
+        group = join_hosts(
+            host="127.0.0.1", port=port, num_hosts=3, num_workers=2, secret=b"of a test", deadline_s=60
+        )
+        joined.append(group)
+        local.found = found
+        settle = settle_for("resnet50", config, known, launch, "tiny", words)
+        assert settle is not None
+        try:
+            return settle(group)
+        except ShoalError as error:
+            return str(error)
+
+    def largest(*args: object, num_workers: int, num_local: int) -> int:
+        assert (num_workers, num_local) == (6, 2)
+        if local.found is None:
+            raise ShoalError("not one fits")
+        return int(local.found)
+
+    local, joined = threading.local(), list[HostGroup]()
+    monkeypatch.setattr("shoal.cli.fill_memory._largest_size", largest)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(on_host, (16, 4, 8))) == [[*words[:3], "--train.micro-batch-size", "4"]] * 3
+        close_all(joined)
+        own, *others = pool.map(on_host, (None, 4, 8))
+        close_all(joined)
+    assert own == "not one fits"
+    assert all("auto could not be found on host" in str(each) for each in others)
+
+
+def close_all(joined: list[HostGroup]) -> None:
+    """Close the connections of the hosts, that of the leader last."""
+    for group in sorted(joined, key=lambda each: -each.rank):
+        group.resources.close()
+    joined.clear()
+
+
+def test_a_size_of_the_run_that_continues_goes_before_smaller_ones() -> None:
+    found = [{"size": 8, "begun": 1, "name": "a"}, {"size": 2, "begun": 0, "name": "b"}]
+    assert least_size(found, "train") == 8
+    assert least_size([{**each, "begun": 0} for each in found], "train") == 2
 
 
 def test_settings_are_checked_before_any_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
