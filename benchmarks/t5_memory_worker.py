@@ -9,7 +9,7 @@ import torch
 
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.models import t5 as _models  # noqa: F401  # imported before the first measurement
-from shoal.recipes import t5_classify, t5_stages  # noqa: F401
+from shoal.recipes import stages, t5_classify  # noqa: F401
 from shoal.recipes.finetuning import FinetuneRunConfig, FinetuneTrainConfig, SourceConfig
 from shoal.train.config import DistributedConfig, ParallelConfig
 

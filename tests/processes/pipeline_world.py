@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from forked import fork_process
-from pipeline_models import cases
+from pipeline_models import Case, cases
 from shoal.decide.cost import Link, ModelCost, Unit
 from shoal.pipelining import Pipeline, make_mesh, pipeline, stage_sources
 from shoal.pipelining.export_graph import ExportedGraph, export_model
@@ -40,8 +40,8 @@ Shared = dict[str, "Made"]
 class Made:
     """A model with its batch, exported for micro-batches of two rows in both modes."""
 
-    def __init__(self, name: str, dropout: float = 0.0) -> None:
-        self.model, self.batch = cases(dropout)[name]()
+    def __init__(self, case: str | Case, dropout: float = 0.0) -> None:
+        self.model, self.batch = cases(dropout)[case]() if isinstance(case, str) else case()
         part = micro_batches(self.batch, NUM_PARTS)[0]
         self.exported = {mode: export_model(self.model, part, mode) for mode in (True, False)}
         units = units_of(self.exported[True])

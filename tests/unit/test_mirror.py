@@ -27,7 +27,6 @@ RUN_BY_OTHERS = {
     "shoal.cli.pipeline": ("unit/report/test_pipeline_figure.py", '"pipeline"'),
     "shoal.cli.prepare": ("processes/test_prepare_images.py", '"prepare"'),
     "shoal.cli.prepare_text": ("processes/test_train_command.py", '"prepare", "text"'),
-    "shoal.recipes.masked_lm_stages": ("processes/test_pretrain_stages.py", "**parallel"),
 }
 
 

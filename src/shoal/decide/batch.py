@@ -257,6 +257,19 @@ class StagesConfig:
         """True if a worker holds less than the whole model."""
         return self.pipeline > 1 or self.shard
 
+    def divide(
+        self, sizes: BatchSizes, num_workers: int, *, section: str = "train", unit: str = "sequences"
+    ) -> BatchPlan:
+        """Return :meth:`plan`, or without stages and shards the division over workers.
+
+        Raises:
+            UsageError: the sizes do not divide.
+        """
+        if self.splits:
+            return self.plan(sizes, num_workers, section=section, unit=unit)
+        self.replicas(num_workers)  # parallel.data, if given, has to be right
+        return plan_batch(sizes, num_workers, section=section, unit=unit)
+
     def plan(
         self, sizes: BatchSizes, num_workers: int, *, section: str = "train", unit: str = "sequences"
     ) -> BatchPlan:

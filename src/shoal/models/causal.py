@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from transformers import (
 from shoal.dropout import SampleDropout
 from shoal.errors import UsageError
 from shoal.models.directory import load_weights, one_line, quiet_transformers
-from shoal.models.layers import recompute_layers
+from shoal.models.layers import fuse_activations, recompute_layers
 
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 """Implementations of attention in transformers."""
@@ -55,6 +55,7 @@ class CausalLM(nn.Module):
         """Take the model of transformers."""
         super().__init__()
         self.weights, self.z_loss = weights, z_loss
+        fuse_activations(weights)
         self._drops = any(dropout_rates(weights.config).values()) or any(
             module.p for module in weights.modules() if isinstance(module, nn.Dropout)
         )
@@ -113,27 +114,31 @@ class CausalLM(nn.Module):
         ).logits
         return logits
 
-    def hidden_matrices(self) -> set[nn.Parameter]:
-        """Return the matrices of the layers, without embeddings and the head, which Muon updates."""
+    def hidden_matrices(self) -> set[str]:
+        """Return the names of the layers' matrices, without embeddings and the head, which Muon updates."""
         outside = [each for each in self.weights.modules() if isinstance(each, nn.Embedding)]
         head = self.weights.get_output_embeddings()
         others = {p for each in (*outside, *([] if head is None else [head])) for p in each.parameters()}
-        return {p for p in self.weights.parameters() if p.ndim == 2 and p not in others}
+        return {name for name, p in self.named_parameters() if p.ndim == 2 and p not in others}
 
-    @torch.no_grad()
-    def check(self) -> None:
+    def check(self, leaks: Callable[[], bool] | None = None) -> None:
         """Check that documents of a block do not see each other: change the first, and compare the second.
+
+        Args:
+            leaks: compares; default: the logits of this model.
 
         Raises:
             UsageError: the model reads no ``position_ids``, or other documents see the change.
         """
-        if "position_ids" not in inspect.signature(self.weights.forward).parameters or self._leaks():
+        reads = "position_ids" in inspect.signature(self.weights.forward).parameters
+        if not reads or (leaks or self._leaks)():
             raise UsageError(
                 f"{type(self.weights).__name__} does not keep the documents of a block apart by their "
                 "position_ids; choose a model that does, as Llama, Qwen2, GPT-2 and GPT-NeoX do, or another "
                 "--model.attention"
             )
 
+    @torch.no_grad()
     def _leaks(self) -> bool:
         """Return whether the logits of the second document depend on the first."""
         device, was_training = next(self.parameters()).device, self.training
@@ -142,6 +147,30 @@ class CausalLM(nn.Module):
         second = self.eval().logits(ids, positions)[:, 2:].float()
         self.train(was_training)
         return float((second[0] - second[1]).abs().max()) > 1e-4 * float(second.abs().max())
+
+
+class MeanLoss(nn.Module):
+    """Computes the mean loss of a micro-batch, for stages; its parameters have their names in ``model``.
+
+    Args:
+        model: whose parameters it uses.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.weights = model.weights
+        self._whole = (model,)  # no child, which would rename the parameters
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, dropout_keys: Tensor
+    ) -> dict[str, Tensor]:
+        """Return ``loss``, the mean over targets, and ``sums``: of the cross-entropy, and of correct tokens.
+
+        The arguments are those of :meth:`CausalLM.forward`.
+        """
+        total, loss, num_correct = self._whole[0](input_ids, position_ids, labels, dropout_keys)
+        num_targets = (labels >= 0).sum().clamp(min=1)
+        return {"loss": total / num_targets, "sums": torch.stack([loss, num_correct.to(loss.dtype)])}
 
 
 def read_causal_config(source: Path, **changes: Any) -> PreTrainedConfig:

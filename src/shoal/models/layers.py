@@ -138,6 +138,14 @@ def fused_activation(module: Callable[[Tensor], Tensor]) -> nn.Module:
     return module
 
 
+def fuse_activations(model: nn.Module) -> None:
+    """Replace all activation functions inside a model as :func:`fused_activation` does."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, fused_activation(child))
+
+
 def recompute_layers(model: PreTrainedModel, current: Callable[[], SampleDropout | None]) -> None:
     """Recompute the layers of a model of transformers in the backward pass, with the forward pass's dropout.
 

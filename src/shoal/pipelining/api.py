@@ -17,7 +17,7 @@ from shoal.errors import UsageError, did_you_mean
 from shoal.pipelining.device_placement import move_stages, shard_stages
 from shoal.pipelining.init_meta import Initialise, init_meta
 from shoal.pipelining.loss import Batch, Count, default_count, micro_batches
-from shoal.pipelining.pipeline_plan import decide
+from shoal.pipelining.pipeline_plan import PipelinePlan, decide
 from shoal.pipelining.process_groups import make_process_groups, measure_link
 from shoal.pipelining.runtime import Pipeline, PipelineOptions
 from shoal.pipelining.stage_runner import StageRunner
@@ -87,6 +87,7 @@ def pipeline(
     whole: bool = False,
     cuts: Sequence[int] | None = None,
     cost: ModelCost | None = None,
+    plan: PipelinePlan | None = None,
     count: Count | None = None,
     seed: int = 0,
     verify: bool = False,
@@ -128,6 +129,8 @@ def pipeline(
         cuts: units at which the second, third, ... stage begins, instead of choosing them.
         cost: cost of one micro-batch. Default: measured on the device, for a model on meta with arbitrary
             weights.
+        plan: that of an earlier pipeline of this model with the same ranks and micro-batches. Default: a new
+            one, which depends on measured times; the last bits of gradients depend on it.
         count: returns the number of targets of a (micro-)batch. Default: the labels that are not -100, or the
             rows without labels.
         seed: of random operations (dropout), whose numbers do not depend on the layout.
@@ -176,7 +179,7 @@ def pipeline(
     is_whole = is_whole and modules is None and cuts is None
     virtual = (1,) if is_whole else VIRTUAL_CHOICES if virtual_stages is None else (virtual_stages,)
     source = groups.together(lambda: _source(model, example, microbatches, modules, is_whole))
-    plan = decide(
+    decided = decide(
         groups,
         lambda: cost or source.cost(own_device),
         num_micro_batches=microbatches,
@@ -190,9 +193,10 @@ def pipeline(
             memory_weight=memory_weight,
         ),
         cuts=cuts if modules is None else range(1, len(modules)),
+        given=plan,
     )
-    stages = source.stages(plan.cuts)
-    placement = plan.schedule.placement
+    stages = source.stages(decided.cuts)
+    placement = decided.schedule.placement
     used_by = users([stage.parameter_names.values() for stage in stages], placement)
     mine = [stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.rank]
     lower = _autocast(own_device, autocast)
@@ -203,9 +207,9 @@ def pipeline(
         move_stages(own_device, mine)
     if shard and data_parallel is not None and data_parallel.size() > 1:
         shard_stages(runners.values(), data_parallel, repeated(used_by), wire)
-    is_verified = verify or plan.schedule.name in SPLIT_BACKWARD
+    is_verified = verify or decided.schedule.name in SPLIT_BACKWARD
     return Pipeline(
-        plan,
+        decided,
         runners,
         used_by,
         groups,

@@ -6,7 +6,7 @@ on another machine cannot lead them to another plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,14 +56,20 @@ def decide(
     num_micro_batches: int,
     conditions: Conditions,
     cuts: Sequence[int] | None,
+    given: PipelinePlan | None = None,
 ) -> PipelinePlan:
     """Return the plan of the first rank, on all ranks. Only there ``make_cost`` is called.
+
+    Args:
+        given: there the plan, if it was decided before.
 
     Raises:
         UsageError: as :meth:`shoal.decide.autotune.ScheduleSearch.choose`, the same on all ranks.
     """
 
     def decided() -> dict[str, Any]:
+        if given is not None:
+            return asdict(given)
         cost = make_cost()
         search = ScheduleSearch(
             cost=cost,
@@ -95,7 +101,11 @@ def decide(
         )
         return asdict(plan)
 
-    read = groups.decide_first(decided)
+    return plan_of(groups.decide_first(decided))
+
+
+def plan_of(read: Mapping[str, Any]) -> PipelinePlan:
+    """Return a plan from its fields as ``asdict`` returns them, or JSON of these."""
     actions = tuple(tuple(Action(*action) for action in own) for own in read["schedule"]["actions"])
     placement = tuple(read["schedule"]["placement"])
     return PipelinePlan(

@@ -108,6 +108,8 @@ class Pipeline:
         parameters, buffers, not_saved = state_of(runners.values())
         self.module = ModelPart(parameters, buffers, aliases=aliases, not_saved=not_saved)
         self._parameters = parameters
+        is_double = any(parameter.dtype == torch.float64 for parameter in parameters.values())
+        self._loss_dtype = torch.float64 if is_double else torch.float32
         self._ties = TiedWeights(users, parameters, groups.group)
         self.wire: Any = None
         dtype = settings.wire if isinstance(settings.wire, torch.dtype) else None
@@ -160,7 +162,7 @@ class Pipeline:
             self._replicas.start(self._unreduced())
             self._replicas.finish()
             self._ties.reduce()
-            loss = (self._total(losses, of_all) / self.loss_scale).float()
+            loss = (self._total(losses, of_all) / self.loss_scale).to(self._loss_dtype)
             if self._tracer.on:
                 self._keep_trace()
         if reference is not None:
@@ -193,7 +195,9 @@ class Pipeline:
                 if last is None
                 else [weighted((loss,), weight) for loss, weight in zip(last.losses, weights, strict=True)]
             )
-            return Evaluation(self._total(losses).float(), None if last is None else list(last.outputs))
+            return Evaluation(
+                self._total(losses).to(self._loss_dtype), None if last is None else list(last.outputs)
+            )
 
     @contextmanager
     def tracing(self) -> Iterator[None]:

@@ -80,8 +80,8 @@ class Recipe:
     as ``squad-bert-large``."""
     length: str = ""
     """The setting with the tokens of a sample, such as ``data.max_seq_length``."""
-    divided: str = ""
-    """Module whose ``main`` trains a model that ``parallel`` divides, unless the script does it itself."""
+    divides: bool = False
+    """Its script has ``divide``, by which :mod:`shoal.recipes.divided` trains what ``parallel`` divides."""
     layouts: bool = False
     """Its script has ``find_layouts`` and ``explain``, for ``shoal pipeline show NAME``."""
     predict: Command | None = None
@@ -319,7 +319,7 @@ _OWN = {
         help="Pretrain ALBERT: masked LM and sentence order.",
         example="shoal train albert --preset tiny --data.path runs/text --run.dir runs/first --workers 2",
         length="data.max_seq_length",
-        divided="masked_lm_stages",
+        divides=True,
         predict=Command(
             name="fill-mask",
             module="fill_mask",
@@ -337,7 +337,7 @@ Example: `shoal predict fill-mask --model runs/first --text 'The [MASK] is on th
         help="Pretrain BERT: masked LM and next sentence, in two phases.",
         example="shoal train bert --preset tiny --data.path runs/text --run.dir runs/bert --workers 2",
         length="phase1.max_seq_length",
-        divided="masked_lm_stages",
+        divides=True,
     ),
     "t5": Recipe(
         config="T5Config",
@@ -359,6 +359,7 @@ Held-out text is scored by loss, perplexity, bits per byte and accuracy.""",
         shortcuts={"model": "model.source"},
         workload="{name}-{config.model.source}",
         length="data.block_length",
+        divides=True,
         predict=Command(
             name="lm",
             module="lm_use",
@@ -586,10 +587,9 @@ def script(name: str) -> Script:
 
 def main_of(name: str, config: Any) -> Callable[..., int]:
     """Return the function that trains with these settings, ``main(config, worker=None)``."""
-    divided = RECIPES[name].divided
-    if not divided or not config.parallel.splits:
+    if not RECIPES[name].divides or not config.parallel.splits:
         return script(name).main
-    main: Callable[..., int] = import_module(f"{__name__}.{divided}").main
+    main: Callable[..., int] = import_module(f"{__name__}.divided").main
     return main
 
 

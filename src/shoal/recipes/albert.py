@@ -169,6 +169,7 @@ def sample(config: AlbertConfig) -> Sample:
     return masked_lm.sample(config, config.data, config.train, pairs="order")
 
 
+divide = masked_lm.divide
 trial = masked_lm.trial
 
 if __name__ == "__main__":

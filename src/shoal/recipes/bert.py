@@ -301,6 +301,7 @@ def sample(config: BertConfig) -> Sample:
     return masked_lm.sample(config, phase, phase, pairs=config.pair_task)
 
 
+divide = masked_lm.divide
 trial = masked_lm.trial
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ the gradients over the workers, and leaving the step clips them and updates the 
 # Annotations are types here, not texts, and what needs torch is imported in functions: `--help` is quick.
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shoal.decide.batch import plan_batch
+from shoal.decide.batch import StagesConfig
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import HUB
@@ -46,6 +46,8 @@ from shoal.train.optim_config import MuonOptions, TextOptimizerConfig, check_war
 from shoal.train.run_dir import description_in, keep_description
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
     from tokenizers import Tokenizer
     from torch import Tensor, nn
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from shoal.data.manifest import Manifest
     from shoal.data.text.blocks import BlockReader
     from shoal.models.causal import CausalLM
+    from shoal.pipelining.runtime import Pipeline
+    from shoal.recipes.divided import Divided
     from shoal.record import Evaluation
     from shoal.train.run import Run
 
@@ -160,6 +164,7 @@ class LmConfig:
     """All settings of a causal language model's pretraining; presets are TOML files in ``presets/lm``."""
 
     unit: ClassVar[str] = "blocks"
+    recipe: ClassVar[str] = "lm"
     memory_remedy: ClassVar[str] = "--model.activation-checkpointing"
     longer: ClassVar[str] = "--train.total-steps"
     scores: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -170,6 +175,7 @@ class LmConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: LmOptimConfig = field(default_factory=LmOptimConfig)
+    parallel: StagesConfig = field(default_factory=StagesConfig)
     run: RunConfig = field(default_factory=RunConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     servers: ServersConfig = field(default_factory=ServersConfig)
@@ -179,6 +185,17 @@ class LmConfig:
         check_warmup("optim", self.optim.warmup_steps, "train", self.train.total_steps)
         self.optim.schedule_of(self.train.total_steps)
         check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
+        self.parallel.check(self)
+        if self.parallel.pipeline > 1 and self.model.attention not in ("sdpa", "eager"):
+            raise UsageError(
+                f"model.attention {self.model.attention} does not go with parallel.pipeline: stages are made "
+                "of an exported graph, in which the lengths of documents are not known; leave it out"
+            )
+        if self.optim.optimizer == "muon" and self.parallel.shard:
+            raise UsageError(
+                "optim.optimizer muon does not go with parallel.shard: Muon reads whole matrices; choose "
+                "--optim.optimizer adamw, or leave parallel.shard out"
+            )
         if self.optim.optimizer == "muon" and self.servers.option:
             raise UsageError(
                 f"optim.optimizer muon with {self.servers.option}: servers update all weights by "
@@ -247,10 +264,7 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
             until=config.train.total_steps,
             targets=num_targets,
             references=references,
-            notes=[
-                f"data: {train.num_examples:,} blocks of {config.data.block_length} tokens an epoch, "
-                f"{held_out.num_examples:,} held out"
-            ],
+            notes=[describe(config, train, held_out)],
         )
         for step in steps:
             with step:
@@ -339,17 +353,98 @@ def check_length(
 
 
 def open_model(config: LmConfig, source: Path, sizes: "PreTrainedConfig", run: "Run") -> "CausalLM":
-    """Return the model in training mode; random weights are drawn from the seed, the same on all workers."""
+    """Return the model in training mode; random weights are drawn from the seed, the same in all layouts."""
     import torch
 
-    from shoal.models.causal import CausalLM, open_causal
+    from shoal.models.causal import CausalLM, new_causal, open_causal
+    from shoal.pipelining.init_meta import init_whole
 
-    torch.manual_seed(run.seed)
-    weights = open_causal(source, sizes, config.model.attention)
+    if source.is_dir():
+        weights = open_causal(source, sizes, config.model.attention)
+    else:
+        with torch.device("meta"):
+            weights = new_causal(sizes, config.model.attention)
     model = CausalLM(weights, z_loss=config.optim.z_loss).train()
+    if not source.is_dir():
+        init_whole(model, run.world.device, seed=run.seed)
     if config.model.activation_checkpointing:
         model.recompute_activations()
     return model
+
+
+def divide(config: LmConfig, run: "Run") -> "Divided":
+    """Return the run of a model that is divided over workers; it starts on meta."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from shoal.data.text.blocks import NO_TARGET, num_bytes, num_targets
+    from shoal.models.causal import CausalLM, MeanLoss, new_causal
+    from shoal.recipes.divided import Divided
+    from shoal.recipes.stages import load_weights, read_stored
+
+    source = source_of(config.model)
+    sizes = read_sizes(config, source)
+    train, held_out = open_text(config, sizes, verify=run.world.is_main)
+    keep_tokenizer(train.shards, run)
+    keep_sizes(sizes, run)
+    with torch.device("meta"):
+        model = CausalLM(new_causal(sizes, config.model.attention), z_loss=config.optim.z_loss)
+    network = MeanLoss(model)
+    tokenizer = Tokenizer.from_file(str(train.shards.tokenizer_file))
+    references = {LOSS: reference_loss(held_out)}
+
+    def check(stage: "Pipeline", example: "dict[str, Tensor]") -> None:
+        if not config.data.across_documents:
+            model.check(lambda: leaks(stage, example))
+
+    def blank(arrays: "dict[str, npt.NDArray[Any]]", is_there: "npt.NDArray[np.bool_]") -> None:
+        arrays["labels"][~is_there] = NO_TARGET
+
+    def count(arrays: "Mapping[str, npt.NDArray[Any]]") -> list[float]:
+        return [num_targets(arrays), num_bytes(tokenizer, arrays["labels"], train.shards.manifest.sep_id)]
+
+    return Divided(
+        network=network,
+        train=train,
+        held_out=held_out,
+        sizes=config.train,
+        total_steps=config.train.total_steps,
+        schedule=config.optim.schedule_of(config.train.total_steps),
+        fill=(lambda part: load_weights(part, network, source)) if source.is_dir() else None,
+        matrices=model.hidden_matrices(),
+        check=check,
+        num_sums=4,
+        blank=blank,
+        count=count,
+        score=lambda sums, _: scores_of(*sums),
+        references=references,
+        notes=[describe(config, train, held_out)],
+        export=lambda directory: write_export(
+            model, train.shards.directory, directory / TRANSFORMERS, read_stored(directory, network)
+        ),
+        verdict=lambda last: verdict(last["validation"], references[LOSS]),
+    )
+
+
+def leaks(stage: "Pipeline", example: "Mapping[str, Tensor]") -> bool:
+    """Return whether the loss of a second document depends on the first one. A collective.
+
+    Args:
+        example: a replica's batch, whose sizes the comparison has.
+    """
+    import torch
+
+    ids = example["input_ids"]
+    length, columns = ids.shape[1], torch.arange(ids.shape[1])
+    begin = length // 2
+    labels = torch.where(columns < begin, -100, ids)
+    positions = torch.where(columns < begin, columns, columns - begin).expand_as(ids).contiguous()
+    losses = []
+    for first in (1, 2):
+        changed = torch.where(columns < begin, first, ids)
+        batch = {**example, "input_ids": changed, "position_ids": positions, "labels": labels}
+        losses.append(float(stage.evaluate(**batch).loss))
+    return abs(losses[0] - losses[1]) > 1e-4 * losses[0]
 
 
 def keep_sizes(sizes: "PreTrainedConfig", run: "Run") -> None:
@@ -383,6 +478,14 @@ def open_text(
         seed=config.train.seed,
     )
     return BlockReader(train, blocks), BlockReader(held_out, blocks)
+
+
+def describe(config: LmConfig, train: "BlockReader", held_out: "BlockReader") -> str:
+    """Return a line about the data, for the beginning of a run."""
+    return (
+        f"data: {train.num_examples:,} blocks of {config.data.block_length} tokens an epoch, "
+        f"{held_out.num_examples:,} held out"
+    )
 
 
 def check_end(sizes: "PreTrainedConfig", manifest: "Manifest", *, text: Path, model: Path) -> None:
@@ -485,11 +588,14 @@ def verdict(scores: "Evaluation", reference: float) -> str:
 # ------------------------------------------------------------------------------------------------- export
 
 
-def write_export(model: "CausalLM", text: Path, out: Path) -> None:
+def write_export(
+    model: "CausalLM", text: Path, out: Path, read: "Callable[[str], Tensor] | None" = None
+) -> None:
     """Write the model with its tokenizer, whole or not at all; an older export in ``out`` is replaced.
 
     Args:
         text: the directory of the prepared text, or of its tokenizer and manifest.
+        read: returns a weight by its name in transformers; default: as the model has it.
     """
     from tokenizers import Tokenizer
 
@@ -500,7 +606,7 @@ def write_export(model: "CausalLM", text: Path, out: Path) -> None:
     positions = getattr(config, "max_position_embeddings", None) or 1 << 20
     manifest = Manifest.load(text)
     tokenizer = Tokenizer.from_file(str(text / manifest.tokenizer.file))
-    save(model, out, tokenizer=tokenizer_files(tokenizer, manifest.sep_id, positions))
+    save(model, out, tokenizer=tokenizer_files(tokenizer, manifest.sep_id, positions), read=read)
 
 
 def tokenizer_files(tokenizer: "Tokenizer", end_id: int, max_length: int) -> dict[str, bytes]:
@@ -547,7 +653,7 @@ def read_checkpoint(source: Path) -> "tuple[CausalLM, int]":
 
 def check(config: LmConfig, num_workers: int, dry_run: DryRun | None) -> list[str]:
     """Check the settings for a number of workers before any starts; return the lines of a dry run."""
-    batch = plan_batch(config.train, num_workers, unit=config.unit)
+    batch = config.parallel.divide(config.train, num_workers, unit=config.unit)
     manifest = read_manifest(config.data, end_token_only=True)
     sizes = read_sizes(config, source_of(config.model))
     manifest.check_vocabulary(sizes.vocab_size)
@@ -564,7 +670,7 @@ def check(config: LmConfig, num_workers: int, dry_run: DryRun | None) -> list[st
         f"{config.data.block_length}, about {tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} "
         f"tokens of {config.data.path}",
         f"parameters   {full.num_parameters:,}",
-        dry_run.memory_line(config, (full, batch)),
+        dry_run.memory_line(config, (full, batch), stages=config.parallel.pipeline),
     ]
 
 

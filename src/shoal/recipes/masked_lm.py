@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig, known_size, plan_batch
+from shoal.decide.batch import BatchSizes, StagesConfig, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
 from shoal.models.text_config import EncoderConfig
 from shoal.recipes import DryRun, Sample, Use, squad, token_ids
 from shoal.recipes.model_source import TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
+    keep_tokenizer,
     kept_tokenizer,
+    load_weights,
     open_shards,
     read_manifest,
     tokenizer_files,
@@ -31,10 +33,12 @@ from shoal.train.config import (
     load_toml,
     settings_lines,
 )
-from shoal.train.optim_config import PhasesOptimConfig
+from shoal.train.optim_config import PhasesOptimConfig, schedule_of
 from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
     from torch import Tensor
 
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
     from shoal.data.text.segments import PairTask
     from shoal.data.text.shards import TextShards
     from shoal.models.pretraining import Pretraining
+    from shoal.recipes.divided import Divided
     from shoal.record import Evaluation
     from shoal.train.run import Run
     from shoal.train.step import Step
@@ -149,17 +154,6 @@ class MaskedLMConfig:
         if beyond:
             raise UsageError(f"finetune.at {beyond[0]} is not one of the steps 1 to {total_steps}")
 
-    def plan(self, sizes: BatchSizes, num_workers: int, *, section: str) -> BatchPlan:
-        """Return the division of a global batch over this number of workers, in this layout.
-
-        Raises:
-            UsageError: the sizes do not divide.
-        """
-        if self.parallel.splits:
-            return self.parallel.plan(sizes, num_workers, section=section)
-        self.parallel.replicas(num_workers)  # parallel.data, if given, has to be right
-        return plan_batch(sizes, num_workers, section=section)
-
 
 ConfigT = TypeVar("ConfigT", bound=MaskedLMConfig)
 
@@ -199,6 +193,69 @@ def open_examples(
     )
     train, held_out = shards
     return ExampleReader(train, examples), ExampleReader(held_out, examples)
+
+
+# ------------------------------------------------------------------------------------------------- stages
+
+
+def divide(config: MaskedLMConfig, run: "Run") -> "Divided":
+    """Return the run of one phase whose model is divided over workers.
+
+    Sequences are padded, since stages have fixed shapes.
+    """
+    import torch
+
+    from shoal.data.text.padded_examples import PaddedExamples
+    from shoal.models.padded_pretraining import SUMS, PaddedPretraining
+    from shoal.models.pretraining import new_encoder
+    from shoal.recipes.divided import Divided
+    from shoal.recipes.stages import read_stored
+
+    phase, task = config.whole_phase, config.sentence_task
+    train, held_out = open_text(config, phase.lengths, pairs=phase.pairs, verify=run.world.is_main)
+    keep_tokenizer(train.shards, run)
+    references = reference_lines(task, held_out, config.run.validation_samples)
+    sizes: Any = config.model
+    torch.manual_seed(run.seed)
+    model = new_encoder(sizes)
+    load_weights(model, config.model)
+    return Divided(
+        network=PaddedPretraining(model),
+        train=PaddedExamples(train),
+        held_out=PaddedExamples(held_out),
+        sizes=phase.sizes,
+        section=phase.section,
+        total_steps=phase.sizes.total_steps,
+        schedule=schedule_of(phase.rates, config.optim, phase.sizes.total_steps),
+        targets=lambda batch: int(batch["masked_weights"].sum()),
+        inputs=lambda ratio: {"samples_per_target": ratio},
+        num_sums=len(SUMS) + 1,
+        blank=_blank,
+        count=lambda arrays: [float(arrays["masked_weights"].sum())],
+        score=lambda sums, num_samples: _scores_of(sums, num_samples, task),
+        references=references,
+        notes=[f"data: {train.num_examples:,} training examples an epoch"],
+        export=lambda directory: write_export(
+            model,
+            train.shards.tokenizer_file,
+            directory / TRANSFORMERS,
+            read_stored(directory, model),
+        ),
+        verdict=lambda last: verdict(task, last["validation"], references),
+    )
+
+
+def _blank(arrays: "dict[str, npt.NDArray[Any]]", is_there: "npt.NDArray[np.bool_]") -> None:
+    arrays["weights"] = arrays["weights"] * is_there.astype("float32")
+    arrays["masked_weights"] = arrays["masked_weights"] * is_there[:, None].astype("float32")
+
+
+def _scores_of(sums: Sequence[float], num_samples: int, task: str | None) -> dict[str, float]:
+    """Return mean losses in nats and accuracies from the sums of a network and the number of its targets."""
+    *totals, masked = sums
+    names = ("mlm_loss", "mlm_accuracy", *((f"{task}_loss", f"{task}_accuracy") if task else ()))
+    counts = (masked, masked, num_samples, num_samples)
+    return {n: value / max(count, 1) for n, value, count in zip(names, totals, counts, strict=False)}
 
 
 # ------------------------------------------------------------------------------------------------- scores
@@ -418,7 +475,7 @@ def describe(
     lines, counted, without_text = [], [], replace(config, data=replace(config.data, path=None))
     for section, batch, num_steps, lengths in phases:
         length = lengths.max_seq_length
-        plan = config.plan(batch, num_workers, section=section)
+        plan = config.parallel.divide(batch, num_workers, section=section)
         name = f"{section}: " if len(phases) > 1 else ""
         sequences = num_steps * plan.global_batch_size
         lines += [

@@ -1,22 +1,42 @@
-"""Opens the stages of a model for the recipes that divide it over workers."""
+"""Opens the stages of a model for the recipes that divide it over workers; fills and writes its weights.
+
+No worker holds a model whole that is on the meta device: it allocates its own stages, and fills them from
+files one tensor at a time. The trained model is written from the run's checkpoint in the same way.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from shoal.comm.hooks import EightBitWire
 from shoal.decide.batch import BatchPlan, StagesConfig
+from shoal.errors import ShoalError, UsageError
+from shoal.json_text import parse_json
+from shoal.models.directory import model_type_of, refuse_pickles, save
+from shoal.models.t5 import T5
 from shoal.pipelining.api import make_mesh, pipeline
+from shoal.pipelining.pipeline_plan import PipelinePlan, plan_of
 from shoal.pipelining.runtime import Pipeline
 from shoal.pipelining.stage import replace_tensors
+from shoal.train.checkpoint import load_model, read_tensors, stored_model
+from shoal.train.checkpoint_files import Chunk, StoredTensor
+from shoal.train.checkpoint_state import named_tensors
 from shoal.train.config import DistributedConfig, ServersConfig
 from shoal.train.optimizer_shards import OptimizerShards
 from shoal.train.pipeline_update import PipelineUpdate
 from shoal.train.run import Run
+from shoal.train.run_dir import DESCRIPTION, keep_description
 
+_PLAN = "pipeline.json"
+"""File of the run directory with the layout that was decided for its stages."""
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "int8": EightBitWire}
 
 
@@ -47,6 +67,12 @@ def open_stages(
         UsageError: the model cannot be split so, or the weights are of another one.
         ShoalError: the weights cannot be read; another worker failed.
     """
+    layout = {
+        "workers": [parallel.pipeline, batch.num_workers],
+        "batch": [batch.micro_batch_size, batch.accumulation_steps],
+        "stages": [parallel.virtual_stages, parallel.schedule, parallel.optimize],
+        "torch": torch.__version__,
+    }
     mesh = make_mesh(run.world.device.type, pipeline=parallel.pipeline, data=batch.num_workers)
     stage = pipeline(
         model,
@@ -57,14 +83,16 @@ def open_stages(
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages,
         optimize=parallel.optimize,
+        plan=_kept_plan(run, layout),
         shard=parallel.shard,
         seed=run.seed,
         device=run.world.device,
         whole=True,
-        initialise=None if fill is None else lambda module: None,
+        initialise=None if fill is None else _buffers_of(model),
         autocast=run.precision.dtype,
         wire=_WIRES[distributed.wire],
     )
+    _keep_plan(run, layout, stage.plan)
     is_whole = any(part.weights is model for part in stage.stages)
     compiles_blocks = is_whole and type(model).compile is not nn.Module.compile
     for part in [model] if is_whole else stage.stages:  # batches of a pipeline have one shape
@@ -79,3 +107,115 @@ def open_stages(
         stage.is_alone = True
         run.data_parallel(stage.module)
     return stage
+
+
+def _kept_plan(run: Run, layout: Mapping[str, object]) -> PipelinePlan | None:
+    """Return the plan of the run in this layout, on the main worker: it continues with the same bits."""
+    if run.directory is None or not run.world.is_main or not (run.directory / DESCRIPTION / _PLAN).is_file():
+        return None
+    path = run.directory / DESCRIPTION / _PLAN
+    kept = parse_json(path.read_bytes(), str(path))
+    return plan_of(kept["plan"]) if kept["layout"] == layout else None
+
+
+def _keep_plan(run: Run, layout: Mapping[str, object], plan: PipelinePlan) -> None:
+    if run.directory is not None and run.world.is_main:
+        kept = json.dumps({"layout": layout, "plan": asdict(plan)}).encode()
+        keep_description(run.directory, lambda _: kept, _PLAN)
+
+
+def _inner(model: nn.Module) -> tuple[str, PreTrainedModel]:
+    """Return the model of transformers in a model around it, behind what comes before its names there."""
+    ((name, inner),) = ((n, each) for n, each in model.named_children() if isinstance(each, PreTrainedModel))
+    return f"{name}.", inner
+
+
+def _buffers_of(model: nn.Module) -> Callable[[nn.Module], object]:
+    """Return a function that computes what a module on meta has besides weights, such as frequencies."""
+    _, inner = _inner(model)
+
+    def initialise(module: nn.Module) -> None:
+        if module._buffers and not module._parameters:
+            inner._init_weights(module)
+
+    return initialise
+
+
+def load_weights(part: nn.Module, whole: nn.Module, source: Path) -> None:
+    """Copy weights into a part of a model, one tensor at a time.
+
+    Args:
+        part: parameters, sharded or not, under the names of ``whole``.
+        whole: the model, on meta or not; its child ``weights`` is one of transformers.
+        source: a transformers directory, a run of shoal or one of its checkpoints.
+
+    Raises:
+        UsageError: they are not there, or are of another model.
+        ShoalError: they cannot be read.
+    """
+    if not (source / "config.json").is_file():
+        load_model(source, part, whole=whole)
+        return
+    prefix, inner = _inner(whole)
+    model_type_of(source, known=(inner.config.model_type,))
+    stored = {prefix + name: tensor for name, tensor in _stored_weights(source, inner).items()}
+    for name, tensor in named_tensors(whole).items():
+        there = stored[name].size if name in stored else "missing"
+        if there != tuple(tensor.shape):
+            raise UsageError(
+                f"{source}: {name.removeprefix(prefix)} is {there} there and {tuple(tensor.shape)} in the "
+                "model; take the config.json or the preset that belongs to these weights"
+            )
+    for name, tensor in named_tensors(part).items():  # the file is closed after each: so are its pages
+        read_tensors(source, {name: stored[name]}, {name: tensor})
+
+
+def _stored_weights(directory: Path, inner: PreTrainedModel) -> dict[str, StoredTensor]:
+    """Return the tensors of a transformers directory by their names in ``inner``.
+
+    Files of a base model have names without its prefix, as those of GPT-2 do.
+    """
+    refuse_pickles(directory)
+    known = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
+    tensors: dict[str, StoredTensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  # it is no mapping
+                    piece = file.get_slice(key)
+                    size = tuple(piece.get_shape())
+                    chunk = Chunk(offsets=(0,) * len(size), sizes=size, file=path.name, key=key)
+                    in_base = f"{inner.base_model_prefix}.{key}"
+                    name = in_base if key not in known and in_base in known else key
+                    tensors[name] = StoredTensor(dtype=piece.get_dtype(), size=size, chunks=(chunk,))
+        except (SafetensorError, OSError) as error:
+            raise ShoalError(f"{path}: the weights cannot be read: {error}") from None
+    return tensors
+
+
+def write_stored(source: Path, model: T5, out: Path, tokenizer: Mapping[str, bytes]) -> None:
+    """Write the model of a checkpoint as a transformers directory, one tensor at a time.
+
+    Args:
+        source: a run of shoal, or one of its checkpoints.
+        model: its sizes; may be on the meta device.
+        tokenizer: its files, by their names.
+
+    Raises:
+        ShoalError: there is no checkpoint, or it is damaged.
+    """
+    save(model, out, tokenizer=tokenizer, read=read_stored(source, model))
+
+
+def read_stored(source: Path, model: nn.Module) -> Callable[[str], Tensor]:
+    """Return a function that reads a weight of a checkpoint by its name in transformers.
+
+    Args:
+        source: a run of shoal, or one of its checkpoints.
+        model: that it holds, on meta or not.
+
+    Raises:
+        ShoalError: there is no checkpoint, or it is damaged.
+    """
+    (_, stored), (prefix, _) = stored_model(source), _inner(model)
+    return lambda name: stored[prefix + name]()

@@ -179,7 +179,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from shoal.data.sources import ReaderSource
     from shoal.data.text.span_corruption import text_to_text_tokenizer
     from shoal.models.t5 import MODEL_INPUTS
-    from shoal.recipes.t5_stages import write_stored
+    from shoal.recipes.stages import write_stored
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
@@ -279,8 +279,7 @@ def open_model(config: T5Config, run: "Run", train: "SpanReader", batch: BatchPl
     import torch
 
     from shoal.models.t5 import MODEL_INPUTS
-    from shoal.recipes.stages import open_stages
-    from shoal.recipes.t5_stages import load_weights
+    from shoal.recipes.stages import load_weights, open_stages
 
     example = train.batch(0, np.arange(batch.worker_batch_size) % train.num_examples)
     with torch.device("meta"):  # this worker allocates its stages only
@@ -501,7 +500,7 @@ class Exporting(Use):
 
         from shoal.data.manifest import Manifest
         from shoal.data.text.span_corruption import text_to_text_tokenizer
-        from shoal.recipes.t5_stages import write_stored
+        from shoal.recipes.stages import write_stored
         from shoal.train.checkpoint import stored_model
 
         run = find_run(source, "SOURCE")

@@ -170,7 +170,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.text.task_batches import TaskSource
     from shoal.models.t5 import IGNORED, read_t5
     from shoal.pipelining.init_meta import init_whole
-    from shoal.recipes.t5_stages import write_stored
+    from shoal.recipes.stages import write_stored
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
@@ -262,8 +262,7 @@ def divided(
     """
     import numpy as np
 
-    from shoal.recipes.stages import open_stages
-    from shoal.recipes.t5_stages import load_weights
+    from shoal.recipes.stages import load_weights, open_stages
 
     rows = np.arange(batch.worker_batch_size) % len(training)
     return open_stages(

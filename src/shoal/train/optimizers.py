@@ -53,7 +53,7 @@ def build_optimizer(
 def build_optimizers(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
-    matrices: Collection[nn.Parameter],
+    matrices: Collection[str],
 ) -> dict[str, Optimizer]:
     """Return what updates a model, by the names of checkpoints: one optimizer, or AdamW and Muon.
 
@@ -64,7 +64,7 @@ def build_optimizers(
     Args:
         named_parameters: those of ``model.named_parameters()``.
         config: name and options of the optimizer.
-        matrices: two-dimensional parameters that Muon updates, where it is chosen.
+        matrices: names of the two-dimensional parameters that Muon updates, where it is chosen.
 
     Raises:
         UsageError: an option is out of range.
@@ -75,8 +75,8 @@ def build_optimizers(
     momentum = options.pop("muon_momentum")
     check_options({**options, "momentum": momentum, "weight_decay": decay})
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    chosen = [parameter for _, parameter in trained if parameter in matrices]
-    groups = parameter_groups([each for each in trained if each[1] not in matrices], decay)
+    chosen = [parameter for name, parameter in trained if name in matrices]
+    groups = parameter_groups([each for each in trained if each[0] not in matrices], decay)
     groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
     muon = Muon(chosen, lr=0.0, weight_decay=decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
     return {"optimizer": _made("adamw", groups, options), "muon": muon}
@@ -92,6 +92,20 @@ def _with_rate_of(
             params = [parameter for parameter in group["params"] if (parameter in biases) == inside]
             divided.append({**group, **extra, "params": params})
     return [group for group in divided if group["params"]] or groups
+
+
+def _shards_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Split groups that have shards beside whole tensors, which torch's fused kernels do not take together.
+
+    A weight that stages share is whole on each of them, beside the shards of the others.
+    """
+    divided = []
+    for group in groups:
+        kinds: dict[bool, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+        divided += [{**group, "params": params} for params in kinds.values()]
+    return divided or groups
 
 
 _CLASSES = {
@@ -114,6 +128,7 @@ def _made(name: str, groups: list[dict[str, Any]], options: dict[str, Any]) -> O
         options["betas"] = options.pop("beta1"), options.pop("beta2")
     if name == "adamw":
         options["fused"] = True
+        groups = _shards_apart(groups)
     elif name == "sgd":
         options["nesterov"] &= options["momentum"] > 0  # torch refuses it without momentum
         whole = not any(isinstance(p, DTensor) for group in groups for p in group["params"])

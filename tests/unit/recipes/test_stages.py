@@ -14,7 +14,7 @@ from shoal.errors import UsageError
 from shoal.models.t5 import T5
 from shoal.pipelining.api import pipeline
 from shoal.pipelining.state_dict import ModelPart
-from shoal.recipes.t5_stages import load_weights, write_stored
+from shoal.recipes.stages import load_weights, write_stored
 from shoal.train.checkpoint import Checkpointer
 
 NAMES = ("weights.shared.weight", "weights.decoder.final_layer_norm.weight")
