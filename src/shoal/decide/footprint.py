@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ONE_MOMENT = frozenset({"sgd", "lars", "novograd"})
+_ONE_MOMENT = frozenset({"sgd", "lars", "novograd", "muon"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ def _size(num_bytes: int) -> str:
 def optimizer_state_bytes(optimizer: str) -> float:
     """Return the bytes of state that an optimizer keeps for each parameter, in fp32.
 
-    Adafactor keeps a row and a column of a matrix, next to nothing; SGD, LARS and NovoGrad keep one moment of
-    a weight, others two.
+    Adafactor keeps a row and a column of a matrix, next to nothing; SGD, LARS, NovoGrad and Muon keep one
+    moment of a weight, others two.
 
     Example:
         >>> optimizer_state_bytes("lamb"), optimizer_state_bytes("sgd")

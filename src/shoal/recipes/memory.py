@@ -159,12 +159,21 @@ def _counted(sample: Sample, config: Any, activations: Activations, precision: s
         type(sample.model).__name__,
         profile,
         {precision: activations},
-        state_bytes=state_bytes(config),
+        state_bytes=state_bytes(config, sample.model),
         weight_sizes=weight_sizes(sample.model),
         trainable=sample.num_trainable / sample.num_parameters,
     )
 
 
-def state_bytes(config: Any) -> float:
-    """Return the bytes of optimizer state per trained number."""
-    return optimizer_state_bytes(getattr(getattr(config, "optim", None), "optimizer", ""))
+def state_bytes(config: Any, model: Any) -> float:
+    """Return the bytes of optimizer state per trained number; Muon has one moment, and AdamW beside it two.
+
+    Args:
+        model: whose matrices Muon updates.
+    """
+    name = getattr(getattr(config, "optim", None), "optimizer", "")
+    if name != "muon":
+        return optimizer_state_bytes(name)
+    matrices, sizes = model.hidden_matrices(), {n: p.numel() for n, p in model.named_parameters()}
+    share: float = sum(sizes[name] for name in matrices) / sum(sizes.values())
+    return share * optimizer_state_bytes("muon") + (1 - share) * optimizer_state_bytes("adamw")

@@ -201,15 +201,15 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
     from shoal.models.step_memory import TYPES
     from shoal.planner.counting import weight_sizes, workload_of_profile
 
-    profile = profile_of(sample)
+    profile, moments = profile_of(sample), state_bytes(config, sample.model)
     workload = workload_of_profile(
         name,
         profile,
         {precision: activations_of(sample, precision) for precision in TYPES},
         unit=config.unit,
         tokens_per_sample=sample.sequence_length,
-        optimizer_bytes=MOMENTUM_BYTES if state_bytes(config) == 4 else LAMB_BYTES,
-        state_bytes=state_bytes(config),
+        optimizer_bytes=MOMENTUM_BYTES if moments == 4 else LAMB_BYTES,
+        state_bytes=moments,
         relay_bytes=sample.relay_bytes,
         weight_sizes=weight_sizes(sample.model),
         trainable=sample.num_trainable / sample.num_parameters,

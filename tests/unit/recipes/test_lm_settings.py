@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import GPT2Config
 
 from shoal.errors import UsageError
+from shoal.models.causal import CausalLM, new_causal
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes import lm
 from shoal.recipes.lm import DataConfig, LmConfig, LmOptimConfig, ModelConfig, sample
-from shoal.recipes.memory import MemoryCount
+from shoal.recipes.memory import MemoryCount, state_bytes
 from shoal.recipes.workloads import flops_per_sample, preset_settings, workload_name
 from shoal.train.config import ServersConfig, TrainConfig
+from shoal.train.optimizers import build_optimizers
 from synthetic_text import SEP, prepare, random_documents
 
 PARAMETERS = {"gpt2-124m": 124_439_808, "llama-1b": 1_235_814_400, "llama-8b": 8_030_261_248}
@@ -72,6 +75,23 @@ def test_a_dry_run_counts_blocks_and_parameters(text: Path) -> None:
     assert "5,120 tokens in blocks of 64, about 1.1 times the 4,816 tokens" in lines
     assert "parameters   656,000" in lines and "memory  " in lines
     assert lm.check(config(text), 2, None) == []
+
+
+def test_a_dry_run_counts_one_moment_of_what_muon_updates(text: Path) -> None:
+    """The state is that of the optimizers after a step."""
+    whole = config(text)
+    settings = replace(whole, optim=LmOptimConfig(optimizer="muon"))
+    model = CausalLM(new_causal(lm.read_sizes(whole, lm.source_of(whole.model))))
+    made = build_optimizers(model.named_parameters(), settings.optim, model.hidden_matrices())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in made.values():
+        optimizer.step()
+    states = [state for optimizer in made.values() for state in optimizer.state.values()]
+    kept = sum(tensor.nbytes for state in states for tensor in state.values() if tensor.ndim)
+    counted = state_bytes(settings, model) * sum(p.numel() for p in model.parameters())
+    assert counted == pytest.approx(kept)
+    assert state_bytes(whole, model) == 8
 
 
 def test_random_weights_have_the_end_token_and_the_dropout_of_the_run(text: Path) -> None:
