@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 import finetune_made as made
+from forked import shoal
 from shoal import record
 from shoal.data.text.conversations import ChatTokenizer, Conversation
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.recipes import lm_finetune
+from shoal.recipes.memory import MemoryCount
 from shoal.record import read_record
 
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
@@ -182,6 +184,45 @@ def test_a_llama_learns_prompts_one_in_each_row(folder: Path, tmp_path: Path) ->
     assert not [row for row in read_record(tmp_path / "run") if isinstance(row, record.Evaluation)]
     losses = pretrain_jobs.losses(tmp_path / "run")
     assert losses[40] < losses[1] - 1.0
+
+
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["whole", "adapters"])
+def test_a_dry_run_counts_what_is_trained(lora: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    """Parameters are those of the model that transformers, or peft, makes."""
+    if lora:
+        pytest.importorskip("peft", reason="needs the extra lora")
+    config = settings(folder, tmp_path / "run", lora=lora)
+    lines = lm_finetune.check(config, 2, MemoryCount())
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    adapters = lm_finetune.add_adapters(model, config.lora)
+    parameters = list((model if adapters is None else adapters.weights).parameters())
+    num_all = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    assert f"parameters   {num_all:,}, of which {trained:,} are trained" in lines
+    assert (trained < num_all) == bool(lora)
+    assert sum(line.startswith("memory ") for line in lines) == 1
+    assert [line for line in lines if str(folder / "other.jsonl") in line and "20" in line]
+    assert lm_finetune.check(config, 2, None) == [] and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_finetuning_is_measured_on_texts_that_are_made(folder: Path, tmp_path: Path) -> None:
+    options = ("--preset", "tiny", "--model.path", folder / "model", "--data.max-seq-length", 32)
+    sizes = ("--batch", 2, "--accumulate", 2, "--steps", 2, "--warm-up", 1)
+    command = ("bench", "train", "lm_finetune", *options, *sizes, "--json", tmp_path / "run.json")
+    done = shoal(*map(str, command))
+    assert done.returncode == EXIT_OK, done.stdout + done.stderr
+    read = json.loads((tmp_path / "run.json").read_text())
+    assert (read["sequence_length"], read["global_batch"], len(read["samples_s"])) == (32, 4, 2)
+
+
+def test_adapters_alone_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    adapter = tmp_path / "run" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    for path in (tmp_path / "run", adapter):
+        said = use_jobs.refused("predict", "lm", "--model", path, "--text", "one")
+        assert "has adapters alone" in said and "merge_and_unload()" in said
 
 
 def test_what_does_not_go_together_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -445,7 +445,7 @@ def trial(config: LmFinetuneConfig, folder: Path) -> LmFinetuneConfig:
     draw, length = random.Random(1), config.data.max_seq_length
     rows = [
         {
-            "prompt": " ".join(draw.choices(words, k=length)),
+            "prompt": " ".join(draw.choices(words, k=max(length // 16, 1))),  # so that a row has responses
             "completion": " ".join(draw.choices(words, k=length)),
         }
         for _ in range(256)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from shoal.data.text.corpus import Format, find_files
 from shoal.errors import UsageError, require_positive
 from shoal.recipes import Row, Use, lm
-from shoal.recipes.model_source import MODEL_CONFIG, ModelSource, find_model, recipe_of
+from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, ModelSource, find_model, recipe_of
 from shoal.recipes.prepared_text import PreparedTextConfig, kept_tokenizer, read_manifest
 from shoal.recipes.using import EvaluateConfig, PredictConfig, check_files
 from shoal.train.config import required
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------- settings
 
 _BLOCK_LENGTH = 1_024
+_ADAPTER = "adapter"
+"""Folder of a finetuning's run with its adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,17 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def refuse_adapters(path: Path) -> None:
+    """Raise a :class:`UsageError` where ``path`` has adapters without the model that they belong to."""
+    for folder in (path, path / _ADAPTER):
+        if (folder / "adapter_config.json").is_file() and not (path / TRANSFORMERS / MODEL_CONFIG).is_file():
+            raise UsageError(
+                f"--model {path} has adapters alone, since the finetuning had --lora.no-merge: merge them "
+                f"with peft, PeftModel.from_pretrained(MODEL, {str(folder)!r}).merge_and_unload()"
+                ".save_pretrained(OUT), copy the tokenizer's files beside it, and name OUT"
+            )
+
+
 # ------------------------------------------------------------------------------------------------- use
 
 
@@ -155,6 +168,7 @@ class use(Use):
 
     @classmethod
     def find(cls, path: Path) -> ModelSource:
+        refuse_adapters(path)
         source = find_model(path)
         if source.checkpoint is not None and (recipe := recipe_of(required(source.run))) != "lm":
             raise UsageError(f"--model {path} is of a run of {recipe}, and not of `shoal train lm`")
