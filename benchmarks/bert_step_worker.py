@@ -10,7 +10,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.averaging import averaging_over
 from benchmarks.bert_step import CASES
@@ -88,6 +88,9 @@ def collate(rows: Sequence[dict[str, Tensor]]) -> Batch:
     }
 
 
+Collate = Callable[[Sequence[dict[str, Tensor]]], Batch]
+
+
 class OurStep:
     """A recipe's step on one worker."""
 
@@ -132,7 +135,9 @@ class OurStep:
 class ByTurns(TrainerCallback):  # type: ignore[misc]
     """Times the Trainer's step that has ended, then takes and times ours on the same sequences."""
 
-    def __init__(self, ours: OurStep, num_tokens: list[int], finish: Callable[[], None]) -> None:
+    def __init__(
+        self, ours: OurStep, num_tokens: Mapping[str, Sequence[int]], finish: Callable[[], None]
+    ) -> None:
         self._ours, self._num_tokens, self._finish = ours, num_tokens, finish
         self.samples: dict[str, list[float]] = {"ours": [], "peer": []}
         self._begin_s = time.perf_counter()
@@ -146,11 +151,13 @@ class ByTurns(TrainerCallback):  # type: ignore[misc]
     def _note(self, side: str, step: int) -> None:
         self._finish()
         end_s = time.perf_counter()
-        self.samples[side].append(self._num_tokens[step] / (end_s - self._begin_s))
+        self.samples[side].append(self._num_tokens[side][step] / (end_s - self._begin_s))
         self._begin_s = end_s
 
 
-def check_equal(ours: OurStep, sides: Sides, first: Sequence[dict[str, Tensor]]) -> None:
+def check_equal(
+    ours: OurStep, sides: Sides, first: Sequence[dict[str, Tensor]], collate: Collate = collate
+) -> None:
     """Compare the losses of the two sides on the first batch, without dropout.
 
     Raises:
@@ -198,26 +205,55 @@ def run(
         sides.ours.compile(dynamic=True)
     num_tokens = [len(batch["input_ids"]) for batch in batches]
     wait = partial(torch.cuda.synchronize, world.device) if world.device.type == "cuda" else lambda: None
-    turns = ByTurns(ours, num_tokens, wait)
+    turns = ByTurns(ours, {"ours": num_tokens, "peer": num_tokens}, wait)
+    train_by_turns(
+        turns,
+        sides.peer,
+        rows,
+        collate,
+        folder=folder,
+        batch_size=batch_size,
+        num_steps=num_steps,
+        train_sampling_strategy="sequential",
+        use_cpu=world.device.type == "cpu",
+        bf16=precision.dtype == torch.bfloat16,
+        torch_compile=compiled,
+    )
+    num_places = [(len(batch["cu_seqlens"]) - 1) * batch["max_seqlen"] for batch in batches]
+    kept = {side: figures[warm_up:] for side, figures in turns.samples.items()}
+    return {**kept, "fill": sum(num_tokens) / sum(num_places)}
+
+
+def train_by_turns(
+    turns: ByTurns,
+    peer: PreTrainedModel,
+    rows: Sequence[dict[str, Tensor]],
+    collate: Collate,
+    *,
+    folder: Path,
+    batch_size: int,
+    num_steps: int,
+    use_cpu: bool = True,
+    **options: Any,
+) -> None:
+    """Run a Trainer with our optimizer's settings, whose callback takes our steps."""
     trainer = Trainer(
-        model=sides.peer,
+        model=peer,
         args=TrainingArguments(
             output_dir=str(folder / "trainer"),
             per_device_train_batch_size=batch_size,
-            train_sampling_strategy="sequential",
             max_steps=num_steps,
             learning_rate=LEARNING_RATE,
             weight_decay=0.01,
             optim="adamw_torch_fused",
             max_grad_norm=1.0,
-            use_cpu=world.device.type == "cpu",
-            bf16=precision.dtype == torch.bfloat16,
+            use_cpu=use_cpu,
             remove_unused_columns=False,
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
-            torch_compile=compiled,
             disable_tqdm=True,
+            **options,
         ),
         train_dataset=rows,
         data_collator=collate,
@@ -225,9 +261,6 @@ def run(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    num_places = [(len(batch["cu_seqlens"]) - 1) * batch["max_seqlen"] for batch in batches]
-    kept = {side: figures[warm_up:] for side, figures in turns.samples.items()}
-    return {**kept, "fill": sum(num_tokens) / sum(num_places)}
 
 
 def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
