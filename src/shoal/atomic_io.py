@@ -66,6 +66,7 @@ _ARCHIVES = {
     b"\x80\x04\x95": "a pickle of Python",
     b"\x80\x05\x95": "a pickle of Python",
 }
+_POINTER = b"version https://git-lfs"
 _TAR_MAGIC = slice(257, 262), b"ustar"
 _CPIO = re.compile(rb"07070[127][0-9A-Fa-f]{70}")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -182,12 +183,23 @@ def refuse_binary(path: Path | str, head: bytes) -> None:
         UsageError: it is an archive, another binary format, or by its byte order mark or the places of its
             nulls UTF-16 or UTF-32.
     """
+    refuse_pointer(path, head)
     if kind := archive_of(head):
         raise UsageError(f"{path}: its content is {kind} and no text; unpack or convert it")
     if encoding := wide_encoding(head[:_HEAD_BYTES]):
         raise UsageError(
             f"{path}: its content is {encoding}; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
         )
+
+
+def refuse_pointer(path: Path | str, head: bytes) -> None:
+    """Check that a file is itself there, and not the pointer that Git LFS leaves in its place.
+
+    Raises:
+        UsageError: it is such a pointer.
+    """
+    if head.startswith(_POINTER):
+        raise UsageError(f"{path}: is the pointer of Git LFS to the file; get the file: git lfs pull")
 
 
 def archive_of(head: bytes) -> str:

@@ -221,7 +221,7 @@ def _nested(path: Path, bad: BadEntries) -> Iterator[tuple[str, Any, Any]]:
         if "data" not in keys or not isinstance(tree["data"], list):
             raise UsageError(
                 f"{path}: must be an object with the key 'data', a list of articles."
-                f"{did_you_mean('data', keys)} Is it a file of SQuAD?"
+                f"{did_you_mean('data', set(keys) - {'data'})} Is it a file of SQuAD?"
             )
         tree = tree["data"]
     for a, article in enumerate(tree):

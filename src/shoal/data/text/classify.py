@@ -32,6 +32,7 @@ Float64Array = npt.NDArray[np.float64]
 
 _NO_LABEL = ("", "nan", "NaN")
 """Cells without a label, as spreadsheets and pandas write them."""
+_AS_NUMBER = {"true": "1", "false": "0"}
 _DELIMITERS = ",;\t"
 """Characters that may end cells of ``.csv``: spreadsheets of many countries write semicolons."""
 _MOST_CELL = 1 << 28
@@ -122,7 +123,7 @@ def read_classify(
     if labels is None:
         labels = sorted({label for *_, label in labelled})
         _refuse_scores(path, labels)
-        _refuse_blanks(path, labels)
+        _refuse_likes(path, labels)
     index = {label: k for k, label in enumerate(labels)}
     if len(index) != len(labels) or len(index) < 2:
         raise UsageError(f"{path}: the labels {', '.join(labels)} must be two or more different ones")
@@ -146,8 +147,8 @@ def _missing_number(present: Collection[str], labels: Collection[str] | None) ->
 
 
 def _refuse_scores(path: Path, labels: Sequence[str]) -> None:
-    """Raise if the labels of a file are numbers with fractions, as STS-B's scores are."""
-    scores = [label for label in labels if re.fullmatch(r"-?\d*\.\d*[1-9]\d*", label)]
+    """Raise if the labels of a file are numbers with fractions, as STS-B's scores are: 2.5, or 2,5."""
+    scores = [label for label in labels if re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*", label)]
     if scores:
         raise UsageError(
             f"{path}: labels such as {scores[0]} are scores, which `shoal finetune classify --data.scores` "
@@ -155,14 +156,18 @@ def _refuse_scores(path: Path, labels: Sequence[str]) -> None:
         )
 
 
-def _refuse_blanks(path: Path, labels: Sequence[str]) -> None:
-    """Raise if two labels of a file differ in blanks around them only, which would make them two classes."""
-    first_of = {label.strip(): label for label in reversed(labels)}
+def _refuse_likes(path: Path, labels: Sequence[str]) -> None:
+    """Raise if two labels of a file are likely one class: written with blanks, capitals, or as true and 1."""
+
+    def plain_form(label: str) -> str:
+        return _AS_NUMBER.get(label.strip().casefold(), label.strip().casefold())
+
+    first_of = {plain_form(label): label for label in reversed(labels)}
     for label in labels:
-        if (other := first_of[label.strip()]) != label:
+        if (other := first_of[plain_form(label)]) != label:
             raise UsageError(
-                f"{path}: the labels {other!r} and {label!r} differ in blanks only; correct them, or if they "
-                "are two classes, list them with --labels"
+                f"{path}: the labels {other!r} and {label!r} differ in blanks, in capitals, or as a number "
+                "from true or false; correct them, or if they are two classes, list them with --labels"
             )
 
 

@@ -8,7 +8,9 @@ the group. So a part of a large row group is one piece of work, and planning rea
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +18,7 @@ from typing import Any, Literal
 from shoal.atomic_io import read_text
 from shoal.data.bad_entries import NO_TEXT, BadEntries, BadEntry, wrong_byte
 from shoal.data.json_stream import json_entries
-from shoal.errors import UsageError, did_you_mean, import_extra
+from shoal.errors import UsageError, cannot_read, did_you_mean, import_extra
 from shoal.json_text import parse_json
 
 TEXT = "text"
@@ -128,7 +130,8 @@ def _json_lines(text: str, bad: BadEntries) -> Iterator[tuple[int, str, dict[str
         try:
             row = parse_json(line, "", error=UsageError)
         except UsageError as error:
-            bad.add(BadEntry("a line that is not JSON", str(error).lstrip(": ")), location)
+            reason = f"{str(error).lstrip(': ')}; write an object on each line, or one array of objects"
+            bad.add(BadEntry("a line that is not JSON", reason), location)
             continue
         if isinstance(row, dict):
             yield number, location, row
@@ -217,6 +220,9 @@ def _opened(path: Path, name: str) -> Iterator[Any]:
     except UsageError:
         raise
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own errors are among these
+        if isinstance(error, OSError) and not path.is_file():
+            number = errno.EISDIR if path.is_dir() else errno.ENOENT
+            raise UsageError(cannot_read(path, OSError(number, os.strerror(number)))) from None
         raise UsageError(f"{name}: cannot be read as Parquet: {error}; get it again") from None
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from shoal.atomic_io import read_text
+from shoal.atomic_io import read_text, refuse_pointer
 from shoal.data.bad_entries import REPEATED, BadEntries, BadEntry, OnBad
 from shoal.data.text.tokenizer_files import SPECIAL_TOKENS, special_ids
 from shoal.errors import UsageError, cannot_read
@@ -78,16 +78,18 @@ def read_tokenizer(
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"tokenizer {cannot_read(path, error)}") from None
-    if path.suffix == ".model":
+    refuse_pointer(path, data)
+    suffix = path.suffix.lower()
+    if suffix == ".model":
         model = _parse_sentencepiece(path, data)
         if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:
             raise UsageError(f"tokenizer {path}: only Unigram models of sentencepiece can be read, not BPE")
         tokenizer = _unigram(
             model, _sentencepiece_normalizer(lowercase, model.normalizer_spec.precompiled_charsmap)
         )
-    elif path.suffix == ".txt":
+    elif suffix == ".txt":
         tokenizer = _wordpiece(_read_vocabulary(path, on_bad), lowercase)
-    elif path.suffix == ".json":
+    elif suffix == ".json":
         try:
             tokenizer = Tokenizer.from_buffer(data)
         except Exception as error:  # noqa: BLE001  # tokenizers raises plain Exception
@@ -275,7 +277,10 @@ def _read_vocabulary(path: Path, on_bad: OnBad) -> dict[str, int]:
 
     That is how transformers reads such files, as bert-base-multilingual-uncased's.
     """
-    tokens = [line.rstrip("\r") for line in read_text(path).removesuffix("\n").split("\n")]
+    text = read_text(path)
+    if "\n" not in text and text.count("\r") > 1:
+        raise UsageError(f"tokenizer {path}: its lines end in CR alone; convert it: tr '\\r' '\\n'")
+    tokens = [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     bad = BadEntries(f"tokenizer {path}", on_bad)
     for number, token in enumerate(tokens):

@@ -71,6 +71,14 @@ def test_wrong_parquet_is_named(tmp_path: Path) -> None:
         (tmp_path / "b.parquet").write_bytes(wrong)
         with pytest.raises(UsageError, match="corpus: cannot be read as Parquet"):
             column_bytes(tmp_path / "b.parquet", "text", "corpus")
+    (tmp_path / "c.parquet").symlink_to("nowhere")
+    for name, words in [
+        ("c.parquet", "it is a link to nowhere, where nothing is; mend"),
+        ("d.parquet", "No such file or directory; check the path"),
+        ("", "Is a directory; name a file"),
+    ]:
+        with pytest.raises(UsageError, match=rf"^{tmp_path / name}: cannot be read: {words}"):
+            column_bytes(tmp_path / name, "text", "corpus")
 
 
 def test_json_lines() -> None:

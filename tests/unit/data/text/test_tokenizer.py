@@ -201,6 +201,12 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
         (file("bare.json", bare.to_str().encode()), r"no token for cls \(\[CLS\].*, sep .*, pad "),
         (file("a.txt", b"[PAD]\n\xff"), "line 2: 0xff, byte 7 of the file, is not UTF-8; .*iconv"),
         (file("c.txt", b"[PAD]\n[UNK]\nx\n"), "no token for cls"),
+        (file("VOCAB.TXT", b"[PAD]\n[UNK]\nx\n"), "no token for cls"),
+        (file("d.txt", b"[PAD]\r[UNK]\rx\r"), r"its lines end in CR alone; convert it: tr"),
+        (
+            file("e.json", b"version https://git-lfs.github"),
+            "pointer of Git LFS .*: git lfs pull",
+        ),
         (file("a.bin", b""), "known by the end of its name"),
     ]:
         with pytest.raises(UsageError, match=words) as caught:
