@@ -180,7 +180,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Let detectors on fake tensors take the way of the GPU, whatever device these are on."""
     with (
         mock.patch("shoal.native.is_built", lambda: False),
-        mock.patch("shoal.models.detection.operators._can_launch", lambda device_type: True),
+        mock.patch("shoal.models.detection.operators.runs_triton", lambda device_type: True),
     ):
         yield
 

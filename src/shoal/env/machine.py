@@ -7,6 +7,7 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from shoal.env.launcher import num_local_workers
@@ -125,6 +126,14 @@ def compiler_problem(environ: Environ = None) -> str:
     if not header.is_file():
         return f"torch.compile needs {header} on the host of a GPU: apt-get install python3-dev"
     return ""
+
+
+@cache
+def runs_triton(device_type: str) -> bool:
+    """Return whether kernels in Triton can be compiled and launched on devices of a type of torch's."""
+    from torch.utils._triton import has_triton
+
+    return device_type == "cuda" and has_triton() and not compiler_problem()
 
 
 def host_identity() -> str:

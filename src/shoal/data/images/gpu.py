@@ -29,6 +29,7 @@ from shoal.data.images.reader import ShardReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.transform import decode, normalisation
 from shoal.data.steps import example_names
+from shoal.env.machine import runs_triton
 from shoal.errors import ShoalError, UsageError
 
 
@@ -95,9 +96,8 @@ class GpuTransform:
         self.num_refused = 0
         """JPEGs that the device's decoder refused, decoded on the host instead."""
         scale, shift = normalisation(config.mean, config.std)
-        self._scale, self._shift = (
-            torch.tensor(x, device=device).reshape(1, 3, 1, 1) for x in (scale, shift)
-        )
+        self.factors = torch.tensor(scale, device=device), torch.tensor(shift, device=device)
+        """Scale and shift of pixels from 0 to 255, by channel."""
 
     def _probe(self) -> None:
         """Decode one image, so that a decoder that is missing is found before the run."""
@@ -132,10 +132,20 @@ class GpuTransform:
             draws(self.config, key, image.shape[1], image.shape[2], size)
             for image, key in zip(images, keys, strict=True)
         ]
+        if not runs_triton(self.device.type):
+            return self.finished(images, drawn, size)
+        from shoal.data.images.crop_kernel import augmented  # Triton is loaded where it is needed
+
+        made = torch.empty(len(keys), 3, size, size, device=self.device, memory_format=torch.channels_last)
+        augmented(images, drawn, made, *self.factors)
+        return made
+
+    def finished(self, images: Sequence[Tensor], drawn: Sequence[Draws], size: int) -> Tensor:
+        """Return decoded images as ``drawn`` says, by torch's operations: ``[B, 3, size, size]``."""
         light = torch.tensor([one.light for one in drawn]).view(-1, 3, 1, 1) * 255.0
-        light = light.to(self.device, non_blocking=True)
+        scale, shift = (factor.view(3, 1, 1) for factor in self.factors)
         crops = [self._cropped(image, one, size) for image, one in zip(images, drawn, strict=True)]
-        made = (torch.stack(crops) + light) * self._scale + self._shift
+        made = (torch.stack(crops) + light.to(self.device)) * scale + shift
         for image, one in zip(made, drawn, strict=True):
             if (box := one.erased) is not None:
                 image[:, box.top : box.top + box.height, box.left : box.left + box.width] = 0

@@ -7,24 +7,17 @@ launched: few processes need Triton.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton
 
-from shoal.env.machine import compiler_problem
+from shoal.env.machine import runs_triton
 
 
 def has_kernels(tensor: Tensor) -> bool:
     """Return whether the device of a tensor runs the kernels."""
-    return _can_launch(tensor.device.type)
-
-
-@cache
-def _can_launch(device_type: str) -> bool:
-    return device_type == "cuda" and has_triton() and not compiler_problem()
+    return runs_triton(tensor.device.type)
 
 
 @torch.library.custom_op(
