@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,9 +43,9 @@ def activations_of(sample: Sample, precision: str, device_type: str = "cuda") ->
     """
     from shoal.models.step_memory import kept_activations
 
-    def kept() -> Activations:
+    def kept(model: nn.Module) -> Activations:
         return kept_activations(
-            sample.model.train(),
+            model.train(),
             sample.inputs,
             with_keys,
             num_samples=sample.num_samples,
@@ -62,11 +63,12 @@ def activations_of(sample: Sample, precision: str, device_type: str = "cuda") ->
             loss: Tensor = sample.loss(model, inputs)
             return loss
 
-    whole = kept()
+    whole = kept(sample.model)
     if sample.recompute is None:
         return whole
-    sample.recompute(sample.model)
-    return kept().with_recomputed(whole, sample.num_recomputed)
+    recomputing = copy.deepcopy(sample.model)
+    sample.recompute(recomputing)
+    return kept(recomputing).with_recomputed(whole, sample.num_recomputed)
 
 
 @dataclass(frozen=True)
