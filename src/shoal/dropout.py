@@ -126,12 +126,13 @@ def _row_keys(keys: Tensor, shape: Sequence[int], site: int | None) -> Tensor:
 
 
 @_operation("keep_mask(Tensor keys, SymInt width, int num_dropped) -> Tensor")
-def _keep_mask(keys: Tensor, width: int, num_dropped: int) -> Tensor:
+def _keep_mask(keys: Tensor, width: int | torch.SymInt, num_dropped: int) -> Tensor:
     """Return true for kept elements, bool ``[*keys.shape, width]``; drops ``num_dropped`` of 2**16."""
     # One hash serves four elements, 16 bits each. Its last operation is a multiplication: shifts of signed
     # numbers repeat the sign, which an exclusive or would cancel in the topmost bit.
     most = num_dropped - (DROPOUT_RANGE // 2 + 1)
-    if get_proxy_mode() is not None:  # torch.compiler.is_compiling() is false here in torch 2.11
+    # torch.compiler.is_compiling() is false here in torch 2.11.
+    if get_proxy_mode() is not None or isinstance(width, torch.SymInt):
         # To view hashes as int16, Inductor would write them to memory. So each element computes its own.
         column = torch.arange(width, device=keys.device)
         x = _hash(keys[..., None] + _steps((column >> 2) - 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.gpu.counts import packed_batch
-from smallest_models import BERT, MODELS, SMALL_DETECTOR, pretraining
+from smallest_models import ALBERT, BERT, MODELS, SIZES, SMALL_DETECTOR, pretraining
 from torch import Tensor, nn
 
 from shoal.env.worker import alone
+from shoal.models.causal import CausalLM, new_causal
 from shoal.models.detection.mask_rcnn import MaskRCNN
-from shoal.models.pretraining import BertPretraining
+from shoal.models.encoder import packed_inputs
+from shoal.models.pretraining import AlbertPretraining, BertPretraining
 from shoal.models.t5 import T5, new_t5
+from shoal.models.tasks import SequenceClassification
 from shoal.models.text_config import T5ModelConfig
 from shoal.train.config import LoopConfig
 from shoal.train.run import Run
@@ -142,6 +146,75 @@ def test_the_backbone_of_mask_rcnn_is_one_graph() -> None:
     with compiled_graphs(backbone) as graphs:
         assert len(backbone(torch.randn(1, 3, 64, 96))) == 5
     assert len(graphs) == 1
+
+
+def packed_mix(number: int, random: torch.Generator) -> dict[str, Any]:
+    size = 16 + int(torch.randint(1, 16, (1,), generator=random))
+    return packed_batch(3 + number % 5, size, num_masked=2 + number % 3, device="cpu")
+
+
+def classified() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return SequenceClassification(BertForSequenceClassification(BertConfig(**SIZES)))
+
+
+def language_model() -> nn.Module:
+    from transformers import GPT2Config
+
+    return CausalLM(new_causal(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=32)))
+
+
+def documents(number: int, random: torch.Generator) -> dict[str, Any]:
+    """Return blocks of one length, in which documents begin anywhere."""
+    begins = torch.rand(2, 32, generator=random) < 0.2
+    index = torch.arange(32).expand(2, 32)
+    position_ids = index - torch.where(begins, index, 0).cummax(1).values
+    ids = torch.randint(97, (2, 32), generator=random)
+    return {
+        "input_ids": ids,
+        "position_ids": position_ids,
+        "labels": ids,
+        "dropout_keys": torch.arange(2) + number,
+    }
+
+
+def sentences(number: int, random: torch.Generator, *, padded: bool) -> dict[str, Any]:
+    """Return inputs and targets of a T5, of any lengths, or padded to one."""
+    num_inputs, num_labels = (int(torch.randint(3, 9, (1,), generator=random)) for _ in range(2))
+    ids = torch.ones(3, 9 if padded else num_inputs, dtype=torch.int64)
+    labels = torch.ones(3, 9 if padded else num_labels, dtype=torch.int64)
+    if padded:
+        ids[:, num_inputs:], labels[:, num_labels:] = 0, -100
+    return {"input_ids": ids, "labels": labels, "dropout_keys": torch.arange(3) + number}
+
+
+MIXES: dict[str, tuple[Callable[[], Any], Callable[[int, torch.Generator], dict[str, Any]], bool, int]] = {
+    "bert": (lambda: BertPretraining(BERT), packed_mix, True, 3),
+    "albert": (lambda: AlbertPretraining(ALBERT), packed_mix, True, 2),
+    "squad": (lambda: MODELS["squad"]()[0], lambda *given: packed_inputs(packed_mix(*given)), True, 3),
+    "classify": (classified, lambda *given: packed_inputs(packed_mix(*given)), True, 3),
+    "t5": (lambda: MODELS["t5"]()[0], partial(sentences, padded=True), False, 3),
+    "t5_classify": (lambda: MODELS["t5"]()[0], partial(sentences, padded=False), True, 3),
+    "lm": (language_model, documents, False, 1),
+}
+"""Model, batch, whether the recipe compiles it for any sizes, and its graphs.
+
+Those of an encoder are one for keys of dropout and at most two of its layers; those of T5 are its first
+blocks and its loss.
+"""
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_fifty_mixes_of_lengths_compile_nothing_after_five_steps(name: str) -> None:
+    make, batch, dynamic, num_graphs = MIXES[name]
+    model, random = make(), torch.Generator().manual_seed(3)
+    counts = []
+    with compiled_graphs(model, dynamic=dynamic) as graphs:
+        for number in range(50):
+            model(**batch(number, random))
+            counts.append(len(graphs))
+    assert counts[4] == counts[-1] == num_graphs, counts
 
 
 def test_fifty_mixes_of_lengths_are_few_graphs_inside_ddp(tmp_path: Path) -> None:
