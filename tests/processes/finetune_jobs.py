@@ -9,7 +9,7 @@ from multiprocessing.process import BaseProcess
 from forked import fork_process, free_port, wait_for
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.launch.worker import run_worker
-from shoal.recipes import classify, lm_finetune, squad, t5_classify
+from shoal.recipes import classify, lm_finetune, main_of, squad, t5_classify
 from shoal.recipes.finetuning import FinetuneConfig
 
 
@@ -42,6 +42,6 @@ def _work(config: FinetuneConfig, rank: int, num_workers: int, port: int) -> Non
     if isinstance(config, t5_classify.T5ClassifyConfig):
         run_worker(lambda: t5_classify.main(config, joined))
     if isinstance(config, lm_finetune.LmFinetuneConfig):
-        run_worker(lambda: lm_finetune.main(config, joined))
+        run_worker(lambda: main_of("lm_finetune", config)(config, joined))
     assert isinstance(config, classify.ClassifyConfig)
     run_worker(lambda: classify.main(config, joined))

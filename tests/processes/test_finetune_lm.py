@@ -166,6 +166,42 @@ def test_losses_do_not_depend_on_the_workers(
     assert last_scores(tmp_path / "run") == pytest.approx(last_scores(reference), rel=5e-5)
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "parallel"),
+    [
+        (4, {"pipeline": 2}),
+        (2, {"shard": True}),
+        pytest.param(4, {"pipeline": 2, "shard": True}, marks=pytest.mark.slow),
+    ],
+    ids=["2 stages x 2 replicas", "2 shards", "2 x 2 shards"],
+)
+def test_a_model_in_parts_learns_what_a_whole_one_does(
+    num_workers: int, parallel: dict[str, Any], folder: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    config = settings(folder, tmp_path / "run", parallel=parallel)
+    codes = jobs.run(config, num_workers)
+    assert codes == [EXIT_OK] * num_workers, (tmp_path / "run" / "worker-0.log").read_text()
+    wanted = pretrain_jobs.losses(whole_run)
+    assert pretrain_jobs.losses(tmp_path / "run") == pytest.approx(wanted, rel=2e-6)
+    assert last_scores(tmp_path / "run") == pytest.approx(last_scores(whole_run), rel=2e-6)
+    directories = [run / "transformers" for run in (tmp_path / "run", whole_run)]
+    models = [AutoModelForCausalLM.from_pretrained(directory).eval() for directory in directories]
+    ids = torch.arange(40).reshape(2, 20)
+    assert torch.allclose(models[0](ids).logits, models[1](ids).logits, rtol=1e-3, atol=1e-4)
+    ends = [model.generation_config.eos_token_id for model in models]
+    assert ends[0] == ends[1] and len(ends[0]) == 2
+
+
+def test_new_weights_do_not_depend_on_the_layout(folder: Path, tmp_path: Path) -> None:
+    losses = []
+    for num_workers, parallel in ((1, {}), (2, {"pipeline": 2})):
+        scratch = {"model": {"from_scratch": True}, "train": {"total_steps": 2}}
+        config = settings(folder, tmp_path / str(num_workers), parallel=parallel, **scratch)
+        assert jobs.run(config, num_workers) == [EXIT_OK] * num_workers
+        losses.append(pretrain_jobs.losses(tmp_path / str(num_workers)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_a_llama_learns_prompts_one_in_each_row(folder: Path, tmp_path: Path) -> None:
     wide = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     made.write_causal(tmp_path / "llama", LlamaConfig(**wide, max_position_embeddings=64), template=None)
@@ -233,3 +269,7 @@ def test_what_does_not_go_together_is_refused(folder: Path, tmp_path: Path) -> N
     files = ("--model", folder / "model", "--data", folder / "train.jsonl", "--data.max-seq-length", 64)
     served = use_jobs.refused("finetune", "lm", *files, "--lora.rank", 4, "--servers.mode", "sync")
     assert "lora.rank 4 with servers.mode sync" in served
+    staged = use_jobs.refused("finetune", "lm", *files, "--lora.rank", 4, "--parallel.pipeline", 2)
+    assert "lora.rank 4 does not go with a model in stages or shards" in staged
+    padded = use_jobs.refused("finetune", "lm", *files, "--data.no-packed", "--parallel.shard")
+    assert "data.packed False does not go with" in padded

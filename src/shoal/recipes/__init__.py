@@ -548,6 +548,7 @@ model as a transformers directory; with --lora.rank also its adapters as peft sa
         shortcuts={"model": "model.path", "data": "data.path"},
         run_name="lm-{preset}",
         length="data.max_seq_length",
+        divides=True,
     ),
 }
 

@@ -42,7 +42,8 @@ class Divided:
     """Returns ``loss``, the mean over a micro-batch, and ``sums`` over it, for the scores."""
     train: Reader
     """Makes micro-batches of one shape, the inputs of the network."""
-    held_out: Reader
+    held_out: Mapping[str, Reader]
+    """By the split of their scores."""
     sizes: BatchSizes
     total_steps: int
     schedule: AnySchedule
@@ -69,6 +70,12 @@ class Divided:
     """Names of the parameters that Muon updates."""
     section: str = "train"
     """Section of the settings with ``sizes``."""
+    limit: int | None = None
+    """Most held-out examples of a split that are scored; default: all."""
+    num_samples: Mapping[str, int] = field(default_factory=dict)
+    """Samples of held-out examples, by split, where an example is not one."""
+    processes: int = 0
+    """Processes that make training examples."""
     references: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -100,14 +107,13 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
 
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> None:
-            scores, num_samples = evaluate(
-                stage, own, run, batch, replica, limit=config.run.validation_samples
-            )
-            run.evaluation("validation", scores, num_samples=num_samples)
+            for split, reader in own.held_out.items():
+                scores, num_examples = evaluate(stage, reader, own, run, batch, replica)
+                run.evaluation(split, scores, num_samples=own.num_samples.get(split, num_examples))
 
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
-            ReaderSource(reader=own.train, processes=config.data.loader_processes, whole=True),
+            ReaderSource(reader=own.train, processes=own.processes, whole=True),
             batch,
             until=own.total_steps,
             targets=own.targets,
@@ -126,27 +132,27 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
                     shared = _tensors(own.inputs(step.num_samples / num_targets))
                     step.observe(stage.step(**inputs, **shared), "pipeline")
                 step.update(*optimizers.values(), max_norm=config.optim.max_grad_norm)
-            if run.due(config.run.validation_frequency, evaluation=True):
+            if own.held_out and run.due(config.run.validation_frequency, evaluation=True):
                 score()
-        if run.lacks_scores("validation"):
+        if own.held_out and run.lacks_scores():
             score()
 
         return run.finish(own.export, own.verdict)
 
 
 def evaluate(
-    stage: Pipeline, own: Divided, run: Run, batch: BatchPlan, replica: int, *, limit: int
+    stage: Pipeline, reader: Reader, own: Divided, run: Run, batch: BatchPlan, replica: int
 ) -> tuple[dict[str, float], int]:
     """Return the scores of the held-out examples, and their number. A collective.
 
     The examples are those of a run without stages; rows that fill the last batch count for nothing.
     """
-    chosen = evenly_spread(own.held_out.num_examples, limit)
+    chosen = evenly_spread(reader.num_examples, own.limit)
     totals = np.zeros(own.num_sums)
     for first in range(0, len(chosen), batch.global_batch_size):
         numbers = first + replica * batch.worker_batch_size + np.arange(batch.worker_batch_size)
         is_there = numbers < len(chosen)
-        arrays = dict(own.held_out.micro_batch(own.held_out.batch(0, chosen[np.where(is_there, numbers, 0)])))
+        arrays = dict(reader.micro_batch(reader.batch(0, chosen[np.where(is_there, numbers, 0)])))
         own.blank(arrays, is_there)
         evaluation = stage.evaluate(**as_tensors(arrays, pin_memory=False), **_tensors(own.inputs(1.0)))
         if evaluation.outputs is not None:  # on the workers of the last stage

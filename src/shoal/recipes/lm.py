@@ -186,11 +186,7 @@ class LmConfig:
         self.optim.schedule_of(self.train.total_steps)
         check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
         self.parallel.check(self)
-        if self.parallel.pipeline > 1 and self.model.attention not in ("sdpa", "eager"):
-            raise UsageError(
-                f"model.attention {self.model.attention} does not go with parallel.pipeline: stages are made "
-                "of an exported graph, in which the lengths of documents are not known; leave it out"
-            )
+        check_attention(self.model.attention, self.parallel)
         if self.optim.optimizer == "muon" and self.parallel.shard:
             raise UsageError(
                 "optim.optimizer muon does not go with parallel.shard: Muon reads whole matrices; choose "
@@ -202,6 +198,15 @@ class LmConfig:
                 "one optimizer, and have none that reads whole matrices; choose --optim.optimizer adamw, or "
                 "leave the servers' mode out"
             )
+
+
+def check_attention(attention: Attention, parallel: StagesConfig) -> None:
+    """Raise a :class:`UsageError` where stages cannot have this attention."""
+    if parallel.pipeline > 1 and attention not in ("sdpa", "eager"):
+        raise UsageError(
+            f"model.attention {attention} does not go with parallel.pipeline: stages are made of an exported "
+            "graph, in which the lengths of documents are not known; leave it out"
+        )
 
 
 IMMUTABLE = (
@@ -353,23 +358,31 @@ def check_length(
 
 
 def open_model(config: LmConfig, source: Path, sizes: "PreTrainedConfig", run: "Run") -> "CausalLM":
-    """Return the model in training mode; random weights are drawn from the seed, the same in all layouts."""
+    """Return the model in training mode."""
+    from shoal.models.causal import CausalLM
+
+    weights = open_weights(source, sizes, config.model.attention, run)
+    model = CausalLM(weights, z_loss=config.optim.z_loss).train()
+    if config.model.activation_checkpointing:
+        model.recompute_activations()
+    return model
+
+
+def open_weights(
+    source: Path, sizes: "PreTrainedConfig", attention: Attention, run: "Run"
+) -> "PreTrainedModel":
+    """Return the model of transformers; random weights are drawn from the seed, the same in all layouts."""
     import torch
 
     from shoal.models.causal import CausalLM, new_causal, open_causal
     from shoal.pipelining.init_meta import init_whole
 
     if source.is_dir():
-        weights = open_causal(source, sizes, config.model.attention)
-    else:
-        with torch.device("meta"):
-            weights = new_causal(sizes, config.model.attention)
-    model = CausalLM(weights, z_loss=config.optim.z_loss).train()
-    if not source.is_dir():
-        init_whole(model, run.world.device, seed=run.seed)
-    if config.model.activation_checkpointing:
-        model.recompute_activations()
-    return model
+        return open_causal(source, sizes, attention)
+    with torch.device("meta"):
+        weights = new_causal(sizes, attention)
+    init_whole(CausalLM(weights), run.world.device, seed=run.seed)
+    return weights
 
 
 def divide(config: LmConfig, run: "Run") -> "Divided":
@@ -377,7 +390,7 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
     import torch
     from tokenizers import Tokenizer
 
-    from shoal.data.text.blocks import NO_TARGET, num_bytes, num_targets
+    from shoal.data.text.blocks import num_bytes, num_targets
     from shoal.models.causal import CausalLM, MeanLoss, new_causal
     from shoal.recipes.divided import Divided
     from shoal.recipes.stages import load_weights, read_stored
@@ -397,16 +410,15 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
         if not config.data.across_documents:
             model.check(lambda: leaks(stage, example))
 
-    def blank(arrays: "dict[str, npt.NDArray[Any]]", is_there: "npt.NDArray[np.bool_]") -> None:
-        arrays["labels"][~is_there] = NO_TARGET
-
     def count(arrays: "Mapping[str, npt.NDArray[Any]]") -> list[float]:
         return [num_targets(arrays), num_bytes(tokenizer, arrays["labels"], train.shards.manifest.sep_id)]
 
     return Divided(
         network=network,
         train=train,
-        held_out=held_out,
+        held_out={"validation": held_out},
+        limit=config.run.validation_samples,
+        processes=config.data.loader_processes,
         sizes=config.train,
         total_steps=config.train.total_steps,
         schedule=config.optim.schedule_of(config.train.total_steps),
@@ -414,7 +426,7 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
         matrices=model.hidden_matrices(),
         check=check,
         num_sums=4,
-        blank=blank,
+        blank=blank_rows,
         count=count,
         score=lambda sums, _: scores_of(*sums),
         references=references,
@@ -424,6 +436,13 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
         ),
         verdict=lambda last: verdict(last["validation"], references[LOSS]),
     )
+
+
+def blank_rows(arrays: "dict[str, npt.NDArray[Any]]", is_there: "npt.NDArray[np.bool_]") -> None:
+    """Take the targets from the rows that are not true."""
+    from shoal.data.text.blocks import NO_TARGET
+
+    arrays["labels"][~is_there] = NO_TARGET
 
 
 def leaks(stage: "Pipeline", example: "Mapping[str, Tensor]") -> bool:

@@ -14,12 +14,13 @@ weights stay as they are, and low-rank adapters are trained.
 import json
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from shoal.data.bad_entries import BadEntries, BadEntriesConfig
+from shoal.decide.batch import BatchPlan, StagesConfig
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
@@ -29,12 +30,13 @@ from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS
 from shoal.train.config import required
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from shoal.data.text.conversations import ChatTokenizer, ConversationReader, Conversations
     from shoal.models.causal import CausalLM
     from shoal.models.lora import Adapters
+    from shoal.recipes.divided import Divided
     from shoal.record import Evaluation
     from shoal.train.run import Run
 
@@ -109,10 +111,12 @@ class LmFinetuneConfig(FinetuneConfig):
     """All settings of finetuning a causal model; presets are TOML files in ``presets/lm_finetune``."""
 
     unit: ClassVar[str] = "rows"
+    recipe: ClassVar[str] = "lm_finetune"
 
     model: CausalSourceConfig = field(default_factory=CausalSourceConfig)
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: StagesConfig = field(default_factory=StagesConfig)
     run: RowsRunConfig = field(default_factory=RowsRunConfig)
 
     @property
@@ -126,11 +130,23 @@ class LmFinetuneConfig(FinetuneConfig):
         names = [path.stem for path in self.data.eval]
         if len(set(names)) != len(names):
             raise UsageError(f"data.eval has two files of the same name ({', '.join(names)}); rename one")
+        self.parallel.check(self)
+        lm.check_attention(self.model.attention, self.parallel)
+        if self.parallel.splits and (self.lora.rank or not self.data.packed):
+            given = f"lora.rank {self.lora.rank}" if self.lora.rank else "data.packed False"
+            raise UsageError(
+                f"{given} does not go with a model in stages or shards, which train all weights on rows of "
+                "one length; leave it out, or leave parallel.pipeline and parallel.shard out"
+            )
         if self.lora.rank and self.servers.option:
             raise UsageError(
                 f"lora.rank {self.lora.rank} with {self.servers.option}: servers update all weights of a "
                 "model; leave one of them out"
             )
+
+    def batch(self, num_workers: int) -> BatchPlan:
+        """Return the division of a global batch over this number of workers, in this layout."""
+        return self.parallel.divide(self.train, num_workers, unit=self.unit)
 
 
 IMMUTABLE = (
@@ -164,7 +180,7 @@ def main(config: LmFinetuneConfig, worker: WorkerEnv | None = None) -> int:
         )
 
         # ----------------------------------------------------------------------------------------- model
-        weights, adapters = open_model(config, source, sizes, run.seed)
+        weights, adapters = open_model(config, source, sizes, run)
         model = CausalLM(weights).train()
         if config.model.activation_checkpointing:
             model.recompute_activations()
@@ -223,16 +239,14 @@ def read_sizes(config: LmFinetuneConfig, source: Path) -> "PreTrainedConfig":
 
 
 def open_model(
-    config: LmFinetuneConfig, source: Path, sizes: "PreTrainedConfig", seed: int
+    config: LmFinetuneConfig, source: Path, sizes: "PreTrainedConfig", run: "Run"
 ) -> "tuple[PreTrainedModel, Adapters | None]":
     """Return the model, with adapters in it where the settings ask for them, and the adapters."""
     import torch
 
-    from shoal.models.causal import open_causal
-
-    torch.manual_seed(seed)
     start = source / MODEL_CONFIG if config.model.from_scratch else source
-    weights = open_causal(start, sizes, config.model.attention)
+    weights = lm.open_weights(start, sizes, config.model.attention, run)
+    torch.manual_seed(run.seed)
     return weights, add_adapters(weights, config.lora)
 
 
@@ -242,6 +256,48 @@ def add_adapters(weights: "PreTrainedModel", lora: LoraConfig) -> "Adapters | No
 
     options = {name: getattr(lora, name) for name in ("rank", "alpha", "dropout", "targets")}
     return Adapters(weights, **options) if lora.rank else None
+
+
+def divide(config: LmFinetuneConfig, run: "Run") -> "Divided":
+    """Return the run of a model that is divided over workers; it starts on meta."""
+    import torch
+
+    from shoal.data.text.blocks import num_targets
+    from shoal.models.causal import CausalLM, MeanLoss, new_causal
+    from shoal.recipes.divided import Divided
+    from shoal.recipes.stages import load_weights, read_stored
+
+    finetuning.require_paths(config, config.data, "conversations", evaluates=False)
+    source = finetuning.open_source(config.model, run)
+    sizes, tokenizer = read_sizes(config, source), read_tokenizer(config, source)
+    readers = [make_rows(file, config, sizes) for file in read_files(config, tokenizer)]
+    training, *held_out = readers
+    plan = finetuning.make_plan(
+        config, num_sequences=training.num_examples, num_workers=run.world.num_workers
+    )
+    with torch.device("meta"):
+        model = CausalLM(new_causal(sizes, config.model.attention))
+    network = MeanLoss(model)
+    return Divided(
+        network=network,
+        train=training,
+        held_out={reader.data.path.stem: reader for reader in held_out},
+        num_samples={reader.data.path.stem: len(reader.data) for reader in held_out},
+        sizes=config.train,
+        total_steps=plan.total_steps,
+        schedule=plan.schedule,
+        fill=None if config.model.from_scratch else lambda part: load_weights(part, network, source),
+        check=lambda stage, example: model.check(lambda: lm.leaks(stage, example)),
+        num_sums=3,
+        blank=lm.blank_rows,
+        count=lambda arrays: [num_targets(arrays)],
+        score=lambda sums, _: lm.token_scores(*sums),
+        notes=[describe(reader) for reader in readers],
+        export=lambda directory: write_exports(
+            directory, model, None, tokenizer, merge=False, read=read_stored(directory, network)
+        ),
+        verdict=lambda last: verdict(last, required(run.directory), config),
+    )
 
 
 # ------------------------------------------------------------------------------------------------- data
@@ -363,10 +419,14 @@ def write_exports(
     tokenizer: "ChatTokenizer",
     *,
     merge: bool,
+    read: "Callable[[str], Tensor] | None" = None,
 ) -> None:
     """Write the adapters, if there are any, and the whole model with its tokenizer.
 
     The model ends a text at the ends of responses, too.
+
+    Args:
+        read: returns a weight by its name in transformers; default: as the model has it.
     """
     from shoal.models.causal import end_ids
     from shoal.models.directory import save
@@ -375,7 +435,7 @@ def write_exports(
     if more := sorted(tokenizer.ends.difference(ends)):
         model.weights.generation_config.eos_token_id = [*ends, *more]
     if adapters is None:
-        save(model, directory / TRANSFORMERS, tokenizer=files)
+        save(model, directory / TRANSFORMERS, tokenizer=files, read=read)
         return
     save(adapters, directory / ADAPTER, tokenizer=files)
     if merge:
@@ -407,7 +467,7 @@ def check(config: LmFinetuneConfig, num_workers: int, dry_run: DryRun | None) ->
     return [
         *finetuning.describe(config, readers[0].num_examples, num_workers),
         f"parameters   {counted.num_parameters:,}, of which {counted.num_trainable:,} are trained",
-        dry_run.memory_line(config, (counted, plan.batch)),
+        dry_run.memory_line(config, (counted, plan.batch), stages=config.parallel.pipeline),
         *map(describe, readers),
     ]
 

@@ -222,7 +222,9 @@ def divide(config: MaskedLMConfig, run: "Run") -> "Divided":
     return Divided(
         network=PaddedPretraining(model),
         train=PaddedExamples(train),
-        held_out=PaddedExamples(held_out),
+        held_out={"validation": PaddedExamples(held_out)},
+        limit=config.run.validation_samples,
+        processes=config.data.loader_processes,
         sizes=phase.sizes,
         section=phase.section,
         total_steps=phase.sizes.total_steps,
