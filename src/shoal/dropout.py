@@ -8,8 +8,8 @@ of the whole global batch however the batch is divided. The masks need no genera
 are several times faster to make than torch's.
 
 Fused attention kernels of libraries draw masks of their own. So attention with dropout is computed
-by kernels of this package in 16 bits on a GPU (:mod:`shoal.attention_kernel`), unless
-``SHOAL_ATTENTION_KERNEL=0``; elsewhere explicitly, with the matrix of weights in memory. Without attention
+by kernels of this package in 16 bits on a GPU (:mod:`shoal.attention_kernel`);
+elsewhere explicitly, with the matrix of weights in memory. Without attention
 dropout, and in evaluation, it is computed by torch's fused kernels.
 """
 
@@ -28,12 +28,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from shoal.decide.rng import DROPOUT_RANGE, GOLDEN, ROUNDS, signed
 from shoal.env.machine import compiler_problem
-from shoal.env.settings import attention_kernel
 
 _GOLDEN = signed(GOLDEN)
 _FIRST, _SECOND = (signed(multiplier) for _, multiplier in ROUNDS)
 
-USES_KERNELS = attention_kernel() and not compiler_problem()
+USES_KERNELS = not compiler_problem()
 """Select the fused kernels of :mod:`shoal.attention_kernel` for the CUDA tensors that they support."""
 _assumed_kernels: bool | None = None
 
@@ -160,7 +159,7 @@ def attention(
 ) -> Tensor:
     """Return ``scaled_dot_product_attention`` whose weights are dropped by ``keys``.
 
-    Unless ``SHOAL_ATTENTION_KERNEL=0`` it is one kernel forward and two backward, on an A100, an H100 or a
+    It is one kernel forward and two backward, on an A100, an H100 or a
     later GPU like them (128 KiB of shared memory for a block) beside a C compiler, for 16 bits, 16, 32, 64 or
     128 columns a head, and no mask but one of keys. A query that may attend to no key has the context 0,
     and NaN where attention is explicit.

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +25,13 @@ from shoal.data.images.synthetic import draw_image
 from shoal.data.loader import copies_to
 from shoal.env.worker import alone
 from shoal.errors import EXIT_OK
+from shoal.optim.adafactor import Adafactor
 from shoal.optim.lamb import Lamb
+from shoal.optim.lans import Lans
 from shoal.optim.lars import Lars
 from shoal.optim.novograd import Novograd
 from shoal.train.config import RunOutputConfig
-from shoal.train.optim_config import VisionOptimizerConfig
+from shoal.train.optim_config import TextOptimizerConfig, VisionOptimizerConfig
 from shoal.train.optimizers import build_optimizer
 from shoal.train.reporting import StepTimer
 from shoal.train.run import Run, Sizes
@@ -41,6 +44,8 @@ pytestmark = [
 
 OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "lamb": partial(Lamb, lr=0.01),
+    "lans": partial(Lans, lr=0.01),
+    "adafactor": partial(Adafactor, lr=0.01, min_factored_size=32),
     "lars": partial(Lars, lr=0.5, weight_decay=0.02, eta=0.1),
     "larc": partial(Lars, lr=0.1, weight_decay=0.02, eta=0.05, form="larc", nesterov=True),
     "novograd": partial(Novograd, lr=0.01, weight_decay=0.02, bias_correction=True),
@@ -81,7 +86,7 @@ def test_the_timer_reads_events() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lans", "lars", "novograd", "adafactor"])
 def test_steps_are_decided_on_the_device_without_a_wait(tmp_path: Path, name: str) -> None:
     """torch raises where the host waits for the device. Step 4 is skipped, all are clipped."""
     points = torch.utils.data.TensorDataset(torch.arange(64.0).view(16, 4))
@@ -89,7 +94,8 @@ def test_steps_are_decided_on_the_device_without_a_wait(tmp_path: Path, name: st
     with Run.open(settings=settings, worker=alone(tmp_path)) as run:
         net = torch.nn.Linear(4, 1)
         model = run.data_parallel(net)
-        optimizer = build_optimizer(net.named_parameters(), VisionOptimizerConfig(optimizer=name), 1e-4)
+        kind: Any = TextOptimizerConfig if name in ("lans", "adafactor") else VisionOptimizerConfig
+        optimizer = build_optimizer(net.named_parameters(), kind(optimizer=name), 1e-4)
         run.keep(model=net, optimizer=optimizer)
         before: list[torch.Tensor] = []
         for step in run.steps(points, Sizes(global_batch_size=8, micro_batch_size=4), until=8):

@@ -31,8 +31,6 @@ HOST_ID = "SHOAL_HOST_ID"
 """Overrides the identity of this host; tests emulate several hosts on one machine with it."""
 NATIVE_GROUP = "SHOAL_NATIVE_GROUP"
 """1 (the default) or 0: whether the backend uses its process group in C++."""
-ATTENTION_KERNEL = "SHOAL_ATTENTION_KERNEL"
-"""1 (the default) or 0: whether attention with dropout on a GPU uses shoal's own kernels."""
 DEBUG = "SHOAL_DEBUG"
 """1: errors that end a command or a worker show their tracebacks; set by ``shoal --debug`` for the job."""
 CACHE_DIR = "SHOAL_CACHE_DIR"
@@ -166,15 +164,6 @@ def native_group(environ: Environ = None) -> bool:
         UsageError: it is neither 0 nor 1.
     """
     return _is_on(NATIVE_GROUP, "the process group in C++", "that in Python", environ)
-
-
-def attention_kernel(environ: Environ = None) -> bool:
-    """Return whether attention with dropout on a GPU uses kernels of shoal: yes, unless the variable is 0.
-
-    Raises:
-        UsageError: it is neither 0 nor 1.
-    """
-    return _is_on(ATTENTION_KERNEL, "the kernels of attention", "torch's operations", environ)
 
 
 def _is_on(name: str, one: str, zero: str, environ: Environ) -> bool:

@@ -10,12 +10,10 @@ import pytest
 
 from shoal.env.machine import compiler_problem, selected_gpus
 from shoal.env.settings import (
-    ATTENTION_KERNEL,
     ENCRYPT,
     HELPERS,
     NETWORK_THREADS,
     SECRET,
-    attention_kernel,
     encrypt,
     helpers,
     launch_dir,
@@ -26,15 +24,12 @@ from shoal.env.variables import child_environment, without
 from shoal.errors import UsageError
 
 
-def test_network_threads_attention_kernels_and_encryption() -> None:
+def test_network_threads_and_encryption() -> None:
     assert network_threads({}) == 0
     assert network_threads({NETWORK_THREADS: "3"}) == 3
     for wrong in ("0", "17", "two", "-1"):
         with pytest.raises(UsageError, match=f"SHOAL_NETWORK_THREADS='{wrong}' must be a number of threads"):
             network_threads({NETWORK_THREADS: wrong})
-    assert attention_kernel({}) and not attention_kernel({ATTENTION_KERNEL: "0"})
-    with pytest.raises(UsageError, match="SHOAL_ATTENTION_KERNEL='yes' must be 1"):
-        attention_kernel({ATTENTION_KERNEL: "yes"})
     assert encrypt({ENCRYPT: "1"}) and not encrypt({}) and not encrypt({ENCRYPT: "0"})
     with pytest.raises(UsageError, match="SHOAL_ENCRYPT='on' must be 1"):
         encrypt({ENCRYPT: "on"})
