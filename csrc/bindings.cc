@@ -661,6 +661,7 @@ void bind_engine(nb::module_& m) {
       .def("counters", &shoal::Engine::counters, Release())
       .def("take_events", &shoal::Engine::take_events, Release())
       .def("lost_helpers", &shoal::Engine::lost_helpers, Release())
+      .def("lost_ranks", &shoal::Engine::lost_ranks, Release())
       .def("server_times", &server_times)
       .def("trace", &shoal::Engine::trace)
       .def("take_trace", &take_trace);

@@ -299,6 +299,11 @@ std::vector<std::string> Engine::lost_helpers() {
   return lost_helpers_;
 }
 
+std::vector<int> Engine::lost_ranks() {
+  const MutexLock lock(mutex_);
+  return lost_ranks_;
+}
+
 HostStage* Engine::stage() {
   const MutexLock lock(mutex_);
   return stage_.get();
@@ -376,12 +381,20 @@ void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
 
 void Engine::on_down(int peer, const std::string& why) {
   channel_->assert_here();
+  note_lost(peer);
   guarded([&]() SHOAL_NO_ANALYSIS {
     if (members_.is_helper(peer)) return lose_helper(peer, why, true);
     if (!protocol_->liveness.has_left(peer)) throw GroupFailure(members_.name_of(peer) + " was lost: " + why);
     protocol_->liveness.gone(peer);
     on_tick();
   });
+}
+
+// A group that has failed still tells who is lost: the others go on without them.
+void Engine::note_lost(int peer) {
+  if (members_.is_helper(peer) || protocol_->liveness.has_left(peer)) return;
+  const MutexLock lock(mutex_);
+  lost_ranks_.push_back(peer);
 }
 
 void Engine::on_tick() {

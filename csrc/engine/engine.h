@@ -73,6 +73,7 @@ class Engine : private ChannelEvents {
   std::vector<std::string> take_events() { return journal_.take_events(); }
   std::vector<ServerTime> server_times() const { return protocol_ ? protocol_->path.server_times() : std::vector<ServerTime>{}; }
   std::vector<std::string> lost_helpers();  // names, in the order of the losses
+  std::vector<int> lost_ranks();            // of this group, also after it has failed
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -109,6 +110,7 @@ class Engine : private ChannelEvents {
   void post(std::function<void()> step);  // guarded, on the network thread
   void dispatch(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
   void lose_helper(int server, const std::string& why, bool tell) REQUIRES(network_thread);
+  void note_lost(int peer) REQUIRES(network_thread);
   void fail(const std::string& cause) REQUIRES(network_thread);
 
   void require_possible(const OpSpec& spec) const;
@@ -139,6 +141,7 @@ class Engine : private ChannelEvents {
   Mutex mutex_;
   std::unique_ptr<HostStage> stage_ GUARDED_BY(mutex_);
   std::vector<std::string> lost_helpers_ GUARDED_BY(mutex_);
+  std::vector<int> lost_ranks_ GUARDED_BY(mutex_);
   bool failed_ GUARDED_BY(network_thread) = false;
 
   std::shared_ptr<Channel> channel_;

@@ -178,7 +178,7 @@ class ShoalProcessGroup(ProcessGroup):
     ) -> None:
         super().__init__(rank, size)
         self._name, self._description = name, "undefined"
-        self._global_ranks, self._store = global_ranks, store
+        self._global_ranks, self.store = global_ranks, store
         self._handle = f"{global_ranks[rank]}-{secrets.token_hex(_HANDLE_BYTES)}"
         self._uuids: set[int] = set()
         self._peers: dict[str, Peer] = {}  # that this process has met, by handle
@@ -237,7 +237,7 @@ class ShoalProcessGroup(ProcessGroup):
         """
         handles, rank = self._ranked(options.handles)
         uuid, limit = int(options.uuid), options.timeout or self.operations.timeout
-        store = PrefixStore(f"reconfigure/{uuid}/", self._store)
+        store = PrefixStore(f"reconfigure/{uuid}/", self.store)
         if uuid in self._uuids or store.add(f"attempts/{rank}", 1) > 1:
             raise CommError(
                 f"group {self._name}: uuid {uuid} was already used; take a new one for each attempt"

@@ -502,6 +502,10 @@ class Engine(CollectiveEngine):
         """Return, for each server, the number of sums of chunks that it has sent, and their time in ns."""
         return list(self._engine.server_times())
 
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks that were lost, in the order of the losses, also after the group has failed."""
+        return list(self._engine.lost_ranks())
+
     def close(self) -> None:
         if os.getpid() == self._pid:
             _lost.update(dict.fromkeys(self._engine.lost_helpers()))
