@@ -6,19 +6,17 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forked import fork_process, free_port, wait_for
+import job_workers
+
+from forked import wait_for
 from shoal.data.text.prepare import PrepareConfig, prepare_text
-from shoal.env.worker import WorkerEnv, WorkerRanks
-from shoal.launch.worker import run_worker
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
-from shoal.recipes import RECIPES, main_of
 from shoal.recipes.albert import AlbertConfig, DataConfig
 from shoal.recipes.bert import BertConfig, PhaseConfig
 from shoal.recipes.bert import DataConfig as BertDataConfig
@@ -195,8 +193,7 @@ def changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
 
 def start(config: AnyConfig, num_workers: int) -> list[BaseProcess]:
     """Start the workers of a job."""
-    port = free_port()
-    return [fork_process(_work, config, rank, num_workers, port) for rank in range(num_workers)]
+    return job_workers.start(config, num_workers)
 
 
 def wait(processes: list[BaseProcess], deadline_s: float = 240.0) -> list[int | None]:
@@ -251,19 +248,3 @@ def wait_for_checkpoint(run_dir: Path, step: int, processes: list[BaseProcess]) 
     end = time.monotonic() + 60.0
     while time.monotonic() < end and any(process.is_alive() for process in processes) and not path.is_dir():
         time.sleep(0.005)
-
-
-def _work(config: AnyConfig, rank: int, num_workers: int, port: int) -> None:
-    assert config.run.dir is not None
-    config.run.dir.mkdir(parents=True, exist_ok=True)
-    log = (config.run.dir / f"worker-{rank}.log").open("a")
-    os.dup2(log.fileno(), sys.stderr.fileno())
-    worker = joined(rank, num_workers, port)
-    name = next(name for name, recipe in RECIPES.items() if recipe.config == type(config).__name__)
-    run_worker(lambda: main_of(name, config)(config, worker))
-
-
-def joined(rank: int, num_workers: int, port: int) -> WorkerEnv:
-    """Return the environment of a worker of a job on this host."""
-    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    return WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import finetune_jobs as jobs
+import job_workers as jobs
 import pytest
 
 import finetune_made as made

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import image_jobs
+import job_workers
 import mask_rcnn_jobs
 import pretrain_jobs as jobs
 import pytest
@@ -219,7 +220,7 @@ def _replay_t5(config: T5Config, alone: T5Config, port: int) -> None:
     """Take the steps of a log again in one worker, whose stage has a batch of one of the others."""
     assert config.run.dir is not None and alone.run.dir is not None
     alone.run.dir.mkdir()
-    with Run.open(config=alone, recipe="t5", worker=jobs.joined(0, 1, port)) as run:
+    with Run.open(config=alone, recipe="t5", worker=job_workers.joined(0, 1, port)) as run:
         train, _ = t5.open_text(config, verify=False)
         _, stage = t5.open_model(alone, run, train, alone.parallel.plan(alone.train, 1))
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import job_workers
 import pretrain_jobs as jobs
 import pytest
 import torch
@@ -271,7 +272,7 @@ def test_what_does_not_go_together_is_named(
 ) -> None:
     config = settings(data, tmp_path, servers, **changes)
     with pytest.raises(UsageError, match=re.escape(message)):
-        albert.main(config, jobs.joined(0, 1, free_port()))
+        albert.main(config, job_workers.joined(0, 1, free_port()))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import finetune_jobs as jobs
+import job_workers as jobs
 import pretrain_jobs  # noqa: F401  # the processes that are forked have its imports
 import pytest
 import torch

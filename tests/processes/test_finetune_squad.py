@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-import finetune_jobs as jobs
+import job_workers as jobs
 import numpy as np
 import pretrain_jobs
 import pytest
@@ -246,7 +246,7 @@ def _short_finetuning(
     from shoal.recipes.squad import finetune_copy
     from shoal.train.run import Run
 
-    worker = jobs.worker(rank, num_workers, port)
+    worker = jobs.joined(rank, num_workers, port)
     with Run.open(out / "outer", worker=worker) as run:
         torch.manual_seed(3)
         wanted = torch.rand(4)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import finetune_jobs as jobs
+import job_workers as jobs
 import pretrain_jobs
 import pytest
 import torch

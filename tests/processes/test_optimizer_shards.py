@@ -11,16 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked_workers import run_workers
+from job_workers import run_script
 from staged_parameters import OPTIMIZERS, SHAPES, make_parameters, set_gradient
 from torch import Tensor, nn
 from torch.optim import LBFGS, Muon, Optimizer
 from torch.utils.data import TensorDataset
 
-from forked import fork_process, free_port, wait_for
 from shoal.decide.ownership import assign_owners
-from shoal.env.worker import WorkerEnv, WorkerRanks
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
-from shoal.launch.worker import run_worker
 from shoal.optim.lamb import Lamb, parameter_groups
 from shoal.record import Step, read_record
 from shoal.train.config import DistributedConfig, LoopConfig, RunConfig, ServersConfig
@@ -159,21 +158,8 @@ def script(
         return run.finish(lambda directory: torch.save(module.state_dict(), directory / "model.pt"))
 
 
-def _work(directory: Path, rank: int, num_workers: int, port: int, options: dict[str, Any]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    log = (directory / f"worker-{rank}.log").open("a")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
-    run_worker(lambda: script(directory, worker, **options))
-
-
 def train(directory: Path, num_workers: int, **options: Any) -> list[int | None]:
-    port = free_port()
-    return wait_for(
-        [fork_process(_work, directory, rank, num_workers, port, options) for rank in range(num_workers)], 120
-    )
+    return run_script(script, directory, num_workers, **options)
 
 
 def check_same(one: Path, other: Path) -> None:

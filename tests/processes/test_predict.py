@@ -10,8 +10,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import finetune_jobs as jobs
 import image_jobs
+import job_workers as jobs
 import mask_rcnn_jobs
 import numpy as np
 import pretrain_jobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import finetune_jobs
+import job_workers
 import pretrain_jobs as jobs
 import pytest
 import torch
@@ -95,7 +95,7 @@ def assert_finetuned(tmp_path: Path) -> None:
     train = made.write_pairs(tmp_path / "train.tsv", 12, seed=1)
     changes = {"train": {"total_steps": 2}, "model": {"from_scratch": False}}
     config = made.classify_config(tmp_path / "run", train, (train,), tmp_path / "fine", **changes)
-    assert finetune_jobs.run(config) == [EXIT_OK], (tmp_path / "fine" / "worker-0.log").read_text()
+    assert job_workers.run(config) == [EXIT_OK], (tmp_path / "fine" / "worker-0.log").read_text()
 
 
 def test_the_padding_is_that_of_the_text(data: Path, tmp_path: Path) -> None:

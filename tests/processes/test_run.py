@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from job_workers import run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from forked import fork_process, free_port, torchrun, wait_for
+from forked import fork_process, torchrun, wait_for
 from shoal.data.loader import BatchStream
 from shoal.data.sources import DatasetSource, IterableSource
 from shoal.data.steps import DataShard
-from shoal.env.worker import WorkerEnv, WorkerRanks
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, RetryStep, UsageError
-from shoal.launch.worker import run_worker
 from shoal.record import Evaluation, Step, read_record
 from shoal.train.config import LoopConfig, RunConfig
 from shoal.train.run import Run
@@ -116,20 +116,8 @@ def script(
         return run.finish(lambda directory: torch.save(module.state_dict(), directory / "model.pt"))
 
 
-def _work(directory: Path, rank: int, num_workers: int, port: int, options: dict[str, Any]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    log = (directory / f"worker-{rank}.log").open("a")
-    os.dup2(log.fileno(), sys.stderr.fileno())
-    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
-    run_worker(lambda: script(directory, worker, **options))
-
-
 def train(directory: Path, num_workers: int = 2, **options: Any) -> list[int | None]:
-    port = free_port()
-    return wait_for(
-        [fork_process(_work, directory, rank, num_workers, port, options) for rank in range(num_workers)], 120
-    )
+    return run_script(script, directory, num_workers, **options)
 
 
 def losses(directory: Path) -> dict[int, float]:

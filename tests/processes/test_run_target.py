@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import finetune_jobs
 import image_jobs
+import job_workers
 import mask_rcnn_jobs
 import pretrain_jobs as jobs
 import pytest
@@ -20,10 +18,9 @@ import torch.nn.functional as F
 from test_run import Points, Sizes, net, same
 
 import finetune_made as made
-from forked import fork_process, free_port, shoal, wait_for
-from shoal.env.worker import WorkerEnv, WorkerRanks
+from forked import shoal
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, EXIT_USAGE
-from shoal.launch.worker import run_worker
 from shoal.recipes.finetuning import FinetuneConfig
 from shoal.record import End, Evaluation, Phase, Target, read_record
 from shoal.train.config import LoopConfig, RunConfig, required
@@ -32,7 +29,7 @@ from shoal.train.run import Run
 questions = test_pretrain_finetune.questions
 
 
-def script(directory: Path, until: str | None, worker: WorkerEnv, die_at: int = 0) -> int:
+def script(directory: Path, worker: WorkerEnv, *, until: str | None, die_at: int = 0) -> int:
     """Train 8 steps; the score, which the first worker alone has, is a tenth of the step."""
     settings = RunConfig(
         log_frequency=1, checkpoint_frequency=3, until=until, mlperf_log=directory / "mlperf.log"
@@ -60,19 +57,8 @@ def script(directory: Path, until: str | None, worker: WorkerEnv, die_at: int = 
         return code
 
 
-def _work(directory: Path, rank: int, port: int, until: str | None, die_at: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    ranks = WorkerRanks(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)
-    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
-    log = (directory / f"worker-{rank}.log").open("a")
-    os.dup2(log.fileno(), sys.stderr.fileno())
-    os.dup2(log.fileno(), sys.stdout.fileno())
-    run_worker(lambda: script(directory, until, worker, die_at))
-
-
 def train(directory: Path, until: str | None, die_at: int = 0) -> list[int | None]:
-    port = free_port()
-    return wait_for([fork_process(_work, directory, r, port, until, die_at) for r in range(2)], 120)
+    return job_workers.run_script(script, directory, until=until, die_at=die_at)
 
 
 def rows_of(directory: Path, kind: type[Any]) -> list[Any]:
@@ -231,7 +217,7 @@ def test_finetuning_ends_when_all_files_have_the_score(tmp_path: Path) -> None:
     ]
     for config in configs:
         directory = required(config.run.dir)
-        assert finetune_jobs.run(config, 2) == [EXIT_OK, EXIT_OK], said(directory)
+        assert job_workers.run(config, 2) == [EXIT_OK, EXIT_OK], said(directory)
         assert [row.step for row in rows_of(directory, Target)] == [2]
         (end,) = rows_of(directory, End)
         assert end.step == 2 and {row.split for row in rows_of(directory, Evaluation)} == set(config.scores)

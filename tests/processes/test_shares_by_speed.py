@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from itertools import accumulate, chain
@@ -14,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from job_workers import run_script
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from forked import fork_process, free_port, wait_for
-from shoal.env.worker import WorkerEnv, WorkerRanks
+from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, EXIT_STOPPED, EXIT_USAGE
-from shoal.launch.worker import run_worker
 from shoal.record import Shares, Step, read_record
 from shoal.train.config import DistributedConfig, LoopConfig, RunConfig
 from shoal.train.run import Run, Sizes
@@ -83,20 +81,8 @@ def script(
         return run.finish(lambda directory: torch.save(module.state_dict(), directory / "model.pt"))
 
 
-def _work(directory: Path, rank: int, num_workers: int, port: int, options: dict[str, Any]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    log = (directory / f"worker-{rank}.log").open("a")
-    os.dup2(log.fileno(), sys.stderr.fileno())
-    ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)
-    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
-    run_worker(lambda: script(directory, worker, **options))
-
-
 def train(directory: Path, num_workers: int = 2, **options: Any) -> list[int | None]:
-    port = free_port()
-    return wait_for(
-        [fork_process(_work, directory, rank, num_workers, port, options) for rank in range(num_workers)], 120
-    )
+    return run_script(script, directory, num_workers, **options)
 
 
 def losses(directory: Path) -> list[float]:

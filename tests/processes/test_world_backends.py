@@ -26,6 +26,8 @@ from shoal.comm.backend import ShoalProcessGroup
 from shoal.env.machine import cpu_quota, num_scheduled
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, UsageError
+from shoal.launch.worker import run_worker
+from shoal.recipes import albert
 from shoal.recipes.albert import AlbertConfig
 from shoal.record import Start, read_record
 from shoal.train import backends
@@ -174,7 +176,7 @@ def train(config: AlbertConfig, rank: int, port: int, slower: str, environment: 
     os.dup2(out, 1)
     os.dup2(out, 2)
     worker = place_of(rank, port=port)
-    jobs.run_worker(lambda: jobs.main_of("albert", config)(config, worker))
+    run_worker(lambda: albert.main(config, worker))
 
 
 def trained(

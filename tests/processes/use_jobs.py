@@ -9,8 +9,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import finetune_jobs  # noqa: F401  # the processes that are forked have its imports
-
 from forked import command, fork_process, free_port, shoal, wait_for
 from shoal.errors import EXIT_OK, EXIT_USAGE
 
