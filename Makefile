@@ -148,7 +148,7 @@ lint: $(STAMP)  ## ruff and mypy, and clang's check of locks in the C++ core
 
 shape: $(STAMP)  ## sizes, floors and imports of the source, the files of one gradient: a report, nothing has to hold
 	@$(BIN)/python tests/shape.py
-	@echo; echo "one gradient in the core (docs/design/0005-one-gradient.md):"
+	@echo; echo "one gradient (docs/design/0005-one-gradient.md):"
 	@$(BIN)/python -m benchmarks.one_gradient
 
 # Not --quiet, which hides warnings from --strict too.

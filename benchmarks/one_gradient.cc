@@ -1,8 +1,11 @@
-// Records which functions of the core run for one all_reduce of one chunk, from the C interface until its wait returns.
+// Records which functions of the process group and of the core run for one all_reduce of one chunk, from torch's call until
+// its work's wait returns.
 //
 // Two engines in one process, each on a host of its own. Rank 1 serves the chunk and has contributed; what is recorded is
-// the way of rank 0's contribution to it, and of the sum back. Compiled with -finstrument-functions by one_gradient.py.
-// Prints "<thread> <address of the function> <1: called, 0: returned>", one a line.
+// the way of rank 0's contribution to it, and of the sum back. Compiled with -finstrument-functions by one_gradient.py, and
+// loaded by a Python with torch. Prints "<thread> <address of the function> <1: called, 0: returned>", one a line.
+#include <dlfcn.h>
+
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -14,6 +17,7 @@
 
 #include "c_api/group.h"
 #include "engine/engine.h"
+#include "group.cc"
 
 #define UNSEEN __attribute__((no_instrument_function))
 
@@ -40,28 +44,12 @@ UNSEEN void record(void* function, bool called) {
 }
 
 constexpr double kTimeoutS = 30;
-constexpr std::size_t kCount = 1024;
+constexpr std::chrono::seconds kTimeout{30};
+constexpr std::int64_t kCount = 1024;
 
 UNSEEN void fail(const char* what) {
   std::fprintf(stderr, "one_gradient: %s\n", what);
   std::exit(1);
-}
-
-UNSEEN shoal_handle submit(shoal_group* group, float* data) {
-  shoal_operation operation{};
-  operation.struct_size = sizeof operation;
-  operation.kind = SHOAL_ALL_REDUCE;
-  operation.dtype = SHOAL_FLOAT32;
-  operation.input = data;
-  operation.output = data;
-  operation.count = kCount;
-  shoal_handle handle = SHOAL_NO_HANDLE;
-  if (shoal_submit(group, &operation, 1, &handle) != SHOAL_SUCCESS) fail(shoal_last_error());
-  return handle;
-}
-
-UNSEEN void wait(shoal_group* group, shoal_handle handle) {
-  if (shoal_wait(group, handle, kTimeoutS) != SHOAL_SUCCESS) fail(shoal_last_error());
 }
 
 }  // namespace
@@ -71,7 +59,7 @@ UNSEEN void __cyg_profile_func_enter(void* function, void*) { record(function, t
 UNSEEN void __cyg_profile_func_exit(void* function, void*) { record(function, false); }
 }
 
-int main() {
+extern "C" UNSEEN void record_gradient() {
   std::vector<std::shared_ptr<shoal::Engine>> engines;
   std::vector<shoal::PeerInfo> peers;
   for (int rank = 0; rank < 2; ++rank) {
@@ -87,19 +75,29 @@ int main() {
   std::thread other([&] { engines[1]->connect(peers, {}, {1}, "one-gradient", kTimeoutS); });
   engines[0]->connect(peers, {}, {1}, "one-gradient", kTimeoutS);
   other.join();
-  std::vector<shoal_group*> groups;
-  for (int rank = 0; rank < 2; ++rank) groups.push_back(shoal::share_engine(engines[static_cast<std::size_t>(rank)], rank, 2));
-  std::vector<float> first(kCount, 1), second(kCount, 2);
+  std::vector<c10::intrusive_ptr<c10d::Backend>> groups;
+  std::vector<std::vector<at::Tensor>> gradients;
+  for (int rank = 0; rank < 2; ++rank) {
+    auto* group = shoal::share_engine(engines[static_cast<std::size_t>(rank)], rank, 2);
+    const py::gil_scoped_acquire gil;
+    groups.push_back(shoal_torch::create(py::none(), py::none(), reinterpret_cast<std::uintptr_t>(group), rank, 2, kTimeout));
+    gradients.push_back({at::ones({kCount})});
+  }
   for (const bool recorded : {false, true}) {  // the first one may differ
-    const shoal_handle served = submit(groups[1], second.data());
+    const auto served = groups[1]->allreduce(gradients[1]);
     while (engines[1]->counters().at("held_bytes") == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     __atomic_store_n(&recording, recorded, __ATOMIC_RELAXED);
-    wait(groups[0], submit(groups[0], first.data()));
+    groups[0]->allreduce(gradients[0])->wait();
     __atomic_store_n(&recording, false, __ATOMIC_RELAXED);
-    wait(groups[1], served);
+    served->wait();
   }
   if (num_events > kMaxEvents) fail("too many calls to record");
-  for (std::size_t k = 0; k < num_events; ++k) std::printf("%u %p %d\n", events[k].thread, events[k].function, events[k].called);
+  Dl_info library;
+  if (!dladdr(reinterpret_cast<void*>(&record_gradient), &library)) fail("its address is not known");
+  for (std::size_t k = 0; k < num_events; ++k) {
+    const auto address = static_cast<char*>(events[k].function) - static_cast<char*>(library.dli_fbase);
+    std::printf("%u 0x%tx %d\n", events[k].thread, address, events[k].called);
+  }
   std::fflush(stdout);
-  for (const auto& engine : engines) engine->close();
+  std::_Exit(0);  // Python's objects of the groups have not to be destroyed
 }

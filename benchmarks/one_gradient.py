@@ -1,12 +1,12 @@
-"""Count the files and the crossings of file borders on the way of one gradient through the C++ core.
+"""Count the files and the crossings of file borders on the way of one gradient through group and core.
 
-The core is compiled with a call at each function's begin and end, and an all_reduce of one chunk is recorded
-between two hosts (``one_gradient.cc``): from the C interface through both hops, the server included, until
-its wait returns.
+Both are compiled with a call at each function's begin and end, and an all_reduce of one chunk is recorded
+between two hosts (``one_gradient.cc``): from torch's call of the process group through both hops, the server
+included, until its work's wait returns.
 
 A crossing is a call from a function of one file to one of another, counted once for each caller, callee and
 thread: the connection's write for the contribution and for the sum are two. A header and its source are one
-file. Not counted: what the standard library and ``csrc/base`` do, constructors and destructors, and
+file. Not counted: what the standard library, torch and ``csrc/base`` do, constructors and destructors, and
 accessors: functions of a header with at most five lines.
 """
 
@@ -19,22 +19,34 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.comm import native_group
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-SOURCES = ("base", "transport", "engine", "c_api")
+GROUP = native_group.library()
+SOURCES = ("base", "transport", "engine", "c_api", "optim")
 LEFT_OUT = ("ofi", "libfabric")
 FLAGS = (
     "-std=c++20",
     "-O0",
     "-g1",
-    "-no-pie",
+    "-fPIC",
     "-pthread",
     "-finstrument-functions",
+    "-finstrument-functions-exclude-file-list=/site-packages/,/include/c++/",
     "-ffp-contract=off",
     "-w",
+    f"-I{CSRC}",
 )
-LINK = ("-ldl", "-lrt", "-Wl,--unresolved-symbols=ignore-all")
-"""The optimizers of servers that keep weights are not built."""
+GROUP_FLAGS = (
+    f"-I{CSRC / 'c_api'}",
+    f"-I{GROUP.sources}",
+    *(flag for path in GROUP.includes for flag in ("-isystem", str(path))),
+    *GROUP.flags,
+)
+LINK = (*GROUP.links, "-lcrypto", "-ldl", "-lrt", "-Wl,-Bsymbolic-functions")
+"""The last: libc has functions of the recorder's names, which do nothing."""
+RECORD = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1]).record_gradient()"
 NOT_THE_GRADIENT = re.compile(r"TcpTransport::tick|Channel::tick")
 """Calls that recur on a timer, with or without a gradient; they are not counted."""
 NO_STATION = re.compile(
@@ -58,44 +70,45 @@ class Function:
 
 
 def build(directory: Path) -> Path:
-    """Compile the core and the recorder."""
+    """Compile the core, and the recorder with the group; return their library."""
     sources = [each for part in SOURCES for each in sorted((CSRC / part).glob("*.cc"))]
-    sources = [each for each in sources if not each.name.startswith(LEFT_OUT)] + [
-        Path(__file__).with_suffix(".cc")
-    ]
+    sources = [each for each in sources if not each.name.startswith(LEFT_OUT)]
+    recorder = Path(__file__).with_suffix(".cc")
 
     def compiled(source: Path) -> str:
         to = directory / f"{source.parent.name}-{source.stem}.o"
-        command = ["c++", *FLAGS, f"-I{CSRC}", "-c", str(source), "-o", str(to)]
-        subprocess.run(command, check=True)
+        of_group = GROUP_FLAGS if source == recorder else ()
+        subprocess.run(["c++", *FLAGS, *of_group, "-c", str(source), "-o", str(to)], check=True)
         return str(to)
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compiled, sources))
-    program = directory / "one_gradient"
-    subprocess.run(["c++", *FLAGS, *objects, "-o", str(program), *LINK], check=True)
-    return program
+        objects = list(pool.map(compiled, [recorder, *sources]))
+    library = directory / "one_gradient.so"
+    subprocess.run(["c++", "-shared", "-pthread", *objects, "-o", str(library), *LINK], check=True)
+    return library
 
 
-def functions(program: Path, addresses: list[str]) -> dict[str, Function | None]:
+def functions(library: Path, addresses: list[str]) -> dict[str, Function | None]:
     """Look up functions by address; None for those that do not count."""
-    found = subprocess.run(
-        ["addr2line", "-f", "-C", "-e", str(program)],
+    names_and_lines = subprocess.run(
+        ["addr2line", "-f", "-C", "-e", str(library)],
         input="\n".join(addresses),
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
     known: dict[str, Function | None] = {}
-    for address, name, place in zip(addresses, found[::2], found[1::2], strict=True):
-        path, _, line = place.split(" ")[0].rpartition(":")
-        inside = path.startswith(f"{CSRC}/") and not path.startswith(f"{CSRC / 'base'}/")
+    for address, name, location in zip(addresses, names_and_lines[::2], names_and_lines[1::2], strict=True):
+        path, _, line = location.split(" ")[0].rpartition(":")
+        inside = path.startswith((f"{CSRC}/", f"{GROUP.sources}/")) and not path.startswith(
+            f"{CSRC / 'base'}/"
+        )
         counts = (
             inside
             and not NO_STATION.search(name)
             and not (path.endswith(".h") and is_short(Path(path), int(line)))
         )
-        known[address] = Function(name, str(Path(path).relative_to(CSRC))) if counts else None
+        known[address] = Function(name, str(Path(path).relative_to(ROOT))) if counts else None
     return known
 
 
@@ -109,11 +122,12 @@ def is_short(header: Path, line: int) -> bool:
     return False
 
 
-def crossings(program: Path) -> tuple[list[str], list[tuple[int, Function, Function]]]:
+def crossings(library: Path) -> tuple[list[str], list[tuple[int, Function, Function]]]:
     """Run the recorder; return the files in their order, and the calls between files."""
-    lines = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split("\n")
+    command = [sys.executable, "-c", RECORD, str(library)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
     events = [line.split() for line in lines if line]
-    known = functions(program, sorted({address for _, address, _ in events}))
+    known = functions(library, sorted({address for _, address, _ in events}))
     stacks: dict[int, list[Function | None]] = {}
     files: dict[str, None] = {}
     calls: dict[tuple[int, Function, Function], None] = {}

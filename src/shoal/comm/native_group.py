@@ -149,7 +149,7 @@ def build() -> Path:
 
     Errors are those of :func:`shoal.comm.native_build.build`.
     """
-    return native_build.build(_library())
+    return native_build.build(library())
 
 
 def obstacle() -> str:
@@ -158,10 +158,11 @@ def obstacle() -> str:
     Raises:
         UsageError: an environment variable is wrong.
     """
-    return native_build.obstacle(_library()) if settings.native_group() else f"{settings.NATIVE_GROUP} is 0"
+    return native_build.obstacle(library()) if settings.native_group() else f"{settings.NATIVE_GROUP} is 0"
 
 
-def _library() -> native_build.Library:
+def library() -> native_build.Library:
+    """Return how the C++ group is compiled for this torch."""
     root = Path(torch.__file__).parent
     abi = torch.compiled_with_cxx11_abi()
     return native_build.Library(
