@@ -19,6 +19,21 @@ DEVICE = Accelerator(
 )
 
 
+INSTANCE = """
+[instance.mine]
+accelerator = "V100-32GB"
+num_accelerators = 4
+local_network = "nvlink"
+local_gbyte_per_s = 150
+network = "ethernet"
+nic_gbit_per_s = 40
+price_per_hour = 7.5
+price_source = "invoice of May"
+source = "our rack"
+"""
+"""An entry of a catalog."""
+
+
 def hosts(
     count: int,
     *,

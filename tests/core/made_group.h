@@ -1,11 +1,12 @@
-// The parts of an engine without sockets, for tests of one part at a time: a group of three ranks on hosts of their
-// own and a helper, seen from rank 0, with a sender that keeps what is sent.
+// The parts of an engine without sockets, for tests of one part at a time: a group, by default of three ranks on hosts
+// of their own and a helper, seen from rank 0, with a sender that keeps what is sent.
 #pragma once
 
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/chunk_path.h"
@@ -46,14 +47,26 @@ inline shoal::Members members() {
 struct Parts {
   static constexpr int kMe = 0, kFirst = 1, kSecond = 2, kHelper = 3;
 
-  Parts() {
-    options.rank = kMe;
-    options.size = 3;
-    options.group = "g";
+  Parts() : Parts(made::members(), {kMe, {"a", "b", "c"}, 1, {0, 1, 2, 3}}) {}
+
+  Parts(shoal::Members group, shoal::Topology servers) : members(std::move(group)), topology(std::move(servers)) {
+    options.rank = members.rank;
+    options.size = members.size();
+    options.group = members.group;
     ops.open();
   }
 
-  // Issues an all_reduce of `x`, as Engine::submit does.
+  // Issues an operation, as Engine::submit does, cut into these chunks or as the topology does.
+  shoal::OpPtr issue(shoal::OpSpec spec, std::vector<shoal::Chunk> chunks = {}) {
+    auto op = std::make_shared<shoal::Op>(std::move(spec));
+    op->chunks = chunks.empty() ? topology.divide(op->spec, options, false, fused) : std::move(chunks);
+    op->num_links = topology.num_links(op->spec.kind);
+    op->parts.resize(op->chunks.size());
+    ops.add({op});
+    return op;
+  }
+
+  // Issues an all_reduce of `x`.
   shoal::OpPtr all_reduce(std::vector<float>& x) {
     shoal::OpSpec spec;
     spec.kind = shoal::Kind::all_reduce;
@@ -62,12 +75,7 @@ struct Parts {
     spec.shape = {static_cast<std::int64_t>(x.size())};
     spec.input = reinterpret_cast<const std::byte*>(x.data());
     spec.output = reinterpret_cast<std::byte*>(x.data());
-    auto op = std::make_shared<shoal::Op>(spec);
-    op->chunks = topology.divide(op->spec, options, false, fused);
-    op->num_links = topology.num_links(op->spec.kind);
-    op->parts.resize(op->chunks.size());
-    ops.add({op});
-    return op;
+    return issue(std::move(spec));
   }
 
   // A frame of another rank that has begun and completed so many operations.
@@ -81,8 +89,8 @@ struct Parts {
   shoal::NetworkLock lock;
   shoal::NetworkHold hold{lock};
   shoal::EngineOptions options;
-  shoal::Members members = made::members();
-  shoal::Topology topology{kMe, {"a", "b", "c"}, 1, {0, 1, 2, 3}};
+  shoal::Members members;
+  shoal::Topology topology;
   shoal::FusedBuffer fused;
   shoal::BufferPool pool;
   KeptFrames frames;

@@ -11,25 +11,17 @@
 
 namespace made {
 
-class Rank {
+class Rank : public Parts {
  public:
   // `pattern`: servers of consecutive chunks; ranks first, then helpers.
   Rank(int me, int size, int num_helpers, std::vector<int> pattern, std::size_t chunk_bytes)
-      : members(of(me, size, num_helpers)), topology(me, hosts(size), num_helpers, std::move(pattern)) {
-    options.rank = me;
-    options.size = size;
-    options.group = "g";
+      : Parts(of(me, size, num_helpers), {me, hosts(size), num_helpers, std::move(pattern)}) {
     options.chunk_bytes = chunk_bytes;
-    ops.open();
   }
 
-  // Begins a collective, as Engine::submit does, cut into these chunks or as the topology does.
+  // Issues a collective, and begins it.
   shoal::OpPtr begin(shoal::OpSpec spec, std::vector<shoal::Chunk> chunks = {}) {
-    auto op = std::make_shared<shoal::Op>(std::move(spec));
-    op->chunks = chunks.empty() ? topology.divide(op->spec, options, false, fused) : std::move(chunks);
-    op->num_links = topology.num_links(op->spec.kind);
-    op->parts.resize(op->chunks.size());
-    ops.add({op});
+    shoal::OpPtr op = issue(std::move(spec), std::move(chunks));
     path.begin(op);
     return op;
   }
@@ -67,16 +59,6 @@ class Rank {
     mismatch.forget_below(liveness.num_completed_by_all());
   }
 
-  shoal::EngineOptions options;
-  shoal::Members members;
-  shoal::Topology topology;
-  shoal::FusedBuffer fused;
-  shoal::BufferPool pool;
-  KeptFrames frames;
-  shoal::OpTable ops{"g"};
-  shoal::Journal journal;
-  shoal::Mailbox mailbox{frames, members, ops};
-  shoal::Router router{members, topology, true};
   shoal::Liveness liveness{members, topology, router, ops, mailbox, journal, 1.0};
   shoal::MismatchDetector mismatch{members, ops, mailbox};
   std::vector<std::function<void()>> posted;

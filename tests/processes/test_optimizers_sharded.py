@@ -21,6 +21,7 @@ from staged_parameters import (
     make_parameters,
     set_gradient,
 )
+from test_lamb_fsdp import Model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -104,19 +105,6 @@ def stages_equal_one_process(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sharded", pytest.param("replicated", marks=pytest.mark.slow)])
 def test_pipeline_2_by_data_2(tmp_path: Path, kind: str) -> None:
     assert run_workers(stages_equal_one_process, 4, tmp_path / "meet", kind) == [0] * 4
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(17, 12)
-        self.dense = nn.Linear(12, 7)
-        self.norm = nn.LayerNorm(7)
-        self.head = nn.Linear(7, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(torch.tanh(self.dense(self.embedding(tokens)))))
-        return out
 
 
 def train_model(make: MakeOptimizer, mesh: DeviceMesh | None) -> list[Tensor]:

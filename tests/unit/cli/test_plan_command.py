@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from plan_made import INSTANCE
 from shoal.bench.step_timing import TrainResult
 from shoal.cli.app import main
 from shoal.errors import EXIT_OK, EXIT_USAGE
@@ -25,18 +26,6 @@ from shoal.train.stopping import read_target
 CLUSTER = ("--cluster", "8xp3dn.24xlarge")
 SMALL = ("--model", "test_plan_command:small_model", "--global-batch", "512")
 HUGE = ("--model", "test_plan_command:huge_model", "--global-batch", "512")
-ENTRY = """
-[instance.mine]
-accelerator = "V100-32GB"
-num_accelerators = 4
-local_network = "nvlink"
-local_gbyte_per_s = 150
-network = "ethernet"
-nic_gbit_per_s = 40
-price_per_hour = 7.5
-price_source = "invoice of May"
-source = "our rack"
-"""
 
 
 def linear(width: int) -> tuple[Any, dict[str, Any], int]:
@@ -299,11 +288,11 @@ def test_what_is_wrong_in_a_catalog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(ENTRY)
+    path.write_text(INSTANCE)
     words = (*SMALL, "--cluster", "4xmine", "--catalog", str(path))
     assert typed(monkeypatch, *words) == EXIT_OK
     assert "invoice of May" in capsys.readouterr().out
-    path.write_text(ENTRY.replace(*change))
+    path.write_text(INSTANCE.replace(*change))
     assert typed(monkeypatch, *words) == EXIT_USAGE
     assert message in capsys.readouterr().err
 

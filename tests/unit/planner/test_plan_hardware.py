@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from plan_made import INSTANCE
 from shoal.errors import UsageError
 from shoal.planner.convergence import convergence_of
 from shoal.planner.hardware import Catalog, require_accelerators
@@ -14,19 +15,6 @@ NAMES = {
     *("p3.16xlarge", "p3dn.24xlarge", "p4d.24xlarge", "p5.48xlarge", "g4dn.12xlarge", "c5n.18xlarge"),
     *("m4.16xlarge", "m5.2xlarge", "DGX-1", "DGX-2", "DGX-2H", "DGX-A100", "DGX-H100"),
 }
-
-GOOD = """
-[instance.mine]
-accelerator = "V100-32GB"
-num_accelerators = 4
-local_network = "nvlink"
-local_gbyte_per_s = 150
-network = "ethernet"
-nic_gbit_per_s = 40
-price_per_hour = 7.5
-price_source = "invoice of May"
-source = "our rack"
-"""
 
 
 def test_shipped_entries_have_sources_and_sensible_figures() -> None:
@@ -53,7 +41,7 @@ def test_machines_are_read_as_people_write_them() -> None:
 
 def test_a_users_file_adds_and_replaces(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(GOOD, encoding="utf-8")
+    path.write_text(INSTANCE, encoding="utf-8")
     mine = Catalog([path]).instance("mine")
     assert (mine.num_accelerators, mine.nic_bytes_per_s, mine.price_per_hour) == (4, 5e9, 7.5)
     assert mine.effective_nic == pytest.approx(5e9 * mine.network.efficiency)
@@ -78,7 +66,7 @@ def test_a_users_file_adds_and_replaces(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_in_a_users_file(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(GOOD.replace(*change), encoding="utf-8")
+    path.write_text(INSTANCE.replace(*change), encoding="utf-8")
     with pytest.raises(UsageError, match=message):
         Catalog([path])
 
