@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from shoal.decide.batch import BatchPlan
-    from shoal.planner.hardware import Machines
     from shoal.recipes.model_source import ModelSource
     from shoal.train.gradients import Precision
     from shoal.train.world import World
@@ -230,8 +229,8 @@ class DryRun(Protocol):
     """Counts for a dry run what depends on the model; :class:`shoal.recipes.memory.MemoryCount` does it."""
 
     @property
-    def machines(self) -> Machines | None:
-        """Hosts of the catalog that are planned for; ``None``: this one."""
+    def machines(self) -> Any:
+        """Planned hosts, as :class:`shoal.planner.hardware.Machines`; ``None``: this one."""
 
     def memory_line(self, config: Any, *phases: tuple[Sample, BatchPlan], stages: int = 1) -> str:
         """Return the text about a worker's memory, in the phase that needs most, and about the hosts.

@@ -531,7 +531,7 @@ def check(config: T5Config, num_workers: int, dry_run: DryRun | None) -> list[st
             "--dry-run, or leave it out"
         )
     predicted = []
-    machines = dry_run.machines if dry_run else None
+    machines: Machines | None = dry_run.machines if dry_run else None
     if parallel.layout == "auto" or (dry_run and parallel.memory is not None):
         layouts = find_layouts(config, devices, machines)
         predicted = [explain(config, layouts, devices, machines)]
