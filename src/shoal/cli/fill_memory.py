@@ -241,10 +241,10 @@ def settle_for(
             except ShoalError as caught:  # the others end too
                 size, error = 0, caught
             own = {"size": size, "begun": int(begun is not None), "name": os.uname().nodename}
-            found = group.all_values(f"micro-batch/{section}", own, _SIZE, deadline_s=_TRIALS_DEADLINE_S)
+            sizes = group.all_values(f"micro-batch/{section}", own, _SIZE, deadline_s=_TRIALS_DEADLINE_S)
             if error is not None:
                 raise error
-            size = least_size(found, section)
+            size = least_size(sizes, section)
             print(f"{section}.micro_batch_size {size}: the least of {num_hosts} hosts", flush=True)
             changed = replace(getattr(settings, section), micro_batch_size=size)
             settings, settled = replace(settings, **{section: changed}), _with_size(settled, section, size)
@@ -253,17 +253,17 @@ def settle_for(
     return settle
 
 
-def least_size(found: Sequence[Mapping[str, Any]], section: str) -> int:
+def least_size(sizes: Sequence[Mapping[str, Any]], section: str) -> int:
     """Return the size of a run that continues, if a host knows it, else the least of all hosts.
 
     Args:
-        found: of each host its name, its ``size`` (0: none was found), and whether the run there has it.
+        sizes: of each host its name, its ``size`` (0: none was found), and whether the run there has it.
 
     Raises:
         ShoalError: a host found none.
     """
-    begun = [int(each["size"]) for each in found if each["begun"]]
-    least = min(found, key=lambda each: int(each["size"]))
+    begun = [int(each["size"]) for each in sizes if each["begun"]]
+    least = min(sizes, key=lambda each: int(each["size"]))
     if not begun and not least["size"]:
         raise ShoalError(
             f"{section}.micro_batch_size auto could not be found on host {least['name']}, see its output"

@@ -176,12 +176,12 @@ class _Reader:
                     f"{self._path}: has no key {key!r}.{did_you_mean(key, keys)} "
                     "Is it a file of COCO annotations?"
                 )
-        for key, found in (("images", self._images), ("categories", self._categories)):
-            if not found and (left_out := self._bad.summary()):
+        for key, entries in (("images", self._images), ("categories", self._categories)):
+            if not entries and (left_out := self._bad.summary()):
                 raise UsageError(
                     f"{self._path}: no entry of {key!r} can be used; {left_out}; correct the file"
                 )
-            if not found:
+            if not entries:
                 raise UsageError(f"{self._path}: {key!r} is empty; is it a file of COCO annotations?")
 
     def _take_image(self, entry: Any, index: int) -> None:

@@ -149,8 +149,8 @@ def packing_of_tar(path: Path) -> str:
     except OSError as error:
         raise UsageError(cannot_read(path, error)) from None
     if kind not in _PACKED:
-        what = kind or ("a file" if path.stat().st_size else "an empty file")
-        raise UsageError(f"{path} is {what}, neither a folder nor a tar of one; {_remedy(path, kind)}")
+        form = kind or ("a file" if path.stat().st_size else "an empty file")
+        raise UsageError(f"{path} is {form}, neither a folder nor a tar of one; {_remedy(path, kind)}")
     return _PACKED[kind]
 
 

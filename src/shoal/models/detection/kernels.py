@@ -250,10 +250,10 @@ def _match(
         best = tl.where(iou > best, iou, best)
         if LOW_QUALITY:
             is_best_of_object |= iou == tl.load(highest + image * most + number)
-    found = tl.where(best < high, -2, which)
-    found = tl.where(best < low, -1, found)
-    found = tl.where(is_best_of_object, which, found)
-    tl.store(matches + image.to(tl.int64) * num_anchors + anchor, found, mask=inside)
+    matched = tl.where(best < high, -2, which)
+    matched = tl.where(best < low, -1, matched)
+    matched = tl.where(is_best_of_object, which, matched)
+    tl.store(matches + image.to(tl.int64) * num_anchors + anchor, matched, mask=inside)
 
 
 @triton.jit
@@ -290,19 +290,19 @@ def _pool(
         image, x1, y1, x2, y2 = _region(regions, row, scale)
         base = features + image * stride_b + channel[None, :] * stride_c
         for begin in range(0, SIZE * SIZE, _BINS):
-            place = begin + tl.arange(0, _BINS)
+            bins = begin + tl.arange(0, _BINS)
             total = tl.zeros((_BINS, CHANNELS), tl.float32)
             for sample in range(0, 4):
-                top, bottom, of_top, of_bottom = _samples(y1, y2, place // SIZE, sample // 2, height, SIZE)
-                left, right, of_left, of_right = _samples(x1, x2, place % SIZE, sample % 2, width, SIZE)
+                top, bottom, of_top, of_bottom = _samples(y1, y2, bins // SIZE, sample // 2, height, SIZE)
+                left, right, of_left, of_right = _samples(x1, x2, bins % SIZE, sample % 2, width, SIZE)
                 for corner in tl.static_range(4):
                     y, of_y = (top, of_top) if corner < 2 else (bottom, of_bottom)
                     x, of_x = (left, of_left) if corner % 2 == 0 else (right, of_right)
                     at = base + (y * stride_h + x * stride_w)[:, None]
-                    weight = tl.where(place < SIZE * SIZE, of_y * of_x, 0.0)[:, None]
+                    weight = tl.where(bins < SIZE * SIZE, of_y * of_x, 0.0)[:, None]
                     total += tl.load(at, mask=is_channel & (weight > 0), other=0.0).to(tl.float32) * weight
-            out = pooled + (row * channels + channel[None, :]) * SIZE * SIZE + place[:, None]
-            tl.store(out, total / 4, mask=is_channel & (place < SIZE * SIZE)[:, None])
+            out = pooled + (row * channels + channel[None, :]) * SIZE * SIZE + bins[:, None]
+            tl.store(out, total / 4, mask=is_channel & (bins < SIZE * SIZE)[:, None])
 
 
 @triton.jit
@@ -317,17 +317,17 @@ def _pool_backward(
         image, x1, y1, x2, y2 = _region(regions, row, scale)
         base = sums + image * stride_b + channel[None, :] * stride_c
         for begin in range(0, SIZE * SIZE, _BINS):
-            place = begin + tl.arange(0, _BINS)
-            of_pooled = grads + (row * channels + channel[None, :]) * SIZE * SIZE + place[:, None]
-            grad = tl.load(of_pooled, mask=is_channel & (place < SIZE * SIZE)[:, None], other=0.0) / 4
+            bins = begin + tl.arange(0, _BINS)
+            of_pooled = grads + (row * channels + channel[None, :]) * SIZE * SIZE + bins[:, None]
+            grad = tl.load(of_pooled, mask=is_channel & (bins < SIZE * SIZE)[:, None], other=0.0) / 4
             for sample in range(0, 4):
-                top, bottom, of_top, of_bottom = _samples(y1, y2, place // SIZE, sample // 2, height, SIZE)
-                left, right, of_left, of_right = _samples(x1, x2, place % SIZE, sample % 2, width, SIZE)
+                top, bottom, of_top, of_bottom = _samples(y1, y2, bins // SIZE, sample // 2, height, SIZE)
+                left, right, of_left, of_right = _samples(x1, x2, bins % SIZE, sample % 2, width, SIZE)
                 for corner in tl.static_range(4):
                     y, of_y = (top, of_top) if corner < 2 else (bottom, of_bottom)
                     x, of_x = (left, of_left) if corner % 2 == 0 else (right, of_right)
                     at = base + (y * stride_h + x * stride_w)[:, None]
-                    weight = tl.where(place < SIZE * SIZE, of_y * of_x, 0.0)[:, None]
+                    weight = tl.where(bins < SIZE * SIZE, of_y * of_x, 0.0)[:, None]
                     part = grad.to(tl.float32) * weight
                     tl.atomic_add(at, part, mask=is_channel & (weight > 0), sem="relaxed")
 

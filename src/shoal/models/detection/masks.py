@@ -113,8 +113,8 @@ def project_masks(
         size: of the result, in pixels.
     """
     if has_kernels(boxes):
-        found: Tensor = project_on_device(masks, places, images, boxes, sizes, size)
-        return found
+        projected: Tensor = project_on_device(masks, places, images, boxes, sizes, size)
+        return projected
     out = boxes.new_empty(len(boxes), size, size)
     if not len(boxes):
         return out

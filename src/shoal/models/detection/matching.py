@@ -51,8 +51,8 @@ def match_boxes(
     """
     anchors = anchors if anchors.dim() == 3 else anchors[None]
     if has_kernels(objects):
-        found: Tensor = match_on_device(objects, num_objects, anchors, high, low, allow_low_quality)
-        return found
+        matches: Tensor = match_on_device(objects, num_objects, anchors, high, low, allow_low_quality)
+        return matches
     num_images, num_anchors = objects.shape[0], anchors.shape[1]
     if objects.device.type == "cpu" and native.is_built() and objects.dtype == torch.float32:
         matches = torch.empty(num_images, num_anchors, dtype=torch.int64)
