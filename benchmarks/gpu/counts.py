@@ -271,6 +271,28 @@ def matching(batch: int) -> Counts:
     return counts
 
 
+def mask_targets(batch: int) -> Counts:
+    """Count the targets of 128 masks of each image, cut from objects of 100 × 100 pixels."""
+    from shoal.models.detection.masks import project_masks
+
+    with FakeTensorMode(), torch.device(CUDA), counting() as counts:
+        masks = torch.empty(batch, 20 * 100 * 100, dtype=torch.uint8)
+        places, image = (torch.empty(batch * 128, *shape, dtype=torch.int64) for shape in ((5,), ()))
+        project_masks(masks, places, image, torch.empty(batch * 128, 4), places[:, :2], 28)
+    return counts
+
+
+def pooling(batch: int) -> Counts:
+    """Count the pooling of 512 regions for boxes and 128 for masks of each image of 800 × 1,088 pixels."""
+    from shoal.models.detection.regions import pool
+
+    with FakeTensorMode(), torch.device(CUDA), counting() as counts:
+        levels = [torch.empty(batch, 256, 200 >> n, 272 >> n, dtype=torch.bfloat16) for n in range(4)]
+        pool(levels, torch.empty(batch * 512, 5), 7)
+        pool(levels, torch.empty(batch * 128, 5), 14)
+    return counts
+
+
 def suppression(groups: int, boxes: int) -> Counts:
     """Count the suppression of ``boxes`` in each of ``groups``."""
     from shoal.models.detection.suppression import suppress
@@ -313,6 +335,8 @@ CASES: dict[str, tuple[str, Callable[[], Counts]]] = {
     "backbone": ("Mask R-CNN's backbone, frozen norms, 2 images", lambda: backbone(2)),
     "mask_rcnn": ("Mask R-CNN, frozen norms, 2 images", lambda: detector(2)),
     "matching": ("matching and sampling of anchors, 12 images of 20 objects", lambda: matching(12)),
+    "masks": ("targets of masks, 12 images of 128 regions", lambda: mask_targets(12)),
+    "pooling": ("pooling, forward, 12 images of 512 and 128 regions", lambda: pooling(12)),
     "proposals": ("suppression of proposals, 12 images × 5 levels of 2,000", lambda: suppression(60, 2000)),
     "detections": ("suppression of detections, 20,000 candidates", lambda: suppression(1, 20_000)),
     **{

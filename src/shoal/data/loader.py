@@ -68,7 +68,7 @@ class BatchStream(Iterator[_Made], Generic[_Made]):
 
     def __init__(self, items: Iterator[_Made], pools: Sequence[Executor]) -> None:
         self._items = items
-        self._pools = pools
+        self.pools = pools
 
     def __next__(self) -> _Made:
         try:
@@ -79,12 +79,12 @@ class BatchStream(Iterator[_Made], Generic[_Made]):
 
     def map(self, function: Callable[[_Made], _Other]) -> BatchStream[_Other]:
         """Return the stream of ``function(item)``; it replaces this one."""
-        return BatchStream(map(function, self), self._pools)
+        return BatchStream(map(function, self), self.pools)
 
     def close(self) -> None:
         """Cancel tasks that have not begun, wait for the rest, and end threads and processes. Idempotent."""
         self._items = iter(())
-        for pool in self._pools:
+        for pool in self.pools:
             pool.shutdown(cancel_futures=True)
 
 

@@ -46,6 +46,7 @@ from shoal.train.run_dir import CONFIG_FILE, description_in
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from shoal.data.images.gpu import DecodedAhead
     from shoal.data.images.reader import DTypeName, ImageReader, Transform
     from shoal.data.images.transform import CentreTransform
     from shoal.data.loader import Batch
@@ -435,14 +436,14 @@ def open_reader(
 
 def open_training(
     config: ResNetTrainConfig, run: "Run", train: ImageShards
-) -> "tuple[ReaderSource, Callable[[Batch], Tensor]]":
+) -> "tuple[ReaderSource | DecodedAhead, Callable[[Batch], Tensor]]":
     """Return the training images in their order, and how a batch becomes images on the device.
 
     These are ``[B, 3, S, S]``, float32 or bfloat16.
     """
     import torch
 
-    from shoal.data.images.gpu import EncodedReader, GpuTransform
+    from shoal.data.images.gpu import DecodedAhead, EncodedReader, GpuTransform, streams_of
     from shoal.data.images.normalise import Normalisation
     from shoal.data.images.transform import TrainTransform
     from shoal.data.sources import ReaderSource
@@ -454,7 +455,7 @@ def open_training(
     if data.decode == "device":
         num_processes = data.loader_processes or 0
         reader = EncodedReader(train, seed=run.seed)
-        images_of = GpuTransform(augment, seed=run.seed, device=run.world.device)
+        transform = GpuTransform(augment, seed=run.seed, device=run.world.device)
     else:
         # The first convolution rounds its input to bf16: rounded here, half the bytes are copied.
         halves = run.precision.name == "bf16" and not (config.train.mixup or config.train.whiten_images)
@@ -476,7 +477,11 @@ def open_training(
     if data.block_size:
         blocks = BlockShuffle(block_size=data.block_size, blocks_in_window=data.blocks_in_window)
     order = ShuffledOrder(num_examples=len(train), seed=run.seed, blocks=blocks)
-    return ReaderSource(reader=reader, order=order, processes=num_processes), images_of
+    source = ReaderSource(reader=reader, order=order, processes=num_processes)
+    if data.decode == "device":
+        decoded = DecodedAhead(source, transform, streams_of(run.world.device))
+        return decoded, decoded.images_of
+    return source, images_of
 
 
 def open_held_out(config: ResNetTrainConfig, run: "Run", held_out: ImageShards) -> "ImageReader":
