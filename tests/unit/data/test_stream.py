@@ -35,7 +35,7 @@ def test_so_many_are_begun_before_they_are_asked_for(num_ahead):
     assert begun == []
     for taken in range(1, 5):
         next(stream)
-        stream._pools[0].submit(int).result()  # what was handed in before has been made
+        stream.pools[0].submit(int).result()  # what was handed in before has been made
         assert begun == list(range(num_ahead + taken))
     stream.close()
 
