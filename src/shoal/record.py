@@ -68,6 +68,8 @@ class Start(_Line):
     """Reference lines for the plots of evaluation metrics: metric name -> value."""
     backend_reason: str = ""
     """Reason for the backend: a setting, the kind of the workers, or a comparison with its times."""
+    planned: dict[str, Any] = field(default_factory=dict)
+    """Figures of ``run.plan`` (:func:`read_planned`); empty without one."""
     format: int = FORMAT
 
 
@@ -290,6 +292,37 @@ def record_of(run_dir: Path) -> Path:
             "not the directory of a shoal run"
         )
     return path
+
+
+def read_planned(path: Path) -> dict[str, Any]:
+    """Return the best plan's figures of a file of ``shoal plan --json``.
+
+    They are the cluster, the mean time of a step, samples per second, seconds of the run, dollars an hour
+    (``None``: unknown), bytes of memory of the fullest device, and steps.
+
+    Raises:
+        UsageError: it cannot be read, or is another file.
+    """
+    try:
+        best = parse_json(path.read_bytes(), f"run.plan {path}", error=UsageError)["best"]
+        num_steps = [int(number) for number in best["num_steps"]]
+        total_s, dollars = float(best["total_s"]), best["dollars"]
+        steps_s = sum(n * float(each) for n, each in zip(num_steps, best["step_s"], strict=True))
+        return {
+            "cluster": str(best["cluster"]),
+            "step_s": steps_s / sum(num_steps),
+            "samples_per_s": float(best["samples_per_s"]),
+            "total_s": total_s,
+            "dollars_per_h": None if dollars is None else 3600 * float(dollars) / total_s,
+            "memory_bytes": int(best["memory_bytes"]),
+            "num_steps": sum(num_steps),
+        }
+    except OSError as error:
+        raise UsageError(f"run.plan {path} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"run.plan {path} is no file of `shoal plan --json` for one cluster ({error!r})"
+        ) from error
 
 
 def read_record(run_dir: Path) -> list[Row]:

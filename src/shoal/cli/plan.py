@@ -44,8 +44,8 @@ class Request:
     throughput: float | None = None
     """Samples per second, measured on one host of the cluster with this recipe."""
     measured: tuple[Path, ...] = ()
-    """Files of `shoal bench train --json` or `scaling --json` (this recipe) and of `shoal bench comm --json`
-    (all-reduces between hosts), used instead of published figures."""
+    """Files of `shoal bench train --json` or `scaling --json` (this recipe), or the directory of a run of it,
+    and files of `shoal bench comm --json` (all-reduces between hosts), used instead of published figures."""
     start_s: float = 120.0
     """Seconds from starting the processes to the first step."""
     compare: bool = False

@@ -26,6 +26,7 @@ from shoal.errors import UsageError
 from shoal.recipes import RECIPES, main_of, recipe_of_command, script
 from shoal.recipes.memory import MemoryCount
 from shoal.recipes.start import Launch, start
+from shoal.record import read_planned
 from shoal.train.config import REQUIRED
 from shoal.train.optim_config import OptimizerConfig, check_rates, owners_of
 
@@ -290,6 +291,8 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     run_name = run.name or (run.dir.name if run.dir else default)
     config = replace(config, run=replace(run, name=run_name, dir=run.dir or Path("runs") / run_name))
     read_target(config.run.until, config.scores)  # a name that is not known is refused before workers start
+    if run.plan is not None and run.plan.exists():  # the first host alone needs it
+        read_planned(run.plan)
     command, settle = this_command(), None
     if worker_env() is None:
         from shoal.cli.fill_memory import settle_for, with_known_batches  # --help does without them

@@ -96,6 +96,7 @@ def command_of(plan: Plan) -> list[str]:
         words += [f"--{part.section}.micro-batch-size", f"{each.micro_batch}"]
     if layout.stages > 1:
         words += ["--parallel.pipeline", f"{layout.stages}"]
+        words += ["--parallel.virtual-stages", f"{layout.virtual}"]
     if layout.sharded_optimizer and not training.shard_optimizer:
         words += ["--train.shard-optimizer"]
     if layout.wire_bytes == 2:

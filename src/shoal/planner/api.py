@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
+from shoal.decide.epochs import Epochs
 from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
@@ -181,7 +182,7 @@ class _Speed:
             )
         length = counted.tokens_per_sample
         chosen = next((file for file in self.trained if file.sequence_length == length), self.trained[0])
-        if chosen.recipe == name and chosen.sequence_length != length:
+        if chosen.recipe in (name, "") and chosen.sequence_length != length:
             counted = workload(name, chosen.sequence_length, self.count)
         return chosen.achieved_flops(name, counted, instance), chosen.basis
 
@@ -285,7 +286,11 @@ def _length_of(preset: Preset, phase: Phase, train_samples: float | None) -> Con
     if train_samples is None and phase.steps is not None:
         amount, source = float(phase.steps * phase.batch), f"{phase.steps:,} steps of {preset.name}"
     elif train_samples is None and phase.epochs is not None and per_epoch:
-        amount, source = phase.epochs * per_epoch, f"{phase.epochs:g} epochs of {preset.name}"
+        epochs = Epochs(num_examples=per_epoch, global_batch_size=phase.batch)
+        amount, source = (
+            float(epochs.steps(phase.epochs) * phase.batch),
+            f"{phase.epochs:g} epochs of {preset.name}",
+        )
     else:
         return _fixed_length(preset.name, train_samples)
     points = at_any_batch(amount)

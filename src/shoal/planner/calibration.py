@@ -1,4 +1,4 @@
-"""Calibrates predictions with measurements: files of ``shoal bench train``, ``scaling`` and ``comm``.
+"""Calibrates predictions with measurements: runs, and files of ``shoal bench train``, ``scaling``, ``comm``.
 
 A training gives the FLOP/s that the accelerators achieve: the rate at which the model of a step reproduces
 the measured throughput. Collectives give a host's NIC rate and the latency of a hop: an all-reduce of M
@@ -8,6 +8,7 @@ hops.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,9 +23,14 @@ from shoal.errors import UsageError
 from shoal.json_text import parse_json
 from shoal.planner.hardware import Instance, Machines
 from shoal.planner.step_time import achieved_flops_of
+from shoal.record import Phase, Start, Step, read_record
 
 TRAIN_KIND = "shoal bench train"
 SCALING_KIND = "shoal bench scaling"
+_LENGTHS = ("max_seq_length", "input_length", "block_length")
+"""Settings of ``data`` with the tokens of a sample."""
+_FEWEST_LINES = 4
+"""Lines of a run's record about steps, of which the first half warms up."""
 _SAME_MODEL = 0.02
 """Two counts of a model's parameters differ by less: heads and position tables are counted differently."""
 _ABOVE_THE_NIC = 1.25
@@ -33,10 +39,11 @@ _ABOVE_THE_NIC = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTrain:
-    """Throughput of one host, from a file of ``shoal bench train``."""
+    """Throughput of one host, from a file of ``shoal bench train`` or the directory of a run."""
 
     path: Path
     recipe: str
+    """Empty for a run, whose model is known by its size."""
     sequence_length: int
     num_parameters: int
     device: str
@@ -58,7 +65,7 @@ class MeasuredTrain:
         Raises:
             UsageError: the file is of another recipe or model, or of hardware that cannot be this.
         """
-        if self.recipe != recipe:
+        if self.recipe and self.recipe != recipe:
             raise UsageError(
                 f"--measured {self.path} is of recipe {self.recipe}, not of {recipe}: measure that one with "
                 "`shoal bench train`, or leave the file out; for a model of yours give --throughput"
@@ -126,13 +133,15 @@ class MeasuredComm:
 
 
 def read_measured(path: Path) -> MeasuredTrain | MeasuredComm:
-    """Read a file that ``shoal bench train``, ``scaling`` or ``comm`` wrote with ``--json``.
+    """Read a run's directory, or a file that ``shoal bench train``, ``scaling`` or ``comm`` wrote.
 
     Of a file of ``shoal bench scaling`` the throughput of one host is taken.
 
     Raises:
         UsageError: it cannot be read, is neither, or lacks a needed figure.
     """
+    if path.is_dir():
+        return measured_run(path)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -152,6 +161,53 @@ def read_measured(path: Path) -> MeasuredTrain | MeasuredComm:
     raise UsageError(
         f"--measured {path} is neither of `shoal bench train --json`, nor of `shoal bench scaling --json` or "
         "`shoal bench comm --json`"
+    )
+
+
+def measured_run(path: Path) -> MeasuredTrain:
+    """Return the throughput that one host of a run would have alone.
+
+    A step counts with its computation: forward, backward and optimizer, without waiting for gradients and
+    data, which a plan adds for its own network. It is the median of the later half of the lines.
+
+    Raises:
+        UsageError: no run is there, it has too few steps, or its model is divided into stages.
+    """
+    start: Start | None = None
+    computed: list[float] = []
+    length = 1
+    for row in read_record(path):
+        if isinstance(row, Start):
+            start, computed = row, []
+        elif isinstance(row, Phase):
+            length, computed = row.sequence_length, []
+        elif isinstance(row, Step):
+            computed.append(sum(row.parts_s[part] for part in ("forward", "backward", "optimizer")))
+    if start is None or len(computed) < _FEWEST_LINES:
+        raise UsageError(
+            f"--measured {path}: its record has {len(computed)} lines about steps, and {_FEWEST_LINES} are "
+            "needed; train longer, or with a smaller --run.log-frequency"
+        )
+    if start.config.get("parallel", {}).get("pipeline", 1) > 1:
+        raise UsageError(
+            f"--measured {path} is of a pipeline, whose stages wait for each other: measure with "
+            "`shoal bench train`"
+        )
+    lengths = [start.config.get("data", {}).get(name) for name in _LENGTHS]
+    num_local = start.num_workers // start.num_hosts
+    global_batch = start.micro_batch_size * start.accumulation_steps * num_local
+    return MeasuredTrain(
+        path=path,
+        recipe="",
+        sequence_length=next(filter(None, lengths), length),
+        num_parameters=start.num_parameters,
+        device=start.device,
+        num_devices=num_local,
+        global_batch=global_batch,
+        micro_batch=start.micro_batch_size,
+        samples_per_s=global_batch / statistics.median(computed[len(computed) // 2 :]),
+        unit=start.unit,
+        num_stages=1,
     )
 
 

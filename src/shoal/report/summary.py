@@ -36,6 +36,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
         "num_process_groups": len(run.groups),
         "num_skipped": run.num_skipped,
         "peak_memory_bytes": run.peak_memory_bytes or None,
+        "planned": start.planned or None,
         "scores": [
             {"split": score.split, "metric": score.metric, "value": score.value, "step": score.step}
             for score in final_scores(run)

@@ -170,6 +170,7 @@ def facts(runs: Sequence[RecordedRun]) -> list[TableRow]:
             "peak memory",
             lambda run: formatting.size(run.peak_memory_bytes) if run.peak_memory_bytes else _MISSING,
         ),
+        *(_PLANNED if any(run.start.planned for run in runs) else []),
         ("skipped steps", skipped),
         (
             "checkpoints, resumes",
@@ -181,6 +182,54 @@ def facts(runs: Sequence[RecordedRun]) -> list[TableRow]:
         *(line._replace(differs=line.differs and line.name in _SETTINGS) for line in lines),
         *_score_lines(runs),
     ]
+
+
+def beside_plan(run: RecordedRun, figure: str, measured: float | None, text: Callable[[float], str]) -> str:
+    """Return a planned figure, and how much more or less was measured."""
+    planned = run.start.planned.get(figure)
+    if planned is None:
+        return _MISSING
+    if not measured:
+        return text(planned)
+    percent = 100 * (measured / planned - 1)
+    side = "less" if percent < 0 else "more"
+    return f"{text(planned)}; measured {text(measured)}, {abs(percent):.1f} % {side}"
+
+
+def planned_seconds(run: RecordedRun) -> str:
+    """Return the planned time of the whole run; beside it the measured time, once the run is finished."""
+    measured = run.seconds if run.state == "finished" else None
+    return beside_plan(run, "total_s", measured, formatting.duration)
+
+
+def planned_cost(run: RecordedRun) -> str:
+    """Return the planned cost, and that of the time so far at the same prices."""
+    rate = run.start.planned.get("dollars_per_h")
+    if rate is None:
+        return _MISSING
+    planned, so_far = (rate * seconds / 3600 for seconds in (run.start.planned["total_s"], run.seconds))
+    return f"{planned:,.2f} dollars; {so_far:,.2f} so far"
+
+
+_PLANNED: list[tuple[str, Callable[[RecordedRun], str]]] = [
+    ("plan for", lambda run: run.start.planned.get("cluster", _MISSING)),
+    (
+        "planned step",
+        lambda run: beside_plan(run, "step_s", mean_step_s(run), formatting.milliseconds),
+    ),
+    (
+        "planned throughput",
+        lambda run: beside_plan(
+            run, "samples_per_s", mean_rate(run), lambda rate: formatting.rate(rate, run.start.unit)
+        ),
+    ),
+    (
+        "planned memory",
+        lambda run: beside_plan(run, "memory_bytes", run.peak_memory_bytes, formatting.size),
+    ),
+    ("planned time", planned_seconds),
+    ("planned cost", planned_cost),
+]
 
 
 def _score_lines(runs: Sequence[RecordedRun]) -> list[TableRow]:

@@ -96,6 +96,8 @@ class RunOutputConfig:
     evaluations."""
     evaluate: Path | None = None
     """Do not train; evaluate this checkpoint of a run with the same settings, and write scores to run.dir."""
+    plan: Path | None = None
+    """File of `shoal plan --json` for this run: `shoal report` shows it beside what was measured."""
     mlperf_log: Path | None = None
     """File to which MLPerf training log lines (:::MLLOG) are appended."""
 

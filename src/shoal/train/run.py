@@ -151,6 +151,7 @@ class Settings:
         Args:
             more: its other fields.
         """
+        plan = self.output.plan
         return record.Start(
             run=self.output.name or directory.name,
             recipe=self.recipe,
@@ -162,6 +163,7 @@ class Settings:
             device=device_name(world.device),
             versions=versions(),
             unit=batch.unit,
+            planned={} if plan is None else record.read_planned(plan),
             **(more | batch.sizes),
         )
 

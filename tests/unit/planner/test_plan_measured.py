@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
 from shoal.planner.calibration import TRAIN_KIND, MeasuredComm, MeasuredTrain, read_measured
 from shoal.planner.step_time import step_time
+from shoal.record import PARTS, Start, Step
 
 RESULT = TrainResult(
     recipe="made",
@@ -63,6 +64,42 @@ def test_the_planner_gives_the_measured_throughput_back(tmp_path: Path) -> None:
     assert isinstance(old, MeasuredTrain) and old.num_stages == 1
     # 64 samples a device of 30 GFLOP in about half a second.
     assert flops == pytest.approx(64 * 3e10 / 0.5, rel=0.1)
+
+
+def run_of(folder: Path, *, num_lines: int = 6, config: dict[str, Any] | None = None) -> Path:
+    """A run on two hosts of four devices, whose steps compute for 0.5 s and wait for others 0.2 s."""
+    start = Start(
+        run="made", recipe="made", command=[], config=config or {}, num_workers=8, num_hosts=2,
+        backend="gloo", device="device", precision="fp32", versions={}, num_parameters=100_000_000, total_steps=9,
+        global_batch_size=512, micro_batch_size=32, accumulation_steps=2, unit="samples",
+    )  # fmt: skip
+    parts = dict.fromkeys(PARTS, 0.0) | {"forward": 0.2, "backward": 0.2, "data": 0.2}
+    steps = [
+        Step(
+            step=number, samples=512 * number, loss=1.0, metrics={}, learning_rate=1.0, loss_scale=1.0,
+            grad_norm=1.0, weight_norm=1.0, samples_per_s=700.0, step_s=0.7,
+            parts_s=parts | {"optimizer": slow},
+        )
+        for number, slow in enumerate([5.0] * (num_lines // 2) + [0.1] * (num_lines - num_lines // 2))
+    ]  # fmt: skip
+    folder.mkdir()
+    lines = [json.dumps({"kind": row.kind, **asdict(row)}) for row in (start, *steps)]
+    (folder / "record.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_a_run_tells_what_one_host_computes(tmp_path: Path) -> None:
+    """As a file of one host with the same times, of the later half of its lines."""
+    file, read = trained(tmp_path), read_measured(run_of(tmp_path / "run"))
+    assert isinstance(read, MeasuredTrain)
+    assert (read.num_devices, read.global_batch, read.micro_batch) == (4, 256, 32)
+    instance = hosts(1).instance
+    flops = [each.achieved_flops("made", model(), instance) for each in (read, file)]
+    assert flops[0] == pytest.approx(flops[1], rel=1e-5)
+    with pytest.raises(UsageError, match="its record has 3 lines about steps, and 4 are needed"):
+        read_measured(run_of(tmp_path / "short", num_lines=3))
+    with pytest.raises(UsageError, match="is of a pipeline, whose stages wait for each other"):
+        read_measured(run_of(tmp_path / "stages", config={"parallel": {"pipeline": 2}}))
 
 
 def test_files_of_other_recipes_models_and_hardware_are_refused(tmp_path: Path) -> None:

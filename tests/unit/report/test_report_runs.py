@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 import report_records as records
 
-from shoal.errors import ShoalError
-from shoal.record import PARTS, End, Evaluation, Resume, Row, Step, Stop, target_row
+from shoal.errors import ShoalError, UsageError
+from shoal.record import PARTS, End, Evaluation, Resume, Row, Step, Stop, read_planned, target_row
 from shoal.report import runs, tables, timeline
 from shoal.report.page import render
 from shoal.report.runs import RecordedRun, load_runs
@@ -219,3 +220,32 @@ def test_a_long_list_of_events_is_cut_in_the_middle(tmp_path: Path) -> None:
     assert len(made) == tables.MAX_EVENTS + 1
     assert made[tables.MAX_EVENTS // 2].detail == "601 rows left out"
     assert made[-1].step == "1,000"
+
+
+def test_a_plan_beside_what_was_measured(tmp_path: Path) -> None:
+    """Planned are 8 steps of 3 s and an hour in all, for 10 dollars."""
+    file = tmp_path / "plan.json"
+    best = {
+        "cluster": "2xmine", "num_steps": [6, 2], "step_s": [2.0, 6.0], "samples_per_s": 64.0,
+        "total_s": 3600.0, "dollars": 10.0, "memory_bytes": 1 << 30,
+    }  # fmt: skip
+    file.write_text(json.dumps({"best": best}))
+    planned = read_planned(file)
+    assert (planned["step_s"], planned["num_steps"], planned["dollars_per_h"]) == (3.0, 8, 10.0)
+    begun = replace(records.start(), planned=planned)
+    run = load(
+        tmp_path / "run", [begun, *steps(1, 2, step_s=1.5, samples_per_s=32.0, peak_memory_bytes=2 << 30)]
+    )
+    lines = {line.name: line.cells[0] for line in tables.facts([run])}
+    assert lines["plan for"] == "2xmine"
+    assert lines["planned step"] == "3,000 ms; measured 1,500 ms, 50.0 % less"
+    assert lines["planned throughput"].endswith("50.0 % less")
+    assert lines["planned memory"] == "1 GiB; measured 2 GiB, 100.0 % more"
+    assert lines["planned time"] == "1 h 00 min" and lines["planned cost"].startswith("10.00 dollars; 0.0")
+    plain = load(tmp_path / "plain", [records.start(), *steps(1, 2)])
+    assert "planned step" not in {line.name for line in tables.facts([plain])}
+    assert {line.name: line.cells for line in tables.facts([run, plain])}["planned step"][1] == "–"
+    for text, message in (("{}", "no file of `shoal plan --json`"), ("[", "run.plan .*plan.json")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            read_planned(file)
