@@ -100,11 +100,14 @@ class RunOutputConfig:
     """File of `shoal plan --json` for this run: `shoal report` shows it beside what was measured."""
     mlperf_log: Path | None = None
     """File to which MLPerf training log lines (:::MLLOG) are appended."""
+    profile: int = 0
+    """Steps that the first worker traces with torch's profiler, from the third after the start on, into
+    profile-steps-FIRST-LAST.json of the run directory."""
 
     def __post_init__(self) -> None:
         require_positive("run", self, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
         require_positive("run", self, "validation_samples", "evaluation_batch_size")
-        require_positive("run", self, "validation_frequency", "validation_beside", least=0)
+        require_positive("run", self, "validation_frequency", "validation_beside", "profile", least=0)
         if self.validation_beside and not self.save:
             raise UsageError("run.validation_beside needs weights on disk: leave --run.no-save out")
         if self.until is not None and not getattr(self, "validation_frequency", 1):

@@ -73,6 +73,7 @@ from shoal.train.gradients import DataParallel, LossScale, Precision, Update
 from shoal.train.mlperf_log import MLPerfLog
 from shoal.train.model_setup import agree_on_precision, compile_model, wrap_model
 from shoal.train.optimizer_shards import OptimizerShards
+from shoal.train.profiling import StepProfiler
 from shoal.train.reporting import (
     CheckpointNotice,
     Progress,
@@ -279,6 +280,7 @@ class Run:
         self.num_parameters, self.epoch_samples = 0, 0
         self._current: Step | None = None
         self._stack = ExitStack()
+        self._profiler: StepProfiler | None = None
         self._began = self._last_end = time.monotonic()
 
     @classmethod
@@ -549,6 +551,10 @@ class Run:
                 step=since + 1, last_step=until, name=name, sequence_length=length, **batch.sizes
             )
             self.log.write(row)
+        num_profiled = self._settings.output.profile
+        if self._profiler is None and num_profiled and self.world.is_main and self.directory is not None:
+            profiler = StepProfiler(self.directory, self.step, num_profiled)
+            self._profiler = self._stack.enter_context(closing(profiler))
         self.timer.reset()
         while self.step < until and not self.stopped and not self.reached:
             left = range(self.step - since, until - since)
@@ -578,6 +584,8 @@ class Run:
                 number = begin + index - steps.start + 1
                 if number <= self.step:
                     continue  # its step was taken while this worker was late
+                if self._profiler is not None:
+                    self._profiler.before(number)
                 own_targets = sum(map(targets, micro_batches)) if targets else 0
                 self.timer.lap("data")
                 self._evaluations.poll(self.log)
@@ -605,6 +613,8 @@ class Run:
                 yield step
                 if not step.is_done:
                     return
+                if self._profiler is not None:
+                    self._profiler.after(number)
                 if self.due(self._settings.output.checkpoint_frequency):
                     self.save()
                 self._report_checkpoints()
