@@ -70,8 +70,8 @@ def run_of(folder: Path, *, num_lines: int = 6, config: dict[str, Any] | None = 
     """A run on two hosts of four devices, whose steps compute for 0.5 s and wait for others 0.2 s."""
     start = Start(
         run="made", recipe="made", command=[], config=config or {}, num_workers=8, num_hosts=2,
-        backend="gloo", device="device", precision="fp32", versions={}, num_parameters=100_000_000, total_steps=9,
-        global_batch_size=512, micro_batch_size=32, accumulation_steps=2, unit="samples",
+        backend="gloo", device="device", precision="fp32", versions={}, num_parameters=100_000_000,
+        total_steps=9, global_batch_size=512, micro_batch_size=32, accumulation_steps=2, unit="samples",
     )  # fmt: skip
     parts = dict.fromkeys(PARTS, 0.0) | {"forward": 0.2, "backward": 0.2, "data": 0.2}
     steps = [
