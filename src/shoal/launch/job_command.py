@@ -189,7 +189,8 @@ def check_files(command: JobCommand, folder: Path, *, searches_path: bool) -> No
     first = command.words[0]
     programs = [first] if command.is_elsewhere else list(dict.fromkeys((first, command.program)))
     for program in programs:
-        if "/" in program and not os.access(folder / program, os.X_OK):
+        path = folder / program
+        if "/" in program and not (path.is_file() and os.access(path, os.X_OK)):
             raise UsageError(
                 f"{program}, the program of the workers, is not in {folder}, or may not be executed; give "
                 f"its path from there{_ANYWAY}"

@@ -105,6 +105,7 @@ def test_files_of_the_command_are_looked_for(tmp_path: Path) -> None:
         (["./venv/bin/python", "train.py"], "./venv/bin/python, the program of the workers, is not in"),
         (["env", "A=b", "/absent/python", "train.py"], "/absent/python, the program of the workers"),
         (["./train.py"], "./train.py, the program of the workers, is not in"),
+        (["./package"], "./package, the program of the workers, is not in"),
         (["python3", "trian.py"], f"trian.py, the script of the workers, is not in {tmp_path}. Did you mean"),
         (["torchrun", "absent.py"], "absent.py, the script of the workers"),
         (["no-such-program"], "no-such-program, the program of the workers, was not found in PATH"),

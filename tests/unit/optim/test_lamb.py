@@ -273,3 +273,22 @@ def test_a_model_without_parameters_has_an_optimizer() -> None:
     optimizer = Lamb(parameter_groups([], 0.01), lr=0.1)
     optimizer.step()
     assert optimizer.norms() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_parameter_begins_with_its_first_gradient(implementation: str) -> None:
+    """Tensors without a gradient, without elements and without dimensions are among the others."""
+    torch.manual_seed(0)
+    begin = torch.randn(4, 3)
+    late, always = nn.Parameter(begin.clone()), nn.Parameter(torch.randn(4, 3))
+    scalar, empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 3))
+    optimizer = Lamb([late, always, scalar, empty], lr=0.1, weight_decay=0.01, implementation=implementation)
+    for step in range(2):
+        for parameter in (always, scalar, empty):
+            parameter.grad = torch.ones_like(parameter)
+        late.grad = torch.randn(4, 3) if step else None
+        optimizer.step()
+        assert step or torch.equal(late, begin)
+    (expected,) = formula([begin], [[late.grad]], lr=0.1, weight_decay=0.01)
+    assert_close([late], [expected], 1e-6)
+    assert all(torch.isfinite(parameter).all() for parameter in (always, scalar, empty))
