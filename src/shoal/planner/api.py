@@ -97,8 +97,9 @@ def plan(
     hosts, helping = known.machines(workers), known.machines(helpers) if helpers else None
     require_accelerators(hosts)
     hosts, helping, trained = _with_measured(hosts, helping, measured)
-    speed = _Speed(samples_per_s=samples_per_s, trained=trained, published=published, count=count)
     preset = presets(model) if presets and isinstance(model, str) else None
+    published = published and not (preset and preset.counted_as)  # throughputs of other samples
+    speed = _Speed(samples_per_s=samples_per_s, trained=trained, published=published, count=count)
     if isinstance(model, str) and ":" not in model:
         own, name, known_as = None, model, preset.model if preset else model
         phases = _phases(model, preset, sequence_length, global_batch, train_samples, hosts.num_accelerators)
@@ -110,7 +111,8 @@ def plan(
         phases = [(Phase(batch=global_batch), _fixed_length(name, train_samples))]
     parts = tuple(
         _part(
-            own or workload(known_as, phase.sequence_length, count), phase, table,
+            own or workload((preset and preset.counted_as) or known_as, phase.sequence_length, count),
+            phase, table,
             name=known_as, instance=hosts.instance, preset=preset, speed=speed,
         )
         for phase, table in phases

@@ -30,6 +30,8 @@ class Preset:
     """Starts the training, such as ``("train", "bert", "--preset", "large")``."""
     model: str
     """Name of its workload."""
+    counted_as: str = ""
+    """Name of the preset by which its workload is counted, if its samples are not those of ``model``."""
     phases: tuple[Phase, ...]
     length: str = ""
     """The setting with the tokens of a sample, such as ``data.max_seq_length``."""

@@ -130,12 +130,37 @@ def preset_of(name: str) -> Preset | None:
     return Preset(
         command=(entry.group, entry.command or recipe, "--preset", preset),
         model=(model and f"{recipe}-{model}") or workload_name(recipe, preset, config),
+        counted_as="" if model or _has_usual_sample(recipe, preset, config) else f"{recipe}-{preset}",
         phases=tuple(phases),
         length=entry.length,
         precision=getattr(config.train, "precision", "auto"),
         shard_optimizer=config.train.shard_optimizer,
-        has_stages=hasattr(config, "parallel"),
+        has_stages=_has_stages(config),
     )
+
+
+def _has_usual_sample(recipe: str, preset: str, config: Any) -> bool:
+    """Return whether a preset's samples are those of the first preset with the same name of the workload."""
+    name = workload_name(recipe, preset, config)
+    usual = preset_settings(recipe, (_find(name) or ("", preset, ""))[1])
+    if (usual.model, getattr(usual, "augment", None)) == (config.model, getattr(config, "augment", None)):
+        return True
+    own, other = (
+        (each.num_parameters, [getattr(value, "shape", value) for value in each.inputs.values()])
+        for each in map(script(recipe).sample, (config, usual))
+    )
+    return own == other
+
+
+def _has_stages(config: Any) -> bool:
+    """Return whether a recipe with these settings can divide its model into stages of a pipeline."""
+    if not hasattr(config, "parallel"):
+        return False
+    try:
+        replace(config, parallel=replace(config.parallel, pipeline=2))
+    except UsageError:  # they do not go together
+        return False
+    return True
 
 
 def _of_preset(name: str) -> tuple[str, str, str]:
@@ -155,17 +180,16 @@ def count_recipe(name: str, sequence_length: int | None = None) -> Workload | No
     """Count the workload of a recipe's model, or return ``None`` for an unknown name.
 
     Args:
-        name: as :func:`workload_name` returns it.
+        name: as :func:`workload_name` returns it, or the recipe and a preset.
         sequence_length: tokens of a sample; default: the recipe's.
 
     Raises:
         UsageError: the model has no sequences, or none of this length.
         ShoalError: the library that provides the model is not installed.
     """
-    parts = _find(name)
-    if parts is None:
+    recipe, preset, model = _find(name) or _of_preset(name)
+    if not recipe:
         return None
-    recipe, preset, model = parts
     config, length = preset_settings(recipe, preset), RECIPES[recipe].length
     with tempfile.TemporaryDirectory() as folder:
         if model:
