@@ -33,6 +33,11 @@ def run_script(
     return wait_for(_start(partial(script, directory, **options), directory, num_workers), 120)
 
 
+def work(config: Any, rank: int, num_workers: int, port: int) -> None:
+    """Be a worker of a job in this process, which ends with it."""
+    _work(partial(_run_recipe, config), config.run.dir, joined(rank, num_workers, port))
+
+
 def joined(rank: int, num_workers: int, port: int) -> WorkerEnv:
     """Return the environment of a worker of a job on this host."""
     ranks = WorkerRanks(rank=rank, num_workers=num_workers, local_rank=rank, num_local_workers=num_workers)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config
 
 from forked import fork_process, free_port
 from shoal.data.images.mixing import mix, mixup_weight
@@ -73,7 +74,7 @@ def settings(
 
 def _work(config: jobs.AnyConfig, rank: int, num_workers: int, port: int) -> None:
     os.environ["SHOAL_HOST_ID"] = f"host-{rank}"
-    jobs._work(config, rank, num_workers, port)
+    job_workers.work(config, rank, num_workers, port)
 
 
 def start(config: jobs.AnyConfig) -> list[Any]:
@@ -168,6 +169,26 @@ def test_local_steps_of_a_network_with_norms_and_averages_continue_exactly(
     for name in ("model.safetensors", "config.json"):
         assert (whole / "model" / name).read_bytes() == (killed / "model" / name).read_bytes()
     assert jobs.losses(whole) == jobs.losses(killed)
+
+
+def test_local_steps_of_a_language_model_continue_exactly(text: Path, tmp_path: Path) -> None:
+    sizes = GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    sizes.save_pretrained(tmp_path / "model")
+    local = {"mode": "local", "local_steps": 3, "fragments": 2}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for run_dir in (whole, killed):
+        config = jobs.small_lm_config(
+            text, tmp_path / "model" / "config.json", run_dir, model={"dropout": None}, servers=local,
+            distributed={"backend": "shoal"}, run={"log_frequency": 3, "checkpoint_frequency": 3},
+        )  # fmt: skip
+        if run_dir == killed:
+            run_killed(config, run_dir, 6)
+        else:
+            assert jobs.wait(start(config)) == [EXIT_OK] * WORKERS
+    files = [run / "transformers" / "model.safetensors" for run in (whole, killed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    losses = jobs.losses(whole)
+    assert losses == jobs.losses(killed) and losses[12] < losses[3] - 0.2
 
 
 def test_a_detector_whose_norms_learn_is_replayed_to_the_bit(scenes: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def settings(
 
 def _work(config: AlbertConfig, rank: int, num_workers: int, port: int) -> None:
     os.environ["SHOAL_HOST_ID"] = f"host-{rank}"
-    jobs._work(config, rank, num_workers, port)
+    job_workers.work(config, rank, num_workers, port)
 
 
 def start(config: AlbertConfig) -> list[Any]:

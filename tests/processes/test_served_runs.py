@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import job_workers
 import pretrain_jobs as jobs
 import pytest
 
@@ -28,7 +29,7 @@ def settings(data: Path, run_dir: Path, *, mode: str = "sync", **changes: Any) -
 
 def _work(config: BertConfig, rank: int, num_workers: int, port: int) -> None:
     os.environ["SHOAL_HOST_ID"] = f"host-{rank}"
-    jobs._work(config, rank, num_workers, port)
+    job_workers.work(config, rank, num_workers, port)
 
 
 def start(config: BertConfig, num_workers: int = 2) -> list[Any]:
