@@ -165,6 +165,19 @@ def test_a_run_that_continues_keeps_its_shares(tmp_path: Path) -> None:
     assert same_weights(tmp_path, tmp_path / "again")
 
 
+def test_a_run_that_continues_with_other_numbers_of_workers_has_the_same_batches(
+    equal: Path, tmp_path: Path
+) -> None:
+    for num_workers, signal_at in ((3, 7), (1, 13), (2, 0)):
+        slow = {0: 1e-3, 1: 3e-3}
+        codes = train(tmp_path, num_workers=num_workers, slow=slow, signal_at=signal_at)
+        assert codes == [EXIT_STOPPED if signal_at else EXIT_OK] * num_workers
+    mine, theirs = samples(tmp_path, 3), samples(equal)
+    assert list(mine) == list(theirs) == list(range(1, TOTAL + 1))
+    assert all([*chain(*mine[step])] == [*chain(*theirs[step])] for step in mine)
+    assert losses(tmp_path) == pytest.approx(losses(equal), rel=1e-6)
+
+
 def test_workers_of_one_speed_keep_equal_shares(tmp_path: Path) -> None:
     assert train(tmp_path, slow={0: 1e-3, 1: 1e-3}) == [EXIT_OK, EXIT_OK]
     assert all(max(shares) - min(shares) <= 8 for _, shares in changes(tmp_path))
