@@ -84,8 +84,8 @@ def _augment(
     table, light, out, scale, shift, stride_b, stride_c, stride_h, stride_w, SIZE: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * _PIXELS + tl.arange(0, _PIXELS)
-    y, x = place // SIZE, place % SIZE
+    pixel = tl.program_id(0) * _PIXELS + tl.arange(0, _PIXELS)
+    y, x = pixel // SIZE, pixel % SIZE
     about = table + row * _COLUMNS
     crop = tl.load(about).to(tl.pointer_type(tl.uint8))
     crop_c, crop_h, crop_w = tl.load(about + 1), tl.load(about + 2), tl.load(about + 3)
@@ -103,7 +103,7 @@ def _augment(
         for right in range(0, (2 * reach_x).to(tl.int32) + 2):
             weight = weight_y * _weight(first_x + right, column, scale_x, reach_x, width)
             at = crop + (first_y + down) * crop_h + (first_x + right) * crop_w
-            there = (weight > 0) & (place < SIZE * SIZE)
+            there = (weight > 0) & (pixel < SIZE * SIZE)
             red += weight * tl.load(at, mask=there, other=0).to(tl.float32)
             green += weight * tl.load(at + crop_c, mask=there, other=0).to(tl.float32)
             blue += weight * tl.load(at + 2 * crop_c, mask=there, other=0).to(tl.float32)
@@ -117,4 +117,4 @@ def _augment(
         value = tl.minimum(tl.maximum((value / total + _TO_INTEGER) - _TO_INTEGER, 0.0), 255.0)
         value = value + tl.load(light + row * 3 + channel)
         value = value * tl.load(scale + channel) + tl.load(shift + channel)
-        tl.store(to + channel * stride_c, tl.where(is_erased, 0.0, value), mask=place < SIZE * SIZE)
+        tl.store(to + channel * stride_c, tl.where(is_erased, 0.0, value), mask=pixel < SIZE * SIZE)
