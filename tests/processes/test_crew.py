@@ -95,7 +95,7 @@ def work(
     flat = torch.cat([each.detach().flatten() for each in module.parameters()])
     sizes = "-".join(str(members) for _, members in crew.history)
     digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-    (folder / f"{rank}-{os.getpid()}").write_text(f"{digest} {crew.step} {sizes}")
+    (folder / f"{rank}-{os.getpid()}").write_text(f"{digest} {crew.generation} {sizes}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -110,7 +110,8 @@ def test_a_lost_member_costs_no_sample(where: str, tmp_path: Path) -> None:
     assert wait_for(processes, 60) == [0, -signal.SIGKILL, 0, 0]
     ended = results(tmp_path)
     assert len({digest for digest, _, _ in ended}) == 1, "the bits of all members are the same"
-    for _, _, sizes in ended:
+    for _, generation, sizes in ended:
+        assert generation == "2"
         assert sizes in ("4-4-4-3-3-3-3-3", "4-4-4-4-3-3-3-3"), "the step came again, or all had its sums"
 
 
@@ -121,6 +122,7 @@ def test_a_process_joins_without_a_stop(tmp_path: Path) -> None:
     *old, joined = results(tmp_path)
     assert len({digest for digest, _, _ in (*old, joined)}) == 1
     assert {sizes for _, _, sizes in old} == {old[0][2]}
+    assert {generation for _, generation, _ in (*old, joined)} == {"2"}, "a join is no loss"
     assert old[0][2].endswith(joined[2]) and set(joined[2].split("-")) == {"3"}
 
 
@@ -132,6 +134,7 @@ def test_first_rank_dies_and_another_one_takes_its_place(tmp_path: Path) -> None
     assert len(ended) == 3
     assert len({digest for digest, _, _ in ended}) == 1
     assert ended[1][2].split("-")[-1] == "3"
+    assert {generation for _, generation, _ in ended} == {"3"}
 
 
 def lonely(folder: Path, rank: int, size: int, until: int, dies_at: int) -> None:

@@ -56,6 +56,7 @@ class Crew:
     Attributes:
         step: steps done.
         history: ``(step, number of members)`` of each step done here.
+        generation: number of the present members, from 1; it grows when they change.
 
     Raises:
         CommError: the members did not come in time.
@@ -94,7 +95,7 @@ class Crew:
         self._group = native_group.python_group(dist.group.WORLD)
         self._store = PrefixStore("crew/", self._group.store)
         self._handle = c10d._get_reconfigure_handle()
-        self._generation = self._num_admitted = 0
+        self.generation = self._num_admitted = 0
         self._members: list[str] = []
         if self._store.check(["newest"]):
             self._ask()
@@ -130,7 +131,8 @@ class Crew:
         """
         while self.step < until:
             try:
-                self._admit()
+                if self._admit():
+                    continue  # newcomers begin here too
             except CommError as error:
                 self._renew(error)
                 continue
@@ -157,13 +159,13 @@ class Crew:
             except CommError as error:  # one of the others was lost meanwhile
                 _log.warning("not taken in, asks again: %s", error)
 
-    def _admit(self) -> None:
-        """Take in who waits. A collective of the members."""
+    def _admit(self) -> bool:
+        """Take in who waits; return whether somebody did. A collective of the members."""
         waiting = torch.tensor(self._num_waiting() if self.rank == 0 else 0)
         dist.broadcast(waiting, group_src=0)
         if int(waiting) <= self._num_admitted:
-            return
-        generation = self._generation + 1
+            return False
+        generation = self.generation + 1
         if self.rank == 0:
             numbers = range(self._num_admitted + 1, int(waiting) + 1)
             new = [self._store.get(f"waiting/{number}").decode() for number in numbers]
@@ -171,6 +173,7 @@ class Crew:
             for number in numbers:
                 self._store.set(f"welcome/{number}", str(generation))
         self._follow(generation)
+        return True
 
     def _num_waiting(self) -> int:
         """Return how many processes have asked so far; without the store nobody new can come."""
@@ -188,7 +191,7 @@ class Crew:
         self._optimizer.zero_grad()
         while True:
             _log.warning("a member was lost after step %d: %s", self.step, cause)
-            generation = self._generation + 1
+            generation = self.generation + 1
             self._store.set(f"present/{generation}/{self._handle}", "1")
             self._store.add(f"num_present/{generation}", 1)
             self._await(generation)
@@ -197,7 +200,7 @@ class Crew:
             except ExcludedError:
                 raise
             except CommError as error:
-                self._generation, cause = generation, error
+                self.generation, cause = generation, error
 
     def _await(self, generation: int) -> None:
         """Wait until the next members are decided: those that are present once no other can come."""
@@ -238,7 +241,7 @@ class Crew:
 
     def _become(self, generation: int, members: list[str]) -> None:
         c10d._reconfigure(generation, members, timeout=timedelta(seconds=self._patience_s)).wait()
-        self._generation, self._members = generation, members
+        self.generation, self._members = generation, members
         for wrapped in self._models:
             wrapped.renew()
 
