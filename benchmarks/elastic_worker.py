@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 
 from shoal.train.crew import Crew
 
@@ -26,7 +27,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     folder = Path(spec["folder"])
-    store = dist.FileStore(str(folder / "store"), -1)
+    store = FileStore(str(folder / "store"), -1)
     dist.init_process_group(
         "shoal",
         store=store,
