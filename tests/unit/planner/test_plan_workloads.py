@@ -147,7 +147,8 @@ def test_every_name_that_is_measured_is_known() -> None:
     """`shoal bench train` writes these, and ``--measured`` compares with them."""
     for name in ("albert-xlarge", "t5-tiny", "t5-3b", "squad-albert-large", "classify-bert-tiny"):
         assert workload(name).name == name
-    for name in ("bert-large-lans", "squad-t5-base", "t5_classify-bert-base", "squad", "squad-bert"):
+    assert workload("bert-large-lans", count=workloads.count_recipe).name == "bert-large-lans", "of a preset"
+    for name in ("bert-larger", "squad-t5-base", "t5_classify-bert-base", "squad", "squad-bert"):
         with pytest.raises(UsageError, match="is not known"):
             workload(name, count=workloads.count_recipe)
 

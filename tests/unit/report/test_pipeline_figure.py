@@ -69,7 +69,7 @@ def test_the_command_explains_a_layout_to_come(tmp_path: Path) -> None:
     result = show(*tiny, "--svg", str(svg))
     assert result.returncode == 0, result.stderr
     for said in (
-        "T5 on 4 A100s of 1GB",
+        "T5 on 4 A100-40GB of 1GB",
         "on 2 ranks, 2 replicas",
         "why: the fastest that fits",
         "predicted step",

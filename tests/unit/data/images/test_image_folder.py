@@ -133,5 +133,7 @@ def test_a_path_that_is_no_folder(tmp_path):
     path = folder(tmp_path, "a/1.jpg")
     with pytest.raises(UsageError, match=r"there is no such folder\. Did you mean 'data'"):
         detect_source(tmp_path / "daat")
-    with pytest.raises(UsageError, match="is a file, neither a folder nor a tar of one; give a folder"):
+    with pytest.raises(
+        UsageError, match=r"1\.jpg is a JPEG image, neither a folder nor a tar of one; give a folder"
+    ):
         detect_source(path / "a" / "1.jpg")

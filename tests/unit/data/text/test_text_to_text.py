@@ -89,8 +89,8 @@ def test_what_spells_no_label_is_none(tmp_path: Path) -> None:
 
 
 def test_labels_with_the_same_tokens(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="gives two of the labels NO, no the same tokens"):
-        made(tmp_path, ["a\tb\tNO", "b\ta\tno"])
+    with pytest.raises(UsageError, match="gives two of the labels no, nó the same tokens"):
+        made(tmp_path, ["a\tb\tnó", "b\ta\tno"])
     with pytest.raises(UsageError, match="max_seq_length 1 has no room"):
         made(tmp_path, ["a\tb\tyes", "b\ta\tno"], max_seq_length=1)
 
