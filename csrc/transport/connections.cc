@@ -65,7 +65,9 @@ std::shared_ptr<Connections> Connections::shared(const TransportOptions& options
 bool Connections::has_lost(const std::optional<std::vector<Place>>& returning) const {
   const MutexLock lock(lost_mutex_);
   if (!returning) return !lost_.empty();
-  return lost_a_helper_ || std::ranges::any_of(*returning, [&](const Place& each) { return lost_.contains(each.name()); });
+  bool has = lost_a_helper_;
+  for (const Place& each : *returning) has |= lost_.contains(each.name());
+  return has;
 }
 
 void Connections::peer_was_lost(const Place& place) {
