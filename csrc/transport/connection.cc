@@ -15,6 +15,8 @@
 #include <system_error>
 #include <utility>
 
+#include "base/fork.h"
+
 namespace shoal {
 
 namespace {
@@ -31,9 +33,11 @@ Connection::Connection(int fd, int peer, bool control, Shared& shared, int epoll
       shared_(shared),
       epoll_fd_(epoll_fd),
       receives_(std::move(seals.receives)),
-      sends_(std::move(seals.sends)) {}
+      sends_(std::move(seals.sends)) {
+  close_in_children(fd_);
+}
 
-Connection::~Connection() { close(fd_); }
+Connection::~Connection() { close_socket(fd_); }
 
 // ---- reading --------------------------------------------------------------------------------------------
 

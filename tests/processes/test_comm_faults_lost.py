@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -42,6 +43,21 @@ def test_a_killed_worker_is_named_on_every_survivor_with_the_operation(hosts: st
         want = expected(hosts, max(steps), COUNT)
         for rank, done in zip(survivors, steps, strict=True):  # and what was summed before was right
             assert group.values(rank, "sum") == want[:done]
+
+
+def test_a_killed_worker_is_named_though_its_children_live_on() -> None:
+    with Group(stream_beside_a_child, "ab") as group:
+        group.expect(0, "sum", count=5)
+        since = group.signal(1, signal.SIGKILL)
+        (text,) = group.errors([0], since)
+        assert f"{group.name(1)} was lost: it closed the connection" in text
+
+
+def stream_beside_a_child(member) -> None:  # type: ignore[no-untyped-def]
+    if os.fork() == 0:  # as loaders of data are
+        time.sleep(3 * BOUND_S)
+        os._exit(0)
+    stream(member, 100_000, COUNT)
 
 
 def test_a_worker_that_leaves_in_the_middle_is_named() -> None:
