@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/fork.h"
 #include "transport/address.h"
 
 namespace shoal {
@@ -25,6 +26,7 @@ namespace {
 
 constexpr std::size_t kSmallBytes = 8 << 10;
 constexpr int kPortTries = 16;
+constexpr int kBacklog = 4096;  // the kernel may allow fewer
 
 thread_local const void* this_loop = nullptr;  // of the threads of transports
 
@@ -34,22 +36,18 @@ int listen_at(const std::string& address, int port) {
   if (fd < 0) throw std::runtime_error("cannot listen at " + address + ": " + std::strerror(errno));
   const int yes = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  if (bind(fd, at.get(), at.size) < 0 || listen(fd, 1024) < 0) {
+  if (bind(fd, at.get(), at.size) < 0 || listen(fd, kBacklog) < 0) {
     const std::string why = std::strerror(errno);
     close(fd);
     throw std::runtime_error("cannot listen at " + address + ":" + std::to_string(port) + ": " + why);
   }
+  close_in_children(fd);
   return fd;
 }
 
 Credentials credentials_of(const TcpOptions& options) {
   if (options.private_key == PrivateKey{}) return {options.secret, new_key_pair()};
   return {options.secret, {options.private_key, public_key_of(options.private_key)}};
-}
-
-void add_to(int epoll_fd, int fd) {
-  epoll_event event{EPOLLIN, {.fd = fd}};
-  epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event);
 }
 
 // Listens at one port of all addresses. A port that the kernel has chosen at the first may be taken at another one.
@@ -60,13 +58,18 @@ std::vector<int> listen_at_all(const std::vector<std::string>& addresses, int po
       for (const std::string& address : addresses) fds.push_back(listen_at(address, fds.empty() ? port : local_port(fds.front())));
       return fds;
     } catch (const std::runtime_error&) {
-      for (int fd : fds) close(fd);
+      for (int fd : fds) close_socket(fd);
       if (port || fds.empty() || tries == kPortTries) throw;
     }
   }
 }
 
 }  // namespace
+
+void TcpTransport::await_input(int epoll_fd, int fd) {
+  epoll_event event{EPOLLIN, {.fd = fd}};
+  epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event);
+}
 
 TcpTransport::TcpTransport(TcpOptions options, Sink& sink)
     : options_(std::move(options)), credentials_(credentials_of(options_)), addresses_(addresses_of(options_.address)), sink_(sink) {
@@ -77,17 +80,17 @@ TcpTransport::TcpTransport(TcpOptions options, Sink& sink)
     Loop& loop = *loops_.back();
     loop.epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     loop.wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    add_to(loop.epoll_fd, loop.wake_fd);
+    await_input(loop.epoll_fd, loop.wake_fd);
   }
-  for (int fd : listen_fds_) add_to(loops_.front()->epoll_fd, fd);
+  for (int fd : listen_fds_) await_input(loops_.front()->epoll_fd, fd);
 }
 
 TcpTransport::~TcpTransport() {
   stop();
   const NetworkHold hold(shared_.network);
   for (auto& [index, peer] : peers_) stop_probes(peer);
-  for (auto& [fd, newcomer] : newcomers_) close(fd);
-  for (int fd : listen_fds_) close(fd);
+  for (auto& [fd, newcomer] : newcomers_) close_socket(fd);
+  for (int fd : listen_fds_) close_socket(fd);
   for (const auto& loop : loops_) {
     for (int fd : {loop->epoll_fd, loop->wake_fd}) {
       if (fd >= 0) close(fd);
@@ -97,7 +100,7 @@ TcpTransport::~TcpTransport() {
 
 void TcpTransport::add_poll_source(PollSource& source) {
   poll_source_ = &source;
-  for (int fd : source.wait_fds()) add_to(loops_.front()->epoll_fd, fd);
+  for (int fd : source.wait_fds()) await_input(loops_.front()->epoll_fd, fd);
 }
 
 void TcpTransport::start() {
@@ -122,7 +125,7 @@ void TcpTransport::stop() {
     loop->connections.clear();
   }
   num_connections_ = 0;
-  for (int fd : std::exchange(listen_fds_, {})) close(fd);
+  for (int fd : std::exchange(listen_fds_, {})) close_socket(fd);
 }
 
 // ---- other threads --------------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ class TcpTransport : public Transport {
 
   struct Newcomer {  // an inbound socket that is not authenticated yet
     Listener listener;
+    std::uint64_t number;
     Clock::time_point deadline;
     std::string from;
     Bytes received = {};
@@ -170,8 +171,11 @@ class TcpTransport : public Transport {
   void handle(Loop& loop, const epoll_event& event) EXCLUDES(network_thread);
   void run_tasks() EXCLUDES(network_thread);
   void wake(Loop& loop);
+  static void await_input(int epoll_fd, int fd);
   void accept_all(int listen_fd) REQUIRES(network_thread);
   void hear_newcomer(int fd) REQUIRES(network_thread);
+  void pause_accepting() REQUIRES(network_thread);
+  Newcomer take_newcomer(int fd) REQUIRES(network_thread);
   void forget_newcomer(int fd, const std::string& why) REQUIRES(network_thread);
   void answer_newcomer(int fd, Newcomer& newcomer, const Bytes& message) REQUIRES(network_thread);
   void admit(int fd, Newcomer& newcomer, const Bytes& identity) REQUIRES(network_thread);
@@ -214,7 +218,10 @@ class TcpTransport : public Transport {
   std::vector<std::function<void()>> tasks_ GUARDED_BY(tasks_mutex_);
 
   std::map<int, Peer> peers_ GUARDED_BY(network_thread);
+  bool accepts_ GUARDED_BY(network_thread) = true;
   std::map<int, Newcomer> newcomers_ GUARDED_BY(network_thread);
+  std::map<std::uint64_t, int> arrivals_ GUARDED_BY(network_thread);  // of newcomers, the oldest first
+  std::uint64_t num_arrivals_ GUARDED_BY(network_thread) = 0;
   std::size_t num_data_ GUARDED_BY(network_thread) = 0;  // connections so far: their threads in turn
 
   std::atomic<std::uint64_t> frames_sent_{0}, strangers_{0}, num_connections_{0}, paths_lost_{0};

@@ -3,6 +3,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -13,6 +14,7 @@
 #include <stdexcept>
 
 #include "base/clock.h"
+#include "base/fork.h"
 #include "transport/address.h"
 #include "transport/tcp.h"
 
@@ -21,10 +23,20 @@ namespace shoal {
 namespace {
 
 constexpr double kHandshakeS = 5.0;
-constexpr std::size_t kMaxNewcomers = 256;
+constexpr std::size_t kMaxNewcomers = 4096;
+constexpr int kSpareFiles = 16;  // of a process, for what else it opens
 constexpr std::size_t kMostAhead = 1 << 16;  // frames that have overtaken a missing one
 
 void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
+
+rlim_t max_files() {
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  return limit.rlim_cur;
+}
+
+// Of accept(): the next attempt fails as well, until something is closed.
+bool is_exhausted(int error) { return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM; }
 
 }  // namespace
 
@@ -33,18 +45,29 @@ void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, 
 void TcpTransport::accept_all(int listen_fd) {
   while (true) {
     const int fd = accept4(listen_fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) return;
-    if (newcomers_.size() >= kMaxNewcomers) {
-      const auto oldest = std::min_element(newcomers_.begin(), newcomers_.end(), [](const auto& a, const auto& b) {
-        return a.second.deadline < b.second.deadline;
-      });
-      forget_newcomer(oldest->first, "too many others connected after it");
+    if (fd < 0 && !is_exhausted(errno)) return;
+    const bool full = fd < 0 || static_cast<rlim_t>(fd) + kSpareFiles >= max_files();
+    if (full && newcomers_.empty()) {
+      if (fd >= 0) close(fd);
+      return pause_accepting();
     }
+    if (full || newcomers_.size() >= kMaxNewcomers) forget_newcomer(arrivals_.begin()->second, "too many others connected after it");
+    if (fd < 0) continue;
+    close_in_children(fd);
     const std::string place = place_text(local_address(fd), local_port(fd));
-    newcomers_.emplace(fd, Newcomer{Listener(credentials_, place), Clock::now() + seconds(kHandshakeS), peer_address(fd)});
-    epoll_event event{EPOLLIN, {.fd = fd}};
-    epoll_ctl(loops_.front()->epoll_fd, EPOLL_CTL_ADD, fd, &event);
+    newcomers_.emplace(fd, Newcomer{Listener(credentials_, place), num_arrivals_, Clock::now() + seconds(kHandshakeS), peer_address(fd)});
+    arrivals_[num_arrivals_++] = fd;
+    await_input(loops_.front()->epoll_fd, fd);
   }
+}
+
+// Until the next tick: members have all files of this process. Those who call wait in the kernel.
+void TcpTransport::pause_accepting() {
+  if (std::exchange(accepts_, false)) {
+    for (int fd : listen_fds_) epoll_ctl(loops_.front()->epoll_fd, EPOLL_CTL_DEL, fd, nullptr);
+  }
+  lines_.write("shoal: this process may open " + std::to_string(max_files()) +
+               " files (RLIMIT_NOFILE) and has no more for connections; raise it (ulimit -n) or close some");
 }
 
 void TcpTransport::hear_newcomer(int fd) {
@@ -87,16 +110,21 @@ void TcpTransport::admit(int fd, Newcomer& newcomer, const Bytes& identity) {
   [[maybe_unused]] const ssize_t sent = ::send(fd, welcome.data(), welcome.size(), MSG_NOSIGNAL);
   if (peer < 0) throw std::runtime_error(why);
   const Session session = newcomer.listener.session();
-  newcomers_.erase(fd);
+  take_newcomer(fd);
   epoll_ctl(loops_.front()->epoll_fd, EPOLL_CTL_DEL, fd, nullptr);
   adopt(fd, peer, intro.control, session);
 }
 
+TcpTransport::Newcomer TcpTransport::take_newcomer(int fd) {
+  Newcomer newcomer = std::move(newcomers_.extract(fd).mapped());
+  arrivals_.erase(newcomer.number);
+  return newcomer;
+}
+
 // Drops a connection that did not authenticate; the job continues. A probe that sends nothing is not logged.
 void TcpTransport::forget_newcomer(int fd, const std::string& why) {
-  const std::string from = newcomers_.at(fd).from;
-  newcomers_.erase(fd);
-  close(fd);
+  const std::string from = take_newcomer(fd).from;
+  close_socket(fd);
   if (why.empty()) return;
   ++strangers_;
   lines_.write("shoal: dropped a connection from " + from + ": " + why);
@@ -105,7 +133,7 @@ void TcpTransport::forget_newcomer(int fd, const std::string& why) {
 void TcpTransport::adopt(int fd, int index, bool control, const Session& session) {
   Peer& peer = peer_at(index);
   if (peer.down) {
-    close(fd);
+    close_socket(fd);
     return;
   }
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
@@ -132,8 +160,7 @@ void TcpTransport::adopt(int fd, int index, bool control, const Session& session
     const MutexLock lock(loop.mutex);
     loop.connections[fd] = connection;
   }
-  epoll_event event{EPOLLIN, {.fd = fd}};
-  epoll_ctl(loop.epoll_fd, EPOLL_CTL_ADD, fd, &event);
+  await_input(loop.epoll_fd, fd);
   sink_.on_connected(index);
 }
 
@@ -223,6 +250,9 @@ void TcpTransport::tick(double elapsed_s) {
     if (Clock::now() > newcomer.deadline) late.push_back(fd);
   }
   for (int fd : late) forget_newcomer(fd, "it did not authenticate in time");
+  if (!std::exchange(accepts_, true)) {
+    for (int fd : listen_fds_) await_input(loops_.front()->epoll_fd, fd);
+  }
   lines_.tick();
   std::vector<int> indices;
   for (const auto& [index, peer] : peers_) indices.push_back(index);

@@ -9,7 +9,7 @@ import random
 import socket
 import struct
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Self
 
@@ -153,13 +153,15 @@ def session(
     address: str, port: int, secret: str, who: Who, source: str = "", protection: int = TAG
 ) -> tuple[socket.socket, Seal, bool]:
     """Return such a connection, what seals its frames, and whether it is let in."""
-    connection = dial(address, port, source)
-    said, hello = begin(secret, who)
-    connection.sendall(hello)
-    message, keys = identity(said, receive(connection, CHALLENGE_BYTES), who, protection)
-    connection.sendall(message)
-    welcome = receive(connection, WELCOME_BYTES)
-    assert welcome in (b"\1" + keys[3], bytes(WELCOME_BYTES))
+    with ExitStack() as unless_let_in:
+        connection = unless_let_in.enter_context(dial(address, port, source))
+        said, hello = begin(secret, who)
+        connection.sendall(hello)
+        message, keys = identity(said, receive(connection, CHALLENGE_BYTES), who, protection)
+        connection.sendall(message)
+        welcome = receive(connection, WELCOME_BYTES)
+        assert welcome in (b"\1" + keys[3], bytes(WELCOME_BYTES))
+        unless_let_in.pop_all()
     return connection, Seal(protection, keys[0]), welcome[0] == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import resource
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -100,6 +101,33 @@ def test_half_open_connections_keep_nobody_out() -> None:
                 assert_sums(group)
         finally:
             joined.set()
+
+
+def test_a_helper_at_its_file_limit_says_so_and_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stranger, "TIMEOUT_S", 1.0)
+    most_files = 64
+    with HelperProcess("h0") as helper:
+        resource.prlimit(helper.process.pid, resource.RLIMIT_NOFILE, (most_files, most_files))
+        with Group(stream_until_told, "ab", helpers=[helper], pattern=HELPER_TAKES_PART) as group:
+            group.expect(0, "sum", count=2)
+            guests = []
+            with suppress(OSError, AssertionError):  # the last one waits
+                for number in range(most_files):
+                    who = Who(group="other", rank=number, size=most_files)
+                    guests.append(stranger.prove(helper.address, helper.port, SECRET, who)[0])
+            assert 10 < len(guests) < most_files
+            group.expect(0, "sum", count=len(group.values(0, "sum")) + 5)
+            for guest in guests:
+                guest.close()
+            with Group(stream_until_told, "cd", helpers=[helper], pattern=HELPER_TAKES_PART) as later:
+                later.expect(0, "sum", count=2)
+                for each in (group, later):
+                    each.tell(0)
+                    for rank in range(2):
+                        each.expect(rank, "done")
+                    assert_sums(each)
+                    assert each.values(0, "events") == [[]]
+        assert f"this process may open {most_files} files (RLIMIT_NOFILE)" in helper.stop()
 
 
 IMPOSSIBLE = {

@@ -8,6 +8,7 @@ Imports neither torch nor NumPy. The job's secret is read from SHOAL_SECRET or S
 from __future__ import annotations
 
 import argparse
+import resource
 import signal
 import sys
 import time
@@ -65,6 +66,10 @@ def serve(
         raise UsageError(f"--weights-mib is {weights_mib}; it is at least 0")
     fabric = fabric_providers(transport or settings.transport())
     core = native.core()
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most_files, most_files)
+    )  # each connection of a worker takes one
     try:
         server = core.HelperServer(
             address, port, secret, 128 << 10, fabric, max_weight_bytes=weights_mib << 20,
