@@ -463,6 +463,7 @@ shoal::EngineOptions options_of(const nb::dict& given) {
   read("fabric", options.fabric);
   read("peer_grace_s", options.peer_grace_s);
   read("straggler_s", options.straggler_s);
+  read("helper_patience_s", options.helper_patience_s);
   read("workers_serve", options.workers_serve);
   read("share_connections", options.share_connections);
   read("ordered_callbacks", options.ordered_callbacks);

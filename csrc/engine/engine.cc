@@ -1,9 +1,11 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <future>
 #include <stdexcept>
+#include <thread>
 
 #include "base/clock.h"
 #include "base/log.h"
@@ -16,6 +18,7 @@ namespace {
 constexpr double kFlushS = 1.0;
 constexpr double kJoinS = 10.0;
 constexpr double kAbortS = 5.0;
+constexpr double kLingerS = 2.0;
 
 // Input is read while output is written, so the two may overlap only where they are the same element.
 void require_apart(const OpSpec& spec, int rank, int size) {
@@ -281,11 +284,29 @@ void Engine::close() {
     protocol_->mailbox.broadcast({FrameType::goodbye});
   });
   channel_->flush(kFlushS);
+  linger();
   if (HostStage* stage = this->stage()) stage->stop();
   channel_->close("it has left the group");
   ops_.end_all("group '" + options_.group + "' was closed");
   completer_.join(kJoinS);
 }
+
+// Waits until the others have what this rank has completed: if a helper is lost that has answered this rank and not
+// them, they need its result or its contribution again.
+void Engine::linger() {
+  const auto until = Clock::now() + seconds(kLingerS);
+  for (bool needed = topology_->num_helpers() > 0; needed && Clock::now() < until;) {
+    const auto answer = std::make_shared<std::promise<bool>>();
+    channel_->post([this, answer] {
+      channel_->assert_here();
+      answer->set_value(is_needed());
+    });
+    needed = answer->get_future().get();
+    if (needed) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+bool Engine::is_needed() { return !failed_ && protocol_->liveness.anybody_lacks(ops_.num_completed()); }
 
 std::map<std::string, std::uint64_t> Engine::counters() {
   auto counts = channel_->counters();
@@ -402,10 +423,20 @@ void Engine::on_tick() {
   guarded([&]() SHOAL_NO_ANALYSIS {
     Protocol& on = *protocol_;
     on.liveness.tick([&](const Op& op) SHOAL_NO_ANALYSIS { on.mismatch.announce(op); });
+    replace_silent_helpers();
     const std::uint64_t done = on.liveness.num_completed_by_all();
     on.path.forget_below(done);
     on.mismatch.forget_below(done);
   });
+}
+
+// A helper may stand still though its host answers. One that has the only copy of weights is waited for.
+void Engine::replace_silent_helpers() {
+  const double patience_s = options_.helper_patience_s;
+  if (patience_s <= 0 || keeps_single_) return;
+  for (int server : protocol_->liveness.silent_helpers(patience_s)) {
+    lose_helper(server, "it has said nothing for " + std::to_string(std::lround(patience_s)) + " s", true);
+  }
 }
 
 void Engine::on_error(const std::string& what) {

@@ -109,8 +109,11 @@ class Engine : private ChannelEvents {
   void guarded(const Step& step) REQUIRES(network_thread);
   void post(std::function<void()> step);  // guarded, on the network thread
   void dispatch(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
+  void replace_silent_helpers() REQUIRES(network_thread);
   void lose_helper(int server, const std::string& why, bool tell) REQUIRES(network_thread);
   void note_lost(int peer) REQUIRES(network_thread);
+  void linger();
+  bool is_needed() REQUIRES(network_thread);
   void fail(const std::string& cause) REQUIRES(network_thread);
 
   void require_possible(const OpSpec& spec) const;

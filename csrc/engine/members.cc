@@ -76,12 +76,14 @@ Liveness::Liveness(const Members& members, const Topology& topology, const Route
       journal_(journal),
       straggler_s_(straggler_s),
       states_(static_cast<std::size_t>(members.num_servers())) {
-  for (State& state : states_) state.last_frame_ns = now_ns();
+  last_tick_ns_ = now_ns();
+  for (State& state : states_) state.last_frame_ns = last_tick_ns_;
 }
 
 bool Liveness::heard(int peer, const FrameHeader& header) {
   State& state = at(peer);
   state.last_frame_ns = now_ns();
+  state.quiet_s = 0;
   if (members_.is_helper(peer)) return false;
   state.completed = std::max(state.completed, header.completed);
   if (header.submitted <= state.submitted) return false;
@@ -105,9 +107,17 @@ std::uint64_t Liveness::num_completed_by_all() const {
   return num;
 }
 
+bool Liveness::anybody_lacks(std::uint64_t num_completed) const {
+  for (int rank = 0; rank < members_.size(); ++rank) {
+    if (rank != members_.rank && !at(rank).left && at(rank).completed < num_completed) return true;
+  }
+  return false;
+}
+
 void Liveness::tick(const std::function<void(const Op&)>& announce) {
   beat();
   const std::vector<OpPtr> pending = ops_.pending();
+  count_silence(!pending.empty());
   for (const OpPtr& op : pending) check(*op, announce);
   if (pending.empty() || is_message(pending.front()->spec.kind)) return;
   Op& first = *pending.front();  // later operations wait for the same ranks
@@ -127,6 +137,21 @@ void Liveness::beat() {
     if (speaks || (num_ticks_ + static_cast<std::uint64_t>(peer + members_.rank)) % stride == 0) mailbox_.beat(peer);
   }
   ++num_ticks_;
+}
+
+// A tick that comes late proves nothing about the others: of each, half a second counts at most.
+void Liveness::count_silence(bool waits) {
+  const std::uint64_t now = now_ns();
+  const double passed_s = std::min(0.5, static_cast<double>(now - std::exchange(last_tick_ns_, now)) * 1e-9);
+  for (State& state : states_) state.quiet_s = waits ? state.quiet_s + passed_s : 0;
+}
+
+std::vector<int> Liveness::silent_helpers(double patience_s) const {
+  std::vector<int> silent;
+  for (int server = members_.size(); server < members_.num_servers(); ++server) {
+    if (!router_.is_lost(server) && at(server).quiet_s > patience_s) silent.push_back(server);
+  }
+  return silent;
 }
 
 // A message waits for its peer only; one from any rank for all others.

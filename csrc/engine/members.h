@@ -123,14 +123,20 @@ class Liveness {
   std::uint64_t num_begun(int rank) const REQUIRES(network_thread) { return at(rank).submitted; }
   std::uint64_t num_begun_by_all() const REQUIRES(network_thread);
   std::uint64_t num_completed_by_all() const REQUIRES(network_thread);
+  // Whether a rank that has not left has completed fewer, as far as is known here.
+  bool anybody_lacks(std::uint64_t num_completed) const REQUIRES(network_thread);
 
   // Sends heartbeats and looks at pending operations: `announce` is called once for each that waits too long. Throws
   // GroupFailure for a passed deadline and for one that waits for a rank that has left.
   void tick(const std::function<void(const Op&)>& announce) REQUIRES(network_thread);
 
+  // Returns the helpers that have said nothing for so long while operations were pending.
+  std::vector<int> silent_helpers(double patience_s) const REQUIRES(network_thread);
+
  private:
   struct State {
     std::uint64_t submitted = 0, completed = 0;
+    double quiet_s = 0;  // as far as this process was awake to hear it
     bool left = false;
     std::uint64_t gone_at = ~std::uint64_t{0};  // tick
     std::uint64_t last_frame_ns = 0;
@@ -139,6 +145,7 @@ class Liveness {
   State& at(int peer) REQUIRES(network_thread) { return states_[static_cast<std::size_t>(peer)]; }
   const State& at(int peer) const REQUIRES(network_thread) { return states_[static_cast<std::size_t>(peer)]; }
   void beat() REQUIRES(network_thread);
+  void count_silence(bool waits) REQUIRES(network_thread);
   void check(Op& op, const std::function<void(const Op&)>& announce) REQUIRES(network_thread);
   void check_message(const Op& op) REQUIRES(network_thread);
   bool name_stragglers(const Op& op, double age_s) REQUIRES(network_thread);
@@ -154,6 +161,7 @@ class Liveness {
   const double straggler_s_;
   std::vector<State> states_ GUARDED_BY(network_thread);  // by server
   std::uint64_t num_ticks_ GUARDED_BY(network_thread) = 0;
+  std::uint64_t last_tick_ns_ GUARDED_BY(network_thread) = 0;
 };
 
 }  // namespace shoal

@@ -33,6 +33,7 @@ struct EngineOptions {
   std::uint64_t shuffle = 0;  // for tests: seed of a random delivery order of libfabric's messages; 0: none
   double peer_grace_s = 2.0;
   double straggler_s = 1.0;
+  double helper_patience_s = 20.0;  // silence after which a helper's chunks are taken over; 0: never
   bool wide_partials = true;
   bool workers_serve = true;  // ranks take over chunks of lost helpers
   bool share_connections = true;  // with the other groups of this process

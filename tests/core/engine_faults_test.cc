@@ -142,6 +142,45 @@ TEST(engine_what_is_queued_for_a_lost_helper_is_dropped) {
   group.each([&](int, Engine& engine) { CHECK_EQ(engine.error(), ""); });
 }
 
+// Its host answers, and its connections stand.
+TEST(engine_a_helper_that_stands_still_is_replaced) {
+  PlayedHelper helper([](int, const shoal::FrameHeader&, const shoal::Payload&) {});
+  Group group({"", {"a", "b"}, 0, {helper.port()}}, [](shoal::EngineOptions& options) { options.helper_patience_s = 0.6; });
+  group.each([&](int, Engine& engine) {
+    std::vector<float> x(300'000, 1.0f);
+    run(engine, Kind::all_reduce, x.data(), x.data(), x.size());
+    CHECK(x == std::vector<float>(x.size(), 2.0f));
+    CHECK(engine.lost_helpers() == std::vector<std::string>{"played"});
+  });
+}
+
+// The helper has answered rank 0, which has all it wants and closes; rank 1 needs its result again.
+TEST(engine_a_helper_is_lost_after_a_rank_has_left) {
+  PlayedHelper* self = nullptr;
+  shoal::BufferPool pool;
+  shoal::WeightBudget budget;
+  shoal::SumServer server(
+      pool, budget, 2,
+      [&](int rank, const shoal::FrameHeader& header, const shoal::Payload& payload) {
+        if (rank == 0) self->send(rank, header, payload);
+      },
+      [](const shoal::SumServer::Conflict&) { check::fail(__FILE__, __LINE__, "a conflict"); });
+  PlayedHelper helper([&](int rank, const shoal::FrameHeader& header, shoal::Payload payload) {
+    if (header.type == FrameType::push) CHECK_EQ(server.contribute({rank, rank}, header, std::move(payload)), "");
+    if (header.type != FrameType::goodbye || rank != 0) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));  // without its waiting, rank 0 is gone
+    for (int each : {0, 1}) self->drop(each);
+  });
+  self = &helper;
+  Group group({"", {"a", "b"}, 0, {helper.port()}, {2}});
+  group.each([&](int, Engine& engine) {
+    std::vector<float> x(1000, 1.0f);
+    must_end(engine, submit(engine, Kind::all_reduce, x.data(), x.data(), x.size(), shoal::Combine::sum, 0, 5.0));
+    CHECK(x == std::vector<float>(x.size(), 2.0f));
+    engine.close();
+  });
+}
+
 // A helper that keeps weights is lost between the confirmation of a copy and its answers: the rank that has the copy
 // answers with weights that it has written over the sum it was sent.
 TEST(engine_weights_of_a_copy_have_a_checksum_of_their_own) {

@@ -59,6 +59,26 @@ def test_who_is_stopped_is_named_as_straggler_and_nothing_is_lost(stopped_s: flo
             assert f"all_reduce of float32[{COUNT}]" in told[0]
 
 
+def test_a_helper_that_stands_still_is_replaced_and_serves_later_groups() -> None:
+    steps = 40
+    given: dict[str, Any] = {"pattern": [0, 1, 2, 3], "options": EngineOptions(helper_patience_s=1.0)}
+    with HelperProcess("h0") as helper:
+        with Group(stream, "abc", steps, COUNT, 0.01, helpers=[helper], **given) as group:
+            group.expect(0, "sum", count=5)
+            helper.process.send_signal(signal.SIGSTOP)
+            for rank in range(group.size):
+                group.expect(rank, "done")
+                assert group.values(rank, "sum") == expected(group.hosts, steps, COUNT)
+                events = "\n".join(group.values(rank, "events")[0])
+                assert "helper h0 was lost (it has said nothing for 1 s); the others take over" in events
+        helper.process.send_signal(signal.SIGCONT)
+        with Group(stream, "ab", 5, COUNT, 0.01, helpers=[helper], **given | {"pattern": [0, 1, 2]}) as later:
+            for rank in range(later.size):
+                later.expect(rank, "done")
+                assert later.values(rank, "sum") == expected(later.hosts, 5, COUNT)
+                assert "was lost" not in "\n".join(later.values(rank, "events")[0])
+
+
 @pytest.mark.parametrize("stopped_s", [1.0, pytest.param(6.0, marks=pytest.mark.slow)])
 def test_who_is_stopped_while_a_group_connects_is_waited_for(stopped_s: float) -> None:
     """A listener drops who does not introduce itself within 5 s; it calls again."""

@@ -33,6 +33,7 @@ _RANGES: dict[str, _Range] = {
     "send_buffer_bytes": (0, 1 << 30, 1),
     "peer_grace_s": (0.0, 86400.0, 0),
     "straggler_s": (0.0, 86400.0, 0),
+    "helper_patience_s": (0.0, 86400.0, 0),
     "staging_bytes": (1, _MAX_BYTES, 1),
     "staging_buffers": (2, 4096, 1),
 }
@@ -157,6 +158,8 @@ class EngineOptions:
         send_buffer_bytes: kernel send buffer of a connection; small ones keep flows fair, 0 is the system's.
         peer_grace_s: silence after which a host counts as lost.
         straggler_s: wait after which an operation's missing ranks are logged.
+        helper_patience_s: silence after which a helper that an operation waits for counts as lost, though its
+            host answers; 0: never. A helper with the only copy of weights is waited for.
         partial_dtype: dtype in which 16-bit tensors' partial sums leave a host: "float32", or "input" for 16
             bits.
         workers_serve: whether workers take over chunks of a lost helper.
@@ -187,6 +190,7 @@ class EngineOptions:
     send_buffer_bytes: int = 128 << 10
     peer_grace_s: float = 2.0
     straggler_s: float = 1.0
+    helper_patience_s: float = 20.0
     partial_dtype: str = "float32"
     workers_serve: bool = True
     order: str = "host"
