@@ -15,7 +15,7 @@
 #include "transport/address.h"
 #include "transport/handshake.h"
 
-namespace crowd_test {
+namespace helper_crowd_test {
 
 using namespace shoal_test;
 using shoal::Bytes;
@@ -74,4 +74,4 @@ TEST(helper_takes_a_crowd_that_comes_at_once) {
   CHECK_EQ(helper.counters().at("strangers_dropped"), 0u);
 }
 
-}  // namespace crowd_test
+}  // namespace helper_crowd_test
