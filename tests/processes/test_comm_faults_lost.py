@@ -50,7 +50,7 @@ def test_a_killed_worker_is_named_though_its_children_live_on() -> None:
         group.expect(0, "sum", count=5)
         since = group.signal(1, signal.SIGKILL)
         (text,) = group.errors([0], since)
-        assert f"{group.name(1)} was lost: it closed the connection" in text
+        assert f"{group.name(1)} was lost: " in text
 
 
 def stream_beside_a_child(member) -> None:  # type: ignore[no-untyped-def]

@@ -104,7 +104,7 @@ def test_half_open_connections_keep_nobody_out() -> None:
 
 
 def test_a_helper_at_its_file_limit_says_so_and_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stranger, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(stranger, "TIMEOUT_S", 4.0)
     most_files = 64
     with HelperProcess("h0") as helper:
         resource.prlimit(helper.process.pid, resource.RLIMIT_NOFILE, (most_files, most_files))
