@@ -71,7 +71,8 @@ TEST(helper_takes_a_crowd_that_comes_at_once) {
   for (Guest& each : guests) each.say(each.caller.identity(each.hear(shoal::kChallengeBytes)));
   for (Guest& each : guests) static_cast<void>(each.caller.finish(each.hear(shoal::kWelcomeBytes)));
   await([&] { return helper.counters().at("connections") == guests.size(); }, "the helper has adopted the last one");
-  CHECK_EQ(helper.counters().at("strangers_dropped"), 0u);
+  const auto counters = helper.counters();
+  CHECK_EQ(counters.at("strangers_dropped"), 0u);
 }
 
 }  // namespace helper_crowd_test
