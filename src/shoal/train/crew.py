@@ -261,7 +261,8 @@ class Crew:
 class CrewParallel(nn.Module):
     """A model in a ``DistributedDataParallel`` of the present members of a :class:`Crew`.
 
-    It is made anew for other members: buckets of a newcomer have another order than those of who has trained.
+    :meth:`renew` constructs a new wrapper when the members change, since DDP reorders the buckets of a
+    trained model.
     """
 
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:

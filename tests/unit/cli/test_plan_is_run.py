@@ -1,4 +1,4 @@
-"""What ``shoal plan`` prints is what its command would train: layout, batch, steps, precision and bytes."""
+"""Compares each plan with a dry run of its command: layout, batch, steps, precision and bytes."""
 
 from __future__ import annotations
 
