@@ -41,6 +41,8 @@ EXTRAS = {
     "scores": "to score texts by ROUGE and BLEU",
     "onnx": "to export models to ONNX",
     "lora": "to finetune by adapters (LoRA)",
+    "wandb": "to report to Weights & Biases",
+    "mlflow": "to report to MLflow",
 }
 """The optional dependencies and their use."""
 NEEDED_EXTRAS = frozenset({"torch", "text"})

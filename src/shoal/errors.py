@@ -78,6 +78,8 @@ MODULES_OF_EXTRAS = {
     "scores": ("rouge_score", "sacrebleu"),
     "onnx": ("onnx", "onnxscript"),
     "lora": ("peft",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
 }
 """Modules that each optional dependency of users adds to numpy and cyclopts."""
 _LOST_PEER_SIGNS = (

@@ -79,7 +79,7 @@ def test_did_you_mean(word: str, text: str) -> None:
 
 TORCH = "pip install 'torch>=2.11' 'safetensors>=0.5' 'tensorboardX>=2.6.4'"
 TEXT = "pip install 'transformers>=5.0' 'tokenizers>=0.22' 'sentencepiece>=0.2.1' 'protobuf>=5'"
-NAMESAKES = {"googleapis-common-protos"}
+NAMESAKES = {"google-auth", "googleapis-common-protos"}
 """Distributions that only share the name of a module with one that an extra requires."""
 
 

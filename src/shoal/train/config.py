@@ -72,6 +72,9 @@ class TrainConfig(LoopConfig):
     largest that fits into memory."""
 
 
+_TRACKERS = ("wandb", "mlflow")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOutputConfig:
     """Run directory, and frequencies of lines and checkpoints."""
@@ -98,6 +101,8 @@ class RunOutputConfig:
     """Do not train; evaluate this checkpoint of a run with the same settings, and write scores to run.dir."""
     plan: Path | None = None
     """File of `shoal plan --json` for this run: `shoal report` shows it beside what was measured."""
+    report_to: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Experiment trackers that get settings, figures and scores: wandb, mlflow; by their own packages."""
     mlperf_log: Path | None = None
     """File to which MLPerf training log lines (:::MLLOG) are appended."""
     profile: int = 0
@@ -108,6 +113,9 @@ class RunOutputConfig:
         require_positive("run", self, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
         require_positive("run", self, "validation_samples", "evaluation_batch_size")
         require_positive("run", self, "validation_frequency", "validation_beside", "profile", least=0)
+        for name in self.report_to:
+            if name not in _TRACKERS:
+                raise UsageError(f"run.report_to {name!r} must be one of {', '.join(_TRACKERS)}")
         if self.validation_beside and not self.save:
             raise UsageError("run.validation_beside needs weights on disk: leave --run.no-save out")
         if self.until is not None and not getattr(self, "validation_frequency", 1):

@@ -224,7 +224,7 @@ class EventWriter:
         if isinstance(row, Start):
             self._settings = flat_settings(row.config)
         elif isinstance(row, Step | Evaluation):
-            for name, value in _scalars(row).items():
+            for name, value in scalars_of(row).items():
                 self._events.add_scalar(name, value, row.step)
         elif isinstance(row, End):
             metrics = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
@@ -303,8 +303,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             writer.write(row)
 
 
-def _scalars(row: Step | Evaluation) -> dict[str, float]:
-    """Return the figures of a row for TensorBoard."""
+def scalars_of(row: Step | Evaluation) -> dict[str, float]:
+    """Return the figures of a row by the names that trackers show."""
     if isinstance(row, Evaluation):
         return {f"{row.split}/{name}": value for name, value in row.metrics.items()}
     return {

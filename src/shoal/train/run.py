@@ -99,6 +99,7 @@ from shoal.train.stopping import (
     out_of_memory,
     read_target,
 )
+from shoal.train.trackers import TRACKERS
 from shoal.train.world import World, join_world, run_on_all
 
 end_in_one_line()  # settings, which a script makes before it opens a run, are checked too
@@ -344,9 +345,12 @@ class Run:
             )
             run = cls(world, directory, everything, precision=precision, stop=stop, target=target)
             stack.enter_context(run._stack)
-            run_on_all(
-                world.control, lambda: run._writers.extend(_open_writers(run._stack, world, output, target))
-            )
+
+            def open_writers() -> None:
+                if world.is_main:
+                    run._writers.extend(_open_writers(run._stack, directory, output, target))
+
+            run_on_all(world.control, open_writers)
             try:
                 yield run
             except (RuntimeError, MemoryError) as error:
@@ -950,19 +954,21 @@ def _learning_rates(optimizers: Sequence[Optimizer], kept: Mapping[str, Any]) ->
 
 
 def _open_writers(
-    stack: ExitStack, world: World, output: RunOutputConfig, target: Target | None
+    stack: ExitStack, directory: Path, output: RunOutputConfig, target: Target | None
 ) -> list[RowWriter]:
-    """Open further writers of rows on the first worker: the launcher's file, MLPerf's log.
+    """Open further writers of rows: the launcher's file, MLPerf's log, experiment trackers.
 
     Args:
         stack: closes them.
     """
     writers: list[RowWriter] = []
-    if world.is_main and (path := progress_file()) is not None:
+    if (path := progress_file()) is not None:
         writers.append(CheckpointNotice(path))
-    if world.is_main and (path := output.mlperf_log) is not None:
+    if (path := output.mlperf_log) is not None:
         watched = target.names if target is not None else frozenset()
         writers.append(stack.enter_context(closing(MLPerfLog(path, watched))))
+    for name in dict.fromkeys(output.report_to):
+        writers.append(stack.enter_context(closing(TRACKERS[name](directory))))
     return writers
 
 
@@ -977,7 +983,7 @@ def _settings(
     """Return all settings: sections that are not given are those of ``config``, or the defaults."""
     output = output or _section(config, "run", RunOutputConfig)
     if output.evaluate is not None:
-        output = replace(output, save=False, until=None, validation_beside=0, mlperf_log=None)
+        output = replace(output, save=False, until=None, validation_beside=0, report_to=(), mlperf_log=None)
     return Settings(
         config=config,
         output=output,
