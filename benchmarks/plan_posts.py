@@ -77,7 +77,7 @@ def _scaled(entry: dict[str, Any], larger: dict[str, Any], source: str, catalog:
     planned = (
         _with_helpers(many, recipe, machines, helpers, flops)
         if helpers
-        else predict_row(many, machines, flops)
+        else predict_row(many, machines, flops).value
     )
     by_time = one.kind == TIME
     if not by_time:
@@ -86,9 +86,8 @@ def _scaled(entry: dict[str, Any], larger: dict[str, Any], source: str, catalog:
         efficiency = one.value / hosts / planned
     else:
         rates = [replace(row, metric="images_per_s") for row in (one, many)]
-        efficiency = (
-            predict_row(rates[1], machines, flops) / hosts / predict_row(rates[0], few_machines, flops)
-        )
+        each = predict_row(rates[1], machines, flops).value / hosts
+        efficiency = each / predict_row(rates[0], few_machines, flops).value
     images = entry.get("epochs", 0) * IMAGENET
     return Scaled(
         section=entry["section"],

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from benchmarks.plan_rows import PER_GPU_METRICS, THROUGHPUT, TIME, Row, recipe_of, sequence_length_of
 from shoal.decide.layout import CONNECTIONS_PER_PEER, Layout
 from shoal.decide.workload import Workload
 from shoal.planner.convergence import Convergence, Phase, at_any_batch, convergence_of
 from shoal.planner.hardware import Machines, require_accelerators
-from shoal.planner.prediction import START_S, Part, largest_micro_batch, run_time
+from shoal.planner.prediction import START_S, Part, RunTime, largest_micro_batch, run_time, seconds_by_cause
 from shoal.planner.recipe_workloads import workload
-from shoal.planner.step_time import achieved_flops_for, step_time
+from shoal.planner.step_time import StepTime, achieved_flops_for, step_time
 from shoal.recipes.workloads import count_recipe, preset_of
 
 MIB = 1 << 20
@@ -82,7 +82,19 @@ def _split_of(row: Row, recipe: str) -> tuple[int, int, int, int]:
     return _SPLIT.get(recipe, (1, 1, 1, 1))
 
 
-def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """A row's metric and where the time of its run, or of one step, goes."""
+
+    value: float
+    seconds_by_cause: Mapping[str, float]
+    split: float = 1.0
+    """Devices that share a sample."""
+    to_target: bool = False
+    """The run ends at a score."""
+
+
+def predict_row(row: Row, workers: Machines, achieved_flops: float) -> Predicted:
     """Return the row's metric for accelerators that achieve ``achieved_flops``."""
     recipe = recipe_of(row)
     assert recipe and row.global_batch
@@ -91,9 +103,13 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
         return _phases(row, recipe, workers, achieved_flops)
     model = workload(recipe, _length(row, recipe), count_recipe)
     layout = layout_of(row, recipe, model, workers)
-    step_s = _step_s(model, workers, layout, achieved_flops)
+    step = _step(model, workers, layout, achieved_flops)
+    split = max(layout.tensor, row.gpus / row.global_batch / layout.stages)
     if row.kind == THROUGHPUT:
-        return _rate(row, step_s)
+        one = _steps(1, step)
+        return Predicted(
+            value=_rate(row, step.total_s), seconds_by_cause=seconds_by_cause([step], [one]), split=split
+        )
     part = Part(
         workload=model,
         convergence=_convergence(row, recipe, name),
@@ -104,25 +120,41 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> float:
     run = run_time(
         part,
         workers,
-        step_s=step_s,
+        step_s=step.total_s,
         per_replica=layout.per_replica,
         # MLPerf's clock starts when everything is set up.
         start_s=START_S if row.kind == TIME and not row.is_mlperf else 0.0,
     )
-    if row.kind == TIME:
-        return run.total_s / 60
-    return run.num_samples / run.total_s
+    return Predicted(
+        value=run.total_s / 60 if row.kind == TIME else run.num_samples / run.total_s,
+        seconds_by_cause=seconds_by_cause([step], [run]),
+        split=split,
+        to_target=row.kind == TIME and part.convergence.depends_on_batch,
+    )
 
 
-def _step_s(model: Workload, workers: Machines, layout: Layout, achieved_flops: float) -> float:
-    """Return the step's time with what NCCL takes on so many hosts: the faster of ring and tree."""
+def _steps(count: int, step: StepTime, start_s: float = 0.0) -> RunTime:
+    """Return a run of nothing but steps."""
+    return RunTime(
+        start_s=start_s,
+        steps_s=count * step.total_s,
+        evaluations_s=0.0,
+        checkpoints_s=0.0,
+        num_steps=count,
+        num_samples=0.0,
+    )
+
+
+def _step(model: Workload, workers: Machines, layout: Layout, achieved_flops: float) -> StepTime:
+    """Return the step with what NCCL takes on so many hosts: the faster of ring and tree."""
     algorithms = [layout.algorithm]
     if layout.algorithm == "hierarchical-ring" and workers.count > 2:
         algorithms.append("tree")
-    return min(
-        step_time(model, workers, replace(layout, algorithm=algorithm), achieved_flops=achieved_flops).total_s
+    steps = [
+        step_time(model, workers, replace(layout, algorithm=algorithm), achieved_flops=achieved_flops)
         for algorithm in algorithms
-    )
+    ]
+    return min(steps, key=lambda step: step.total_s)
 
 
 def achieved_of(row: Row, workers: Machines) -> float:
@@ -130,7 +162,7 @@ def achieved_of(row: Row, workers: Machines) -> float:
     precision = "fp32" if "FP32" in row.system else "fp16"
     peak = require_accelerators(workers).peak(precision)
     return achieved_flops_for(
-        row.value, lambda flops: predict_row(row, workers, flops), peak=peak, tolerance=1e-4
+        row.value, lambda flops: predict_row(row, workers, flops).value, peak=peak, tolerance=1e-4
     )
 
 
@@ -152,11 +184,16 @@ def unit_factor(row: Row, model: Workload, workers: Machines) -> float:
     return 1.0
 
 
-def in_samples(row: Row, workers: Machines) -> Row:
-    """Return the row with its value in samples a second (a device), where it is in tokens or utilisation."""
+def counted(row: Row) -> Workload:
+    """Return the row's model."""
     recipe = recipe_of(row)
     assert recipe
-    factor = unit_factor(row, workload(recipe, _length(row, recipe), count_recipe), workers)
+    return workload(recipe, _length(row, recipe), count_recipe)
+
+
+def in_samples(row: Row, workers: Machines) -> Row:
+    """Return the row with its value in samples a second (a device), where it is in tokens or utilisation."""
+    factor = unit_factor(row, counted(row), workers)
     return replace(row, value=row.value / factor)
 
 
@@ -192,12 +229,15 @@ def _phases_of(recipe: str) -> tuple[Phase, ...]:
     return preset.phases
 
 
-def _phases(row: Row, recipe: str, workers: Machines, achieved_flops: float) -> float:
+def _phases(row: Row, recipe: str, workers: Machines, achieved_flops: float) -> Predicted:
     """Return minutes of BERT's two phases, each with its own sequence length, batch and steps."""
-    total_s = START_S
+    steps: list[StepTime] = []
+    runs: list[RunTime] = []
     for phase in _phases_of(recipe):
         model = workload(recipe, phase.sequence_length, count_recipe)
         part = replace(row, global_batch=phase.batch)
-        layout = layout_of(part, recipe, model, workers)
-        total_s += (phase.steps or 0) * _step_s(model, workers, layout, achieved_flops)
-    return total_s / 60 if math.isfinite(total_s) else math.inf
+        steps.append(_step(model, workers, layout_of(part, recipe, model, workers), achieved_flops))
+        runs.append(_steps(phase.steps or 0, steps[-1], start_s=0.0 if runs else START_S))
+    return Predicted(
+        value=sum(run.total_s for run in runs) / 60, seconds_by_cause=seconds_by_cause(steps, runs)
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.planner.hardware import Accelerator, Catalog, Instance, Machines
+from shoal.planner.hardware import Accelerator, Catalog, Instance, Machines, require_accelerators
 
 THROUGHPUT, INCLUDING_EVALUATION, TIME = "throughput", "throughput incl. evaluation", "time to train"
 KINDS = (THROUGHPUT, INCLUDING_EVALUATION, TIME)
@@ -163,6 +163,28 @@ def sequence_length_of(row: Row) -> int | None:
     """Return the sequence length that the row names; None: the recipe's own."""
     match = re.search(r"seq(\d+)", row.model)
     return int(match[1]) if match else None
+
+
+_PUBLISHERS = (
+    # pattern of the source column -> who ran and published it
+    (r"aws|AWS", "AWS"),
+    (r"deepspeed", "Microsoft"),
+    (r"whitefiber", "WhiteFiber"),
+    (r"torchtitan", "Meta"),
+    (r"NVIDIA", "NVIDIA"),
+)
+
+
+def publisher_of(row: Row) -> str:
+    """Return who ran and published it; of MLPerf the submitter."""
+    if match := re.match(r"MLPerf v[\d.]+ (\S+)", row.system):
+        return match[1]
+    return next((name for pattern, name in _PUBLISHERS if re.search(pattern, row.source)), row.source)
+
+
+def generation_of(machines: Machines) -> str:
+    """Return the generation of the accelerators, such as A100."""
+    return require_accelerators(machines).name.split("-")[0]
 
 
 def accelerator_of(row: Row, catalog: Catalog) -> Accelerator | None:

@@ -13,6 +13,7 @@ from shoal.decide.layout import Layout
 from shoal.formatting import duration
 from shoal.planner.comparison import Comparison, table_of
 from shoal.planner.hardware import Accelerator, require_accelerators
+from shoal.planner.intervals import LEVEL, interval_of, shipped_intervals
 from shoal.planner.prediction import Part, Plan
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.step_time import num_replicas
@@ -39,7 +40,7 @@ def text_of(
         compare: whether to add a table of the algorithms.
         unequal: how the best plan fares on hosts of unequal speed, as divisions() returns it.
     """
-    lines = [*_best(plans[0]), *_best_layouts(plans)]
+    lines = [*_best(plans[0]), *_how_sure(plans[0]), *_best_layouts(plans)]
     with_helpers = next((plan for plan in plans if plan.helpers), None)
     without = next((plan for plan in plans if not plan.helpers), None)
     if with_helpers and without:
@@ -125,6 +126,7 @@ def _best(plan: Plan) -> list[str]:
         "",
         _time_line(plan),
         f"  cost               {cost}",
+        _range_line(plan),
         f"  throughput         {plan.samples_per_s:,.0f} {part.workload.unit}/s, "
         f"{1e3 * step.total_s:.4g} ms per step",
         f"  scaling            {100 * plan.efficiency:.1f} % of {plan.workers.count} single hosts",
@@ -203,6 +205,57 @@ def _time_line(plan: Plan) -> str:
         return f"  time to train      {whole}  ({convergence.source})"
     pure, to = duration(plan.total_s - plan.seconds_by_cause["evaluation"]), convergence.target
     return f"  time to target     {whole}, {pure} without evaluation: {to}  ({convergence.source})"
+
+
+def _range_line(plan: Plan) -> str:
+    """Return the interval of time and cost, or why there is none."""
+    interval, name = interval_of(plan), f"  {100 * LEVEL:.0f} %               "
+    if isinstance(interval, str):
+        return f"{name}none: {interval}"
+    low, high = map(duration, interval.bounds(plan.total_s))
+    if plan.dollars is None:
+        return f"{name}{low} to {high}"
+    least, most = interval.bounds(plan.dollars)
+    return f"{name}{low} to {high}, {least:,.0f} to {most:,.0f} dollars"
+
+
+_SHOWN = 0.005
+"""Share of the width below which a cause is not listed."""
+
+
+def _how_sure(plan: Plan) -> list[str]:
+    """Return what the plan was given and assumed, and which share of the interval's width each makes."""
+    part, instance = plan.training.parts[0], plan.workers.instance
+    interval, known = interval_of(plan), shipped_intervals()
+    rests_on = f"{known.num_residuals} published figures by {known.num_publishers} publishers"
+    given = f"{plan.workers}, {8e-9 * instance.nic_bytes_per_s:g} Gbit/s a host; {part.convergence.source}"
+    lines = ["", "how sure", f"  given              {given}"]
+    lines.append(f"  assumed            {plan.training.start_s:g} s of start, and prices")
+    if isinstance(interval, str):
+        return [*lines, "  measure with       shoal bench train and shoal bench comm; then --measured"]
+    return [
+        *lines,
+        f"  width              times or over {interval.factor:.3g}, by the errors on {rests_on}",
+        "  of the width       "
+        + ", ".join(
+            f"{name} {100 * share:.0f} %"
+            for name, share in sorted(interval.shares.items(), key=lambda item: -item[1])
+            if share >= _SHOWN
+        ),
+    ]
+
+
+def interval_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan's interval for programs: bounds and causes, or why there is none."""
+    interval = interval_of(plan)
+    if isinstance(interval, str):
+        return {"level": LEVEL, "refused": interval}
+    return {
+        "level": LEVEL,
+        "total_s": interval.bounds(plan.total_s),
+        "dollars": None if plan.dollars is None else interval.bounds(plan.dollars),
+        "shares": dict(interval.shares),
+    }
 
 
 def _best_layouts(plans: Sequence[Plan]) -> list[str]:
@@ -313,6 +366,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         **{name: getattr(plan, name) for name in ("samples_per_s", "efficiency", "total_s", "dollars")},
         "memory_bytes": plan.memory.total_bytes,
         "where_s": plan.seconds_by_cause,
+        "interval": interval_json(plan),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from shoal.errors import UsageError
 from shoal.formatting import duration
 from shoal.planner.api import Model, plan
+from shoal.planner.intervals import interval_of
 from shoal.planner.prediction import ASSUMED_UTILISATION, Plan
 
 
@@ -105,11 +106,17 @@ def _source(basis: str) -> str:
     )
 
 
+def _range(plan: Plan) -> str:
+    """Return the bounds of the plan's time."""
+    interval = interval_of(plan)
+    return "none" if isinstance(interval, str) else " to ".join(map(duration, interval.bounds(plan.total_s)))
+
+
 def table_of(comparison: Comparison) -> list[str]:
     """Return the plans as lines of a table, the fastest and the cheapest marked."""
     lines = [
-        f"  {'hosts':<20} {'time':>12} {'batch × accumulation':>22} {'total batch':>12} {'steps/s':>9} "
-        f"{'precision':>9} {'cost':>12}"
+        f"  {'hosts':<20} {'time':>12} {'80 %':>24} {'batch × accumulation':>22} "
+        f"{'total batch':>12} {'steps/s':>9} {'precision':>9} {'cost':>12}"
     ]
     for each in comparison.plans:
         parts = list(zip(each.layouts, each.steps, strict=True))
@@ -124,7 +131,7 @@ def table_of(comparison: Comparison) -> list[str]:
             if each is chosen
         ]
         lines.append(
-            f"  {each.workers!s:<20} {duration(each.total_s):>12} {divided:>22} {total:>12} "
-            f"{steps_per_s:>9.3g} {precision:>9} {cost:>12}  {', '.join(marks)}".rstrip()
+            f"  {each.workers!s:<20} {duration(each.total_s):>12} {_range(each):>24} {divided:>22} "
+            f"{total:>12} {steps_per_s:>9.3g} {precision:>9} {cost:>12}  {', '.join(marks)}".rstrip()
         )
     return lines

@@ -44,6 +44,11 @@ class Convergence:
     largest_batch: int = 0
     """Largest batch that is published to reach the target."""
 
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether the epochs do, as those to a score; a fixed length does not."""
+        return len({epochs for _, epochs in self.points}) > 1
+
     def epochs(self, batch: int) -> float:
         """Return the epochs to the target at a global batch.
 

@@ -116,17 +116,22 @@ class Plan:
     @property
     def seconds_by_cause(self) -> dict[str, float]:
         """Seconds of the whole run by cause; they add up to ``total_s``."""
-        pairs = list(zip(self.steps, self.runs, strict=True))
-        return {
-            "compute": sum(run.num_steps * (step.forward_s + step.backward_s) for step, run in pairs),
-            "bubble": sum(run.num_steps * step.bubble_s for step, run in pairs),
-            "stragglers": sum(run.num_steps * step.straggler_s for step, run in pairs),
-            "network": sum(run.num_steps * step.exposed_s for step, run in pairs),
-            "optimizer": sum(run.num_steps * step.optimizer_s for step, run in pairs),
-            "start": sum(run.start_s for run in self.runs),
-            "evaluation": sum(run.evaluations_s for run in self.runs),
-            "checkpoints": sum(run.checkpoints_s for run in self.runs),
-        }
+        return seconds_by_cause(self.steps, self.runs)
+
+
+def seconds_by_cause(steps: Sequence[StepTime], runs: Sequence[RunTime]) -> dict[str, float]:
+    """Return the seconds of all runs, each of which repeats its step."""
+    pairs = list(zip(steps, runs, strict=True))
+    return {
+        "compute": sum(run.num_steps * (step.forward_s + step.backward_s) for step, run in pairs),
+        "bubble": sum(run.num_steps * step.bubble_s for step, run in pairs),
+        "stragglers": sum(run.num_steps * step.straggler_s for step, run in pairs),
+        "network": sum(run.num_steps * step.exposed_s for step, run in pairs),
+        "optimizer": sum(run.num_steps * step.optimizer_s for step, run in pairs),
+        "start": sum(run.start_s for run in runs),
+        "evaluation": sum(run.evaluations_s for run in runs),
+        "checkpoints": sum(run.checkpoints_s for run in runs),
+    }
 
 
 def predict(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.plan_published import predictions_of
+from benchmarks.plan_families import predictions_of
 from benchmarks.plan_rows import Row, contradicts, family_of, machines_of, read_rows, recipe_of, with_batch
 
 from shoal.errors import UsageError
@@ -78,10 +78,11 @@ def test_every_row_is_predicted_or_has_a_reason() -> None:
         row(hardware="TPU v4", number=7),
         row(nic_gbps=25.0, number=8),
     ]
-    found, left_out = predictions_of(rows, Catalog())
-    assert [p.line for p in found] == [3]
-    assert found[0].linear == 54000 and found[0].planned < 54000 and found[0].error < 0.1
-    assert {row.number: why[:12] for row, why in left_out} == {
+    found = predictions_of(rows, Catalog())
+    (scored,) = found.scored
+    assert scored.line == 3 and (scored.publisher, scored.generation) == ("Maker", "A100")
+    assert scored.linear == 54000 and scored.planned < 54000 and scored.error < 0.1
+    assert {row.number: why[:12] for row, why in found.left_out} == {
         2: "the family's",
         4: "its log cont",
         5: "scaling_effi",

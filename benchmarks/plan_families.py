@@ -1,0 +1,184 @@
+"""Predicts each published row from the smallest scale of its family, as ``plan_published`` scores it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.plan_predict import achieved_of, in_samples, predict_row
+from benchmarks.plan_rows import (
+    PER_GPU_METRICS,
+    TIME,
+    Row,
+    contradicts,
+    family_of,
+    generation_of,
+    machines_of,
+    publisher_of,
+    recipe_of,
+    with_batch,
+)
+from shoal.errors import UsageError
+from shoal.planner.hardware import Catalog, Machines
+from shoal.planner.intervals import doubts_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A row with what three models say of it."""
+
+    family: tuple[str, ...]
+    kind: str
+    line: int
+    system: str
+    nodes: int
+    gpus: int
+    times_the_gpus: float
+    """Of the given row's."""
+    published: float
+    planned: float
+    linear: float
+    publisher: str
+    generation: str
+    doubts: tuple[float, ...]
+    """As :mod:`shoal.planner.intervals` has them."""
+
+    @property
+    def log_ratio(self) -> float:
+        """Logarithm of the published time over the planned one; of a rate, the inverse."""
+        return math.log(self.published / self.planned) * (1 if self.kind == TIME else -1)
+
+    @property
+    def linear_log_ratio(self) -> float:
+        return math.log(self.published / self.linear) * (1 if self.kind == TIME else -1)
+
+    @property
+    def error(self) -> float:
+        return abs(self.planned / self.published - 1)
+
+    @property
+    def linear_error(self) -> float:
+        return abs(self.linear / self.published - 1)
+
+    def amdahl_error(self, serial: float) -> float:
+        """Of Amdahl's law: time is serial + (1 - serial) / x."""
+        slower = (serial + (1 - serial) / self.times_the_gpus) * self.times_the_gpus
+        value = self.linear * slower if self.kind == TIME else self.linear / slower
+        return abs(value / self.published - 1)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The smallest scale of a family."""
+
+    row: Row
+    value: float
+    machines: Machines
+    achieved: float
+    """FLOP/s of an accelerator."""
+
+
+@dataclass
+class Predictions:
+    """What became of the rows."""
+
+    scored: list[Prediction]
+    given: list[Given]
+    """The smallest scale of each family, also of those with one scale."""
+    left_out: list[tuple[Row, str]]
+    """Rows that are not predicted, with the reason."""
+
+
+def predictions_of(rows: Sequence[Row], catalog: Catalog) -> Predictions:
+    """Predict each row from the smallest scale of its family."""
+    families: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    found = Predictions([], [], [])
+    for row in rows:
+        if row.kind is None:
+            found.left_out.append((row, f"{row.metric} compares two systems; it is no figure of one"))
+        elif recipe_of(row) is None:
+            found.left_out.append((row, f"the planner knows no recipe for {row.model}"))
+        elif machines_of(row, catalog) is None:
+            found.left_out.append((row, f"no catalog has {row.hardware}"))
+        else:
+            families[family_of(row)].append(row)
+    for family, members in families.items():
+        _predict_family(family, members, catalog, found)
+    return found
+
+
+def _predict_family(
+    family: tuple[str, ...], members: list[Row], catalog: Catalog, found: Predictions
+) -> None:
+    fewest = min(row.gpus for row in members)
+    at_fewest = [row for row in members if row.gpus == fewest]
+    recipe = recipe_of(at_fewest[0])
+    assert recipe
+    try:
+        given = _given(at_fewest, recipe, catalog)
+    except UsageError as error:
+        found.left_out += [(row, str(error)) for row in members]
+        return
+    found.given.append(given)
+    is_alone = len(at_fewest) == len(members)
+    reason = "its family has one scale" if is_alone else "the family's smallest scale: given"
+    found.left_out += [(row, reason) for row in at_fewest]
+    for row in members:
+        if row.gpus == fewest:
+            continue
+        if contradicts(row, at_fewest):
+            reason = "its log contradicts itself: above twice the throughput per device of the smallest scale"
+            found.left_out.append((row, reason))
+            continue
+        try:
+            found.scored.append(_predict(family, row, given, recipe, catalog))
+        except UsageError as error:
+            found.left_out.append((row, str(error)))
+
+
+def _given(at_fewest: list[Row], recipe: str, catalog: Catalog) -> Given:
+    """Return the smallest scale; of several rows there (variants of a host) the mean."""
+    value = statistics.fmean(row.value for row in at_fewest)
+    row = with_batch(replace(at_fewest[0], value=value), at_fewest[0], recipe)
+    machines = machines_of(row, catalog)
+    assert machines
+    return Given(row, value, machines, achieved_of(in_samples(row, machines), machines))
+
+
+def _predict(family: tuple[str, ...], row: Row, given: Given, recipe: str, catalog: Catalog) -> Prediction:
+    machines = machines_of(row, catalog)
+    assert machines and row.kind
+    full = with_batch(row, given.row, recipe)
+    in_units = row.value / in_samples(full, machines).value
+    predicted = predict_row(full, machines, given.achieved)
+    times = row.gpus / given.row.gpus
+    if row.kind == TIME:
+        linear = given.value / times
+    else:
+        # Iterations a second do not grow with the hosts: each brings a batch of its own.
+        constant = row.metric in PER_GPU_METRICS or row.metric == "iterations_per_s"
+        linear = given.value * (1.0 if constant else times)
+    return Prediction(
+        family=family,
+        kind=row.kind,
+        line=row.number,
+        system=row.system,
+        nodes=row.nodes,
+        gpus=row.gpus,
+        times_the_gpus=times,
+        published=row.value,
+        planned=predicted.value * in_units,
+        publisher=publisher_of(row),
+        generation=generation_of(machines),
+        doubts=doubts_of(
+            predicted.seconds_by_cause,
+            rate="measured",
+            times_the_hosts=times,
+            split=predicted.split / predict_row(given.row, given.machines, given.achieved).split,
+            to_target=predicted.to_target,
+        ),
+        linear=linear,
+    )

@@ -1,0 +1,203 @@
+"""Gives predictions an 80 % interval, from how far predictions of published runs are off.
+
+    ln(measured / predicted)  ~  0 ± q σ,      σ² = Σ (a x)² over the causes of doubt
+
+x says how much a prediction leans on a cause (:data:`CAUSES`): the share of the time that is communication
+computed by the planner, the doublings of the hosts, and so on. One figure ``a`` a cause is fitted on the
+residuals of published runs (``catalog/residuals.csv``, made by ``python -m benchmarks.plan_published``), by
+maximum likelihood under Student's t with four degrees of freedom, which outliers do not move.
+
+q makes it an interval of 80 % whatever the distribution is (split-conformal prediction): each publisher in
+turn is left out of the fit, its residuals are divided by the σ that the others give them, and q is the 80 %
+quantile of these ratios. A publisher with n residuals has the weight √n.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.planner.prediction import Plan
+
+LEVEL = 0.80
+"""Probability of the interval."""
+CAUSES = {
+    "rate assumed": "1 if the rate of one host is a share of the peak",
+    "rate published": "1 if it is another's throughput of the same model on the same accelerator",
+    "repetition": "1 if it is measured",
+    "more hosts": "doublings of the hosts since the rate",
+    "network": "share of the time that is communication",
+    "split samples": "doublings of the devices that share a sample, since the rate",
+    "evaluation": "share of the time",
+    "start": "share of the time",
+    "samples to target": "1 if the run ends at a score",
+}
+"""Name of a cause -> its x."""
+_STATED = np.array([math.log(2) / 1.28 if name == "start" else math.nan for name in CAUSES])
+"""Causes whose ``a`` is stated, not fitted: four of five starts take half the time to twice. Published runs
+rarely count theirs."""
+_DEGREES = 4.0
+_ITERATIONS = 60
+_LEAST = 1e-6
+"""Of σ², where no cause applies."""
+_BEYOND = 1.25
+"""A cause may lean this much further than in any residual; beyond, nothing supports an interval."""
+
+_Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """The prediction of a published figure."""
+
+    publisher: str
+    generation: str
+    """Of the accelerator."""
+    log_ratio: float
+    """Logarithm of the measured time over the predicted one, or of the predicted rate over the measured."""
+    doubts: tuple[float, ...]
+    """x of each of :data:`CAUSES`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Bounds of a time or cost, as a factor, with the causes of the width."""
+
+    factor: float
+    """The interval is from the prediction over this to the prediction times this."""
+    shares: Mapping[str, float]
+    """Share of the width by cause; they add up to one."""
+
+    def bounds(self, predicted: float) -> tuple[float, float]:
+        return predicted / self.factor, predicted * self.factor
+
+
+def doubts_of(
+    seconds_by_cause: Mapping[str, float],
+    *,
+    rate: str,
+    times_the_hosts: float,
+    split: float = 1.0,
+    to_target: bool = False,
+) -> tuple[float, ...]:
+    """Return x of each of :data:`CAUSES` for a predicted run.
+
+    Args:
+        rate: source of the rate of one host, ``"assumed"``, ``"published"`` or ``"measured"``.
+        times_the_hosts: hosts of the run over those of the rate.
+        split: devices that share a sample, over those that did when the rate was measured.
+        to_target: the run ends at a score, not after a given number of samples.
+    """
+    total_s = sum(seconds_by_cause.values())
+    share = {name: seconds / total_s for name, seconds in seconds_by_cause.items()}
+    return (
+        float(rate == "assumed"),
+        float(rate == "published"),
+        float(rate == "measured"),
+        math.log2(times_the_hosts),
+        share.get("network", 0.0),
+        abs(math.log2(split)),
+        share.get("evaluation", 0.0),
+        share.get("start", 0.0),
+        float(to_target),
+    )
+
+
+def doubts_of_plan(plan: Plan) -> tuple[float, ...]:
+    """Return x of each of :data:`CAUSES` for a plan, whose rates are those of one host."""
+    first = plan.training.parts[0]
+    return doubts_of(
+        plan.seconds_by_cause,
+        rate=first.basis.partition(":")[0],
+        times_the_hosts=plan.workers.count,
+        to_target=first.convergence.depends_on_batch,
+    )
+
+
+def interval_of(plan: Plan) -> Interval | str:
+    """Return the interval of a plan's time and cost, or why nothing supports one."""
+    return shipped_intervals().interval(doubts_of_plan(plan))
+
+
+class Intervals:
+    """Intervals that rest on residuals."""
+
+    def __init__(self, residuals: Sequence[Residual]) -> None:
+        self.num_residuals = len(residuals)
+        self._x = np.array([each.doubts for each in residuals]) ** 2
+        self._error = np.array([each.log_ratio for each in residuals])
+        publisher = np.array([each.publisher for each in residuals])
+        counts = Counter(publisher.tolist())
+        self.num_publishers = len(counts)
+        weight = weights_of(publisher.tolist())
+        ratios = np.empty(len(residuals))
+        for name in counts:
+            mine = publisher == name
+            fitted = _fit(self._x[~mine], self._error[~mine], weight[~mine])
+            ratios[mine] = np.abs(self._error[mine]) / np.sqrt(self._x[mine] @ fitted + _LEAST)
+        self._fitted = _fit(self._x, self._error, weight)
+        self.quantile = weighted_quantile(ratios, weight, LEVEL)
+
+    def interval(self, doubts: Sequence[float]) -> Interval | str:
+        """Return the interval of a prediction, or why nothing supports one."""
+        x = np.array(doubts) ** 2
+        most_of = np.where(np.isnan(_STATED), np.sqrt(self._x.max(axis=0)), math.inf)
+        for name, value, most in zip(CAUSES, doubts, most_of, strict=True):
+            if value > _BEYOND * most:
+                return f"{name} ({CAUSES[name]}) is {value:.3g}, and in published runs at most {most:.3g}"
+        variances = self._fitted * x + _LEAST / len(x)
+        width = self.quantile * math.sqrt(variances.sum())
+        shares = dict(zip(CAUSES, (variances / variances.sum()).tolist(), strict=True))
+        return Interval(factor=math.exp(width), shares=shares)
+
+
+@cache
+def shipped_intervals() -> Intervals:
+    """Return the intervals that rest on the residuals of the catalog."""
+    file = resources.files("shoal.planner") / "catalog" / "residuals.csv"
+    with file.open(encoding="utf-8") as opened:
+        return Intervals(
+            [
+                Residual(
+                    publisher=line["publisher"],
+                    generation=line["generation"],
+                    log_ratio=float(line["log_ratio"]),
+                    doubts=tuple(float(line[name] or 0) for name in CAUSES),
+                )
+                for line in csv.DictReader(opened)
+            ]
+        )
+
+
+def weights_of(publishers: Sequence[str]) -> _Array:
+    """Return the weight of each residual: those of a publisher with n have √n together."""
+    counts = Counter(publishers)
+    return np.array([1 / math.sqrt(counts[name]) for name in publishers])
+
+
+def _fit(x: _Array, error: _Array, weight: _Array) -> _Array:
+    """Return a² of each cause: the weighted likelihood's maximum, by its multiplicative ascent."""
+    is_free = np.isnan(_STATED)
+    fitted = np.where(is_free, float((error**2).mean()) / x.shape[1], _STATED**2)
+    for _ in range(_ITERATIONS):
+        variance = x @ fitted + _LEAST
+        square = error**2 * (_DEGREES + 1) / (_DEGREES + error**2 / variance)
+        above = (weight * square / variance**2) @ x
+        below = (weight / variance) @ x
+        fitted = np.where(is_free, fitted * np.sqrt(above / np.where(below > 0, below, 1.0)), fitted)
+    return fitted
+
+
+def weighted_quantile(values: _Array, weight: _Array, level: float) -> float:
+    """Return the least of the values below or at which ``level`` of the weight lies."""
+    order = np.argsort(values)
+    upto = np.cumsum(weight[order])
+    return float(values[order][min(int(np.searchsorted(upto, level * upto[-1])), len(values) - 1)])
