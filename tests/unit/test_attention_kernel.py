@@ -1,25 +1,14 @@
-"""Attention in Triton against its explicit form: Triton's interpreter runs the kernels on the CPU.
-
-It runs in a process of its own, since Triton decides for the interpreter as it is imported.
-"""
+"""Attention in Triton against its explicit form: Triton's interpreter runs the kernels on the CPU."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
+from interpreted import run_in_interpreter
 from shoal import dropout
 from shoal.decide.rng import dropout_keys
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
 
 
 def kernel(
@@ -129,12 +118,7 @@ def check_operators() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("Triton's interpreter cannot count loops with this NumPy; Triton 3.9 can")
-    assert done.returncode == 0, done.stderr
+    run_in_interpreter(__file__)
 
 
 if __name__ == "__main__":

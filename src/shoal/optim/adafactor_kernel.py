@@ -24,20 +24,17 @@ from torch import Tensor
 
 from shoal.optim.pass_kernels import (
     _DECAY,
-    _FIRST,
-    _GRAD,
     _LR,
     _OWN,
-    _SECOND,
     _SIZE,
-    _WEIGHT,
-    BLOCK,
+    _WIDTH,
     CHUNK,
     Passes,
-    _elements,
+    _blended,
     _number,
     _option,
-    _place,
+    _pointers,
+    _read,
     _step_of,
     _store_sums,
     _stored,
@@ -48,7 +45,11 @@ if TYPE_CHECKING:
     from shoal.optim.moments import Batch, Squares
 
 _SIDE, _ROWS = tl.constexpr(128), tl.constexpr(16)
-"""Rows and columns of a tile, a chunk of a matrix; and of those the rows in registers at a time."""
+"""Rows and columns of a tile, a chunk of a matrix; and of those the rows in registers at a time.
+
+A chunk of a tensor that is not factored is a tile of its elements in rows of as many.
+"""
+assert _SIDE.value**2 == CHUNK.value
 _EXPONENT, _LEAST_RMS = tl.constexpr(-0.8), tl.constexpr(1e-3)
 
 # The optimizer's own options: eps1, the sizes of a matrix (0 if it is not factored), where its sums begin.
@@ -102,7 +103,7 @@ def update_adafactor(batches: Sequence[Batch]) -> Squares:
         for size in (layout.num_row_sums, layout.num_col_sums, len(vectors.tensors), passes.num_tensors)
     )
     parts = passes.new_parts()
-    passes.run(_sum_sides, parts, rows, cols)
+    passes.run(_sum_squares, parts, rows, cols)
     passes.run(_blend, rows, cols, of_blocks, chunks=vectors)
     passes.run_by_tensor(_average_rows, vectors.first, of_blocks, means)
     sums = passes.sums(_square_updates, means, parts=parts)
@@ -111,230 +112,174 @@ def update_adafactor(batches: Sequence[Batch]) -> Squares:
 
 
 @triton.jit
-def _tile(table, tensors, first, num_tensors, num_rows, num_cols):
-    """Return this program's first row and column."""
+def _sides_of(row):
+    """Return the rows and columns of a matrix, 0 if it is not factored."""
+    return _number(row, _NUM_ROWS).to(tl.int32), _number(row, _NUM_COLS).to(tl.int32)
+
+
+@triton.jit
+def _sums_of(row, sums, column):
+    """Return where the sums of a matrix's rows or columns are."""
+    return sums + _number(row, column).to(tl.int64)
+
+
+@triton.jit
+def _tile(table, tensors, first):
+    """Return this program's tensor and its row of the table, the tile's first row and its columns, how many
+    rows, columns and elements the tensor has, and whether it is factored: if not, it has rows of 128.
+    """
     chunk = tl.program_id(0)
-    number = chunk - tl.load(first + tl.load(tensors + chunk))
-    across = tl.cdiv(num_cols, _SIDE)
-    return number // across * _SIDE, number % across * _SIDE
+    tensor = tl.load(tensors + chunk)
+    row, number = table + tensor * _WIDTH, chunk - tl.load(first + tensor)
+    (num_rows, num_cols), size = _sides_of(row), tl.load(row + _SIZE)
+    is_factored = num_rows > 0
+    num_rows = tl.where(is_factored, num_rows, tl.cdiv(size, _SIDE).to(tl.int32))
+    num_cols = tl.where(is_factored, num_cols, _SIDE)
+    num_tiles = tl.cdiv(num_cols, _SIDE)
+    across = number % num_tiles * _SIDE + tl.arange(0, _SIDE)
+    return tensor, row, number // num_tiles * _SIDE, across, num_rows, num_cols, size, is_factored
 
 
 @triton.jit
-def _sides_of(table, tensor, num_tensors):
-    rows = _number(table, _NUM_ROWS, tensor, num_tensors).to(tl.int32)
-    return rows, _number(table, _NUM_COLS, tensor, num_tensors).to(tl.int32)
+def _places(size, down, across, num_rows, num_cols):
+    """Return where the elements of some rows of a tile are in the tensor, and which of them there are."""
+    i = down.to(tl.int64)[:, None] * num_cols + across[None, :]
+    inside = (down < num_rows)[:, None] & (across < num_cols)[None, :]
+    return i, inside & (i < size)
 
 
 @triton.jit
-def _share(table, tensor, num_tensors):
+def _share(row):
     """Return 1 - beta2."""
-    step = _step_of(table, tensor, num_tensors).to(tl.float64)
-    return tl.exp(tl.log(step) * _EXPONENT).to(tl.float32)
+    return tl.exp(tl.log(_step_of(row).to(tl.float64)) * _EXPONENT).to(tl.float32)
 
 
 @triton.jit
-def _blended(before, now, share):
-    return tl.where(share == 1.0, now, before + (now - before) * share)
-
-
-@triton.jit
-def _sum_sides(
-    table, num_tensors, scale, skip, tensors, first, parts, row_sums, col_sums,
+def _sum_squares(
+    table, scale, skip, tensors, first, parts, row_sums, col_sums,
     MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squares of a tile's rows and columns; of all tensors those of scaled gradients and weights."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, 0, IS_ALIGNED)
-    weights = _elements(table, _WEIGHT, tensor, num_tensors, 0, IS_ALIGNED)
-    num_rows, num_cols = _sides_of(table, tensor, num_tensors)
-    factor = tl.load(scale)
-    grad_sq = tl.zeros((BLOCK,), tl.float32)
-    weight_sq = tl.zeros((BLOCK,), tl.float32)
-    if num_rows > 0:
-        row, col = _tile(table, tensors, first, num_tensors, num_rows, num_cols)
-        across = col + tl.arange(0, _SIDE)
-        to_rows = (
-            row_sums + _number(table, _ROW_SUMS, tensor, num_tensors).to(tl.int64) + col // _SIDE * num_rows
-        )
-        to_cols = (
-            col_sums + _number(table, _COL_SUMS, tensor, num_tensors).to(tl.int64) + row // _SIDE * num_cols
-        )
-        of_cols = tl.zeros((_SIDE,), tl.float32)
-        for at in range(0, _SIDE, _ROWS):
-            down = row + at + tl.arange(0, _ROWS)
-            inside = (down < num_rows)[:, None] & (across < num_cols)[None, :]
-            i = down.to(tl.int64)[:, None] * num_cols + across[None, :]
-            g = tl.load(grads + i, mask=inside, other=0.0) * factor
-            w = tl.load(weights + i, mask=inside, other=0.0)
-            tl.store(to_rows + down, tl.sum(g * g, 1), mask=down < num_rows)
-            of_cols += tl.sum(g * g, 0)
-            weight_sq += tl.reshape(w * w, (BLOCK,))
-            grad_sq += tl.reshape(g * g, (BLOCK,))
-        tl.store(to_cols + across, of_cols, mask=across < num_cols)
-    else:
-        for at in range(0, CHUNK, BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            g = tl.load(grads + begin + i, mask=i < left, other=0.0) * factor
-            w = tl.load(weights + begin + i, mask=i < left, other=0.0)
-            grad_sq += g * g
-            weight_sq += w * w
-    nothing = tl.zeros((BLOCK,), tl.float32)
+    """Sum the squares of scaled gradients and weights, and those of a tile's rows and columns; blend the
+    second moments of what is not factored.
+    """
+    _, row, top, across, num_rows, num_cols, size, is_factored = _tile(table, tensors, first)
+    grads, weights, firsts, _ = _pointers(row, 0, IS_ALIGNED)
+    to_rows = _sums_of(row, row_sums, _ROW_SUMS) + tl.min(across) // _SIDE * num_rows
+    to_cols = _sums_of(row, col_sums, _COL_SUMS) + top // _SIDE * num_cols
+    factor, eps1, share = tl.load(scale), _option(row, _EPS1), _share(row)
+    row_end = tl.where(is_factored, num_rows, 0)
+    blend_end = tl.where(is_factored, 0, _stored(num_rows, skip, MAY_SKIP))
+    of_cols = tl.zeros((_SIDE,), tl.float32)
+    grad_sq = tl.zeros((_ROWS, _SIDE), tl.float32)
+    weight_sq = tl.zeros((_ROWS, _SIDE), tl.float32)
+    for at in range(0, _SIDE, _ROWS):
+        down = top + at + tl.arange(0, _ROWS)
+        i, inside = _places(size, down, across, num_rows, num_cols)
+        g, w = _read(grads, i, inside) * factor, _read(weights, i, inside)
+        grad_sq += g * g
+        weight_sq += w * w
+        blends = inside & (down < blend_end)[:, None]
+        v = tl.load(firsts + i, mask=blends, other=1.0)
+        tl.store(firsts + i, _blended(v, g * g + eps1, share), mask=blends)
+        tl.store(to_rows + down, tl.sum(g * g, 1), mask=down < row_end)
+        of_cols += tl.sum(g * g, 0)
+    tl.store(to_cols + across, of_cols, mask=across < tl.where(is_factored, num_cols, 0))
+    nothing = tl.zeros((_ROWS, _SIDE), tl.float32)
     _store_sums(parts, grad_sq, weight_sq, nothing, nothing)
 
 
 @triton.jit
-def _blend_block(
-    sums, num_sums, stride, moments, at, size, divisor, eps1, share, skip, MAY_SKIP: tl.constexpr
-):
-    """Blend sums over tiles, divided, into a block of moments; return the new ones."""
-    inside = at < size
-    total = tl.zeros((_SIDE,), tl.float32)
-    for k in range(0, num_sums):
-        total += tl.load(sums + k * stride.to(tl.int64) + at, mask=inside, other=0.0)
-    before = tl.load(moments + at, mask=inside, other=0.0)
-    blended = _blended(before, total / divisor + eps1, share)
-    tl.store(moments + at, blended, mask=at < _stored(size, skip, MAY_SKIP))
-    return tl.where(inside, blended, 0.0)
-
-
-@triton.jit
 def _blend(
-    table, num_tensors, scale, skip, tensors, first, row_sums, col_sums, of_blocks,
+    table, scale, skip, tensors, first, row_sums, col_sums, of_blocks,
     MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Blend the mean squares of 128 rows or columns into the second moments; sum the new ones."""
     chunk = tl.program_id(0)
     tensor = tl.load(tensors + chunk)
-    number = chunk - tl.load(first + tensor)
-    num_rows, num_cols = _sides_of(table, tensor, num_tensors)
-    down, across = tl.cdiv(num_rows, _SIDE), tl.cdiv(num_cols, _SIDE)
-    eps1, share = _option(table, _EPS1, tensor, num_tensors), _share(table, tensor, num_tensors)
+    row, number = table + tensor * _WIDTH, chunk - tl.load(first + tensor)
+    _, _, of_rows, of_cols = _pointers(row, 0, IS_ALIGNED)
+    num_rows, num_cols = _sides_of(row)
+    down = tl.cdiv(num_rows, _SIDE)
     is_row = number < down
-    if is_row:
-        at = number * _SIDE + tl.arange(0, _SIDE)
-        sums = row_sums + _number(table, _ROW_SUMS, tensor, num_tensors).to(tl.int64)
-        moments = _elements(table, _FIRST, tensor, num_tensors, 0, IS_ALIGNED)
-        new = _blend_block(
-            sums,
-            across,
-            num_rows,
-            moments,
-            at,
-            num_rows,
-            num_cols.to(tl.float32),
-            eps1,
-            share,
-            skip,
-            MAY_SKIP,
-        )
-        tl.store(of_blocks + chunk, tl.sum(new))
-    else:
-        at = (number - down) * _SIDE + tl.arange(0, _SIDE)
-        sums = col_sums + _number(table, _COL_SUMS, tensor, num_tensors).to(tl.int64)
-        moments = _elements(table, _SECOND, tensor, num_tensors, 0, IS_ALIGNED)
-        _blend_block(
-            sums, down, num_cols, moments, at, num_cols, num_rows.to(tl.float32), eps1, share, skip, MAY_SKIP
-        )
+    size, other = tl.where(is_row, num_rows, num_cols), tl.where(is_row, num_cols, num_rows)
+    sums = _sums_of(row, row_sums, _ROW_SUMS) if is_row else _sums_of(row, col_sums, _COL_SUMS)
+    moments = of_rows if is_row else of_cols
+    at = tl.where(is_row, number, number - down) * _SIDE + tl.arange(0, _SIDE)
+    inside = at < size
+    total = tl.zeros((_SIDE,), tl.float32)
+    for k in range(0, tl.cdiv(other, _SIDE)):
+        total += _read(sums + k * size.to(tl.int64), at, inside)
+    mean_sq = total / other.to(tl.float32) + _option(row, _EPS1)
+    blended = _blended(_read(moments, at, inside), mean_sq, _share(row))
+    tl.store(moments + at, blended, mask=at < _stored(size, skip, MAY_SKIP))
+    tl.store(of_blocks + chunk, tl.sum(tl.where(inside, blended, 0.0)))
 
 
 @triton.jit
-def _average_rows(table, num_tensors, scale, skip, first, of_blocks, means, MAY_SKIP: tl.constexpr):
+def _average_rows(table, scale, skip, first, of_blocks, means, MAY_SKIP: tl.constexpr):
     """Write the mean of a matrix's moments of rows."""
     tensor = tl.program_id(0)
-    num_rows, _ = _sides_of(table, tensor, num_tensors)
+    num_rows, _ = _sides_of(table + tensor * _WIDTH)
     begin, count = tl.load(first + tensor), tl.cdiv(num_rows, _SIDE)
     total = tl.zeros((256,), tl.float32)
     for at in range(0, count, 256):
         i = at + tl.arange(0, 256)
-        total += tl.load(of_blocks + begin + i, mask=i < count, other=0.0)
+        total += _read(of_blocks + begin, i, i < count)
     tl.store(means + tensor, tl.sum(total) / tl.maximum(num_rows, 1).to(tl.float32))
 
 
 @triton.jit
-def _row_factors(moments, down, num_rows, mean):
-    of_rows = tl.load(moments + down, mask=down < num_rows, other=1.0)
-    return 1.0 / tl.sqrt_rn(of_rows / mean)
+def _col_factors(moments, across, num_cols, is_factored):
+    of_cols = tl.load(moments + across, mask=across < tl.where(is_factored, num_cols, 0), other=1.0)
+    return 1.0 / tl.sqrt_rn(of_cols)
 
 
 @triton.jit
-def _col_factors(moments, across, num_cols):
-    return 1.0 / tl.sqrt_rn(tl.load(moments + across, mask=across < num_cols, other=1.0))
+def _updates(g, moments, i, inside, down, num_rows, mean, of_cols, is_factored):
+    """Return gradients over the roots of their second moments."""
+    if is_factored:
+        of_rows = 1.0 / tl.sqrt_rn(tl.load(moments + down, mask=down < num_rows, other=1.0) / mean)
+        u = g * of_rows[:, None] * of_cols[None, :]
+    else:
+        u = g / tl.sqrt_rn(tl.load(moments + i, mask=inside, other=1.0))
+    return u
 
 
 @triton.jit
 def _square_updates(
-    table, num_tensors, scale, skip, tensors, first, parts, means,
-    MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Sum the squares of the updates; blend the second moments of what is not factored."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, 0, IS_ALIGNED)
-    firsts = _elements(table, _FIRST, tensor, num_tensors, 0, IS_ALIGNED)
-    seconds = _elements(table, _SECOND, tensor, num_tensors, 0, IS_ALIGNED)
-    num_rows, num_cols = _sides_of(table, tensor, num_tensors)
-    factor = tl.load(scale)
-    update_sq = tl.zeros((BLOCK,), tl.float32)
-    if num_rows > 0:
-        row, col = _tile(table, tensors, first, num_tensors, num_rows, num_cols)
-        across, mean = col + tl.arange(0, _SIDE), tl.load(means + tensor)
-        of_cols = _col_factors(seconds, across, num_cols)
-        for at in range(0, _SIDE, _ROWS):
-            down = row + at + tl.arange(0, _ROWS)
-            inside = (down < num_rows)[:, None] & (across < num_cols)[None, :]
-            i = down.to(tl.int64)[:, None] * num_cols + across[None, :]
-            g = tl.load(grads + i, mask=inside, other=0.0) * factor
-            u = g * _row_factors(firsts, down, num_rows, mean)[:, None] * of_cols[None, :]
-            update_sq += tl.reshape(u * u, (BLOCK,))
-    else:
-        eps1, share = _option(table, _EPS1, tensor, num_tensors), _share(table, tensor, num_tensors)
-        stored = _stored(left, skip, MAY_SKIP)
-        for at in range(0, CHUNK, BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            inside = i < left
-            g = tl.load(grads + begin + i, mask=inside, other=0.0) * factor
-            v = _blended(tl.load(firsts + begin + i, mask=inside, other=1.0), g * g + eps1, share)
-            tl.store(firsts + begin + i, v, mask=i < stored)
-            u = tl.where(inside, g / tl.sqrt_rn(v), 0.0)
-            update_sq += u * u
+    table, scale, skip, tensors, first, parts, means, MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr
+):
+    """Sum the squares of the updates."""
+    tensor, row, top, across, num_rows, num_cols, size, is_factored = _tile(table, tensors, first)
+    grads, _, firsts, seconds = _pointers(row, 0, IS_ALIGNED)
+    factor, mean = tl.load(scale), tl.load(means + tensor)
+    of_cols = _col_factors(seconds, across, num_cols, is_factored)
+    update_sq = tl.zeros((_ROWS, _SIDE), tl.float32)
+    for at in range(0, _SIDE, _ROWS):
+        down = top + at + tl.arange(0, _ROWS)
+        i, inside = _places(size, down, across, num_rows, num_cols)
+        g = _read(grads, i, inside) * factor
+        u = _updates(g, firsts, i, inside, down, num_rows, mean, of_cols, is_factored)
+        update_sq += u * u
     tl.store(parts + tl.program_id(0) * 4 + 2, tl.sum(update_sq))
 
 
 @triton.jit
-def _apply(
-    table, num_tensors, scale, skip, tensors, first, sums, means,
-    MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr,
-):  # fmt: skip
+def _apply(table, scale, skip, tensors, first, sums, means, MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr):
     """Subtract the clipped updates, times the learning rate and the size of the weights."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, 0, IS_ALIGNED)
-    weights = _elements(table, _WEIGHT, tensor, num_tensors, 0, IS_ALIGNED)
-    firsts = _elements(table, _FIRST, tensor, num_tensors, 0, IS_ALIGNED)
-    seconds = _elements(table, _SECOND, tensor, num_tensors, 0, IS_ALIGNED)
-    num_rows, num_cols = _sides_of(table, tensor, num_tensors)
-    size = tl.load(table + _SIZE * num_tensors + tensor).to(tl.float32)
-    lr, decay = _option(table, _LR, tensor, num_tensors), _option(table, _DECAY, tensor, num_tensors)
-    weight_rms = tl.maximum(tl.sqrt_rn(tl.load(sums + tensor * 4 + 1) / size), _LEAST_RMS)
-    update_rms = tl.maximum(tl.sqrt_rn(tl.load(sums + tensor * 4 + 2) / size), 1.0)
-    rate, kept, factor = lr * weight_rms / update_rms, 1.0 - lr * decay, tl.load(scale)
-    if num_rows > 0:
-        row, col = _tile(table, tensors, first, num_tensors, num_rows, num_cols)
-        across, mean = col + tl.arange(0, _SIDE), tl.load(means + tensor)
-        of_cols = _col_factors(seconds, across, num_cols)
-        end = _stored(num_rows, skip, MAY_SKIP)
-        for at in range(0, _SIDE, _ROWS):
-            down = row + at + tl.arange(0, _ROWS)
-            inside = (down < end)[:, None] & (across < num_cols)[None, :]
-            i = down.to(tl.int64)[:, None] * num_cols + across[None, :]
-            g = tl.load(grads + i, mask=inside, other=0.0) * factor
-            u = g * _row_factors(firsts, down, num_rows, mean)[:, None] * of_cols[None, :]
-            w = tl.load(weights + i, mask=inside, other=0.0)
-            tl.store(weights + i, w * kept - rate * u, mask=inside)
-    else:
-        stored = _stored(left, skip, MAY_SKIP)
-        for at in range(0, CHUNK, BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            inside = i < stored
-            g = tl.load(grads + begin + i, mask=inside, other=0.0) * factor
-            v = tl.load(firsts + begin + i, mask=inside, other=1.0)
-            w = tl.load(weights + begin + i, mask=inside, other=0.0)
-            tl.store(weights + begin + i, w * kept - rate * (g / tl.sqrt_rn(v)), mask=inside)
+    tensor, row, top, across, num_rows, num_cols, size, is_factored = _tile(table, tensors, first)
+    grads, weights, firsts, seconds = _pointers(row, 0, IS_ALIGNED)
+    weight_rms = tl.maximum(tl.sqrt_rn(tl.load(sums + tensor * 4 + 1) / size.to(tl.float32)), _LEAST_RMS)
+    update_rms = tl.maximum(tl.sqrt_rn(tl.load(sums + tensor * 4 + 2) / size.to(tl.float32)), 1.0)
+    lr = _option(row, _LR)
+    rate, kept = lr * weight_rms / update_rms, 1.0 - lr * _option(row, _DECAY)
+    factor, mean = tl.load(scale), tl.load(means + tensor)
+    of_cols = _col_factors(seconds, across, num_cols, is_factored)
+    end = _stored(num_rows, skip, MAY_SKIP)
+    for at in range(0, _SIDE, _ROWS):
+        down = top + at + tl.arange(0, _ROWS)
+        i, inside = _places(size, down, across, end, num_cols)
+        g = _read(grads, i, inside) * factor
+        u = _updates(g, firsts, i, inside, down, num_rows, mean, of_cols, is_factored)
+        w = _read(weights, i, inside)
+        tl.store(weights + i, w * kept - rate * u, mask=inside)

@@ -30,10 +30,11 @@ CHUNK, BLOCK = tl.constexpr(16_384), tl.constexpr(2_048)
 """Elements of a program, and of those the ones that it has in registers at a time."""
 _NUM_SUMS = tl.constexpr(4)
 
-# Rows of the table: addresses, the number of elements, the address of the step, and options as fp64.
+# Columns of the table: addresses, the number of elements, the address of the step, and options as fp64.
 _GRAD, _WEIGHT, _FIRST, _SECOND, _SIZE, _STEP = map(tl.constexpr, range(6))
 _LR, _DECAY, _EPS, _LOG1, _LOG2, _CORRECTS, _OWN = map(tl.constexpr, range(6, 13))
 """Options of all optimizers; those of one begin at ``_OWN``."""
+_WIDTH = tl.constexpr(_OWN.value + 5)
 
 Entries = Callable[[dict[str, Any]], tuple[Tensor, Tensor]]
 """Returns the two entries of a state that are updated, twice the same where it has one."""
@@ -87,15 +88,16 @@ class Passes:
         self._counts = [
             None if each.counts is None else each.counts.tensor.to(self.device) for each in batches
         ]
-        columns = [
-            column
+        rows = [
+            row
             for batch, counts in zip(batches, self._counts, strict=True)
-            for column in _columns(batch, counts, entries, options)
+            for row in _rows(batch, counts, entries, options)
         ]
-        addresses, numbers = ([column[k] for column in columns] for k in (0, 1))
-        table = torch.cat(
-            [torch.tensor(addresses), torch.tensor(numbers, dtype=torch.float64).view(torch.int64)], dim=1
-        ).t().contiguous()  # fmt: skip
+        addresses, numbers = ([row[k] for row in rows] for k in (0, 1))
+        table = torch.zeros(len(rows), _WIDTH.value, dtype=torch.int64)
+        table[:, : _LR.value] = torch.tensor(addresses)
+        own = torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
+        table[:, _LR.value : _LR.value + own.shape[1]] = own
         # Pinned memory is kept until the copy from it is done: the host does not wait.
         self.table = table.pin_memory().to(self.device, non_blocking=True) if self._is_cuda else table
         self.chunks = chunks_of(tuple(num_chunks(weights)), self.device)
@@ -109,7 +111,7 @@ class Passes:
         self._flags = {
             "MAY_SKIP": skip is not None,
             # gradients may lie at any place of a bucket
-            "IS_ALIGNED": all(address % 16 == 0 for column in addresses for address in column[: _SIZE.value]),
+            "IS_ALIGNED": all(address % 16 == 0 for row in addresses for address in row[: _SIZE.value]),
         }
 
     @property
@@ -129,11 +131,11 @@ class Passes:
         """Return a place for the sums of each chunk, fp32 ``[chunks, 4]``."""
         return torch.empty(len(self.chunks.tensors), _NUM_SUMS.value, device=self.device)
 
-    def sums(self, kernel: Any, *arguments: Any, parts: Tensor | None = None) -> Tensor:
+    def sums(self, kernel: Any, *arguments: Any, parts: Tensor | None = None, **flags: Any) -> Tensor:
         """Queue a kernel that sums; return its sums over the whole tensors, fp32 ``[tensors, 4]``."""
         parts = self.new_parts() if parts is None else parts
         sums = torch.empty(self.num_tensors, _NUM_SUMS.value, device=self.device)
-        self.run(kernel, parts, *arguments)
+        self.run(kernel, parts, *arguments, **flags)
         with _on(self.device):
             _sum_parts[(self.num_tensors,)](parts, self.chunks.first, sums, num_warps=4)
         sum_shards(self._params, sums)
@@ -142,26 +144,24 @@ class Passes:
     def _launch(self, kernel: Any, num_programs: int, *arguments: Any, **flags: bool) -> None:
         if num_programs:
             with _on(self.device):
-                kernel[(num_programs,)](
-                    self.table, self.num_tensors, self._scale, self._skip, *arguments, **flags, num_warps=8
-                )
+                kernel[(num_programs,)](self.table, self._scale, self._skip, *arguments, **flags, num_warps=8)
 
 
-def _columns(
+def _rows(
     batch: Batch, counts: Tensor | None, entries: Entries, options: Options
 ) -> list[tuple[list[int], list[float]]]:
-    """Return the table's columns of a batch: integers, and numbers."""
+    """Return the table's rows of a batch: integers, and numbers."""
     group = batch.group
     beta1, beta2 = group.get("betas", (0.0, 0.0))
     shared = [group["lr"], group["weight_decay"], group.get("eps", 0.0), _log(beta1), _log(beta2)]
     shared.append(float(group.get("bias_correction", True)))
-    columns = []
+    rows = []
     indices = batch.chosen_indices or range(len(batch.params))
     for k, grad, weight, state in zip(indices, batch.grads, batch.weights, batch.states, strict=True):
         step = 0 if counts is None else counts.data_ptr() + counts.element_size() * k
         addresses = [tensor.data_ptr() for tensor in (grad, weight, *entries(state))]
-        columns.append(([*addresses, weight.numel(), step], [*shared, *options(group, weight)]))
-    return columns
+        rows.append(([*addresses, weight.numel(), step], [*shared, *options(group, weight)]))
+    return rows
 
 
 def _moments(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -183,20 +183,24 @@ def update_lamb(batches: Sequence[Batch]) -> Squares:
     """Update parameters by :class:`shoal.optim.lamb.Lamb`."""
 
     def options(group: dict[str, Any], weight: Tensor) -> list[float]:
-        return [*_blend_options(group, weight), float(group["trust_ratio"])]
+        return _blend_options(group, 1.0, trusts=group["trust_ratio"])
 
     passes = Passes(batches, _moments, options)
-    sums = passes.sums(_blend_lamb)
-    passes.run(_apply_lamb, sums)
+    sums = passes.sums(_blend_moments, None, HAS_TWO=False)
+    passes.run(_apply_moments, None, sums, HAS_TWO=False)
     return sums[:, 0].sum(), sums[:, 1].sum()
 
 
 def update_lans(batches: Sequence[Batch]) -> Squares:
     """Update parameters by :class:`shoal.optim.lans.Lans`, whose norms of gradients take a pass before."""
-    passes = Passes(batches, _moments, _blend_options)
-    grad_sums = passes.sums(_square_grads)
-    sums = passes.sums(_blend_lans, grad_sums)
-    passes.run(_apply_lans, grad_sums, sums)
+
+    def options(group: dict[str, Any], weight: Tensor) -> list[float]:
+        return _blend_options(group, group["betas"][0], trusts=True)
+
+    passes = Passes(batches, _moments, options)
+    grad_sums = passes.sums(_square, OF_WEIGHTS=False)
+    sums = passes.sums(_blend_moments, grad_sums, HAS_TWO=True)
+    passes.run(_apply_moments, grad_sums, sums, HAS_TWO=True)
     return grad_sums[:, 0].sum(), sums[:, 1].sum()
 
 
@@ -216,7 +220,7 @@ def update_lars(batches: Sequence[Batch], *, clips: bool, nesterov: bool) -> Squ
         return momentum, momentum
 
     passes = Passes(batches, entries, options)
-    sums = passes.sums(_square)
+    sums = passes.sums(_square, OF_WEIGHTS=True)
     passes.run(_apply_lars, sums, CLIPS=clips, NESTEROV=nesterov)
     return sums[:, 0].sum(), sums[:, 1].sum()
 
@@ -231,61 +235,81 @@ def update_novograd(batches: Sequence[Batch]) -> Squares:
         return [beta1, 1.0 - beta2, first, new, float(group["reg_inside_moment"])]
 
     passes = Passes(batches, _moments, options)
-    sums = passes.sums(_square)
+    sums = passes.sums(_square, OF_WEIGHTS=True)
     passes.run_by_tensor(_blend_norms, sums)
     passes.run(_apply_novograd, sums)
     return sums[:, 0].sum(), sums[:, 1].sum()
 
 
-def _blend_options(group: dict[str, Any], weight: Tensor) -> list[float]:
+def _blend_options(group: dict[str, Any], share: float, *, trusts: bool) -> list[float]:
+    """Return the options of LAMB and LANS; ``share``: of the update from the momentum."""
     beta1, beta2 = group["betas"]
-    return [beta1, beta2, 1.0 - beta1, 1.0 - beta2]
+    return [share, beta2, 1.0 - beta1, 1.0 - beta2, float(trusts)]
 
 
 # ---- shared by the kernels ------------------------------------------------------------------------------
 
 
 @triton.jit
-def _number(table, row, tensor, num_tensors):
-    """Return an option of a tensor in fp64."""
-    return tl.load(table + row * num_tensors + tensor).to(tl.float64, bitcast=True)
+def _number(row, column):
+    """Return an option in fp64."""
+    return tl.load(row + column).to(tl.float64, bitcast=True)
 
 
 @triton.jit
-def _option(table, row, tensor, num_tensors):
-    return _number(table, row, tensor, num_tensors).to(tl.float32)
+def _option(row, column):
+    return _number(row, column).to(tl.float32)
 
 
 @triton.jit
-def _elements(table, row, tensor, num_tensors, begin, IS_ALIGNED: tl.constexpr):
+def _elements(row, column, begin, IS_ALIGNED: tl.constexpr):
     """Return where a chunk of a tensor begins."""
-    pointer = tl.load(table + row * num_tensors + tensor).to(tl.pointer_type(tl.float32))
+    pointer = tl.load(row + column).to(tl.pointer_type(tl.float32))
     return (tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer) + begin
 
 
 @triton.jit
-def _place(table, tensors, first, num_tensors):
-    """Return this program's tensor, the chunk's first element, and how many elements it has."""
+def _pointers(row, begin, IS_ALIGNED: tl.constexpr):
+    """Return where gradients, weights, and first and second entries of the state are, from an element on."""
+    grads, weights = _elements(row, _GRAD, begin, IS_ALIGNED), _elements(row, _WEIGHT, begin, IS_ALIGNED)
+    return (
+        grads,
+        weights,
+        _elements(row, _FIRST, begin, IS_ALIGNED),
+        _elements(row, _SECOND, begin, IS_ALIGNED),
+    )
+
+
+@triton.jit
+def _chunk(table, tensors, first, IS_ALIGNED: tl.constexpr):
+    """Return this program's tensor, its row of the table, how many elements it has, and their pointers."""
     chunk = tl.program_id(0)
     tensor = tl.load(tensors + chunk)
+    row = table + tensor * _WIDTH
     begin = (chunk - tl.load(first + tensor)).to(tl.int64) * CHUNK
-    size = tl.load(table + _SIZE * num_tensors + tensor)
-    return tensor, begin, tl.minimum(size - begin, CHUNK).to(tl.int32)
+    left = tl.minimum(tl.load(row + _SIZE) - begin, CHUNK).to(tl.int32)
+    grads, weights, firsts, seconds = _pointers(row, begin, IS_ALIGNED)
+    return tensor, row, left, grads, weights, firsts, seconds
 
 
 @triton.jit
-def _step_of(table, tensor, num_tensors):
+def _read(elements, i, inside):
+    return tl.load(elements + i, mask=inside, other=0.0)
+
+
+@triton.jit
+def _step_of(row):
     """Return the number of this step, from 1."""
-    return tl.load(tl.load(table + _STEP * num_tensors + tensor).to(tl.pointer_type(tl.float32)))
+    return tl.load(tl.load(row + _STEP).to(tl.pointer_type(tl.float32)))
 
 
 @triton.jit
-def _corrections(table, tensor, num_tensors):
+def _corrections(row):
     """Return the corrections of both moments: 1 - beta1^t, and the root of 1 - beta2^t."""
-    step = _step_of(table, tensor, num_tensors).to(tl.float64)
-    correction1 = (1.0 - tl.exp(step * _number(table, _LOG1, tensor, num_tensors))).to(tl.float32)
-    correction2 = (1.0 - tl.exp(step * _number(table, _LOG2, tensor, num_tensors))).to(tl.float32)
-    corrects = _option(table, _CORRECTS, tensor, num_tensors) != 0.0
+    step = _step_of(row).to(tl.float64)
+    correction1 = (1.0 - tl.exp(step * _number(row, _LOG1))).to(tl.float32)
+    correction2 = (1.0 - tl.exp(step * _number(row, _LOG2))).to(tl.float32)
+    corrects = _option(row, _CORRECTS) != 0.0
     return tl.where(corrects, correction1, 1.0), tl.where(corrects, tl.sqrt_rn(correction2), 1.0)
 
 
@@ -317,6 +341,12 @@ def _store_sums(parts, first, second, third, fourth):
 
 
 @triton.jit
+def _blended(before, now, share):
+    """Return ``before`` moved by a share towards ``now``, or ``now`` itself, whatever was before."""
+    return tl.where(share == 1.0, now, before + (now - before) * share)
+
+
+@triton.jit
 def _sum_parts(parts, first, sums):
     """Sum the chunks of one tensor, in their order by place."""
     tensor = tl.program_id(0)
@@ -330,192 +360,110 @@ def _sum_parts(parts, first, sums):
 
 
 @triton.jit
-def _square_grads(
-    table, num_tensors, scale, skip, tensors, first, parts, MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr
-):
-    """Sum the squares of the scaled gradients."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, begin, IS_ALIGNED)
-    factor = tl.load(scale)
-    grad_sq = tl.zeros((BLOCK,), tl.float32)
-    for at in range(0, CHUNK, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        g = tl.load(grads + i, mask=i < left, other=0.0) * factor
-        grad_sq += g * g
-    nothing = tl.zeros((BLOCK,), tl.float32)
-    _store_sums(parts, grad_sq, nothing, nothing, nothing)
-
-
-@triton.jit
 def _square(
-    table, num_tensors, scale, skip, tensors, first, parts, MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr
-):
-    """Sum the squares of the scaled gradients, of the weights, and of the sums of g + weight_decay w."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, begin, IS_ALIGNED)
-    weights = _elements(table, _WEIGHT, tensor, num_tensors, begin, IS_ALIGNED)
-    factor, decay = tl.load(scale), _option(table, _DECAY, tensor, num_tensors)
+    table, scale, skip, tensors, first, parts,
+    MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr, OF_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Sum the squares of the scaled gradients; of the weights, and of the sums g + weight_decay w."""
+    _, row, left, grads, weights, _, _ = _chunk(table, tensors, first, IS_ALIGNED)
+    factor, decay = tl.load(scale), _option(row, _DECAY)
     grad_sq = tl.zeros((BLOCK,), tl.float32)
     weight_sq = tl.zeros((BLOCK,), tl.float32)
     change_sq = tl.zeros((BLOCK,), tl.float32)
     for at in range(0, CHUNK, BLOCK):
         i = at + tl.arange(0, BLOCK)
-        g = tl.load(grads + i, mask=i < left, other=0.0) * factor
-        w = tl.load(weights + i, mask=i < left, other=0.0)
+        g = _read(grads, i, i < left) * factor
         grad_sq += g * g
-        weight_sq += w * w
-        change_sq += (g + decay * w) * (g + decay * w)
+        if OF_WEIGHTS:
+            w = _read(weights, i, i < left)
+            weight_sq += w * w
+            change_sq += (g + decay * w) * (g + decay * w)
     _store_sums(parts, grad_sq, weight_sq, change_sq, tl.zeros((BLOCK,), tl.float32))
 
 
-# ---- LAMB -----------------------------------------------------------------------------------------------
+# ---- LAMB and LANS --------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _lamb(m, v, w, correction1, correction2, eps, decay):
-    """Return m^ / (sqrt(v^) + eps) + weight_decay w."""
-    return m / correction1 / (tl.sqrt_rn(v) / correction2 + eps) + decay * w
+def _normalised(factor, row, tensor, grad_sums, HAS_TWO: tl.constexpr):
+    """Return what gradients are multiplied by: LANS divides them by their tensor's norm."""
+    return factor / (_norm(grad_sums, tensor, 0) + _option(row, _EPS)) if HAS_TWO else factor
 
 
 @triton.jit
-def _blend_lamb(
-    table, num_tensors, scale, skip, tensors, first, parts, MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr
-):
-    """Blend scaled gradients into the moments; sum the squares of gradients, weights and updates."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, begin, IS_ALIGNED)
-    weights = _elements(table, _WEIGHT, tensor, num_tensors, begin, IS_ALIGNED)
-    firsts = _elements(table, _FIRST, tensor, num_tensors, begin, IS_ALIGNED)
-    seconds = _elements(table, _SECOND, tensor, num_tensors, begin, IS_ALIGNED)
-    beta2 = _option(table, _OWN + 1, tensor, num_tensors)
-    new1, new2 = _option(table, _OWN + 2, tensor, num_tensors), _option(table, _OWN + 3, tensor, num_tensors)
-    eps, decay = _option(table, _EPS, tensor, num_tensors), _option(table, _DECAY, tensor, num_tensors)
-    factor = tl.load(scale)
-    correction1, correction2 = _corrections(table, tensor, num_tensors)
-    stored = _stored(left, skip, MAY_SKIP)
+def _constants(row):
+    """Return the corrections of both moments, eps and the weight decay."""
+    correction1, correction2 = _corrections(row)
+    return correction1, correction2, _option(row, _EPS), _option(row, _DECAY)
+
+
+@triton.jit
+def _updates(g, m, v, w, constants, HAS_TWO: tl.constexpr):
+    """Return m^ / (sqrt(v^) + eps) + weight_decay w, and the same of the gradient, which LANS adds."""
+    correction1, correction2, eps, decay = constants
+    denominator = tl.sqrt_rn(v) / correction2 + eps
+    if HAS_TWO:
+        update = m / (denominator * correction1)
+    else:
+        update = m / correction1 / denominator
+    return update + decay * w, g / denominator + decay * w
+
+
+@triton.jit
+def _blend_moments(
+    table, scale, skip, tensors, first, parts, grad_sums,
+    MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr, HAS_TWO: tl.constexpr,
+):  # fmt: skip
+    """Blend gradients into the moments; sum the squares of gradients, weights and updates."""
+    tensor, row, left, grads, weights, firsts, seconds = _chunk(table, tensors, first, IS_ALIGNED)
+    beta2, new1, new2 = _option(row, _OWN + 1), _option(row, _OWN + 2), _option(row, _OWN + 3)
+    factor = _normalised(tl.load(scale), row, tensor, grad_sums, HAS_TWO)
+    constants, stored = _constants(row), _stored(left, skip, MAY_SKIP)
     grad_sq = tl.zeros((BLOCK,), tl.float32)
     weight_sq = tl.zeros((BLOCK,), tl.float32)
     update_sq = tl.zeros((BLOCK,), tl.float32)
+    second_sq = tl.zeros((BLOCK,), tl.float32)
     for at in range(0, CHUNK, BLOCK):
         i = at + tl.arange(0, BLOCK)
         inside = i < left
-        g = tl.load(grads + i, mask=inside, other=0.0) * factor
-        m = tl.load(firsts + i, mask=inside, other=0.0)
-        v = tl.load(seconds + i, mask=inside, other=0.0)
-        w = tl.load(weights + i, mask=inside, other=0.0)
+        g, m = _read(grads, i, inside) * factor, _read(firsts, i, inside)
+        v, w = _read(seconds, i, inside), _read(weights, i, inside)
         m += (g - m) * new1
         v = v * beta2 + g * g * new2
         tl.store(firsts + i, m, mask=i < stored)
         tl.store(seconds + i, v, mask=i < stored)
-        u = tl.where(inside, _lamb(m, v, w, correction1, correction2, eps, decay), 0.0)
-        grad_sq += g * g
+        update, second = _updates(g, m, v, w, constants, HAS_TWO)
         weight_sq += w * w
-        update_sq += u * u
-    _store_sums(parts, grad_sq, weight_sq, update_sq, tl.zeros((BLOCK,), tl.float32))
+        update_sq += tl.where(inside, update * update, 0.0)
+        if HAS_TWO:
+            second_sq += tl.where(inside, second * second, 0.0)
+        else:
+            grad_sq += g * g
+    _store_sums(parts, grad_sq, weight_sq, update_sq, second_sq)
 
 
 @triton.jit
-def _apply_lamb(
-    table, num_tensors, scale, skip, tensors, first, sums, MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr
-):
-    """Subtract the updates, times the learning rate and each tensor's ratio."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    weights = _elements(table, _WEIGHT, tensor, num_tensors, begin, IS_ALIGNED)
-    firsts = _elements(table, _FIRST, tensor, num_tensors, begin, IS_ALIGNED)
-    seconds = _elements(table, _SECOND, tensor, num_tensors, begin, IS_ALIGNED)
-    eps, decay = _option(table, _EPS, tensor, num_tensors), _option(table, _DECAY, tensor, num_tensors)
-    correction1, correction2 = _corrections(table, tensor, num_tensors)
-    weight_norm, update_norm = _norm(sums, tensor, 1), _norm(sums, tensor, 2)
-    ratio = _ratio(weight_norm, update_norm, weight_norm, update_norm)
-    rate = _option(table, _LR, tensor, num_tensors)
-    rate *= tl.where(_option(table, _OWN + 4, tensor, num_tensors) != 0.0, ratio, 1.0)
-    stored = _stored(left, skip, MAY_SKIP)
+def _apply_moments(
+    table, scale, skip, tensors, first, grad_sums, sums,
+    MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr, HAS_TWO: tl.constexpr,
+):  # fmt: skip
+    """Subtract the updates, each times the learning rate, its share and each tensor's ratio."""
+    tensor, row, left, grads, weights, firsts, seconds = _chunk(table, tensors, first, IS_ALIGNED)
+    factor = _normalised(tl.load(scale), row, tensor, grad_sums, HAS_TWO)
+    constants, stored = _constants(row), _stored(left, skip, MAY_SKIP)
+    weight_norm, norm, second_norm = _norm(sums, tensor, 1), _norm(sums, tensor, 2), _norm(sums, tensor, 3)
+    trusts = _option(row, _OWN + 4) != 0.0
+    rate, second_rate = _option(row, _LR) * _option(row, _OWN), _option(row, _LR) * _option(row, _OWN + 2)
+    rate *= tl.where(trusts, _ratio(weight_norm, norm, weight_norm, norm), 1.0)
+    second_rate *= _ratio(weight_norm, second_norm, weight_norm, second_norm)
     for at in range(0, CHUNK, BLOCK):
         i = at + tl.arange(0, BLOCK)
         inside = i < stored
-        m = tl.load(firsts + i, mask=inside, other=0.0)
-        v = tl.load(seconds + i, mask=inside, other=0.0)
-        w = tl.load(weights + i, mask=inside, other=0.0)
-        tl.store(weights + i, w - rate * _lamb(m, v, w, correction1, correction2, eps, decay), mask=inside)
-
-
-# ---- LANS -----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _lans(g, m, v, w, correction1, correction2, eps, decay):
-    """Return the updates from the momentum and from the gradient."""
-    denominator = tl.sqrt_rn(v) / correction2 + eps
-    return m / (denominator * correction1) + decay * w, g / denominator + decay * w
-
-
-@triton.jit
-def _blend_lans(
-    table, num_tensors, scale, skip, tensors, first, parts, grad_sums,
-    MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Blend normalised gradients into the moments; sum the squares of weights and of both updates."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, begin, IS_ALIGNED)
-    weights = _elements(table, _WEIGHT, tensor, num_tensors, begin, IS_ALIGNED)
-    firsts = _elements(table, _FIRST, tensor, num_tensors, begin, IS_ALIGNED)
-    seconds = _elements(table, _SECOND, tensor, num_tensors, begin, IS_ALIGNED)
-    beta2 = _option(table, _OWN + 1, tensor, num_tensors)
-    new1, new2 = _option(table, _OWN + 2, tensor, num_tensors), _option(table, _OWN + 3, tensor, num_tensors)
-    eps, decay = _option(table, _EPS, tensor, num_tensors), _option(table, _DECAY, tensor, num_tensors)
-    factor = tl.load(scale) / (_norm(grad_sums, tensor, 0) + eps)
-    correction1, correction2 = _corrections(table, tensor, num_tensors)
-    stored = _stored(left, skip, MAY_SKIP)
-    weight_sq = tl.zeros((BLOCK,), tl.float32)
-    momentum_sq = tl.zeros((BLOCK,), tl.float32)
-    gradient_sq = tl.zeros((BLOCK,), tl.float32)
-    for at in range(0, CHUNK, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        inside = i < left
-        g = tl.load(grads + i, mask=inside, other=0.0) * factor
-        m = tl.load(firsts + i, mask=inside, other=0.0)
-        v = tl.load(seconds + i, mask=inside, other=0.0)
-        w = tl.load(weights + i, mask=inside, other=0.0)
-        m += (g - m) * new1
-        v = v * beta2 + g * g * new2
-        tl.store(firsts + i, m, mask=i < stored)
-        tl.store(seconds + i, v, mask=i < stored)
-        from_momentum, from_gradient = _lans(g, m, v, w, correction1, correction2, eps, decay)
-        weight_sq += w * w
-        momentum_sq += tl.where(inside, from_momentum * from_momentum, 0.0)
-        gradient_sq += tl.where(inside, from_gradient * from_gradient, 0.0)
-    _store_sums(parts, tl.zeros((BLOCK,), tl.float32), weight_sq, momentum_sq, gradient_sq)
-
-
-@triton.jit
-def _apply_lans(
-    table, num_tensors, scale, skip, tensors, first, grad_sums, sums,
-    MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Subtract both updates, each times the learning rate, its share and its ratio."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, begin, IS_ALIGNED)
-    weights = _elements(table, _WEIGHT, tensor, num_tensors, begin, IS_ALIGNED)
-    firsts = _elements(table, _FIRST, tensor, num_tensors, begin, IS_ALIGNED)
-    seconds = _elements(table, _SECOND, tensor, num_tensors, begin, IS_ALIGNED)
-    beta1, new1 = _option(table, _OWN, tensor, num_tensors), _option(table, _OWN + 2, tensor, num_tensors)
-    eps, decay = _option(table, _EPS, tensor, num_tensors), _option(table, _DECAY, tensor, num_tensors)
-    factor = tl.load(scale) / (_norm(grad_sums, tensor, 0) + eps)
-    correction1, correction2 = _corrections(table, tensor, num_tensors)
-    weight_norm, lr = _norm(sums, tensor, 1), _option(table, _LR, tensor, num_tensors)
-    momentum_norm, gradient_norm = _norm(sums, tensor, 2), _norm(sums, tensor, 3)
-    momentum_rate = lr * beta1 * _ratio(weight_norm, momentum_norm, weight_norm, momentum_norm)
-    gradient_rate = lr * new1 * _ratio(weight_norm, gradient_norm, weight_norm, gradient_norm)
-    stored = _stored(left, skip, MAY_SKIP)
-    for at in range(0, CHUNK, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        inside = i < stored
-        g = tl.load(grads + i, mask=inside, other=0.0) * factor
-        m = tl.load(firsts + i, mask=inside, other=0.0)
-        v = tl.load(seconds + i, mask=inside, other=0.0)
-        w = tl.load(weights + i, mask=inside, other=0.0)
-        from_momentum, from_gradient = _lans(g, m, v, w, correction1, correction2, eps, decay)
-        tl.store(weights + i, w - momentum_rate * from_momentum - gradient_rate * from_gradient, mask=inside)
+        g = _read(grads, i, inside) * factor if HAS_TWO else 0.0
+        m, v, w = _read(firsts, i, inside), _read(seconds, i, inside), _read(weights, i, inside)
+        update, second = _updates(g, m, v, w, constants, HAS_TWO)
+        new = w - rate * update - second_rate * second if HAS_TWO else w - rate * update
+        tl.store(weights + i, new, mask=inside)
 
 
 # ---- LARS -----------------------------------------------------------------------------------------------
@@ -523,35 +471,29 @@ def _apply_lans(
 
 @triton.jit
 def _apply_lars(
-    table, num_tensors, scale, skip, tensors, first, sums,
+    table, scale, skip, tensors, first, sums,
     MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr, CLIPS: tl.constexpr, NESTEROV: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients, times each tensor's ratio, to the momenta, and move the weights by these."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, begin, IS_ALIGNED)
-    weights = _elements(table, _WEIGHT, tensor, num_tensors, begin, IS_ALIGNED)
-    momenta = _elements(table, _FIRST, tensor, num_tensors, begin, IS_ALIGNED)
-    lr, decay = _option(table, _LR, tensor, num_tensors), _option(table, _DECAY, tensor, num_tensors)
-    momentum, eta = _option(table, _OWN, tensor, num_tensors), _option(table, _OWN + 1, tensor, num_tensors)
+    tensor, row, left, grads, weights, momenta, _ = _chunk(table, tensors, first, IS_ALIGNED)
+    lr, decay, momentum = _option(row, _LR), _option(row, _DECAY), _option(row, _OWN)
     factor, weight_norm, norm = tl.load(scale), _norm(sums, tensor, 1), _norm(sums, tensor, 0)
     if CLIPS:
         norm = _norm(sums, tensor, 2)
         bound = norm
     else:
-        bound = norm + decay * weight_norm + _option(table, _EPS, tensor, num_tensors)
-    ratio = _ratio(eta * weight_norm, bound, weight_norm, norm)
+        bound = norm + decay * weight_norm + _option(row, _EPS)
+    ratio = _ratio(_option(row, _OWN + 1) * weight_norm, bound, weight_norm, norm)
     if CLIPS:
         ratio = tl.where(ratio < lr, ratio / tl.where(lr == 0.0, 1.0, lr), 1.0)
-    ratio = tl.where(_option(table, _OWN + 2, tensor, num_tensors) != 0.0, ratio, 1.0)
+    ratio = tl.where(_option(row, _OWN + 2) != 0.0, ratio, 1.0)
     inside_rate = ratio if CLIPS else ratio * lr
     outside_rate = lr if CLIPS else 1.0
     stored = _stored(left, skip, MAY_SKIP)
     for at in range(0, CHUNK, BLOCK):
         i = at + tl.arange(0, BLOCK)
         inside = i < stored
-        g = tl.load(grads + i, mask=inside, other=0.0) * factor
-        m = tl.load(momenta + i, mask=inside, other=0.0)
-        w = tl.load(weights + i, mask=inside, other=0.0)
+        g, w, m = _read(grads, i, inside) * factor, _read(weights, i, inside), _read(momenta, i, inside)
         change = (g + decay * w) * inside_rate
         m = m * momentum + change
         tl.store(momenta + i, m, mask=inside)
@@ -563,36 +505,32 @@ def _apply_lars(
 
 
 @triton.jit
-def _blend_norms(table, num_tensors, scale, skip, sums, MAY_SKIP: tl.constexpr):
+def _blend_norms(table, scale, skip, sums, MAY_SKIP: tl.constexpr):
     """Blend a tensor's squared norm into the running one; write what gradients are divided by as sum 2."""
     tensor = tl.program_id(0)
-    norm_sq = tl.load(table + _SECOND * num_tensors + tensor).to(tl.pointer_type(tl.float32))
-    is_first = _step_of(table, tensor, num_tensors) == 1.0
-    new2 = _option(table, _OWN + 1, tensor, num_tensors)
-    share = tl.where(is_first, _option(table, _OWN + 2, tensor, num_tensors), new2)
+    row = table + tensor * _WIDTH
+    norm_sq = _elements(row, _SECOND, 0, False)
+    share = tl.where(_step_of(row) == 1.0, _option(row, _OWN + 2), _option(row, _OWN + 1))
     before, now = tl.load(norm_sq), tl.load(sums + tensor * 4)
-    running = tl.where(share == 1.0, now, before + (now - before) * share)
+    running = _blended(before, now, share)
     tl.store(norm_sq, running, mask=_stored(1, skip, MAY_SKIP) == 1)
-    _, correction2 = _corrections(table, tensor, num_tensors)
-    divisor = tl.sqrt_rn(running) / correction2 + _option(table, _EPS, tensor, num_tensors)
+    _, correction2 = _corrections(row)
+    divisor = tl.sqrt_rn(running) / correction2 + _option(row, _EPS)
     tl.store(sums + tensor * 4 + 2, divisor)
 
 
 @triton.jit
 def _apply_novograd(
-    table, num_tensors, scale, skip, tensors, first, sums, MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr
-):
+    table, scale, skip, tensors, first, sums,
+    MAY_SKIP: tl.constexpr, IS_ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Add the gradients to the momenta, and move the weights by these."""
-    tensor, begin, left = _place(table, tensors, first, num_tensors)
-    grads = _elements(table, _GRAD, tensor, num_tensors, begin, IS_ALIGNED)
-    weights = _elements(table, _WEIGHT, tensor, num_tensors, begin, IS_ALIGNED)
-    momenta = _elements(table, _FIRST, tensor, num_tensors, begin, IS_ALIGNED)
-    lr, decay = _option(table, _LR, tensor, num_tensors), _option(table, _DECAY, tensor, num_tensors)
-    beta1, new = _option(table, _OWN, tensor, num_tensors), _option(table, _OWN + 3, tensor, num_tensors)
-    is_inside = _option(table, _OWN + 4, tensor, num_tensors) != 0.0
-    divisor = tl.load(sums + tensor * 4 + 2)
-    correction1, _ = _corrections(table, tensor, num_tensors)
+    tensor, row, left, grads, weights, momenta, _ = _chunk(table, tensors, first, IS_ALIGNED)
+    lr, decay = _option(row, _LR), _option(row, _DECAY)
+    beta1, new = _option(row, _OWN), _option(row, _OWN + 3)
+    is_inside, divisor = _option(row, _OWN + 4) != 0.0, tl.load(sums + tensor * 4 + 2)
     factor = new * tl.load(scale) / tl.where(is_inside, divisor, 1.0)
+    correction1, _ = _corrections(row)
     rate = lr / correction1 / tl.where(is_inside, 1.0, divisor)
     inside_decay = tl.where(is_inside, new * decay, 0.0)
     kept = tl.where(is_inside, 1.0, 1.0 - lr * decay)
@@ -600,9 +538,7 @@ def _apply_novograd(
     for at in range(0, CHUNK, BLOCK):
         i = at + tl.arange(0, BLOCK)
         inside = i < stored
-        g = tl.load(grads + i, mask=inside, other=0.0)
-        m = tl.load(momenta + i, mask=inside, other=0.0)
-        w = tl.load(weights + i, mask=inside, other=0.0)
+        g, w, m = _read(grads, i, inside), _read(weights, i, inside), _read(momenta, i, inside)
         m = m * beta1 + g * factor + w * inside_decay
         tl.store(momenta + i, m, mask=inside)
         tl.store(weights + i, w * kept - m * rate, mask=inside)

@@ -1,25 +1,15 @@
-"""The kernel for a batch of images against torch's resize of one: Triton's interpreter runs it on the CPU.
-
-It runs in a process of its own, since Triton decides for the interpreter as it is imported.
-"""
+"""The kernel for a batch of images against torch's resize of one: Triton's interpreter runs it on the CPU."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from interpreted import run_in_interpreter
 from shoal.data.images.augment import AugmentConfig, Draws, draws
 from shoal.data.images.gpu import GpuTransform
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
 
 SIZE = 24
 
@@ -59,12 +49,7 @@ def check(options: dict[str, Any], area: tuple[float, float]) -> None:
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("Triton's interpreter cannot count loops with this NumPy; Triton 3.9 can")
-    assert done.returncode == 0, done.stderr
+    run_in_interpreter(__file__)
 
 
 if __name__ == "__main__":

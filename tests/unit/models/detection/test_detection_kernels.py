@@ -1,26 +1,15 @@
-"""Kernels of detectors against the CPU's operations: Triton's interpreter runs them there.
-
-It runs in a process of its own, since Triton decides for the interpreter as it is imported.
-"""
+"""Kernels of detectors against the CPU's operations: Triton's interpreter runs them there."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
 from torch import Tensor
 
+from interpreted import run_in_interpreter
 from shoal.models.detection.masks import project_masks
 from shoal.models.detection.matching import match_boxes
 from shoal.models.detection.regions import pool
 from shoal.models.detection.suppression import NO_BOX, suppress
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
 
 
 def made_boxes(*shape: int, seed: int, whole: bool = True) -> Tensor:
@@ -135,12 +124,7 @@ def check_operators() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("Triton's interpreter cannot count loops with this NumPy; Triton 3.9 can")
-    assert done.returncode == 0, done.stderr
+    run_in_interpreter(__file__)
 
 
 if __name__ == "__main__":
