@@ -120,7 +120,7 @@ class _Window:
                 raise self._wrong("a key in double quotes is expected")
             key = self._value()
             if key in seen:
-                raise UsageError(f"{self._name}: the key {key!r} is there twice")
+                raise UsageError(f"{self._name}: the key {key!r} is there twice; join the two, or remove one")
             seen.add(key)
             self._expect(":")
             if self._next_char() == "[":

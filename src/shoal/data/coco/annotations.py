@@ -27,6 +27,7 @@ Segmentation = Polygons | Rle
 Boxes = Literal["keep", "check"]
 
 _MIN_POLYGON = 6
+_CROWD_WORDS = {"true": 1, "1": 1, "false": 0, "0": 0}
 _MOST_DIGITS = 18
 _END = 1 << 63
 """Ids are below, as int64."""
@@ -96,12 +97,14 @@ def read_annotations(
 ) -> CocoAnnotations:
     """Read ``instances_*.json`` or any file of that form.
 
-    Forms that annotation tools write are read too: ids as text, a flat list as one polygon, ``[[]]`` as no
-    segmentation, ``null`` for values that can be missing, a box that only the polygons give, LVIS's
-    ``coco_url`` in place of ``file_name``.
+    Forms that annotation tools write are read too: ids and numbers as text, a flat list as one polygon,
+    polygons of points (``[[x, y], …]``, or OpenCV's ``[[[x, y]], …]``), ``[[]]`` as no segmentation, ``null``
+    and NaN for values that can be missing, a box that only the polygons give, ids of annotations that begin
+    again, LVIS's ``coco_url`` in place of ``file_name``.
 
-    An entry is invalid if its id is a duplicate, its image or category does not exist, or a value cannot be
-    used. The objects of an invalid image are invalid too, and counted separately.
+    An entry is invalid if its image or category does not exist, a value cannot be used, the id of an image or
+    category is a duplicate, or an annotation is there twice. The objects of an invalid image are invalid too,
+    and counted separately.
 
     Args:
         path: the file, which may be in a zip.
@@ -111,7 +114,8 @@ def read_annotations(
             cannot use it; ``keep`` accepts it, as the official scorer does.
 
     Raises:
-        UsageError: the file cannot be read, is not COCO, or has invalid entries that are refused.
+        UsageError: the file cannot be read, is not COCO, has invalid entries that are refused, or its boxes
+            are fractions of their images, or corners.
     """
     return _Reader(path, on_bad, most_bad, boxes).read()
 
@@ -125,7 +129,8 @@ class _Reader:
         self._categories: dict[int, str] = {}
         self._objects: list[tuple[int | str, int, CocoObject]] = []
         """Id of the image, index in the file, object."""
-        self._ids: set[int | str] = set()
+        self._ids: dict[int | str, int] = {}
+        """Positions in ``_objects``."""
         self._has_objects = False
         self._names: dict[str, int] = {}
         """Numbers of images whose ids are words."""
@@ -142,6 +147,8 @@ class _Reader:
             if index is None and key in self._takers and entry != []:
                 raise UsageError(f"{self._path}: {key!r} is no array; is it a file of COCO annotations?")
             if index is not None and key in self._takers:
+                if isinstance(entry, dict):  # pandas writes NaN for what is missing
+                    entry = {name: None if value != value else value for name, value in entry.items()}
                 try:
                     self._takers[key](entry, index)
                 except BadEntry as bad:
@@ -150,6 +157,8 @@ class _Reader:
         self._check_keys(keys)
         check_pixels(self._path, [one.box for _, _, one in self._objects])
         objects = self._placed()
+        shapes = ((one, self._images[number]) for number, some in objects.items() for one in some)
+        check_corners(self._path, [(one.box, one.segmentation, image) for one, image in shapes])
         if self._has_objects and not any(objects.values()):
             raise UsageError(
                 f"{self._path}: no annotation can be used; {self._bad.summary()}; correct the file"
@@ -219,9 +228,8 @@ class _Reader:
         self._has_objects = True
         is_numbered = isinstance(entry, dict) and entry.get("id") is None
         own = -1 - index if is_numbered else _id(entry, "id")
-        if own in self._ids:
-            raise BadEntry("an annotation whose id another one has", f"id {own}")
-        number = -1 - index if isinstance(own, str) else own
+        is_known = own in self._ids
+        number = -1 - index if isinstance(own, str) or is_known else own
         image, category = _id(entry, "image_id"), _whole(entry, "category_id")
         segmentation = self._segmentation(entry.get("segmentation"), f"annotations[{index}] (id {number})")
         box = self._box(entry.get("bbox"), segmentation)
@@ -230,17 +238,21 @@ class _Reader:
         if areas is None:
             raise BadEntry("an annotation whose area is no finite number", shown(area))
         crowd = entry.get("iscrowd") or 0
-        crowd = whole_number(crowd) if isinstance(crowd, str) else crowd
+        crowd = _CROWD_WORDS.get(crowd.casefold(), crowd) if isinstance(crowd, str) else crowd
         if crowd not in (0, 1):
             raise BadEntry("an annotation whose iscrowd is neither 0 nor 1", shown(entry["iscrowd"]))
         one = CocoObject(number, category, box, areas[0], bool(crowd), segmentation)
-        self._ids.add(own)
+        if is_known:  # a tool may number the objects of each image from 1
+            other_image, _, other = self._objects[self._ids[own]]
+            if (other_image, other.category_id, other.box) == (image, category, box):
+                raise BadEntry("an annotation that is there twice", f"id {own}")
+        self._ids.setdefault(own, len(self._objects))
         self._objects.append((image, index, one))
 
     def _segmentation(self, shape: Any, location: str) -> Segmentation | None:
         """Return run lengths or the valid polygons, ``None`` if there are neither, as in ``[[]]``."""
         if isinstance(shape, list):
-            polygons = [shape] if shape and not isinstance(shape[0], list) else list(filter(None, shape))
+            polygons = _flat_polygons(shape)
             valid = [polygon for polygon in polygons if read_segmentation([polygon])]
             if valid and len(valid) < len(polygons):
                 self._bad.add(
@@ -267,8 +279,8 @@ class _Reader:
         if box is not None and self._boxes == "check":
             is_missing = min(box[2:]) <= 0
         if is_missing and isinstance(segmentation, tuple):
-            xs, ys = ([v for polygon in segmentation for v in polygon[axis::2]] for axis in (0, 1))
-            box = [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+            (left, right), (top, bottom) = _extents(segmentation)
+            box = [left, top, right - left, bottom - top]
         if box is None:
             raise BadEntry(
                 "an annotation whose bbox is not 4 finite numbers",
@@ -315,13 +327,18 @@ class _Reader:
 
 
 def finite_numbers(value: Any, count: int) -> list[float] | None:
-    """Return ``value`` if it is a list of ``count`` finite numbers, else ``None``."""
+    """Return ``value`` if it is a list of ``count`` finite numbers, which may be texts, else ``None``."""
     if not isinstance(value, list) or len(value) != count:
         return None
+    numbers = []
     for number in value:
-        if type(number) not in (int, float) or not math.isfinite(number):
+        if type(number) not in (int, float, str):
             return None
-    return [float(number) for number in value]
+        try:
+            numbers.append(float(number))
+        except (ValueError, OverflowError):
+            return None
+    return numbers if all(map(math.isfinite, numbers)) else None
 
 
 def shown(value: Any) -> str:
@@ -373,6 +390,80 @@ def check_pixels(path: Path, boxes: Sequence[Sequence[float]]) -> None:
         )
 
 
+def check_corners(
+    path: Path, shapes: Sequence[tuple[Sequence[float], Segmentation | None, CocoImage]]
+) -> None:
+    """Check that boxes are x, y, width, height.
+
+    Boxes are taken for two corners if all could be, and a quarter of them cannot be anything else: by their
+    polygons, or because they would end outside of their images.
+
+    Args:
+        path: the file, for messages.
+        shapes: boxes with their polygons, if any, and images.
+
+    Raises:
+        UsageError: they are two corners, x0, y0, x1, y1.
+    """
+    clear: list[tuple[Sequence[float], CocoImage]] = []
+    for box, shape, image in shapes:
+        x, y, right, bottom = box
+        if not (-1 <= x < right <= image.width + 1 and -1 <= y < bottom <= image.height + 1):
+            return
+        ends = x + right, y + bottom
+        if isinstance(shape, tuple):
+            xs, ys = _extents(shape)
+            corners, as_box = ((xs[1], ys[1]), (right, bottom)), ((xs[1], ys[1]), ends)
+            is_clear = _are_near(*corners) and not _are_near(*as_box)
+            if _are_near(*as_box) and not _are_near(*corners):
+                return
+        else:
+            is_clear = ends[0] > image.width + 1 or ends[1] > image.height + 1
+        if is_clear:
+            clear.append((box, image))
+    if clear and 4 * len(clear) >= len(shapes):
+        box, image = clear[0]
+        raise UsageError(
+            f"{path}: boxes such as {list(box)} in an image of {image.width} x {image.height} are two "
+            "corners, but COCO's are [x, y, width, height]: write [x0, y0, x1 - x0, y1 - y0]"
+        )
+
+
+def _are_near(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether two points are at most two pixels apart in each direction."""
+    return all(abs(a - b) <= 2 for a, b in zip(first, second, strict=True))
+
+
+def _extents(polygons: Polygons) -> list[tuple[float, float]]:
+    """Return the first and last x, and the first and last y."""
+    axes = ([value for polygon in polygons for value in polygon[axis::2]] for axis in (0, 1))
+    return [(min(values), max(values)) for values in axes]
+
+
+def _flat_polygons(shape: list[Any]) -> list[Any]:
+    """Return polygons as lists of x0, y0, x1, y1, …, of one or several, of numbers or of points.
+
+    Empty ones are left out. What is of no such form stays as it is.
+    """
+    if not shape or not isinstance(shape[0], list):
+        return [shape] if shape else []
+    if len(shape) > 2 and (points := _joined(shape)):
+        return [points]
+    return [_joined(polygon) or polygon for polygon in shape if polygon]
+
+
+def _joined(points: Any) -> list[Any] | None:
+    """Return the coordinates of points, ``None`` if one is neither [x, y] nor [[x, y]]."""
+    joined = []
+    for point in points if isinstance(points, list) else [None]:
+        if isinstance(point, list) and len(point) == 1:
+            point = point[0]
+        if not isinstance(point, list) or len(point) != 2 or any(isinstance(one, list) for one in point):
+            return None
+        joined += point
+    return joined
+
+
 def read_segmentation(value: Any) -> Segmentation | None:
     """Return polygons or run lengths, ``None`` if they are not well formed."""
     return _run_lengths(value) if isinstance(value, dict) else _polygons(value)
@@ -380,7 +471,7 @@ def read_segmentation(value: Any) -> Segmentation | None:
 
 def _run_lengths(value: dict[str, Any]) -> Rle | None:
     """Return ``size`` and ``counts`` of run lengths of either form, ``None`` if they are not well formed."""
-    size, counts = value.get("size"), value.get("counts")
+    size, counts = _as_whole(value.get("size")), _as_whole(value.get("counts"))
     if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
         return None
     if isinstance(counts, list):
@@ -388,6 +479,13 @@ def _run_lengths(value: dict[str, Any]) -> Rle | None:
     if isinstance(counts, str) and all("0" <= char <= "o" for char in counts):
         return {"size": size, "counts": counts}
     return None
+
+
+def _as_whole(values: Any) -> Any:
+    """Return the floats of a list that are whole numbers as such."""
+    if not isinstance(values, list):
+        return values
+    return [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
 
 
 def _polygons(value: Any) -> Polygons | None:

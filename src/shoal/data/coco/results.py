@@ -18,6 +18,7 @@ from shoal.data.coco.annotations import (
     CocoAnnotations,
     CocoImage,
     Rle,
+    check_corners,
     check_pixels,
     finite_numbers,
     read_segmentation,
@@ -74,7 +75,7 @@ def read_results(
 
     Raises:
         UsageError: a file cannot be read, is not an array, has a bad entry, which is refused, or too many; or
-            its boxes are fractions of their images.
+            its boxes are fractions of their images, or corners.
     """
     reader = _Reader(annotations)
     for path in paths:
@@ -99,8 +100,8 @@ class _Reader:
         self._owners: dict[tuple[Kind, int], Path] = {}
         self._num_good = 0
         """Shapes of the present file."""
-        self._boxes: list[list[float]] = []
-        """Those of the present file."""
+        self._boxes: list[tuple[list[float], None, CocoImage]] = []
+        """Those of the present file, with their images."""
 
     def read(self, path: Path, bad: BadEntries) -> None:
         self.results.bad.append(bad)
@@ -113,7 +114,8 @@ class _Reader:
                 )
             if index is not None:
                 self._take(entry, path, f"[{index}]", bad)
-        check_pixels(path, self._boxes)
+        check_pixels(path, [box for box, _, _ in self._boxes])
+        check_corners(path, self._boxes)
         bad.check(self._num_good)
 
     def _take(self, entry: Any, path: Path, location: str, bad: BadEntries) -> None:
@@ -136,7 +138,7 @@ class _Reader:
                 of_kind.setdefault(image.id, []).append(Detection(category, score, shape, area))
                 self._num_good += 1
                 if not isinstance(shape, dict):
-                    self._boxes.append(shape)
+                    self._boxes.append((shape, None, image))
         return None
 
     def _checked(self, entry: Any) -> tuple[CocoImage, int, float]:

@@ -352,8 +352,8 @@ class _Images:
         self._path = path
         self._zip = None if path.is_dir() else self._opened(path)
         self._state = _state_of(path)[1] if self._zip else b""
-        self._shortened: dict[str, str] = {}
-        """Names that were found without their leading folders, to the names in the annotations."""
+        self._names: dict[str, str] = {}
+        """Names below the folder, to the names in the annotations."""
         self._is_hinted = False
 
     def _opened(self, path: Path) -> ZipImages:
@@ -398,6 +398,19 @@ class _Images:
         return extent, repr(extent).encode("utf-8", "surrogateescape") + self._state
 
     def _name_of(self, file_name: str) -> str:
+        """Return the name below the folder, which no other image has.
+
+        Raises:
+            BadEntry: another image has it, or it leads out of the folder.
+        """
+        name = str(PurePosixPath(self._found(file_name)))
+        if name in self._names:
+            value = f"{file_name} and {self._names[name]}; let one image have the objects of both"
+            raise BadEntry("an image whose file another one has", value)
+        self._names[name] = file_name
+        return name
+
+    def _found(self, file_name: str) -> str:
         """Return the name below the folder. Tools also write paths of their own machine, or of Windows."""
         for form in ("NFC", "NFD"):  # macOS and others write the same letters in different ways
             if self._has(name := unicodedata.normalize(form, file_name)):
@@ -408,11 +421,7 @@ class _Images:
         if ".." in parts or not parts:
             raise BadEntry("an image whose file_name leads out of the folder", repr(file_name))
         shorter = ["/".join(parts[first:]) for first in range(len(parts))]
-        name = next(filter(self._has, shorter), shorter[0])
-        if name in self._shortened:
-            raise BadEntry("an image whose file another one has", f"{file_name} and {self._shortened[name]}")
-        self._shortened[name] = file_name
-        return name
+        return next(filter(self._has, shorter), shorter[0])
 
     def _has(self, name: str) -> bool:
         path = PurePosixPath(name)

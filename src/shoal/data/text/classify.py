@@ -9,9 +9,11 @@ import csv
 import io
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,18 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 _NO_LABEL = ("", "nan", "NaN")
-"""Cells without a label, as spreadsheets and pandas write them."""
+"""Texts without a label, as spreadsheets and pandas write them."""
+_NO_CELL = frozenset(
+    {
+        *("#N/A", "#N/A N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "None", "n/a", "null"),
+        *("-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
+    }
+)
+"""Cells of tables without a label: those that pandas, and datasets with it, read as missing by default."""
+_TABLES = (".csv", ".tsv")
 _AS_NUMBER = {"true": "1", "false": "0"}
+_MOST_UNIQUE = 20
+"""Rows of which each may have a label of its own."""
 _DELIMITERS = ",;\t"
 """Characters that may end cells of ``.csv``: spreadsheets of many countries write semicolons."""
 _MOST_CELL = 1 << 28
@@ -96,7 +108,8 @@ def read_classify(
     """Read a file: ``.tsv``, ``.csv`` (column names first), ``.jsonl``, ``.json`` or ``.parquet``.
 
     Quotes in a tab-separated file are ordinary characters, as in MNLI's. An example has no label if its cell
-    is ``columns.unlabelled``, empty, null or NaN, or -1 beside numbers from 0, as in SNLI on the hub.
+    is ``columns.unlabelled``, empty, null or NaN, or -1 beside numbers from 0, as in SNLI on the hub. In
+    tables NA, None and the like are no labels either, unless they are listed in ``labels``.
 
     Args:
         labels: the set of labels, in the order of the model's outputs; ``None`` takes those of the file,
@@ -110,7 +123,7 @@ def read_classify(
     bad = bad or BadEntries(path)
     rows = list(read_rows(path, columns, bad))
     present = {row[3] for row in rows} - {columns.unlabelled}
-    unlabelled = {columns.unlabelled, *_missing_number(present, labels)}
+    unlabelled = {columns.unlabelled, *_missing_number(present, labels), *_missing_words(path, labels)}
     labelled = []
     for row in rows:
         if row[3] in unlabelled:
@@ -122,7 +135,7 @@ def read_classify(
         raise UsageError(f"{path}: holds no example with a label")
     if labels is None:
         labels = sorted({label for *_, label in labelled})
-        _refuse_scores(path, labels)
+        _refuse_no_classes(path, labels, len(labelled))
         _refuse_likes(path, labels)
     index = {label: k for k, label in enumerate(labels)}
     if len(index) != len(labels) or len(index) < 2:
@@ -146,28 +159,51 @@ def _missing_number(present: Collection[str], labels: Collection[str] | None) ->
     return missing if others and all(re.fullmatch(r"\d+(\.0)?", label) for label in others) else []
 
 
-def _refuse_scores(path: Path, labels: Sequence[str]) -> None:
-    """Raise if the labels of a file are numbers with fractions, as STS-B's scores are: 2.5, or 2,5."""
+def _missing_words(path: Path, labels: Collection[str] | None) -> Collection[str]:
+    """Return the words that mark rows of a table without a label, but for those that are listed as labels."""
+    return _NO_CELL - set(labels or ()) if path.suffix.lower() in _TABLES else []
+
+
+def _refuse_no_classes(path: Path, labels: Sequence[str], num_rows: int) -> None:
+    """Raise if the labels of a file are likely no classes.
+
+    That is, numbers with fractions, as STS-B's scores are (2.5, or 2,5), lists of labels, or as many
+    different ones as there are rows, as in a column of ids.
+    """
     scores = [label for label in labels if re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*", label)]
     if scores:
         raise UsageError(
             f"{path}: labels such as {scores[0]} are scores, which `shoal finetune classify --data.scores` "
             "learns as numbers; if they are classes, list them with --labels"
         )
+    lists = [label for label in labels if re.fullmatch(r"\s*\[.*\]\s*", label, re.DOTALL)]
+    if lists:
+        raise UsageError(
+            f"{path}: labels such as {lists[0]:.60} are lists, but a row has one label: write a row for "
+            "each, or if they are classes, list them with --labels"
+        )
+    if len(labels) == num_rows > _MOST_UNIQUE:
+        raise UsageError(
+            f"{path}: each of the {num_rows:,} rows has a label of its own, such as {labels[0]:.60}; name "
+            "the column of the classes (--data.label), or list them with --labels"
+        )
 
 
 def _refuse_likes(path: Path, labels: Sequence[str]) -> None:
-    """Raise if two labels of a file are likely one class: written with blanks, capitals, or as true and 1."""
+    """Raise if two labels of a file are likely one class, written in two ways."""
 
-    def plain_form(label: str) -> str:
-        return _AS_NUMBER.get(label.strip().casefold(), label.strip().casefold())
+    def plain_form(label: str) -> str | Decimal:
+        text = unicodedata.normalize("NFKC", label).strip().casefold()
+        text = _AS_NUMBER.get(text, text)
+        return Decimal(text) if re.fullmatch(r"[+-]?[0-9]+(\.[0-9]*)?", text) else text
 
     first_of = {plain_form(label): label for label in reversed(labels)}
     for label in labels:
         if (other := first_of[plain_form(label)]) != label:
             raise UsageError(
-                f"{path}: the labels {other!r} and {label!r} differ in blanks, in capitals, or as a number "
-                "from true or false; correct them, or if they are two classes, list them with --labels"
+                f"{path}: the labels {other!r} and {label!r} differ in blanks, in capitals, or in the form "
+                "of a letter, a number or true and false; correct them, or if they are two classes, list "
+                "them with --labels"
             )
 
 
@@ -186,9 +222,10 @@ def read_scores(
     """
     bad = bad or BadEntries(path)
     examples: list[Example] = []
+    missing = _missing_words(path, None)
     for location, first, second, label in read_rows(path, columns, bad):
         score = _number(label)
-        if label == columns.unlabelled:
+        if label == columns.unlabelled or label in missing:
             bad.add(BadEntry(NO_LABEL, repr(label)), location)
         elif score is None:
             bad.add(BadEntry("a row whose score is no number", repr(label)), location)
@@ -326,10 +363,10 @@ def _label_of(value: Any, columns: Columns) -> str | None:
         return columns.unlabelled
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, float):
-        if math.isinf(value):
+    if isinstance(value, float | Decimal):
+        if not math.isfinite(value):
             return None
-        return str(int(value)) if value.is_integer() else str(value)
+        return str(int(value)) if value == int(value) else str(value)
     return str(value) if isinstance(value, str | int) else None
 
 
@@ -344,8 +381,13 @@ def _entries(
             yield f"row {number}", names, entry
     elif suffix in (".jsonl", ".json"):
         yield from _json_rows(path, columns, bad)
-    elif suffix in (".tsv", ".csv"):
+    elif suffix in _TABLES:
         yield from _table_rows(path, columns, bad)
+    elif path.is_dir():
+        raise UsageError(
+            f"{path}: is a folder; name a file in it. A set that datasets has saved is written as one by "
+            "datasets.load_from_disk(...).to_parquet(FILE)"
+        )
     else:
         raise UsageError(
             f"{path}: is known by the end of its name: .tsv (tab-separated) or .csv, column names first, "
@@ -354,19 +396,24 @@ def _entries(
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows with the numbers of their last lines; cells end at what the first line has most of.
+    """Yield the rows with the numbers of their last lines.
+
+    Cells end at what a line ``sep=;`` before all others names, for Excel, or at what the first has most of.
 
     Raises:
         UsageError: it is not CSV, or a quote is not closed, which would make one cell of all lines behind it.
     """
     text = read_text(path, keep_wrong=True)
-    delimiter = max(_DELIMITERS, key=text.lstrip().splitlines()[0].count)
+    named = re.match(r"\s*sep=(.)\r?\n", text)
+    delimiter = named[1] if named else max(_DELIMITERS, key=text.lstrip().splitlines()[0].count)
     csv.field_size_limit(_MOST_CELL)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    lines = io.StringIO(text, newline="")
+    lines.seek(named.end() if named else 0)
+    reader = csv.reader(lines, delimiter=delimiter)
     first = last = 0
     try:
         for row in reader:
-            first, last = last + 1, reader.line_num
+            first, last = last + 1, reader.line_num + bool(named)
             if row:
                 yield last, row
     except csv.Error as error:
@@ -382,6 +429,8 @@ def _json_rows(
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     names: list[str] = []
     for _, location, entry in json_rows(path, bad):
+        if not names:
+            _refuse_columns(f"{path}, {location}", entry)
         try:
             names = _chosen(f"{path}, {location}", columns, entry)
         except UsageError:
@@ -391,6 +440,15 @@ def _json_rows(
             bad.add(BadEntry("a line without a column that others have", ", ".join(missing)), location)
         else:
             yield location, names, entry
+
+
+def _refuse_columns(source: str, entry: dict[str, Any]) -> None:
+    """Raise if an object is no row but holds all of them: columns, as of pandas, or a list under a key."""
+    if entry and all(isinstance(value, dict | list) for value in entry.values()):
+        raise UsageError(
+            f"{source}: the object has all rows in {', '.join(map(repr, list(entry)[:5]))}; write an object "
+            'on each line, as DataFrame.to_json(..., orient="records", lines=True), or one array of objects'
+        )
 
 
 def _table_rows(

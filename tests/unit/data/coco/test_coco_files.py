@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import math
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def an_rle(size: list[int], counts: Any) -> dict[str, Any]:
 BAD_ENTRIES: dict[str, tuple[Change, str]] = {
     "doubled annotation": (
         lambda t: another(t, "annotations"),
-        "an annotation whose id another one has: id 40",
+        "an annotation that is there twice: id 40",
     ),
     "doubled image": (lambda t: another(t, "images"), "an image whose id another one has: id 100"),
     "doubled category": (lambda t: another(t, "categories"), "a category whose id another one has: id 8"),
@@ -49,8 +50,17 @@ BAD_ENTRIES: dict[str, tuple[Change, str]] = {
     "no such category": (lambda t: first(t, category_id=5), "an annotation of a category that is not in"),
     "box of no area": (lambda t: first(t, bbox=[3, 4, 0, 5]), "whose box has no area inside its image"),
     "box outside": (lambda t: first(t, bbox=[70, 4, 9, 5]), r"inside its image: \[70.0, 4.0, 9.0, 5.0\] in"),
-    "box of text": (lambda t: first(t, bbox=["1", 2, 3, 4]), "whose bbox is not 4 finite numbers"),
+    "box of text": (lambda t: first(t, bbox=["left", 2, 3, 4]), "whose bbox is not 4 finite numbers"),
     "box of three": (lambda t: first(t, bbox=[1, 2, 3]), "whose bbox is not 4 finite numbers"),
+    "box of 400 digits": (lambda t: first(t, bbox=[1, 2, 3, 10**400]), "whose bbox is not 4 finite numbers"),
+    "polygon of a name": (
+        lambda t: first(t, segmentation=[["a"] * 6]),
+        "polygons are not lists of at least 3",
+    ),
+    "points of one number": (
+        lambda t: first(t, segmentation=[[[1], [2], [3]]]),
+        "polygons are not lists of at least 3",
+    ),
     "box of NaN": (lambda t: first(t, bbox=[1, 2, 3, float("nan")]), "whose bbox is not 4 finite numbers"),
     "area of text": (lambda t: first(t, area="big"), "whose area is no finite number: 'big'"),
     "crowd of two": (lambda t: first(t, iscrowd=2), "whose iscrowd is neither 0 nor 1: 2"),
@@ -107,11 +117,46 @@ def square(x: float, y: float, side: float) -> list[float]:
     return [x, y, x + side, y, x + side, y + side, x, y + side]
 
 
+def pairs(polygon: list[float]) -> list[list[float]]:
+    return [list(point) for point in zip(polygon[::2], polygon[1::2], strict=True)]
+
+
 FORMS_OF_TOOLS: dict[str, tuple[Change, Change]] = {
     "flat polygon": (
         lambda t: first(t, segmentation=square(3, 4, 9)),
         lambda t: first(t, segmentation=[square(3, 4, 9)]),
     ),
+    "polygon of points": (
+        lambda t: first(t, segmentation=pairs(square(3, 4, 9))),
+        lambda t: first(t, segmentation=[square(3, 4, 9)]),
+    ),
+    "polygons of points": (
+        lambda t: first(t, segmentation=[pairs(square(3, 4, 9)), square(1, 1, 2)]),
+        lambda t: first(t, segmentation=[square(3, 4, 9), square(1, 1, 2)]),
+    ),
+    "contours of OpenCV": (
+        lambda t: first(t, segmentation=[[[point] for point in pairs(square(3, 4, 9))], []]),
+        lambda t: first(t, segmentation=[square(3, 4, 9)]),
+    ),
+    "one contour of OpenCV": (
+        lambda t: first(t, segmentation=[[point] for point in pairs(square(3, 4, 9))]),
+        lambda t: first(t, segmentation=[square(3, 4, 9)]),
+    ),
+    "numbers as texts": (
+        lambda t: first(
+            t, segmentation=[list(map(str, square(3, 4, 9)))], bbox=["3", "4.0", 9, 9], area="45"
+        ),
+        lambda t: first(t, segmentation=[square(3, 4, 9)], bbox=[3, 4, 9, 9], area=45),
+    ),
+    "run lengths as floats": (
+        lambda t: first(t, segmentation={"size": [50.0, 60.0], "counts": [9.0, 3, 2988.0]}),
+        lambda t: first(t, segmentation={"size": [50, 60], "counts": [9, 3, 2988]}),
+    ),
+    "NaN of pandas": (
+        lambda t: first(t, area=math.nan, iscrowd=math.nan, segmentation=math.nan, bbox=[3, 4, 9, 5]),
+        lambda t: first(t, area=45, iscrowd=0, segmentation=None, bbox=[3, 4, 9, 5]),
+    ),
+    "crowd as a word": (lambda t: first(t, iscrowd="True"), lambda t: first(t, iscrowd=1)),
     "empty polygon": (lambda t: first(t, segmentation=[[]]), lambda t: first(t, segmentation=None)),
     "no polygon": (lambda t: first(t, segmentation=[]), lambda t: first(t, segmentation=None)),
     "missing segmentation": (
@@ -177,6 +222,67 @@ def test_annotations_without_ids_are_kept(tmp_path: Path) -> None:
     assert len(set(own)) == len(own) == len(truth["annotations"]) and max(own) < 0
     for number, some in plain.objects.items():
         assert [one.box for one in found.objects[number]] == [one.box for one in some]
+
+
+def test_ids_of_annotations_that_begin_again_with_each_image(tmp_path: Path) -> None:
+    truth = made_truth(1)
+    plain = read_annotations(write(tmp_path / "plain.json", truth))
+    for one in truth["annotations"]:
+        one["id"] = sum(other is one for other in truth["annotations"])
+    found = read_annotations(write(tmp_path / "again.json", truth), on_bad="refuse")
+    own = [one.id for some in found.objects.values() for one in some]
+    assert found.bad.counts == {} and len(set(own)) == len(own) == len(truth["annotations"])
+    for number, some in plain.objects.items():
+        assert [one.box for one in found.objects[number]] == [one.box for one in some]
+
+
+def a_box(box: list[float], polygon: list[float] | None = None) -> dict[str, Any]:
+    return {"image_id": 1, "category_id": 3, "bbox": box, "segmentation": [polygon] if polygon else []}
+
+
+def of_boxes(path: Path, objects: list[dict[str, Any]]) -> Path:
+    image = {"id": 1, "file_name": "a.jpg", "width": 60, "height": 50}
+    tree = {"images": [image], "categories": [{"id": 3, "name": "hen"}], "annotations": objects}
+    return write(path, tree)
+
+
+TWO_CORNERS = [a_box([1, 2, 9, 9]), a_box([2, 3, 40, 20]), a_box([30, 20, 50, 40])]
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [
+        pytest.param(TWO_CORNERS, id="one ends outside"),
+        pytest.param(
+            [a_box([3, 4, 12, 13], square(3, 4, 9)), a_box([5, 5, 25, 25], square(5, 5, 20))], id="polygons"
+        ),
+    ],
+)
+def test_boxes_that_are_two_corners_are_refused(objects: list[dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"are two corners, but .*: write \[x0, y0, x1 - x0, y1 - y0\]"):
+        read_annotations(of_boxes(tmp_path / "a.json", objects))
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [
+        pytest.param([*TWO_CORNERS, a_box([9, 9, 5, 5])], id="one cannot be"),
+        pytest.param([*TWO_CORNERS, a_box([3, 4, 9, 9], square(3, 4, 9))], id="one has a polygon"),
+        pytest.param([a_box([1, 2, 9, 9])] * 4 + [a_box([30, 20, 50, 40])], id="few end outside"),
+        pytest.param([a_box([1, 2, 9, 9]), a_box([2, 3, 40, 20])], id="none ends outside"),
+    ],
+)
+def test_boxes_that_may_be_right_are_taken(objects: list[dict[str, Any]], tmp_path: Path) -> None:
+    numbered = [one | {"id": number} for number, one in enumerate(objects)]
+    assert num_objects(read_annotations(of_boxes(tmp_path / "a.json", numbered))) == len(objects)
+
+
+def test_detections_that_are_two_corners_are_refused(tmp_path: Path) -> None:
+    truth = read_annotations(of_boxes(tmp_path / "a.json", [a_box([1, 2, 9, 9]), a_box([9, 9, 5, 5])]))
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps([one | {"score": 0.5} for one in TWO_CORNERS]))
+    with pytest.raises(UsageError, match=r"results.json: boxes such as \[30.*\] in .* are two corners"):
+        read_results([path], truth)
 
 
 def test_images_whose_ids_are_words(tmp_path: Path) -> None:
@@ -278,8 +384,8 @@ NOTHING_LEFT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         r"'categories' can be used; .*categories\[0\]: 'cat'; write an object with 'id', categories\[1\]\)",
     ),
     "no category": (lambda t: t.update(categories=[]), r"'categories' is empty; is it a file of COCO"),
-    "polygons of points": (
-        lambda t: [one.update(segmentation=[[[1, 1], [9, 1], [9, 9]]]) for one in t["annotations"]],
+    "polygons of named points": (
+        lambda t: [one.update(segmentation=[[{"x": 1, "y": 1}] * 3]) for one in t["annotations"]],
         r"no annotation can be used; left out .* polygons are not .*; write \[\[x1, y1, ",
     ),
     "boxes with names": (

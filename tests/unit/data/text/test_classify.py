@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -268,6 +269,7 @@ TABLE = "a,label\n" + "".join(f"text {number},{number % 2}\n" for number in rang
     [
         pytest.param("x.csv", TABLE.replace(",", ";"), "text 29", id="semicolons"),
         pytest.param("x.csv", TABLE.replace(",", "\t"), "text 29", id="tabs"),
+        pytest.param("x.csv", "\ufeffsep=|\r\n" + TABLE.replace(",", "|"), "text 29", id="sep of Excel"),
         pytest.param("x.csv", "\n\r\n" + TABLE.replace(",", ";"), "text 29", id="blank lines first"),
         pytest.param("x.csv", TABLE.replace(",", ";").replace("\n", "\r"), "text 29", id="CR"),
         pytest.param("x.csv", "\ufeff" + TABLE.replace("text 29", '"a\r\nb"'), "a\r\nb", id="CRLF in a cell"),
@@ -306,6 +308,9 @@ def test_tables_as_tools_write_them(tmp_path: Path, name: str, text: str, last: 
         ("x.csv", TABLE + "none,\nnor here, NaN\n"),
         ("x.csv", TABLE.replace(",0", ",0.0") + "t,-1.0\nt,-1\n"),
         ("x.tsv", TABLE.replace(",", "\t") + "none\t\nnor here\t \n"),
+        ("x.csv", TABLE + "t,NA\nt,<NA>\n"),
+        ("x.csv", TABLE + "t,None\nt,n/a\n"),
+        ("x.tsv", TABLE.replace(",", "\t") + "t\tNULL\nt\t#N/A\n"),
         ("x.json", '[{"a": "t", "label": 0}, {"a": "t", "label": 1.0}, {"a": "t", "label": NaN}, '
                    '{"a": "t", "label": null}]'),
     ],
@@ -315,9 +320,34 @@ def test_empty_cells_and_nan_are_no_labels(tmp_path: Path, name: str, text: str)
     assert {float(label) for label in data.labels} == {0, 1} and num_unlabelled(data) == 2
 
 
+def test_words_of_tables_for_no_label_are_labels_where_they_are_listed(tmp_path: Path) -> None:
+    path = write(tmp_path, TABLE + "t,NA\nt,None\n", "x.csv")
+    data = read_classify(path, TEXTS, labels=["0", "1", "NA"])
+    assert [example.label for example in data.examples[-2:]] == [1, 2] and num_unlabelled(data) == 1
+    rows = [{"a": "t", "label": label} for label in ("NA", "SA", "None")]
+    of_json = read_classify(write(tmp_path, json.dumps(rows), "x.json"), TEXTS, labels=None)
+    assert of_json.labels == ("NA", "None", "SA")  # JSON has null for what is missing
+    scores = read_scores(write(tmp_path, "a,label\nt,2.5\nt,NA\n", "x.csv"), TEXTS)
+    assert [example.score for example in scores.examples] == [2.5] and num_unlabelled(scores) == 1
+
+
+def test_decimals_of_parquet_are_numbers(tmp_path: Path) -> None:
+    labels = pa.array([Decimal("0"), Decimal("1"), None]).cast(pa.decimal128(3, 1))
+    parquet.write_table(pa.table({"a": ["t", "u", "v"], "label": labels}), tmp_path / "x.parquet")
+    data = read_classify(tmp_path / "x.parquet", TEXTS, labels=None)
+    assert data.labels == ("0", "1") and num_unlabelled(data) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("x.csv", "a,label\n" + "".join(f"t,i{n}\n" for n in range(21)), r"each of the 21 rows has a label"),
+        ("x.csv", 'a,label\nt,"[1, 2]"\nt,[1]\n', r"labels such as \[1, 2\] are lists, .* a row for each"),
+        ("x.csv", "a,label\nt,1\nt,1.0\nt,2\n", r"the labels '1' and '1\.0' differ in .* a number"),
+        ("x.csv", "a,label\nt,01\nt,1\n", r"the labels '01' and '1' differ in"),
+        ("x.csv", "a,label\nt,caf\u00e9\nt,cafe\u0301\n", r"differ in .* form of a letter"),
+        ("x.json", '{"a": {"0": "t"}, "label": {"0": 1}}', r"all rows in 'a', 'label'; .*orient=.records"),
+        ("x.json", '{"data": [{"a": "t", "label": 1}]}', r"line 1: the object has all rows in 'data'; write"),
         ("x.csv", TABLE + '"open,1\n' + "t,1\n" * 50, r"a quote in line 32 is not closed"),
         ("x.csv", "a,a,label\nt,u,1\n", r"line 1: there are several columns 'a'; rename all but one"),
         ("x.tsv", "a\tlabel\rt\t1\rt\t0\r", r"its lines end in CR alone; convert them"),
@@ -329,7 +359,7 @@ def test_empty_cells_and_nan_are_no_labels(tmp_path: Path, name: str, text: str)
         (
             "x.jsonl",
             '{"a": "t", "label": true}\n{"a": "t", "label": 0}\n{"a": "t", "label": 1}\n',
-            r"the labels '1' and 'true' differ in .* a number from true",
+            r"the labels '1' and 'true' differ in .* a number or true",
         ),
         ("x.jsonl", '{\n "data": []\n}\n', r"not JSON: .*; write an object on each line, or one array"),
         (
@@ -344,6 +374,11 @@ def test_empty_cells_and_nan_are_no_labels(tmp_path: Path, name: str, text: str)
 def test_tables_that_would_be_misread_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_classify(write(tmp_path, text, name), TEXTS, labels=None)
+
+
+def test_a_folder_is_named_with_the_way_to_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is a folder; name a file in it\. .*\.load_from_disk"):
+        read_classify(tmp_path, TEXTS, labels=None)
 
 
 def test_a_parquet_file_with_a_column_twice(tmp_path: Path) -> None:
