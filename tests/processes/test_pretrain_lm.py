@@ -138,6 +138,24 @@ def test_the_exported_tokenizer_puts_nothing_around_texts(whole_run: Path, data:
     assert model.generation_config.eos_token_id == end
 
 
+@pytest.mark.parametrize("pipeline", [1, 2], ids=["replicas", "stages"])
+def test_the_best_model_is_exported(pipeline: int, data: Path, models: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = with_dropout(
+        data, models, run_dir,
+        optim={"learning_rate": 0.5, "warmup_steps": 6},
+        parallel={"pipeline": pipeline},
+        run={"validation_frequency": 2, "keep_best": "lm_loss", "keep_checkpoints": 1},
+    )  # fmt: skip
+    assert jobs.run(config) == [EXIT_OK] * 2
+    scores = {row.step: row.metrics for row in read_record(run_dir) if isinstance(row, record.Evaluation)}
+    best = min(scores, key=lambda step: scores[step]["lm_loss"])
+    assert best != 12
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "transformers")
+    wanted = scores_by_transformers(model, data, 32, config.run.validation_samples)
+    assert scores[best]["lm_loss"] == pytest.approx(wanted["lm_loss"], rel=1e-5)
+
+
 def test_a_killed_run_continues_bitwise(data: Path, models: Path, whole_run: Path, tmp_path: Path) -> None:
     config = with_dropout(data, models, tmp_path / "run", run={"checkpoint_frequency": 1})
     workers = jobs.start(config, 2)

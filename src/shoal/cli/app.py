@@ -52,8 +52,8 @@ _LAZY = {
     "cli.train:train": "Train a recipe; the same command resumes a stopped run.",
     "cli.train:finetune": """Finetune a pretrained model on a task and score it; the same command resumes.
 
-The model is the directory of a run of shoal (its newest checkpoint) or a transformers directory with its
-tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which generates its answers.
+The model is the directory of a run of shoal (its best or newest checkpoint) or a transformers directory with
+its tokenizer: BERT, ALBERT, RoBERTa or DistilBERT, or T5, which generates its answers.
 
     shoal finetune squad --preset albert --model runs/first --data train-v2.0.json --eval dev-v2.0.json
 

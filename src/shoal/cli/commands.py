@@ -27,8 +27,8 @@ def export(
     Parameters
     ----------
     source
-        A run directory (its newest checkpoint), or one of its checkpoints; for --onnx also a directory
-        written by an export or a finetuning.
+        A run directory (its best or newest checkpoint), or one of its checkpoints; for --onnx also a
+        directory written by an export or a finetuning.
     out
         Output directory; default: transformers-STEP or model-STEP in the run directory.
     onnx

@@ -196,7 +196,7 @@ def evaluate_checkpoint(
     Parameters
     ----------
     checkpoint
-        A checkpoint, or the directory of a run, whose newest checkpoint is scored.
+        A checkpoint, or the directory of a run, whose best or newest checkpoint is scored.
     run
         The run with the settings; default: that of the checkpoint.
     out
@@ -206,14 +206,13 @@ def evaluate_checkpoint(
     workers
         Workers on this host (default: one per GPU, or one).
     """
-    from shoal.train.checkpoint_files import is_checkpoint, list_checkpoints
+    from shoal.train.checkpoint_files import newest_or_best
 
     run = run or find_run(checkpoint, "CHECKPOINT")
-    if not is_checkpoint(checkpoint):
-        checkpoints = list_checkpoints(checkpoint)
-        if not checkpoints:
-            raise UsageError(f"{checkpoint} is neither a checkpoint nor the directory of a run that has one")
-        checkpoint = checkpoints[-1]
+    chosen = newest_or_best(checkpoint)
+    if chosen is None:
+        raise UsageError(f"{checkpoint} is neither a checkpoint nor the directory of a run that has one")
+    checkpoint = chosen
     name = recipe_of(run)
     if name not in RECIPES:
         raise UsageError(f"{run} is a run of {name}, not of one of {', '.join(RECIPES)}")

@@ -165,7 +165,7 @@ class Use:
         """Write the model of a checkpoint and return the directory.
 
         Args:
-            source: a run directory, whose newest checkpoint is taken, or one of its checkpoints.
+            source: a run directory, whose best or newest checkpoint is taken, or one of its checkpoints.
             out: what to write; default: a folder of the run directory named after the step.
         """
         raise NotImplementedError

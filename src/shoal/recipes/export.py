@@ -24,7 +24,7 @@ def export_model(
     """Write the model of ``source`` by the recipe that trained it, and return the directory.
 
     Args:
-        source: a run directory, whose newest checkpoint is taken, or one of its checkpoints.
+        source: a run directory, whose best or newest checkpoint is taken, or one of its checkpoints.
         out: what to write; default: a folder of the run directory named after the step.
         precision: type of the weights, one of :data:`TYPES`; it is in the directory's config.json.
         folders: kinds of models that the caller can use, by the names of their exports.

@@ -206,7 +206,7 @@ def open_source(config: SourceConfig, run: "Run") -> Path:
 def prepare_source(path: Path, run_dir: Path) -> Path:
     """Return the transformers directory of the model in ``path``.
 
-    Of a pretraining run, the newest checkpoint (or the named one) is exported into ``run_dir``, once.
+    Of a pretraining run, the best or newest checkpoint (or the named one) is exported into ``run_dir``, once.
 
     Raises:
         UsageError: ``path`` names no model, or a checkpoint of a finetuning.

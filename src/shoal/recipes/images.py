@@ -316,7 +316,7 @@ class ImageUse(Use):
 
     @classmethod
     def read_checkpoint(cls, source: Path) -> tuple[Any, int]:
-        """Return the network of a run's newest checkpoint, or of one of its checkpoints, and the step.
+        """Return the network of a checkpoint, or of the best or newest one of a run, and the step.
 
         Raises:
             UsageError: it is not of a run of this recipe.

@@ -47,7 +47,7 @@ class ModelSource:
         """The run or checkpoint that has the weights, or ``None`` if :attr:`directory` has them.
 
         A finetuned language model and a network for images are what their run exported at its end. A run of
-        pretraining may have been continued since, so its newest checkpoint counts.
+        pretraining may have been continued since, so its best or newest checkpoint counts.
         """
         if self.kind == "checkpoint":
             return self.path

@@ -320,7 +320,13 @@ class Checkpointer:
             temporary, step, [WrittenFile(**file) for part in written for file in part]
         )
         present = [files.step_of(path) for path in files.list_checkpoints(self._run_dir)]
-        for old in files.superseded(present, newest=step, keep=self._keep, damaged=self._damaged_steps):
+        for old in files.superseded(
+            present,
+            newest=step,
+            keep=self._keep,
+            damaged=self._damaged_steps,
+            best=files.best_step(self._run_dir),
+        ):
             files.remove_checkpoint(files.checkpoint_path(self._run_dir, old))
         return num_bytes
 
@@ -356,7 +362,7 @@ def load_model(path: Path, model: nn.Module, *, key: str = "model", whole: nn.Mo
     """Load only the model of a checkpoint, for evaluation, export or a new run. Not a collective.
 
     Args:
-        path: a checkpoint, or a run directory, whose newest checkpoint is loaded.
+        path: a checkpoint, or a run directory, whose best or newest checkpoint is loaded.
         model: filled in place.
         key: name of the model in the saved state.
         whole: the model, on meta or not, of which ``model`` is a part; default: ``model`` is all of it.
@@ -379,7 +385,7 @@ def load_models(
     """Load the models of a checkpoint, in any division over the workers. A collective.
 
     Args:
-        path: a checkpoint, or a run directory, whose newest checkpoint is loaded.
+        path: a checkpoint, or a run directory, whose best or newest checkpoint is loaded.
         models: by their names in the saved state; filled in place.
         group: of all workers; ``None``: there is one.
 
@@ -402,7 +408,7 @@ def stored_model(path: Path, *, key: str = "model") -> tuple[int, dict[str, Call
     So a model that fits no worker can be written elsewhere one tensor at a time.
 
     Args:
-        path: a checkpoint, or a run directory, whose newest checkpoint is read.
+        path: a checkpoint, or a run directory, whose best or newest checkpoint is read.
         key: name of the model in the saved state.
 
     Raises:
@@ -421,19 +427,17 @@ def stored_model(path: Path, *, key: str = "model") -> tuple[int, dict[str, Call
 
 
 def _find_whole(path: Path) -> Path:
-    """Return a checkpoint whose checksums match: ``path``, or the newest in it.
+    """Return a checkpoint whose checksums match: ``path``, or the best or newest in it.
 
     Raises:
         ShoalError: there is none, or it is damaged.
     """
-    if not files.is_checkpoint(path):
-        checkpoints = files.list_checkpoints(path)
-        if not checkpoints:
-            raise ShoalError(f"{path} is neither a checkpoint nor the directory of a run that has one")
-        path = checkpoints[-1]
-    if damage := files.find_damage(path):
-        raise ShoalError(f"the checkpoint {path} is damaged: {damage}; use an older one of the run instead")
-    return path
+    chosen = files.newest_or_best(path)
+    if chosen is None:
+        raise ShoalError(f"{path} is neither a checkpoint nor the directory of a run that has one")
+    if damage := files.find_damage(chosen):
+        raise ShoalError(f"the checkpoint {chosen} is damaged: {damage}; use an older one of the run instead")
+    return chosen
 
 
 def _load(

@@ -32,13 +32,15 @@ from typing import Any
 
 import torch
 
-from shoal.atomic_io import sync_folder
+from shoal.atomic_io import sync_folder, write_atomically
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 
 FOLDER = "checkpoints"
 CONTENTS = "contents.json"
 COMPLETE = "complete.json"
+_BEST = "best-step"
+"""File of the folder with the step of the run's best checkpoint."""
 FORMAT = 2
 """Number of the format, the names and meaning of the values that a run saves included."""
 _TEMPORARY, _REPLACED, _DELETED = ".tmp", ".old", ".gone"
@@ -127,6 +129,51 @@ def step_of(path: Path) -> int:
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints of the run, the oldest first. Their files are not checked."""
     return sorted(filter(is_checkpoint, (run_dir / FOLDER).glob("*")), key=step_of)
+
+
+def newest_or_best(path: Path) -> Path | None:
+    """Return the checkpoint that a path names: itself, or the best one that a run keeps, or its newest.
+
+    Args:
+        path: a checkpoint or a run directory.
+
+    Returns:
+        ``None``: the path is no checkpoint, and no run that has one.
+    """
+    if is_checkpoint(path):
+        return path
+    best = best_step(path)
+    if best is not None and is_checkpoint(checkpoint_path(path, best)):  # it may never have been completed
+        return checkpoint_path(path, best)
+    return next(reversed(list_checkpoints(path)), None)
+
+
+def best_step(run_dir: Path) -> int | None:
+    """Return the step of the run's best checkpoint, if it keeps one.
+
+    Raises:
+        ShoalError: the file that names it is malformed.
+    """
+    path = run_dir / FOLDER / _BEST
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8").strip()
+    if not (text.isascii() and text.isdigit()):
+        raise ShoalError(f"{path} has {text[:80]!r} instead of a step: delete it, and the newest one counts")
+    return int(text)
+
+
+def write_best_step(run_dir: Path, step: int | None) -> None:
+    """Name the run's best checkpoint; ``None``: it keeps none.
+
+    Raises:
+        ShoalError: the file cannot be written.
+    """
+    path = run_dir / FOLDER / _BEST
+    if step is not None:
+        write_atomically(path, f"{step}\n".encode())
+    elif path.exists():
+        path.unlink()
 
 
 def temporary_path(path: Path, owner: int) -> Path:
@@ -292,15 +339,17 @@ def read_contents(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
         raise ShoalError(f"{path / CONTENTS} cannot be read: {error!r}") from error
 
 
-def superseded(steps: Iterable[int], *, newest: int, keep: int, damaged: Iterable[int] = ()) -> list[int]:
+def superseded(
+    steps: Iterable[int], *, newest: int, keep: int, damaged: Iterable[int] = (), best: int | None = None
+) -> list[int]:
     """Return the steps whose checkpoints can be deleted once that of step ``newest`` is complete.
 
-    The last ``keep`` up to ``newest`` are kept, and all after ``newest``, which belong to an earlier attempt
-    that got further. ``damaged`` ones do not count towards ``keep``.
+    The last ``keep`` up to ``newest`` are kept, the ``best`` one, and all after ``newest``, which belong to
+    an earlier attempt that got further. ``damaged`` ones do not count towards ``keep``.
     """
     past = {step for step in steps if step <= newest}
     good = sorted(past - (set(damaged) - {newest}))
-    return sorted(past - set(good[-keep:]))
+    return sorted(past - set(good[-keep:]) - {best})
 
 
 def _leftovers(run_dir: Path) -> list[Path]:

@@ -91,6 +91,11 @@ class RunOutputConfig:
     """Number of most recent checkpoints to keep."""
     save: bool = True
     """Write checkpoints, and the trained model at the end; a run without them cannot be resumed."""
+    keep_best: str | None = None
+    """Score, such as lm_loss or f1, whose best checkpoint is kept, exported at the end, and taken wherever
+    the run is named as a model; SCORE:min or SCORE:max where the name does not say which is better."""
+    patience: int = 0
+    """With keep-best: evaluations in a row without a better score after which the run ends; 0: it goes on."""
     until: str | None = None
     """End the run at the first evaluation that meets all conditions, such as
     'box_AP>=0.377,mask_AP>=0.339'."""
@@ -118,6 +123,16 @@ class RunOutputConfig:
                 raise UsageError(f"run.report_to {name!r} must be one of {', '.join(_TRACKERS)}")
         if self.validation_beside and not self.save:
             raise UsageError("run.validation_beside needs weights on disk: leave --run.no-save out")
+        require_positive("run", self, "patience", least=0)
+        if self.patience and self.keep_best is None:
+            raise UsageError(f"run.patience {self.patience} needs a score: set --run.keep-best SCORE")
+        if self.keep_best is not None and not self.save:
+            raise UsageError("run.keep_best needs checkpoints: leave --run.no-save out")
+        if self.keep_best is not None and self.validation_beside:
+            raise UsageError(
+                "run.keep_best does not go with run.validation_beside, whose scores come after the weights "
+                "have changed: leave one of them out"
+            )
         if self.until is not None and not getattr(self, "validation_frequency", 1):
             raise UsageError(f"run.until {self.until!r} needs evaluations: set --run.validation-frequency N")
 

@@ -1,4 +1,4 @@
-"""Keeps the scores of a run, compares them with its target, and evaluates weights beside training.
+"""Keeps the scores of a run, compares them with its target and its best, and evaluates beside training.
 
 Beside training, evaluations run in processes of their own, on the first worker's host:
 
@@ -13,6 +13,7 @@ Beside training, evaluations run in processes of their own, on the first worker'
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -36,10 +37,11 @@ from shoal.train.checkpoint_files import (
     list_checkpoints,
     remove_checkpoint,
     step_of,
+    write_best_step,
 )
 from shoal.train.config import required
 from shoal.train.reporting import RunLog, format_metrics
-from shoal.train.stopping import Scores, Target
+from shoal.train.stopping import Score, Scores, Target
 from shoal.train.world import World, run_on_all
 
 FOLDER = "beside"
@@ -62,16 +64,47 @@ class Evaluations:
         directory: the run directory; ``None`` for an inner run, which has no record.
         world: the workers.
         target: the scores that end the run, if any.
+        best: the best score so far, if the run keeps its best checkpoint.
 
     Attributes:
         scores: those of the last step, by split.
     """
 
-    def __init__(self, directory: Path | None, world: World, target: Target | None) -> None:
-        self._directory, self._world = directory, world
+    def __init__(
+        self, directory: Path | None, world: World, target: Target | None, best: Best | None
+    ) -> None:
+        self._directory, self._world, self._best = directory, world, best
         self._goal = Goal(target) if target is not None else None
         self._beside: Beside | None = None
         self.scores: dict[str, Mapping[str, float]] = {}
+
+    def add(self, step: int, split: str, scores: Mapping[str, float]) -> None:
+        """Take the scores of a split after ``step``, the last one."""
+        self.scores[split] = scores
+        if self._best is not None:
+            self._best.add(step, self.scores)
+
+    def is_best(self, step: int) -> bool:
+        """Return whether ``step`` has the best score so far; false on all workers but the first."""
+        return self._best is not None and self._world.is_main and self._best.step == step
+
+    def end_run(self) -> bool:
+        """Return whether the scores end the run; false on all workers but the first.
+
+        They have reached the target, or have not become better for as many evaluations as the settings say.
+        """
+        return self._world.is_main and (self.is_reached() or (self._best is not None and self._best.is_stale))
+
+    def best_step(self, last: int) -> int:
+        """Return the step with the best score, or ``last``; name its checkpoint. A collective."""
+        step = None if self._best is None else self._best.step
+
+        def name_it() -> int:
+            if self._world.is_main:
+                write_best_step(required(self._directory), step)
+            return last if step is None else step
+
+        return run_on_all(self._world.control, name_it)[0]
 
     def is_reached(self) -> bool:
         """Return whether the target is reached; false on all workers but the first."""
@@ -89,8 +122,10 @@ class Evaluations:
             self.scores = {split: row.metrics for split, row in self.last(step).items()}
             if self._goal is not None:
                 self._goal.read(rows)
+            if self._best is not None:
+                self._best.read(rows, step)
             is_ended = any(isinstance(row, record.End) and row.step == step for row in rows)
-            return is_ended and (step == total or self.is_reached())
+            return is_ended and (step == total or self.end_run())
 
         return step > total or self._on_main(ended)
 
@@ -118,8 +153,15 @@ class Evaluations:
             scores = format_metrics(goal.scores_of(self.scores)) or "no such score"
             log.progress.say(f"the target {goal.target} was not reached: {scores}")
 
+    def report_stale(self, log: RunLog | None) -> None:
+        """Say that training ends because scores became no better, if it does, on the first worker."""
+        if log is not None and self._best is not None and self._best.is_stale:
+            log.progress.say(f"training ends: {self._best}")
+
     def end_of_run(self) -> str:
-        """Return that the target ended the run, in words for the first worker; empty: another reason did."""
+        """Return that the scores ended the run, in words for the first worker; empty: another reason did."""
+        if self._best is not None and self._best.is_stale:
+            return f"has ended: {self._best}"
         if self._goal is None or not self.is_reached():
             return ""
         scores = format_metrics(self._goal.scores_of(self.scores))
@@ -252,6 +294,55 @@ class Goal:
         step = self.reached[0] if self.reached else step
         self.row = record.target_row(rows, step, str(self.target), self.scores_of(scores))
         return self.row
+
+
+# ---- the best score -------------------------------------------------------------------------------------
+
+
+class Best:
+    """Follows the score by which a run keeps its best checkpoint; on the first worker.
+
+    Args:
+        score: of which the best value counts.
+        patience: evaluations in a row without a better value after which the run ends; 0: any number.
+    """
+
+    def __init__(self, score: Score, patience: int = 0) -> None:
+        self._score, self._patience = score, patience
+        self._values: dict[int, float] = {}
+
+    def add(self, step: int, scores: Scores) -> None:
+        """Take the scores of a step; a repeated evaluation replaces the former one."""
+        for value in self._score.scores_of(scores).values():
+            self._values[step] = value
+
+    def read(self, rows: Sequence[record.Row], last: int) -> None:
+        """Take the scores in the record up to step ``last``."""
+        for row in rows:
+            if isinstance(row, record.Evaluation) and row.step <= last:
+                self.add(row.step, {row.split: row.metrics})
+
+    @property
+    def step(self) -> int | None:
+        """The step with the best value, the first of equal ones; ``None``: there is no finite value."""
+        sign = 1 if self._score.rises else -1
+        finite = {step: sign * value for step, value in self._values.items() if math.isfinite(value)}
+        return max(sorted(finite), key=finite.__getitem__, default=None)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether too many evaluations in a row have not been better."""
+        return 0 < self._patience <= self._num_since
+
+    def __str__(self) -> str:
+        value = "none" if self.step is None else f"{self._values[self.step]:.4g} of step {self.step:,}"
+        return (
+            f"the best {self._score} is {value}, and {self._num_since} evaluations in a row were not better"
+        )
+
+    @property
+    def _num_since(self) -> int:
+        return sum(step > (self.step or 0) for step in self._values)
 
 
 # ---- beside training ------------------------------------------------------------------------------------

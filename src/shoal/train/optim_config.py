@@ -17,7 +17,7 @@ from shoal.optim.lr_schedules import LRSchedule
 
 def _option(default: Any) -> Any:
     """Return a field of an optimizer's options with this default for the optimizer."""
-    return field(default=None, metadata={"default": default})
+    return field(default=None, metadata={"optimizer_default": default})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ OPTIMIZERS: Mapping[str, type[Any]] = {
 
 def defaults_of(optimizer: str) -> dict[str, Any]:
     """Return the options that are specific to an optimizer, with their defaults."""
-    return {option.name: option.metadata["default"] for option in fields(OPTIMIZERS[optimizer])}
+    return {option.name: option.metadata["optimizer_default"] for option in fields(OPTIMIZERS[optimizer])}
 
 
 def owners_of(option: str, config: type[Any]) -> list[str]:
@@ -136,7 +136,7 @@ class OptimizerConfig:
         own = defaults_of(self.optimizer)
         for option in fields(self):
             value = getattr(self, option.name)
-            if "default" in option.metadata and value is not None and option.name not in own:
+            if "optimizer_default" in option.metadata and value is not None and option.name not in own:
                 owners = " or ".join(owners_of(option.name, type(self)))
                 raise UsageError(
                     f"optim.{option.name} {value} is not an option of {self.optimizer}: leave it out or "

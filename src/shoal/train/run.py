@@ -54,9 +54,10 @@ from shoal.decide.rng import Stream, random_keys
 from shoal.env.launcher import worker_env
 from shoal.env.settings import progress_file
 from shoal.env.worker import WorkerEnv, alone
-from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
+from shoal.errors import EXIT_OK, EXIT_STOPPED, ShoalError, UsageError, is_out_of_memory
 from shoal.train.backends import Purpose
 from shoal.train.checkpoint import Checkpointer, Restored
+from shoal.train.checkpoint_files import checkpoint_path
 from shoal.train.checkpoint_state import flatten
 from shoal.train.config import (
     DistributedConfig,
@@ -68,7 +69,7 @@ from shoal.train.config import (
     refuses_fp16,
     required,
 )
-from shoal.train.evaluations import Evaluations, as_numbers, final_scores, load_weights
+from shoal.train.evaluations import Best, Evaluations, as_numbers, final_scores, load_weights
 from shoal.train.gradients import DataParallel, LossScale, Precision, Update
 from shoal.train.mlperf_log import MLPerfLog
 from shoal.train.model_setup import agree_on_precision, compile_model, wrap_model
@@ -97,6 +98,7 @@ from shoal.train.stopping import (
     end_in_one_line,
     not_finite,
     out_of_memory,
+    read_best,
     read_target,
 )
 from shoal.train.trackers import TRACKERS
@@ -106,6 +108,12 @@ end_in_one_line()  # settings, which a script makes before it opens a run, are c
 
 _FOLLOW_STEPS = 8
 """Steps between two adaptations of the shares of backend shoal's servers."""
+
+_NOTHING_BUT_SCORES: Mapping[str, Any] = {
+    "save": False, "until": None, "keep_best": None, "patience": 0, "validation_beside": 0, "report_to": (),
+    "mlperf_log": None,
+}  # fmt: skip
+"""Settings of a run that evaluates a checkpoint."""
 
 Batch = Any
 T = TypeVar("T")
@@ -220,8 +228,8 @@ class Run:
         stop_request: the signal that asked to stop, if any.
         stopped: whether a signal asked to stop; :meth:`steps` then yields nothing more.
         is_over: whether an earlier process group has ended the run; known once :meth:`steps` has begun.
-        reached: whether the last evaluations reached the target of the settings; known once the steps have
-            ended.
+        reached: whether the scores ended the run: they reached the target of the settings, or became no
+            better for too long; known once the steps have ended.
         to_device: returns a micro-batch, or a part of it, with its tensors on the device, for loops with
             ``on_host``; copies from pinned memory run concurrently with the queued kernels of a GPU.
         lines: steps that have a line in the record besides those of the settings, such as ends of epochs.
@@ -238,6 +246,7 @@ class Run:
         precision: Precision,
         stop: StopRequest,
         target: Target | None = None,
+        best: Best | None = None,
     ) -> None:
         self.world, self.directory, self.seed = world, directory, settings.loop.seed
         self._settings, self._tree = settings, settings.tree(precision)
@@ -247,7 +256,7 @@ class Run:
         self.step = 0
         self.stopped = self.is_over = self.reached = False
         self.lines: Sequence[int] = ()
-        self._evaluations = Evaluations(directory, world, target)
+        self._evaluations = Evaluations(directory, world, target, best)
         self.stop_request = stop
         self._checkpointer: Checkpointer | None = None
         if directory is not None and settings.output.save:
@@ -328,7 +337,9 @@ class Run:
         everything = _settings(config, settings, loop, distributed, servers, recipe)
         output, loop, distributed = everything.output, everything.loop, everything.distributed
         check_combination(loop, distributed, everything.servers, clip="global")
-        target = read_target(output.until, getattr(config, "scores", {}) if scores is None else scores)
+        known = getattr(config, "scores", {}) if scores is None else scores
+        target, score = read_target(output.until, known), read_best(output.keep_best, known)
+        best = None if score is None else Best(score, output.patience)
         directory = Path(directory or required(output.dir))
         stop = StopRequest()
         with ExitStack() as stack:
@@ -343,7 +354,7 @@ class Run:
             run_on_all(
                 world.control, lambda: open_run_dir(directory, tree, immutable) if world.is_main else None
             )
-            run = cls(world, directory, everything, precision=precision, stop=stop, target=target)
+            run = cls(world, directory, everything, precision=precision, stop=stop, target=target, best=best)
             stack.enter_context(run._stack)
 
             def open_writers() -> None:
@@ -634,9 +645,10 @@ class Run:
         bad = self._metrics.num_nonfinite >= counted
         stops = self.stop_request.requested is not None
         times = self.world.by_rank(self.timer.busy_s) if self._shares is not None else []
-        sums = self.sum([num_targets, bad, stops, self._evaluations.is_reached(), *times])
+        scores = self._evaluations
+        sums = self.sum([num_targets, bad, stops, scores.end_run(), scores.is_best(self.step), *times])
         self.timer.lap("other")
-        total, num_bad, num_stops, num_reached = map(int, sums[:4])
+        total, num_bad, num_stops, num_reached, num_best = map(int, sums[:5])
         self._nonfinite_steps = self._nonfinite_steps + counted if num_bad else 0
         if self._nonfinite_steps >= most:
             rates = "optim" if self._section == "train" else self._section
@@ -644,10 +656,13 @@ class Run:
             behind = 1 + self._metrics.num_unread  # the step whose loss it is
             names = source.names(shard, index - behind)
             raise not_finite(self._nonfinite_steps, self.step + 1 - behind, names, section=section)
+        if num_best:
+            scores.best_step(self.step)
+            self.save()
         if num_reached or num_stops:
             self._end_early(is_reached=num_reached > 0)
             return None
-        if self._shares is not None and self._shares.observe(self.step + 1, sums[4:]):
+        if self._shares is not None and self._shares.observe(self.step + 1, sums[5:]):
             if self.log:
                 samples, seconds = list(self._shares.current), self._shares.seconds
                 self.log.write(record.Shares(step=self.step + 1, samples=samples, seconds=seconds))
@@ -670,6 +685,7 @@ class Run:
         self.save(wait=self.stopped)
         if self.reached:
             self._evaluations.report_target(self.step, self.log)
+            self._evaluations.report_stale(self.log)
         elif self.log:
             signal = self.stop_request.requested or "a signal to another worker"
             reason = f"{signal}; the same command continues"
@@ -718,7 +734,7 @@ class Run:
         )  # fmt: skip
         if self.log:
             self.log.write(row)
-        self._evaluations.scores[split] = row.metrics
+        self._evaluations.add(self.step, split, row.metrics)
         self._last_end = now
         self.timer.begin_step()
 
@@ -783,10 +799,11 @@ class Run:
         if self._checkpointer is not None:
             self._checkpointer.finish()
         self._report_checkpoints()
+        scored = self._load_best()
         if self.log:
             if export and self._settings.output.save:
                 export(self.directory)
-            last = self._evaluations.last(self.step)
+            last = self._evaluations.last(scored)
             self.log.progress.say(self._speed.line(self.world.num_workers, self._settings.unit))
             self.log.write(
                 record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=final_scores(last))
@@ -796,6 +813,22 @@ class Run:
         return EXIT_OK
 
     # ---- inside -----------------------------------------------------------------------------------------
+
+    def _load_best(self) -> int:
+        """Load the weights with the best score, if the run keeps them; return their step. A collective."""
+        step = self._evaluations.best_step(self.step)
+        if step == self.step:
+            return step
+        assert self.directory is not None
+        try:
+            load_weights(checkpoint_path(self.directory, step), self._kept, self.world)
+        except ShoalError as error:
+            step, note = self.step, f"{error}; the last weights are the result"
+        else:
+            note = f"the weights of step {step:,}, which have the best score, are the result"
+        if self.log:
+            self.log.progress.say(note)
+        return step
 
     def _state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; that of the data is the one integer ``samples``."""
@@ -983,7 +1016,7 @@ def _settings(
     """Return all settings: sections that are not given are those of ``config``, or the defaults."""
     output = output or _section(config, "run", RunOutputConfig)
     if output.evaluate is not None:
-        output = replace(output, save=False, until=None, validation_beside=0, report_to=(), mlperf_log=None)
+        output = replace(output, **_NOTHING_BUT_SCORES)
     return Settings(
         config=config,
         output=output,

@@ -140,34 +140,44 @@ _ALIASES = {
     "squad_exact": "exact_match",
 }
 """Short names of scores, and the names in the record."""
+_FALLING = ("loss", "perplexity", "bits_per_byte", "error")
+"""Ends of the names of scores that fall."""
 _ALSO = {"exact_match": "exact"}
 """Names that a score has in other data: that of SQuAD 2.0."""
 
 
-@dataclass(frozen=True)
-class Condition:
-    """A bound that a score must reach, such as ``box_AP>=0.377``."""
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A score that decides something about a run."""
 
     name: str
-    """Of the score."""
     rises: bool
-    """True if the score must be at least ``bound``, otherwise at most."""
-    bound: float
+    """True if a higher score is better, otherwise a lower one."""
     split: str = ""
     """Whose score; empty: that of every split that has one."""
 
     def __str__(self) -> str:
-        split = f"{self.split}/" if self.split else ""
-        return f"{split}{self.name}{'>=' if self.rises else '<='}{self.bound:g}"
+        return f"{self.split}/{self.name}" if self.split else self.name
 
     def scores_of(self, scores: Scores) -> dict[str, float]:
-        """Return the scores to which the condition applies, by ``split/name``."""
+        """Return the values of the score, by ``split/name``."""
         return {
             f"{split}/{name}": values[name]
             for split, values in scores.items()
             for name in (self.name, _ALSO.get(self.name, self.name))
             if self.split in ("", split) and name in values
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition(Score):
+    """A bound that a score must reach, such as ``box_AP>=0.377``."""
+
+    bound: float
+    """The score must be at least this, or at most if it falls."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}{'>=' if self.rises else '<='}{self.bound:g}"
 
     def holds(self, scores: Scores) -> bool:
         """Return whether there is such a score and all of them reach the bound."""
@@ -231,11 +241,48 @@ def read_target(text: str | None, known: Mapping[str, Collection[str]]) -> Targe
         word, sign, number, percent = match.groups()
         split, _, name = word.rpartition("/")
         try:
-            condition = Condition(_known_name(split, name, known), sign == ">=", float(number), split)
+            known_name = _known_name(split, name, known)
+            condition = Condition(name=known_name, rises=sign == ">=", bound=float(number), split=split)
             conditions.append(_sensible(condition, in_percent=bool(percent)))
         except ValueError as error:  # a UsageError is one
             raise UsageError(f"run.until {text!r}: {error}") from None
     return Target(tuple(conditions))
+
+
+def read_best(text: str | None, known: Mapping[str, Collection[str]]) -> Score | None:
+    """Read the score by which a run keeps its best checkpoint; ``None`` for no text.
+
+    Args:
+        text: a score, written as for :func:`read_target` without a bound; with ``:min`` or ``:max`` behind it
+            where its name does not say whether it falls or rises.
+        known: the names of the scores, by split.
+
+    Raises:
+        UsageError: the score is not known, several splits have it, or it may fall or rise.
+
+    Example:
+        >>> read_best("top1", {"validation": ["loss", "top1_accuracy"]})
+        Score(name='top1_accuracy', rises=True, split='validation')
+    """
+    if text is None:
+        return None
+    word, _, order = text.strip().partition(":")
+    split, _, name = word.rpartition("/")
+    try:
+        name = _known_name(split, name, known)
+    except UsageError as error:
+        raise UsageError(f"run.keep_best {text!r}: {error}") from None
+    splits = [own for own, names in known.items() if split in ("", own) and name in names]
+    if len(splits) > 1:
+        choices = " or ".join(f"{own}/{name}" for own in splits)
+        raise UsageError(f"run.keep_best {text!r} is a score of {len(splits)} splits: write {choices}")
+    falls = name.endswith(_FALLING)
+    rises = _is_fraction(name) or _is_percentage(name) or name in ("pearson", "spearman")
+    if order not in ("", "min", "max") or not (order or falls or rises):
+        raise UsageError(
+            f"run.keep_best {text!r}: write {word}:min if the lowest score is the best, or {word}:max"
+        )
+    return Score(name=name, rises=order == "max" if order else rises, split=splits[0])
 
 
 def _known_name(split: str, name: str, known: Mapping[str, Collection[str]]) -> str:
@@ -266,8 +313,7 @@ def _sensible(condition: Condition, *, in_percent: bool) -> Condition:
         UsageError: the bound is outside of the score's range, or the sign the wrong way.
     """
     name, bound = condition.name, condition.bound
-    falls, fraction = name.endswith("loss"), name.endswith("accuracy") or "_AP" in name
-    percentage = name in ("f1", "exact_match", "bleu") or name.startswith("rouge")
+    falls, fraction, percentage = name.endswith(_FALLING), _is_fraction(name), _is_percentage(name)
     if falls == condition.rises and (falls or fraction or percentage):
         raise UsageError(f"{name} is to {'fall: write <=' if falls else 'rise: write >='}")
     if in_percent and not (fraction or percentage):
@@ -278,3 +324,11 @@ def _sensible(condition: Condition, *, in_percent: bool) -> Condition:
     if percentage and (not 0 <= bound <= 100 or (0 < bound < 1 and not in_percent)):
         raise UsageError(f"{name} is a percentage, between 0 and 100: write 0.5% for less than 1")
     return replace(condition, bound=bound)
+
+
+def _is_fraction(name: str) -> bool:
+    return name.endswith("accuracy") or "_AP" in name
+
+
+def _is_percentage(name: str) -> bool:
+    return name in ("f1", "exact_match", "bleu") or name.startswith("rouge")

@@ -6,6 +6,7 @@ import copy
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
+import pydantic
 import pytest
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ def groups_of(optimizer: torch.optim.Optimizer, *names: str) -> list[tuple[Any, 
 @pytest.mark.parametrize("config", [TextOptimizerConfig, VisionOptimizerConfig, LmOptimConfig])
 def test_settings_have_the_options_of_their_own_optimizers(config: type[OptimizerConfig]) -> None:
     choices = get_args(get_type_hints(config)["optimizer"])
-    options = {field.name for field in fields(config) if "default" in field.metadata}
+    options = {field.name for field in fields(config) if "optimizer_default" in field.metadata}
     assert options == {name for choice in choices for name in defaults_of(choice)}
     for choice in choices:
         assert issubclass(config, OPTIMIZERS[choice])
@@ -204,3 +205,9 @@ def test_muon_updates_the_matrices_of_layers_and_adamw_all_else() -> None:
     for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(own, other)
     assert list(build_optimizers(ours.named_parameters(), LmOptimConfig(), set())) == ["optimizer"]
+
+
+def test_settings_are_read_in_a_process_that_has_pydantic() -> None:
+    """Cyclopts then checks dataclasses by it, and pydantic reads fields' metadata as its own."""
+    given: dict[str, Any] = {"optimizer": "adamw", "beta2": 0.95}
+    assert pydantic.TypeAdapter(TextOptimizerConfig).validate_python(given) == TextOptimizerConfig(**given)
