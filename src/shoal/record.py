@@ -108,6 +108,8 @@ class Step(_Line):
     """Seconds per step in each of :data:`PARTS`; their sum is ``step_s``."""
     num_skipped: int = 0
     """Steps skipped since the last line because of overflow."""
+    layer_norms: dict[str, float] = field(default_factory=dict)
+    """Norms of this step's gradient before clipping, by layer, where the settings ask for them."""
     peak_memory_bytes: int = 0
 
 

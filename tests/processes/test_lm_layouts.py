@@ -46,12 +46,20 @@ def whole(data: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def lm(name: str, data: Path, models: Path, run_dir: Path, **changes: dict[str, Any]) -> LmConfig:
     """Return the settings of a model with its own dropout, whose last held-out batch is not full."""
     changes = {"model": {"dropout": None}, "optim": {"z_loss": 1e-3}, **changes}
-    changes["run"] = {"validation_samples": 20, **changes.get("run", {})}
+    changes["run"] = {"validation_samples": 20, "layer_norms": True, **changes.get("run", {})}
     return jobs.small_lm_config(data, models / name / "config.json", run_dir, **changes)
+
+
+def layer_norms(run: Path) -> dict[int, dict[str, float]]:
+    return {row.step: row.layer_norms for row in read_record(run) if isinstance(row, record.Step)}
 
 
 def assert_same_run(found: Path, wanted: Path, *, most: float = SAME) -> None:
     assert jobs.losses(found) == pytest.approx(jobs.losses(wanted), rel=most)
+    norms, others = layer_norms(found), layer_norms(wanted)
+    assert norms.keys() == others.keys()
+    for step, layers in others.items():
+        assert norms[step] == pytest.approx(layers, rel=100 * most)
     scores = [
         {row.step: row.metrics for row in read_record(run) if isinstance(row, record.Evaluation)}
         for run in (found, wanted)

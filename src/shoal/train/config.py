@@ -110,6 +110,8 @@ class RunOutputConfig:
     """Experiment trackers that get settings, figures and scores: wandb, mlflow; by their own packages."""
     mlperf_log: Path | None = None
     """File to which MLPerf training log lines (:::MLLOG) are appended."""
+    layer_norms: bool = False
+    """Write the norm of the gradient of each layer into the lines of the record."""
     profile: int = 0
     """Steps that the first worker traces with torch's profiler, from the third after the start on, into
     profile-steps-FIRST-LAST.json of the run directory."""

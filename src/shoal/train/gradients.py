@@ -278,6 +278,10 @@ class Update:
             return False  # a worker knows only its own momenta
         return skips_on_device(optimizer)
 
+    def norm_of_gradients(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Return the norm of the gradients of some parameters, those of all workers. A collective."""
+        return norm_of(p.grad for p in parameters if p.grad is not None)
+
     def weight_norm(self, *optimizers: Optimizer) -> float:
         """Return the norm of all weights. A collective."""
         return norm_of(p.detach() for p in parameters_of(*optimizers))

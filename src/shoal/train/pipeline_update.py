@@ -44,6 +44,11 @@ class PipelineUpdate(Update):
             scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
         return norm
 
+    def norm_of_gradients(self, parameters: Sequence[nn.Parameter]) -> float:
+        counted = {id(p) for p in self._counted}
+        own = [p for p in parameters if id(p) in counted and p.grad is not None]
+        return self._norm(own, [p.grad for p in own])
+
     def weight_norm(self, *optimizers: Optimizer) -> float:
         return self._norm(self._counted, [p.detach() for p in self._counted])
 

@@ -314,6 +314,7 @@ def scalars_of(row: Step | Evaluation) -> dict[str, float]:
         "optimizer/loss_scale": row.loss_scale,
         "optimizer/grad_norm": row.grad_norm,
         "optimizer/weight_norm": row.weight_norm,
+        **{f"grad_norm/{layer}": norm for layer, norm in row.layer_norms.items()},
         "speed/samples_per_s": row.samples_per_s,
         **{f"speed/{part}_ms": 1_000 * seconds for part, seconds in row.parts_s.items()},
     }

@@ -71,6 +71,7 @@ from shoal.train.config import (
 )
 from shoal.train.evaluations import Best, Evaluations, as_numbers, final_scores, load_weights
 from shoal.train.gradients import DataParallel, LossScale, Precision, Update
+from shoal.train.layer_norms import LayerNorms, before_clipping
 from shoal.train.mlperf_log import MLPerfLog
 from shoal.train.model_setup import agree_on_precision, compile_model, wrap_model
 from shoal.train.optimizer_shards import OptimizerShards
@@ -279,6 +280,9 @@ class Run:
             seed_key=int(random_keys(self.seed, Stream.DROPOUT, world.rank).item()),
             kept=self._kept,
             saves=self._checkpointer is not None,
+            layer_norms=(
+                LayerNorms(self._kept, self._has_line, world.control) if settings.output.layer_norms else None
+            ),
         )
         self._notes = [note for note in (precision.note, world.note) if note]
         self._restored: Restored | None = None
@@ -337,6 +341,11 @@ class Run:
         everything = _settings(config, settings, loop, distributed, servers, recipe)
         output, loop, distributed = everything.output, everything.loop, everything.distributed
         check_combination(loop, distributed, everything.servers, clip="global")
+        if output.layer_norms and everything.servers.option:
+            raise UsageError(
+                f"run.layer_norms does not go with {everything.servers.option}: gradients are on the "
+                "servers; leave one of them out"
+            )
         known = getattr(config, "scores", {}) if scores is None else scores
         target, score = read_target(output.until, known), read_best(output.keep_best, known)
         best = None if score is None else Best(score, output.patience)
@@ -896,8 +905,7 @@ class Run:
         self._evaluations.scores.clear()
         self._samples += step.num_samples * (self.step - before)
         self._metrics.add(step)
-        frequency = self._settings.output.log_frequency
-        writes_line = _is_due(frequency, self.step, self._until) or self.step in self.lines
+        writes_line = self._has_line(self.step)
         if writes_line:
             self._settle()
         self.timer.end_step(self.step - before)
@@ -906,6 +914,9 @@ class Run:
         if writes_line:
             self._write_line(step)
         self._last_end = time.monotonic()
+
+    def _has_line(self, step: int) -> bool:
+        return _is_due(self._settings.output.log_frequency, step, self._until) or step in self.lines
 
     def _write_line(self, step: Step) -> None:
         update = self._training.update
@@ -929,6 +940,7 @@ class Run:
                     step_s=self.timer.step_s(),
                     parts_s=self.timer.parts_s(),
                     num_skipped=self._metrics.num_skipped(),
+                    layer_norms=before_clipping(step.layer_norms, step.grad_norm),
                     peak_memory_bytes=peak_memory_bytes(self.world.device),
                 )
             )

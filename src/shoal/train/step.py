@@ -19,6 +19,7 @@ from shoal.decide.rng import GOLDEN
 from shoal.errors import RetryStep, UsageError
 from shoal.optim.moments import parameters_of
 from shoal.train.gradients import DataParallel, LossScale, Update
+from shoal.train.layer_norms import LayerNorms
 from shoal.train.reporting import StepTimer
 from shoal.train.world import World
 
@@ -70,6 +71,8 @@ class StepState:
     """Objects that checkpoints hold, by name."""
     saves: bool = False
     """True if the run writes checkpoints."""
+    layer_norms: LayerNorms | None = None
+    """Measures gradients by layer, if the settings ask for it."""
 
 
 class Step:
@@ -84,6 +87,7 @@ class Step:
         counts: of the items that each of them is a mean over.
         learning_rate: of the first group of the first optimizer.
         optimizers: those that :meth:`update` was given.
+        layer_norms: of the clipped gradients, by layer, in steps that measure them.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Step:
         self._figures: Readback | list[float] = [math.nan, math.nan]
         self._loss = torch.zeros((), dtype=torch.float64, device=training.world.device)
         self.optimizers: Sequence[Optimizer] = ()
+        self.layer_norms: dict[str, float] = {}
         self._averages = self._has_loss = False
         self._before: list[dict[str, Tensor]] = []
 
@@ -224,6 +229,8 @@ class Step:
         norm = training.update.finish_gradients(
             *optimizers, max_norm=max_norm, per_worker=per_worker, loss_scale=training.scale.value
         )
+        if training.layer_norms is not None:
+            self.layer_norms = training.layer_norms.measure(self.number, training.update)
         if isinstance(norm, Tensor):
             self._figures = Readback(norm, self._loss)
         else:  # a GPU was waited for, and not yet given the optimizer's work
