@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ Purpose = Literal["train", "score", "ask"]
 Version = Literal["1.1", "2.0"]
 
 MISPLACED = "an answer that does not stand at its answer_start"
+NO_TEXT = "an answer whose text is empty"
+UNANSWERED = "a question without an answer whose is_impossible is false"
 NOT_SQUAD = "an entry of another form than SQuAD's"
 SAME_ID = "a question whose id another one has"
 
@@ -93,7 +96,7 @@ def read_squad(path: Path, *, purpose: Purpose, bad: BadEntries | None = None) -
     """Read the questions of a file of SQuAD 1.1 or 2.0, or of rows with the same fields.
 
     Its name ends in ``.jsonl``, ``.parquet``, or is that of the official JSON, or of a JSON array of rows.
-    Answers of a row are a list of ``text`` and ``answer_start``, or an object with a list of each. Ids may be
+    Answers are a list of ``text`` and ``answer_start``, or an object with one or a list of each. Ids may be
     whole numbers, and are the number of the question, line or row where the file has none; scores need them.
 
     Args:
@@ -138,6 +141,8 @@ class _Reader:
         name = str(entry.get("id", number))
         if name in self._ids:
             raise BadEntry(SAME_ID, repr(name))
+        if self._purpose == "train" and entry.get("is_impossible") is False and not entry["answers"]:
+            raise BadEntry(UNANSWERED, repr(name))
         answers = self._placed(entry.get("answers", []), context, location)
         self._ids.add(name)
         self._is_marked |= "is_impossible" in entry
@@ -152,6 +157,9 @@ class _Reader:
         answers = []
         for number, entry in enumerate(entries):
             answer = Answer(entry["text"], entry.get("answer_start", -1))
+            if self._purpose == "train" and not answer.text.strip():
+                self.bad.add(BadEntry(NO_TEXT, ""), f"{location}.answers[{number}]")
+                continue
             if not stands_at(context, answer.text, answer.start):
                 here, first = f"{location}.answers[{number}]", max(answer.start, 0)
                 self._off.append((context, answer))
@@ -240,8 +248,12 @@ def _official(entry: Any, purpose: Purpose) -> Any:
     if not isinstance(entry, dict):
         return entry
     entry = {key: value for key, value in entry.items() if value is not None or key not in _MAY_BE_NULL}
+    if type(mark := entry.get("is_impossible")) in (int, float) and mark in (0, 1):
+        entry["is_impossible"] = bool(mark)
     answers = entry.get("answers")
-    if isinstance(answers, dict) and isinstance(texts := answers.get("text"), list):
+    if isinstance(answers, dict) and isinstance(answers.get("text"), str):
+        entry["answers"] = [answers]
+    elif isinstance(answers, dict) and isinstance(texts := answers.get("text"), list):
         starts = answers.get("answer_start")
         if isinstance(starts, list) and len(starts) == len(texts):
             pairs = zip(texts, starts, strict=True)
@@ -308,8 +320,10 @@ def shorten(names: tuple[str, ...] | list[str]) -> str:
 
 
 def _with_whole_start(answer: Any) -> Any:
-    """Return an answer whose start is a whole number, where a table has made a float of it."""
+    """Return an answer whose start is a whole number, where a table has made a float or a text of it."""
     start = answer.get("answer_start") if isinstance(answer, dict) else None
+    if isinstance(start, str) and re.fullmatch("[0-9]{1,9}", start):
+        start = float(start)
     return (
         {**answer, "answer_start": int(start)} if isinstance(start, float) and start.is_integer() else answer
     )
@@ -371,10 +385,11 @@ def _load(path: Path) -> Any:
         tree = dict(pairs)
         if len(tree) != len(pairs):
             key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise UsageError(f"{path}: the key {key!r} is there twice in one object")
+            raise UsageError(f"the key {key!r} is there twice in one object")
         return tree
 
-    return parse_json(read_text(path), str(path), error=UsageError, object_pairs_hook=as_dict)
+    remedy = "write one value; files with an object on each line are named .jsonl"
+    return parse_json(read_text(path), str(path), error=UsageError, remedy=remedy, object_pairs_hook=as_dict)
 
 
 def _object_of_ids(path: Path, of: str) -> dict[str, Any]:

@@ -114,7 +114,9 @@ QAS = r"data\[0\]\.paragraphs\[0\]\.qas\[0\]"
         (changed(id=True), QAS + r": id is true, but must be a string or a whole number"),
         (changed(question=None), QAS + r": question is null, but must be a string"),
         (changed(answers={}), QAS + r": answers is an object of 0, but must be a list"),
-        (changed(is_impossible=1), QAS + r": is_impossible is 1, but must be true or false"),
+        (changed(is_impossible=2), QAS + r": is_impossible is 2, but must be true or false"),
+        (changed(answers=[], is_impossible=False), QAS + r": 'a'\); correct the file"),
+        (changed(answers=[{"text": " ", "answer_start": 3}]), QAS + r"\.answers\[0\]\); correct the file"),
         (changed(answers=[{"answer_start": 0}]), QAS + r": answers\[0\] has no key 'text'"),
         (
             changed(answers=[{"text": "Ada", "answer_start": True}]),
@@ -138,6 +140,7 @@ def test_json_that_is_not_squad_is_named_by_its_key(tmp_path: Path, tree: Any, m
         (b'{"data": "\xff"}', "line 1: 0xff, byte 11 of the file, is not UTF-8; .*iconv"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"data": [], "data": []}', "the key 'data' is there twice"),
+        (b'{"id": "a"}\n{"id": "b"}\n', r"is not JSON: .*; .* an object on each line are named \.jsonl"),
     ],
 )
 def test_files_that_are_not_json(tmp_path: Path, content: bytes, message: str) -> None:
@@ -146,6 +149,22 @@ def test_files_that_are_not_json(tmp_path: Path, content: bytes, message: str) -
     for read in (lambda p: read_squad(p, purpose="train"), read_predictions, read_null_odds):
         with pytest.raises(UsageError, match=message):
             read(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"answers": {"text": "Ada", "answer_start": 0}},
+        {"answers": [{"text": "Ada", "answer_start": "0"}]},
+        {"is_impossible": 0},
+        {"is_impossible": 0.0},
+    ],
+)
+def test_forms_of_tools_are_read(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(changed(**changes)))
+    (one,) = read_squad(path, purpose="train").questions
+    assert one.answers == (Answer("Ada", 0),) and not one.is_impossible
 
 
 def test_a_missing_file_and_a_repeated_id(tmp_path: Path) -> None:
