@@ -42,6 +42,7 @@ class StageRunner(nn.Module):
     def forward(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the stage; the last one returns its loss alone."""
         stage, specs = self.stage, self.stage.body.relayed_in
+        received = tuple(_ResolvedGradient.apply(value) for value in received)
         values = [decode(value, spec.dtype) for value, spec in zip(received, specs, strict=True)]
         with self._autocast():
             outputs = stage(*values, **inputs)
@@ -77,11 +78,31 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point or dtype.is_complex else _CARRIERS[dtype.itemsize]
 
 
+def resolved(value: Tensor) -> Tensor:
+    """Return ``value`` with its numbers in memory, not conjugated or negated where they are read.
+
+    Process groups send the memory of a tensor, or refuse such views.
+    """
+    return value.resolve_conj().resolve_neg()
+
+
+class _ResolvedGradient(torch.autograd.Function):
+    """Passes a value on; its gradient, which is sent back, is resolved."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return resolved(gradient)
+
+
 def encode(value: Tensor) -> Tensor:
     """Return ``value`` as its carrier: the same bits, or for bytes and booleans, the same numbers."""
     dtype = carrier(value.dtype)
     if dtype == value.dtype:
-        return value
+        return resolved(value)
     return value.to(dtype) if value.itemsize == 1 else value.contiguous().view(dtype)
 
 
