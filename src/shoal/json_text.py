@@ -44,6 +44,12 @@ def parse_json(
     raise error(f"{source}: {problem}" + (f"; {remedy}" if remedy else ""))
 
 
+def json_bytes(value: Any) -> bytes:
+    """Return a value as indented JSON in UTF-8, where bytes of file names that are no UTF-8 are escaped."""
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    return f"{text}\n".encode("utf-8", "backslashreplace")
+
+
 def json_document(value: Any) -> str:
     """Return a value as indented JSON that every parser reads: numbers that are not finite become null."""
     return json.dumps(_finite(value), indent=1, allow_nan=False, ensure_ascii=False)

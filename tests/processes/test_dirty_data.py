@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,3 +284,24 @@ def test_scores_are_no_classes_for_a_finetuning(model: Path) -> None:
             result_action="return_value",
             exit_on_error=False,
         )
+
+
+def test_names_that_are_not_utf8_are_read(tmp_path: Path) -> None:
+    """Files from a system with another encoding; they ended in an error when all shards were written."""
+    name = os.fsdecode(b"caf\xe9")
+    source, said = tmp_path / name, io.StringIO()  # not pytest's stream, which has no "backslashreplace"
+    (source / "one").mkdir(parents=True)
+    (source / f"{name}.jsonl").write_text(
+        "".join(json.dumps({"text": f"The hen saw {n} eggs. It left."}) + "\n" for n in range(30))
+    )
+    for file in (f"{name}.jpg", "p.jpg"):
+        shutil.copy(REPORTS / "B46" / "noarea" / "im" / "p.jpg", source / "one" / file)
+    with contextlib.redirect_stderr(said):
+        text = prepare_text(source / f"{name}.jsonl", tmp_path / "text")
+        for _ in range(2):  # the second one finds it prepared
+            command = ["prepare", "images", source, "--out", tmp_path / "images", "--processes", "1"]
+            app([*map(str, command)], result_action="return_value", exit_on_error=False)
+        with pytest.raises(UsageError, match=r"--out '.*' is not UTF-8; choose a name that is"):
+            prepare_text(source / f"{name}.jsonl", tmp_path / name / "out")
+    assert text.splits["train"] and "is already prepared" in said.getvalue()
+    assert len(ImageShards(tmp_path / "images", "train")) == 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import mmap
 import os
 import re
@@ -25,7 +24,7 @@ import numpy as np
 
 from shoal.atomic_io import sha256_of, write_atomically
 from shoal.errors import ShoalError, UsageError, did_you_mean
-from shoal.json_text import parse_json
+from shoal.json_text import json_bytes, parse_json
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -203,8 +202,7 @@ class PreparedManifest(Generic[Shard]):
             ShoalError: the disk is full or the folder cannot be written.
         """
         value = {"format": f"shoal-{self.KIND}", "version": VERSION, **self._to_json()}
-        text = json.dumps(value, indent=1, ensure_ascii=False)
-        write_atomically(directory / MANIFEST, f"{text}\n".encode())
+        write_atomically(directory / MANIFEST, json_bytes(value))
 
     @classmethod
     def load(cls, directory: Path) -> Self:

@@ -15,7 +15,7 @@ from shoal.atomic_io import PARTIAL, take_lock, write_atomically, write_error
 from shoal.data.manifest import MANIFEST
 from shoal.data.progress import PreparationProgress
 from shoal.errors import ShoalError, UsageError
-from shoal.json_text import parse_json
+from shoal.json_text import json_bytes, parse_json
 
 PLAN = "prepare.json"
 """Kind, format version, configuration and state of the source; the shards beside it follow from it."""
@@ -60,9 +60,14 @@ def preparing(
         progress: whether to report on standard error.
 
     Raises:
-        UsageError: the directory holds other files, or was started with another plan.
+        UsageError: the directory holds other files, was started with another plan, or has a name that is not
+            UTF-8.
         ShoalError: the directory cannot be created or written, or another process prepares into it.
     """
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"--out {str(out)!r} is not UTF-8; choose a name that is") from None
     with locked(out), PreparationProgress(shown=progress, data=plan["kind"]) as shown:
         if overwrite:
             _clear(out, plan["kind"], own_files)
@@ -88,7 +93,7 @@ def open_plan(out: Path, plan: dict[str, Any]) -> None:
             raise UsageError(
                 f"{out} holds other files ({', '.join(foreign[:3])}); give a new or empty directory as --out"
             )
-        write_atomically(path, (json.dumps(plan, indent=1, ensure_ascii=False) + "\n").encode())
+        write_atomically(path, json_bytes(plan))
         return
     old = _read_plan(path)
     if old is None:

@@ -215,7 +215,7 @@ def _plan(config: PrepareConfig, files: Sequence[SourceFile]) -> dict[str, Any]:
     digest = hashlib.sha256()
     for file in files:
         facts = (file.path, file.format, file.field, file.num_bytes, file.changed_ns)
-        digest.update(("\0".join(map(str, facts)) + "\n").encode())
+        digest.update(("\0".join(map(str, facts)) + "\n").encode("utf-8", "surrogateescape"))
     for name, default in (("end_token", None), ("errors", "strict")):
         if fields[name] == default:  # as plans of preparations that began before the option was in them
             del fields[name]

@@ -57,6 +57,11 @@ def json_line_text(line: str, field: str, location: str, *, is_first: bool) -> s
             "a line without a JSON object with the text", str(error).removeprefix(f"{location}: ")
         ) from None
     text = row[field]
+    if is_first and isinstance(text, dict):
+        raise UsageError(
+            f"{location}: the object has all rows in {field!r}; write an object on each line, as "
+            'DataFrame.to_json(..., orient="records", lines=True), or one array of objects'
+        )
     if text is None:
         raise BadEntry(NO_TEXT, "")
     if not isinstance(text, str):
@@ -234,7 +239,15 @@ def _check_column(file: Any, field: str, name: str) -> None:
         tests = pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view
         return any(test(plain) for test in tests)
 
-    texts = [column.name for column in file.schema_arrow if is_text(column.type)]
+    schema = file.schema_arrow
+    texts = [column.name for column in schema if is_text(column.type)]
+    if schema.names.count(field) > 1:
+        raise UsageError(f"{name}: there are several columns {field!r}; rename all but one")
+    if field in schema.names and field not in texts:
+        raise UsageError(
+            f"{name}: the column {field!r} is {schema.field(field).type}, but texts are read; convert it to "
+            f"strings, or name another as FILE:FIELD: {', '.join(texts[:8]) or 'there is none'}"
+        )
     if field not in texts:
         raise _no_field(name, field, texts)
 

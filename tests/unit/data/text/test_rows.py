@@ -65,8 +65,15 @@ def test_wrong_parquet_is_named(tmp_path: Path) -> None:
         UsageError, match=r"corpus: .*'contents'; its texts are content, title.*Did you mean 'con"
     ):
         column_bytes(path, "contents", "corpus")
-    with pytest.raises(UsageError, match="'id'"):
+    with pytest.raises(UsageError, match=r"'id' is int64, but texts are read; .* FILE:FIELD: content, title"):
         column_bytes(path, "id", "corpus")
+    lists = write_rows(tmp_path / "l.parquet", {"text": [["x"]]})
+    with pytest.raises(UsageError, match=r"'text' is list<.*>, but texts are read; convert it to strings"):
+        column_bytes(lists, "text", "corpus")
+    twice = pa.Table.from_arrays([pa.array(["t"]), pa.array(["u"])], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(UsageError, match=r"corpus: there are several columns 'text'; rename all but one"):
+        column_bytes(tmp_path / "twice.parquet", "text", "corpus")
     for wrong in (b"PAR1 and more", path.read_bytes()[:-9]):
         (tmp_path / "b.parquet").write_bytes(wrong)
         with pytest.raises(UsageError, match="corpus: cannot be read as Parquet"):
@@ -133,6 +140,14 @@ def test_what_is_no_array_is_named(text: bytes, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         list(array_lines([text], "a.json", "strict"))
     assert text[:1] != b"[" or b"\xe9" not in text or list(array_lines([text], "a.json", "replace"))
+
+
+def test_rows_in_columns_are_refused() -> None:
+    line = '{"text": {"0": "One.", "1": "Two."}}'
+    with pytest.raises(UsageError, match=r"^a: the object has all rows in 'text'; .*orient=\"records\""):
+        json_line_text(line, "text", "a", is_first=True)
+    with pytest.raises(BadEntry, match="a row whose text is no string"):
+        json_line_text(line, "text", "a", is_first=False)
 
 
 def test_a_text_that_is_a_number_is_counted() -> None:
