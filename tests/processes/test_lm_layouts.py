@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,28 @@ def test_every_layout_trains_what_one_worker_trains(
     assert_same_run(tmp_path / "run", whole[name])
 
 
+def num_norms(run: Path) -> int:
+    """Return the layer norms that the first worker computed forward in the profiled step."""
+    (trace,) = run.glob("profile-steps-*.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    return sum(event["name"] == "aten::native_layer_norm" for event in events)
+
+
+def test_shards_recompute_activations(
+    data: Path, models: Path, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    config = lm(
+        "gpt2", data, models, tmp_path / "run",
+        parallel={"shard": True}, run={"profile": 1},
+        model={"dropout": None, "activation_checkpointing": True},
+    )  # fmt: skip
+    assert jobs.run(config, 2) == [EXIT_OK] * 2
+    assert_same_run(tmp_path / "run", whole["gpt2"])
+    assert num_norms(tmp_path / "run") == 3 * (
+        1 + 2 * 4
+    )  # of 3 micro-batches: the last norm, and those of 2 layers twice
+
+
 @pytest.mark.parametrize(
     "layout", ["2 stages x 2 replicas", "2 shards", pytest.param("2 x 2 shards", marks=pytest.mark.slow)]
 )
@@ -177,7 +200,7 @@ def test_stages_start_with_the_weights_of_a_directory(
         ({"parallel": {"micro_batches": 2}}, "micro_batches needs a pipeline"),
         (
             {"parallel": {"pipeline": 2}, "model": {"activation_checkpointing": True}},
-            "activation_checkpointing True does not go with a model in stages or shards",
+            "activation_checkpointing does not go with parallel.pipeline",
         ),
         (
             {"parallel": {"pipeline": 2}, "model": {"attention": "flash_attention_2"}},

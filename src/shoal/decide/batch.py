@@ -229,12 +229,16 @@ class StagesConfig:
             ("distributed.shares", config.distributed.shares, "equal"),
             ("optim.clip", config.optim.clip, "global"),
             ("train.shard_optimizer", self.shard and config.train.shard_optimizer, False),
-            ("model.activation_checkpointing", config.model.activation_checkpointing, False),
         ):
             if value != plain:
                 raise UsageError(
                     f"{setting} {value} does not go with a model in stages or shards: leave it out"
                 )
+        if self.pipeline > 1 and config.model.activation_checkpointing:
+            raise UsageError(
+                "model.activation_checkpointing does not go with parallel.pipeline: stages are made of an "
+                "exported graph, which keeps its activations; leave it out, or take more micro-batches"
+            )
 
     def check_steps(self, option: str) -> None:
         """Check that no servers update the weights if a worker holds less than the whole model.

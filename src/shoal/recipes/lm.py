@@ -402,6 +402,8 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
     keep_sizes(sizes, run)
     with torch.device("meta"):
         model = CausalLM(new_causal(sizes, config.model.attention), z_loss=config.optim.z_loss)
+    if config.model.activation_checkpointing:
+        model.recompute_activations()
     network = MeanLoss(model)
     tokenizer = Tokenizer.from_file(str(train.shards.tokenizer_file))
     references = {LOSS: reference_loss(held_out)}

@@ -277,6 +277,8 @@ def divide(config: LmFinetuneConfig, run: "Run") -> "Divided":
     )
     with torch.device("meta"):
         model = CausalLM(new_causal(sizes, config.model.attention))
+    if config.model.activation_checkpointing:
+        model.recompute_activations()
     network = MeanLoss(model)
     return Divided(
         network=network,
