@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +37,10 @@ from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import decompose_triton_kernel_wrapper_functional
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
 from torch._inductor.fx_passes.replace_random import replace_random_passes
+from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -132,6 +136,8 @@ def _generate(found: list[Code], is_backward: bool, graph: torch.fx.GraphModule,
     FakeTensorProp(there, mode).propagate_dont_convert_inputs(*inputs)
     with unset_fake_temporarily(), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
         replace_random_passes(there)
+        reinplace_inplaceable_ops(FakeTensorUpdater(there), there.graph)
+        decompose_triton_kernel_wrapper_functional(there.graph)  # type: ignore[no-untyped-call]
         lowered = GraphLowering(there, inputs, mode.shape_env, is_backward=is_backward)
         with V.set_graph_handler(lowered):
             lowered.run(*inputs)
@@ -202,6 +208,8 @@ def _imagined_gpu() -> Iterator[None]:
                 if hasattr(owner, name):
                     patches.enter_context(mock.patch.object(owner, name, _always(answer)))
         patches.enter_context(inductor.patch(compile_threads=1))
+        # Triton 3.9 warns where it is not set.
+        patches.enter_context(mock.patch.dict(os.environ, {"TRITON_DEFAULT_FP_FUSION": "1"}))
         driver = importlib.import_module("triton.runtime.driver").driver
         patches.enter_context(mock.patch.object(driver, "_active", _Driver()))
         yield

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.layer --markdown benchmarks/results/gpu_layer_DATE.md
 
 The layer is that of the recipes: 64 x 512 tokens, bf16 products and residuals, keyed dropout, attention
-in the kernels of ``shoal.attention_kernel``. Bytes are those of its Triton kernels, each tensor once a
-kernel; products and attention are not in them. Nothing runs (``benchmarks.gpu.kernels``); it takes half a
-minute.
+in the kernels of ``shoal.attention_kernel``, which Inductor's code launches. Bytes are those of its own
+kernels, each tensor once a kernel; products and attention are not in them. Nothing runs
+(``benchmarks.gpu.kernels``); it takes half a minute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu.counts import LARGE
 from benchmarks.gpu.kernels import Code, code_of
-from shoal.models.encoder import Encoder, _PackedLayout
+from shoal.attention import assuming_kernels
+from shoal.models.encoder import Encoder
 from shoal.models.pretraining import BertPretraining
 from shoal.models.text_config import BertModelConfig
 
-_LAUNCH = re.compile(r"\.run\(")
+_LAUNCH = re.compile(r"\btriton_\w+\.run\(")
 _SHAPE = re.compile(r"empty_strided_cuda\(\(([\d, ]+)\)")
 
 
@@ -38,9 +38,9 @@ class PassCounts:
     """Counts of a forward or backward pass."""
 
     num_bytes: int
-    """Read and written by Triton kernels."""
+    """Read and written by Inductor's kernels."""
     num_launches: int
-    """Of Triton kernels."""
+    """Of Inductor's kernels."""
     num_products: int
     num_casts: int
     """Views of a tensor as another type, which cut the fusion of what is before and behind them."""
@@ -52,8 +52,7 @@ def layer_passes(
     config: BertModelConfig = LARGE, num_sequences: int = 64, length: int = 512
 ) -> tuple[PassCounts, PassCounts]:
     """Count the forward and the backward pass of a layer over sequences of one length."""
-    # A device without a GPU has no kernels for attention; only their place in the code is needed here.
-    with FakeTensorMode(), mock.patch("shoal.dropout._has_kernel", lambda *_: True):
+    with FakeTensorMode(), assuming_kernels(True):
         model = BertPretraining(replace(config, num_hidden_layers=1))
         layer = _OneLayer(model.encoder, num_sequences, length)
         forward, backward = code_of(layer, layer.loss)
@@ -68,11 +67,11 @@ class _OneLayer(nn.Module):
         self.run: Callable[..., Tensor] = encoder._layer
         hidden, num_tokens = encoder.base.config.hidden_size, num_sequences * length
         positions = torch.arange(length).repeat(num_sequences)
-        layout = _PackedLayout(positions, torch.arange(num_sequences + 1) * length, length, None)
-        of_rows = torch.zeros(num_tokens, dtype=torch.int64)
-        of_weights = torch.zeros(num_sequences, encoder.layers[0].num_heads, length, dtype=torch.int64)
+        cu_seqlens = torch.arange(num_sequences + 1, dtype=torch.int32) * length
+        keys = torch.zeros(num_tokens, dtype=torch.int64)
         rows = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-        self.inputs = (encoder.layers[0], rows, None, layout, (of_rows, of_rows, of_weights))
+        layout = encoder._layout(rows, positions, cu_seqlens, length, None, None)
+        self.inputs = (encoder.layers[0], rows, False, layout, (keys, keys, keys))
 
     def compile(self, *args: Any, **options: Any) -> None:
         self.run = torch.compile(self.encoder._layer, *args, **options)

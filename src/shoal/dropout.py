@@ -8,15 +8,15 @@ of the whole global batch however the batch is divided. The masks need no genera
 are several times faster to make than torch's.
 
 Fused attention kernels of libraries draw masks of their own. So attention with dropout is computed
-by kernels of this package in 16 bits on a GPU (:mod:`shoal.attention_kernel`);
-elsewhere explicitly, with the matrix of weights in memory. Without attention
-dropout, and in evaluation, it is computed by torch's fused kernels.
+explicitly here, with the matrix of weights in memory, and over packed sequences on a GPU by kernels of this
+package (:mod:`shoal.attention`). Without attention dropout, and in evaluation, :class:`SampleDropout` leaves
+it to torch's fused kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,14 +27,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from shoal.decide.rng import DROPOUT_RANGE, GOLDEN, ROUNDS, signed
-from shoal.env.machine import compiler_problem
 
 _GOLDEN = signed(GOLDEN)
 _FIRST, _SECOND = (signed(multiplier) for _, multiplier in ROUNDS)
-
-USES_KERNELS = not compiler_problem()
-"""Select the fused kernels of :mod:`shoal.attention_kernel` for the CUDA tensors that they support."""
-_assumed_kernels: bool | None = None
 
 
 def fold_in(keys: Tensor, counters: Tensor | int) -> Tensor:
@@ -157,25 +152,13 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return ``scaled_dot_product_attention`` whose weights are dropped by ``keys``.
-
-    It is one kernel forward and two backward, on an A100, an H100 or a
-    later GPU like them (128 KiB of shared memory for a block) beside a C compiler, for 16 bits, 16, 32, 64 or
-    128 columns a head, and no mask but one of keys. A query that may attend to no key has the context 0,
-    and NaN where attention is explicit.
+    """Return ``scaled_dot_product_attention`` whose weights, all in memory, are dropped by ``keys``.
 
     Args:
         query: ``[B, heads, S, d]``; all arguments but ``keys`` and ``p`` are those of torch's function.
         keys: int64 ``[B, heads, S]``.
         p: probability of dropping a weight.
     """
-    num_dropped = round(p * DROPOUT_RANGE)
-    plain = not (is_causal or enable_gqa) and 0 < num_dropped < DROPOUT_RANGE and (scale is None or scale > 0)
-    if plain and _has_kernel(query, key, value, attn_mask):
-        mask = None if attn_mask is None else attn_mask[:, 0, 0].expand(query.shape[0], -1)
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        context: Tensor = torch.ops.shoal.attention(query, key, value, keys, mask, num_dropped, factor)[0]
-        return context
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], dim=-3) for t in (key, value))
     # Queries are S / d times smaller than scores; with 16 or 64 columns a head the bits are the same.
@@ -188,103 +171,6 @@ def attention(
         scores = scores + attn_mask
     weights = scores.softmax(-1).to(value.dtype)
     return dropout(weights, keys, p) @ value
-
-
-@contextmanager
-def assuming_kernels(has_kernels: bool) -> Iterator[None]:
-    """Choose attention as on a device with or without its kernels, in this process, to count its memory."""
-    global _assumed_kernels
-    before, _assumed_kernels = _assumed_kernels, has_kernels
-    try:
-        yield
-    finally:
-        _assumed_kernels = before
-
-
-def _has_kernel(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
-    """Return whether the kernels of :mod:`shoal.attention_kernel` compute attention of such tensors."""
-    return (
-        query.dtype in (torch.bfloat16, torch.float16)
-        and query.dtype == key.dtype == value.dtype
-        and query.ndim == 4
-        and query.shape[-1] in (16, 32, 64, 128)
-        and key.shape == value.shape == (*query.shape[:2], key.shape[2], query.shape[-1])
-        and (attn_mask is None or _is_of_keys(attn_mask, query.shape[0], key.shape[2]))
-        and (_runs_kernels(query) if _assumed_kernels is None else _assumed_kernels)
-    )
-
-
-def _runs_kernels(query: Tensor) -> bool:
-    """Return whether the device of a tensor runs the kernels of :mod:`shoal.attention_kernel`."""
-    return (
-        USES_KERNELS
-        and query.is_cuda
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin >= 128 << 10
-    )
-
-
-def _is_of_keys(mask: Tensor, num_samples: int, num_keys: int) -> bool:
-    """Return whether a mask lets all queries of a sample attend to the same keys."""
-    return (
-        mask.dtype == torch.bool
-        and mask.ndim == 4
-        and mask.shape[0] in (1, num_samples)
-        and mask.shape[1:] == (1, 1, num_keys)
-    )
-
-
-@torch.library.custom_op(
-    "shoal::attention",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor? mask, int num_dropped, float scale)"
-    " -> (Tensor, Tensor)",
-)
-def _attention(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Compute :func:`shoal.attention_kernel.forward`, which is loaded here: few processes need Triton."""
-    from shoal.attention_kernel import forward
-
-    return forward(query, *others)
-
-
-@_attention.register_fake
-def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "shoal::attention_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor keys, Tensor? mask, Tensor out,"
-    " Tensor log_sums, int num_dropped, float scale) -> (Tensor, Tensor, Tensor)",
-)
-def _attention_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`shoal.attention_kernel.backward`."""
-    from shoal.attention_kernel import backward
-
-    return backward(*inputs)
-
-
-@_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.num_dropped, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, grad_of_sums: None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 7
-    query, key, value, keys, mask, out, log_sums = ctx.saved_tensors
-    saved = (query, key, value, keys, mask, out, log_sums, ctx.num_dropped, ctx.scale)
-    return *torch.ops.shoal.attention_backward(grad, *saved), None, None, None, None
-
-
-_attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
 class SampleDropout(TorchFunctionMode):

@@ -24,7 +24,7 @@ NOUNS = frozenset({"errors", "json_text", "atomic_io", "record", "env", "formatt
 DECIDERS = NOUNS | {"decide"}
 DOERS = frozenset({"comm", "pipelining", "optim", "data", "models"})
 NATIVE = frozenset({"native", "_core"})
-LAYERS = frozenset({"dropout"})
+LAYERS = frozenset({"attention", "dropout"})
 BELOW_RECIPES = DECIDERS | NATIVE | LAYERS | DOERS | {"train"}
 
 # Modules that each top-level module may import, besides those inside itself. "shoal" is the package's own
@@ -41,7 +41,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "_core": frozenset(),
     "native": NOUNS | {"_core"},
     "attention_kernel": frozenset({"decide"}),
-    "dropout": frozenset({"attention_kernel", "decide", "env"}),
+    "attention_operators": frozenset({"attention_kernel"}),
+    "attention": frozenset({"attention_operators", "decide", "env"}),
+    "dropout": frozenset({"decide"}),
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE | LAYERS),
     "train": DECIDERS | NATIVE | LAYERS | DOERS,
     "recipes": BELOW_RECIPES | {"launch", "planner"},

@@ -1,8 +1,9 @@
 """Computes BERT-like encoders on packed batches, without the padding that transformers computes with.
 
 1. Embeddings, linear layers and norms run on ``[T, hidden]``, the tokens of all sequences.
-2. Attention runs on ``[B, heads, S, d]``: queries, keys and values are padded, the context is unpadded. For
-   sequences of equal length both are views.
+2. So does attention on a GPU, by kernels of :mod:`shoal.attention`. Elsewhere it runs on
+   ``[B, heads, S, d]``: queries, keys and values are padded, the context is unpadded. For sequences of equal
+   length both are views.
 3. The last layer computes queries, output projection and feed-forward only for the rows that a loss or head
    reads. Keys and values come from all tokens, so the results are the same.
 """
@@ -23,6 +24,7 @@ from torch.amp import is_autocast_available
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from shoal.attention import has_kernels, packed_attention
 from shoal.dropout import attention, dropout, fold_in
 from shoal.models.layers import TransformerLayer, embed, embedding_dropout, final_norm_of, layers_of
 
@@ -114,19 +116,20 @@ class Encoder:
                 default: drawn from torch's generator.
             lengths: ``[B]`` tokens to attend to, of sequences that are padded to S tokens each; default: all.
         """
-        layout = _PackedLayout(position_ids, cu_seqlens, max_seqlen, lengths)
         keys = self.sample_keys(dropout_keys, cu_seqlens)
-        of_rows, of_weights = self._site_keys(keys, position_ids, cu_seqlens, max_seqlen)
-        hidden = embed(self.base, input_ids, token_type_ids, position_ids, of_rows[0])
+        of_sites = self._site_keys(keys, position_ids, cu_seqlens)
+        hidden = embed(self.base, input_ids, token_type_ids, position_ids, of_sites[0])
         if _computes_in_bf16(hidden):
             hidden = hidden.bfloat16()
+        layout = self._layout(hidden, position_ids, cu_seqlens, max_seqlen, lengths, wanted)
         last = len(self.layers) - 1
         run: Callable[..., Tensor] = self._layer
         if self.activation_checkpointing and self.base.training:
             run = partial(checkpoint, self._layer, use_reentrant=False, preserve_rng_state=False)
         for number, layer in enumerate(self.layers):
-            site_keys = (of_rows[2 * number + 1], of_rows[2 * number + 2], of_weights[number])
-            hidden = run(layer, hidden, wanted if number == last else None, layout, site_keys)
+            sites = (2 * number + 1, 2 * number + 2, 2 * (last + 1) + 1 + number)
+            hidden = run(layer, hidden, number == last, layout, tuple(of_sites[site] for site in sites))
+        hidden = layout.as_asked(hidden)
         return hidden if self.final_norm is None else _norm(self.final_norm, hidden)
 
     def compile(self, **options: Any) -> None:
@@ -134,8 +137,7 @@ class Encoder:
 
         All layers share the compiled code, a graph for each kind of layer and of batch, so compiling takes
         the same time for any number of layers. So is the making of their dropout's keys, whose steps would
-        be 28 operations, each on a number per head and token of all layers. Embeddings and heads stay as
-        they are.
+        be 20 operations, each on a number per token and site. Embeddings and heads stay as they are.
         """
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # of `_add`
         self._keys_of_sites = torch.compile(_keys_of_sites, **options)
@@ -150,39 +152,39 @@ class Encoder:
         return torch.randint(1 << 62, (cu_seqlens.shape[0] - 1,), device=cu_seqlens.device)
 
     def _site_keys(
-        self, keys: Tensor | None, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
-    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Return the keys of the rows ``[T]`` of each site, and of each layer's weights ``[B, heads, S]``."""
-        num_layers = len(self.layers)
-        num_sites = 2 * num_layers + 1
+        self, keys: Tensor | None, position_ids: Tensor, cu_seqlens: Tensor
+    ) -> Sequence[Tensor | None]:
+        """Return the keys of tokens ``[T]`` at each site, of rows and then of each layer's weights."""
+        num_sites = 3 * len(self.layers) + 1
         if keys is None or not self._drops:
-            return [None] * num_sites, [None] * num_layers
-        drops_weights = any(layer.attention_dropout for layer in self.layers)
-        of_rows, of_weights = self._keys_of_sites(
-            token_keys(keys, position_ids, cu_seqlens),
-            keys,
-            num_sites,
-            (num_layers, self.layers[0].num_heads, max_seqlen) if drops_weights else None,
-        )
-        return of_rows.unbind(), [None] * num_layers if of_weights is None else of_weights.unbind()
+            return [None] * num_sites
+        return self._keys_of_sites(keys, position_ids, cu_seqlens, num_sites).unbind()
+
+    def _layout(self, hidden: Tensor, *sequences: Any) -> _Layout:
+        """Return how attention is computed on the device of ``hidden``."""
+        num_columns = self.layers[0].query.out_features // self.layers[0].num_heads
+        highest = max(layer.attention_dropout for layer in self.layers)
+        there = has_kernels(hidden.device, _type_of_products(hidden), num_columns, highest)
+        return _PackedLayout(*sequences) if there else _PaddedLayout(*sequences)
 
     def _layer(
         self,
         layer: TransformerLayer,
         hidden: Tensor,
-        wanted: Tensor | None,
-        layout: _PackedLayout,
+        is_last: bool,
+        layout: _Layout,
         keys: tuple[Tensor | None, Tensor | None, Tensor | None],
     ) -> Tensor:
         pre = self.final_norm is not None
+        wanted = layout.wanted if is_last else None
         dense_keys, output_keys, weight_keys = keys
         source = _norm(layer.attention_norm, hidden) if pre else hidden
         asking, residual = source, hidden
         if wanted is not None:
             residual = _Collect.apply(hidden, wanted)
             asking = _Collect.apply(source, wanted) if pre else residual
-            dense_keys, output_keys = (k if k is None else k[wanted] for k in (dense_keys, output_keys))
-        context = _attend(layer, asking, wanted, source, layout, weight_keys)
+            dense_keys, output_keys, weight_keys = (k if k is None else k[wanted] for k in keys)
+        context = layout.attend(layer, source, None if wanted is None else asking, weight_keys)
         summed = _add(residual, drop(layer.dense(context), dense_keys, layer.dense_dropout))
         attended = summed if pre else _norm(layer.attention_norm, summed)
         fed = layer.down(layer.activation(layer.up(_norm(layer.output_norm, attended) if pre else attended)))
@@ -190,14 +192,18 @@ class Encoder:
         return out if pre else _norm(layer.output_norm, out)
 
 
+def _type_of_products(rows: Tensor) -> torch.dtype:
+    """Return the type in which products of rows are computed."""
+    device_type = rows.device.type
+    # There is no autocast for the meta device.
+    if is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return rows.dtype
+
+
 def _computes_in_bf16(rows: Tensor) -> bool:
     """Return whether products are computed in bf16; then what is between them is stored in bf16 as well."""
-    device_type = rows.device.type
-    return (
-        is_autocast_available(device_type)  # not for the meta device
-        and torch.is_autocast_enabled(device_type)
-        and torch.get_autocast_dtype(device_type) == torch.bfloat16
-    )
+    return _type_of_products(rows) == torch.bfloat16
 
 
 def _add(residual: Tensor, output: Tensor) -> Tensor:
@@ -225,82 +231,78 @@ def _norm(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
     return normed.to(rows.dtype)
 
 
-def _keys_of_sites(
-    of_tokens: Tensor, keys: Tensor, num_sites: int, weights: tuple[int, int, int] | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the keys of rows at all sites, ``[num_sites, T]``, and of weights, ``[layers, B, heads, S]``.
-
-    Args:
-        of_tokens: ``[T]``.
-        keys: ``[B]``, of the samples.
-        weights: layers, heads and S; ``None``: weights are not dropped.
-    """
+def _keys_of_sites(keys: Tensor, position_ids: Tensor, cu_seqlens: Tensor, num_sites: int) -> Tensor:
+    """Return the keys of tokens at all sites, ``[num_sites, T]``, from those of the samples, ``[B]``."""
     sites = torch.arange(num_sites, device=keys.device)
-    of_rows = fold_in(of_tokens, sites[:, None])
-    if weights is None:
-        return of_rows, None
-    num_layers, num_heads, max_seqlen = weights
-    layers = torch.arange(num_sites, num_sites + num_layers, device=keys.device)
-    padded = fold_in(keys[:, None], torch.arange(max_seqlen, device=keys.device))
-    heads = torch.arange(num_heads, device=keys.device)[:, None]
-    return of_rows, fold_in(fold_in(padded, layers[:, None, None])[:, :, None], heads)
-
-
-def _attend(
-    layer: TransformerLayer,
-    asking: Tensor,
-    wanted: Tensor | None,
-    source: Tensor,
-    layout: _PackedLayout,
-    weight_keys: Tensor | None,
-) -> Tensor:
-    """Return the context ``[W, hidden]`` of the queries ``asking``, each over its sequence in ``source``."""
-    unpad_index = layout.unpad_index
-    asking_index = unpad_index if wanted is None else unpad_index.index_select(0, wanted)
-
-    def heads(rows: Tensor, index: Tensor, *, is_padded: bool) -> Tensor:
-        padded = rows if is_padded else _spread(rows, index, layout.num_sequences * layout.max_seqlen)
-        heads_last = padded.view(layout.num_sequences, layout.max_seqlen, layer.num_heads, -1)
-        return heads_last.transpose(1, 2)
-
-    if wanted is None:
-        of_query, of_key, of_value = _products((layer.query, layer.key, layer.value), source)
-    else:
-        of_query, (of_key, of_value) = layer.query(asking), _products((layer.key, layer.value), source)
-    query = heads(of_query, asking_index, is_padded=layout.is_full and wanted is None)
-    key = heads(of_key, unpad_index, is_padded=layout.is_full)
-    value = heads(of_value, unpad_index, is_padded=layout.is_full)
-    if weight_keys is None or not layer.attention_dropout:
-        context = F.scaled_dot_product_attention(query, key, value, attn_mask=layout.mask)
-    else:
-        context = attention(query, key, value, weight_keys, layer.attention_dropout, attn_mask=layout.mask)
-    padded = context.transpose(1, 2).flatten(2).flatten(0, 1)
-    return padded if layout.is_full and wanted is None else _Collect.apply(padded, asking_index)
-
-
-def _products(layers: Sequence[nn.Linear], rows: Tensor) -> Sequence[Tensor]:
-    """Return the outputs of layers of one size that read the same rows; in compiled code by one product."""
-    if not torch.compiler.is_compiling():
-        return [layer(rows) for layer in layers]
-    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
-    return F.linear(rows, weight, bias).chunk(len(layers), dim=1)
+    return fold_in(token_keys(keys, position_ids, cu_seqlens), sites[:, None])
 
 
 class _PackedLayout:
-    """Relates the T tokens of a packed batch to the ``B * S`` positions of the padded one.
+    """Computes attention over the tokens of sequences as they are.
 
     Attributes:
+        wanted: ``[W]`` rows of the last layer's queries, in the order of sequences; none: all.
+    """
+
+    def __init__(
+        self,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        attended: Tensor | None,
+        wanted: Tensor | None,
+    ) -> None:
+        self.cu_seqlens, self.max_seqlen, self.attended = cu_seqlens, max_seqlen, attended
+        self.wanted = wanted
+        if wanted is not None:
+            self.wanted, self._order = wanted.sort()
+            self._cu_wanted = torch.searchsorted(self.wanted, cu_seqlens.to(wanted.dtype))
+
+    def as_asked(self, rows: Tensor) -> Tensor:
+        """Return the rows of ``wanted`` in the order in which they were asked for."""
+        return rows if self.wanted is None else _spread(rows, self._order, rows.shape[0])
+
+    def attend(
+        self, layer: TransformerLayer, source: Tensor, asking: Tensor | None, weight_keys: Tensor | None
+    ) -> Tensor:
+        """Return the context ``[W, hidden]`` of queries ``asking``, each over its sequence in ``source``."""
+        query, others = None, [layer.query, layer.key, layer.value]
+        if asking is not None:
+            query, others = _heads(layer.query(asking), layer.num_heads), others[1:]
+        return packed_attention(
+            query,
+            _heads(_stacked(others, source), len(others) * layer.num_heads),
+            weight_keys,
+            layer.attention_dropout,
+            cu_queries=self.cu_seqlens if asking is None else self._cu_wanted,
+            cu_keys=self.cu_seqlens,
+            num_keys=self.attended,
+            max_queries=self.max_seqlen,
+            max_keys=self.max_seqlen,
+        ).flatten(1)
+
+
+class _PaddedLayout:
+    """Computes attention over the ``B * S`` positions of the padded batch.
+
+    Attributes:
+        wanted: ``[W]`` rows of the last layer's queries; none: all.
         unpad_index: ``[T]`` position of each token in the flattened padded batch.
-        is_full: whether both are the same.
+        is_full: whether all positions have a token.
         mask: bool ``[B, 1, 1, S]``, false in the padding; none without padding.
     """
 
     def __init__(
-        self, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int, attended: Tensor | None = None
+        self,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        attended: Tensor | None,
+        wanted: Tensor | None,
     ) -> None:
         lengths = cu_seqlens.diff()
         device, num_tokens = position_ids.device, position_ids.shape[0]
-        self.num_sequences, self.max_seqlen = cu_seqlens.shape[0] - 1, max_seqlen
+        self.num_sequences, self.max_seqlen, self.wanted = cu_seqlens.shape[0] - 1, max_seqlen, wanted
         self.is_full = num_tokens == self.num_sequences * max_seqlen  # by sizes: no GPU is waited for
         firsts = torch.arange(self.num_sequences, device=device) * max_seqlen
         self.unpad_index = firsts.repeat_interleave(lengths, output_size=num_tokens) + position_ids
@@ -309,10 +311,68 @@ class _PackedLayout:
             lengths = lengths if attended is None else attended
             self.mask = (torch.arange(max_seqlen, device=device) < lengths[:, None])[:, None, None, :]
 
+    def as_asked(self, rows: Tensor) -> Tensor:
+        """Return the rows as they are, in the order of ``wanted``."""
+        return rows
+
+    def attend(
+        self, layer: TransformerLayer, source: Tensor, asking: Tensor | None, weight_keys: Tensor | None
+    ) -> Tensor:
+        """Return the context ``[W, hidden]`` of queries ``asking``, each over its sequence in ``source``."""
+        index, is_full = self.unpad_index, self.is_full and asking is None
+        if asking is None or self.wanted is None:
+            of_query, of_key, of_value = _products((layer.query, layer.key, layer.value), source)
+        else:
+            of_query, (of_key, of_value) = layer.query(asking), _products((layer.key, layer.value), source)
+            index = index.index_select(0, self.wanted)
+        query = self._by_head(layer, of_query if is_full else self._padded(of_query, index))
+        key, value = (
+            self._by_head(layer, each if self.is_full else self._padded(each, self.unpad_index))
+            for each in (of_key, of_value)
+        )
+        if weight_keys is None or not layer.attention_dropout:
+            context = F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)
+        else:
+            padded = weight_keys if is_full else self._padded(weight_keys, index)
+            numbers = torch.arange(layer.num_heads, device=index.device)[:, None]
+            keys = fold_in(padded.view(self.num_sequences, 1, self.max_seqlen), numbers)
+            context = attention(query, key, value, keys, layer.attention_dropout, attn_mask=self.mask)
+        rows = context.transpose(1, 2).flatten(2).flatten(0, 1)
+        return rows if is_full else _Collect.apply(rows, index)
+
+    def _padded(self, rows: Tensor, index: Tensor) -> Tensor:
+        return _spread(rows, index, self.num_sequences * self.max_seqlen)
+
+    def _by_head(self, layer: TransformerLayer, padded: Tensor) -> Tensor:
+        """Return rows of all positions as ``[B, heads, S, d]``."""
+        return padded.view(self.num_sequences, self.max_seqlen, layer.num_heads, -1).transpose(1, 2)
+
+
+_Layout = _PackedLayout | _PaddedLayout
+
+
+def _heads(rows: Tensor, num_heads: int) -> Tensor:
+    return rows.view(rows.shape[0], num_heads, -1)
+
+
+def _products(layers: Sequence[nn.Linear], rows: Tensor) -> Sequence[Tensor]:
+    """Return the outputs of layers of one size that read the same rows; in compiled code by one product."""
+    if not torch.compiler.is_compiling():
+        return [layer(rows) for layer in layers]
+    return _stacked(layers, rows).chunk(len(layers), dim=1)
+
+
+def _stacked(layers: Sequence[nn.Linear], rows: Tensor) -> Tensor:
+    """Return the outputs of layers that read the same rows, side by side; in compiled code by one product."""
+    if not torch.compiler.is_compiling():
+        return torch.cat([layer(rows) for layer in layers], dim=1)
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    return F.linear(rows, weight, bias)
+
 
 def _spread(rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """Write rows to distinct rows of a zero tensor: the transpose of ``_Collect``."""
-    return rows.new_zeros(num_rows, rows.shape[1]).index_copy_(0, index, rows)
+    """Write rows, or numbers, to distinct places of a zero tensor: the transpose of ``_Collect``."""
+    return rows.new_zeros(num_rows, *rows.shape[1:]).index_copy_(0, index, rows)
 
 
 class _Collect(torch.autograd.Function):

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.attention import assuming_kernels
 from shoal.decide.footprint import Activations
-from shoal.dropout import assuming_kernels
 
 TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of autocast by precision."""
@@ -55,7 +55,7 @@ def kept_activations(
         num_samples: in the batch.
         precision: ``fp32``, ``bf16`` or ``fp16``, the autocast type.
         device_type: ``cuda`` or ``cpu``; no such device is needed.
-        has_kernels: dropped attention is one kernel (:mod:`shoal.attention_kernel`), where its shapes allow;
+        has_kernels: packed attention is one kernel (:mod:`shoal.attention`), where its shapes allow;
             default: in bf16 on CUDA, the precision of devices that have it.
 
     Example:

@@ -1,0 +1,86 @@
+"""Makes the kernels of attention operators of torch.
+
+Each is a ``triton_op``: torch.compile replaces it by the launches of its kernels, which need no call of
+Python then, and whose outputs it places as its own. Only :mod:`shoal.attention` loads this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.triton_op(
+    "shoal::attention",
+    mutates_args=(),
+    schema="(Tensor? query, Tensor stacked, Tensor? keys, Tensor cu_queries, Tensor cu_keys,"
+    " Tensor? num_keys, SymInt max_queries, SymInt max_keys, int num_dropped, float scale)"
+    " -> (Tensor, Tensor)",
+)
+def _attention(
+    query: Tensor | None, stacked: Tensor, keys: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`shoal.attention_kernel.forward`, which is loaded here: few processes need Triton."""
+    from shoal.attention_kernel import Packing, forward
+
+    *packing, num_dropped, scale = others
+    return forward(query, stacked, keys, Packing(*packing), num_dropped, scale)
+
+
+def _fake(query: Tensor | None, stacked: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    num_rows, num_heads, width = stacked.shape
+    num_queries, num_heads = (num_rows, num_heads // 3) if query is None else query.shape[:2]
+    sums = stacked.new_empty(num_heads, num_queries, dtype=torch.float32)
+    return stacked.new_empty(num_queries, num_heads, width), sums
+
+
+_attention.register_fake(_fake)
+
+
+@torch.library.triton_op(
+    "shoal::attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? query, Tensor stacked, Tensor? keys, Tensor cu_queries, Tensor cu_keys,"
+    " Tensor? num_keys, Tensor out, Tensor log_sums, SymInt max_queries, SymInt max_keys, int num_dropped,"
+    " float scale) -> (Tensor, Tensor)",
+)
+def _attention_backward(
+    grad: Tensor, query: Tensor | None, stacked: Tensor, keys: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`shoal.attention_kernel.backward`; without a query its gradient is empty."""
+    from shoal.attention_kernel import Packing, backward
+
+    cu_queries, cu_keys, num_keys, out, log_sums, max_queries, max_keys, num_dropped, scale = others
+    packing = Packing(cu_queries, cu_keys, num_keys, max_queries, max_keys)
+    query_grad, stacked_grad = backward(
+        grad, query, stacked, keys, packing, out, log_sums, num_dropped, scale
+    )
+    return stacked.new_empty(0) if query_grad is None else query_grad, stacked_grad
+
+
+def _fake_backward(
+    grad: Tensor, query: Tensor | None, stacked: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    return stacked.new_empty((0,) if query is None else query.shape), stacked.new_empty(stacked.shape)
+
+
+_attention_backward.register_fake(_fake_backward)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.numbers = inputs[:6], inputs[6:]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, grad_of_sums: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 10
+    query_grad, stacked_grad = torch.ops.shoal.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+    has_query = ctx.saved_tensors[0] is not None
+    return query_grad if has_query else None, stacked_grad, *(None,) * 8
+
+
+_attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
