@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shoal import record
 from shoal.env.launcher import outside_of_job
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.train.checkpoint import Checkpointer, load_models
 from shoal.train.checkpoint_files import (
     checkpoint_path,
@@ -105,6 +105,26 @@ class Evaluations:
             return last if step is None else step
 
         return run_on_all(self._world.control, name_it)[0]
+
+    def load_best(self, last: int, kept: Mapping[str, Any], log: RunLog | None) -> int:
+        """Load the weights with the best score, if the run keeps them; return their step. A collective.
+
+        Args:
+            last: the last step, whose weights stay if there are no better ones.
+            kept: the state of the run, whose models are loaded.
+        """
+        step = self.best_step(last)
+        if step == last:
+            return last
+        try:
+            load_weights(checkpoint_path(required(self._directory), step), kept, self._world)
+        except ShoalError as error:
+            step, note = last, f"{error}; the last weights are the result"
+        else:
+            note = f"the weights of step {step:,}, which have the best score, are the result"
+        if log is not None:
+            log.progress.say(note)
+        return step
 
     def is_reached(self) -> bool:
         """Return whether the target is reached; false on all workers but the first."""

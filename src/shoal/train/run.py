@@ -54,10 +54,9 @@ from shoal.decide.rng import Stream, random_keys
 from shoal.env.launcher import worker_env
 from shoal.env.settings import progress_file
 from shoal.env.worker import WorkerEnv, alone
-from shoal.errors import EXIT_OK, EXIT_STOPPED, ShoalError, UsageError, is_out_of_memory
+from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
 from shoal.train.backends import Purpose
 from shoal.train.checkpoint import Checkpointer, Restored
-from shoal.train.checkpoint_files import checkpoint_path
 from shoal.train.checkpoint_state import flatten
 from shoal.train.config import (
     DistributedConfig,
@@ -155,6 +154,10 @@ class Settings:
     def section_with(self, section: str, field: str) -> str | None:
         """Return the section if the settings have the field there, which makes it an option of a command."""
         return section if hasattr(getattr(self.config, section, None), field) else None
+
+    def has_line(self, step: int, last: int, more: Sequence[int]) -> bool:
+        """Return whether a step has a line in the record: also the ``last`` one, and those in ``more``."""
+        return _is_due(self.output.log_frequency, step, last) or step in more
 
     def start_row(self, directory: Path, world: World, batch: BatchPlan, **more: Any) -> record.Start:
         """Return the row with which a record begins.
@@ -281,7 +284,13 @@ class Run:
             kept=self._kept,
             saves=self._checkpointer is not None,
             layer_norms=(
-                LayerNorms(self._kept, self._has_line, world.control) if settings.output.layer_norms else None
+                LayerNorms(
+                    self._kept,
+                    lambda step: settings.has_line(step, self._until, self.lines),
+                    world.control,
+                )
+                if settings.output.layer_norms
+                else None
             ),
         )
         self._notes = [note for note in (precision.note, world.note) if note]
@@ -808,7 +817,7 @@ class Run:
         if self._checkpointer is not None:
             self._checkpointer.finish()
         self._report_checkpoints()
-        scored = self._load_best()
+        scored = self._evaluations.load_best(self.step, self._kept, self.log)
         if self.log:
             if export and self._settings.output.save:
                 export(self.directory)
@@ -822,22 +831,6 @@ class Run:
         return EXIT_OK
 
     # ---- inside -----------------------------------------------------------------------------------------
-
-    def _load_best(self) -> int:
-        """Load the weights with the best score, if the run keeps them; return their step. A collective."""
-        step = self._evaluations.best_step(self.step)
-        if step == self.step:
-            return step
-        assert self.directory is not None
-        try:
-            load_weights(checkpoint_path(self.directory, step), self._kept, self.world)
-        except ShoalError as error:
-            step, note = self.step, f"{error}; the last weights are the result"
-        else:
-            note = f"the weights of step {step:,}, which have the best score, are the result"
-        if self.log:
-            self.log.progress.say(note)
-        return step
 
     def _state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; that of the data is the one integer ``samples``."""
@@ -905,7 +898,7 @@ class Run:
         self._evaluations.scores.clear()
         self._samples += step.num_samples * (self.step - before)
         self._metrics.add(step)
-        writes_line = self._has_line(self.step)
+        writes_line = self._settings.has_line(self.step, self._until, self.lines)
         if writes_line:
             self._settle()
         self.timer.end_step(self.step - before)
@@ -914,9 +907,6 @@ class Run:
         if writes_line:
             self._write_line(step)
         self._last_end = time.monotonic()
-
-    def _has_line(self, step: int) -> bool:
-        return _is_due(self._settings.output.log_frequency, step, self._until) or step in self.lines
 
     def _write_line(self, step: Step) -> None:
         update = self._training.update
