@@ -24,8 +24,10 @@ from shoal.data.images.tars import members
 from shoal.errors import ShoalError, UsageError, cannot_read, did_you_mean
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
-VALIDATION_NAMES = ("val", "validation", "test")
+VALIDATION_NAMES = ("val", "valid", "validation", "test")
 """Names of the folder of validation images; the first that exists is used."""
+_SPLIT = re.compile(r"(?i)train(ing)?|val(id|idation)?|dev|eval|test(ing)?")
+"""Names of folders that are no classes, if all are such names."""
 DEFAULT_SHARE = 0.05
 _ARCHIVE = re.compile(r"\.(?:tar|tgz|zip|rar|7z)(?:\.|$)")
 
@@ -136,11 +138,14 @@ class FolderSource:
         self._left_alone: list[str] = []
         if TRAIN in folders:
             self._roots = {TRAIN: path / TRAIN}
-            if validation_names := [name for name in VALIDATION_NAMES if name in folders]:
-                self._roots[VALIDATION] = path / validation_names[0]
-                self._left_alone = validation_names[1:]
-        elif folders and set(folders) <= {*VALIDATION_NAMES}:
-            raise UsageError(f"{path} has {', '.join(folders)}, but no train; name the training images train")
+            if used := next((name for name in VALIDATION_NAMES if name in folders), None):
+                self._roots[VALIDATION] = path / used
+            self._left_alone = [name for name in folders if name not in (TRAIN, used)]
+        elif folders and all(map(_SPLIT.fullmatch, folders)):
+            raise UsageError(
+                f"{path} has {', '.join(folders)}, but no train; name the training images train, "
+                "those for validation val"
+            )
         if validation is not None and VALIDATION in self._roots:
             raise UsageError(
                 f"--validation {validation} holds out training images, but {self._roots[VALIDATION]} has "
@@ -160,11 +165,21 @@ class FolderSource:
     def remarks(self) -> tuple[str, ...]:
         lines = []
         if self._left_alone:
-            used, others = self._roots[VALIDATION].name, ", ".join(self._left_alone)
-            lines.append(f"validation images are those of {used}; {others} is left alone")
+            used, others = self._roots.get(VALIDATION), ", ".join(self._left_alone)
+            validation = f"those of {used.name}" if used else "held out" if self._share else "none"
+            lines.append(f"validation images are {validation}; {others} is left alone")
         leading_back: list[Path] = []
-        each = (path for root in self._roots.values() for path in self._tree.names(root, leading_back))
-        suffixes = (path.suffix.lower() for path in each)
+        each = [
+            (root, path) for root in self._roots.values() for path in self._tree.names(root, leading_back)
+        ]
+        loose = [
+            path.name
+            for root, path in each
+            if path.parent in (root, PurePosixPath()) and path.suffix.lower() in SUFFIXES
+        ]
+        if loose:
+            lines.append(f"images beside the class folders are left alone: {_listed(loose)}")
+        suffixes = (path.suffix.lower() for _, path in each)
         counts = Counter(suffix or "without suffix" for suffix in suffixes if suffix not in SUFFIXES)
         if counts:
             listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items())[:8])

@@ -71,6 +71,19 @@ def test_other_files_are_left_alone_and_told(tmp_path):
     )
 
 
+def test_splits_of_other_names_and_loose_images_are_told(tmp_path):
+    path = folder(tmp_path, "train/a/1.jpg", "train/a/2.jpg", "valid/a/3.jpg", "test/a/4.jpg", "train/5.jpg")
+    source = detect_source(path)
+    assert listed(source, "validation") == [("a/3", 0)] and source.classes == ("a",)
+    assert source.remarks == (
+        "validation images are those of valid; test is left alone",
+        "images beside the class folders are left alone: '5.jpg'",
+    )
+    (path / "valid").rename(path / "dev")
+    (path / "test").rename(path / "eval")
+    assert detect_source(path).remarks[0] == "validation images are held out; dev, eval is left alone"
+
+
 @pytest.mark.parametrize("target", ["../b", "..", "../..", "sub"])
 def test_links_that_lead_back_are_left_alone(tmp_path, target):
     path = folder(tmp_path, "a/1.jpg", "b/1.jpg", "b/2.jpg", "b/sub/3.jpg")
@@ -111,6 +124,12 @@ def test_the_state_changes_with_the_source(tmp_path):
         (["train/cat/1.jpg", "train/dog/1.jpg", "val/cat/1.jpg"], {}, "val has no class 'dog'.*empty one"),
         (["train/a/1.jpg", "val/a/1.jpg"], {"validation": 0.1}, "--validation 0.1 holds out"),
         (["val/a/1.jpg"], {}, "has val, but no train"),
+        (
+            ["Train/a/1.jpg", "Val/a/2.jpg"],
+            {},
+            "has Train, Val, but no train; name the training images train",
+        ),
+        (["training/a/1.jpg", "testing/a/2.jpg"], {}, "has testing, training, but no train"),
         (["1.jpg"], {}, "has no class folders"),
         (["train/1.jpg"], {}, "train has no class folders"),
         (["a/1.jpg"], {"validation": 1.0}, "validation=1.0 must be"),
