@@ -29,6 +29,8 @@ Boxes = Literal["keep", "check"]
 _MIN_POLYGON = 6
 _CROWD_WORDS = {"true": 1, "1": 1, "false": 0, "0": 0}
 _MOST_DIGITS = 18
+FAR = 100_000
+"""Pixels outside of an image at which polygons and boxes may end."""
 _END = 1 << 63
 """Ids are below, as int64."""
 
@@ -320,6 +322,11 @@ class _Reader:
                     "an annotation whose run lengths do not fill the image",
                     f"their sum is {sum(counts)}, not {num_pixels}",
                 )
+        if is_far_outside(one.segmentation, image) or max(map(abs, one.box)) > FAR + max(
+            image.width, image.height
+        ):
+            rule = f"an annotation that ends more than {FAR:,} pixels outside of its image"
+            raise BadEntry(rule, f"box {list(one.box)}")
         x, y, width, height = one.box
         is_inside = min(x + width, image.width) > max(x, 0) and min(y + height, image.height) > max(y, 0)
         if self._boxes == "check" and not is_inside:
@@ -462,6 +469,13 @@ def _joined(points: Any) -> list[Any] | None:
             return None
         joined += point
     return joined
+
+
+def is_far_outside(shape: Segmentation | None, image: CocoImage) -> bool:
+    """Return whether a polygon is so large that drawing it would need all memory."""
+    most = FAR + max(image.width, image.height)
+    polygons = shape if isinstance(shape, tuple) else ()
+    return any(max(polygon) > most or min(polygon) < -FAR for polygon in polygons)
 
 
 def read_segmentation(value: Any) -> Segmentation | None:

@@ -21,6 +21,7 @@ from shoal.data.coco.annotations import (
     check_corners,
     check_pixels,
     finite_numbers,
+    is_far_outside,
     read_segmentation,
     shown,
     whole_number,
@@ -174,7 +175,8 @@ def _mask(value: Any, image: CocoImage) -> tuple[list[float] | Rle, float]:
     if isinstance(shape, dict) and shape["size"] != [image.height, image.width]:
         sizes = f"{shape['size']}, the image has {[image.height, image.width]}"
         raise BadEntry("a result whose mask is for another size than the image's", sizes)
-    rle = None if shape is None else as_compressed(shape, image.height, image.width)
+    is_usable = shape is not None and not is_far_outside(shape, image)
+    rle = as_compressed(shape, image.height, image.width) if shape is not None and is_usable else None
     if rle is None:
         raise BadEntry("a result whose segmentation is not COCO's", shown(value))
     return rle, areas([rle])[0]

@@ -8,7 +8,6 @@ are answers to learn that do not stand at ``answer_start`` in their paragraph.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,8 @@ UNANSWERED = "a question without an answer whose is_impossible is false"
 NOT_SQUAD = "an entry of another form than SQuAD's"
 SAME_ID = "a question whose id another one has"
 
+_MOST_ODDS = 10**300
+"""Larger whole numbers are no floats."""
 _SHOWN = 3
 """Number of ids or places that a message names."""
 _KINDS = {
@@ -308,7 +309,8 @@ def read_null_odds(path: Path) -> dict[str, float]:
     """
     tree = _object_of_ids(path, "a number")
     for key, value in tree.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or value != value or (isinstance(value, int) and abs(value) > _MOST_ODDS):
             raise UsageError(f"{path}: {key!r} is {_shown(value)}; it must be a number")
     return {key: float(value) for key, value in tree.items()}
 

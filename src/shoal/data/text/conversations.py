@@ -85,11 +85,12 @@ def read_conversations(
 
 def _rows(path: Path, bad: BadEntries, fields: set[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the location of each row and its fields."""
-    if path.suffix == ".parquet":
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
         names = [name for name in field_names(path, str(path)) if name in fields]
         for number, row in enumerate(field_rows(path, names, str(path)), start=1):
             yield f"row {number}", row
-    elif path.suffix in (".jsonl", ".json"):
+    elif suffix in (".jsonl", ".json"):
         for _, location, row in json_rows(path, bad):
             yield location, row
     else:
@@ -128,8 +129,14 @@ def _messages(entries: Any) -> tuple[Message, ...]:
             break
         given = {name: value for name, value in entry.items() if value is not None}
         if "from" in given and "value" in given:
-            given = {"role": _ROLES.get(given["from"], given["from"]), "content": given["value"]}
-        if not isinstance(given.get("role"), str) or not ("content" in given or "tool_calls" in given):
+            sender = given["from"]
+            given = {
+                "role": isinstance(sender, str) and _ROLES.get(sender, sender),
+                "content": given["value"],
+            }
+        has_role = isinstance(given.get("role"), str) and given["role"]
+        has_content = "content" in given or "tool_calls" in given
+        if not has_role or not has_content or not isinstance(given.get("content", ""), str | list):
             break
         messages.append(given)
     if not messages or len(messages) != len(entries):

@@ -49,6 +49,10 @@ BAD_ENTRIES: dict[str, tuple[Change, str]] = {
     "no such image": (lambda t: first(t, image_id=5), "an annotation of an image that is not in the file"),
     "no such category": (lambda t: first(t, category_id=5), "an annotation of a category that is not in"),
     "box of no area": (lambda t: first(t, bbox=[3, 4, 0, 5]), "whose box has no area inside its image"),
+    "polygon of all memory": (
+        lambda t: first(t, segmentation=[[5, 5, 1e300, 5, 25, 1e300]]),
+        "ends more than 100,000 pixels outside of its image",
+    ),
     "box outside": (lambda t: first(t, bbox=[70, 4, 9, 5]), r"inside its image: \[70.0, 4.0, 9.0, 5.0\] in"),
     "box of text": (lambda t: first(t, bbox=["left", 2, 3, 4]), "whose bbox is not 4 finite numbers"),
     "box of three": (lambda t: first(t, bbox=[1, 2, 3]), "whose bbox is not 4 finite numbers"),

@@ -86,8 +86,8 @@ def test_other_forms_of_messages_are_the_same(model: Path, tmp_path: Path) -> No
     wanted = read(written(tmp_path, [{"messages": chat} for chat in chats]), model)
     assert read(written(tmp_path, other), model).tokens.tolist() == wanted.tokens.tolist()
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pa.table({"messages": chats, "n": [1, 2, 3, 4]}), tmp_path / "rows.parquet")
-    assert read(tmp_path / "rows.parquet", model).tokens.tolist() == wanted.tokens.tolist()
+    parquet.write_table(pa.table({"messages": chats, "n": [1, 2, 3, 4]}), tmp_path / "ROWS.PARQUET")
+    assert read(tmp_path / "ROWS.PARQUET", model).tokens.tolist() == wanted.tokens.tolist()
 
 
 def test_what_cannot_be_learnt_is_counted(model: Path, tmp_path: Path) -> None:
@@ -96,6 +96,8 @@ def test_what_cannot_be_learnt_is_counted(model: Path, tmp_path: Path) -> None:
         {"messages": [user, answer]},
         {"messages": [user]},
         {"messages": [user, {"role": "assistant"}]},
+        {"messages": [user, {"role": "assistant", "content": {"text": "moon"}}]},
+        {"conversations": [{"from": ["human"], "value": "sun"}]},
         {"text": "sun"},
         {"messages": [{"role": "user", "content": "sun " * 80}, answer]},
         {"messages": [user, {"role": "assistant", "content": "moon " * 80}]},
@@ -104,10 +106,10 @@ def test_what_cannot_be_learnt_is_counted(model: Path, tmp_path: Path) -> None:
     assert len(file) == 2 and file.num_cut == 1 and file.bounds[-1] - file.bounds[1] == 64
     said = file.describe(64)
     assert "conversation without a message of the assistant: 1 (line 2)" in said
-    assert "message without role and content: 1 (line 3:" in said
+    assert "message without role and content: 3 (line 3:" in said
     assert "row without messages, and without the strings prompt and completion or" in said
-    assert "conversation without a response in its first 64 tokens: 1 (line 5)" in said
-    assert "1 cut to 64 tokens; left out 4" in said
+    assert "conversation without a response in its first 64 tokens: 1 (line 7)" in said
+    assert "1 cut to 64 tokens; left out 6" in said
 
 
 def test_tokenizers_that_cannot_find_responses_are_refused(model: Path, tmp_path: Path) -> None:
