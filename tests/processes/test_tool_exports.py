@@ -15,6 +15,7 @@ from PIL import Image
 import finetune_made
 from shoal.cli.app import app
 from shoal.data.images.shards import ImageShards
+from shoal.data.text.classify import Columns, read_classify
 
 PANDAS_CSV = (
     ",text,label\n"
@@ -94,3 +95,68 @@ def test_labelme_by_its_converter(tmp_path: Path, capsys: pytest.CaptureFixture[
     objects = json.loads(bytes(ImageShards(tmp_path / "out", "train").extra(0)))["annotations"]
     assert [bool(one["segmentation"]) for one in objects] == [True, False]
     assert "1 of the 2 objects" in capsys.readouterr().err
+
+
+def made_by_pandas(folder: Path, suffix: str) -> Path:
+    """Write what pandas makes of a column with missing labels, a categorical one, and booleans."""
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame(
+        {
+            "text": [f'she said "{word}",\nthen left' for word in ("good", "bad", "odd", "good")],
+            "label": pd.Categorical(["pos", "neg", None, "pos"]),
+            "flag": [True, False, True, False],
+            "count": [1, 2, None, 1],
+        }
+    )
+    path = folder / f"reviews{suffix}"
+    if suffix == ".csv":
+        frame.to_csv(path, na_rep="NA")
+    elif suffix == ".json":
+        frame.to_json(path, orient="records")
+    elif suffix == ".jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_parquet(path)
+    return path
+
+
+def made_by_datasets(folder: Path, suffix: str) -> Path:
+    """Write what datasets makes of a class of names, which it keeps as numbers."""
+    datasets = pytest.importorskip("datasets")
+    names = datasets.Features(
+        text=datasets.Value("string"),
+        label=datasets.ClassLabel(names=["neg", "pos"]),
+        flag=datasets.Value("bool"),
+    )
+    rows = {"text": ["a", "b, c", 'd "e"', "f"], "label": [1, 0, -1, 1], "flag": [True, False, True, False]}
+    made = datasets.Dataset.from_dict(rows, features=names)
+    path = folder / f"reviews{suffix}"
+    {".csv": made.to_csv, ".jsonl": made.to_json, ".parquet": made.to_parquet}[suffix](str(path))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("column", "labels", "count"),
+    [("label", ("neg", "pos"), 3), ("flag", ("false", "true"), 4), ("count", ("1", "2"), 3)],
+)
+def test_files_written_by_pandas_now(
+    suffix: str, column: str, labels: tuple[str, ...], count: int, tmp_path: Path
+) -> None:
+    path = made_by_pandas(tmp_path, suffix)
+    read = read_classify(path, Columns(first="text", second=None, label=(column,)), labels=None)
+    found = {float(label) if column == "count" else label.lower() for label in read.labels}
+    assert found == ({float(label) for label in labels} if column == "count" else set(labels))
+    assert len(read.examples) == count and read.examples[0].first == 'she said "good",\nthen left'
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("column", "labels", "count"), [("label", {"0", "1"}, 3), ("flag", {"false", "true"}, 4)]
+)
+def test_files_written_by_datasets_now(
+    suffix: str, column: str, labels: set[str], count: int, tmp_path: Path
+) -> None:
+    path = made_by_datasets(tmp_path, suffix)
+    read = read_classify(path, Columns(first="text", second=None, label=(column,)), labels=None)
+    assert {label.lower() for label in read.labels} == labels and len(read.examples) == count
