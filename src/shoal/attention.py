@@ -85,17 +85,26 @@ def has_kernels(device: torch.device, dtype: torch.dtype, num_columns: int, p: f
         dtype in (torch.bfloat16, torch.float16)
         and num_columns in (16, 32, 64, 128)
         and round(p * DROPOUT_RANGE) < DROPOUT_RANGE
-        and (_runs_kernels(device) if _assumed_kernels is None else _assumed_kernels)
+        and (runs_kernels(device) if _assumed_kernels is None else _assumed_kernels)
     )
     if there:
-        import shoal.attention_operators  # noqa: F401  # it loads Triton, which few processes need
+        _load()
     return there
 
 
-def _runs_kernels(device: torch.device) -> bool:
-    return (
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether a device runs the kernels, some of them for other types and sizes."""
+    there = (
         USES_KERNELS
         and device.type == "cuda"
         and torch.cuda.is_available()
         and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 128 << 10
     )
+    if there:
+        _load()
+    return there
+
+
+def _load() -> None:
+    """Make the operators, which load Triton, which few processes need."""
+    import shoal.attention_operators  # noqa: F401

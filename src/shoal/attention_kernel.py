@@ -32,6 +32,10 @@ _GOLDEN = tl.constexpr(signed(GOLDEN))
 _FIRST, _SECOND = (tl.constexpr(signed(multiplier)) for _, multiplier in ROUNDS)
 
 
+_TOKENS = 1_024
+"""Whose keys at a site a program computes."""
+
+
 class Blocks(NamedTuple):
     """Queries and keys that a program computes at a time, its warps, and the blocks that it reads ahead."""
 
@@ -127,6 +131,21 @@ def backward(
     return query_grad, stacked_grad
 
 
+def site_keys(keys: Tensor, positions: Tensor, num_sites: int) -> Tensor:
+    """Return the keys of tokens at the sites from 0, int64 ``[num_sites, T]``.
+
+    Args:
+        keys: int64 ``[T]``, of the tokens' samples.
+        positions: ``[T]``.
+    """
+    out = keys.new_empty(num_sites, keys.shape[0])
+    with torch.cuda.device_of(keys):
+        wrap_triton(_site_keys)[(-(-keys.shape[0] // _TOKENS), num_sites)](
+            keys, positions, out, keys.shape[0], N=_TOKENS
+        )
+    return out
+
+
 def _heads(query: Tensor | None, stacked: Tensor) -> dict[str, Any]:
     """Return the arguments of kernels about the places of queries, keys and values."""
     stacked = _readable(stacked)
@@ -188,12 +207,22 @@ def _order(N: tl.constexpr):
 
 
 @triton.jit
-def _of_head(row_keys, h):
-    """Return keys of rows in a head, as ``fold_in`` in ``shoal.dropout``."""
-    x = row_keys + (h + 1).to(tl.int64) * _GOLDEN
+def _fold_in(keys, counters):
+    """Return a key per pair, as ``fold_in`` in ``shoal.dropout``."""
+    x = keys + (counters + 1).to(tl.int64) * _GOLDEN
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _site_keys(keys, positions, out, num_tokens, N: tl.constexpr):
+    """Write the keys of a block of tokens at a site."""
+    site = tl.program_id(1)
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    is_there = at < num_tokens
+    of_tokens = _fold_in(tl.load(keys + at, mask=is_there), tl.load(positions + at, mask=is_there))
+    tl.store(out + site.to(tl.int64) * num_tokens + at, _fold_in(of_tokens, site), mask=is_there)
 
 
 @triton.jit
@@ -275,7 +304,7 @@ def _forward(
     end = tl.where(tl.program_id(0) % num_blocks * M < num_rows, end, 0)
     row_keys = None
     if keys is not None:
-        row_keys = _of_head(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h)
+        row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h)
     score_scale = scale * 1.4426950408889634  # of powers of 2
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -333,7 +362,7 @@ def _backward_of_queries(
     end = tl.where(tl.program_id(0) % num_blocks * M < num_rows, end, 0)
     row_keys = None
     if keys is not None:
-        row_keys = _of_head(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h)
+        row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h)
     score_scale = scale * 1.4426950408889634
     query_grad = tl.zeros([M, D], tl.float32)
     for first in range(0, end, N):
@@ -388,7 +417,7 @@ def _backward_of_keys(
         used = weights
         if keys is not None:
             # Dropped weights are marked by their sign: no register keeps the mask for the next product.
-            row_keys = _of_head(tl.load(keys + first_query + rows, mask=rows < end, other=0), h)
+            row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < end, other=0), h)
             weights = tl.where(_kept(row_keys + _step(block * N), threshold, N), weights, -weights)
             used = tl.maximum(weights, 0.0)
         value_found = tl.dot(tl.trans(used.to(query.dtype)), context_grad, value_found)

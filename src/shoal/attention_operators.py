@@ -84,3 +84,11 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_of_sums: None) -> tuple[T
 
 
 _attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+@torch.library.triton_op("shoal::site_keys", mutates_args=())
+def _site_keys(keys: Tensor, positions: Tensor, num_sites: int) -> Tensor:
+    """Compute :func:`shoal.attention_kernel.site_keys`."""
+    from shoal.attention_kernel import site_keys
+
+    return site_keys(keys, positions, num_sites)

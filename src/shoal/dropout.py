@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
+from shoal.attention import runs_kernels
 from shoal.decide.rng import DROPOUT_RANGE, GOLDEN, ROUNDS, signed
 
 _GOLDEN = signed(GOLDEN)
@@ -57,6 +58,19 @@ def _steps(counters: Tensor) -> Tensor:
     would be one, and Inductor computes indices in 32 bits on a GPU, where Triton refuses the constant.
     """
     return ~counters * -_GOLDEN
+
+
+def site_keys(keys: Tensor, positions: Tensor, num_sites: int) -> Tensor:
+    """Return the keys of tokens at the sites from 0, int64 ``[num_sites, T]``; on a GPU by one kernel.
+
+    Args:
+        keys: int64 ``[T]``, of the tokens' samples.
+        positions: ``[T]``, in their samples.
+    """
+    if runs_kernels(keys.device):
+        found: Tensor = torch.ops.shoal.site_keys(keys, positions, num_sites)
+        return found
+    return fold_in(fold_in(keys, positions), torch.arange(num_sites, device=keys.device)[:, None])
 
 
 def row_keys(keys: Tensor, shape: Sequence[int], site: int | None = None) -> Tensor:

@@ -186,6 +186,12 @@ def check_operators() -> None:
         torch.library.opcheck(torch.ops.shoal.attention.default, (*arguments, 6_554, 0.25), test_utils=kinds)
 
 
+def check_site_keys() -> None:
+    keys, positions = torch.from_numpy(dropout_keys(3, 0, np.arange(1_100))), torch.arange(1_100) % 512
+    found = torch.ops.shoal.site_keys(keys, positions, 5)
+    assert torch.equal(found, dropout.site_keys(keys, positions, 5))
+
+
 def check_pretraining() -> None:
     """Losses and gradients of a step: packed by kernels, padded by kernels, and explicit."""
     torch.manual_seed(1)
@@ -332,4 +338,5 @@ if __name__ == "__main__":
     check_masks()
     check_bits()
     check_operators()
+    check_site_keys()
     check_pretraining()

@@ -43,7 +43,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "attention_kernel": frozenset({"decide"}),
     "attention_operators": frozenset({"attention_kernel"}),
     "attention": frozenset({"attention_operators", "decide", "env"}),
-    "dropout": frozenset({"decide"}),
+    "dropout": frozenset({"attention", "decide"}),
     **dict.fromkeys(sorted(DOERS), DECIDERS | NATIVE | LAYERS),
     "train": DECIDERS | NATIVE | LAYERS | DOERS,
     "recipes": BELOW_RECIPES | {"launch", "planner"},

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from shoal.attention import has_kernels, packed_attention
-from shoal.dropout import attention, dropout, fold_in
+from shoal.dropout import attention, dropout, fold_in, site_keys
 from shoal.models.layers import TransformerLayer, embed, embedding_dropout, final_norm_of, layers_of
 
 PACKED_INPUTS = ("input_ids", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen", "dropout_keys")
@@ -51,8 +51,12 @@ def full_sequences(num_sequences: int, length: int) -> dict[str, Any]:
 
 def token_keys(keys: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the dropout keys of tokens, int64 ``[T]``, from those of their samples, ``[B]``."""
-    of_samples = keys.repeat_interleave(cu_seqlens.diff(), output_size=position_ids.shape[0])
-    return fold_in(of_samples, position_ids)
+    return fold_in(_of_tokens(keys, position_ids, cu_seqlens), position_ids)
+
+
+def _of_tokens(keys: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the key of each token's sample."""
+    return keys.repeat_interleave(cu_seqlens.diff(), output_size=position_ids.shape[0])
 
 
 def drop(x: Tensor, keys: Tensor | None, p: float) -> Tensor:
@@ -89,7 +93,6 @@ class Encoder:
         )
         self.activation_checkpointing = activation_checkpointing
         self.final_norm = final_norm_of(base)  # layers are pre-norm where there is one
-        self._keys_of_sites = _keys_of_sites
 
     def __call__(
         self,
@@ -136,11 +139,9 @@ class Encoder:
         """Compile the layers with ``torch.compile``, which takes these options.
 
         All layers share the compiled code, a graph for each kind of layer and of batch, so compiling takes
-        the same time for any number of layers. So is the making of their dropout's keys, whose steps would
-        be 20 operations, each on a number per token and site. Embeddings and heads stay as they are.
+        the same time for any number of layers. Embeddings and heads stay as they are.
         """
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # of `_add`
-        self._keys_of_sites = torch.compile(_keys_of_sites, **options)
         self._layer = torch.compile(MethodType(Encoder._layer, self), **options)  # type: ignore[method-assign]
 
     def sample_keys(self, dropout_keys: Tensor | None, cu_seqlens: Tensor) -> Tensor | None:
@@ -158,7 +159,7 @@ class Encoder:
         num_sites = 3 * len(self.layers) + 1
         if keys is None or not self._drops:
             return [None] * num_sites
-        return self._keys_of_sites(keys, position_ids, cu_seqlens, num_sites).unbind()
+        return site_keys(_of_tokens(keys, position_ids, cu_seqlens), position_ids, num_sites).unbind()
 
     def _layout(self, hidden: Tensor, *sequences: Any) -> _Layout:
         """Return how attention is computed on the device of ``hidden``."""
@@ -229,12 +230,6 @@ def _norm(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
     with torch.autocast(device_type, enabled=False) if is_autocast_available(device_type) else nullcontext():
         normed: Tensor = norm(rows.to(norm.weight.dtype))
     return normed.to(rows.dtype)
-
-
-def _keys_of_sites(keys: Tensor, position_ids: Tensor, cu_seqlens: Tensor, num_sites: int) -> Tensor:
-    """Return the keys of tokens at all sites, ``[num_sites, T]``, from those of the samples, ``[B]``."""
-    sites = torch.arange(num_sites, device=keys.device)
-    return fold_in(token_keys(keys, position_ids, cu_seqlens), sites[:, None])
 
 
 class _PackedLayout:
