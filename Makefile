@@ -31,7 +31,7 @@ fuzzer_build = $(BIN)/cmake -S . -B build/core-fuzz -G Ninja -DCMAKE_MAKE_PROGRA
 	$(BIN)/cmake --build build/core-fuzz --target shoal_core_fuzzer -- --quiet
 core_run = build/core-$(1)/shoal_core_tests && build/core-$(1)/shoal_c_api_test
 
-.PHONY: help setup train quick test test-core test-real test-all fuzz soak bench gpu gpu-wheels gpu-data gpu-rehearsal \
+.PHONY: help setup train quick test test-core test-real test-all fuzz soak bench gpu gpu-wheels gpu-data gpu-inputs gpu-rehearsal \
 	lint shape docs wheels wheels-all clean
 
 help:  ## show this list
@@ -121,12 +121,12 @@ GPU_WHEELS  := cyclopts attrs docstring-parser rich-rst docutils tensorboardX fa
 KIT         ?=
 STAGE       ?=
 PART        ?=
-BUDGET      ?= 1440
+BUDGET      ?=
 
 gpu:  ## what there is to measure on a machine with a GPU, to build/gpu/results; PART= or STAGE= picks, BUDGET= seconds
 	@if [ -d build/gpu/wheels ]; then $(GPU_PYTHON) -m pip install --quiet --upgrade --no-index --no-deps \
 	  --find-links build/gpu/wheels $(GPU_WHEELS); fi
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu.kit --budget $(BUDGET) $(addprefix --part ,$(PART)) $(addprefix --stage ,$(STAGE)) $(KIT)
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu.kit $(addprefix --budget ,$(BUDGET)) $(addprefix --part ,$(PART)) $(addprefix --stage ,$(STAGE)) $(KIT)
 
 gpu-wheels: $(STAMP)  ## download the packages that such a machine lacks, for Python 3.12
 	rm -rf $(GPU_FOLDER)/wheels
@@ -136,6 +136,10 @@ gpu-wheels: $(STAMP)  ## download the packages that such a machine lacks, for Py
 
 gpu-data: $(STAMP)  ## copy the test data that it reads
 	$(BIN)/python -m benchmarks.gpu.travel data --folder $(GPU_FOLDER)
+
+gpu-inputs: $(STAMP)  ## make its input here, which the machine makes where it did not travel
+	$(BIN)/python -m benchmarks.gpu.inputs $(GPU_FOLDER)/made
+	$(BIN)/python -m benchmarks.gpu.travel check --folder $(GPU_FOLDER)
 
 gpu-rehearsal: $(STAMP)  ## the same on a CPU with tiny sizes, in a fresh environment without a network
 	.ci/gpu-rehearsal $(BIN)

@@ -1,13 +1,15 @@
 """Runs what there is to measure on a machine with one GPU, in three parts: ``make gpu PART=1``.
 
-    python -m benchmarks.gpu.kit --part 1 --budget 540
+    python -m benchmarks.gpu.kit --part 1             # in 9 minutes
+    python -m benchmarks.gpu.kit --part 1 --smoke     # in 90 s: every job starts, nothing is compiled
     python -m benchmarks.gpu.kit --stage bert --stage t5
     python -m benchmarks.gpu.kit --rehearsal          # tiny sizes on a CPU
 
 Every job is a process of its own with a limit of time; one that fails is reported, and the next goes on.
 After each job the results so far are written to ``build/gpu/results``, or what ``--results`` names:
 ``kit.json`` and ``kit.md``, beside ``kit.log`` with the output of all jobs. With ``--part`` or ``--stage``
-those of other stages stay. The exit status is 0 if no job failed.
+those of other stages stay. The exit status is 0 if no job failed. Compiled kernels are kept in
+``build/gpu/cache``, which travels.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.gpu.stages import PARTS, Job, Stage, stages
-from benchmarks.gpu.travel import DATA, FOLDER, MADE, MOST_RESULTS, RESULTS
+from benchmarks.gpu.stages import PARTS, Job, Stage, smoked, stages
+from benchmarks.gpu.travel import CACHE, DATA, FOLDER, MADE, MOST_RESULTS, RESULTS
 from shoal.env.settings import TEST_DATA, test_data_dir
 from shoal.env.variables import child_environment
 
-BUDGET_S = 1_440.0
+BUDGET_S, PART_S, SMOKE_S = 1_440.0, 540.0, 90.0
+"""Of all parts, of one, and of a smoke test."""
+MOST_USED_MIB = 1_024
+"""Memory of the GPU that is in use though nothing else runs."""
 H100_SHARE = 0.9
 """Of an H200's throughput, which the targets are for."""
 REHEARSAL_PATIENCE = 4.0
@@ -59,6 +64,10 @@ class Outcome:
     """The end of the output of a job that failed."""
     beside: str = ""
     """Other processes on the GPU when the job began or ended; empty: none."""
+    state: str = ""
+    """Free memory and clock of the GPU when the job began."""
+    quiet: bool = False
+    """Nothing else used the GPU, by its processes and its memory."""
     figures: list[dict[str, Any]] = field(default_factory=list)
     """``what``, ``value``, ``unit``, and ``peer``, ``ratio``, ``target`` where there are some."""
 
@@ -72,13 +81,20 @@ class Kit:
         rehearsal: figures mean nothing, so two jobs run at once, with a thread each; and stages and jobs have
             more time, since a busy CPU is no fault of the kit.
         kept: outcomes of stages that are not run.
+        smoke: nothing is compiled, and three jobs run at once.
     """
 
     def __init__(
-        self, folder: Path, budget_s: float, *, rehearsal: bool, kept: Sequence[Outcome] = ()
+        self,
+        folder: Path,
+        budget_s: float,
+        *,
+        rehearsal: bool,
+        kept: Sequence[Outcome] = (),
+        smoke: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._rehearsal = folder, rehearsal
+        self._folder, self._rehearsal, self._smoke = folder, rehearsal, smoke
         self._end_s = time.monotonic() + budget_s
         self._ends_s: dict[str, float] = {}  # of stages
         self._ended: dict[str | None, threading.Event] = {}  # of jobs
@@ -93,7 +109,7 @@ class Kit:
         self._ended = {job.title: threading.Event() for _, job in jobs}
         self._run_jobs([each for each in jobs if each[1].is_first], at_once=1)
         others = [each for each in jobs if not each[1].is_first]
-        self._run_jobs(others, at_once=2 if self._rehearsal else 1)
+        self._run_jobs(others, at_once=3 if self._smoke else 2 if self._rehearsal else 1)
         return all(outcome.status == "done" for outcome in self.outcomes)
 
     def _run_jobs(self, jobs: Sequence[tuple[Stage, Job]], *, at_once: int) -> None:
@@ -127,7 +143,7 @@ class Kit:
             self._ended[job.title].set()
 
     def _run(self, stage: Stage, job: Job, limit_s: float) -> Outcome:
-        begin_s, beside = time.monotonic(), others_on_gpu()
+        begin_s, before = time.monotonic(), gpu_state()
         with tempfile.TemporaryDirectory() as name:
             out = Path(name) / "out.json"
             command = [str(out) if word == "{out}" else word for word in job.command]
@@ -141,10 +157,10 @@ class Kit:
                 else:
                     status = "done" if status == "failed" and job.kind == "rows" and figures else status
         said = "" if status == "done" else "\n".join(text.strip().splitlines()[-_LAST_LINES:])
-        seconds = time.monotonic() - begin_s
+        seconds, after = time.monotonic() - begin_s, gpu_state()
         return Outcome(
-            stage=stage.name, title=job.title, status=status, seconds=seconds, said=said,
-            beside=beside or others_on_gpu(), figures=figures,
+            stage=stage.name, title=job.title, status=status, seconds=seconds, said=said, figures=figures,
+            beside=before.others or after.others, state=before.said, quiet=before.is_idle and after.is_idle,
         )  # fmt: skip
 
     def _call(self, command: list[str], limit_s: float) -> tuple[Status, str]:
@@ -152,12 +168,18 @@ class Kit:
         environment = child_environment()
         environment.pop("PYTHONPATH", None)  # make's, by which the kit runs before shoal is installed
         environment.setdefault(TEST_DATA, str(data_folder().absolute()))
+        for name, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+            environment.setdefault(name, str((FOLDER / CACHE / folder).absolute()))
         if self._rehearsal:  # the threads of two jobs would wait for each other's processors
             environment["OMP_NUM_THREADS"] = "1"
+        if self._smoke:
+            environment["TORCH_COMPILE_DISABLE"] = "1"
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             start_new_session=True, env=environment,
         )  # fmt: skip
+        with suppress(OSError):  # the kernel ends the job, not the kit, where memory is full
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000", encoding="utf-8")
         status: Status
         try:
             text, _ = process.communicate(timeout=limit_s)
@@ -166,6 +188,7 @@ class Kit:
             end_session(process.pid)
             text, _ = process.communicate()
             status = "out of time"
+        end_session(process.pid)  # what a job has left would keep memory of the GPU
         with self._log.open("a", encoding="utf-8") as log:
             log.write(f"\n$ {' '.join(command)}\n{text[-MOST_LOG:]}")
         return status, text
@@ -191,15 +214,41 @@ class Kit:
         stem.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def others_on_gpu() -> str:
-    """Return what the GPU's driver says of other processes and their memory; empty: none run."""
-    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+@dataclass(frozen=True, kw_only=True)
+class GpuState:
+    """Holds what the GPU's driver says between two jobs."""
+
+    others: str = ""
+    """Other processes and their memory; empty: none run."""
+    said: str = ""
+    """Free memory, that in use, and the clock."""
+    is_idle: bool = False
+    """It is known that nothing else uses the GPU."""
+
+
+def gpu_state() -> GpuState:
+    """Return the state of the GPU; a machine without one has none."""
+    if not torch.cuda.is_available():
+        return GpuState()
+    processes = _ask_driver("--query-compute-apps=pid,used_memory")
+    memory = _ask_driver("--query-gpu=memory.free,memory.used,clocks.sm")
+    if processes is None or not memory:
+        return GpuState(others="nvidia-smi does not say")
+    others = "; ".join(line for line in processes if not line.startswith(f"{os.getpid()},"))
+    free, used, clock = (word.strip() for word in memory[0].split(","))
+    # processes of another container are not listed, but their memory is in use
+    is_idle = not others and used.split()[0].isdecimal() and int(used.split()[0]) <= MOST_USED_MIB
+    return GpuState(others=others, said=f"{free} free, {used} in use, {clock}", is_idle=is_idle)
+
+
+def _ask_driver(query: str) -> list[str] | None:
+    """Return the lines of an answer; ``None``: there is none."""
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return "" if not torch.cuda.is_available() else "nvidia-smi does not say"
-    others = [line for line in done.stdout.splitlines() if not line.startswith(f"{os.getpid()},")]
-    return "; ".join(others)
+        return None
+    return done.stdout.splitlines() if done.returncode == 0 else None
 
 
 def end_session(leader: int) -> None:
@@ -283,8 +332,12 @@ def figures_of(job: Job, tree: dict[str, Any]) -> list[dict[str, Any]]:
             what = f"{job.title}: share of the data sheet's peak (MFU)"
             figures.append({"what": what, "value": tree["mfu"], "unit": ""})
         return figures
-    if job.kind == "peer":
-        return [{"what": job.title, "value": tree["samples_per_s"], "unit": tree["unit"]}]
+    if job.kind == "peer":  # the fastest first: it is what ours is compared with
+        by_speed = sorted(tree["samples_per_s"].items(), key=lambda form: -form[1])
+        return [
+            {"what": f"{job.title}, {form}" if form else job.title, "value": value, "unit": tree["unit"]}
+            for form, value in by_speed
+        ]
     if job.kind == "rows":
         return [
             {
@@ -299,12 +352,13 @@ def figures_of(job: Job, tree: dict[str, Any]) -> list[dict[str, Any]]:
 def table(outcomes: Sequence[Outcome], *, title: str, target_share: float) -> list[str]:
     """Return the results as lines of Markdown."""
     lines = [
-        *(f"# {title}", "", "| stage | job | figure | against | target | beside it |"),
+        *(f"# {title}", "", "| stage | job | figure | against | target | GPU |"),
         "|---|---|---:|---|---:|---|",
     ]  # fmt: skip
     for outcome in outcomes:
+        gpu = "quiet" if outcome.quiet else "; ".join(filter(None, (outcome.beside, outcome.state)))
         if not outcome.figures:
-            lines.append(f"| {outcome.stage} | {outcome.title} | {outcome.status} | | | {outcome.beside} |")
+            lines.append(f"| {outcome.stage} | {outcome.title} | {outcome.status} | | | {gpu} |")
         for figure in outcome.figures:
             against = f"{figure['ratio']:.2f} × {figure['peer']}" if figure.get("ratio") else ""
             target, reached = figure.get("target_ratio"), figure.get("ratio")
@@ -313,7 +367,7 @@ def table(outcomes: Sequence[Outcome], *, title: str, target_share: float) -> li
             wanted = f"{target:.4g}: {reached / target:.0%} of it" if target and reached else ""
             lines.append(
                 f"| {outcome.stage} | {figure['what'].replace('|', '/')} | {figure['value']:.4g} "
-                f"{figure['unit']} | {against} | {wanted} | {outcome.beside} |"
+                f"{figure['unit']} | {against} | {wanted} | {gpu} |"
             )
     return lines
 
@@ -328,7 +382,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--results", type=Path, default=FOLDER / RESULTS, metavar="FOLDER", help="of the files that come back"
     )
     parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="stop after so long"
+        "--budget", type=float, metavar="SECONDS",
+        help=f"stop after so long; default: {BUDGET_S:.0f}, a part {PART_S:.0f}, with --smoke {SMOKE_S:.0f}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--smoke", action="store_true", help="two steps of each job with an eighth of its batch, uncompiled"
     )
     parser.add_argument("--rehearsal", action="store_true", help="tiny sizes, on a CPU")
     args = parser.parse_args(argv)
@@ -344,9 +402,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (not args.stage or stage.name in args.stage)
         and (args.part is None or stage.part in (None, args.part))
     ]
+    if args.smoke:
+        chosen = [smoked(stage) for stage in chosen]
+    budget_s = args.budget or (SMOKE_S if args.smoke else PART_S if args.part else BUDGET_S)
     results = args.results
     kept = outcomes_of_others(results, [stage.name for stage in chosen])
-    kit = Kit(results, args.budget, rehearsal=args.rehearsal, kept=kept)
+    kit = Kit(results, budget_s, rehearsal=args.rehearsal, kept=kept, smoke=args.smoke)
     is_well = kit.run(chosen)
     check_results(results)
     print(f"results: {results}")

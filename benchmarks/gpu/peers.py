@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.peers bert-512 --device cuda --json peer.json
 
-Forward, backward and a fused optimizer in bf16 autocast (on a CPU fp32), on one batch of made input that lies
-on the device: no loader, no copies, no padding and no clipping, all of which our side has. Models that our
-recipes compile by default are compiled.
+Forward, backward and our recipe's optimizer in bf16 autocast (on a CPU fp32), on one batch of made input that
+lies on the device: no loader, no copies, no padding and no clipping, all of which our side has. Models that
+our recipes compile by default are compiled. Those with attention are timed with cuDNN's and without.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.counts import LARGE, TINY
 from shoal.models.pretraining import transformers_config
+from shoal.recipes.workloads import preset_settings
+from shoal.train.optimizers import build_optimizer
 
 WARM_UP, STEPS = 4, 10
 LAYERS = ("BertLayer", "T5Block")
@@ -40,8 +42,11 @@ class Peer:
     make: Callable[[int, torch.device, bool], Made]
     """Returns the model and what computes its loss, for a batch size, a device and tiny sizes."""
     compiled: bool
+    recipe: str
+    preset: str
+    """Of our side, whose optimizer is taken."""
     is_text: bool = True
-    """AdamW, not SGD."""
+    """It has attention."""
 
 
 def bert(length: int) -> Callable[[int, torch.device, bool], Made]:
@@ -108,20 +113,38 @@ def mask_rcnn(batch: int, device: torch.device, tiny: bool) -> Made:
 
 PEERS = {
     "bert-512": Peer(
-        title="transformers' BERT", unit="sequences", batch=64, make=bert(512), compiled=True
+        title="transformers' BERT", unit="sequences", batch=64, make=bert(512), compiled=True,
+        recipe="bert", preset="large",
     ),
     "bert-128": Peer(
-        title="transformers' BERT", unit="sequences", batch=256, make=bert(128), compiled=True
+        title="transformers' BERT", unit="sequences", batch=256, make=bert(128), compiled=True,
+        recipe="bert", preset="large",
     ),
-    "t5": Peer(title="transformers' T5", unit="sequences", batch=64, make=t5, compiled=False),
+    "t5": Peer(
+        title="transformers' T5", unit="sequences", batch=64, make=t5, compiled=True, recipe="t5",
+        preset="base",
+    ),
     "resnet50": Peer(
-        title="torchvision's ResNet", unit="images", batch=256, make=resnet, compiled=True, is_text=False
+        title="torchvision's ResNet", unit="images", batch=256, make=resnet, compiled=True, is_text=False,
+        recipe="resnet50", preset="imagenet-16k",
     ),
     "mask_rcnn": Peer(
         title="torchvision's Mask R-CNN", unit="images", batch=12, make=mask_rcnn, compiled=False,
-        is_text=False,
+        is_text=False, recipe="mask_rcnn", preset="coco-1x",
     ),
 }  # fmt: skip
+
+
+def by_attention(peer: Peer, device: torch.device, *, tiny: bool) -> dict[str, float]:
+    """Return the samples a second by the form of attention, which is empty where there is none."""
+    if not peer.is_text:
+        return {"": samples_per_s(peer, device, tiny=tiny)}
+    found = {}
+    for form, is_on in (("cuDNN's attention off", False), ("cuDNN's attention on", True)):
+        torch.backends.cuda.enable_cudnn_sdp(is_on)
+        torch.compiler.reset()  # compiled code has chosen its attention
+        found[form] = samples_per_s(peer, device, tiny=tiny)
+    return found
 
 
 def samples_per_s(peer: Peer, device: torch.device, *, tiny: bool) -> float:
@@ -132,12 +155,8 @@ def samples_per_s(peer: Peer, device: torch.device, *, tiny: bool) -> float:
     torch.backends.cudnn.benchmark = cuda and not peer.is_text and peer.compiled
     model, loss = peer.make(batch, device, tiny)
     model.train()
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        if peer.is_text
-        else torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True)
-    )
+    settings = preset_settings(peer.recipe, "tiny" if tiny else peer.preset).optim
+    optimizer = build_optimizer(model.named_parameters(), settings, 1e-4)
     if cuda and peer.compiled:
         layers = [each for each in model.modules() if type(each).__name__ in LAYERS]
         for module in layers or [
@@ -172,7 +191,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
     peer = PEERS[args.peer]
-    found = samples_per_s(peer, torch.device(args.device), tiny=args.tiny)
+    found = by_attention(peer, torch.device(args.device), tiny=args.tiny)
     result = {"peer": peer.title, "samples_per_s": found, "unit": f"{peer.unit}/s"}
     args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

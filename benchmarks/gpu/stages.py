@@ -21,6 +21,7 @@ BERT_TEXT, ALBERT_TEXT, IMAGES, QUESTION = "bert-text", "albert-text", "images",
 """Input that the kit makes on the machine (``inputs``)."""
 INPUT = "input"
 """Title of the job that makes it."""
+_WITH_TINY = ("benchmarks.gpu.attention_forms", "benchmarks.gpu.lamb_step", "benchmarks.gpu.peers")
 GPU_TESTS = ("test_cuda_attention", "test_cuda_comm", "test_cuda")
 """Files of ``tests/gpu``, each a job of its own."""
 
@@ -87,6 +88,28 @@ def stages(made: Path, data: Path, results: Path, *, rehearsal: bool) -> tuple[S
         stage("tests", 3, 200, _gpu_tests(made, tiny)),
         stage("pair", 3, 60, _pair(tiny)),
     )
+
+
+def smoked(stage: Stage) -> Stage:
+    """Return a stage whose jobs only show that they start: two steps of an eighth of the batch, tiny sizes of
+    benchmarks, and tests that are collected.
+    """
+    return replace(stage, jobs=tuple(replace(job, command=_smoked(job.command)) for job in stage.jobs))
+
+
+def _smoked(command: tuple[str, ...]) -> tuple[str, ...]:
+    words = list(command)
+    for option, value in (("--warm-up", 1), ("--steps", 2)):
+        if option in words:
+            words[words.index(option) + 1] = str(value)
+    if "--batch" in words:
+        at = words.index("--batch") + 1
+        words[at] = str(max(int(words[at]) // 8, 1))
+    if "pytest" in words:
+        words.append("--collect-only")
+    if words[2] in _WITH_TINY and "--tiny" not in words:
+        words.append("--tiny")
+    return tuple(words)
 
 
 def _after_input(job: Job, made: Path) -> Job:

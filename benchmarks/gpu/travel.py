@@ -1,4 +1,4 @@
-"""Collects what goes to a machine with a GPU and no network: the tree, wheels and data; checks the limits.
+"""Collects what goes to a machine with a GPU and no network: tree, wheels, data, caches; checks the limits.
 
 python -m benchmarks.gpu.travel data               # copy the test data that the kit reads
 python -m benchmarks.gpu.travel check              # how many bytes travel
@@ -17,8 +17,10 @@ from benchmarks.bert_step import CASES, VOCABULARY
 from shoal.env.settings import TEST_DATA, test_data_dir
 
 FOLDER = Path("build/gpu")
-WHEELS, DATA, MADE, RESULTS = "wheels", "data", "made", "results"
-"""Folders in it: what travels there, input that is made there unless it travels, and what comes back."""
+WHEELS, DATA, MADE, CACHE, RESULTS = "wheels", "data", "made", "cache", "results"
+"""Folders in it: what travels there, with input and compiled kernels that are made there unless they travel,
+and what comes back.
+"""
 MOST_BYTES = 60 << 20
 """Of the tree, the wheels and the data together."""
 MOST_DATA_BYTES = 20 << 20
@@ -86,12 +88,12 @@ def tree_files(root: Path) -> list[Path]:
 
 
 def what_travels(root: Path, folder: Path) -> dict[str, list[Path]]:
-    """Return the files of the tree, of the wheels and of the data, relative to ``root``."""
+    """Return the files of the tree and of the folders that travel, relative to ``root``."""
     return {
         "tree": tree_files(root),
         **{
             name: [path.relative_to(root) for path in (root / folder / name).rglob("*") if path.is_file()]
-            for name in (WHEELS, DATA)
+            for name in (WHEELS, DATA, MADE, CACHE)
         },
     }
 
@@ -116,7 +118,7 @@ def check(root: Path, folder: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def copy(root: Path, folder: Path, target: Path) -> None:
-    """Copy what travels; wheels and data of ``folder`` lie in ``build/gpu`` there."""
+    """Copy what travels; the folders in ``folder`` lie in ``build/gpu`` there."""
     for name, paths in what_travels(root, folder).items():
         for path in paths:
             to = target / (path if name == "tree" else FOLDER / path.relative_to(folder))

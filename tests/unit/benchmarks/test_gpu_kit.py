@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.gpu import core, travel
-from benchmarks.gpu.kit import Kit, check_results, main, members_of, outcomes_of_others, table
-from benchmarks.gpu.stages import PARTS, Job, Kind, Stage, stages
+from benchmarks.gpu import core, kit, travel
+from benchmarks.gpu.kit import Kit, check_results, gpu_state, main, members_of, outcomes_of_others, table
+from benchmarks.gpu.stages import PARTS, Job, Kind, Stage, smoked, stages
 
 from shoal.bench.step_timing import TrainResult
 
@@ -45,6 +45,7 @@ def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path
         f"open({str(tmp_path / 'session')!r}, 'w').write(str(os.getsid(child.pid)))\n"
         "child.wait()"
     )
+    peer = {"samples_per_s": {"slow": 32.0, "quick": 64.0}, "unit": "sequences/s"}
     first = Stage(
         name="first",
         part=1,
@@ -54,35 +55,107 @@ def test_failures_and_hangs_are_reported_and_the_rest_is_measured(tmp_path: Path
             job("hangs", hang, limit_s=1.5),
             job("throughput", WRITE, trained(tmp_path), "{out}", kind="train"),
             replace(
-                job("a peer", WRITE, '{"samples_per_s": 64.0, "unit": "sequences/s"}', "{out}", kind="peer"),
+                job("a peer", WRITE, json.dumps(peer), "{out}", kind="peer"),
                 beside="throughput",
             ),
             job("misses its target", WRITE + "; sys.exit(1)", rows, "{out}", kind="rows"),
             job("writes something else", WRITE, '{"rows": [{}]}', "{out}", kind="rows"),
         ),
     )
-    kit = Kit(tmp_path / "out", 60, rehearsal=False)
+    driver = Kit(tmp_path / "out", 60, rehearsal=False)
     begin_s = time.monotonic()
-    assert not kit.run([first])
+    assert not driver.run([first])
     assert time.monotonic() - begin_s < 30
     assert members_of({int((tmp_path / "session").read_text())}) == []
-    assert [outcome.status for outcome in kit.outcomes] == [
+    assert [outcome.status for outcome in driver.outcomes] == [
         "failed", "out of time", "done", "done", "done", "failed",
     ]  # fmt: skip
-    assert kit.outcomes[-1].said == "its file cannot be read: KeyError('case')"
-    assert kit.outcomes[0].said == "the reason"
+    assert driver.outcomes[-1].said == "its file cannot be read: KeyError('case')"
+    assert driver.outcomes[0].said == "the reason"
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["kit.json", "kit.log", "kit.md"]
     tree = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
     assert [one["title"] for one in tree["jobs"]] == [one.title for one in first.jobs]
-    lines = table(kit.outcomes, title="a title", target_share=0.9)
+    lines = table(driver.outcomes, title="a title", target_share=0.9)
     assert "| first | breaks | failed | | |  |" in lines
-    assert "| first | throughput | 128 sequences/s | 2.00 × a peer | 90: 142% of it |  |" in lines
-    assert "| first | a peer | 64 sequences/s |  |  |  |" in lines
+    assert "| first | throughput | 128 sequences/s | 2.00 × a peer, quick | 90: 142% of it |  |" in lines
+    assert "| first | a peer, quick | 64 sequences/s |  |  |  |" in lines
+    assert "| first | a peer, slow | 32 sequences/s |  |  |  |" in lines
     assert "| first | throughput: share of a large product | 0.5  |  |  |  |" in lines
     assert "| first | throughput: share of the data sheet's peak (MFU) | 0.1  |  |  |  |" in lines
     shown = next(line for line in lines if row["case"] in line)
     assert f" {row['ours']:.4g} {row['unit']} | {row['ratio']:.2f} × {row['peer_name']} " in shown
+
+
+def test_a_job_that_fills_the_memory_is_the_one_that_ends(tmp_path: Path) -> None:
+    """The kernel would end it as the first of all; here it ends itself, and leaves a child."""
+    fills = (
+        "import os, signal, subprocess, sys\n"
+        "program = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        f"open({str(tmp_path / 'session')!r}, 'w').write(str(os.getsid(0)))\n"
+        "while open('/proc/self/oom_score_adj').read().strip() != '1000': pass\n"
+        "print('full', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    refused = "x = bytearray(1 << 60)"
+    jobs = job("fills", fills), job("is refused", refused), job("goes on", "")
+    driver = Kit(tmp_path / "out", 60, rehearsal=True)
+    assert not driver.run([Stage(name="memory", part=1, limit_s=30, jobs=jobs)])
+    assert [outcome.status for outcome in driver.outcomes] == ["failed", "failed", "done"]
+    assert driver.outcomes[0].said == "full" and driver.outcomes[1].said.endswith("MemoryError")
+    assert members_of({int((tmp_path / "session").read_text())}) == []
+
+
+def test_rows_say_whether_the_gpu_was_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its processes, and by memory that a process of another container holds."""
+    answers = {"apps": [""], "gpu=": ["80,000 MiB"]}
+
+    def ask(query: str) -> list[str]:
+        return next(lines for name, lines in answers.items() if name in query)
+
+    monkeypatch.setattr(kit.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kit, "_ask_driver", ask)
+    outcomes = []
+    for processes, used in (([], "4 MiB"), ([], "9000 MiB"), (["77, 500 MiB"], "500 MiB")):
+        answers |= {"apps": processes, "gpu=": [f"72000 MiB, {used}, 1980 MHz"]}
+        assert gpu_state().is_idle is (used == "4 MiB")
+        state = gpu_state()
+        outcomes.append(
+            kit.Outcome(
+                stage="s",
+                title="t",
+                status="done",
+                beside=state.others,
+                state=state.said,
+                quiet=state.is_idle,
+            )
+        )
+    lines = table(outcomes, title="a title", target_share=1.0)[-3:]
+    assert lines == [
+        "| s | t | done | | | quiet |",
+        "| s | t | done | | | 72000 MiB free, 9000 MiB in use, 1980 MHz |",
+        "| s | t | done | | | 77, 500 MiB; 72000 MiB free, 500 MiB in use, 1980 MHz |",
+    ]
+    monkeypatch.setattr(kit, "_ask_driver", lambda query: None)
+    assert gpu_state() == kit.GpuState(others="nvidia-smi does not say")
+
+
+def test_a_smoke_test_takes_two_steps_of_an_eighth_of_the_batch_uncompiled(tmp_path: Path) -> None:
+    full = stages(tmp_path / "made", tmp_path / "data", tmp_path / "results", rehearsal=False)
+    for stage in full:
+        for before, after in zip(stage.jobs, smoked(stage).jobs, strict=True):
+            was, words = before.command, after.command
+            assert words[:3] == was[:3] and after.title == before.title
+            if "--batch" in was:
+                batch, steps = (words[words.index(name) + 1] for name in ("--batch", "--steps"))
+                assert int(batch) == int(was[was.index("--batch") + 1]) // 8 >= 1 and steps == "2"
+            assert ("--collect-only" in words) is ("pytest" in was)
+    shows = "import os; print(os.environ['TORCH_COMPILE_DISABLE'], os.environ['TRITON_CACHE_DIR']); exit(1)"
+    driver = Kit(tmp_path / "out", 60, rehearsal=False, smoke=True)
+    driver.run([Stage(name="one", part=1, limit_s=30, jobs=(job("shows", shows),))])
+    flag, folder = driver.outcomes[0].said.split()
+    assert flag == "1" and Path(folder) == Path("build/gpu/cache/triton").absolute()
 
 
 def test_the_budget_ends_the_kit(tmp_path: Path) -> None:
@@ -92,9 +165,9 @@ def test_the_budget_ends_the_kit(tmp_path: Path) -> None:
         limit_s=30,
         jobs=(job("sleeps", "import time; time.sleep(60)"), job("is left", "")),
     )
-    kit = Kit(tmp_path, 2.5, rehearsal=False)
-    assert not kit.run([slow, slow])
-    assert [outcome.status for outcome in kit.outcomes] == ["out of time", "not run", "not run", "not run"]
+    driver = Kit(tmp_path, 2.5, rehearsal=False)
+    assert not driver.run([slow, slow])
+    assert [outcome.status for outcome in driver.outcomes] == ["out of time", "not run", "not run", "not run"]
 
 
 def test_a_job_begins_after_the_one_whose_files_it_reads(tmp_path: Path) -> None:
@@ -102,8 +175,8 @@ def test_a_job_begins_after_the_one_whose_files_it_reads(tmp_path: Path) -> None
     writes = "import sys, time; time.sleep(0.5); open(sys.argv[1], 'w').write('x')"
     reads = replace(job("reads", "import sys; open(sys.argv[1])", file), after="writes")
     stage = Stage(name="one", part=1, limit_s=30, jobs=(job("writes", writes, file), reads, job("other", "")))
-    kit = Kit(tmp_path / "out", 60, rehearsal=True)
-    assert kit.run([stage]), [outcome.said for outcome in kit.outcomes]
+    driver = Kit(tmp_path / "out", 60, rehearsal=True)
+    assert driver.run([stage]), [outcome.said for outcome in driver.outcomes]
 
 
 def test_stages_fit_the_budget_and_are_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +265,9 @@ def made_tree(folder: Path) -> Path:
 def test_tree_wheels_and_data_travel_within_the_limit(tmp_path: Path) -> None:
     root, folder = made_tree(tmp_path), Path("build/gpu")
     said = travel.check(root, folder)
-    assert said == "tree 0.0 MiB, wheels 0.0 MiB, data 0.0 MiB: 0.0 MiB of 60.0 MiB"
+    assert said == (
+        "tree 0.0 MiB, wheels 0.0 MiB, data 0.0 MiB, made 0.0 MiB, cache 0.0 MiB: 0.0 MiB of 60.0 MiB"
+    )
     total = 1000 + len("build/\n") + 300
     travel.check(root, folder, total)
     with pytest.raises(SystemExit, match=r"MiB travel, and at most .* may: leave some of it out"):
