@@ -8,17 +8,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.plan_predict import achieved_of, in_samples, predict_row
+from benchmarks.plan_predict import Predicted, achieved_of, in_samples, predict_row
 from benchmarks.plan_rows import (
     PER_GPU_METRICS,
     TIME,
     Row,
     contradicts,
-    family_of,
     generation_of,
     machines_of,
-    publisher_of,
-    recipe_of,
+    possible,
     with_batch,
 )
 from shoal.errors import UsageError
@@ -41,6 +39,8 @@ class Prediction:
     published: float
     planned: float
     linear: float
+    training: bool
+    """Constants of the planner were settled on the row."""
     publisher: str
     generation: str
     doubts: tuple[float, ...]
@@ -99,26 +99,22 @@ def predictions_of(rows: Sequence[Row], catalog: Catalog) -> Predictions:
     for row in rows:
         if row.kind is None:
             found.left_out.append((row, f"{row.metric} compares two systems; it is no figure of one"))
-        elif recipe_of(row) is None:
+        elif not row.recipe:
             found.left_out.append((row, f"the planner knows no recipe for {row.model}"))
         elif machines_of(row, catalog) is None:
             found.left_out.append((row, f"no catalog has {row.hardware}"))
         else:
-            families[family_of(row)].append(row)
-    for family, members in families.items():
-        _predict_family(family, members, catalog, found)
+            families[row.family].append(row)
+    for members in families.values():
+        _predict_family(members, catalog, found)
     return found
 
 
-def _predict_family(
-    family: tuple[str, ...], members: list[Row], catalog: Catalog, found: Predictions
-) -> None:
+def _predict_family(members: list[Row], catalog: Catalog, found: Predictions) -> None:
     fewest = min(row.gpus for row in members)
     at_fewest = [row for row in members if row.gpus == fewest]
-    recipe = recipe_of(at_fewest[0])
-    assert recipe
     try:
-        given = _given(at_fewest, recipe, catalog)
+        given = _given(at_fewest, catalog)
     except UsageError as error:
         found.left_out += [(row, str(error)) for row in members]
         return
@@ -134,26 +130,27 @@ def _predict_family(
             found.left_out.append((row, reason))
             continue
         try:
-            found.scored.append(_predict(family, row, given, recipe, catalog))
+            found.scored.append(_predict(row, given, catalog))
         except UsageError as error:
             found.left_out.append((row, str(error)))
 
 
-def _given(at_fewest: list[Row], recipe: str, catalog: Catalog) -> Given:
+def _given(at_fewest: list[Row], catalog: Catalog) -> Given:
     """Return the smallest scale; of several rows there (variants of a host) the mean."""
     value = statistics.fmean(row.value for row in at_fewest)
-    row = with_batch(replace(at_fewest[0], value=value), at_fewest[0], recipe)
+    row = with_batch(replace(at_fewest[0], value=value), at_fewest[0])
     machines = machines_of(row, catalog)
     assert machines
     return Given(row, value, machines, achieved_of(in_samples(row, machines), machines))
 
 
-def _predict(family: tuple[str, ...], row: Row, given: Given, recipe: str, catalog: Catalog) -> Prediction:
-    machines = machines_of(row, catalog)
-    assert machines and row.kind
-    full = with_batch(row, given.row, recipe)
-    in_units = row.value / in_samples(full, machines).value
-    predicted = predict_row(full, machines, given.achieved)
+def _predict(row: Row, given: Given, catalog: Catalog) -> Prediction:
+    assert row.kind
+    full = with_batch(row, given.row)
+    predicted = _predictions(full, given, catalog)
+    middle = _median(predicted)
+    machines = machines_of(full, catalog)
+    assert machines
     times = row.gpus / given.row.gpus
     if row.kind == TIME:
         linear = given.value / times
@@ -162,23 +159,74 @@ def _predict(family: tuple[str, ...], row: Row, given: Given, recipe: str, catal
         constant = row.metric in PER_GPU_METRICS or row.metric == "iterations_per_s"
         linear = given.value * (1.0 if constant else times)
     return Prediction(
-        family=family,
+        family=row.family,
         kind=row.kind,
         line=row.number,
         system=row.system,
         nodes=row.nodes,
         gpus=row.gpus,
         times_the_gpus=times,
+        training=row.training,
         published=row.value,
-        planned=predicted.value * in_units,
-        publisher=publisher_of(row),
+        planned=middle.value * row.value / in_samples(full, machines).value,
+        publisher=row.publisher,
         generation=generation_of(machines),
         doubts=doubts_of(
-            predicted.seconds_by_cause,
+            middle.seconds_by_cause,
             rate="measured",
             times_the_hosts=times,
-            split=predicted.split / predict_row(given.row, given.machines, given.achieved).split,
-            to_target=predicted.to_target,
+            split=middle.split / predict_row(given.row, given.machines, given.achieved).split,
+            unstated=_spread(predicted),
+            to_target=middle.to_target,
         ),
         linear=linear,
     )
+
+
+def _predictions(full: Row, given: Given, catalog: Catalog) -> list[tuple[float, Predicted]]:
+    """Return the predictions of all that may be, without what the given figure rules out.
+
+    Raises:
+        UsageError: it rules out everything.
+    """
+    found, ruled_out = [], UsageError("nothing is possible")
+    for weight, each in possible(full):
+        try:
+            found.append((weight, _as_given(each, given, catalog)))
+        except UsageError as error:  # no rate of computation gives the figure
+            ruled_out = error
+    if not found:
+        raise ruled_out
+    total = sum(weight for weight, _ in found)
+    return [(weight / total, each) for weight, each in found]
+
+
+def _as_given(row: Row, given: Given, catalog: Catalog) -> Predicted:
+    """Predict a row of which all is stated; the same holds for the smallest scale, where it has a network."""
+    machines = machines_of(row, catalog)
+    assert machines
+    if given.row.nodes == 1:
+        return predict_row(row, machines, given.achieved)
+    per_gpu = None if row.nic_gbps is None else row.nic_gbps * row.nodes / row.gpus
+    nic_gbps = given.row.nic_gbps or (per_gpu and per_gpu * given.row.gpus / given.row.nodes)
+    same = replace(given.row, overlap=row.overlap, nic_gbps=nic_gbps)
+    same_machines = machines_of(same, catalog)
+    assert same_machines
+    return predict_row(row, machines, achieved_of(in_samples(same, same_machines), same_machines))
+
+
+def _median(predicted: Sequence[tuple[float, Predicted]]) -> Predicted:
+    """Return the prediction in the middle of their weights."""
+    ordered = sorted(predicted, key=lambda each: each[1].value)
+    upto = 0.0
+    for weight, each in ordered:
+        upto += weight
+        if upto >= 0.5:
+            return each
+    return ordered[-1][1]
+
+
+def _spread(predicted: Sequence[tuple[float, Predicted]]) -> float:
+    """Return the standard deviation of the logarithms."""
+    mean = sum(weight * math.log(each.value) for weight, each in predicted)
+    return math.sqrt(sum(weight * (math.log(each.value) - mean) ** 2 for weight, each in predicted))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from benchmarks.harness import Benchmark
 from benchmarks.plan_families import Given, Prediction
 from benchmarks.plan_predict import counted
-from benchmarks.plan_rows import TIME, generation_of, publisher_of, recipe_of
+from benchmarks.plan_rows import TIME, generation_of
 from shoal.planner.intervals import (
     CAUSES,
     LEVEL,
@@ -66,22 +65,20 @@ def residuals_of(scored: Sequence[Prediction], given: Sequence[Given]) -> list[R
 
 def _rates(given: Given) -> list[Residual]:
     """Return how far the planner's rate is off: a share of the peak, and another's publication if any."""
-    row, recipe = given.row, recipe_of(given.row)
-    assert recipe
-    is_fp32 = re.search(r"\bFP32\b", row.system) is not None
+    row = given.row
     found = []
     for published in (False, True):
         flops, basis = achieved(
-            counted(row), recipe, given.machines.instance,
-            precision="fp32" if is_fp32 else "bf16", published=published,
+            counted(row), row.recipe, given.machines.instance,
+            precision="fp32" if row.precision == "fp32" else "bf16", published=published,
         )  # fmt: skip
         rate, _, source = basis.partition(":")
-        if published != (rate == "published") or publisher_of(row).lower() in source.lower():
+        if published != (rate == "published") or row.publisher.lower() in source.lower():
             continue
         doubts = doubts_of({"compute": 1.0}, rate=rate, times_the_hosts=1.0)
         found.append(
             Residual(
-                publisher=publisher_of(row),
+                publisher=row.publisher,
                 generation=generation_of(given.machines),
                 log_ratio=math.log(flops / given.achieved),
                 doubts=doubts,

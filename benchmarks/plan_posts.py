@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan_predict import achieved_of, layout_of, predict_row
-from benchmarks.plan_rows import TIME, Row, machines_of, recipe_of, with_batch
+from benchmarks.plan_predict import achieved_of, counted, layout_of, predict_row
+from benchmarks.plan_rows import TIME, Row, machines_of, with_batch
 from shoal.decide.layout import Layout
 from shoal.decide.workload import Workload
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
@@ -26,6 +26,8 @@ from shoal.recipes.workloads import count_recipe
 
 FACTS = Path(__file__).with_suffix(".toml")
 IMAGENET = 1281167
+_COLUMNS = ("recipe", "accelerator", "network", "local_gbyte_per_s", "flow_gbps", "overlap", "connections",
+            "two_hops", "sequence_length", "length", "clock")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +66,21 @@ def scaled(facts: dict[str, Any], catalog: Catalog) -> list[Scaled]:
 
 def _scaled(entry: dict[str, Any], larger: dict[str, Any], source: str, catalog: Catalog) -> Scaled:
     one = _row(entry, source, 1, entry["one_host"], entry.get("one_batch"))
-    recipe = recipe_of(one)
-    assert recipe
-    one = with_batch(one, one, recipe)
+    one = with_batch(one, one)
     hosts = larger["hosts"]
     batch = entry["one_batch"] * hosts if "one_batch" in entry else None
-    many = with_batch(_row(entry, source, hosts, larger["value"], batch), one, recipe)
+    many = with_batch(_row(entry, source, hosts, larger["value"], batch), one)
     few_machines, machines = machines_of(one, catalog), machines_of(many, catalog)
     assert few_machines and machines
     flops = achieved_of(one, few_machines)
     helpers = catalog.machines(entry["helpers"]) if "helpers" in entry else None
     planned = (
-        _with_helpers(many, recipe, machines, helpers, flops)
-        if helpers
-        else predict_row(many, machines, flops).value
+        _with_helpers(many, machines, helpers, flops) if helpers else predict_row(many, machines, flops).value
     )
     by_time = one.kind == TIME
     if not by_time:
         efficiency = planned / hosts / one.value
-    elif "phase1+2" in one.model:  # the same steps at every scale: time is throughput
+    elif one.length == "preset":  # the same steps at every scale: time is throughput
         efficiency = one.value / hosts / planned
     else:
         rates = [replace(row, metric="images_per_s") for row in (one, many)]
@@ -121,13 +119,14 @@ def _row(entry: dict[str, Any], source: str, hosts: int, value: float, batch: in
         metric=entry["metric"],
         value=value,
         source=source,
+        **{name: entry[name] for name in _COLUMNS if name in entry},
     )
 
 
-def _with_helpers(row: Row, recipe: str, workers: Machines, helpers: Machines, flops: float) -> float:
+def _with_helpers(row: Row, workers: Machines, helpers: Machines, flops: float) -> float:
     """Return samples/s with servers on helper hosts too, as ``decide.server_assignment`` shares them out."""
-    model = workload(recipe, None, count_recipe)
-    layout = replace(layout_of(row, recipe, model, workers), algorithm="two-hop-helpers")
+    model = counted(row)
+    layout = replace(layout_of(row, model, workers), algorithm="two-hop-helpers")
     step = step_time(model, workers, layout, achieved_flops=flops, helpers=helpers)
     return layout.global_batch / step.total_s
 

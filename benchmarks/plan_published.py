@@ -1,9 +1,9 @@
 """The planner against published scaling: given the smallest scale of a family, predict the others.
 
-    python -m benchmarks.plan_published --rows FILE --json FILE
-    python -m benchmarks.plan_published --page docs/published.md     # five posts only; needs no rows
+    python -m benchmarks.plan_published --json FILE
+    python -m benchmarks.plan_published --page docs/published.md     # five posts only
 
-A family is model × hardware × NIC × metric × publication (``plan_rows.family_of``). Its row at the smallest
+A family is model × hardware × NIC × metric × publication (``Row.family``). Its row at the smallest
 scale gives one figure, the FLOP/s that the accelerators achieve; everything else is physics and published
 facts. The same rows are predicted by linear scaling and by Amdahl's law with one serial fraction a kind of
 metric, which is fitted on the scored rows themselves: the best that any such fraction can do.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import statistics
 from collections import defaultdict
@@ -27,12 +26,10 @@ from pathlib import Path
 from benchmarks import plan_intervals, plan_posts
 from benchmarks.harness import Benchmark
 from benchmarks.plan_families import Prediction, predictions_of
-from benchmarks.plan_rows import KINDS, Row, read_rows
+from benchmarks.plan_rows import KINDS, ROWS, Row, read_rows
 from shoal.errors import UsageError
 from shoal.planner.hardware import Catalog
 
-TRAINING = r"^MLPerf v(0\.6|0\.7|1\.0|1\.1) |TF2\.1\+Horovod LAMB"
-"""Publications on which constants were settled; their families are predicted too, and shown apart."""
 MEDIAN_TARGET, P90_TARGET = 0.08, 0.20
 
 
@@ -49,7 +46,7 @@ def percentile90(values: Sequence[float]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(add_help=False)
-    options.add_argument("--rows", type=Path, help="the CSV file of published rows")
+    options.add_argument("--rows", type=Path, default=ROWS, help="the CSV file of published rows")
     options.add_argument("--only", metavar="REGEX", default="", help="systems to read; default: all")
     options.add_argument("--list", action="store_true", help="print every row, scored or not")
     options.add_argument(
@@ -61,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.args.page.write_text(plan_posts.page(plan_posts.read_facts(), Catalog()), encoding="utf-8")
         return 0
     try:
-        rows = read_rows(bench.args.rows or Path(_from_environment()))
+        rows = read_rows(bench.args.rows)
         rows = [row for row in rows if re.search(bench.args.only, row.system)]
         found = predictions_of(rows, Catalog())
     except UsageError as error:
         raise SystemExit(f"plan_published: {error}") from None
     predictions, left_out = found.scored, found.left_out
-    training = [p for p in predictions if re.search(TRAINING, p.system)]
-    scored = [p for p in predictions if not re.search(TRAINING, p.system)]
+    training = [p for p in predictions if p.training]
+    scored = [p for p in predictions if not p.training]
     for kind in KINDS:
         if of_kind := [p for p in scored if p.kind == kind]:
             _add_rows(bench, kind, of_kind)
@@ -148,17 +145,11 @@ def _print_rows(predictions: Sequence[Prediction]) -> None:
 
 def _append_rows(path: Path, predictions: Sequence[Prediction], left_out: Sequence[tuple[Row, str]]) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
-    result["predictions"] = [
-        {**asdict(p), "error": p.error, "training": bool(re.search(TRAINING, p.system))} for p in predictions
-    ]
+    result["predictions"] = [{**asdict(p), "error": p.error} for p in predictions]
     result["not_scored"] = [
         {"line": row.number, "system": row.system, "reason": why} for row, why in left_out
     ]
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def _from_environment() -> str:
-    return os.environ.get("SHOAL_PUBLISHED_SCALING", "published_scaling.csv")
 
 
 def _percent(value: float) -> str:

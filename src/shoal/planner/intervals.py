@@ -38,10 +38,11 @@ CAUSES = {
     "split samples": "doublings of the devices that share a sample, since the rate",
     "evaluation": "share of the time",
     "start": "share of the time",
+    "unstated facts": "standard deviation of the logarithm over what may be",
     "samples to target": "1 if the run ends at a score",
 }
 """Name of a cause -> its x."""
-_STATED = np.array([math.log(2) / 1.28 if name == "start" else math.nan for name in CAUSES])
+_STATED = np.array([{"start": math.log(2) / 1.28, "unstated facts": 1.0}.get(n, math.nan) for n in CAUSES])
 """Causes whose ``a`` is stated, not fitted: four of five starts take half the time to twice. Published runs
 rarely count theirs."""
 _DEGREES = 4.0
@@ -86,6 +87,7 @@ def doubts_of(
     rate: str,
     times_the_hosts: float,
     split: float = 1.0,
+    unstated: float = 0.0,
     to_target: bool = False,
 ) -> tuple[float, ...]:
     """Return x of each of :data:`CAUSES` for a predicted run.
@@ -94,6 +96,7 @@ def doubts_of(
         rate: source of the rate of one host, ``"assumed"``, ``"published"`` or ``"measured"``.
         times_the_hosts: hosts of the run over those of the rate.
         split: devices that share a sample, over those that did when the rate was measured.
+        unstated: standard deviation of the logarithm of the prediction over facts that are not stated.
         to_target: the run ends at a score, not after a given number of samples.
     """
     total_s = sum(seconds_by_cause.values())
@@ -107,6 +110,7 @@ def doubts_of(
         abs(math.log2(split)),
         share.get("evaluation", 0.0),
         share.get("start", 0.0),
+        unstated,
         float(to_target),
     )
 

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 from benchmarks.plan_families import predictions_of
-from benchmarks.plan_rows import Row, contradicts, family_of, machines_of, read_rows, recipe_of, with_batch
+from benchmarks.plan_rows import (
+    GBITS_A_GPU,
+    Row,
+    contradicts,
+    machines_of,
+    possible,
+    read_rows,
+    with_batch,
+)
 
 from shoal.errors import UsageError
 from shoal.planner.hardware import Catalog
@@ -25,41 +33,54 @@ def row(**changes: object) -> Row:
         "metric": "images_per_s",
         "value": 50000.0,
         "source": "made",
+        "publisher": "Maker",
+        "publication": "MLPerf v9.9 Maker",
+        "host": "NVIDIA A100-SXM-80GB x8",
+        "recipe": "resnet50",
+        "accelerator": "A100-80GB",
+        "local_gbyte_per_s": 300.0,
     }
     return Row(**{**given, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("model", "recipe"),
-    [
-        ("bert-large-mlperf(from ckpt, seq512)", "bert-large"),
-        ("albert-large seq512", "albert-large"),
-        ("albert-base seq512", "albert-base"),
-        ("bert-base phase1 seq128", "bert-base"),
-        ("llama3.1-405b", "llama3.1-405b"),
-        ("faster-rcnn-r50fpn-coco", "faster-rcnn"),
-        ("dlrm", None),
-    ],
-)
-def test_models_are_told_apart(model: str, recipe: str | None) -> None:
-    assert recipe_of(row(model=model)) == recipe
-
-
 def test_scales_of_one_submission_are_a_family_and_other_links_are_not() -> None:
     one = row(system="MLPerf v9.9 Maker Box8xA100-SXM-80GB", nodes=1, gpus=8)
-    assert family_of(one) == family_of(row())
-    for other in ({"nic_gbps": 400.0}, {"metric": "time_to_train_min"}, {"model": "mask-rcnn"}, {"gpus": 8}):
-        assert family_of(row(**other)) != family_of(row())
-    h, plain = "MLPerf v0.6 N dgx2h_n4_ngc19", "MLPerf v0.6 N dgx2_ngc19"
-    assert family_of(row(system=h)) != family_of(row(system=plain))
+    assert one.family == row().family
+    for other in (
+        {"nic_gbps": 400.0},
+        {"metric": "time_to_train_min"},
+        {"model": "mask-rcnn"},
+        {"host": "2 boxes"},
+    ):
+        assert row(**other).family != row().family
+
+
+def test_what_a_row_does_not_state_is_tried_by_its_prior() -> None:
+    assert possible(row(nodes=1, nic_gbps=None)) == [(1.0, row(nodes=1, nic_gbps=None))], "no network is used"
+    assert [(weight, each.overlap) for weight, each in possible(row())] == [(0.8, True), (0.2, False)]
+    assert possible(row(overlap=False)) == [(1.0, row(overlap=False))]
+    unstated = possible(row(nic_gbps=None, overlap=True))
+    assert sum(weight for weight, _ in unstated) == pytest.approx(1)
+    assert [each.nic_gbps for _, each in unstated] == [8 * gbits for gbits in GBITS_A_GPU]
+
+
+def test_the_columns_of_the_file() -> None:
+    rows = read_rows()
+    assert len(rows) == 596 and all(each.publisher and each.publication and each.host for each in rows)
+    assert {each.overlap for each in rows} == {None, False}
+    horovod = next(each for each in rows if each.overlap is False)
+    assert (horovod.software, horovod.connections) == ("TensorFlow 2.1 + Horovod", 1)
+    known = Catalog()
+    assert {each.accelerator for each in rows} <= {*known.accelerators, ""}
+    assert {each.network for each in rows} <= set(known.networks)
 
 
 def test_hosts_and_batches_of_rows() -> None:
     machines = machines_of(row(), Catalog())
     assert machines and (machines.count, machines.instance.num_accelerators) == (2, 8)
     assert machines.instance.nic_bytes_per_s == 800e9 / 8 and machines.instance.network.name == "infiniband"
-    assert machines_of(row(hardware="TPU v4"), Catalog()) is None
-    assert with_batch(row(global_batch=None), row(gpus=8, global_batch=64), "resnet50").global_batch == 128
+    assert machines_of(row(accelerator=""), Catalog()) is None
+    assert with_batch(row(global_batch=None), row(gpus=8, global_batch=64)).global_batch == 128
 
 
 def test_a_throughput_that_no_device_has_is_left_out() -> None:
@@ -74,8 +95,8 @@ def test_every_row_is_predicted_or_has_a_reason() -> None:
         row(value=50000.0, number=3),
         row(value=500_000.0, number=4),
         row(metric="scaling_efficiency", number=5),
-        row(model="dlrm", number=6),
-        row(hardware="TPU v4", number=7),
+        row(model="dlrm", recipe="", number=6),
+        row(hardware="TPU v4", accelerator="", number=7),
         row(nic_gbps=25.0, number=8),
     ]
     found = predictions_of(rows, Catalog())

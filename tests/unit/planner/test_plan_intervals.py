@@ -115,11 +115,12 @@ def test_a_quantile_is_a_value_that_occurs() -> None:
 
 def test_doubts_of_a_run() -> None:
     seconds = {"compute": 60.0, "network": 20.0, "evaluation": 15.0, "start": 5.0}
-    found = doubts_of(seconds, rate="measured", times_the_hosts=8.0, split=0.5, to_target=True)
+    found = doubts_of(seconds, rate="measured", times_the_hosts=8.0, split=0.5, unstated=0.3, to_target=True)
     assert dict(zip(NAMES, found, strict=True)) == pytest.approx(
         {
             "rate assumed": 0, "rate published": 0, "repetition": 1, "more hosts": 3, "network": 0.2,
-            "split samples": 1, "evaluation": 0.15, "start": 0.05, "samples to target": 1,
+            "split samples": 1, "evaluation": 0.15, "start": 0.05, "unstated facts": 0.3,
+            "samples to target": 1,
         }
     )  # fmt: skip
 
