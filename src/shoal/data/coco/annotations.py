@@ -27,6 +27,8 @@ Segmentation = Polygons | Rle
 Boxes = Literal["keep", "check"]
 
 _MIN_POLYGON = 6
+_NUMBERS = {int, float, str}
+"""Types of numbers, and of texts that may be ones; ``bool`` is none."""
 _CROWD_WORDS = {"true": 1, "1": 1, "false": 0, "0": 0}
 _MOST_DIGITS = 18
 FAR = 100_000
@@ -337,14 +339,12 @@ def finite_numbers(value: Any, count: int) -> list[float] | None:
     """Return ``value`` if it is a list of ``count`` finite numbers, which may be texts, else ``None``."""
     if not isinstance(value, list) or len(value) != count:
         return None
-    numbers = []
-    for number in value:
-        if type(number) not in (int, float, str):
-            return None
-        try:
-            numbers.append(float(number))
-        except (ValueError, OverflowError):
-            return None
+    if not {*map(type, value)} <= _NUMBERS:
+        return None
+    try:
+        numbers = list(map(float, value))
+    except (ValueError, OverflowError):
+        return None
     return numbers if all(map(math.isfinite, numbers)) else None
 
 
