@@ -107,7 +107,7 @@ void HelperServer::open_group(std::uint32_t number, const Identity& who) {
   group.size = who.size;
   group.num_hosts = who.num_hosts;
   group.server = std::make_unique<SumServer>(
-      pool_, budget_, who.num_hosts,
+      transport_->pool(), budget_, who.num_hosts,
       [this, number](int peer, const FrameHeader& header, const Payload& payload) { send(peer, number, header, payload); },
       [this, number](const SumServer::Conflict& conflict) { report_conflict(number, conflict); },
       [this, number](const FrameHeader& header, const Payload& sum) { return send_copy(number, header, sum); });
@@ -133,7 +133,7 @@ void HelperServer::leave(Groups::iterator group, int peer, const std::string& wh
 // What a group has kept goes back to the system: a helper may stay for weeks, on a host that others use.
 void HelperServer::give_memory_back() {
   if (!std::exchange(group_ended_, false)) return;
-  if (groups_.empty()) pool_.clear();
+  if (groups_.empty()) transport_->pool().clear();
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
@@ -151,11 +151,64 @@ void HelperServer::drop_peer(int peer, const std::string& why) {
 
 void HelperServer::on_down(int peer, const std::string& why) {
   if (!processes_.remove(peer)) return;
+  accounts_.erase(peer);
+  stalled_.erase(peer);
+  std::erase_if(awaits_, [peer](const auto& each) { return each.second == peer; });
   for (auto group = groups_.begin(); group != groups_.end();) {
     const auto next = std::next(group);
     leave(group, peer, why);
     group = next;
   }
+}
+
+// ---- memory ---------------------------------------------------------------------------------------------
+
+HelperServer::Account& HelperServer::account_of(int peer) {
+  Account& account = accounts_[peer];
+  if (!account) account = std::make_shared<std::atomic<std::size_t>>(0);
+  return account;
+}
+
+// Always: what a dropped peer has sent, since nothing of it is kept, small notices, contributions to chunks that others
+// have begun, and results of a lost helper, for which others wait in any order.
+bool HelperServer::admits(int peer, const FrameHeader& header) {
+  const bool pushes = header.type == FrameType::push;
+  if (!processes_.find(peer) || header.type == FrameType::supply || (!pushes && header.payload_bytes <= kMaxText)) return true;
+  const auto group = groups_.find(header.group);
+  const std::size_t to_begin = group == groups_.end() ? 0 : group->second.server->bytes_to_begin(header);
+  const std::size_t on_its_way = transport_->held_bytes(peer) + header.payload_bytes, bytes = *account_of(peer) + on_its_way + to_begin;
+  const bool is_begun = pushes && group != groups_.end() && to_begin == 0;
+  if (bytes <= kUsualBytes || (is_begun && on_its_way <= kMostBytes)) return true;
+  if (bytes <= kMostBytes && may_add_.erase(peer)) return true;
+  stalled_.insert(peer);
+  awaits_.emplace(ChunkKey{header.group, header.seq, header.chunk}, peer);
+  return false;
+}
+
+// Returns the payload, which the peer's account counts as long as somebody has it.
+Payload HelperServer::charged(int peer, std::size_t to_begin, const Payload& payload) {
+  const Account account = account_of(peer);
+  const std::size_t bytes = to_begin + payload.size();
+  *account += bytes;
+  const auto give_back = [account, bytes, owner = payload.owner()](const void*) { *account -= bytes; };
+  return payload.owned_by({static_cast<const void*>(payload.data()), give_back});
+}
+
+void HelperServer::resume(int peer) {
+  stalled_.erase(peer);
+  std::erase_if(awaits_, [peer](const auto& each) { return each.second == peer; });
+  transport_->resume(peer);
+}
+
+// Once there is a contribution to this chunk: who waits for it, and who holds less now.
+void HelperServer::resume_stalled(const ChunkKey& begun) {
+  std::vector<int> peers;
+  const auto [first, last] = awaits_.equal_range(begun);
+  for (auto each = first; each != last; ++each) peers.push_back(each->second);
+  for (int peer : stalled_) {
+    if (*account_of(peer) + transport_->held_bytes(peer) < kUsualBytes / 2) peers.push_back(peer);
+  }
+  for (int peer : peers) resume(peer);
 }
 
 // ---- frames ---------------------------------------------------------------------------------------------
@@ -181,6 +234,7 @@ void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload
 void HelperServer::on_data(int peer, const FrameHeader& header, Payload payload) {
   Group& group = groups_.at(header.group);
   const SumServer::Contributor from{peer, group.members.at(peer).host};
+  if (header.type == FrameType::push) payload = charged(peer, group.server->bytes_to_begin(header), payload);
   std::string wrong;
   const std::uint64_t summed_before = group.server->num_summed();
   try {
@@ -194,7 +248,7 @@ void HelperServer::on_data(int peer, const FrameHeader& header, Payload payload)
     return leave(groups_.find(header.group), peer, full.what());
   }
   num_summed_ += group.server->num_summed() - summed_before;  // of all groups, those that ended too
-  if (wrong.empty()) return;
+  if (wrong.empty()) return resume_stalled({header.group, header.seq, header.chunk});
   // frames arrive intact, so the sender is broken: the group must not continue with it
   FrameHeader fail;
   fail.type = FrameType::fail;
@@ -277,6 +331,8 @@ void HelperServer::on_tick() {
     group.server->forget_below(everywhere);
   }
   held_bytes_ = held;
+  may_add_ = stalled_;
+  for (int peer : std::set<int>(stalled_)) resume(peer);
 }
 
 }  // namespace shoal

@@ -4,7 +4,9 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <tuple>
 
 #include "base/log.h"
 #include "engine/sum_server.h"
@@ -16,6 +18,12 @@ namespace shoal {
 class HelperServer : private Sink {
  public:
   static constexpr std::size_t kMaxGroups = 4096;
+
+  // Of one process's frames: what others have to add to, and what is on its way from it and to it. With more, its
+  // connections are read no further, but for chunks that others have begun, and one frame a tick: it may wait for the very
+  // frames behind, on other connections or of other groups. With the most, for such chunks only. An honest process has a
+  // window of 8 MiB under way in each group.
+  static constexpr std::size_t kUsualBytes = std::size_t{24} << 20, kMostBytes = std::size_t{40} << 20;
 
   // Starts listening. `max_weight_bytes` bounds the weights that it keeps for all groups; 0: half of the memory.
   // `num_threads` read and write its connections.
@@ -47,8 +55,13 @@ class HelperServer : private Sink {
   };
   using Groups = std::map<std::uint32_t, Group>;  // by number
 
+  // Bytes that a process holds here: any thread gives them back.
+  using Account = std::shared_ptr<std::atomic<std::size_t>>;
+  using ChunkKey = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>;  // group, operation, chunk
+
   int on_introduction(const Introduction& who, std::string& why_not) override;
   void on_connected(int) override {}
+  bool admits(int peer, const FrameHeader& header) override;
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;
@@ -58,6 +71,10 @@ class HelperServer : private Sink {
   std::string admit(int peer, std::uint32_t number, const Identity& who);
   void open_group(std::uint32_t number, const Identity& who);
   void on_data(int peer, const FrameHeader& header, Payload payload);
+  Account& account_of(int peer);
+  Payload charged(int peer, std::size_t to_begin, const Payload& payload);
+  void resume(int peer);
+  void resume_stalled(const ChunkKey& begun);
   void leave(Groups::iterator group, int peer, const std::string& why);
   std::string name_of(int peer);
   void drop_peer(int peer, const std::string& why);
@@ -69,12 +86,15 @@ class HelperServer : private Sink {
   void log(const std::string& line);
 
   const std::size_t max_groups_;
-  BufferPool pool_;
   WeightBudget budget_;
   LineLimit lines_;
   Groups groups_;
   LeftGroups left_;
   Processes processes_;
+  std::map<int, Account> accounts_;      // by peer
+  std::multimap<ChunkKey, int> awaits_;  // chunks of frames that were not admitted, and their peers
+  std::set<int> stalled_;                // these peers
+  std::set<int> may_add_;                // peers that have had no frame above the usual bytes since the last tick
   bool group_ended_ = false;  // since the last tick
   std::atomic<std::uint64_t> num_groups_{0}, num_summed_{0}, held_bytes_{0};
   std::unique_ptr<Transport> transport_;

@@ -62,6 +62,11 @@ std::string SumServer::check(int host, const FrameHeader& header, Element elemen
   return "";
 }
 
+std::size_t SumServer::bytes_to_begin(const FrameHeader& header) const {
+  if (chunks_.count({header.seq, header.chunk})) return 0;
+  return sizeof(State) + static_cast<std::size_t>(num_hosts_) * sizeof(Contribution);
+}
+
 // Returns the state of the frame's chunk, which may have other words.
 SumServer::State& SumServer::state_of(int peer, const FrameHeader& header, std::size_t count) {
   State& state = chunks_[{header.seq, header.chunk}];

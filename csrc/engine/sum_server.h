@@ -67,6 +67,8 @@ class SumServer {
   void forget_below(std::uint64_t seq);
   void clear();
 
+  // Bytes that keep the chunk of this frame beside its contributions, or 0 where there are some already.
+  std::size_t bytes_to_begin(const FrameHeader& header) const;
   // Bytes of contributions that wait for others. Any thread.
   std::size_t held_bytes() const { return held_bytes_; }
   std::uint64_t num_summed() const { return num_summed_; }

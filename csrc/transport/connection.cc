@@ -50,7 +50,7 @@ bool Connection::read(Sink& sink) {
       take_staged(sink);
     }
     if (received.closed) return false;
-    if (received.drained) return true;
+    if (received.drained || stalled_) return true;
   }
   return true;
 }
@@ -59,6 +59,7 @@ bool Connection::read_all(Sink& sink) {
   while (true) {
     const Received received = receive();
     if (received.waits) take_staged(sink);
+    if (stalled_) resume(true);  // nothing more comes
     if (received.closed) return false;
     if (received.drained) return true;
   }
@@ -72,7 +73,7 @@ Connection::Received Connection::receive() {
     received.drained = true;
     return received;
   }
-  if (whole_ || staged_begin_ != staged_end_) {
+  if (whole_ || staged_begin_ != staged_end_ || awaits_place()) {
     received.waits = true;
     return received;
   }
@@ -116,7 +117,7 @@ bool Connection::take_one(Sink& sink) {
     const MutexLock lock(reading_);
     if (ended_) return false;
     const std::size_t left = staged_end_ - staged_begin_;
-    if (!whole_ && left == 0) return false;
+    if (!whole_ && left == 0 && !awaits_place()) return false;
     const std::byte* from = staged_.data() + staged_begin_;
     if (!whole_ && payload_) {
       const std::size_t size = std::min(left, header_.payload_bytes - payload_filled_);
@@ -125,14 +126,13 @@ bool Connection::take_one(Sink& sink) {
       payload_filled_ += size;
       if (payload_filled_ < header_.payload_bytes) return true;
       open_payload();
-    } else if (!whole_) {
+    } else if (!whole_ && !awaits_place()) {
       const std::size_t size = std::min(left, sizeof header_ - header_filled_);
       std::memcpy(reinterpret_cast<std::byte*>(&header_) + header_filled_, from, size);
       staged_begin_ += size;
       header_filled_ += size;
       if (header_filled_ < sizeof header_) return true;
       if (const std::string wrong = receives_.check(header_); !wrong.empty()) throw std::runtime_error(wrong);
-      if (header_.payload_bytes == 0) open_payload();
     }
     header = header_;
     if (whole_) {
@@ -147,14 +147,39 @@ bool Connection::take_one(Sink& sink) {
     sink.on_frame(peer_, header, std::move(*whole));
     return true;
   }
-  std::shared_ptr<std::byte> place = sink.place_for(peer_, header);
+  if (!hung_up_ && !sink.admits(peer_, header)) {
+    stall();
+    return false;
+  }
+  std::shared_ptr<std::byte> place = header.payload_bytes ? sink.place_for(peer_, header) : nullptr;
   const MutexLock lock(reading_);
+  if (!header.payload_bytes) {
+    open_payload();
+    return true;
+  }
   placed_ = place != nullptr;
   payload_ = placed_ ? std::move(place) : shared_.pool.take(header.payload_bytes);
+  arriving_bytes_ = header.payload_bytes;
   return true;
 }
 
-void Connection::open_payload() { whole_ = receives_.open(header_, std::exchange(payload_, nullptr)); }
+void Connection::open_payload() {
+  arriving_bytes_ = 0;
+  whole_ = receives_.open(header_, std::exchange(payload_, nullptr));
+}
+
+void Connection::stall() {
+  const MutexLock lock(writing_);
+  stalled_ = true;
+  watch(writable_, false);
+}
+
+void Connection::resume(bool hung_up) {
+  const MutexLock lock(writing_);
+  stalled_ = false;
+  if (hung_up) hung_up_ = true;
+  watch(writable_, true);
+}
 
 // Receives the rest of a frame that is under way into a buffer instead of its place.
 void Connection::leave_place() {
@@ -203,7 +228,7 @@ bool Connection::write() {
     const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EAGAIN) {
-        watch(true);
+        watch(true, readable_);
         return false;
       }
       if (errno == EINTR) continue;
@@ -211,7 +236,7 @@ bool Connection::write() {
     }
     account(static_cast<std::size_t>(sent));
   }
-  watch(false);
+  watch(false, readable_);
   return true;
 }
 
@@ -258,9 +283,10 @@ void Connection::account(std::size_t sent) {
   }
 }
 
-void Connection::watch(bool writable) {
-  if (std::exchange(watched_, writable) == writable || epoll_fd_ < 0) return;
-  epoll_event event{EPOLLIN | (writable ? static_cast<std::uint32_t>(EPOLLOUT) : 0u), {.fd = fd_}};
+void Connection::watch(bool writable, bool readable) {
+  const bool same = std::exchange(writable_, writable) == writable;
+  if ((std::exchange(readable_, readable) == readable && same) || epoll_fd_ < 0) return;
+  epoll_event event{(readable ? EPOLLIN : EPOLLRDHUP) | (writable ? static_cast<std::uint32_t>(EPOLLOUT) : 0u), {.fd = fd_}};
   epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, fd_, &event);
 }
 

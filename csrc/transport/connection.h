@@ -81,7 +81,13 @@ class Connection {
   std::size_t unacknowledged_bytes(std::uint64_t mark) REQUIRES(network_thread);
   std::size_t bytes_in_kernel() const;  // written, and not acknowledged
 
+  // The Sink does not admit the next frame: the socket is not watched for what it has to read.
+  bool stalled() const { return stalled_; }
+  // Asks the Sink again with the next read. Not where the peer has hung up: what it has sent is in the kernel already.
+  void resume(bool hung_up = false) EXCLUDES(writing_);
+
   std::size_t queued_bytes() const { return queued_bytes_; }
+  std::size_t arriving_bytes() const { return arriving_bytes_; }  // room for a payload that is not whole yet
   std::atomic<std::uint64_t> bytes_in{0}, bytes_out{0}, frames_in{0};
   std::size_t path = 0;  // number of the interface
   std::size_t loop = 0;  // number of the thread
@@ -103,12 +109,15 @@ class Connection {
   Received receive() EXCLUDES(reading_);
   void take_staged(Sink& sink) REQUIRES(network_thread) EXCLUDES(reading_);
   bool take_one(Sink& sink) REQUIRES(network_thread) EXCLUDES(reading_);
+  // The header has come, and its payload has no memory yet.
+  bool awaits_place() const REQUIRES(reading_) { return header_filled_ == sizeof header_ && !payload_ && !whole_; }
   void open_payload() REQUIRES(reading_);
   void seal(Outgoing& frame) REQUIRES(writing_);
   void leave_place() REQUIRES(reading_);
   std::size_t pick(std::array<Outgoing*, kMostFrames>& frames) REQUIRES(writing_) EXCLUDES(queue_);
   void account(std::size_t sent) REQUIRES(writing_) EXCLUDES(queue_);
-  void watch(bool writable) REQUIRES(writing_);
+  void stall() REQUIRES(network_thread) EXCLUDES(writing_);
+  void watch(bool writable, bool readable) REQUIRES(writing_);
   Payload copy_of(const Payload& payload);
   void trim() REQUIRES(writing_);
 
@@ -118,6 +127,9 @@ class Connection {
   Shared& shared_;
   const int epoll_fd_;
   std::atomic<bool> ended_{false};  // set with the NetworkLock, reading_ and writing_
+  std::atomic<bool> stalled_{false};  // set with writing_
+  std::atomic<bool> hung_up_{false};
+  std::atomic<std::size_t> arriving_bytes_{0};
 
   Mutex reading_;
   std::array<std::byte, 16384> staged_ GUARDED_BY(reading_);  // a read often returns the next header, or many small frames
@@ -131,7 +143,7 @@ class Connection {
   Seal receives_ GUARDED_BY(reading_);
 
   Mutex writing_;
-  bool watched_ GUARDED_BY(writing_) = false;  // for writability
+  bool writable_ GUARDED_BY(writing_) = false, readable_ GUARDED_BY(writing_) = true;  // watched for
   bool keeps_ GUARDED_BY(writing_) = false;
   Seal sends_ GUARDED_BY(writing_);
   std::deque<Kept> kept_ GUARDED_BY(writing_);

@@ -15,7 +15,7 @@ namespace shoal {
 
 namespace {
 
-constexpr std::size_t kKeptBytes = std::size_t{32} << 20;  // per size
+constexpr std::size_t kKeptBytes = std::size_t{32} << 20;
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kChecked = true;
 #else
@@ -112,34 +112,47 @@ std::string text_of(const Payload& payload) {
 struct BufferPool::Shelves {
   std::mutex mutex;
   std::array<std::vector<std::unique_ptr<std::byte[]>>, 48> free;  // by log2 of their size
+  std::size_t kept_bytes = 0;
+
+  // Keeps a buffer that nobody uses. Those of other sizes make room for it: sizes that are no longer asked for go.
+  void keep(std::unique_ptr<std::byte[]> buffer, std::size_t shelf) {
+    for (std::size_t other = 0; other < free.size(); ++other) {
+      while (other != shelf && !free[other].empty() && kept_bytes + (std::size_t{1} << shelf) > kKeptBytes) pop(other);
+    }
+    if (kept_bytes + (std::size_t{1} << shelf) > kKeptBytes) return;
+    kept_bytes += std::size_t{1} << shelf;
+    free[shelf].push_back(std::move(buffer));
+  }
+
+  std::unique_ptr<std::byte[]> pop(std::size_t shelf) {
+    std::unique_ptr<std::byte[]> buffer = std::move(free[shelf].back());
+    free[shelf].pop_back();
+    kept_bytes -= std::size_t{1} << shelf;
+    return buffer;
+  }
 };
 
 BufferPool::BufferPool() : shelves_(std::make_shared<Shelves>()) {}
 
 std::shared_ptr<std::byte> BufferPool::take(std::size_t size) {
   const auto shelf = static_cast<std::size_t>(std::bit_width(std::max<std::size_t>(size, 64) - 1));
-  const std::size_t room = std::size_t{1} << shelf;
   std::unique_ptr<std::byte[]> buffer;
   {
     const std::lock_guard lock(shelves_->mutex);
-    auto& free = shelves_->free[shelf];
-    if (!free.empty()) {
-      buffer = std::move(free.back());
-      free.pop_back();
-    }
+    if (!shelves_->free[shelf].empty()) buffer = shelves_->pop(shelf);
   }
-  if (!buffer) buffer.reset(new std::byte[room]);
-  return {buffer.release(), [shelves = shelves_, shelf, room](std::byte* data) {
+  if (!buffer) buffer.reset(new std::byte[std::size_t{1} << shelf]);
+  return {buffer.release(), [shelves = shelves_, shelf](std::byte* data) {
             std::unique_ptr<std::byte[]> back(data);
             const std::lock_guard lock(shelves->mutex);
-            auto& free = shelves->free[shelf];
-            if ((free.size() + 1) * room <= kKeptBytes) free.push_back(std::move(back));
+            shelves->keep(std::move(back), shelf);
           }};
 }
 
 void BufferPool::clear() {
   const std::lock_guard lock(shelves_->mutex);
   for (auto& free : shelves_->free) free.clear();
+  shelves_->kept_bytes = 0;
 }
 
 }  // namespace shoal

@@ -43,6 +43,9 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   void post(std::function<void()> task) override { tcp_.post(std::move(task)); }
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
+  void resume(int peer) override { tcp_.resume(peer); }
+  std::size_t held_bytes(int peer) const override { return tcp_.held_bytes(peer); }
+  BufferPool& pool() override { return tcp_.pool(); }
   void drop_data(std::uint32_t group, int peer) override;
   void write_queued() override { tcp_.write_queued(); }
   std::map<std::string, std::uint64_t> counters() const override;
@@ -79,6 +82,7 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) override {
     return sink_.place_for(peer, header);
   }
+  bool admits(int peer, const FrameHeader& header) override { return sink_.admits(peer, header); }
   void on_frame(int peer, const FrameHeader& header, Payload payload) override;
   void on_down(int peer, const std::string& why) override;
   void on_tick() override;

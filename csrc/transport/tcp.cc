@@ -122,6 +122,7 @@ void TcpTransport::stop() {
   for (const auto& loop : loops_) {
     const MutexLock lock(loop->mutex);
     loop->dirty.clear();
+    loop->resumed.clear();
     loop->connections.clear();
   }
   num_connections_ = 0;
@@ -238,6 +239,7 @@ void TcpTransport::run_first() {
     if (const int most_ms = poll_source_ ? poll_source_->max_wait_ms() : -1; most_ms >= 0) wait_ms = std::min(wait_ms, most_ms);
     const int count = epoll_wait(loop.epoll_fd, events.data(), static_cast<int>(events.size()), wait_ms);
     for (int k = 0; k < count; ++k) handle(loop, events[static_cast<std::size_t>(k)]);
+    read_resumed(loop);
     run_tasks();
     const double elapsed = std::chrono::duration<double>(Clock::now() - last_tick).count();
     const bool ticks = elapsed >= options_.tick_s;
@@ -257,6 +259,7 @@ void TcpTransport::run_other(Loop& loop) {
   while (!stopping_) {
     const int count = epoll_wait(loop.epoll_fd, events.data(), static_cast<int>(events.size()), -1);
     for (int k = 0; k < count; ++k) handle(loop, events[static_cast<std::size_t>(k)]);
+    read_resumed(loop);
     flush_dirty(loop);
   }
 }
@@ -341,6 +344,16 @@ std::shared_ptr<Connection> TcpTransport::connection_for(Peer& peer, std::size_t
   return best;
 }
 
+// One round: what the Sink resumes meanwhile is read after the next events.
+void TcpTransport::read_resumed(Loop& loop) {
+  std::vector<std::shared_ptr<Connection>> resumed;
+  {
+    const MutexLock lock(loop.mutex);
+    resumed.swap(loop.resumed);
+  }
+  for (const auto& connection : resumed) serve(connection, EPOLLIN);
+}
+
 void TcpTransport::flush_dirty(Loop& loop) {
   while (true) {
     std::vector<std::shared_ptr<Connection>> dirty;
@@ -376,7 +389,11 @@ void TcpTransport::write(const std::shared_ptr<Connection>& connection) {
 
 void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uint32_t events) {
   if (events & EPOLLOUT) write(connection);
-  if (!(events & (EPOLLIN | EPOLLHUP | EPOLLERR))) return;
+  if (!(events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))) return;
+  if (connection->stalled()) {
+    if (!(events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))) return;
+    connection->resume(true);
+  }
   try {
     if (connection->read(addresses_.size() > 1 ? static_cast<Sink&>(once_) : sink_)) return;
     const NetworkHold hold(shared_.network);
@@ -442,6 +459,31 @@ void TcpTransport::drop(int index) {
   for (const auto& connection : peer.connections) forget(*connection);
   peer.connections.clear();
   peer.control.reset();
+}
+
+void TcpTransport::resume(int index) {
+  assert_here();
+  const auto found = peers_.find(index);
+  if (found == peers_.end()) return;
+  for (const auto& connection : found->second.connections) {
+    if (!connection->stalled()) continue;
+    connection->resume();
+    Loop& loop = *loops_[connection->loop];
+    {
+      const MutexLock lock(loop.mutex);
+      loop.resumed.push_back(connection);
+    }
+    wake(loop);
+  }
+}
+
+std::size_t TcpTransport::held_bytes(int index) const {
+  assert_here();
+  const auto found = peers_.find(index);
+  if (found == peers_.end()) return 0;
+  std::size_t bytes = 0;
+  for (const auto& connection : found->second.connections) bytes += connection->queued_bytes() + connection->arriving_bytes();
+  return bytes;
 }
 
 void TcpTransport::drop_data(std::uint32_t group, int only) {

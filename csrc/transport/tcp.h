@@ -90,6 +90,9 @@ class TcpTransport : public Transport {
   void post(std::function<void()> task) override;
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
+  void resume(int peer) override;
+  std::size_t held_bytes(int peer) const override;
+  BufferPool& pool() override { return shared_.pool; }
   void drop_data(std::uint32_t group, int peer) override;
   void write_queued() override;
   std::map<std::string, std::uint64_t> counters() const override;
@@ -109,6 +112,7 @@ class TcpTransport : public Transport {
     int on_introduction(const Introduction& who, std::string& why_not) override { return to().on_introduction(who, why_not); }
     void on_connected(int peer) override { to().on_connected(peer); }
     std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) override { return to().place_for(peer, header); }
+    bool admits(int peer, const FrameHeader& header) override { return to().admits(peer, header); }
     void on_frame(int peer, const FrameHeader& header, Payload payload) override;
     void on_down(int peer, const std::string& why) override { to().on_down(peer, why); }
     void on_tick() override { to().on_tick(); }
@@ -162,6 +166,7 @@ class TcpTransport : public Transport {
     Mutex mutex;
     std::map<int, std::shared_ptr<Connection>> connections GUARDED_BY(mutex);  // by socket
     std::vector<std::shared_ptr<Connection>> dirty GUARDED_BY(mutex);          // have frames to write
+    std::vector<std::shared_ptr<Connection>> resumed GUARDED_BY(mutex);        // have frames that were not admitted
   };
 
   Marks marks_of(const std::vector<int>& peers) REQUIRES(network_thread);
@@ -189,6 +194,7 @@ class TcpTransport : public Transport {
   void end_broken(const std::shared_ptr<Connection>& connection, const std::system_error& error) REQUIRES(network_thread);
   void enqueue(const std::shared_ptr<Connection>& connection, const FrameHeader& header, Payload payload)
       REQUIRES(network_thread);
+  void read_resumed(Loop& loop) EXCLUDES(network_thread);
   void flush_dirty(Loop& loop) EXCLUDES(network_thread);
   void write(const std::shared_ptr<Connection>& connection) EXCLUDES(network_thread);
   void tick(double elapsed_s) REQUIRES(network_thread);

@@ -38,6 +38,9 @@ class Sink {
   // Returns where to write the payload of a frame that begins to arrive: payload_bytes that stay valid while the
   // pointer is held, and that may be written although the frame is never completed. Null: into a buffer.
   virtual std::shared_ptr<std::byte> place_for(int, const FrameHeader&) { return nullptr; }
+  // Whether there is memory for a frame that begins to arrive over TCP. If not, the connection is not read any further
+  // before Transport::resume().
+  virtual bool admits(int, const FrameHeader&) { return true; }
   virtual void on_frame(int peer, const FrameHeader& header, Payload payload) = 0;
   // The peer is lost: its connections ended or its kernel no longer responds.
   virtual void on_down(int peer, const std::string& why) = 0;
@@ -71,6 +74,12 @@ class Transport {
   virtual void assert_here() const ASSERT_CAPABILITY(network_thread) = 0;
   virtual void send(int peer, FrameHeader header, Payload payload) = 0;
   virtual void drop(int peer) = 0;
+  // Asks Sink::admits() again for the frames of a peer that wait for it.
+  virtual void resume(int peer) = 0;
+  // Bytes of a peer's frames that are arriving, and of those that are queued for it.
+  virtual std::size_t held_bytes(int peer) const = 0;
+  // Where frames are received.
+  virtual BufferPool& pool() = 0;
   // Drops a group's queued data for a peer, or for all (-1), whose memory is about to be released. Its other frames are
   // still sent.
   virtual void drop_data(std::uint32_t group, int peer) = 0;
