@@ -17,6 +17,7 @@ from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.export import export_model
 from shoal.recipes.lm import LmConfig
 from shoal.record import read_record
+from shoal.train.checkpoint_files import step_of
 
 SAME = 1e-6
 
@@ -139,7 +140,7 @@ def test_a_killed_run_in_parts_continues_bitwise(
     killed = lm("gpt2", data, models, run_dir, parallel=parallel, run=often)
     jobs.copy_without_end(tmp_path / "undisturbed", run_dir, scores=False)
     for left in (run_dir / "checkpoints").iterdir():
-        if int(left.name.removeprefix("step-")) > 3:
+        if step_of(left) > 3:
             shutil.rmtree(left)
     workers = jobs.start(killed, num_workers)
     jobs.wait_for_checkpoint(run_dir, 6, workers)
@@ -173,7 +174,7 @@ def test_a_run_goes_on_in_other_layouts(
             jobs.wait_for_step(run_dir, last, workers)
             jobs.kill(workers)
             for left in sorted((run_dir / "checkpoints").iterdir())[1:]:
-                if int(left.name.removeprefix("step-")) > last:
+                if step_of(left) > last:
                     shutil.rmtree(left)
         else:
             assert jobs.run(config, num_workers) == [EXIT_OK]

@@ -930,7 +930,7 @@ class Run:
                     step_s=self.timer.step_s(),
                     parts_s=self.timer.parts_s(),
                     num_skipped=self._metrics.num_skipped(),
-                    layer_norms=before_clipping(step.layer_norms, step.grad_norm),
+                    layer_norms=before_clipping(step.layer_norms, step.grad_norm) if step.layer_norms else {},
                     peak_memory_bytes=peak_memory_bytes(self.world.device),
                 )
             )
