@@ -137,6 +137,22 @@ def test_first_rank_dies_and_another_one_takes_its_place(tmp_path: Path) -> None
     assert {generation for _, generation, _ in ended} == {"3"}
 
 
+def test_an_error_of_the_script_is_no_loss(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    shoal.comm.register()
+    dist.init_process_group("shoal", store=store, rank=0, world_size=1, enable_reconfigure=True)
+    try:
+        module = model()
+        crew = Crew({"model": module}, optimizer_of(module))
+        with pytest.raises(ZeroDivisionError):
+            for step in crew.steps(2):
+                with step:
+                    _ = 1 / 0
+        assert crew.step == 0 and crew.generation == 1
+    finally:
+        dist.destroy_process_group()
+
+
 def lonely(folder: Path, rank: int, size: int, until: int, dies_at: int) -> None:
     if rank == 0:
         with pytest.raises(CommError, match=r"1 of 2 members are left after step 3, .* start the job again"):

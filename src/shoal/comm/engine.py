@@ -371,6 +371,10 @@ class CollectiveEngine:
         """Return the reason for which the group has failed, if it has."""
         return self._engine.error() or None
 
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks that were lost, in the order of the losses, also after the group has failed."""
+        return []
+
     def abort(self, reason: str) -> None:
         """Fail the group here and on all peers; pending waits raise this reason."""
         self._engine.abort(reason)
@@ -507,7 +511,6 @@ class Engine(CollectiveEngine):
         return list(self._engine.server_times())
 
     def lost_ranks(self) -> list[int]:
-        """Return the ranks that were lost, in the order of the losses, also after the group has failed."""
         return list(self._engine.lost_ranks())
 
     def close(self) -> None:

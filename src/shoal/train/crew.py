@@ -316,7 +316,7 @@ class CrewStep:
             crew.step, self.is_done = self.number, True
             crew.history.append((self.number, crew.size))
             return False
-        if not isinstance(error, Exception) or crew._group.engine.error is None:
+        if not isinstance(error, Exception) or crew._group.engine.error() is None:
             return False
         crew._renew(error)
         return True
