@@ -83,7 +83,7 @@ class Given:
 
 @dataclass
 class Predictions:
-    """What became of the rows."""
+    """Holds the scored predictions and the rows that calibrate them."""
 
     scored: list[Prediction]
     given: list[Given]

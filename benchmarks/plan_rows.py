@@ -52,7 +52,7 @@ class Row:
     """Who ran and published it; of MLPerf the submitter."""
     publication: str = ""
     host: str = ""
-    """Which rows of a publication ran on the same kind of host."""
+    """Name of the host type; rows of a publication with the same name ran on the same hardware."""
     recipe: str = ""
     """Of the planner; empty: it knows none for the model."""
     accelerator: str = ""
@@ -66,7 +66,7 @@ class Row:
     precision: str = ""
     """In which the model computes; not known: the 16-bit type of the device."""
     overlap: bool | None = None
-    """Whether gradients travel during the backward pass."""
+    """True if the gradients' all-reduce overlaps with the backward pass; none: not stated."""
     connections: int | None = None
     """To one other host."""
     two_hops: bool = False
@@ -93,7 +93,7 @@ class Row:
 
     @property
     def family(self) -> tuple[str, ...]:
-        """What rows must share to be compared: model, host, NIC, metric, publication."""
+        """Return the scaling family of the row: model, host, NIC, metric and publication."""
         nic = "" if self.nic_gbps is None else f"{self.nic_gbps:g} Gbit/s"
         return (self.model, self.host, nic, self.metric, self.publication)
 

@@ -1,4 +1,4 @@
-"""What stages send each other beside activations: complex numbers, masks, lists, dicts and ``None``."""
+"""Sends complex tensors, masks, lists, dicts and ``None`` between pipeline stages, beside activations."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Convergence:
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether the epochs do, as those to a score; a fixed length does not."""
+        """Return whether the epochs depend on the batch: those to a score do, a fixed length does not."""
         return len({epochs for _, epochs in self.points}) > 1
 
     def epochs(self, batch: int) -> float:

@@ -351,7 +351,7 @@ class Best:
 
     @property
     def is_stale(self) -> bool:
-        """Whether too many evaluations in a row have not been better."""
+        """Return whether the patience is exhausted: too many evaluations in a row have not been better."""
         return 0 < self._patience <= self._num_since
 
     def __str__(self) -> str:
