@@ -110,10 +110,16 @@ def print_imports(graph: Graph, recipes: list[str]) -> None:
     chosen = frozenset(f"shoal.recipes.{name}" for name in recipes)
     optimizers = frozenset(module for module in graph if module.startswith("shoal.optim."))
     modes = {module for module in graph["shoal.train.servers.choice"] if ".servers." in module}
-    print("modules that a recipe reaches, and without what is chosen by name (recipes, optimizers, modes):")
+    layouts = frozenset(m for m in graph if unit_of(m) == "pipelining") | {
+        "shoal.recipes.divided",
+        "shoal.recipes.stages",
+    }
+    print(
+        "modules that a recipe reaches, and without what is chosen by name (recipes, optimizers, modes, layouts):"
+    )
     for name in recipes:
         module = f"shoal.recipes.{name}"
-        own = closure(graph, module, (chosen | optimizers | modes) - {module})
+        own = closure(graph, module, (chosen | optimizers | modes | layouts) - {module})
         print(f"  {name:<{_WIDTH}}  {len(closure(graph, module)):4}  {len(own):4}")
 
 
