@@ -114,9 +114,7 @@ def print_imports(graph: Graph, recipes: list[str]) -> None:
         "shoal.recipes.divided",
         "shoal.recipes.stages",
     }
-    print(
-        "modules that a recipe reaches, and without what is chosen by name (recipes, optimizers, modes, layouts):"
-    )
+    print("modules that a recipe reaches; without chosen recipes, optimizers, modes, layouts:")
     for name in recipes:
         module = f"shoal.recipes.{name}"
         own = closure(graph, module, (chosen | optimizers | modes | layouts) - {module})
