@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import zipfile
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,6 +78,8 @@ class CocoAnnotations:
     """Counts of what was left out."""
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Ids of images in ``images`` by those in the file that are words, or numbers above int64."""
+    category_numbers: Mapping[str, int] = field(default_factory=dict)
+    """Ids in ``categories`` by those in the file that are words, or numbers above int64."""
 
     @property
     def has_masks(self) -> bool:
@@ -91,6 +93,23 @@ class CocoAnnotations:
             number = self.numbers.get(str(value))
         return None if number is None else self.images.get(number)
 
+    def category_of(self, value: Any) -> int | None:
+        """Return the category that an id means, in a file of results: its number, or the word of the file."""
+        number = whole_number(value)
+        if number is None and isinstance(value, str | int):
+            number = self.category_numbers.get(str(value))
+        return number if number in self.categories else None
+
+    def remarks(self) -> list[str]:
+        """Return a line with the numbers that words as ids of categories have; none if there are none."""
+        if not self.category_numbers:
+            return []
+        numbers = [f"{number} {shown(word)}" for word, number in self.category_numbers.items()]
+        listed = ", ".join(numbers[:8]) + (f" and {len(numbers) - 8:,} more" if len(numbers) > 8 else "")
+        return [
+            f"{self.path}: ids of categories are words, numbered by the alphabet, in results too: {listed}"
+        ]
+
 
 def read_annotations(
     path: Path | zipfile.Path,
@@ -101,7 +120,8 @@ def read_annotations(
 ) -> CocoAnnotations:
     """Read ``instances_*.json`` or any file of that form.
 
-    Forms that annotation tools write are read too: ids and numbers as text, a flat list as one polygon,
+    Forms that annotation tools write are read too: ids and numbers as text, words as ids (those of categories
+    are numbered by the alphabet, so that two files of one set agree), a flat list as one polygon,
     polygons of points (``[[x, y], …]``, or OpenCV's ``[[[x, y]], …]``), ``[[]]`` as no segmentation, ``null``
     and NaN for values that can be missing, a box that only the polygons give, ids of annotations that begin
     again, LVIS's ``coco_url`` in place of ``file_name``.
@@ -138,6 +158,8 @@ class _Reader:
         self._has_objects = False
         self._names: dict[str, int] = {}
         """Numbers of images whose ids are words."""
+        self._words: dict[str, int] = {}
+        """Numbers above int64 that stand for words as ids of categories until the end of the file."""
         self._takers = {
             "images": self._take_image,
             "categories": self._take_category,
@@ -159,10 +181,11 @@ class _Reader:
                     number = f" (id {entry['id']})" if isinstance(entry, dict) and "id" in entry else ""
                     self._bad.add(bad, f"{key}[{index}]{number}")
         self._check_keys(keys)
+        category_numbers = self._number_words()
         check_pixels(self._path, [one.box for _, _, one in self._objects])
         objects = self._placed()
         shapes = ((one, self._images[number]) for number, some in objects.items() for one in some)
-        check_corners(self._path, [(one.box, one.segmentation, image) for one, image in shapes])
+        check_corners(self._path, ((one.box, one.segmentation, image) for one, image in shapes))
         if self._has_objects and not any(objects.values()):
             raise UsageError(
                 f"{self._path}: no annotation can be used; {self._bad.summary()}; correct the file"
@@ -174,6 +197,7 @@ class _Reader:
             categories=dict(sorted(self._categories.items())),
             objects=objects,
             numbers=self._names,
+            category_numbers=category_numbers,
             bad=self._bad,
         )
 
@@ -215,18 +239,32 @@ class _Reader:
         self._images[number] = CocoImage(number, name, width, height, given_id)
 
     def _take_category(self, entry: Any, index: int) -> None:
-        if isinstance(number := _id(entry, "id"), str):
-            raise UsageError(
-                f"{self._path}: categories[{index}] has the id {shown(entry['id'])}, but ids of categories "
-                "are whole numbers of 63 bits, in results too: number the categories from 1, in 'categories' "
-                "and in the category_id of each annotation"
-            )
+        number = self._category(entry, "id")
         if number in self._categories:
-            raise BadEntry("a category whose id another one has", f"id {number}")
-        name = str(number) if entry.get("name") is None else entry["name"]
+            raise BadEntry("a category whose id another one has", f"id {entry['id']}")
+        name = str(entry["id"]) if entry.get("name") is None else entry["name"]
         if not isinstance(name, str):
             raise BadEntry("a category whose name is no text", repr(name))
         self._categories[number] = name
+
+    def _category(self, entry: Any, key: str) -> int:
+        """Return the id of a category, above int64 in place of a word."""
+        number = _id(entry, key)
+        return self._words.setdefault(number, _END + len(self._words)) if isinstance(number, str) else number
+
+    def _number_words(self) -> dict[str, int]:
+        """Number the categories whose ids are words, after the largest number that the file has."""
+        words = sorted(word for word, number in self._words.items() if number in self._categories)
+        largest = max((number for number in self._categories if number < _END), default=0)
+        numbers = {word: place for place, word in enumerate(words, max(largest, 0) + 1)}
+        ids = {self._words[word]: number for word, number in numbers.items()}
+        self._categories = {ids.get(number, number): name for number, name in self._categories.items()}
+        if ids:
+            self._objects = [
+                (image, index, replace(one, category_id=ids.get(one.category_id, one.category_id)))
+                for image, index, one in self._objects
+            ]
+        return numbers
 
     def _take_object(self, entry: Any, index: int) -> None:
         self._has_objects = True
@@ -234,7 +272,7 @@ class _Reader:
         own = -1 - index if is_numbered else _id(entry, "id")
         is_known = own in self._ids
         number = -1 - index if isinstance(own, str) or is_known else own
-        image, category = _id(entry, "image_id"), _whole(entry, "category_id")
+        image, category = _id(entry, "image_id"), self._category(entry, "category_id")
         segmentation = self._segmentation(entry.get("segmentation"), f"annotations[{index}] (id {number})")
         box = self._box(entry.get("bbox"), segmentation)
         area = entry.get("area")
@@ -256,13 +294,14 @@ class _Reader:
     def _segmentation(self, shape: Any, location: str) -> Segmentation | None:
         """Return run lengths or the valid polygons, ``None`` if there are neither, as in ``[[]]``."""
         if isinstance(shape, list):
-            polygons = _flat_polygons(shape)
-            valid = [polygon for polygon in polygons if read_segmentation([polygon])]
-            if valid and len(valid) < len(polygons):
+            shape = _flat_polygons(shape)
+            polygons = tuple(polygon for polygon in map(_polygon, shape) if polygon is not None)
+            if polygons and len(polygons) < len(shape):
                 self._bad.add(
                     BadEntry("a polygon of fewer than 3 points; its object has others", ""), location
                 )
-            shape = valid or polygons
+            if polygons:
+                return polygons
         if not shape:
             return None
         segmentation = read_segmentation(shape)
@@ -311,7 +350,9 @@ class _Reader:
         if image is None:
             raise BadEntry("an annotation of an image that is not in the file", f"image_id {image_id}")
         if one.category_id not in self._categories:
-            raise BadEntry("an annotation of a category that is not in the file", f"{one.category_id}")
+            word = next((word for word, number in self._words.items() if number == one.category_id), None)
+            value = one.category_id if word is None else shown(word)
+            raise BadEntry("an annotation of a category that is not in the file", f"category_id {value}")
         if isinstance(rle := one.segmentation, dict):
             if rle["size"] != [image.height, image.width]:
                 raise BadEntry(
@@ -339,13 +380,14 @@ def finite_numbers(value: Any, count: int) -> list[float] | None:
     """Return ``value`` if it is a list of ``count`` finite numbers, which may be texts, else ``None``."""
     if not isinstance(value, list) or len(value) != count:
         return None
-    if not {*map(type, value)} <= _NUMBERS:
+    if not (types := {*map(type, value)}) <= _NUMBERS:
         return None
     try:
-        numbers = list(map(float, value))
+        numbers = value if types == {float} else list(map(float, value))
     except (ValueError, OverflowError):
         return None
-    return numbers if all(map(math.isfinite, numbers)) else None
+    is_finite = math.isfinite(sum(numbers)) or all(map(math.isfinite, numbers))  # sums may overflow
+    return numbers if is_finite else None
 
 
 def shown(value: Any) -> str:
@@ -365,17 +407,20 @@ def _whole(entry: Any, key: str) -> int:
 
 def whole_number(value: Any) -> int | None:
     """Return the int64 that a JSON value is, as ``42``, ``42.0`` or ``"42"``; ``None`` for others."""
+    if type(value) is int:
+        return value if -_END <= value < _END else None
     if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, str) and len(value) <= _MOST_DIGITS and value.isascii() and value.isdigit():
-        return int(value)
-    return value if type(value) is int and -_END <= value < _END else None
+        return whole_number(int(value))
+    is_number = isinstance(value, str) and value.isascii() and value.isdigit()
+    return int(value) if is_number and len(value) <= _MOST_DIGITS else None
 
 
 def _id(entry: Any, key: str) -> int | str:
-    """Return the id of an image or annotation: an int64, or as text a word or number that a tool gives it."""
+    """Return an id: an int64, or as text a word or number that a tool gives."""
     value = entry.get(key) if isinstance(entry, dict) else None
-    if whole_number(value) is None and ((isinstance(value, str) and value) or type(value) is int):
+    if (number := whole_number(value)) is not None:
+        return number
+    if (isinstance(value, str) and value) or type(value) is int:
         return str(value)
     return _whole(entry, key)
 
@@ -398,7 +443,7 @@ def check_pixels(path: Path, boxes: Sequence[Sequence[float]]) -> None:
 
 
 def check_corners(
-    path: Path, shapes: Sequence[tuple[Sequence[float], Segmentation | None, CocoImage]]
+    path: Path, shapes: Iterable[tuple[Sequence[float], Segmentation | None, CocoImage]]
 ) -> None:
     """Check that boxes are x, y, width, height.
 
@@ -413,7 +458,9 @@ def check_corners(
         UsageError: they are two corners, x0, y0, x1, y1.
     """
     clear: list[tuple[Sequence[float], CocoImage]] = []
+    count = 0
     for box, shape, image in shapes:
+        count += 1
         x, y, right, bottom = box
         if not (-1 <= x < right <= image.width + 1 and -1 <= y < bottom <= image.height + 1):
             return
@@ -428,7 +475,7 @@ def check_corners(
             is_clear = ends[0] > image.width + 1 or ends[1] > image.height + 1
         if is_clear:
             clear.append((box, image))
-    if clear and 4 * len(clear) >= len(shapes):
+    if clear and 4 * len(clear) >= count:
         box, image = clear[0]
         raise UsageError(
             f"{path}: boxes such as {list(box)} in an image of {image.width} x {image.height} are two "
@@ -503,14 +550,15 @@ def _as_whole(values: Any) -> Any:
 
 
 def _polygons(value: Any) -> Polygons | None:
-    """Return polygons as arrays, ``None`` if one is not an even number of finite numbers, at least 6."""
-    if not isinstance(value, list):
+    """Return polygons as arrays, ``None`` if one of them is none."""
+    polygons = [_polygon(one) for one in value] if isinstance(value, list) else [None]
+    valid = tuple(polygon for polygon in polygons if polygon is not None)
+    return valid if len(valid) == len(polygons) else None
+
+
+def _polygon(value: Any) -> array[float] | None:
+    """Return a polygon as an array, ``None`` if it is not an even number of finite numbers, at least 6."""
+    if not isinstance(value, list) or len(value) < _MIN_POLYGON or len(value) % 2:
         return None
-    polygons = []
-    for polygon in value:
-        if not isinstance(polygon, list) or len(polygon) < _MIN_POLYGON or len(polygon) % 2:
-            return None
-        if (numbers := finite_numbers(polygon, len(polygon))) is None:
-            return None
-        polygons.append(array("d", numbers))
-    return tuple(polygons)
+    numbers = finite_numbers(value, len(value))
+    return None if numbers is None else array("d", numbers)

@@ -24,7 +24,6 @@ from shoal.data.coco.annotations import (
     is_far_outside,
     read_segmentation,
     shown,
-    whole_number,
 )
 from shoal.data.coco.masks import areas, as_compressed
 from shoal.data.json_stream import top_level_entries
@@ -147,11 +146,12 @@ class _Reader:
         if not isinstance(entry, dict):
             raise BadEntry("a result that is no object", shown(entry))
         known = self._annotations
-        image, category = known.image_of(entry.get("image_id")), whole_number(entry.get("category_id"))
+        image = known.image_of(entry.get("image_id"))
+        category = known.category_of(entry.get("category_id"))
         if image is None:
             rule = "a result for an image that is not in the ground truth"
             raise BadEntry(rule, shown(entry.get("image_id")))
-        if category is None or category not in known.categories:
+        if category is None:
             rule = "a result of a category that is not in the ground truth"
             raise BadEntry(rule, shown(entry.get("category_id")))
         score = finite_numbers([entry.get("score")], 1)

@@ -239,7 +239,7 @@ def evaluate(
     truth = read_annotations(annotations, on_bad=on_bad, most_bad=most_bad, boxes="keep")
     detected = read_results(results, truth, on_bad=on_bad, most_bad=most_bad)
     bad = [truth.bad, *detected.bad]
-    for line in (line for entries in bad for line in entries.lines()):
+    for line in (*truth.remarks(), *(line for entries in bad for line in entries.lines())):
         print(f"shoal: {line}", file=sys.stderr)
     # nothing detected: 0
     kinds = detected.detections.keys() or {"bbox", *(["segm"] if truth.has_masks else [])}

@@ -167,7 +167,7 @@ class CocoSource:
                     f"{split.annotations}: there is no image to train on, since none of {num_empty:,} has an "
                     f"object that is no crowd (--keep-empty keeps such images){summary and f'; {summary}'}"
                 )
-            self.remarks += tuple(truth.bad.lines())
+            self.remarks += (*truth.remarks(), *truth.bad.lines())
             if num_empty:
                 self.remarks += (f"{num_empty:,} images without objects are left out (--keep-empty)",)
             self.boxes_only[name] = num_boxes if boxes_only == "keep" else 0

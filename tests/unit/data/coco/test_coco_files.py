@@ -560,12 +560,60 @@ def test_ids_above_int64_and_words_are_taken(tmp_path: Path) -> None:
     image = read.image_of(large)
     assert image is not None and image == read.image_of(str(large))
     assert image.given_id == large and image.id < 0
-    for wrong in (large, "boat"):
-        tree["categories"][0]["id"] = wrong
-        with pytest.raises(
-            UsageError, match=rf"categories\[0\] has the id '?{wrong}'?, .* number the categories"
-        ):
-            read_annotations(write(tmp_path / "t.json", tree))
+
+
+def with_words(tree: dict[str, Any], words: dict[int, int | str]) -> dict[str, Any]:
+    """Return the tree with other ids of categories, and the annotations before the categories."""
+    tree = copy.deepcopy(tree)
+    for one in tree["categories"]:
+        one["id"] = words[one["id"]]
+    for one in tree["annotations"]:
+        one["category_id"] = words[one["category_id"]]
+    return tree
+
+
+def test_categories_whose_ids_are_words_are_numbered_by_the_alphabet(tmp_path: Path) -> None:
+    truth = made_truth(1)
+    words: dict[int, int | str] = {3: "hens", 7: "foxes", 8: "eggs"}
+    numbers: dict[int, int | str] = {3: 3, 7: 2, 8: 1}
+    plain = read_annotations(write(tmp_path / "plain.json", with_words(truth, numbers)), on_bad="refuse")
+    tree = with_words(truth, words)
+    turned = {**tree, "categories": tree["categories"][::-1]}
+    for name, given in (("words.json", tree), ("turned.json", turned)):
+        found = read_annotations(write(tmp_path / name, given), on_bad="refuse")
+        assert found.categories == plain.categories == {1: "egg", 2: "fox", 3: "hen"}
+        assert found.objects == plain.objects
+        (line,) = found.remarks()
+        assert line == (
+            f"{tmp_path / name}: ids of categories are words, numbered by the alphabet, in results too: "
+            "1 'eggs', 2 'foxes', 3 'hens'"
+        )
+    results = made_results(truth, 2)
+    detections = []
+    for values in (numbers, words):  # results have the words of the ground truth, or the numbers of a model
+        changed = [{**one, "category_id": values[one["category_id"]]} for one in results]
+        path = write(tmp_path / "results.json", changed)
+        detections.append(read_results([path], found, on_bad="refuse").detections)
+    assert detections[0] == detections[1]
+
+
+def test_words_beside_numbers_and_unknown_words(tmp_path: Path) -> None:
+    truth = made_truth(1)
+    tree = with_words(truth, {3: 3, 7: 1 << 70, 8: "eggs"})
+    tree["annotations"][0]["category_id"] = "boat"
+    found = read_annotations(write(tmp_path / "t.json", tree))
+    assert found.categories == {3: "hen", 4: "fox", 5: "egg"}
+    (line,) = found.bad.lines()
+    assert line.endswith(
+        "annotation of a category that is not in the file: 1 (annotations[0] (id 40): category_id 'boat')"
+    )
+    plain = read_annotations(write(tmp_path / "p.json", with_words(truth, {3: 3, 7: 4, 8: 5})))
+    assert num_objects(found) == num_objects(plain) - 1
+    tree["categories"].append({"id": "eggs", "name": "again"})
+    assert read_annotations(write(tmp_path / "t.json", tree)).bad.counts == {
+        "an annotation of a category that is not in the file": 1,
+        "a category whose id another one has": 1,
+    }
 
 
 def test_results_that_are_annotations(tmp_path: Path) -> None:
