@@ -27,8 +27,8 @@ SAMPLES = 24
 BOUND_S = 3 * 1.0
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2))
 
 
@@ -56,9 +56,16 @@ def expected(steps: int) -> list[torch.Tensor]:
 
 
 def work(
-    folder: Path, rank: int, size: int, until: int, dies_at: int = 0, where: str = "", starts_at: int = 0
+    folder: Path,
+    rank: int,
+    size: int,
+    until: int,
+    dies_at: int = 0,
+    where: str = "",
+    starts_at: int | None = None,
+    others: int = 0,
 ) -> None:
-    """Train; die where the test says, or start when the others are at a step."""
+    """Train; die where the test says, or start when the others are at a step; wait for ``others`` to ask."""
     shoal.comm.register()
     store = dist.FileStore(str(folder / "store"), -1)
     dist.init_process_group(
@@ -69,12 +76,15 @@ def work(
         timeout=timedelta(seconds=30),
         enable_reconfigure=True,
     )
-    if starts_at:
+    if starts_at is not None:
         store.get(f"test/{starts_at}")
-    module = model()
+    module = model(seed=rank)
     optimizer = optimizer_of(module)
     crew = Crew({"model": module}, optimizer, at_least=2, patience_s=20)
     ddp = crew.data_parallel(module, bucket_cap_mb=0.0005)
+    store.set("test/0", "1")
+    while crew._members.num_waiting() < others:
+        time.sleep(0.01)
     for step in crew.steps(until):
         begin = time.monotonic()
         with step:
@@ -124,6 +134,15 @@ def test_a_process_joins_without_a_stop(tmp_path: Path) -> None:
     assert {sizes for _, _, sizes in old} == {old[0][2]}
     assert {generation for _, generation, _ in (*old, joined)} == {"2"}, "a join is no loss"
     assert old[0][2].endswith(joined[2]) and set(joined[2].split("-")) == {"3"}
+
+
+def test_a_process_that_joins_before_the_first_step_gets_the_weights(tmp_path: Path) -> None:
+    processes = [fork_process(work, tmp_path, rank, 2, 8, 0, "", None, 1) for rank in range(2)]
+    processes.append(fork_process(work, tmp_path, 2, 3, 8, 0, "", 0))
+    assert wait_for(processes, 60) == [0, 0, 0]
+    ended = results(tmp_path)
+    assert len({digest for digest, _, _ in ended}) == 1
+    assert {sizes for _, _, sizes in ended} == {"3-3-3-3-3-3-3-3"}
 
 
 def test_first_rank_dies_and_another_one_takes_its_place(tmp_path: Path) -> None:

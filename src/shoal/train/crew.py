@@ -7,37 +7,19 @@ a step that lost a member.
 
 from __future__ import annotations
 
-import json
-import logging
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d as c10d
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.comm import native_group
 from shoal.comm.engine import CommError
-from shoal.errors import UsageError
-from shoal.json_text import parse_json
-from shoal.optim.moments import parameters_of
-from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
-from shoal.train.checkpoint_state import flatten, local_state, restore
-
-_log = logging.getLogger(__name__)
-_POLL_S = 0.01
-
-
-class ExcludedError(CommError):
-    """The others go on without this process, for which they have waited."""
+from shoal.train.members import Members, share_state
 
 
 class Crew:
@@ -56,7 +38,6 @@ class Crew:
     Attributes:
         step: steps done.
         history: ``(step, number of members)`` of each step done here.
-        generation: number of the present members, from 1; it grows when they change.
 
     Raises:
         CommError: the members did not come in time.
@@ -82,35 +63,32 @@ class Crew:
         at_least: int = 1,
         patience_s: float = 60.0,
     ) -> None:
-        if not hasattr(c10d, "_reconfigure"):
-            raise UsageError(
-                f"torch {torch.__version__} has no groups whose members change: install torch 2.14 or later"
-            )
         self.step = 0
         self.history: list[tuple[int, int]] = []
         self._state: dict[str, Any] = {**models, "optimizer": optimizer}
         self._optimizer = optimizer
-        self._at_least, self._patience_s = at_least, patience_s
         self._models: list[CrewParallel] = []
-        self._group = native_group.python_group(dist.group.WORLD)
-        self._store = PrefixStore("crew/", self._group.store)
-        self._handle = c10d._get_reconfigure_handle()
-        self.generation = self._num_admitted = 0
-        self._members: list[str] = []
-        if self._store.check(["newest"]):
-            self._ask()
+        self._has_state = False
+        self._members = Members(self._changed, at_least=at_least, patience_s=patience_s)
+        if self._members.has_begun:
+            self._members.ask()
         else:
-            self._begin()
+            self._members.begin()
+
+    @property
+    def generation(self) -> int:
+        """Return the number of the present members, from 1; it grows when they change."""
+        return self._members.generation
 
     @property
     def rank(self) -> int:
         """Return the rank of this process among the present members."""
-        return dist.get_rank()
+        return self._members.rank
 
     @property
     def size(self) -> int:
         """Return the number of present members."""
-        return dist.get_world_size()
+        return self._members.size
 
     def share(self, num_samples: int) -> tuple[int, int]:
         """Return begin and end of this member's part of a step's samples; parts differ by one at most."""
@@ -138,124 +116,24 @@ class Crew:
                 continue
             yield CrewStep(self, self.step + 1)
 
-    # ---- members ----------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """Meet the processes with which the group was made."""
-        size = dist.get_world_size()
-        self._store.set(f"first/{dist.get_rank()}", self._handle)
-        self._become(1, [self._store.get(f"first/{rank}").decode() for rank in range(size)])
-        _give_state(self._state, 0, has_it=self.rank == 0)
-        self._store.set("newest", "1")
-
-    def _ask(self) -> None:
-        """Wait until the members take this process in."""
-        while True:
-            number = self._store.add("num_waiting", 1)
-            self._store.set(f"waiting/{number}", self._handle)
-            generation = int(self._store.get(f"welcome/{number}").decode())
-            try:
-                return self._follow(generation)
-            except CommError as error:  # one of the others was lost meanwhile
-                _log.warning("not taken in, asks again: %s", error)
-
     def _admit(self) -> bool:
         """Take in who waits; return whether somebody did. A collective of the members."""
-        waiting = torch.tensor(self._num_waiting() if self.rank == 0 else 0)
+        waiting = torch.tensor(self._members.num_waiting() if self.rank == 0 else 0)
         dist.broadcast(waiting, group_src=0)
-        if int(waiting) <= self._num_admitted:
-            return False
-        generation = self.generation + 1
-        if self.rank == 0:
-            numbers = range(self._num_admitted + 1, int(waiting) + 1)
-            new = [self._store.get(f"waiting/{number}").decode() for number in numbers]
-            self._decide(generation, [*self._members, *new], int(waiting))
-            for number in numbers:
-                self._store.set(f"welcome/{number}", str(generation))
-        self._follow(generation)
-        return True
-
-    def _num_waiting(self) -> int:
-        """Return how many processes have asked so far; without the store nobody new can come."""
-        try:
-            return int(self._store.add("num_waiting", 0))
-        except dist.DistError:
-            return self._num_admitted
+        return self._members.admit(int(waiting))
 
     def _renew(self, cause: Exception) -> None:
-        """Go on with those that are left. All of them call it.
-
-        Raises:
-            CommError: too few are left, or they went on without this process.
-        """
+        """Go on with those that are left. All of them call it."""
         self._optimizer.zero_grad()
-        while True:
-            _log.warning("a member was lost after step %d: %s", self.step, cause)
-            generation = self.generation + 1
-            self._store.set(f"present/{generation}/{self._handle}", "1")
-            self._store.add(f"num_present/{generation}", 1)
-            self._await(generation)
-            try:
-                return self._follow(generation)
-            except ExcludedError:
-                raise
-            except CommError as error:
-                self.generation, cause = generation, error
+        self._members.renew(cause, self.step)
 
-    def _await(self, generation: int) -> None:
-        """Wait until the next members are decided: those that are present once no other can come."""
-        deadline = time.monotonic() + self._patience_s
-        while not self._store.check([f"plan/{generation}"]):
-            num_left = len(self._members) - len(set(self._group.engine.lost_ranks()))
-            num_present = self._store.add(f"num_present/{generation}", 0)
-            if num_present >= num_left or time.monotonic() > deadline:
-                present = [
-                    each for each in self._members if self._store.check([f"present/{generation}/{each}"])
-                ]
-                if len(present) < self._at_least:
-                    raise CommError(
-                        f"{len(present)} of {len(self._members)} members are left after step {self.step}, "
-                        f"and at_least={self._at_least}: start the job again"
-                    )
-                self._decide(generation, present, self._num_admitted)
-            time.sleep(_POLL_S)
-
-    def _decide(self, generation: int, members: list[str], num_admitted: int) -> None:
-        """Propose the next members; the first proposal counts."""
-        proposal = json.dumps({"members": members, "num_admitted": num_admitted})
-        self._store.compare_set(f"plan/{generation}", "", proposal)
-
-    def _follow(self, generation: int) -> None:
-        """Become what was decided, and get the state of who has taken the most steps."""
-        plan = parse_json(
-            self._store.get(f"plan/{generation}"), "the crew's plan in the job's store", error=CommError
-        )
-        self._num_admitted = plan["num_admitted"]
-        if self._handle not in plan["members"]:
-            raise ExcludedError(
-                f"the others went on without this process after step {self.step}, which did not answer for "
-                f"patience_s={self._patience_s:g} s: start it again, and it will be taken in"
-            )
-        self._become(generation, plan["members"])
-        self._share_state()
-
-    def _become(self, generation: int, members: list[str]) -> None:
-        c10d._reconfigure(generation, members, timeout=timedelta(seconds=self._patience_s)).wait()
-        self.generation, self._members = generation, members
+    def _changed(self) -> None:
+        """Go on with other members: average over them, and bring all to the newest state."""
         for wrapped in self._models:
             wrapped.renew()
-
-    # ---- state ------------------------------------------------------------------------------------------
-
-    def _share_state(self) -> None:
-        """Bring all members to the state of the one that has taken the most steps."""
-        steps = torch.empty(self.size, dtype=torch.int64)
-        dist.all_gather_into_tensor(steps, torch.tensor([self.step]))
-        if steps.min() == steps.max():
-            return
-        most = int(steps.max())
-        _give_state(self._state, int(steps.argmax()), has_it=self.step == most)
-        self.step = most
+        is_first_state = self.generation == 1 and self.rank == 0
+        self.step, _ = share_state(self._state, self.step if self._has_state or is_first_state else -1)
+        self._has_state = True
 
 
 class CrewParallel(nn.Module):
@@ -316,45 +194,7 @@ class CrewStep:
             crew.step, self.is_done = self.number, True
             crew.history.append((self.number, crew.size))
             return False
-        if not isinstance(error, Exception) or crew._group.engine.error() is None:
+        if not isinstance(error, Exception) or not crew._members.has_lost():
             return False
         crew._renew(error)
         return True
-
-
-def _give_state(state: Mapping[str, Any], source: int, *, has_it: bool) -> None:
-    """Give one member's models and optimizer to all that do not have its state yet."""
-    flat = flatten(state) if dist.get_rank() == source else None
-    description: Any = None
-    if flat is not None:
-        types = {name: [DTYPE_NAMES[each.dtype], list(each.shape)] for name, each in flat.tensors.items()}
-        description = [types, flat.all_values()]
-    types, values = _broadcast_json(description, source)
-    stored = {
-        name: StoredTensor(dtype=dtype, size=tuple(size), chunks=()) for name, (dtype, size) in types.items()
-    }
-
-    def read(targets: Mapping[str, Tensor]) -> None:
-        for name, each in stored.items():
-            buffer = torch.empty(each.size, dtype=DTYPES[each.dtype])
-            if flat is not None:
-                buffer.copy_(flat.tensors[name])
-            dist.broadcast(buffer, group_src=source)
-            if name in targets:
-                targets[name].copy_(buffer)
-
-    if has_it:
-        read({})
-    else:
-        restore(state, stored, values, read, [local_state(state)], parameters_of)
-
-
-def _broadcast_json(value: Any, source: int) -> Any:
-    """Return the JSON value of one member on all."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor(len(data))
-    dist.broadcast(size, group_src=source)
-    if dist.get_rank() != source:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, group_src=source)
-    return parse_json(bytes(data.numpy()), f"the state of rank {source}", error=CommError)

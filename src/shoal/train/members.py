@@ -1,0 +1,251 @@
+"""Agrees on the processes that train together, when some are lost and others come.
+
+1. The first processes meet in the job's store, in the order of their ranks (:meth:`Members.begin`).
+2. When a member is lost, the others say there that they are present, and one proposes the next members: those
+   that are present once no other can come. The first proposal counts (:meth:`Members.renew`).
+3. A process that starts later asks there (:meth:`Members.ask`); the first member takes it in, between two
+   steps (:meth:`Members.admit`).
+4. All that were decided upon change the process group by torch's interface of 2.14, and give the state of the
+   member that has taken the most steps to those that lack it (:func:`share_state`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d as c10d
+
+from shoal.comm import native_group
+from shoal.comm.engine import CommError
+from shoal.errors import UsageError
+from shoal.json_text import parse_json
+from shoal.optim.moments import parameters_of
+from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
+from shoal.train.checkpoint_state import flatten, local_state, restore
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.01
+
+
+class ExcludedError(CommError):
+    """The others go on without this process, for which they have waited."""
+
+
+class Members:
+    """The members of the default process group, which was made with ``enable_reconfigure``.
+
+    Args:
+        changed: called when the members have changed, on all of them; may use collectives.
+        at_least: fewer members do not go on.
+        patience_s: how long survivors wait for a member that is not known to be lost and does not come.
+
+    Attributes:
+        generation: number of the present members, from 1; it grows when they change.
+        has_begun: whether others were members before this process came.
+
+    Raises:
+        UsageError: torch is older than 2.14.
+    """
+
+    def __init__(self, changed: Callable[[], None], *, at_least: int, patience_s: float) -> None:
+        if not hasattr(c10d, "_reconfigure"):
+            raise UsageError(
+                f"torch {torch.__version__} has no groups whose members change: install torch 2.14 or later"
+            )
+        self._changed = changed
+        self._at_least, self._patience_s = at_least, patience_s
+        self._group = native_group.python_group(dist.group.WORLD)
+        self._store = PrefixStore("crew/", self._group.store)
+        self._handle = c10d._get_reconfigure_handle()
+        self.generation = self._num_admitted = 0
+        self._handles: list[str] = []
+        self.has_begun = self._store.check(["newest"])
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this process among the present members."""
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        """Return the number of present members."""
+        return dist.get_world_size()
+
+    def begin(self) -> None:
+        """Meet the processes with which the group was made."""
+        size = dist.get_world_size()
+        self._store.set(f"first/{dist.get_rank()}", self._handle)
+        self._become(1, [self._store.get(f"first/{rank}").decode() for rank in range(size)])
+        self._store.set("newest", "1")
+
+    def ask(self) -> None:
+        """Wait until the members take this process in."""
+        while True:
+            number = self._store.add("num_waiting", 1)
+            self._store.set(f"waiting/{number}", self._handle)
+            generation = int(self._store.get(f"welcome/{number}").decode())
+            try:
+                return self._follow(generation)
+            except CommError as error:  # one of the others was lost meanwhile
+                _log.warning("not taken in, asks again: %s", error)
+
+    def num_waiting(self) -> int:
+        """Return how many processes have asked so far; without the store nobody new can come."""
+        try:
+            return int(self._store.add("num_waiting", 0))
+        except dist.DistError:
+            return self._num_admitted
+
+    def admit(self, num_waiting: int) -> bool:
+        """Take in who waits; return whether somebody did.
+
+        Args:
+            num_waiting: the first member's :meth:`num_waiting`, on all members.
+        """
+        if num_waiting <= self._num_admitted:
+            return False
+        generation = self.generation + 1
+        if self.rank == 0:
+            numbers = range(self._num_admitted + 1, num_waiting + 1)
+            new = [self._store.get(f"waiting/{number}").decode() for number in numbers]
+            self._decide(generation, [*self._handles, *new], num_waiting)
+            for number in numbers:
+                self._store.set(f"welcome/{number}", str(generation))
+        self._follow(generation)
+        return True
+
+    def has_lost(self) -> bool:
+        """Return whether the group has failed, so that an exception may come from the loss of a member."""
+        return self._group.engine.error() is not None
+
+    def renew(self, cause: Exception, step: int) -> None:
+        """Go on with those that are left. All of them call it.
+
+        Args:
+            cause: the error by which the loss was noticed.
+            step: steps done, for messages.
+
+        Raises:
+            CommError: too few are left, or they went on without this process.
+        """
+        while True:
+            _log.warning("a member was lost after step %d: %s", step, cause)
+            generation = self.generation + 1
+            self._store.set(f"present/{generation}/{self._handle}", "1")
+            self._store.add(f"num_present/{generation}", 1)
+            self._await(generation, step)
+            try:
+                return self._follow(generation, step)
+            except ExcludedError:
+                raise
+            except CommError as error:
+                self.generation, cause = generation, error
+
+    def _await(self, generation: int, step: int) -> None:
+        """Wait until the next members are decided: those that are present once no other can come."""
+        deadline = time.monotonic() + self._patience_s
+        while not self._store.check([f"plan/{generation}"]):
+            num_left = len(self._handles) - len(set(self._group.engine.lost_ranks()))
+            num_present = self._store.add(f"num_present/{generation}", 0)
+            if num_present >= num_left or time.monotonic() > deadline:
+                present = [
+                    each for each in self._handles if self._store.check([f"present/{generation}/{each}"])
+                ]
+                if len(present) < self._at_least:
+                    raise CommError(
+                        f"{len(present)} of {len(self._handles)} members are left after step {step}, "
+                        f"and at_least={self._at_least}: start the job again"
+                    )
+                self._decide(generation, present, self._num_admitted)
+            time.sleep(_POLL_S)
+
+    def _decide(self, generation: int, handles: list[str], num_admitted: int) -> None:
+        """Propose the next members; the first proposal counts."""
+        proposal = json.dumps({"members": handles, "num_admitted": num_admitted})
+        self._store.compare_set(f"plan/{generation}", "", proposal)
+
+    def _follow(self, generation: int, step: int = 0) -> None:
+        """Become what was decided."""
+        plan = parse_json(
+            self._store.get(f"plan/{generation}"), "the members' plan in the job's store", error=CommError
+        )
+        self._num_admitted = plan["num_admitted"]
+        if self._handle not in plan["members"]:
+            raise ExcludedError(
+                f"the others went on without this process after step {step}, which did not answer for "
+                f"patience_s={self._patience_s:g} s: start it again, and it will be taken in"
+            )
+        self._become(generation, plan["members"])
+
+    def _become(self, generation: int, handles: list[str]) -> None:
+        c10d._reconfigure(generation, handles, timeout=timedelta(seconds=self._patience_s)).wait()
+        self.generation, self._handles = generation, handles
+        self._changed()
+
+
+# ---- state ------------------------------------------------------------------------------------------------
+
+
+def share_state(state: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any]]:
+    """Bring all members to the state of the one that has taken the most steps.
+
+    Args:
+        state: by name: models, optimizers, tensors, and JSON values.
+        step: steps done; -1: this member has no state yet.
+
+    Returns:
+        The steps done, and the JSON values.
+    """
+    steps = torch.empty(dist.get_world_size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(steps, torch.tensor([step]))
+    most = int(steps.max())
+    if steps.min() == most:
+        return most, {}
+    return most, _give_state(state, int(steps.argmax()), has_it=step == most)
+
+
+def _give_state(state: Mapping[str, Any], source: int, *, has_it: bool) -> dict[str, Any]:
+    """Give one member's state to all that do not have it yet; return the JSON values to all."""
+    flat = flatten(state) if dist.get_rank() == source else None
+    description: Any = None
+    if flat is not None:
+        types = {name: [DTYPE_NAMES[each.dtype], list(each.shape)] for name, each in flat.tensors.items()}
+        description = [types, flat.all_values()]
+    types, values = _broadcast_json(description, source)
+    stored = {
+        name: StoredTensor(dtype=dtype, size=tuple(size), chunks=()) for name, (dtype, size) in types.items()
+    }
+
+    def read(targets: Mapping[str, Tensor]) -> None:
+        for name, each in stored.items():
+            buffer = torch.empty(each.size, dtype=DTYPES[each.dtype])
+            if flat is not None:
+                buffer.copy_(flat.tensors[name])
+            dist.broadcast(buffer, group_src=source)
+            if name in targets:
+                targets[name].copy_(buffer)
+
+    if has_it:
+        read({})
+        return {}
+    return restore(state, stored, values, read, [local_state(state)], parameters_of)
+
+
+def _broadcast_json(value: Any, source: int) -> Any:
+    """Return the JSON value of one member on all."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor(len(data))
+    dist.broadcast(size, group_src=source)
+    if dist.get_rank() != source:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group_src=source)
+    return parse_json(bytes(data.numpy()), f"the state of rank {source}", error=CommError)
