@@ -1,47 +1,28 @@
 """Holds the job's key-value store in rank 0's process, for programs that do not use torch.
 
-The others connect by TCP. With a secret of the job, both ends of a connection prove first that they know it,
-by HMAC-SHA256 over random numbers of both; it is not sent. What is stored is signed apart from that
-(:class:`~shoal.comm.store.Records`). Messages have at most 1 MiB, and the store at most 256 MiB.
-
-Before its proof a connection may send 256 bytes, in 10 s altogether. 256 connections may be in this state at
-once: with one more the oldest is closed, whose process tries again if it is one of the job.
-
-A message is its length and its fields, each with its length, as unsigned 32-bit numbers in network order. The
-first field of a request is the name of a method of :class:`~shoal.comm.store.Store`, that of an answer is
-``ok``, ``late`` or ``bad``.
+The others connect by TCP, after both ends have proved that they know the job's secret
+(:mod:`shoal.env.proof`). What is stored is signed apart from that (:class:`~shoal.comm.store.Records`).
+Messages have at most 1 MiB, and the store at most 256 MiB. The first field of a request is the name of a
+method of :class:`~shoal.comm.store.Store`, that of an answer is ``ok``, ``late`` or ``bad``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import math
-import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 from shoal.comm.engine import CommError
+from shoal.env import proof
 from shoal.errors import UsageError
 
-_GREETING = b"shoal-store-1"
-_NONCE_BYTES = 32
-_MAX_MESSAGE = 1 << 20
+_PROTOCOL = b"shoal-store-1"
 _MAX_STORED = 256 << 20
-_MAX_KEYS = 1 << 16
-_GREETING_S = 10.0
-_MAX_GREETING = 256
-_MAX_UNPROVED = 256
-_MAX_CONNECTIONS = 1 << 14
-_RETRY_S = 0.05
-_LENGTH = struct.Struct("!I")
 _MAX_WAIT_S = 7 * 86400.0
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-"""A peer whose host is gone is noticed after about a minute."""
+_RETRY_S = 0.05
 
 
 class TcpStoreServer:
@@ -53,82 +34,22 @@ class TcpStoreServer:
     """
 
     def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
-        self._secret = secret
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._changed = threading.Condition()
-        self._lock = threading.Lock()
-        self._unproved: dict[socket.socket, None] = {}
-        """Connections before their proof, the oldest first."""
-        self._num_connections = 0
-        self._is_closed = False
-        self._socket = listener
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, name="shoal store", daemon=True).start()
+        self._listener = proof.ProvedListener(listener, _PROTOCOL, secret, self._serve)
+        self.port = self._listener.port
+        self._listener.start()
 
     def close(self) -> None:
         """Stop listening; answer no more requests."""
+        self._listener.close()
         with self._changed:
-            self._is_closed = True
             self._changed.notify_all()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                time.sleep(_RETRY_S)  # too many open files
-                continue
-            with self._lock:
-                if self._num_connections >= _MAX_CONNECTIONS:
-                    connection.close()
-                    continue
-                if len(self._unproved) >= _MAX_UNPROVED:
-                    oldest = next(iter(self._unproved))
-                    del self._unproved[oldest]
-                    with contextlib.suppress(OSError):
-                        oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
-                self._unproved[connection] = None
-                self._num_connections += 1
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection, contextlib.suppress(OSError, CommError):
-                if not self._greet(connection):
-                    return
-                with self._lock:
-                    self._unproved.pop(connection, None)
-                _prepare(connection)
-                while not self._is_closed:
-                    _send(connection, self._answer(_receive(connection)))
-        finally:
-            with self._lock:
-                self._unproved.pop(connection, None)
-                self._num_connections -= 1
-
-    def _greet(self, connection: socket.socket) -> bool:
-        """Return whether the process at the other end knows the secret."""
-        until = time.monotonic() + _GREETING_S
-        connection.settimeout(_GREETING_S)
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        _send(connection, [_GREETING, nonce, b"secret" if self._secret else b"open"])
-        answer = _receive(connection, _MAX_GREETING, until)
-        if len(answer) != 2 or len(answer[0]) != _NONCE_BYTES:
-            return False
-        if self._secret is not None and not hmac.compare_digest(
-            answer[1], _proof(self._secret, b"client", nonce, answer[0])
-        ):
-            _send(connection, [b"refused", b""])
-            return False
-        proof = _proof(self._secret, b"server", nonce, answer[0]) if self._secret else b""
-        _send(connection, [b"ok", proof])
-        return True
+        while not self._listener.is_closed:
+            proof.send(connection, self._answer(proof.receive(connection)))
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         try:
@@ -176,7 +97,7 @@ class TcpStoreServer:
         with self._changed:
             while not self._has(keys):
                 left_s = end - time.monotonic()
-                if self._is_closed or left_s <= 0:
+                if self._listener.is_closed or left_s <= 0:
                     return [b"late"]
                 self._changed.wait(left_s)
         return []
@@ -225,8 +146,10 @@ class TcpStore:
     def _call(self, *request: bytes) -> list[bytes]:
         with self._lock:
             try:
-                _send(self._socket, list(request))
-                status, *fields = _receive(self._socket)
+                proof.send(self._socket, request)
+                status, *fields = proof.receive(self._socket)
+            except ValueError as problem:
+                raise CommError(f"the store at {self.host}:{self.port}: {problem}") from None
             except OSError as problem:
                 raise CommError(f"the store at {self.host}:{self.port} was lost: {problem}") from problem
         if status == b"late":
@@ -240,7 +163,7 @@ class TcpStore:
         greeted_until: float | None = None
         while True:
             try:
-                connection = socket.create_connection((self.host, self.port), timeout=_GREETING_S)
+                connection = socket.create_connection((self.host, self.port), timeout=proof.GREETING_S)
             except OSError as problem:
                 if time.monotonic() > end:
                     raise CommError(
@@ -250,10 +173,10 @@ class TcpStore:
                     ) from problem
                 time.sleep(_RETRY_S)
                 continue
-            greeted_until = greeted_until or min(end, time.monotonic() + _GREETING_S)
+            greeted_until = greeted_until or min(end, time.monotonic() + proof.GREETING_S)
             try:
                 self._greet(connection, secret, max(greeted_until, time.monotonic() + 1.0))
-                _prepare(connection)
+                proof.prepare(connection)
                 return connection
             except OSError as problem:
                 connection.close()
@@ -269,18 +192,19 @@ class TcpStore:
 
     def _greet(self, connection: socket.socket, secret: bytes | None, until: float) -> None:
         peer = f"the store at {self.host}:{self.port}"
-        greeting = _receive(connection, _MAX_GREETING, until)
-        if len(greeting) != 3 or greeting[0] != _GREETING:
-            raise CommError(f"{peer} is that of another program or version; set MASTER_PORT to a free port")
-        if (greeting[2] == b"secret") != (secret is not None):
-            has = "has a SHOAL_SECRET and this rank has none" if secret is None else "has no SHOAL_SECRET"
-            raise UsageError(f"{peer}, of rank 0, {has}; set the same on all hosts")
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        _send(connection, [nonce, _proof(secret, b"client", greeting[1], nonce) if secret else b""])
-        answer = _receive(connection, _MAX_GREETING, until)
-        expected = _proof(secret, b"server", greeting[1], nonce) if secret else b""
-        if len(answer) != 2 or answer[0] != b"ok" or not hmac.compare_digest(answer[1], expected):
-            raise CommError(f"{peer} has another SHOAL_SECRET than this rank; set the same on all hosts")
+        try:
+            proof.prove(connection, _PROTOCOL, secret, until)
+        except proof.NotProved as stranger:
+            if stranger.problem == "program":
+                raise CommError(
+                    f"{peer} is that of another program or version; set MASTER_PORT to a free port"
+                ) from None
+            if stranger.problem == "given":
+                has = "has a SHOAL_SECRET and this rank has none" if secret is None else "has no SHOAL_SECRET"
+                raise UsageError(f"{peer}, of rank 0, {has}; set the same on all hosts") from None
+            raise CommError(
+                f"{peer} has another SHOAL_SECRET than this rank; set the same on all hosts"
+            ) from None
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -306,60 +230,3 @@ def listening_socket(host: str, port: int) -> socket.socket:
             f"rank 0 cannot listen at {host or 'this host'}:{port} ({problem.strerror or problem}); set "
             "MASTER_PORT to a free port on all hosts"
         ) from None
-
-
-def _proof(secret: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.digest(secret, _GREETING + side + first + second, "sha256")
-
-
-def _prepare(connection: socket.socket) -> None:
-    """Enable TCP keep-alive: a connection waits without a limit, except for a host that is gone."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _send(connection: socket.socket, fields: Sequence[bytes]) -> None:
-    text = b"".join(_LENGTH.pack(len(field)) + field for field in fields)
-    if len(text) > _MAX_MESSAGE:
-        raise CommError(f"a message to the store has {len(text):,} bytes; at most {_MAX_MESSAGE:,} are sent")
-    connection.sendall(_LENGTH.pack(len(text)) + text)
-
-
-def _receive(connection: socket.socket, most: int = _MAX_MESSAGE, until: float | None = None) -> list[bytes]:
-    """Return the fields of a message of at most ``most`` bytes, which has arrived ``until`` a time.
-
-    Raises:
-        ConnectionError: the connection was closed.
-        OSError: the message is malformed, too long or too late.
-    """
-    (num_bytes,) = _LENGTH.unpack(_read(connection, _LENGTH.size, until))
-    if num_bytes > most:
-        raise OSError(f"a message of {num_bytes:,} bytes")
-    text, at = _read(connection, num_bytes, until), 0
-    fields: list[bytes] = []
-    while at < num_bytes and len(fields) < _MAX_KEYS:
-        if num_bytes - at < _LENGTH.size:
-            raise OSError("a malformed message")
-        (length,) = _LENGTH.unpack_from(text, at)
-        at += _LENGTH.size
-        fields.append(text[at : at + length])
-        at += length
-    if at != num_bytes or not fields:
-        raise OSError("a malformed message")
-    return fields
-
-
-def _read(connection: socket.socket, num_bytes: int, until: float | None) -> bytes:
-    text = bytearray()
-    while len(text) < num_bytes:
-        if until is not None:
-            connection.settimeout(max(until - time.monotonic(), 0.001))
-        part = connection.recv(num_bytes - len(text))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        text += part
-    return bytes(text)

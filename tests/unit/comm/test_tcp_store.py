@@ -16,6 +16,7 @@ from shoal.comm import tcp_store
 from shoal.comm.engine import CommError
 from shoal.comm.store import PrefixStore
 from shoal.comm.tcp_store import TcpStore, TcpStoreServer, listening_socket
+from shoal.env import proof
 from shoal.errors import UsageError
 
 SECRET = b"the secret of the store's tests"
@@ -88,9 +89,9 @@ def test_a_server_without_the_secret_is_refused() -> None:
         def pretend() -> None:
             connection, _ = listener.accept()
             with connection:
-                tcp_store._send(connection, [tcp_store._GREETING, bytes(32), b"secret"])
-                tcp_store._receive(connection)
-                tcp_store._send(connection, [b"ok", bytes(32)])
+                proof.send(connection, [tcp_store._PROTOCOL, bytes(32), b"secret"])
+                proof.receive(connection)
+                proof.send(connection, [b"ok", bytes(32)])
 
         stranger = threading.Thread(target=pretend)
         stranger.start()
@@ -114,7 +115,7 @@ def test_what_strangers_send_ends_their_connection_alone(sent: bytes) -> None:
     server = serve(SECRET)
     with socket.create_connection(("127.0.0.1", server.port)) as stranger:
         stranger.settimeout(10)
-        tcp_store._receive(stranger)
+        proof.receive(stranger)
         stranger.sendall(sent)
         with contextlib.suppress(OSError):  # refused before the end of what was sent
             stranger.shutdown(socket.SHUT_WR)
@@ -125,8 +126,8 @@ def test_what_strangers_send_ends_their_connection_alone(sent: bytes) -> None:
 
 def test_silent_and_dripping_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places before the proof are bounded, and one deadline ends a greeting that comes byte by byte."""
-    monkeypatch.setattr(tcp_store, "_MAX_UNPROVED", 8)
-    monkeypatch.setattr(tcp_store, "_GREETING_S", 600.0)  # nobody leaves but for the ninth
+    monkeypatch.setattr(proof, "MAX_UNPROVED", 8)
+    monkeypatch.setattr(proof, "GREETING_S", 600.0)  # nobody leaves but for the ninth
     server = serve(SECRET)
     before = threading.active_count()
     with contextlib.ExitStack() as opened:
@@ -143,7 +144,7 @@ def test_silent_and_dripping_strangers_keep_nobody_out(monkeypatch: pytest.Monke
             with contextlib.suppress(ConnectionResetError):  # before its greeting, where its thread was late
                 while stranger.recv(100):  # until it is closed
                     pass
-    monkeypatch.setattr(tcp_store, "_GREETING_S", 0.5)
+    monkeypatch.setattr(proof, "GREETING_S", 0.5)
     with socket.create_connection(("127.0.0.1", server.port)) as dripping:
         answer, num_sent = struct.pack("!I", 250) + bytes(250), 0
         with contextlib.suppress(OSError):
@@ -152,7 +153,7 @@ def test_silent_and_dripping_strangers_keep_nobody_out(monkeypatch: pytest.Monke
                 num_sent += 1
                 time.sleep(0.1)
         assert num_sent < len(answer)  # which takes 25 s
-    monkeypatch.setattr(tcp_store, "_GREETING_S", 600.0)
+    monkeypatch.setattr(proof, "GREETING_S", 600.0)
     assert client(server, SECRET).add("n", 1) == 2
 
 
@@ -162,10 +163,10 @@ def test_a_message_before_the_proof_is_short_and_connections_are_bounded(
     server = serve(SECRET)
     with socket.create_connection(("127.0.0.1", server.port)) as stranger:
         stranger.settimeout(10)
-        tcp_store._receive(stranger)
+        proof.receive(stranger)
         stranger.sendall(struct.pack("!I", 257))
         assert stranger.recv(1) == b""
-    monkeypatch.setattr(tcp_store, "_MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(proof, "MAX_CONNECTIONS", 1)
     one = client(server, SECRET)
     with socket.create_connection(("127.0.0.1", server.port)) as another:
         another.settimeout(10)
