@@ -7,6 +7,7 @@
 2. ``steps`` maps a step number to a worker's examples; ``loader`` prefetches them with threads or processes.
    The state is one integer, the number of samples consumed.
 3. ``packing`` removes the padding of a batch of sequences.
-4. ``bad_entries`` has the one rule for invalid entries: what is left out, said and refused.
-5. ``json_stream`` parses a large JSON text element by element.
+4. ``storage`` reads shards from a folder or from S3, and ``cache`` keeps copies of them on this host.
+5. ``bad_entries`` has the one rule for invalid entries: what is left out, said and refused.
+6. ``json_stream`` parses a large JSON text element by element.
 """

@@ -77,17 +77,13 @@ def check_file_name(name: object) -> None:
         )
 
 
-def map_file(path: Path, facts: Mapping[str, Any], kind: str) -> mmap.mmap | bytes:
+def map_file(path: Path, described: ShardFile) -> mmap.mmap | bytes:
     """Map a file of a shard for reading; return ``b""`` if it is empty.
 
-    Args:
-        facts: its entry in the manifest, with its size in ``bytes``.
-        kind: what to prepare again if it is damaged ("text", "images"), for messages.
-
     Raises:
-        ShoalError: it is missing, cannot be read or has another size.
+        ShoalError: it is missing, cannot be read or has another size than the manifest says.
     """
-    expected, remedy = int(facts["bytes"]), f"copy it again or prepare the {kind} again"
+    expected, remedy = described.num_bytes, described.remedy
     try:
         with path.open("rb") as file:
             actual = os.fstat(file.fileno()).st_size
@@ -101,6 +97,41 @@ def map_file(path: Path, facts: Mapping[str, Any], kind: str) -> mmap.mmap | byt
         raise ShoalError(f"{path} is missing, though the manifest names it; {remedy}") from None
     except OSError as error:
         raise ShoalError(f"{path} cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One file of a shard, as the manifest describes it."""
+
+    shard: ShardFiles
+    suffix: str
+
+    @property
+    def name(self) -> str:
+        """Its name in the prepared directory."""
+        return f"{self.shard.name}.{self.suffix}"
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.shard.files[self.suffix]["bytes"])
+
+    @property
+    def copy_name(self) -> str:
+        """Name of a copy of it: that of no other file."""
+        return f"{self.shard.name}-{self.shard.files[self.suffix]['sha256'][:16]}.{self.suffix}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do if it is damaged."""
+        return f"copy it again or prepare the {self.shard.KIND} again"
+
+    def check(self, path: Path | str, num_bytes: int, sha256: str) -> None:
+        """Check the size and the SHA-256 of what is at ``path``.
+
+        Raises:
+            ShoalError: they are not the manifest's.
+        """
+        self.shard.check_facts(path, num_bytes, sha256, self.shard.files[self.suffix])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +166,10 @@ class ShardFiles:
                 raise ValueError(
                     f"{self.name}.{suffix} must have a number of bytes and a SHA-256 of 64 digits"
                 )
+
+    def file(self, suffix: str) -> ShardFile:
+        """Return one of the shard's files."""
+        return ShardFile(self, suffix)
 
     def check(self, directory: Path) -> None:
         """Check size and SHA-256 of the shard's files, reading every byte.

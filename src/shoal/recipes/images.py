@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from cyclopts import Parameter
 
 from shoal.data.bad_entries import MOST_BAD, OnBad
-from shoal.data.images.cache import CacheConfig
+from shoal.data.cache import CacheConfig
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION
-from shoal.data.images.storage import open_storage
 from shoal.data.manifest import MANIFEST
+from shoal.data.storage import open_storage
 from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
 from shoal.recipes import Use

@@ -41,9 +41,9 @@ from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
-from shoal.data.images.storage import open_storage
 from shoal.data.images.zips import SUFFIX, ZipImages, open_zip
 from shoal.data.manifest import check_version, prepare_command
+from shoal.data.storage import open_storage
 from shoal.data.text.packed import peek
 from shoal.errors import ShoalError, UsageError, cannot_read, no_such_file
 from shoal.json_text import parse_json

@@ -14,8 +14,8 @@ from shoal.data.coco.masks import areas, as_compressed, bitmaps, encoded, mask_l
 from shoal.data.coco.source import MASKS_REMEDY
 from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from shoal.data.images.pixels import Pixels, finish
-from shoal.data.images.storage import Bytes
 from shoal.data.images.transform import IDENTITY, decode, normalisation, resized
+from shoal.data.storage import Bytes
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from shoal.data.bad_entries import MOST_BAD, BadEntries, OnBad
 from shoal.data.images.shards import ImageShards
-from shoal.data.images.storage import Bytes
 from shoal.data.steps import SizedReader, example_names
+from shoal.data.storage import Bytes
 from shoal.decide.rng import Stream, below, draw, random_keys
 from shoal.env.machine import num_cores
 from shoal.errors import ShoalError, UsageError

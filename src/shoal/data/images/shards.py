@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.atomic_io import AtomicFile
-from shoal.data.images.cache import CacheConfig, CacheCounts, ShardCache
-from shoal.data.images.manifest import INDEX, TAR, ImageShardInfo
-from shoal.data.images.storage import Bytes, LocalStorage, open_storage
+from shoal.data.cache import CacheConfig, CacheCounts, ShardCache
+from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
+from shoal.data.storage import Bytes, LocalStorage, open_storage
 from shoal.errors import ShoalError, UsageError
 
 RECORD = np.dtype(
@@ -182,15 +182,17 @@ class ImageShards:
         self._verify: Literal["sizes", "checksums"] = verify
         self._cache_config = cache
         self._storage = open_storage(location)
-        self.manifest = self._storage.manifest()
+        self.manifest = self._storage.manifest(ImageManifest)
         self.shards = self.manifest.shards(split)
         self._records = [
-            _checked(data, info, len(self.manifest.classes), self._storage.path(info, INDEX))
-            for info, data in zip(self.shards, self._storage.indexes(self.shards), strict=True)
+            _checked(data, info, len(self.manifest.classes), self._storage.path(info.file(INDEX)))
+            for info, data in zip(
+                self.shards, self._storage.wholes(info.file(INDEX) for info in self.shards), strict=True
+            )
         ]
         if isinstance(self._storage, LocalStorage):
             for number, info in enumerate(self.shards):
-                self._storage.open(info)
+                self._storage.open(info.file(TAR))
                 if verify == "checksums":
                     info.check(self._storage.directory)
                 self._check_headers(number)
@@ -247,14 +249,16 @@ class ImageShards:
         shard, record = self._record(number)
         header = _member(self._read(shard, int(record["offset"]) - _BLOCK, _BLOCK))
         key = header.name if header else f"image {number}"
-        return f"{self._storage.path(self.shards[shard], TAR)}: {key.rpartition('.')[0] or key}"
+        return f"{self._storage.path(self.shards[shard].file(TAR))}: {key.rpartition('.')[0] or key}"
 
     def will_need(self, numbers: Iterable[int]) -> None:
         """Prefetch images of a local folder (``madvise``); ``read`` follows soon after."""
         if self._cache is None and isinstance(self._storage, LocalStorage):
             for number in numbers:
                 shard, record = self._record(number)
-                self._storage.will_need(self.shards[shard], int(record["offset"]), int(record["size"]))
+                self._storage.will_need(
+                    self.shards[shard].file(TAR), int(record["offset"]), int(record["size"])
+                )
 
     @property
     def cache_counts(self) -> CacheCounts | None:
@@ -275,24 +279,24 @@ class ImageShards:
         return np.concatenate([np.zeros(0, RECORD[name]), *(records[name] for records in self._records)])
 
     def _read(self, shard: int, start: int, size: int) -> Bytes:
-        info = self.shards[shard]
+        file = self.shards[shard].file(TAR)
         if self._cache is not None:
-            data = self._cache.view(info, partial(self._storage.parts, info))
+            data = self._cache.view(file, partial(self._storage.parts, file))
             if data is not None:
                 return data[start : start + size]
-        return self._storage.read(info, start, size)
+        return self._storage.read(file, start, size)
 
     def _check_headers(self, number: int) -> None:
         """Compare the first and the last image's header in the tar with the index."""
         info, records = self.shards[number], self._records[number]
         for record in records[[0, -1]] if len(records) else ():
             offset, size = int(record["offset"]), int(record["size"])
-            header = _member(self._storage.read(info, offset - _BLOCK, _BLOCK))
+            header = _member(self._storage.read(info.file(TAR), offset - _BLOCK, _BLOCK))
             if header is None or header.size != size:
                 actual = "no member" if header is None else f"{header.name!r} of {header.size:,} bytes"
                 raise ShoalError(
-                    f"{self._storage.path(info, TAR)} does not fit its index: {size:,} bytes of an image "
-                    f"should begin at {offset:,}, and the tar has {actual} there; it comes from another "
+                    f"{self._storage.path(info.file(TAR))} does not fit its index: {size:,} bytes of an "
+                    f"image should begin at {offset:,}, and the tar has {actual} there; it is of another "
                     "preparation or was damaged: copy it again or prepare the images again"
                 )
 

@@ -61,8 +61,7 @@ class Shard:
         self.path = directory / info.name
         dtype = token_dtype(vocab_size)
         tokens, index = (
-            map_file(directory / f"{info.name}.{suffix}", info.files[suffix], "text")
-            for suffix in ("tokens", "index")
+            map_file(directory / file.name, file) for file in (info.file("tokens"), info.file("index"))
         )
         counts = (info.num_documents, info.num_sentences, info.num_tokens)
         lengths = (info.num_sentences + 1, info.num_documents + 1, info.num_documents + 1)

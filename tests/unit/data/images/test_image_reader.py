@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.images.cache import CacheConfig
+from shoal.data.cache import CacheConfig
 from shoal.data.images.reader import ImageReader
 from shoal.data.images.shards import ImageShards
 from shoal.data.loader import LoaderConfig, held_out_batches, streamed_steps, training_steps

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.atomic_io import sha256_of
-from shoal.data.images.cache import CacheConfig
+from shoal.data.cache import CacheConfig
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.shards import RECORD, ImageShards
 from shoal.errors import ShoalError, UsageError

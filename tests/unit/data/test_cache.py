@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.data.images.cache import OWN_FOLDER, CacheConfig, ShardCache
+from shoal.data.cache import OWN_FOLDER, CacheConfig, ShardCache
 from shoal.data.images.shards import ImageShards
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import random_images, write_images
@@ -115,7 +115,7 @@ def test_a_shard_larger_than_the_limit(prepared, capfd):
 FILLER = """
 import sys
 from pathlib import Path
-from shoal.data.images.cache import CacheConfig
+from shoal.data.cache import CacheConfig
 from shoal.data.images.shards import ImageShards
 
 shards = ImageShards(
@@ -187,7 +187,7 @@ def test_a_shard_that_is_being_filled_takes_its_room(prepared):
         may_go.wait(60)
         yield data[1000:]
 
-    filler = threading.Thread(target=cache.view, args=(info, parts))
+    filler = threading.Thread(target=cache.view, args=(info.file("tar"), parts))
     filler.start()
     going.wait(60)
     shards.read(5), shards.read(10)

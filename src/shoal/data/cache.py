@@ -33,14 +33,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.atomic_io import PARTIAL, open_private_folder, publish, take_lock
-from shoal.data.images.manifest import TAR, ImageShardInfo
+from shoal.data.manifest import ShardFile
 from shoal.errors import UsageError
 
 Parts = Callable[[], Iterable[bytes | memoryview]]
-"""Starts reading the original of a shard, in order."""
+"""Starts reading the original of a file, in order."""
 
 OWN_FOLDER = "shoal-cache"
-_COPY = re.compile(r".+-[0-9a-f]{16}\.tar")
+_COPY = re.compile(r".+-[0-9a-f]{16}\.[a-z]+")
 _NO_ROOM = "the shards in use leave no room"
 
 
@@ -104,18 +104,18 @@ class ShardCache:
                 "another one, or leave the cache out"
             ) from None
 
-    def view(self, info: ImageShardInfo, parts: Parts) -> memoryview | None:
-        """Return the bytes of a shard's tar, copying it first if necessary; ``None`` if there is no room.
+    def view(self, file: ShardFile, parts: Parts) -> memoryview | None:
+        """Return the bytes of a file of a shard, copying it first if necessary; ``None`` without room.
 
         Raises:
             ShoalError: the original differs from the manifest, or cannot be read.
         """
-        name = f"{info.name}-{info.files[TAR]['sha256'][:16]}.{TAR}"
+        name = file.copy_name
         if self.config.evict:
             self._forget_evicted()
         data = self._maps.get(name)
         if data is None and name not in self._declined:
-            data = self._get(name, info, parts)
+            data = self._get(file, parts)
         if data is None:
             with self._lock:
                 self.counts.num_read_in_place += 1
@@ -125,15 +125,16 @@ class ShardCache:
                 os.utime(self._folder / name, ns=(now, now))
         return data
 
-    def _get(self, name: str, info: ImageShardInfo, parts: Parts) -> memoryview | None:
-        path, num_bytes = self._folder / name, int(info.files[TAR]["bytes"])
+    def _get(self, file: ShardFile, parts: Parts) -> memoryview | None:
+        name = file.copy_name
+        path = self._folder / name
         try:
             with _locked(_lock_of(path)):
                 if name in self._maps or name in self._declined:
                     return self._maps.get(name)  # another thread was first
-                data = _mapped(path, num_bytes)
-                if data is None and self._has_room_and_fills(path, info, parts):
-                    data = _mapped(path, num_bytes)
+                data = _mapped(path, file.num_bytes)
+                if data is None and self._has_room_and_fills(path, file, parts):
+                    data = _mapped(path, file.num_bytes)
         except OSError as error:
             self._decline(name, error.strerror or str(error))
             return None
@@ -142,22 +143,22 @@ class ShardCache:
                 self._maps[name] = data
         return data
 
-    def _has_room_and_fills(self, path: Path, info: ImageShardInfo, parts: Parts) -> bool:
+    def _has_room_and_fills(self, path: Path, file: ShardFile, parts: Parts) -> bool:
         """Copy a shard, unless the limit forbids it. Raises ``OSError`` if the disk does."""
         partial = path.with_name(path.name + PARTIAL)
-        num_bytes = int(info.files[TAR]["bytes"])
+        num_bytes = file.num_bytes
         try:
             with _locked(self._folder / ".lock"):
                 partial.unlink(missing_ok=True)  # of a process that was killed: its lock is ours
                 path.unlink(missing_ok=True)  # if it is there, it is not the copy
                 reason = self._why_no_room(num_bytes)
                 if reason is None:
-                    with partial.open("wb") as file:
-                        os.posix_fallocate(file.fileno(), 0, num_bytes)
+                    with partial.open("wb") as opened:
+                        os.posix_fallocate(opened.fileno(), 0, num_bytes)
             if reason is not None:
                 self._decline(path.name, reason)
                 return False
-            _fill(partial, info, parts)
+            _fill(partial, file, parts)
             publish(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -225,17 +226,17 @@ def _mapped(path: Path, num_bytes: int) -> memoryview | None:
         return None
 
 
-def _fill(partial: Path, info: ImageShardInfo, parts: Parts) -> None:
+def _fill(partial: Path, file: ShardFile, parts: Parts) -> None:
     digest = hashlib.sha256()
     num_bytes = 0
-    with partial.open("r+b") as file:
+    with partial.open("r+b") as opened:
         for part in parts():
-            file.write(part)
+            opened.write(part)
             digest.update(part)
             num_bytes += len(part)
-        file.flush()
-        os.fsync(file.fileno())
-    info.check_facts(f"{info.name}.{TAR}", num_bytes, digest.hexdigest(), info.files[TAR])
+        opened.flush()
+        os.fsync(opened.fileno())
+    file.check(file.name, num_bytes, digest.hexdigest())
 
 
 def _lock_of(path: Path) -> Path:

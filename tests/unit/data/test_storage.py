@@ -7,11 +7,11 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from shoal.data.images import storage
-from shoal.data.images.cache import OWN_FOLDER, CacheConfig
-from shoal.data.images.manifest import ImageShardInfo
+from shoal.data import storage
+from shoal.data.cache import OWN_FOLDER, CacheConfig
+from shoal.data.images.manifest import ImageManifest, ImageShardInfo
 from shoal.data.images.shards import ImageShards
-from shoal.data.images.storage import S3Storage
+from shoal.data.storage import S3Storage
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import key_of, random_images, write_images
 
@@ -71,11 +71,11 @@ def test_single_images_by_range(bucket, location):
 
 def test_a_read_fetches_its_range_and_nothing_more(bucket):
     storage, asked = S3Storage(LOCATION), []
-    info = storage.manifest().shards("train")[0]
+    tar = storage.manifest(ImageManifest).shards("train")[0].file("tar")
     storage._client.meta.events.register("before-send.s3.GetObject", lambda **event: asked.append(event))
     data = bucket.Object(f"{PREFIX}/train-00000.tar").get()["Body"].read()
-    assert storage.read(info, 513, 100) == data[513:613]
-    assert storage.read(info, 513, 0) == b""
+    assert storage.read(tar, 513, 100) == data[513:613]
+    assert storage.read(tar, 513, 0) == b""
     assert len(asked) == 1
 
 
@@ -246,7 +246,7 @@ def test_a_server_without_ranges_does_not_send_a_shard_into_memory(answering):
     files = S3Storage(LOCATION, deadline_s=0.05)
     facts = {"bytes": 1 << 20, "sha256": "0" * 64}
     info = ImageShardInfo(name="train-00000", num_images=1, files={"tar": facts, "index": facts})
-    message = refusal(lambda: files.read(info, 5, 100))
+    message = refusal(lambda: files.read(info.file("tar"), 5, 100))
     assert "(at last: 101 of 100 bytes came)" in message
 
 

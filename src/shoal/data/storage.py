@@ -1,4 +1,4 @@
-"""Reads the files of a prepared directory of images from a folder or from S3, through one interface."""
+"""Reads the files of a prepared directory from a folder or from S3, through one interface."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.atomic_io import MAX_WHOLE_BYTES
-from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
-from shoal.data.manifest import MANIFEST, map_file
+from shoal.data.manifest import MANIFEST, PreparedManifest, ShardFile, map_file
 from shoal.errors import ShoalError, UsageError, import_extra
 
 _SCHEME = "s3://"
@@ -28,45 +27,48 @@ _TRANSIENT_CODES = ("RequestTimeout", "Throttling", "ThrottlingException")
 """Those that do not come with a status of the server's errors."""
 
 Bytes = bytes | memoryview
+Described = TypeVar("Described", bound=PreparedManifest[Any])
+"""The manifest of a kind of data."""
 
 
 class LocalStorage:
-    """Reads a folder; tars are mapped into memory."""
+    """Reads a folder; files of shards are mapped into memory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._maps: dict[str, mmap.mmap] = {}
 
-    def manifest(self) -> ImageManifest:
-        return ImageManifest.load(self.directory)
+    def manifest(self, kind: type[Described]) -> Described:
+        return kind.load(self.directory)
 
     def whole(self, name: str) -> bytes:
         return (self.directory / name).read_bytes()
 
-    def indexes(self, infos: Iterable[ImageShardInfo]) -> list[bytes]:
-        return [bytes(map_file(Path(self.path(i, INDEX)), i.files[INDEX], "images")) for i in infos]
+    def wholes(self, files: Iterable[ShardFile]) -> list[bytes]:
+        """Return whole files of shards."""
+        return [bytes(map_file(self.directory / file.name, file)) for file in files]
 
-    def open(self, info: ImageShardInfo) -> None:
-        """Map a shard's tar for ``read``."""
-        data = map_file(Path(self.path(info, TAR)), info.files[TAR], "images")
+    def open(self, file: ShardFile) -> None:
+        """Map a file for ``read``."""
+        data = map_file(self.directory / file.name, file)
         if isinstance(data, mmap.mmap):  # else it is empty
-            self._maps[info.name] = data
+            self._maps[file.name] = data
 
-    def read(self, info: ImageShardInfo, start: int, size: int) -> memoryview:
-        return memoryview(self._maps[info.name])[start : start + size]
+    def read(self, file: ShardFile, start: int, size: int) -> memoryview:
+        return memoryview(self._maps[file.name])[start : start + size]
 
-    def will_need(self, info: ImageShardInfo, start: int, size: int) -> None:
+    def will_need(self, file: ShardFile, start: int, size: int) -> None:
         """Prefetch a range (``MADV_WILLNEED``)."""
         first = start - start % mmap.PAGESIZE
-        self._maps[info.name].madvise(mmap.MADV_WILLNEED, first, start + size - first)
+        self._maps[file.name].madvise(mmap.MADV_WILLNEED, first, start + size - first)
 
-    def parts(self, info: ImageShardInfo) -> Iterator[bytes]:
-        with Path(self.path(info, TAR)).open("rb") as file:
-            while part := file.read(_PART_BYTES):
+    def parts(self, file: ShardFile) -> Iterator[bytes]:
+        with (self.directory / file.name).open("rb") as opened:
+            while part := opened.read(_PART_BYTES):
                 yield part
 
-    def path(self, info: ImageShardInfo, suffix: str) -> str:
-        return str(self.directory / f"{info.name}.{suffix}")
+    def path(self, file: ShardFile) -> str:
+        return str(self.directory / file.name)
 
 
 class S3Storage:
@@ -93,37 +95,38 @@ class S3Storage:
         self._deadline_s = deadline_s
         self._client = _client()
 
-    def manifest(self) -> ImageManifest:
-        return ImageManifest.parse(self.whole(MANIFEST), self._uri(MANIFEST))
+    def manifest(self, kind: type[Described]) -> Described:
+        return kind.parse(self.whole(MANIFEST), self._uri(MANIFEST))
 
     def whole(self, name: str, num_bytes: int | None = None) -> bytes:
         """Return a whole file, which must have ``num_bytes`` if they are given, else be small."""
         return self._retried(name, {}, num_bytes, num_bytes)
 
-    def indexes(self, infos: Iterable[ImageShardInfo]) -> list[bytes]:
+    def wholes(self, files: Iterable[ShardFile]) -> list[bytes]:
+        """Return whole files of shards, fetched concurrently."""
         with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
-            return list(pool.map(lambda i: self.whole(f"{i.name}.{INDEX}", i.files[INDEX]["bytes"]), infos))
+            return list(pool.map(lambda file: self.whole(file.name, file.num_bytes), files))
 
-    def read(self, info: ImageShardInfo, start: int, size: int) -> bytes:
+    def read(self, file: ShardFile, start: int, size: int) -> bytes:
         if not size:
             return b""
         byte_range = {"Range": f"bytes={start}-{start + size - 1}"}
-        return self._retried(f"{info.name}.{TAR}", byte_range, size, info.files[TAR]["bytes"])
+        return self._retried(file.name, byte_range, size, file.num_bytes)
 
-    def parts(self, info: ImageShardInfo) -> Iterator[bytes]:
-        """Yield a shard's tar in order; 64 MB are in memory at a time."""
-        num_bytes = info.files[TAR]["bytes"]
+    def parts(self, file: ShardFile) -> Iterator[bytes]:
+        """Yield a file in order; 64 MB are in memory at a time."""
+        num_bytes = file.num_bytes
         starts = range(0, num_bytes, _PART_BYTES)
 
         def part(start: int) -> bytes:
-            return self.read(info, start, min(_PART_BYTES, num_bytes - start))
+            return self.read(file, start, min(_PART_BYTES, num_bytes - start))
 
         with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
             for first in range(0, len(starts), _NUM_AT_ONCE):
                 yield from pool.map(part, starts[first : first + _NUM_AT_ONCE])
 
-    def path(self, info: ImageShardInfo, suffix: str) -> str:
-        return self._uri(f"{info.name}.{suffix}")
+    def path(self, file: ShardFile) -> str:
+        return self._uri(file.name)
 
     def _uri(self, name: str) -> str:
         return f"{_SCHEME}{self._bucket}/{self._prefix}{name}"
