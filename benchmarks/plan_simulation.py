@@ -53,7 +53,7 @@ def measure_here(num_workers: int) -> dict[str, float]:
     workers = replace(catalog.machines("p3dn.24xlarge"), count=num_workers // WORKERS_PER_HOST)
     helpers = replace(catalog.machines("c5n.18xlarge"), count=max(workers.count // 4, 1))
     begin_s = time.process_time()
-    best = search(training_of(num_workers), workers, helpers)[0]
+    best = search(training_of(num_workers), workers, [helpers])[0]
     breaks_first(training_of(num_workers).parts[0], workers, best.layouts[0], best.helpers)
     seconds = time.process_time() - begin_s
     return {"seconds": seconds, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}

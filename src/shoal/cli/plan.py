@@ -14,7 +14,11 @@ from cyclopts import Parameter
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shoal.planner.goal import Aim
     from shoal.planner.hardware import Accelerator
+    from shoal.planner.prediction import Plan
 
 _WITH_HELPERS = "two-hop-helpers"
 
@@ -24,11 +28,16 @@ class Request:
     """The options of ``shoal plan``."""
 
     cluster: tuple[str, ...]
-    """The machines that train, like 256xp3dn.24xlarge; given several times, they are compared in a table."""
+    """The machines that train, like 256xp3dn.24xlarge or 1..64xp4d.24xlarge; several are compared in a
+    table."""
     helpers: str | None = None
-    """CPU hosts with summation servers, like 64xc5n.18xlarge."""
-    goal: Literal["time", "cost"] = "time"
-    """Rank plans by time or by cost."""
+    """CPU hosts with summation servers, like 64xc5n.18xlarge; auto chooses them, or none."""
+    goal: Literal["time", "cost"] | None = None
+    """Rank plans by time, as by default, or by cost."""
+    by: str | None = None
+    """The longest time, like 12h or 1d6h; the cheapest of the clusters that keep it is chosen."""
+    budget: float | None = None
+    """The highest cost in dollars; the fastest of the clusters that keep it is chosen."""
     global_batch: int | None = None
     """Samples per step; default: the recipe's, or the largest divisible one known to reach the target."""
     sequence_length: int | None = None
@@ -77,44 +86,21 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     recipe
         Name of the model or preset: resnet50, mask-rcnn, bert-large, bert-large-lans, t5-3b, gpt-13b, ...
     """
-    if bool(recipe) == bool(request.model):
-        raise UsageError("name a recipe (shoal plan bert-large ...) or your own model with --model, not both")
-    if request.model and request.global_batch is None:
-        raise UsageError("--model needs --global-batch: the planner cannot know the batch of your recipe")
-    if request.model and ":" not in request.model:
-        raise UsageError(f"--model {request.model!r} is not of the form module:function")
-    if request.helpers and request.algorithm not in (None, _WITH_HELPERS):
-        raise UsageError(
-            f"--algorithm {request.algorithm} does not use helper hosts, and --helpers {request.helpers} are "
-            f"named: leave one of them out, or use --algorithm {_WITH_HELPERS}"
-        )
-    if len(request.cluster) > 1:
-        return _compare(request.model or recipe, request)
+    from shoal.planner.comparison import clusters_of
+
+    _check(recipe, request)
+    aim, clusters = _aim(request), clusters_of(request.cluster)
+    if len(clusters) > 1 or aim.is_limited:
+        return _compare(request.model or recipe, clusters, aim, request)
     counts = _sweep_counts(request.sweep) if request.sweep else []
     from shoal.planner import answer, unequal_hosts
     from shoal.planner.hardware import require_accelerators
-    from shoal.planner.search import search
     from shoal.recipes import workloads
 
-    options = _options(request)
-    plans = workloads.plan(request.model or recipe, request.cluster[0], request.helpers, **options)
-    curve, refused = [], []
-    training, workers = plans[0].training, plans[0].workers
-    helpers = next((plan.helpers for plan in plans if plan.helpers), None)
-    for count in counts:
-        fewer = replace(workers, count=count)
-        helping = helpers and replace(helpers, count=max(1, round(helpers.count * count / workers.count)))
-        try:
-            best = search(
-                training,
-                fewer,
-                helping,
-                **{name: options[name] for name in ("goal", "algorithms", "wire_bytes")},
-            )
-        except UsageError as error:  # of a number of hosts on which `shoal train` would not start either
-            refused.append(f"{fewer}: {error}")
-        else:
-            curve += best[:1]
+    options = _options(request, aim)
+    plans = workloads.plan(request.model or recipe, clusters[0], request.helpers, **options)
+    workers = plans[0].workers
+    curve, refused = _curve(plans, counts, options)
     unequal = []
     if request.slow_hosts or request.jitter:
         speeds = unequal_hosts.host_speeds(workers.count, request.slow_hosts)
@@ -131,14 +117,65 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     return 0
 
 
-def _options(request: Request) -> dict[str, Any]:
+def _check(recipe: str, request: Request) -> None:
+    """Check options that need one another, or do not go together.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if bool(recipe) == bool(request.model):
+        raise UsageError("name a recipe (shoal plan bert-large ...) or your own model with --model, not both")
+    if request.model and request.global_batch is None:
+        raise UsageError("--model needs --global-batch: the planner cannot know the batch of your recipe")
+    if request.model and ":" not in request.model:
+        raise UsageError(f"--model {request.model!r} is not of the form module:function")
+    if request.helpers and request.algorithm not in (None, _WITH_HELPERS):
+        raise UsageError(
+            f"--algorithm {request.algorithm} does not use helper hosts, and --helpers {request.helpers} are "
+            f"named: leave one of them out, or use --algorithm {_WITH_HELPERS}"
+        )
+
+
+def _aim(request: Request) -> Aim:
+    """Return the goal of a request, and its limits."""
+    from shoal.planner.goal import Aim, seconds_of
+
+    by_s = None if request.by is None else seconds_of(request.by, "--by")
+    return Aim(goal=request.goal, by_s=by_s, budget=request.budget)
+
+
+def _curve(
+    plans: Sequence[Plan], counts: Sequence[int], options: Mapping[str, Any]
+) -> tuple[list[Plan], list[str]]:
+    """Return the best plan on each number of hosts, and why others have none.
+
+    Helpers grow with the hosts. Refused are numbers on which ``shoal train`` would not start either.
+    """
+    from shoal.planner.search import search
+
+    curve, refused = [], []
+    training, workers = plans[0].training, plans[0].workers
+    helpers = next((plan.helpers for plan in plans if plan.helpers), None)
+    chosen = {name: options[name] for name in ("goal", "algorithms", "wire_bytes")}
+    for count in counts:
+        fewer = replace(workers, count=count)
+        share = helpers and max(1, round(helpers.count * count / workers.count))
+        helping = [replace(helpers, count=share)] if helpers and share else []
+        try:
+            curve += search(training, fewer, helping, **chosen)[:1]
+        except UsageError as error:
+            refused.append(f"{fewer}: {error}")
+    return curve, refused
+
+
+def _options(request: Request, aim: Aim) -> dict[str, Any]:
     """Return the arguments of the planner."""
     return {
         "global_batch": request.global_batch,
         "sequence_length": request.sequence_length,
         "samples_per_s": request.throughput,
         "measured": request.measured,
-        "goal": request.goal,
+        "goal": aim.ranks_by,
         "algorithms": [request.algorithm] if request.algorithm else None,
         "wire_bytes": 4 if request.wire == "fp32" else 2,
         "start_s": request.start_s,
@@ -146,11 +183,11 @@ def _options(request: Request) -> dict[str, Any]:
     }
 
 
-def _compare(model: str, request: Request) -> int:
+def _compare(model: str, clusters: Sequence[str], aim: Aim, request: Request) -> int:
     """Print a table of several clusters.
 
     Raises:
-        UsageError: an option that describes one plan.
+        UsageError: an option that describes one plan, or no cluster keeps the limits.
     """
     for option, value in (
         ("--compare", request.compare),
@@ -165,7 +202,8 @@ def _compare(model: str, request: Request) -> int:
     from shoal.planner import answer
     from shoal.recipes import workloads
 
-    compared = workloads.compare(model, request.cluster, request.helpers, **_options(request))
+    options = _options(request, aim)
+    compared = workloads.compare(model, clusters, request.helpers, aim=aim, **options)
     print(answer.comparison_text(compared))
     if request.json:
         _write(request.json, json.dumps(answer.comparison_json(compared), indent=1) + "\n")
@@ -196,8 +234,9 @@ def _sweep_counts(text: str) -> list[int]:
     match = re.fullmatch(r"(?:nodes|hosts)=(\d+)\.\.(\d+)", text.replace(" ", ""))
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(f"--sweep {text!r} is not of the form nodes=1..256, the smaller number first")
-    first, last = int(match[1]), int(match[2])
-    return [*(first << k for k in range(last.bit_length()) if first << k < last), last]
+    from shoal.planner.comparison import doublings
+
+    return doublings(int(match[1]), int(match[2]))
 
 
 def _write(path: Path, text: str) -> None:

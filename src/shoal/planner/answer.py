@@ -81,8 +81,14 @@ def comparison_text(comparison: Comparison) -> str:
         f"  basis              {comparison.basis}",
         *comparison.refused,
     ]
-    if command := command_of(comparison.fastest):
-        lines += ["", "to train on the fastest, on each host and with your data", f"  {shlex.join(command)}"]
+    chosen, name = comparison.fastest, "the fastest"
+    if comparison.aim.is_limited:
+        chosen, name = comparison.chosen, comparison.chosen.hosts
+        kept = sum(map(comparison.aim.meets, comparison.plans))
+        best = "fastest" if comparison.aim.ranks_by == "time" else "cheapest"
+        lines.append(f"  chosen             {name}, the {best} of {kept} that {comparison.aim}")
+    if command := command_of(chosen):
+        lines += ["", f"to train on {name}, on each host and with your data", f"  {shlex.join(command)}"]
     return "\n".join(lines)
 
 
@@ -113,7 +119,6 @@ def command_of(plan: Plan) -> list[str]:
 def _best(plan: Plan) -> list[str]:
     training, step, layout = plan.training, plan.steps[0], plan.layouts[0]
     part = training.parts[0]
-    hosts = f"{plan.workers}" + (f" + {plan.helpers}" if plan.helpers else "")
     device = require_accelerators(plan.workers)
     room = device.memory_bytes
     replicas = num_replicas(plan.workers, layout)
@@ -122,7 +127,7 @@ def _best(plan: Plan) -> list[str]:
     cost = f"unknown: {prices}" if plan.dollars is None else f"{plan.dollars:,.0f} dollars (prices: {prices})"
     network = plan.workers.instance.network.source
     lines = [
-        f"{training.recipe} on {hosts} ({plan.workers.num_accelerators:,} accelerators)",
+        f"{training.recipe} on {plan.hosts} ({plan.workers.num_accelerators:,} accelerators)",
         "",
         _time_line(plan),
         f"  cost               {cost}",
@@ -377,6 +382,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "basis": comparison.basis,
         "fastest": str(comparison.fastest.workers),
         "cheapest": None if comparison.cheapest is None else str(comparison.cheapest.workers),
+        "chosen": comparison.chosen.hosts if comparison.aim.is_limited else None,
         "clusters": [{**_plan_json(each), "command": command_of(each)} for each in comparison.plans],
         "refused": list(comparison.refused),
     }

@@ -13,16 +13,18 @@ from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
 from shoal.planner.convergence import Convergence, Phase, at_any_batch, convergence_of
+from shoal.planner.goal import Goal
 from shoal.planner.hardware import Catalog, Instance, Machines, require_accelerators, shipped
 from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
 from shoal.planner.recipe_workloads import Count, Preset, Presets, workload
-from shoal.planner.search import Goal, search
+from shoal.planner.search import helpers_to_try, search
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Model = Union[str, "nn.Module", Workload]
 
+AUTO = "auto"
 _DEFAULT_SAMPLES = 1e6
 _MOST_SAMPLES = 256
 """Largest default batch per accelerator and step."""
@@ -59,7 +61,8 @@ def plan(
             ``"module:function"`` as ``shoal plan --model`` takes it, a module, best built under
             ``torch.device("meta")``, or a :class:`~shoal.decide.workload.Workload` of your own numbers.
         workers: hosts that train, such as ``"32xp4d.24xlarge"``.
-        helpers: CPU hosts that run summation servers, such as ``"8xc5n.18xlarge"``.
+        helpers: CPU hosts that run summation servers, such as ``"8xc5n.18xlarge"``; ``"auto"`` tries several
+            numbers of the catalog's.
         inputs: for a module, one batch, name -> tensor ``[samples, ...]``.
         global_batch: samples per step; default: the preset's, or the largest known to converge.
         sequence_length: tokens per sample, for recipes with one phase.
@@ -94,8 +97,13 @@ def plan(
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"the global batch (--global-batch) is {global_batch}; it must be at least 1")
     known = Catalog(catalog)
-    hosts, helping = known.machines(workers), known.machines(helpers) if helpers else None
+    hosts = known.machines(workers)
     require_accelerators(hosts)
+    helping: Sequence[Machines]
+    if helpers == AUTO:
+        helping = helpers_to_try(hosts, known.instances.values())
+    else:
+        helping = [known.machines(helpers)] if helpers else []
     hosts, helping, trained = _with_measured(hosts, helping, measured)
     preset = presets(model) if presets and isinstance(model, str) else None
     published = published and not (preset and preset.counted_as)  # throughputs of other samples
@@ -215,14 +223,16 @@ def _part(
 
 
 def _with_measured(
-    hosts: Machines, helping: Machines | None, measured: Sequence[Path]
-) -> tuple[Machines, Machines | None, list[MeasuredTrain]]:
+    hosts: Machines, helping: Sequence[Machines], measured: Sequence[Path]
+) -> tuple[Machines, Sequence[Machines], list[MeasuredTrain]]:
     """Return machines with the networks that files say, and the files with times of training."""
     files = [read_measured(path) for path in measured]
     for file in files:
         if isinstance(file, MeasuredComm):
-            if helping and helping.instance.network == hosts.instance.network:
-                helping = file.applied(helping)
+            helping = [
+                file.applied(each) if each.instance.network == hosts.instance.network else each
+                for each in helping
+            ]
             hosts = file.applied(hosts)
     return hosts, helping, [file for file in files if isinstance(file, MeasuredTrain)]
 

@@ -6,13 +6,15 @@ side they would rank software, not machines: two hosts with one chip would diffe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import UsageError
 from shoal.formatting import duration
 from shoal.planner.api import Model, plan
+from shoal.planner.goal import Aim
 from shoal.planner.intervals import interval_of
 from shoal.planner.prediction import ASSUMED_UTILISATION, Plan
 
@@ -27,6 +29,16 @@ class Comparison:
     """Clusters without a plan, with the reason."""
     basis: str
     """Source of all rates of computation."""
+    aim: Aim = field(default_factory=Aim)
+
+    @property
+    def chosen(self) -> Plan:
+        """The best plan within the limits.
+
+        Raises:
+            UsageError: none keeps them.
+        """
+        return self.aim.chosen(self.plans)
 
     @property
     def fastest(self) -> Plan:
@@ -40,7 +52,42 @@ class Comparison:
         return min(self.plans, key=lambda each: each.dollars or 0.0)
 
 
-def compare(model: Model, clusters: Sequence[str], helpers: str | None = None, **options: Any) -> Comparison:
+def clusters_of(texts: Sequence[str]) -> list[str]:
+    """Return the clusters of texts of which some are ranges: doublings, and the last.
+
+    Raises:
+        UsageError: a range begins with a larger number than it ends with.
+
+    Example:
+        >>> clusters_of(["1..6xp4d.24xlarge", "8xp5.48xlarge"])
+        ['1xp4d.24xlarge', '2xp4d.24xlarge', '4xp4d.24xlarge', '6xp4d.24xlarge', '8xp5.48xlarge']
+    """
+    clusters: list[str] = []
+    for text in texts:
+        match = re.fullmatch(r"(\d+)\.\.(\d+)\s*[x×*]\s*(\S+)", text.strip())
+        if match is None:
+            clusters.append(text)
+            continue
+        first, last = int(match[1]), int(match[2])
+        if not 1 <= first <= last:
+            raise UsageError(f"{text!r} is not of the form 1..64xp4d.24xlarge, the smaller number first")
+        clusters += [f"{count}x{match[3]}" for count in doublings(first, last)]
+    return list(dict.fromkeys(clusters))
+
+
+def doublings(first: int, last: int) -> list[int]:
+    """Return first, twice that, ..., and the last."""
+    return [*(first << k for k in range(last.bit_length()) if first << k < last), last]
+
+
+def compare(
+    model: Model,
+    clusters: Sequence[str],
+    helpers: str | None = None,
+    *,
+    aim: Aim | None = None,
+    **options: Any,
+) -> Comparison:
     """Predict one training on several clusters.
 
     Rates are published ones if all are from one publication, else the same share of each accelerator's peak.
@@ -48,6 +95,7 @@ def compare(model: Model, clusters: Sequence[str], helpers: str | None = None, *
     Args:
         model: as for :func:`shoal.planner.api.plan`.
         clusters: hosts that train, such as ``("8xp3dn.24xlarge", "8xp4d.24xlarge")``.
+        aim: what the plan of each cluster is chosen by; default: the least time.
         options: further ones of :func:`shoal.planner.api.plan`.
 
     Raises:
@@ -62,21 +110,22 @@ def compare(model: Model, clusters: Sequence[str], helpers: str | None = None, *
             f"({', '.join(sorted(kinds))}): leave --throughput and --measured out, or compare numbers of "
             "hosts"
         )
-    plans, refused = _plans(model, clusters, helpers, **options)
+    aim = aim or Aim()
+    plans, refused = _plans(model, clusters, helpers, aim, **options)
     sources = {_source(part.basis) for each in plans for part in each.training.parts}
     if len(sources) > 1:
-        plans, refused = _plans(model, clusters, helpers, published=False, **options)
+        plans, refused = _plans(model, clusters, helpers, aim, published=False, **options)
         basis = (
             f"assumed for all: {100 * ASSUMED_UTILISATION:.0f} % of each accelerator's peak, since not all "
             "have a throughput from one source"
         )
     else:
         (basis,) = sources
-    return Comparison(plans=tuple(plans), refused=tuple(refused), basis=basis)
+    return Comparison(plans=tuple(plans), refused=tuple(refused), basis=basis, aim=aim)
 
 
 def _plans(
-    model: Model, clusters: Sequence[str], helpers: str | None, **options: Any
+    model: Model, clusters: Sequence[str], helpers: str | None, aim: Aim, **options: Any
 ) -> tuple[list[Plan], list[str]]:
     """Return the best plan of each cluster that has one, and why others have none.
 
@@ -86,7 +135,7 @@ def _plans(
     plans, refused = [], []
     for cluster in clusters:
         try:
-            plans.append(plan(model, cluster, helpers, **options)[0])
+            plans.append(min(plan(model, cluster, helpers, **options), key=aim.key))
         except UsageError as error:
             refused.append(f"{cluster}: {error}")
     if not plans:
@@ -114,8 +163,9 @@ def _range(plan: Plan) -> str:
 
 def table_of(comparison: Comparison) -> list[str]:
     """Return the plans as lines of a table, the fastest and the cheapest marked."""
+    width = max(20, *(len(each.hosts) for each in comparison.plans))
     lines = [
-        f"  {'hosts':<20} {'time':>12} {'80 %':>24} {'batch × accumulation':>22} "
+        f"  {'hosts':<{width}} {'time':>12} {'80 %':>24} {'batch × accumulation':>22} "
         f"{'total batch':>12} {'steps/s':>9} {'precision':>9} {'cost':>12}"
     ]
     for each in comparison.plans:
@@ -131,7 +181,7 @@ def table_of(comparison: Comparison) -> list[str]:
             if each is chosen
         ]
         lines.append(
-            f"  {each.workers!s:<20} {duration(each.total_s):>12} {_range(each):>24} {divided:>22} "
+            f"  {each.hosts:<{width}} {duration(each.total_s):>12} {_range(each):>24} {divided:>22} "
             f"{total:>12} {steps_per_s:>9.3g} {precision:>9} {cost:>12}  {', '.join(marks)}".rstrip()
         )
     return lines

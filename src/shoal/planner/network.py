@@ -30,7 +30,8 @@ from shoal.errors import UsageError, did_you_mean
 from shoal.planner.hardware import Machines
 
 LOCAL, OUT, IN, HELPER_OUT, HELPER_IN = "local", "out", "in", "helper out", "helper in"
-ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", "two-hop-helpers")
+WITH_HELPERS = "two-hop-helpers"
+ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", WITH_HELPERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def collective(
             f"algorithm {algorithm!r} is not known.{did_you_mean(algorithm, ALGORITHMS)} "
             f"Choose one of {', '.join(ALGORITHMS)}"
         )
-    if (algorithm == "two-hop-helpers") != (helpers is not None):
+    if (algorithm == WITH_HELPERS) != (helpers is not None):
         need = "needs helper hosts" if helpers is None else "does not use helper hosts"
         raise UsageError(
             f"algorithm {algorithm!r} {need}; two-hop-helpers is the one that does, with --helpers"

@@ -114,6 +114,11 @@ class Plan:
     """For the hosts over the whole run; None where one of them has no price."""
 
     @property
+    def hosts(self) -> str:
+        """The hosts that train, and the helpers."""
+        return f"{self.workers} + {self.helpers}" if self.helpers else f"{self.workers}"
+
+    @property
     def seconds_by_cause(self) -> dict[str, float]:
         """Seconds of the whole run by cause; they add up to ``total_s``."""
         return seconds_by_cause(self.steps, self.runs)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from shoal.decide.batch import StagesConfig
 from shoal.decide.layout import RESERVED, Layout, footprint_of
 from shoal.decide.server_assignment import recommended_bucket_bytes
 from shoal.errors import UsageError
-from shoal.planner.hardware import Machines, require_accelerators
-from shoal.planner.network import ALGORITHMS
+from shoal.planner.goal import Aim, Goal
+from shoal.planner.hardware import Instance, Machines, require_accelerators
+from shoal.planner.network import ALGORITHMS, WITH_HELPERS
 from shoal.planner.prediction import Part, Plan, Training, predict
 
-Goal = Literal["time", "cost"]
 _STAGES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -147,7 +146,7 @@ def _candidates(part: Part, workers: Machines, shape: _Shape) -> Iterator[Layout
 def search(
     training: Training,
     workers: Machines,
-    helpers: Machines | None = None,
+    helpers: Sequence[Machines] = (),
     *,
     goal: Goal = "time",
     algorithms: Sequence[str] | None = None,
@@ -156,6 +155,7 @@ def search(
     """Predict all layouts and algorithms; return the plans, the best first.
 
     Args:
+        helpers: sets of helper hosts; each is tried.
         goal: rank by ``"time"`` or by ``"cost"``.
         algorithms: default: all that the hosts allow, with helpers only where there are some.
         wire_bytes: bytes of a gradient element on the network.
@@ -163,15 +163,12 @@ def search(
     Raises:
         UsageError: the model fits on no layout, or a ranking by cost lacks the price of a host.
     """
-    plans: list[Plan] = []
-    for algorithm in algorithms or ALGORITHMS:
-        used = helpers if algorithm == "two-hop-helpers" else None
-        if algorithm == "two-hop-helpers" and helpers is None:
-            continue
-        plans += [
-            predict(training, workers, layouts, used)
-            for layouts in layouts_of(training, workers, algorithm=algorithm, wire_bytes=wire_bytes)
-        ]
+    plans = [
+        predict(training, workers, layouts, helping)
+        for algorithm in algorithms or ALGORITHMS
+        for helping in (helpers if algorithm == WITH_HELPERS else (None,))
+        for layouts in layouts_of(training, workers, algorithm=algorithm, wire_bytes=wire_bytes)
+    ]
     if not plans:
         raise UsageError("no algorithm is left to plan with; two-hop-helpers needs --helpers")
     if goal == "cost" and any(plan.dollars is None for plan in plans):
@@ -179,4 +176,23 @@ def search(
             f"{workers.instance.name} has no price per hour in the catalog to rank by cost; "
             "use --goal time, or give it a price with --catalog FILE"
         )
-    return sorted(plans, key=lambda plan: ((plan.dollars or 0.0) if goal == "cost" else 0.0, plan.total_s))
+    return sorted(plans, key=Aim(goal=goal).key)
+
+
+def helpers_to_try(workers: Machines, instances: Iterable[Instance]) -> list[Machines]:
+    """Return sets of helper hosts: a quarter, a half and all of the number of workers' hosts.
+
+    Of CPU hosts with a price, those are tried than which no other has as fast a network for less.
+    """
+    priced = [each for each in instances if each.accelerator is None and each.price_per_hour is not None]
+    useful = [
+        each
+        for each in priced
+        if not any(
+            other.nic_bytes_per_s >= each.nic_bytes_per_s
+            and (other.price_per_hour or 0.0) < (each.price_per_hour or 0.0)
+            for other in priced
+        )
+    ]
+    counts = sorted({max(1, workers.count // part) for part in (4, 2, 1)})
+    return [Machines(count=count, instance=each) for each in useful for count in counts]

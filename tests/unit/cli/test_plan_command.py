@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -171,6 +172,39 @@ def test_numbers_of_hosts_are_compared_by_the_published_rate(
     assert duration(best.total_s) in row and f"${best.dollars:,.0f}" in row and row.endswith("fastest")
 
 
+def test_limits_choose_a_cluster_of_a_range(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plans.json"
+    words = ("albert-base", "--cluster", "2..16xp4d.24xlarge", "--json", str(file))
+    assert typed(monkeypatch, *words) == EXIT_OK
+    tree = json.loads(file.read_text())
+    seconds = {each["cluster"]: each["total_s"] for each in tree["clusters"]}
+    assert list(seconds) == [f"{count}xp4d.24xlarge" for count in (2, 4, 8, 16)] and tree["chosen"] is None
+    cost = {each["cluster"]: each["dollars"] for each in tree["clusters"]}
+    capsys.readouterr()
+    limit = f"{math.ceil(seconds['4xp4d.24xlarge'])}s"
+    assert typed(monkeypatch, *words, "--by", limit) == EXIT_OK
+    assert "chosen             4xp4d.24xlarge, the cheapest of 3 that take at most" in capsys.readouterr().out
+    assert json.loads(file.read_text())["chosen"] == "4xp4d.24xlarge"
+    budget = str(cost["8xp4d.24xlarge"])
+    assert typed(monkeypatch, *words, "--budget", budget) == EXIT_OK
+    assert "to train on 8xp4d.24xlarge, on each host" in capsys.readouterr().out
+    assert typed(monkeypatch, "albert-base", "--cluster", "8xp4d.24xlarge", "--budget", "1") == EXIT_USAGE
+    assert "none of 1 clusters would cost at most 1 dollars" in capsys.readouterr().err
+
+
+def test_helpers_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "plan.json"
+    words = ("bert-large", "--cluster", "8xp3dn.24xlarge", "--helpers", "auto", "--json", str(file))
+    assert typed(monkeypatch, *words) == EXIT_OK
+    tree = json.loads(file.read_text())
+    with_helpers = {each["helpers"]: each["total_s"] for each in tree["plans"] if each["helpers"]}
+    assert {"2xc5n.18xlarge", "4xc5n.18xlarge", "8xc5n.18xlarge"} <= set(with_helpers)
+    assert tree["best"]["total_s"] == min(each["total_s"] for each in tree["plans"])
+    assert tree["best"]["helpers"] == min(with_helpers, key=lambda each: with_helpers[each])
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -232,6 +266,10 @@ def test_published_targets_are_what_the_recipes_take() -> None:
         ((*SMALL[:2], *CLUSTER), "--model needs --global-batch"),
         ((*SMALL[:2], "--global-batch", "0", *CLUSTER), "batch (--global-batch) is 0; it must be at least 1"),
         (("--model", "f", *SMALL[2:], *CLUSTER), "not of the form module:function"),
+        ((*SMALL, *CLUSTER, "--by", "noon"), "--by 'noon' is not a time; write it as 90min, 12h or 1d6h"),
+        ((*SMALL, *CLUSTER, "--budget", "-5"), "--budget is -5; it must be a positive number"),
+        ((*SMALL, "--cluster", "8..2xp4d.24xlarge"), "the smaller number first"),
+        ((*SMALL, "--cluster", "2xDGX-2", "--by", "9d"), "DGX-2 has no price per hour"),
         ((*SMALL, *CLUSTER, "--sweep", "1..8"), "not of the form nodes=1..256"),
         ((*SMALL, *CLUSTER, "--sweep", "nodes=8..1"), "the smaller number first"),
         ((*SMALL, *CLUSTER, "--slow-hosts", "half"), "'half' is not of the form 1x0.5"),

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from plan_made import hosts, model
+from plan_made import DEVICE, hosts, model
 from shoal.decide.layout import Layout
 from shoal.errors import UsageError
 from shoal.planner.answer import best_of_each, helpers_sentence, reason
 from shoal.planner.convergence import Convergence
-from shoal.planner.hardware import Machines
+from shoal.planner.goal import Aim, seconds_of
+from shoal.planner.hardware import Accelerator, Instance, Machines
 from shoal.planner.prediction import Part, Training, run_time
 from shoal.planner.scaling_limits import breaks_first, strains
-from shoal.planner.search import layouts_of, search
+from shoal.planner.search import helpers_to_try, layouts_of, search
 
 TABLE = Convergence(
     name="made",
@@ -43,7 +44,7 @@ def chosen(made: Part, workers: Machines | None = None, **options: bool) -> list
 
 def test_the_parts_of_the_time_add_up_and_cost_follows() -> None:
     training = Training(recipe="made", parts=(part(),), start_s=60.0)
-    for plan in search(training, hosts(8), hosts(8, per_host=0, accelerator=None, price=1.0)):
+    for plan in search(training, hosts(8), [hosts(8, per_host=0, accelerator=None, price=1.0)]):
         assert sum(plan.seconds_by_cause.values()) == pytest.approx(plan.total_s)
         price = 8 * 10.0 + (8 * 1.0 if plan.helpers else 0.0)
         assert plan.dollars == pytest.approx(price * plan.total_s / 3600)
@@ -54,8 +55,8 @@ def test_time_and_cost_rank_differently() -> None:
     training = Training(recipe="made", parts=(part(),))
     # A slow network, so that helpers pay in time; and dear, so that they do not in money.
     workers, helpers = hosts(8, nic=1e9), hosts(8, per_host=0, nic=1e9, accelerator=None, price=1000.0)
-    fastest = search(training, workers, helpers, goal="time")[0]
-    cheapest = search(training, workers, helpers, goal="cost")[0]
+    fastest = search(training, workers, [helpers], goal="time")[0]
+    cheapest = search(training, workers, [helpers], goal="cost")[0]
     assert fastest.helpers and not cheapest.helpers
     assert fastest.total_s < cheapest.total_s and (fastest.dollars or 0) > (cheapest.dollars or 0)
     assert "save" in helpers_sentence(fastest, cheapest) and "dollars more" in helpers_sentence(
@@ -63,9 +64,55 @@ def test_time_and_cost_rank_differently() -> None:
     )
     with pytest.raises(UsageError, match="has no price per hour"):
         search(training, hosts(8, price=None), goal="cost")
-    best, second, *_ = best_of_each(search(training, workers, helpers))
+    best, second, *_ = best_of_each(search(training, workers, [helpers]))
     assert reason(best, best).startswith("the best; it loses most to network")
     assert "network" in reason(second, best)
+
+
+def test_sets_of_helpers_are_tried_and_ranked_together() -> None:
+    training = Training(recipe="made", parts=(part(),))
+    sets = [hosts(count, per_host=0, nic=1e9, accelerator=None, price=20.0) for count in (1, 4, 8)]
+    plans = search(training, hosts(8, nic=1e9), sets)
+    alone = [search(training, hosts(8, nic=1e9), [each], algorithms=["two-hop-helpers"])[0] for each in sets]
+    found = {plan.helpers.count: plan.total_s for plan in plans if plan.helpers}
+    assert found == {plan.helpers.count: plan.total_s for plan in alone if plan.helpers}
+    assert plans[0].helpers == sets[-1], "the fastest network has most helpers"
+    assert [plan.total_s for plan in plans] == sorted(plan.total_s for plan in plans)
+
+
+def test_helpers_that_another_type_beats_in_price_and_network_are_not_tried() -> None:
+    def helper(
+        name: str, nic: float, price: float | None, accelerator: Accelerator | None = None
+    ) -> Instance:
+        made = hosts(1, per_host=0, accelerator=accelerator, nic=nic, price=price).instance
+        return replace(made, name=name)
+
+    slow, dear, fast = helper("slow", 1e9, 1.0), helper("dear", 1e9, 3.0), helper("fast", 1e10, 2.0)
+    others = helper("unpriced", 1e11, None), helper("trains", 1e11, 0.1, DEVICE)
+    tried = helpers_to_try(hosts(6), [slow, dear, fast, *others])
+    assert [(each.instance.name, each.count) for each in tried] == [
+        (name, count) for name in ("slow", "fast") for count in (1, 3, 6)
+    ]
+
+
+def test_a_limit_chooses_among_the_plans_that_keep_it() -> None:
+    training = Training(recipe="made", parts=(part(),))
+    plans = [search(training, hosts(count))[0] for count in (1, 2, 8)]
+    seconds, dollars = ([getattr(plan, name) for plan in plans] for name in ("total_s", "dollars"))
+    assert sorted(seconds, reverse=True) == seconds and sorted(dollars) == dollars
+    assert Aim(by_s=seconds[1]).chosen(plans) is plans[1], "the cheapest in time"
+    assert Aim(by_s=seconds[1], goal="time").chosen(plans) is plans[2]
+    assert Aim(budget=dollars[1]).chosen(plans) is plans[1], "the fastest within the budget"
+    assert Aim(budget=dollars[1], by_s=seconds[1]).chosen(plans) is plans[1]
+    unpriced = search(training, hosts(16, price=None))[0]
+    assert Aim(budget=dollars[2]).chosen([unpriced, *plans]) is plans[2], "no price keeps no budget"
+    with pytest.raises(UsageError, match=r"none of 3 clusters would take at most .*: the fastest, 8xhost"):
+        Aim(by_s=seconds[2] / 2).chosen(plans)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90min", 5400.0), ("1.5h", 5400.0), ("1d 6h", 108000.0)])
+def test_times(text: str, seconds: float) -> None:
+    assert seconds_of(text, "--by") == seconds
 
 
 def test_a_model_is_split_only_when_it_must_be() -> None:
