@@ -9,6 +9,8 @@ from typing import Any
 import job_workers
 import pretrain_jobs as jobs
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from forked import fork_process, free_port
 from shoal.errors import EXIT_OK, EXIT_USAGE
@@ -21,10 +23,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.prepare_small(tmp_path_factory.mktemp("data"))
 
 
-def settings(data: Path, run_dir: Path, *, mode: str = "sync", **changes: Any) -> BertConfig:
-    return jobs.small_bert_config(
-        data, run_dir, distributed={"backend": "shoal"}, servers={"mode": mode}, **changes
-    )
+def settings(
+    data: Path, run_dir: Path, *, mode: str = "sync", weights: str = "fp32", **changes: Any
+) -> BertConfig:
+    servers = {"mode": mode, "weights": weights}
+    return jobs.small_bert_config(data, run_dir, distributed={"backend": "shoal"}, servers=servers, **changes)
 
 
 def _work(config: BertConfig, rank: int, num_workers: int, port: int) -> None:
@@ -56,6 +59,23 @@ def test_a_served_run_that_was_killed_ends_as_one_whose_workers_step(data: Path,
     assert (served / model).read_bytes() == (whole / model).read_bytes()
 
 
+def test_weights_that_come_in_bf16_are_float32_in_checkpoints_and_exports(data: Path, tmp_path: Path) -> None:
+    """A killed run goes on from the servers' weights, not from the rounded ones of workers."""
+    whole, killed, full = (tmp_path / name for name in ("whole", "killed", "full"))
+    assert jobs.wait(start(settings(data, whole, weights="bf16"))) == [EXIT_OK, EXIT_OK]
+    workers = start(settings(data, killed, weights="bf16"))
+    jobs.wait_for_checkpoint(killed, 9, workers)
+    jobs.kill(workers)
+    assert jobs.wait(start(settings(data, killed, weights="bf16"))) == [EXIT_OK, EXIT_OK]
+    assert steps(killed) == steps(whole)
+    model = Path("transformers") / "model.safetensors"
+    assert (killed / model).read_bytes() == (whole / model).read_bytes()
+    tensors = load_file(whole / model)
+    assert any(not torch.equal(each, each.bfloat16().float()) for each in tensors.values())
+    assert jobs.wait(start(settings(data, full))) == [EXIT_OK, EXIT_OK]
+    assert steps(full)[1] != steps(whole)[1], "the second forward pass has rounded weights"
+
+
 @pytest.mark.slow
 def test_three_workers_and_servers_take_the_same_steps(data: Path, tmp_path: Path) -> None:
     """A third is rounded: dividing by 3 and multiplying by 1 / 3 have other bits."""
@@ -72,7 +92,7 @@ def test_three_workers_and_servers_take_the_same_steps(data: Path, tmp_path: Pat
     ],
 )
 def test_what_cannot_be_served_is_named(
-    data: Path, tmp_path: Path, changes: dict[str, dict[str, Any]], message: str
+    data: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     assert jobs.wait(start(settings(data, tmp_path, **changes))) == [EXIT_USAGE, EXIT_USAGE]
     assert message in (tmp_path / "worker-0.log").read_text()

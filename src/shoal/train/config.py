@@ -174,12 +174,20 @@ class DistributedConfig:
 _MODES = ("off", "sync", "bounded", "async", "local")
 _MODES_OF: Mapping[str, tuple[str, ...]] = {
     "replicas": ("sync", "bounded", "async", "local"),
+    "weights": ("sync",),
     **dict.fromkeys(("wait_for", "late", "grace_s"), ("bounded", "local")),
     **dict.fromkeys(("staleness", "extrapolation"), ("bounded",)),
     "compensation": ("async",),
     **dict.fromkeys(("local_steps", "fragments", "delay", "mix", "outer_rate", "outer_momentum"), ("local",)),
 }
 """By option of :class:`ServersConfig`: the modes that have it."""
+_CHOICES: Mapping[str, tuple[object, ...]] = {
+    "mode": _MODES,
+    "late": ("drop", "next", "partial"),
+    "replicas": (1, 2),
+    "weights": ("fp32", "bf16"),
+}
+"""By option of :class:`ServersConfig`: its values, where they are few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +207,9 @@ class ServersConfig:
     replicas: Literal[1, 2] = 1
     """Copies of weights on servers; with 2, workers keep a copy of the helper hosts' weights, and the loss of
     a helper does not change the result."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Mode sync: format in which servers return weights. bf16 halves these bytes: forward passes use rounded
+    weights, servers and checkpoints have float32."""
     wait_for: int | None = None
     """Number of workers that a step (bounded) or an average (local) waits for; the others are late. Default:
     all."""
@@ -231,7 +242,7 @@ class ServersConfig:
     """Mode local: Nesterov momentum of the outer optimizer."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("mode", _MODES), ("late", ("drop", "next", "partial")), ("replicas", (1, 2))):
+        for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 shown = ", ".join(map(str, choices))
                 raise UsageError(f"servers.{name} {value!r} must be one of {shown}")

@@ -332,6 +332,9 @@ class Update:
     def bring_state(self) -> None:
         """Update the kept objects for a checkpoint, where their state is elsewhere. A collective."""
 
+    def bring_weights(self) -> None:
+        """Bring the weights that are exported, where those of workers are rounded. A collective."""
+
     def row(self) -> record.Contributions | None:
         """Return a row for the record, beside a line."""
         return None

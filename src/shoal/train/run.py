@@ -817,6 +817,7 @@ class Run:
         if self._checkpointer is not None:
             self._checkpointer.finish()
         self._report_checkpoints()
+        self._training.update.bring_weights()
         scored = self._evaluations.load_best(self.step, self._kept, self.log)
         if self.log:
             if export and self._settings.output.save:

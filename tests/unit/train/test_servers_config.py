@@ -35,6 +35,8 @@ def test_every_option_says_which_modes_have_it() -> None:
         ({"late": "next"}, "late next is for"),
         ({"grace_s": 1.0}, "grace_s 1.0 is for"),
         ({"replicas": 2}, "replicas 2 is for --servers.mode sync or bounded or async or local"),
+        ({"mode": "sync", "weights": "fp16"}, "weights 'fp16' must be one of fp32, bf16"),
+        ({**BOUNDED, "staleness": 1, "weights": "bf16"}, "weights bf16 is for --servers.mode sync, not for"),
         ({"mode": "sync", "replicas": 3}, "replicas 3 must be one of 1, 2"),
         ({"mode": "sync", "staleness": 1}, "staleness 1 is for --servers.mode bounded, not for mode sync"),
         ({"mode": "async", "staleness": 1}, "staleness 1 is for"),

@@ -184,9 +184,20 @@ def update_of_run(
 ) -> ServedUpdate:
     """Return the update of a run in mode ``sync``; the model's communication hook begins it.
 
-    The record of the run has what such steps do, and servers have no copy of other tensors: ``directory`` and
-    ``own`` are those of the modes in which workers do not wait for all.
+    The record of the run has what such steps do, and servers have no copy of other tensors: ``directory`` is
+    that of the modes in which workers do not wait for all.
+
+    Args:
+        own: averages of weights, which each worker makes of those that it has.
+
+    Raises:
+        UsageError: see :class:`ServedUpdate`; or weights that are averaged would be rounded ones.
     """
+    if own and config.weights == "bf16":
+        raise UsageError(
+            "servers.weights bf16 with an average of weights (train.average_decay): workers have rounded "
+            "weights to average; leave one of them out"
+        )
     update = model.served = ServedUpdate(model, optimizer, config, max_norm=math.inf)
     return update
 
@@ -233,8 +244,8 @@ def update_on_servers(
             model(torch.ones(3, 4)).sum().backward()
             optimizer.step()
     """
-    config = ServersConfig(mode="sync", replicas=replicas)
-    return ServedUpdate(model, optimizer, config, max_norm=max_norm, weights=weights)
+    config = ServersConfig(mode="sync", replicas=replicas, weights=weights)
+    return ServedUpdate(model, optimizer, config, max_norm=max_norm)
 
 
 @dataclass(eq=False)
@@ -256,9 +267,8 @@ class ServedUpdate(ServersUpdate):
     Args:
         model: as in :func:`update_on_servers`; its communication hook calls :meth:`begin_updates`.
         optimizer: as there. It holds the options, which schedulers set as usual, after a step.
-        config: the number of replicas.
+        config: the number of replicas, and the format of weights.
         max_norm: as there.
-        weights: as there.
 
     Attributes:
         loss_scale: of the loss: a context's steps divide gradients by it.
@@ -274,19 +284,16 @@ class ServedUpdate(ServersUpdate):
         config: ServersConfig,
         *,
         max_norm: float | None = None,
-        weights: Weights = "fp32",
     ) -> None:
         super().__init__(model, optimizer, max_norm=max_norm)
         check_model(model)
         check_optimizer(optimizer, model)
         check_max_norm(optimizer, max_norm)
-        if weights not in ("fp32", "bf16"):
-            raise UsageError(f"weights={weights!r} must be 'fp32' or 'bf16'")
         self.loss_scale = 1.0
         self.note = f"servers update the weights by {type(optimizer).__name__}, and keep its state"
         self._phased = kernel_of(optimizer).decide is not None or max_norm is not None
         self._group = python_group(model.process_group)
-        self._rounds = weights == "bf16"
+        self._rounds = config.weights == "bf16"
         self._has_masters = True  # whether the parameters are the servers' float32 weights
         self._servers = ServedTensors(self._group, optimizer, half=self._rounds, replicas=config.replicas)
         self._table_of = {table.parameter: table for table in self._servers.tables}
@@ -434,6 +441,7 @@ class ServedUpdate(ServersUpdate):
                 "same class and groups"
             )
         self.abandon()
+        self.bring_weights()
         self.optimizer = optimizer
         self._hook_steps()
         self._is_loaded = self._is_fetched = False
@@ -452,13 +460,17 @@ class ServedUpdate(ServersUpdate):
         """
         if self._updates:
             raise UsageError("bring_state() between backward() and optimizer.step(): take the step first")
-        if not self._has_masters:
-            self._servers.dump_weights()
-            self._has_masters = True
+        self.bring_weights()
         if self._is_fetched or not self._is_loaded:
             return
         self._servers.dump(self.optimizer)
         self._is_fetched = True
+
+    @torch.no_grad()
+    def bring_weights(self) -> None:
+        if not self._has_masters:
+            self._servers.dump_weights()
+            self._has_masters = True
 
     def _load(self) -> None:
         """Load rank 0's weights and optimizer state to the servers, and wait until they have them."""
