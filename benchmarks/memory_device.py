@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shoal.comm import native_build
 from shoal.comm.collectives import collective
 from shoal.comm.devices import DeviceStream
-from shoal.comm.engine import EngineOptions
+from shoal.comm.engine import CollectiveEngine, EngineOptions, Operation
 from shoal.comm.lane import Lane
 from shoal.comm.rendezvous import connect_engine
 from shoal.comm.routes import Route
@@ -254,11 +254,21 @@ class MemoryLane(Lane):
     """A lane that notes the memory of its tensors: a copy of what was freed by then fails."""
 
     def begin(self, route: Route, columns: int, ready: int, timeout_s: float) -> int:
-        for table in (route.source, route.target):
-            storage = table.untyped_storage()
-            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            _moved.append((storage.data_ptr(), storage.nbytes(), weak))
+        _note([route.source, route.target])
         return super().begin(route, columns, ready, timeout_s)
+
+    def begin_messages(
+        self, engine: CollectiveEngine, operation: Operation, ready: int, timeout_s: float
+    ) -> int:
+        _note(operation.memory)
+        return super().begin_messages(engine, operation, ready, timeout_s)
+
+
+def _note(tensors: Sequence[Tensor]) -> None:
+    for each in tensors:
+        storage = each.untyped_storage()
+        weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        _moved.append((storage.data_ptr(), storage.nbytes(), weak))
 
 
 class MemoryDevice:

@@ -606,6 +606,12 @@ std::uint64_t begin_transfer(shoal::Lane& lane, std::shared_ptr<Group> engine, c
   return lane.begin(std::move(chunks), std::move(transfer));
 }
 
+template <class Group>
+std::uint64_t begin_messages(shoal::Lane& lane, std::shared_ptr<Group> engine, const nb::object& operation, std::uintptr_t ready,
+                             double timeout_s) {
+  return begin_transfer<Group>(lane, std::move(engine), operation, {}, {}, 0, 0, 0, ready, timeout_s);
+}
+
 void bind_lane(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<shoal::Lane>(m, "Lane")
@@ -618,6 +624,9 @@ void bind_lane(nb::module_& m) {
            })
       .def("begin", &begin_transfer<shoal::Engine>)
       .def("begin", &begin_transfer<shoal::SingleRank>)
+      .def("begin_messages", &begin_messages<shoal::Engine>)
+      .def("begin_messages", &begin_messages<shoal::SingleRank>)
+      .def("next_ended", &shoal::Lane::next_ended, Release())
       .def("wait", &shoal::Lane::wait, Release())
       .def("counters", &shoal::Lane::counters)
       .def("stop", &shoal::Lane::stop, Release());

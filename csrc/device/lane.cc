@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <deque>
 #include <exception>
 #include <stdexcept>
@@ -27,6 +28,20 @@ constexpr std::size_t kCopiesAhead = 4;
 // A thread that sleeps wakes up about this late.
 constexpr std::chrono::microseconds kSpin{50};
 constexpr double kLeastTimeS = 1e-3;  // 0 would be no limit
+// Buffers of messages have sizes of powers of two, so that later ones can use them.
+constexpr std::size_t kLeastMessageBytes = std::size_t{64} << 10;
+
+// Calls f(address, bytes, is_input) for all memory that messages read and then for all that they write.
+template <class F>
+void for_each_part(OpSpec& spec, const F& f) {
+  const std::size_t width = size_of(spec.element);
+  auto* input = const_cast<std::byte*>(spec.input);
+  if (input) f(input, spec.count * width, true);
+  spec.input = input;
+  for (Block& each : spec.inputs) f(each.data, each.count * width, true);
+  if (spec.output) f(spec.output, spec.count * width, false);
+  for (Block& each : spec.outputs) f(each.data, each.count * width, false);
+}
 
 // Returns a function that throws a copy of the exception that is being handled.
 std::function<void()> raises_copy() {
@@ -49,12 +64,20 @@ struct Lane::Core : std::enable_shared_from_this<Core> {
     std::byte* memory = nullptr;
     CudaEvent event = nullptr;
     bool recorded = false;
+    std::size_t message_bytes = 0;  // size, of one for messages
+  };
+
+  // Memory of a message on the device and in its buffer.
+  struct Region {
+    std::byte *device, *host;
+    std::size_t bytes;
   };
 
   // A transfer under way. The last three are accessed with the lane's lock.
   struct Moving {
     Transfer transfer;
     std::shared_ptr<ChunkEngine> engine;
+    std::vector<Region> sources, targets;  // of messages
     std::atomic<bool> failed{false};
     std::size_t num_open = 0;  // chunks at the engine
     bool sending = true;       // the sender has it, or will have it
@@ -63,6 +86,7 @@ struct Lane::Core : std::enable_shared_from_this<Core> {
     bool ended() const { return !sending && (raise || num_open == 0); }
   };
 
+  // Columns of a tensor, or messages as a whole.
   struct Chunk {
     std::shared_ptr<Moving> of;
     Buffer* buffer = nullptr;
@@ -101,13 +125,18 @@ struct Lane::Core : std::enable_shared_from_this<Core> {
 
   std::shared_ptr<Moving> next_to_send();
   void send(const std::shared_ptr<Moving>& moving);
+  void send_messages(const std::shared_ptr<Moving>& moving);
+  static void place(Moving& moving, std::byte* memory);
   Buffer* take_buffer(bool may_wait);
+  Buffer* take_message_buffer(std::size_t bytes);
+  Buffer* make_buffer(std::size_t bytes);
   void queue_copy(const Chunk& chunk);
   void submit(Chunk chunk);
   void await(CudaEvent event);
 
   bool next_to_receive(Chunk& chunk);
   void receive(const Chunk& chunk);
+  void receive_messages(const Chunk& chunk);
   void fail(Moving& moving);
   void put_back(Buffer* buffer);
   void drain(CudaStream stream) noexcept;
@@ -121,11 +150,12 @@ struct Lane::Core : std::enable_shared_from_this<Core> {
   std::deque<std::shared_ptr<Moving>> begun GUARDED_BY(mutex);
   std::deque<Chunk> completed GUARDED_BY(mutex);  // by the engine
   std::deque<Buffer*> free GUARDED_BY(mutex);
+  std::map<std::size_t, std::deque<Buffer*>> free_for_messages GUARDED_BY(mutex);  // by size
   std::vector<std::unique_ptr<Buffer>> buffers GUARDED_BY(mutex);
   std::map<std::uint64_t, std::shared_ptr<Moving>> moving GUARDED_BY(mutex);
   std::map<const void*, std::shared_ptr<ChunkEngine>> engines GUARDED_BY(mutex);
   std::uint64_t num_begun GUARDED_BY(mutex) = 0;
-  std::size_t num_open GUARDED_BY(mutex) = 0;
+  std::size_t num_open GUARDED_BY(mutex) = 0, num_for_chunks GUARDED_BY(mutex) = 0;
   int num_threads GUARDED_BY(mutex) = 0;
   bool stopping GUARDED_BY(mutex) = false, all_sent GUARDED_BY(mutex) = false;
 };
@@ -162,7 +192,7 @@ std::shared_ptr<ChunkEngine> Lane::engine_of(const void* object, const std::func
 
 std::uint64_t Lane::begin(std::shared_ptr<ChunkEngine> engine, Transfer transfer) {
   const std::size_t bytes = transfer.buffer_rows * transfer.columns * size_of(transfer.spec.element);
-  if (transfer.columns == 0 || bytes > core_->options.buffer_bytes) {
+  if (!by_messages(transfer.spec.kind) && (transfer.columns == 0 || bytes > core_->options.buffer_bytes)) {
     throw std::invalid_argument("a chunk of " + std::to_string(bytes) + " bytes for buffers of " +
                                 std::to_string(core_->options.buffer_bytes));
   }
@@ -170,6 +200,7 @@ std::uint64_t Lane::begin(std::shared_ptr<ChunkEngine> engine, Transfer transfer
     throw std::invalid_argument("chunks of " + std::to_string(transfer.columns) + " numbers, where a server has blocks of " +
                                 std::to_string(kServedBlock));
   }
+  if (is_served(transfer.spec.kind)) engine->require_servers(transfer.spec);
   auto moving = std::make_shared<Core::Moving>();
   moving->transfer = std::move(transfer);
   moving->engine = std::move(engine);
@@ -196,6 +227,17 @@ bool Lane::wait(std::uint64_t number, double timeout_s) {
   }
   if (moving->raise) moving->raise();
   return true;
+}
+
+std::optional<std::uint64_t> Lane::next_ended(double timeout_s) {
+  const auto until = Clock::now() + seconds(timeout_s);
+  const MutexLock lock(core_->mutex);
+  for (bool in_time = true;; in_time = core_->ended.wait_until(core_->mutex, until)) {
+    for (const auto& [number, each] : core_->moving) {
+      if (each->ended()) return number;
+    }
+    if (!in_time || core_->num_threads == 0) return std::nullopt;
+  }
 }
 
 void Lane::stop() {
@@ -259,7 +301,7 @@ void Lane::Core::drain(CudaStream stream) noexcept {
 
 void Lane::Core::put_back(Buffer* buffer) {
   const MutexLock lock(mutex);
-  free.push_back(buffer);
+  (buffer->message_bytes ? free_for_messages[buffer->message_bytes] : free).push_back(buffer);
   freed.notify_all();
 }
 
@@ -301,6 +343,7 @@ std::shared_ptr<Lane::Core::Moving> Lane::Core::next_to_send() {
 
 void Lane::Core::send(const std::shared_ptr<Moving>& moving) {
   const Transfer& transfer = moving->transfer;
+  if (by_messages(transfer.spec.kind)) return send_messages(moving);
   if (transfer.source.data) runtime.wait(options.to_host, transfer.ready);
   else await(transfer.ready);  // the caller's work may still use the target
   std::deque<Chunk> queued;
@@ -328,7 +371,7 @@ void Lane::Core::send(const std::shared_ptr<Moving>& moving) {
 Lane::Core::Buffer* Lane::Core::take_buffer(bool may_wait) {
   {
     const MutexLock lock(mutex);
-    while (free.empty() && buffers.size() == options.num_buffers) {
+    while (free.empty() && num_for_chunks == options.num_buffers) {
       if (!may_wait) return nullptr;
       freed.wait(mutex);
     }
@@ -338,10 +381,17 @@ Lane::Core::Buffer* Lane::Core::take_buffer(bool may_wait) {
       return first;
     }
   }
+  Buffer* const made = make_buffer(options.buffer_bytes);
+  const MutexLock lock(mutex);
+  ++num_for_chunks;
+  return made;
+}
+
+Lane::Core::Buffer* Lane::Core::make_buffer(std::size_t bytes) {
   auto made = std::make_unique<Buffer>();
   made->event = runtime.create_event();
   try {
-    made->memory = static_cast<std::byte*>(runtime.allocate_pinned(options.buffer_bytes));
+    made->memory = static_cast<std::byte*>(runtime.allocate_pinned(bytes));
   } catch (...) {
     runtime.destroy_event(made->event);
     throw;
@@ -349,6 +399,62 @@ Lane::Core::Buffer* Lane::Core::take_buffer(bool may_wait) {
   const MutexLock lock(mutex);
   buffers.push_back(std::move(made));
   return buffers.back().get();
+}
+
+// Sends messages as a whole, and posts receives.
+void Lane::Core::send_messages(const std::shared_ptr<Moving>& moving) {
+  Transfer& transfer = moving->transfer;
+  std::size_t bytes = 0;
+  for_each_part(transfer.spec, [&](std::byte*&, std::size_t part_bytes, bool) { bytes += part_bytes; });
+  Buffer* const buffer = take_message_buffer(bytes);
+  try {
+    place(*moving, buffer->memory);
+    if (!moving->sources.empty()) {
+      runtime.wait(options.to_host, transfer.ready);
+      if (buffer->recorded) runtime.wait(options.to_host, buffer->event);
+      for (const Region& each : moving->sources) {
+        runtime.copy_to_host(each.host, each.device, {1, each.bytes, each.bytes, each.bytes}, options.to_host);
+        ++counts.copies_to_host;
+        counts.bytes_to_host += each.bytes;
+      }
+      runtime.record(buffer->event, options.to_host);
+      buffer->recorded = true;
+      ++counts.events;
+    }
+    submit({moving, buffer});
+  } catch (...) {
+    put_back(buffer);
+    throw;
+  }
+}
+
+// Gives each part of messages a place in the buffer. Parts that follow each other on the device are one copy.
+void Lane::Core::place(Moving& moving, std::byte* memory) {
+  for_each_part(moving.transfer.spec, [&](std::byte*& address, std::size_t bytes, bool is_input) {
+    std::vector<Region>& regions = is_input ? moving.sources : moving.targets;
+    if (!regions.empty() && regions.back().device + regions.back().bytes == address) {
+      regions.back().bytes += bytes;
+    } else if (bytes) {
+      regions.push_back({address, memory, bytes});
+    }
+    address = memory;
+    memory += bytes;
+  });
+}
+
+Lane::Core::Buffer* Lane::Core::take_message_buffer(std::size_t bytes) {
+  bytes = std::bit_ceil(std::max(bytes, kLeastMessageBytes));
+  {
+    const MutexLock lock(mutex);
+    if (std::deque<Buffer*>& fitting = free_for_messages[bytes]; !fitting.empty()) {
+      Buffer* const first = fitting.front();
+      fitting.pop_front();
+      return first;
+    }
+  }
+  Buffer* const made = make_buffer(bytes);
+  made->message_bytes = bytes;
+  return made;
 }
 
 void Lane::Core::queue_copy(const Chunk& chunk) {
@@ -372,9 +478,11 @@ void Lane::Core::submit(Chunk chunk) {
   Moving& moving = *chunk.of;
   const Transfer& transfer = moving.transfer;
   OpSpec spec = transfer.spec;
-  spec.count = chunk.count;
-  spec.input = chunk.input();
-  spec.output = chunk.output();
+  if (!by_messages(spec.kind)) {
+    spec.count = chunk.count;
+    spec.input = chunk.input();
+    spec.output = chunk.output();
+  }
   if (is_served(spec.kind)) {  // a chunk is a tensor of its own to the servers, numbered by its first block
     spec.table += static_cast<std::uint32_t>(chunk.first / kServedBlock);
     spec.place += chunk.first / kServedBlock;
@@ -448,6 +556,7 @@ bool Lane::Core::next_to_receive(Chunk& chunk) {
 void Lane::Core::receive(const Chunk& chunk) {
   Moving& moving = *chunk.of;
   moving.engine->wait(chunk.seq, 0);  // throws the error of a chunk that failed
+  if (by_messages(moving.transfer.spec.kind)) return receive_messages(chunk);
   const DeviceTable& target = moving.transfer.target;
   if (!target.data || moving.failed) return;
   const std::size_t width = chunk.target_width(), row_bytes = chunk.count * width;
@@ -458,6 +567,20 @@ void Lane::Core::receive(const Chunk& chunk) {
   ++counts.copies_to_device;
   ++counts.events;
   counts.bytes_to_device += target.rows * row_bytes;
+}
+
+void Lane::Core::receive_messages(const Chunk& chunk) {
+  const Moving& moving = *chunk.of;
+  if (moving.targets.empty()) return;
+  runtime.wait(options.to_device, moving.transfer.ready);  // the caller's work may still use the target
+  for (const Region& each : moving.targets) {
+    runtime.copy_to_device(each.device, each.host, {1, each.bytes, each.bytes, each.bytes}, options.to_device);
+    ++counts.copies_to_device;
+    counts.bytes_to_device += each.bytes;
+  }
+  runtime.record(chunk.buffer->event, options.to_device);
+  chunk.buffer->recorded = true;
+  ++counts.events;
 }
 
 }  // namespace shoal

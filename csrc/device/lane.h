@@ -12,6 +12,9 @@
 // A buffer has one event, which is recorded at most twice for a chunk: after the copy into it, and after the copy out of it.
 // The next copy into the buffer waits for the latter on the device. Buffers are reused in the order in which they became
 // free. The receiver frees them without the sender, so the two cannot wait for each other.
+//
+// Messages between ranks (engine/messages.h) travel whole, each in a buffer of its own size: none waits for the buffer of
+// another one, whose receiver may be waiting for this one. Such buffers are kept for later messages, too.
 #pragma once
 
 #include <chrono>
@@ -20,6 +23,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -35,6 +39,8 @@ class ChunkEngine {
   virtual std::uint64_t submit(OpSpec spec) = 0;
   virtual void on_end(std::uint64_t seq, std::function<void()> then) = 0;
   virtual bool wait(std::uint64_t seq, double timeout_s) = 0;
+  // Throws std::invalid_argument if no server of the group could keep the weights of an operation on them.
+  virtual void require_servers(const OpSpec&) const {}
 };
 
 template <class Group>
@@ -44,6 +50,9 @@ class ChunkEngineOf final : public ChunkEngine {
   std::uint64_t submit(OpSpec spec) override { return group_->submit(std::move(spec)); }
   void on_end(std::uint64_t seq, std::function<void()> then) override { group_->on_end(seq, std::move(then)); }
   bool wait(std::uint64_t seq, double timeout_s) override { return group_->wait(seq, timeout_s); }
+  void require_servers(const OpSpec& spec) const override {
+    if constexpr (requires { group_->require_servers(spec); }) group_->require_servers(spec);
+  }
 
  private:
   const std::shared_ptr<Group> group_;
@@ -59,6 +68,7 @@ struct DeviceTable {
 // Of operations on weights that servers keep, one side may be memory of the host (options, coefficients, sums): its address
 // is that of `spec`, and the side's table is null. Their chunks begin with blocks (kServedBlock): to the servers each is a
 // tensor, whose number is the whole one's plus the number of blocks before it.
+// Of messages `spec` has the addresses on the device of all that is sent and received, and the tables are not used.
 struct Transfer {
   OpSpec spec;  // kind, element, reduction, root, shape and priority of each chunk; what servers need
   DeviceTable source, target;
@@ -87,13 +97,17 @@ class Lane {
 
   // Begins a transfer and returns its number. Returns at once. The memory of the tables stays valid until work on the
   // streams that was queued before the transfer's end has completed. Throws std::invalid_argument for a chunk that is
-  // larger than a buffer.
+  // larger than a buffer, and for weights that no server could keep.
   std::uint64_t begin(std::shared_ptr<ChunkEngine> engine, Transfer transfer);
 
   // Returns whether a transfer has ended within `timeout_s`: all its copies are queued, those to the host completed.
   // Throws the first error, GroupError or CudaError, after which no more of its copies are queued. A number is valid
   // until the wait for it returns true or throws.
   bool wait(std::uint64_t number, double timeout_s);
+
+  // Returns the number of a transfer that has ended, the first of them, and none if there is none within `timeout_s`. Returns
+  // at once after stop(). wait() then takes it.
+  std::optional<std::uint64_t> next_ended(double timeout_s);
 
   // Waits until all transfers have ended and joins the threads. Chunks end with their engine at the latest.
   void stop();

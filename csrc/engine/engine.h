@@ -75,6 +75,9 @@ class Engine : private ChannelEvents {
   std::vector<std::string> lost_helpers();  // names, in the order of the losses
   std::vector<int> lost_ranks();            // of this group, also after it has failed
 
+  // Throws std::invalid_argument if an operation on weights has no server here that could keep them, or is none.
+  void require_servers(const OpSpec& spec) const;
+
  private:
   using Clock = std::chrono::steady_clock;
 
@@ -117,7 +120,6 @@ class Engine : private ChannelEvents {
   void fail(const std::string& cause) REQUIRES(network_thread);
 
   void require_possible(const OpSpec& spec) const;
-  void require_servers(const OpSpec& spec) const;
   void await_callbacks(const std::vector<OpSpec>& specs);
   bool has_ended(std::uint64_t seq, double timeout_s);
   OpPtr make_op(OpSpec spec) REQUIRES(submit_mutex_);

@@ -5,10 +5,14 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
+#include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,7 +31,8 @@ constexpr std::size_t kColumns = 16;  // of a chunk
 constexpr std::size_t kRanks = 3;     // that the made engine stands for
 constexpr std::size_t kBufferBytes = (kRanks + 1) * kColumns * sizeof(float);
 
-// Ends operations in any order, late, on its own thread. It adds up kRanks ranks that give the same.
+// Ends operations in any order, late, on its own thread. It adds up kRanks ranks that give the same. A message comes back to the
+// receives of its tag, in order, and what goes to a rank in an all_to_all comes back as if from it.
 class LateEngine final : public shoal::ChunkEngine {
  public:
   explicit LateEngine(std::uint64_t seed) : random_(seed), thread_([this] { run(); }) {}
@@ -79,6 +84,19 @@ class LateEngine final : public shoal::ChunkEngine {
     std::function<void()> then;
   };
 
+  static std::vector<std::byte> copy_of(const std::byte* data, std::uint64_t count) {
+    return std::vector<std::byte>(data, data + count * sizeof(float));
+  }
+  void move(const shoal::OpSpec& spec) {
+    if (spec.kind == Kind::send) sent_[spec.tag].push_back(copy_of(spec.input, spec.count));
+    if (spec.kind == Kind::recv) {
+      std::memcpy(spec.output, sent_[spec.tag].front().data(), spec.count * sizeof(float));
+      sent_[spec.tag].pop_front();
+    }
+    for (std::size_t rank = 0; spec.kind == Kind::all_to_all && rank < kRanks; ++rank) {
+      std::memcpy(spec.outputs[rank].data, spec.inputs[rank].data, spec.inputs[rank].count * sizeof(float));
+    }
+  }
   static void reduce(const shoal::OpSpec& spec) {
     const auto* in = reinterpret_cast<const float*>(spec.input);
     auto* out = reinterpret_cast<float*>(spec.output);
@@ -108,8 +126,15 @@ class LateEngine final : public shoal::ChunkEngine {
       auto chosen = std::next(open_.begin(), static_cast<long>(random_() % open_.size()));
       const shoal::OpSpec spec = chosen->second.spec;
       const std::uint64_t seq = chosen->first;
+      // Messages of a tag keep their order, as those of an engine.
+      const auto is_alike = [&](const auto& each) { return each.second.spec.kind == spec.kind && each.second.spec.tag == spec.tag; };
+      const bool is_first = !shoal::is_message(spec.kind) || std::find_if(open_.begin(), chosen, is_alike) == chosen;
+      if (!is_first || (spec.kind == Kind::recv && sent_[spec.tag].empty())) {
+        changed_.wait_for(lock, std::chrono::microseconds(100));
+        continue;
+      }
       lock.unlock();
-      reduce(spec);
+      shoal::by_messages(spec.kind) ? move(spec) : reduce(spec);
       lock.lock();
       const std::function<void()> then = std::move(open_.at(seq).then);
       open_.erase(seq);
@@ -126,6 +151,7 @@ class LateEngine final : public shoal::ChunkEngine {
   std::uint64_t num_ = 0;
   std::string error_;
   bool stopping_ = false, held_ = false;
+  std::map<int, std::deque<std::vector<std::byte>>> sent_;  // by tag; of the thread
   std::thread thread_;
 };
 
@@ -232,6 +258,149 @@ TEST(lane_keeps_the_order_whatever_is_late) {
   }
   fake_cuda_seed(0);
   fake_cuda_strict(0);
+}
+
+shoal::Transfer messages(Kind kind, int tag, const fake::Array* from, const fake::Array* to, const fake::Event& ready) {
+  shoal::Transfer transfer;
+  transfer.spec.kind = kind;
+  transfer.spec.element = shoal::Element::float32;
+  transfer.spec.tag = tag;
+  transfer.spec.count = (from ? from : to)->count();
+  if (from) transfer.spec.input = from->bytes();
+  if (to) transfer.spec.output = to->bytes();
+  transfer.ready = ready.get();
+  transfer.deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  return transfer;
+}
+
+// Gives rank r the r-th part of an array, and takes a part of the same size from it, which lies before those of lower ranks.
+shoal::Transfer exchange(const std::vector<std::size_t>& counts, const fake::Array& from, const fake::Array& to, const fake::Event& ready) {
+  shoal::Transfer transfer = messages(Kind::all_to_all, 0, &from, &to, ready);
+  std::size_t given = 0, left = to.count();
+  for (const std::size_t count : counts) {
+    left -= count;
+    transfer.spec.inputs.push_back({from.bytes() + given * sizeof(float), count});
+    transfer.spec.outputs.push_back({to.bytes() + left * sizeof(float), count});
+    given += count;
+  }
+  transfer.spec.input = nullptr;
+  transfer.spec.output = nullptr;
+  return transfer;
+}
+
+// Messages from kernels that make them to kernels that use them, while receives wait and an all_reduce is under way.
+bool messages_arrive(std::uint64_t seed) {
+  constexpr std::size_t kMessages = 6;
+  std::mt19937_64 random(seed);
+  Device device(2), beside(2);
+  const auto engine = std::make_shared<LateEngine>(seed);
+  std::vector<std::unique_ptr<fake::Array>> from, to;
+  std::vector<std::unique_ptr<fake::Event>> ready;
+  std::vector<std::vector<float>> used(kMessages + 1);
+  std::map<std::uint64_t, std::size_t> numbers;
+  const auto fill = [&](const fake::Array& array, float first) {
+    device.compute.run([&array, first] { std::iota(array.floats(), array.floats() + array.count(), first); });
+    ready.push_back(std::make_unique<fake::Event>(device.compute));
+  };
+  for (std::size_t k = 0; k < kMessages; ++k) {
+    const std::size_t count = 1 + (k < 2 ? random() % 40'000 : random() % 100);  // some are larger than buffers
+    from.push_back(std::make_unique<fake::Array>(count));
+    to.push_back(std::make_unique<fake::Array>(count));
+  }
+  const std::vector<std::size_t> counts = {random() % 50, 0, 1 + random() % 50};
+  from.push_back(std::make_unique<fake::Array>(counts[0] + counts[2]));
+  to.push_back(std::make_unique<fake::Array>(counts[0] + counts[2]));
+  const auto begin = [&](Kind kind, std::size_t k) {
+    const bool sends = kind == Kind::send;
+    fill(sends ? *from[k] : *to[k], sends ? static_cast<float>(100 * k) : -1.0f);
+    const int tag = static_cast<int>(k % 3);
+    const std::uint64_t number = device.lane.begin(
+        engine, messages(kind, tag, sends ? from[k].get() : nullptr, sends ? nullptr : to[k].get(), *ready.back()));
+    numbers[number] = sends ? kMessages + 1 : k;
+  };
+  for (std::size_t k = 0; k < kMessages; ++k) {  // each tag's in one order
+    const bool receives_first = random() % 2 == 0;
+    begin(receives_first ? Kind::recv : Kind::send, k);
+    begin(receives_first ? Kind::send : Kind::recv, k);
+  }
+  fill(*from[kMessages], 7);
+  numbers[device.lane.begin(engine, exchange(counts, *from[kMessages], *to[kMessages], *ready.back()))] = kMessages;
+  Step step(beside, engine, Kind::all_reduce, 5 * kColumns, 3);
+  step.use();
+  while (!numbers.empty()) {
+    const std::optional<std::uint64_t> number = device.lane.next_ended(shoal_test::kDeadlineS);
+    if (!number || !numbers.contains(*number) || !device.lane.wait(*number, 0)) return false;
+    const std::size_t k = numbers.at(*number);
+    numbers.erase(*number);
+    if (k > kMessages) continue;
+    const fake::Event end(device.to_device);
+    cudaStreamWaitEvent(device.compute.get(), end.get(), 0);
+    device.compute.run([&array = *to[k], &into = used[k]] { into.assign(array.floats(), array.floats() + array.count()); });
+  }
+  if (device.compute.synchronize() != 0 || beside.compute.synchronize() != 0 || !step.is_right()) return false;
+  for (std::size_t k = 0; k <= kMessages; ++k) {
+    std::vector<float> wanted(from[k]->count());
+    std::iota(wanted.begin(), wanted.end(), k == kMessages ? 7.0f : static_cast<float>(100 * k));
+    if (k == kMessages) std::rotate(wanted.begin(), wanted.begin() + static_cast<long>(counts[0]), wanted.end());
+    if (used[k] != wanted) return false;
+  }
+  return true;
+}
+
+TEST(lane_keeps_the_order_of_messages_whatever_is_late) {
+  fake_cuda_strict(1);
+  for (std::uint64_t seed = 1; seed <= 1000; ++seed) {
+    fake_cuda_seed(seed);
+    if (!messages_arrive(seed)) check::fail(__FILE__, __LINE__, "wrong messages with seed " + std::to_string(seed));
+  }
+  fake_cuda_seed(0);
+  fake_cuda_strict(0);
+}
+
+TEST(lane_copies_a_message_as_a_whole_into_a_buffer_that_is_used_again) {
+  constexpr std::size_t kCount = 100 * kColumns;
+  const fake::Array from(kCount), to(kCount);
+  Device device(2);
+  const auto engine = std::make_shared<LateEngine>(3);
+  const fake::Event ready;
+  const std::uint64_t records = fake_cuda_count(fake_records);
+  for (std::uint64_t round = 1; round <= 5; ++round) {
+    const std::uint64_t sent = device.lane.begin(engine, messages(Kind::send, 0, &from, nullptr, ready));
+    CHECK(ends(device, device.lane.begin(engine, messages(Kind::recv, 0, nullptr, &to, ready))));
+    CHECK(ends(device, sent));
+    CHECK(ends(device, device.lane.begin(engine, exchange({kCount - 20, 10, 10}, from, to, ready))));
+    auto counts = device.lane.counters();
+    CHECK_EQ(counts["chunks"], 3 * round);
+    CHECK_EQ(counts["copies_to_host"], 2 * round);    // parts that follow each other are one copy
+    CHECK_EQ(counts["copies_to_device"], 4 * round);  // these come in the reverse order
+    CHECK_EQ(counts["bytes_to_host"], 2 * round * kCount * sizeof(float));
+    CHECK_EQ(counts["bytes_to_device"], 2 * round * kCount * sizeof(float));
+    CHECK_EQ(counts["events"], 4 * round);
+    CHECK_EQ(counts["events"], fake_cuda_count(fake_records) - records);
+  }
+  CHECK(!device.lane.next_ended(0));
+}
+
+// Receives of what is sent later hold up nothing.
+TEST(lane_goes_on_while_receives_wait) {
+  constexpr int kWaiting = 20;
+  const fake::Array array(50 * kColumns);
+  std::vector<std::unique_ptr<fake::Array>> targets;
+  Device device(2);
+  const auto engine = std::make_shared<LateEngine>(3);
+  const fake::Event ready;
+  std::vector<std::uint64_t> waiting;
+  for (int tag = 1; tag <= kWaiting; ++tag) {
+    targets.push_back(std::make_unique<fake::Array>(array.count()));
+    waiting.push_back(device.lane.begin(engine, messages(Kind::recv, tag, nullptr, targets.back().get(), ready)));
+  }
+  CHECK(ends(device, device.lane.begin(engine, messages(Kind::send, 0, &array, nullptr, ready))));
+  CHECK(ends(device, device.lane.begin(engine, messages(Kind::recv, 0, nullptr, &array, ready))));
+  CHECK(ends(device, device.lane.begin(engine, transfer_of(Kind::all_reduce, array.count(), &array, &array, ready))));
+  for (int tag = kWaiting; tag > 0; --tag) {
+    CHECK(ends(device, device.lane.begin(engine, messages(Kind::send, tag, &array, nullptr, ready))));
+    CHECK(ends(device, waiting[static_cast<std::size_t>(tag - 1)]));
+  }
 }
 
 TEST(lane_copies_each_byte_once_each_way) {

@@ -25,6 +25,8 @@ from device_checks import (
     check_eight_bits,
     check_local,
     check_lost,
+    check_messages,
+    check_no_servers,
     check_rounded,
     check_served,
     check_streams,
@@ -92,7 +94,8 @@ def test_graphs_are_replayed_between_collectives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [check_streams, check_captures_beside_collectives, check_training, check_eight_bits]
+    "check",
+    [check_streams, check_messages, check_captures_beside_collectives, check_training, check_eight_bits],
 )
 def test_order_with_streams_captures_and_training(check: Any, tmp_path: Path) -> None:
     run_group(check, 2, tmp_path, Gpu(), hosts=("a", "b"))
@@ -106,6 +109,10 @@ def test_a_lost_rank_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("check", [check_served, check_rounded, check_bounded, check_local])
 def test_servers_update_weights_that_stay_on_the_gpu(check: Any, tmp_path: Path) -> None:
     run_group(check, 2, tmp_path, Gpu(), hosts=("a", "b"))
+
+
+def test_servers_of_a_single_host_are_refused(tmp_path: Path) -> None:
+    run_group(check_no_servers, 2, tmp_path, Gpu(), hosts=("a", "a"))
 
 
 # ---- several devices ----------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.engine import CommError
 from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.comm.native_group import python_group
+from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.sgd import SGD
@@ -219,6 +220,9 @@ def _check_layouts_and_messages(rank: int, gpu: Gpu, size: int, same: Any) -> No
         torch.zeros(size),
         torch.arange(size) + 10.0 * rank,
     )
+    for root in range(size):
+        _check_rooted_messages(rank, gpu, size, root)
+    _check_uneven(rank, gpu, size)
     received = gpu.put(torch.zeros(4))
     works: Any = [
         dist.isend(gpu.put(torch.full((4,), float(rank))), (rank + 1) % size),
@@ -227,9 +231,42 @@ def _check_layouts_and_messages(rank: int, gpu: Gpu, size: int, same: Any) -> No
     for work in works:
         work.wait()
     assert received.tolist() == [(rank - 1) % size] * 4
+    if rank == 0:
+        sources = [dist.recv(received) for _ in range(size - 1)]  # of any rank
+        assert sorted(sources) == list(range(1, size)) and received.tolist() == [sources[-1]] * 4
+    else:
+        dist.send(gpu.put(torch.full((4,), float(rank))), 0)
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, rank)
     assert objects == list(range(size))
+
+
+def _check_rooted_messages(rank: int, gpu: Gpu, size: int, root: int) -> None:
+    numbers = [part(10 * root + each, torch.float32, gpu.count) for each in range(size)]
+    is_root, rows = rank == root, [gpu.put(torch.zeros(gpu.count)) for _ in range(size)]
+    dist.gather(gpu.put(numbers[rank]), rows if is_root else None, root)
+    assert not is_root or all(torch.equal(row.cpu(), each) for row, each in zip(rows, numbers, strict=True))
+    mine = gpu.put(torch.zeros(2, gpu.count).t())[:, 0]  # its elements are apart
+    dist.scatter(mine, [gpu.put(each) for each in numbers] if is_root else None, root)
+    assert torch.equal(mine.cpu(), numbers[rank])
+
+
+def _check_uneven(rank: int, gpu: Gpu, size: int) -> None:
+    """Each pair of ranks exchanges another number of elements, some none."""
+
+    def count(source: int, target: int) -> int:
+        return (source + 2 * target) % 3 * gpu.count // 2
+
+    given = [gpu.put(torch.full((count(rank, each),), 10.0 * rank + each)) for each in range(size)]
+    got = [gpu.put(torch.zeros(count(each, rank))) for each in range(size)]
+    dist.all_to_all(got, given)
+    whole = torch.zeros(sum(count(each, rank) for each in range(size)))
+    found = gpu.put(whole)
+    sizes = [[count(each, rank) for each in range(size)], [count(rank, each) for each in range(size)]]
+    dist.all_to_all_single(found, torch.cat(given), *sizes)
+    wanted = [torch.full((count(each, rank),), 10.0 * each + rank) for each in range(size)]
+    assert all(torch.equal(mine.cpu(), each) for mine, each in zip(got, wanted, strict=True))
+    assert torch.equal(found.cpu(), torch.cat(wanted))
 
 
 # ---- streams and graphs -------------------------------------------------------------------------------
@@ -276,6 +313,36 @@ def _check_given_memory(gpu: Gpu) -> None:
     gpu.synchronize()
     for step, row in enumerate(rows):
         assert (row == step).all()
+
+
+def check_messages(rank: int, gpu: Gpu) -> None:
+    """Messages leave after the kernels before them, and a receive that waits holds up nothing."""
+    small_pieces(num_bytes=gpu.piece_bytes)
+    other = 1 - rank
+    with gpu.used(seed=rank):
+        for stream in gpu.streams():
+            late, soon, seen, given = (gpu.put(torch.zeros(gpu.count)) for _ in range(4))
+            total = gpu.put(torch.full((gpu.count,), 1.0))
+            with gpu.on(stream):
+                waiting: Any = dist.irecv(late, other, tag=9)
+                go_on = gpu.block()
+                gpu.kernel(partial(given.fill_, rank + 1.0))
+                works: list[Any] = [dist.isend(given, other), dist.irecv(soon, other)]
+                assert gpu.is_busy(), "the call does not wait for the kernels before it"
+                go_on()
+                for work in works:
+                    work.wait()
+                gpu.kernel(partial(seen.copy_, soon))
+                gpu.kernel(partial(soon.fill_, -1))  # must not overtake the copy back
+                dist.all_reduce(total)
+                work = dist.isend(given, other, tag=9)
+                assert (waiting.get_future().wait()[0] == other + 1).all()
+                waiting.wait()
+                work.wait()
+                gpu.synchronize()
+            assert (seen == other + 1).all() and (late == other + 1).all() and (total == 2).all()
+            assert work.is_completed() and work.is_success()
+        dist.irecv(late, other, tag=77)  # never sent: it ends with the group
 
 
 def check_captures_beside_collectives(rank: int, gpu: Gpu) -> None:
@@ -441,6 +508,20 @@ def check_served(rank: int, gpu: Gpu) -> None:
         require_weights(model, want, gpu)
     (side,) = python_group(dist.group.WORLD).device_groups.values()
     assert side.staging.lane.counters()["bytes_to_device"] > 0
+
+
+def check_no_servers(rank: int, gpu: Gpu) -> None:
+    """Where all ranks share a host the error says so, and the group goes on."""
+    gpu.stage_all()
+    model = on_device(gpu)
+    with (
+        raises(UsageError, "all ranks of group", "share a host", "start it on two hosts or more"),
+        update_on_servers(model, AdamW(model.parameters(), lr=0.01)),
+    ):
+        pass
+    tensor = gpu.put(torch.ones(5))
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2] * 5
 
 
 def check_rounded(rank: int, gpu: Gpu) -> None:

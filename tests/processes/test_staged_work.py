@@ -23,6 +23,8 @@ from device_checks import (
     check_eight_bits,
     check_local,
     check_lost,
+    check_messages,
+    check_no_servers,
     check_rounded,
     check_served,
     check_streams,
@@ -81,7 +83,8 @@ def test_futures_and_waits_of_other_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [check_streams, check_captures_beside_collectives, check_training, check_eight_bits]
+    "check",
+    [check_streams, check_messages, check_captures_beside_collectives, check_training, check_eight_bits],
 )
 def test_order_with_streams_captures_and_training(check: Any, tmp_path: Path) -> None:
     run_group(check, 2, tmp_path, FakeGpu(), hosts=("a", "b"), environment=PYTHON_GROUP)
@@ -106,6 +109,10 @@ def test_collectives_give_what_gloo_gives(hosts: str, is_hierarchical: bool, tmp
 @pytest.mark.parametrize("check", [check_served, check_rounded, check_bounded, check_local])
 def test_servers_update_weights_that_stay_on_the_device(check: Any, tmp_path: Path) -> None:
     run_group(check, 2, tmp_path, FakeGpu(), hosts=("a", "b"), environment=PYTHON_GROUP)
+
+
+def test_servers_of_a_single_host_are_refused(tmp_path: Path) -> None:
+    run_group(check_no_servers, 2, tmp_path, FakeGpu(), hosts=("a", "a"), environment=PYTHON_GROUP)
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------

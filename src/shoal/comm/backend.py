@@ -48,7 +48,7 @@ from shoal.comm.collectives import (
     single_tensor,
 )
 from shoal.comm.device_group import DeviceGroup
-from shoal.comm.devices import BounceBuffers, Device
+from shoal.comm.devices import Device
 from shoal.comm.engine import (
     CollectiveEngine,
     CommError,
@@ -58,7 +58,7 @@ from shoal.comm.engine import (
     SingleProcessEngine,
 )
 from shoal.comm.messages import MessageBuilder
-from shoal.comm.operations import Member, MessageWork, Operations
+from shoal.comm.operations import Member, Operations
 from shoal.comm.rendezvous import connect_engine
 from shoal.comm.sparse import SparseParts
 from shoal.comm.store import monitored_barrier
@@ -128,6 +128,12 @@ def _rank_of(handle: str) -> int:
     if not rank.isdecimal() or len(token) != 2 * _HANDLE_BYTES:
         raise UsageError(f"reconfigure: {handle!r} is no handle of backend {BACKEND_NAME}")
     return int(rank)
+
+
+def _device_of(operation: Operation) -> torch.device | None:
+    """Return the device of an operation's tensors; ``None`` if it has none."""
+    tensors = [operation.source] if operation.source is not None else operation.memory
+    return tensors[-1].device if tensors else None
 
 
 def _open_cuda(device: torch.device) -> Device:
@@ -277,8 +283,8 @@ class ShoalProcessGroup(ProcessGroup):
     def _submit_one(self, operation: Operation, device: torch.device | None = None) -> BaseWork:
         if operation.timeout_s <= 0:
             operation.timeout_s = seconds_of(self.operations.timeout)
-        if device is None and operation.source is not None:
-            device = operation.source.device
+        if device is None:
+            device = _device_of(operation)
         device_group = None if device is None else self._device_group(device)
         if device_group is not None:
             return self._coalesced(
@@ -313,12 +319,9 @@ class ShoalProcessGroup(ProcessGroup):
             opened = self.devices[device.type](device)
             group = DeviceGroup(opened, self.member, store, self.operations.timeout)
             self.operations.resources.callback(group.stop)
+            self.operations.after_engine.callback(group.release)
             self.device_groups[device] = group
         return self.device_groups[device]
-
-    def _bounce_buffers(self, device: torch.device) -> BounceBuffers | None:
-        group = self._device_group(device)
-        return None if group is None else group.bounce_buffers
 
     # ---- collectives of the engine ------------------------------------------------------------------------
 
@@ -453,7 +456,7 @@ class ShoalProcessGroup(ProcessGroup):
     @property
     def _message(self) -> MessageBuilder:
         """Builds operations by messages; not kept, or this group would refer to itself."""
-        return MessageBuilder(self.member.rank, self.member.size, self._bounce_buffers)
+        return MessageBuilder(self.member.rank, self.member.size)
 
     def gather(
         self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
@@ -487,7 +490,7 @@ class ShoalProcessGroup(ProcessGroup):
             self._message.all_to_all_single(output, input, output_sizes, input_sizes, opts)
         )
 
-    def send(self, tensors: list[Tensor], to: int, tag: int, timeout: timedelta | None = None) -> MessageWork:
+    def send(self, tensors: list[Tensor], to: int, tag: int, timeout: timedelta | None = None) -> BaseWork:
         """Send a tensor to a rank; the group's timeout is the default."""
         check_tensors(tensors, "send")
         limit = timeout or self.operations.timeout
@@ -495,19 +498,20 @@ class ShoalProcessGroup(ProcessGroup):
 
     def recv(
         self, tensors: list[Tensor], source: int | None, tag: int, timeout: timedelta | None = None
-    ) -> MessageWork:
+    ) -> BaseWork:
         """Receive a tensor of a rank, or of any for ``None``; the group's timeout is the default."""
         check_tensors(tensors, "recv")
         limit = timeout or self.operations.timeout
         return self._submit_message(self._message.recv(tensors, source, tag, limit))
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> MessageWork:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> BaseWork:
         return self.recv(tensors, None, tag)
 
-    def _submit_message(self, operation: Operation) -> MessageWork:
-        work = self.operations.submit_message(operation)
-        self._coalesced(work)
-        return work
+    def _submit_message(self, operation: Operation) -> BaseWork:
+        device = _device_of(operation)
+        if device is None or (group := self._device_group(device)) is None:
+            return self._coalesced(self.operations.submit_message(operation))
+        return self._coalesced(group.submit_message(operation, self.operations.idle))
 
     def start_coalescing(self, device: torch.device | None = None) -> None:
         self._coalescing = []

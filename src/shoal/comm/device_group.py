@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.comm.devices import BounceBuffers, Device
+from shoal.comm.devices import Device
 from shoal.comm.engine import CommError, Engine, Operation
 from shoal.comm.operations import Member
 from shoal.comm.rendezvous import connect_engine
@@ -29,9 +29,10 @@ from shoal.comm.routes import (
     RankLayout,
     Route,
     flat_route,
+    message_route,
     served_route,
 )
-from shoal.comm.staging import DeviceWork, Staging, Transfer
+from shoal.comm.staging import DeviceMessage, DeviceWork, MessageStaging, Staging, Transfer
 from shoal.comm.store import wait_for_keys
 from shoal.comm.work import first_cause
 from shoal.env.machine import host_identity
@@ -58,7 +59,7 @@ class DeviceGroup:
             device, self,
             num_buffers=options.staging_buffers, buffer_bytes=max(options.staging_bytes, min_bytes),
         )  # fmt: skip
-        self.bounce_buffers = BounceBuffers(device)
+        self._messages: MessageStaging | None = None
         self._stopped = threading.Event()
         self._knows_layout = False
         self._hierarchical: HierarchicalRoutes | None = None
@@ -89,11 +90,7 @@ class DeviceGroup:
             UsageError: the stream is being captured into a graph.
         """
         device, kind = self._device.torch_device.type, operation.kind
-        if self._device.is_capturing():
-            raise UsageError(
-                f"{kind} on {device} while a graph is captured: the network's part is the processor's and "
-                "cannot be replayed; capture forward and backward pass and average the gradients outside"
-            )
+        self._require_no_capture(operation)
         handle = begin(_announcement(f"{device}_{kind}", operation))
         try:
             route = self._route(operation)
@@ -113,9 +110,42 @@ class DeviceGroup:
         )
         return work
 
+    def submit_message(self, operation: Operation, idle: Callable[[], None]) -> DeviceMessage:
+        """Begin a send or a receive, which only the other rank has to join. Arguments as in :meth:`submit`.
+
+        Messages of tensors of the host and of devices have different tags to the engine: those of a device
+        are sent when they have left it, and the order among the two is that of neither.
+        """
+        self._require_no_capture(operation)
+        if self._messages is None:
+            self._messages = MessageStaging(self._device, self)
+        operation.tag = ~operation.tag
+        work = DeviceMessage(self._device, operation.kind, operation.result, self, idle)
+        work.note_source(operation)
+        self._messages.begin(
+            Transfer(
+                route=message_route(operation, self._group.engine),
+                ready=self._device.current_stream().record_event(),
+                timeout_s=operation.timeout_s,
+                work=work,
+                on_end=lambda: None,
+            )
+        )
+        return work
+
+    def _require_no_capture(self, operation: Operation) -> None:
+        if self._device.is_capturing():
+            raise UsageError(
+                f"{operation.kind} on {self._device.torch_device.type} while a graph is captured: the "
+                "network's part is the processor's and cannot be replayed; capture forward and backward pass "
+                "and average the gradients outside"
+            )
+
     def _route(self, operation: Operation) -> Route:
         if operation.is_served:
             return served_route(operation, self._engine_of_all(), self._group.rank, self._group.size)
+        if operation.is_by_messages:
+            return message_route(operation, self._engine_of_all() if self._group.size > 1 else None)
         if self._group.size == 1 or operation.target.numel() == 0:
             return flat_route(operation, None, 0, 1)
         self._exchange_layout()
@@ -256,6 +286,11 @@ class DeviceGroup:
             ranks.close()
         for engine in self._engines:
             engine.close()
+
+    def release(self) -> None:
+        """Release the device, after :meth:`stop` and when the group's engine is closed."""
+        if self._messages is not None:
+            self._messages.stop()
         self._device.close()
 
 
@@ -263,13 +298,15 @@ def _announcement(name: str, operation: Operation) -> Operation:
     """Return the delegated operation that announces a device collective on the group's engine.
 
     The engine compares name, dtype and root of delegated operations. The operation and its root are therefore
-    part of the name, and a checksum of the element count takes the place of the root.
+    part of the name, and a checksum of the element count takes the place of the root. The ranks of an
+    all_to_all may differ in it.
     """
     if operation.op != "sum":
         name += f"_{operation.op}"
-    if operation.kind in ("broadcast", "reduce"):
-        name += f"_{'from' if operation.kind == 'broadcast' else 'to'}_{operation.root}"
+    if operation.kind in ("broadcast", "scatter", "reduce", "gather"):
+        name += f"_{'from' if operation.kind in ('broadcast', 'scatter') else 'to'}_{operation.root}"
+    count = 0 if operation.kind == "all_to_all" else operation.count
     return Operation(
-        kind="delegated", op=name, root=zlib.crc32(f"{operation.count}".encode()) >> 1,
-        count=operation.count, dtype=operation.dtype, shape=operation.shape, timeout_s=operation.timeout_s,
+        kind="delegated", op=name, root=zlib.crc32(f"{count}".encode()) >> 1,
+        count=count, dtype=operation.dtype, shape=operation.shape, timeout_s=operation.timeout_s,
     )  # fmt: skip

@@ -1,20 +1,16 @@
 """Defines the device interface of staging: streams, events, the lane.
 
-:class:`BounceBuffers` uses it for single copies, of tensors that are sent as messages.
-
 ``cuda_device`` implements it for GPUs. ``benchmarks/memory_device.py`` implements it for CPU tensors with a
 runtime of CUDA whose streams are threads, so that the tests run all code, and the lane, without a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from shoal.comm.lane import Lane
@@ -81,28 +77,3 @@ class Device(Protocol):
         """
 
     def close(self) -> None: ...
-
-
-class BounceBuffers:
-    """Copies device tensors to and from host memory for messages. The calling thread blocks for each copy."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._stream = device.new_stream()
-
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return host copies of tensors, made after the work that the caller has queued."""
-        copies, _ = self.for_outputs(tensors)
-        self._copy(copies, tensors)
-        return copies
-
-    def for_outputs(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Return host tensors for results, and a function that copies them to the device."""
-        copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-        self._stream.wait_event(self._device.current_stream().record_event())
-        return copies, lambda: self._copy(tensors, copies)
-
-    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            self._stream.run(partial(target.detach().copy_, source.detach()))
-        self._stream.record_event().synchronize()

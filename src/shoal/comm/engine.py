@@ -225,6 +225,8 @@ class EngineOptions:
 
 SERVED_KINDS = ("configure", "load", "dump", "update", "collect", "measure", "apply")
 """Of operations on weights that servers keep."""
+MESSAGE_KINDS = ("all_to_all", "gather", "scatter", "send", "recv")
+"""Of operations that consist of messages."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -294,6 +296,11 @@ class Operation:
     def is_served(self) -> bool:
         """True for operations on weights that servers keep."""
         return self.kind in SERVED_KINDS
+
+    @property
+    def is_by_messages(self) -> bool:
+        """True for operations that consist of messages between two ranks each (``comm.messages``)."""
+        return self.kind in MESSAGE_KINDS
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal import native
 from shoal.comm.collectives import ENGINE_DTYPES
-from shoal.comm.engine import CommError, Operation
+from shoal.comm.engine import CollectiveEngine, CommError, Operation
 from shoal.comm.routes import Route
 
 
@@ -67,6 +67,24 @@ class Lane:
         number: int = self._core.begin(
             route.engine.core, operation, source, target, route.rows, route.width, columns, ready, timeout_s
         )  # fmt: skip
+        return number
+
+    def begin_messages(
+        self, engine: CollectiveEngine, operation: Operation, ready: int, timeout_s: float
+    ) -> int:
+        """Begin messages of tensors of the device, whose addresses the operation has; as :meth:`begin`.
+
+        They travel whole, in a buffer of their own size.
+        """
+        number: int = self._core.begin_messages(engine.core, operation, ready, timeout_s)
+        return number
+
+    def next_ended(self, timeout_s: float) -> int | None:
+        """Return a transfer that has ended, which :meth:`wait` then takes, or ``None``.
+
+        It waits for ``timeout_s`` at most, and not after :meth:`stop`.
+        """
+        number: int | None = self._core.next_ended(timeout_s)
         return number
 
     def wait(self, number: int, timeout_s: float) -> bool:

@@ -1,14 +1,14 @@
 """Builds the operations that are messages between two ranks: all_to_all, gather, scatter, send and recv.
 
-Each rank gives the engine a *block* for each other one: an address and a number of elements, in host memory.
-A tensor that is not contiguous is copied first, a tensor of a device goes through host memory, and results
-are copied back. Sizes may differ between pairs of ranks, and may be zero.
+Each rank gives a *block* for each other one: an address and a number of elements, on the host or on a device
+(``device_group``). A tensor that is not contiguous is copied first, and results are copied back. Sizes may
+differ between pairs of ranks, and may be zero.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,6 @@ from shoal.comm.collectives import (
     seconds_of,
     single_tensor,
 )
-from shoal.comm.devices import BounceBuffers
 from shoal.comm.engine import Operation
 from shoal.errors import UsageError
 
@@ -39,12 +38,10 @@ class MessageBuilder:
     Args:
         rank: of this process in the group.
         size: number of ranks.
-        bounce_buffers: returns the buffers for copies of a device's tensors; ``None`` for host memory.
     """
 
     rank: int
     size: int
-    bounce_buffers: Callable[[torch.device], BounceBuffers | None]
 
     def gather(
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
@@ -155,17 +152,11 @@ class MessageBuilder:
         )  # fmt: skip
 
     def _inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors' elements as the engine reads them: flat, contiguous, in host memory."""
-        copies = self.bounce_buffers(tensors[0].device) if tensors else None
-        on_host = tensors if copies is None else copies.to_host(tensors)
-        return [as_movable(as_contiguous(tensor)) for tensor in on_host]
+        """Return the tensors' elements as the engine reads them: flat and contiguous."""
+        return [as_movable(as_contiguous(tensor)) for tensor in tensors]
 
     def _outputs(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
         """Return memory for the engine to write, and a function that copies it to the tensors, if needed."""
-        copies = self.bounce_buffers(tensors[0].device) if tensors else None
-        if copies is not None:
-            targets, finish = copies.for_outputs(tensors)
-            return [as_movable(target) for target in targets], finish
         buffers, steps = zip(*map(output_buffer, tensors), strict=True) if tensors else ((), ())
         steps = tuple(step for step in steps if step is not None)
 

@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from shoal.comm.engine import CollectiveEngine, CommError, EngineOptions, Operation
-from shoal.comm.work import BaseWork, called_by_backward, is_fp16_bucket, opaque_to_dynamo, typed_future
+from shoal.comm.work import (
+    BaseWork,
+    MessageSource,
+    called_by_backward,
+    is_fp16_bucket,
+    opaque_to_dynamo,
+    typed_future,
+)
 
 _log = logging.getLogger(__name__)
 _SLICE_S = 1.0
@@ -78,6 +84,7 @@ class Operations:
         messages: the same of sends and receives, one of which may stay for long.
         resources: closed by :meth:`close`, the last added first. They must not refer to this object, which
             may be garbage-collected without it; they are closed shortly after.
+        after_engine: the same, closed after the engine.
     """
 
     def __init__(self, member: Member, timeout: timedelta) -> None:
@@ -90,6 +97,7 @@ class Operations:
         self.resources = ExitStack()
         self.resources.callback(self.pending.clear)  # last: the engine reads and writes their memory
         self.resources.callback(self.messages.clear)
+        self.after_engine = self.resources.enter_context(ExitStack())
         self.resources.callback(self.engine.close)
         _close_when_collected(self, self.resources)
 
@@ -117,7 +125,9 @@ class Operations:
             self.advance(each, 0.0)
         handle = self.engine.submit(operation)
         flight = self.messages[handle] = InFlight(handle, operation)
-        return MessageWork(self, flight, operation)
+        work = MessageWork(self, flight, operation)
+        work.note_source(operation)
+        return work
 
     def _require_open(self, operation: Operation) -> None:
         if self.is_closed:
@@ -203,18 +213,8 @@ class EngineWork(BaseWork):
 
 
 @opaque_to_dynamo
-class MessageWork(EngineWork):
+class MessageWork(MessageSource, EngineWork):
     """A send or receive."""
-
-    def __init__(self, owner: Operations, flight: InFlight, operation: Operation) -> None:
-        super().__init__(owner, flight, operation)
-        self._rank: torch.Tensor | None = operation.memory[0] if operation.kind == "recv" else None
-
-    def source_rank(self) -> int:
-        """Return the rank that has sent the received tensor; -1 before it arrives, and for a send."""
-        return -1 if self._rank is None else int(self._rank.item())
-
-    _source_rank = source_rank
 
 
 # ---- garbage collection ---------------------------------------------------------------------------------

@@ -194,6 +194,13 @@ def served_route(operation: Operation, engine: CollectiveEngine, rank: int, size
     )  # fmt: skip
 
 
+def message_route(operation: Operation, engine: CollectiveEngine | None) -> Route:
+    """Return the route of messages: to the ranks that the operation names, or none in a group of one."""
+    end = None if engine else partial(operation.memory[-1].copy_, operation.memory[0])
+    nothing = torch.empty(0)
+    return Route(engine=engine, operation=operation, source=nothing, target=nothing, end=end)
+
+
 def _as_row(tensor: Tensor) -> Tensor:
     """Return the elements in the order of the memory."""
     return tensor.as_strided((1, tensor.numel()), (tensor.numel(), 1))

@@ -27,9 +27,10 @@ from torch.futures import Future
 from shoal.comm.devices import Device, Event
 from shoal.comm.engine import CommError
 from shoal.comm.routes import Route
-from shoal.comm.work import BaseWork, opaque_to_dynamo
+from shoal.comm.work import BaseWork, MessageSource, opaque_to_dynamo
 
 _SLICE_S = 0.5
+_FOREVER_S = 1e9
 _OWN_ERROR_S = 1.0
 """Wait for the operation's own error after the group has failed; it is more specific than the group's."""
 
@@ -112,6 +113,11 @@ class DeviceWork(BaseWork):
         return future
 
 
+@opaque_to_dynamo
+class DeviceMessage(MessageSource, DeviceWork):
+    """A send or a receive."""
+
+
 @dataclass(kw_only=True)
 class Transfer:
     """An operation on its way. It keeps its tensors alive until the device has finished with them."""
@@ -151,10 +157,18 @@ class Staging:
         return not self._undelivered
 
     def begin(self, transfer: Transfer) -> None:
-        """Begin an operation. Its error, if there is one, is raised where the work is waited for."""
+        """Begin an operation. Its error, if there is one, is raised where the work is waited for.
+
+        Raises:
+            ValueError: it is not possible, on all ranks alike.
+        """
         self._undelivered.add(id(transfer))
         try:
             self._send(transfer)
+        except ValueError:
+            self._undelivered.discard(id(transfer))
+            transfer.on_end()
+            raise
         except Exception as problem:  # noqa: BLE001  # the other ranks have begun it: they are told
             transfer.error = problem
         self._begun.put(transfer)
@@ -168,9 +182,16 @@ class Staging:
             with torch.no_grad():
                 self._prepare.run(route.begin)
             transfer.ready = self._prepare.record_event()
-        if route.engine is not None:
+        event = transfer.ready.cuda_event
+        if route.engine is None:
+            return
+        if route.operation.is_by_messages:
+            transfer.number = self.lane.begin_messages(
+                route.engine, route.operation, event, transfer.timeout_s
+            )
+        else:
             transfer.number = self.lane.begin(
-                route, route.columns(self._buffer_bytes), transfer.ready.cuda_event, transfer.timeout_s
+                route, route.columns(self._buffer_bytes), event, transfer.timeout_s
             )
 
     def stop(self) -> None:
@@ -183,7 +204,7 @@ class Staging:
     # ---- the thread that delivers -------------------------------------------------------------------------
 
     def _deliver_all(self) -> None:
-        delivered: deque[Transfer] = deque()
+        delivered: deque[Transfer] = deque()  # the device may not have finished with these
         while (transfer := self._next(delivered)) is not None:
             try:
                 self._await_copies(transfer)
@@ -253,3 +274,42 @@ class Staging:
             transfer.on_end()
         transfer.work.fail(error)
         self._undelivered.discard(id(transfer))
+
+
+class MessageStaging(Staging):
+    """The same for sends and receives, which end in any order: a receive may wait for long.
+
+    They have a lane of their own, whose threads wait for the device alone, never for other ranks.
+    """
+
+    def __init__(self, device: Device, group: GroupControl) -> None:
+        self._pending: dict[int, Transfer] = {}
+        self._lock = threading.Lock()
+        super().__init__(device, group, num_buffers=2, buffer_bytes=1)
+
+    def begin(self, transfer: Transfer) -> None:
+        """Begin a message.
+
+        Raises:
+            CommError: the group has failed.
+        """
+        with self._lock:
+            self._send(transfer)
+            assert transfer.number is not None
+            self._pending[transfer.number] = transfer
+            self._undelivered.add(id(transfer))
+
+    def stop(self) -> None:
+        """Join the threads; the group's engine was closed, which ends messages that are pending."""
+        self.lane.stop()
+        self._thread.join()
+
+    def _next(self, delivered: deque[Transfer]) -> Transfer | None:
+        self._release(delivered, wait=False)
+        if (number := self.lane.next_ended(0)) is None:
+            self._release(delivered, wait=True)
+            number = self.lane.next_ended(_FOREVER_S)
+        if number is None:
+            return None
+        with self._lock:
+            return self._pending.pop(number)

@@ -12,12 +12,13 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd.graph import _engine_run_backward
 from torch.futures import Future
 
-from shoal.comm.engine import CommError
+from shoal.comm.engine import CommError, Operation
 
 NO_TIMEOUT = timedelta(0)
 """Of a wait, as torch has it."""
@@ -64,6 +65,22 @@ def first_cause(problem: Exception, error: Callable[[], str | None], limit_s: fl
 
 
 @opaque_to_dynamo
+class MessageSource:
+    """Knows the rank that has sent a received message; mixed into the works of messages."""
+
+    _rank: Tensor | None = None
+
+    def note_source(self, operation: Operation) -> None:
+        """Keep the memory to which the number of the rank is written."""
+        self._rank = operation.memory[0] if operation.kind == "recv" else None
+
+    def source_rank(self) -> int:
+        """Return the rank that has sent the received tensor; -1 before it arrives, and for a send."""
+        return -1 if self._rank is None else int(self._rank.item())
+
+    _source_rank = source_rank
+
+
 class BaseWork(Work):
     """A single operation: its result or its error. :meth:`wait` is the same for all kinds of operations.
 
