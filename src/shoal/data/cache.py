@@ -13,6 +13,9 @@ compared data gets it, and the folder has mode 0700 and is refused if it belongs
 write to it. The folder stays open and is accessed through its descriptor, so that a user who may write to the
 folder above cannot replace it.
 
+With peers (:mod:`shoal.data.peers`), a copy comes from the host that owns the shard, and only that host reads
+its storage. A host keeps room for the shards that it owns, and others use what is left.
+
 Without room, shards are read from their storage, which is slower but never wrong; this is counted, and
 reported once.
 """
@@ -28,13 +31,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from shoal.atomic_io import PARTIAL, open_private_folder, publish, take_lock
 from shoal.data.manifest import ShardFile
-from shoal.errors import UsageError
+from shoal.data.peers import Peer, PeerError, PeerReader, Peers
+from shoal.errors import ShoalError, UsageError
 
 Parts = Callable[[], Iterable[bytes | memoryview]]
 """Starts reading the original of a file, in order."""
@@ -57,6 +62,8 @@ class CacheConfig:
     """Evict the least recently used copy to make room for the next shard. Right for a block shuffle, which
     goes from shard to shard; with a full shuffle each image would copy a whole shard, so what does not fit is
     better read from its storage."""
+    peers: Peers | None = None
+    """Hosts with caches of the same data, from which copies come. Default: none."""
 
     def __post_init__(self) -> None:
         if self.num_bytes < 1:
@@ -73,13 +80,21 @@ class CacheCounts:
     """Shards for which there was no room; each counts once, with ``evict`` each time."""
     num_read_in_place: int = 0
     """Reads that the cache could not serve."""
+    peer_bytes: int = 0
+    """Bytes of copies from other hosts."""
+    storage_bytes: int = 0
+    """Bytes of copies from the storage."""
 
 
 class ShardCache:
     """Maps copies of shards into memory, and makes them. Threads may share it, processes may not."""
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, own: Iterable[ShardFile] = ()) -> None:
         """Open the folder of the cache, or create it.
+
+        Args:
+            config: location and size.
+            own: files that this host keeps for its peers; others leave room for them.
 
         Raises:
             UsageError: it cannot be made or written, belongs to another user, or others may write to it.
@@ -89,6 +104,8 @@ class ShardCache:
         self.counts = CacheCounts()
         self._maps: dict[str, memoryview] = {}
         self._declined: set[str] = set()
+        self._peers = PeerReader(config.peers) if config.peers else None
+        self._own = {file.copy_name: file.num_bytes for file in own}
         self._lock = threading.Lock()
         self._changed_ns = 0
         try:
@@ -115,7 +132,7 @@ class ShardCache:
             self._forget_evicted()
         data = self._maps.get(name)
         if data is None and name not in self._declined:
-            data = self._get(file, parts)
+            data = self._mapped(file, parts)
         if data is None:
             with self._lock:
                 self.counts.num_read_in_place += 1
@@ -125,23 +142,65 @@ class ShardCache:
                 os.utime(self._folder / name, ns=(now, now))
         return data
 
-    def _get(self, file: ShardFile, parts: Parts) -> memoryview | None:
+    @property
+    def peer_problems(self) -> Mapping[tuple[str, str], int]:
+        """Number of failures of peers, by the host's name and their kind."""
+        return self._peers.problems if self._peers else {}
+
+    def find(self, file: ShardFile) -> BinaryIO | None:
+        """Open the copy of a file for reading; return ``None`` if there is none. Raises ``OSError``."""
+        return _opened(self._folder / file.copy_name, file.num_bytes)
+
+    def find_partial(self, file: ShardFile) -> BinaryIO:
+        """Open a copy that is being made: it has its full size at once. Raises ``OSError``."""
+        return (self._folder / f"{file.copy_name}{PARTIAL}").open("rb")
+
+    def get(self, file: ShardFile, parts: Parts) -> BinaryIO | None:
+        """Open the copy of a file, which is made first if necessary; return ``None`` without room.
+
+        Raises:
+            ShoalError: the original differs from the manifest, or cannot be read.
+        """
         name = file.copy_name
         path = self._folder / name
         try:
+            if (copy := self.find(file)) is None and self._peers is not None:
+                copy = self._held(self._peers, file)
+            if copy is not None:
+                return copy
             with _locked(_lock_of(path)):
-                if name in self._maps or name in self._declined:
-                    return self._maps.get(name)  # another thread was first
-                data = _mapped(path, file.num_bytes)
-                if data is None and self._has_room_and_fills(path, file, parts):
-                    data = _mapped(path, file.num_bytes)
+                copy = self.find(file)  # another one may have been first
+                if copy is None and name not in self._declined:
+                    copy = self.find(file) if self._has_room_and_fills(path, file, parts) else None
+                return copy
         except OSError as error:
             self._decline(name, error.strerror or str(error))
             return None
-        if data is not None:
-            with self._lock:
-                self._maps[name] = data
+
+    def _mapped(self, file: ShardFile, parts: Parts) -> memoryview | None:
+        copy = self.get(file, parts)
+        if copy is None:
+            return None
+        if not file.num_bytes:
+            copy.close()
+            return memoryview(b"")
+        with copy, self._lock:
+            data = self._maps.get(file.copy_name)
+            if data is None:
+                mapped = mmap.mmap(copy.fileno(), file.num_bytes, access=mmap.ACCESS_READ)
+                data = self._maps[file.copy_name] = memoryview(mapped)
         return data
+
+    def _held(self, reader: PeerReader, file: ShardFile) -> BinaryIO | None:
+        """Let this host's own server make the copy of a file that it owns, once for all who ask."""
+        owner = next(iter(reader.usable(file)), None)
+        if owner is None or owner.name != reader.peers.own:
+            return None
+        try:
+            reader.hold(owner, file)
+        except PeerError as error:
+            reader.note(owner, error)
+        return self.find(file)
 
     def _has_room_and_fills(self, path: Path, file: ShardFile, parts: Parts) -> bool:
         """Copy a shard, unless the limit forbids it. Raises ``OSError`` if the disk does."""
@@ -151,14 +210,16 @@ class ShardCache:
             with _locked(self._folder / ".lock"):
                 partial.unlink(missing_ok=True)  # of a process that was killed: its lock is ours
                 path.unlink(missing_ok=True)  # if it is there, it is not the copy
-                reason = self._why_no_room(num_bytes)
+                reason = self._why_no_room(file)
                 if reason is None:
                     with partial.open("wb") as opened:
                         os.posix_fallocate(opened.fileno(), 0, num_bytes)
             if reason is not None:
                 self._decline(path.name, reason)
                 return False
-            _fill(partial, file, parts)
+            is_from_peer = self._fill_from_peers(partial, file)
+            if not is_from_peer:
+                _fill(partial, file, parts)
             publish(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -166,16 +227,46 @@ class ShardCache:
             raise
         with self._lock:
             self.counts.num_filled += 1
+            if is_from_peer:
+                self.counts.peer_bytes += num_bytes
+            else:
+                self.counts.storage_bytes += num_bytes
         return True
 
-    def _why_no_room(self, num_bytes: int) -> str | None:
+    def _fill_from_peers(self, partial: Path, file: ShardFile) -> bool:
+        """Copy a shard from the first peer that gives its bytes; return whether one did."""
+        reader = self._peers
+        if reader is None:
+            return False
+
+        def parts_of(peer: Peer) -> Parts:
+            return lambda: reader.parts(peer, file)
+
+        for peer in reader.usable(file):
+            if peer.name == reader.peers.own:
+                continue  # it was asked before
+            try:
+                _fill(partial, file, parts_of(peer))
+                return True
+            except PeerError as error:
+                reader.note(peer, error)
+            except ShoalError as error:
+                reader.note(peer, PeerError("sent wrong bytes", str(error)))
+        return False
+
+    def _why_no_room(self, file: ShardFile) -> str | None:
         """Make room if ``evict`` allows it; return the reason if there is none. Holds the folder's lock."""
-        limit = self.config.num_bytes
+        limit, num_bytes = self.config.num_bytes, file.num_bytes
         if num_bytes > limit:
             return f"a shard of {num_bytes:,} bytes is more than its limit of {limit:,}"
         used = _remove_abandoned(self._folder)
         copies = sorted(_entries(self._folder))
+        if file.copy_name not in self._own:
+            limit = max(0, limit - sum(self._own.values()))  # the rest is for the shards that this host owns
+            copies = [copy for copy in copies if copy[2].name not in self._own]
         used += sum(size for _, size, _ in copies)
+        if num_bytes > limit:
+            return f"its limit of {self.config.num_bytes:,} bytes is for the shards that this host owns"
         if used + num_bytes > limit and not self.config.evict:
             return f"its limit of {limit:,} bytes is reached"
         for _, size, path in copies:
@@ -215,15 +306,16 @@ class ShardCache:
             )
 
 
-def _mapped(path: Path, num_bytes: int) -> memoryview | None:
-    """Map a copy of ``num_bytes``; return ``None`` if there is none. Raises ``OSError``."""
+def _opened(path: Path, num_bytes: int) -> BinaryIO | None:
+    """Open a copy of ``num_bytes``; return ``None`` if there is none. Raises ``OSError``."""
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != num_bytes:
-                return None
-            return memoryview(mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ))
+        file = path.open("rb")
     except FileNotFoundError:
         return None
+    if os.fstat(file.fileno()).st_size == num_bytes:
+        return file
+    file.close()
+    return None
 
 
 def _fill(partial: Path, file: ShardFile, parts: Parts) -> None:
@@ -232,6 +324,7 @@ def _fill(partial: Path, file: ShardFile, parts: Parts) -> None:
     with partial.open("r+b") as opened:
         for part in parts():
             opened.write(part)
+            opened.flush()  # the server of shards passes it on
             digest.update(part)
             num_bytes += len(part)
         opened.flush()

@@ -230,6 +230,11 @@ class PreparedManifest(Generic[Shard]):
             )
         return self.splits[split]
 
+    def files(self, *suffixes: str) -> list[ShardFile]:
+        """Return the files with these suffixes of all splits' shards."""
+        shards = [shard for split in self.splits.values() for shard in split]
+        return [shard.file(suffix) for shard in shards for suffix in suffixes]
+
     def save(self, directory: Path) -> None:
         """Write ``manifest.json``, atomically; it must be the last file to be written.
 

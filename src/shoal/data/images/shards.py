@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -201,7 +201,9 @@ class ImageShards:
                 f"verify='checksums' of {location} would fetch every shard; leave it out: shards are "
                 "compared with their checksums when they enter the cache"
             )
-        self._cache = ShardCache(cache) if cache else None
+        peers = cache.peers if cache else None
+        own = peers.own_files(self.manifest.files(TAR)) if peers else []
+        self._cache = ShardCache(cache, own) if cache else None
         counts = [info.num_images for info in self.shards]
         self.first_images: Int64Array = np.cumsum([0, *counts], dtype=np.int64)
         """Number of the first image of each shard, and the number of all images, ``[shards + 1]``."""
@@ -264,6 +266,11 @@ class ImageShards:
     def cache_counts(self) -> CacheCounts | None:
         """Counts of the cache in this process, or ``None`` without a cache."""
         return self._cache.counts if self._cache else None
+
+    @property
+    def cache_problems(self) -> Mapping[tuple[str, str], int]:
+        """Number of failures of peers in this process, by the host's name and their kind."""
+        return self._cache.peer_problems if self._cache else {}
 
     def _record(self, number: int) -> tuple[int, Any]:
         if not 0 <= number < len(self):

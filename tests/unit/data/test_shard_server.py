@@ -1,0 +1,409 @@
+"""Peers that keep shards for each other: real servers, an object store that counts, and peers that fail."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from benchmarks.object_store import ObjectStore
+
+from shoal.data import peers
+from shoal.data.cache import OWN_FOLDER, CacheConfig
+from shoal.data.images.shards import ImageShards
+from shoal.data.peers import DONE, FRAME, PROTOCOL, Peer, PeerError, PeerReader, Peers
+from shoal.env import proof
+from shoal.errors import ShoalError
+from synthetic_images import random_images, write_images
+
+IMAGES = random_images(40)
+NUM_SHARDS = 8
+SECRET = "the secret of the peers' tests"
+SECRET_BYTES = SECRET.encode()
+LOCATION = "s3://bucket/set"
+PATIENT = 600.0
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path):
+    """An object store with the shards, which counts; boto3 and the servers find it."""
+    write_images(tmp_path / "origin", IMAGES, num_shards=NUM_SHARDS)
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "absent"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "made")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("SHOAL_SECRET", SECRET)
+    store = ObjectStore(tmp_path / "origin")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
+    thread = threading.Thread(target=store.serve_forever)
+    thread.start()
+    yield store
+    store.shutdown()
+    thread.join()
+    store.server_close()
+
+
+class Job:
+    """Hosts of a job on this machine, each with a cache of its own and perhaps a server."""
+
+    def __init__(self, folder, num_bytes=1 << 20):
+        self.folder, self.num_bytes = folder, num_bytes
+        self.processes = {}
+        self.hosts = ()
+
+    def start(self, names, others=()):
+        for name in names:
+            command = [sys.executable, "-m", "shoal.data.shard_server", "--address", "127.0.0.1"]
+            self.processes[name] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        ports = {name: int(process.stdout.readline()) for name, process in self.processes.items()}
+        ports.update(others)
+        self.hosts = tuple(
+            Peer(name=name, address="127.0.0.1", port=port, num_bytes=self.num_bytes)
+            for name, port in sorted(ports.items())
+        )
+        for name, process in self.processes.items():
+            settings = {
+                "kind": "images",
+                "location": LOCATION,
+                "directory": str(self.folder / name),
+                "num_bytes": self.num_bytes,
+                "evict": False,
+                "hosts": [vars(peer) for peer in self.hosts],
+                "own": name,
+            }
+            process.stdin.write(json.dumps(settings) + "\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline()) == {"problem": ""}
+
+    def peers(self, own, **options):
+        return Peers(hosts=self.hosts, own=own, **{"stall_s": PATIENT, **options})
+
+    def shards(self, own, **options):
+        config = CacheConfig(
+            directory=self.folder / own, num_bytes=self.num_bytes, peers=self.peers(own, **options)
+        )
+        return ImageShards(LOCATION, "train", cache=config)
+
+    def copies(self, own):
+        return sorted(path.name[:11] for path in (self.folder / own / OWN_FOLDER).glob("*.tar"))
+
+    def end(self):
+        for process in self.processes.values():
+            process.send_signal(signal.SIGCONT)
+            process.stdin.close()
+            process.wait(60)
+            process.stdout.close()
+
+
+@pytest.fixture
+def job(store, tmp_path):
+    job = Job(tmp_path / "hosts")
+    yield job
+    job.end()
+
+
+def all_bytes(shards):
+    return [bytes(shards.read(number)) for number in range(len(shards))]
+
+
+def sizes(folder):
+    return {path.name: path.stat().st_size for path in folder.glob("*.tar")}
+
+
+def tars(store):
+    return {name: count for name, count in store.sent.items() if name.endswith(".tar")}
+
+
+def owned_by(job, shards, name):
+    return {info.name for info in shards.shards if job.peers(name).own_files([info.file("tar")])}
+
+
+def test_the_storage_is_read_once_for_all_hosts(store, job):
+    job.start("abc")
+    opened = [job.shards(own) for own in "abc" for _ in range(2)]  # two workers a host
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(all_bytes, opened)) == [IMAGES] * 6
+    assert tars(store) == sizes(store.folder)
+    everything = sum(tars(store).values())
+    for own in "abc":
+        assert len(job.copies(own)) == NUM_SHARDS
+    assert sum(shards.cache_counts.storage_bytes for shards in opened) == 0  # the servers read it
+    size_of, foreign = sizes(store.folder), []
+    for own, shards in zip("abc", opened[::2], strict=True):
+        foreign.append(everything - sum(size_of[f"{name}.tar"] for name in owned_by(job, shards, own)))
+    by_host = [sum(s.cache_counts.peer_bytes for s in opened[i : i + 2]) for i in (0, 2, 4)]
+    assert by_host == foreign
+    assert not any(shards.cache_problems for shards in opened)
+
+
+def test_the_shards_of_a_killed_host_are_read_once_more(store, job):
+    job.start("abc")
+    assert all_bytes(job.shards("a")) == IMAGES
+    lost = owned_by(job, job.shards("a"), "b")
+    assert lost
+    job.processes["b"].kill()
+    job.processes["b"].wait()
+    for copy in (job.folder / "a" / OWN_FOLDER).glob("*.tar"):
+        copy.unlink()  # else a would have given them
+    opened = [job.shards(own) for own in "ac"]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(all_bytes, opened)) == [IMAGES] * 2
+    own_of_a = owned_by(job, opened[0], "a")
+    expected = {
+        name: size * (2 if name[:11] in lost | own_of_a else 1) for name, size in sizes(store.folder).items()
+    }
+    assert tars(store) == expected
+    assert {problem for shards in opened for problem in shards.cache_problems} == {("b", "does not answer")}
+
+
+def test_a_stopped_host(store, job, capfd):
+    job.start("b")
+    job.processes["b"].send_signal(signal.SIGSTOP)
+    shards = job.shards("a", stall_s=1.0)
+    assert all_bytes(shards) == IMAGES
+    assert tars(store) == sizes(store.folder)
+    assert set(shards.cache_problems) == {("b", "does not answer")}
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("shards of host b (127.0.0.1:") and "nothing came for 1 s" in line
+
+
+def test_this_hosts_own_server_is_stopped(store, job):
+    job.start("ab")
+    job.processes["a"].send_signal(signal.SIGSTOP)
+    shards = job.shards("a", stall_s=1.0)
+    assert all_bytes(shards) == IMAGES
+    assert ("a", "does not answer") in shards.cache_problems
+
+
+# ---- peers that lie -------------------------------------------------------------------------------------
+
+
+class FakePeer:
+    """A peer with the job's secret, and answers of its own."""
+
+    def __init__(self, folder, answer, secret=SECRET_BYTES):
+        self.folder = folder
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.listener = proof.ProvedListener(
+            listener, PROTOCOL, secret, lambda link: self.serve(link, answer)
+        )
+        self.port = self.listener.port
+        self.listener.start()
+
+    def serve(self, link, answer):
+        _, name, _, size = proof.receive(link)
+        data = (self.folder / f"{name.decode()[:11]}.tar").read_bytes()[: int(size)]
+        answer(link, data)
+
+
+def framed(*frames):
+    """Answers with frames of these lengths and bytes, which functions make of the shard's bytes."""
+
+    def answer(link, data):
+        proof.send(link, [b"ok", b"ready"])
+        for make in frames:
+            link.sendall(make(data))
+
+    return answer
+
+
+def whole(data):
+    return FRAME.pack(len(data)) + data
+
+
+def flipped(data):
+    return FRAME.pack(len(data)) + data[:700] + bytes([data[700] ^ 1]) + data[701:]
+
+
+def done(data):
+    return FRAME.pack(DONE)
+
+
+def drip(link, data):
+    proof.send(link, [b"ok", b"ready"])
+    with contextlib.suppress(OSError):
+        for byte in data:
+            link.sendall(FRAME.pack(1) + bytes([byte]))
+            time.sleep(0.01)
+
+
+LIES = {
+    "flipped bits": (framed(flipped, done), "sent wrong bytes"),
+    "nothing": (framed(done), "sent wrong bytes"),
+    "short": (framed(lambda data: whole(data[:-1]), done), "sent wrong bytes"),
+    "long": (framed(lambda data: whole(data + b"x"), done), "sent wrong bytes"),
+    "twice": (framed(whole, whole, done), "sent wrong bytes"),
+    "huge frame": (framed(lambda data: FRAME.pack(0xFFFFFFF0)), "sent wrong bytes"),
+    "cut": (framed(lambda data: FRAME.pack(len(data)) + data[:100]), "does not answer"),
+    "no answer": (lambda link, data: link.close(), "does not answer"),
+    "refusal": (lambda link, data: proof.send(link, [b"no", b"\x1b[31m" + b"x" * 200]), "refused"),
+    "other words": (lambda link, data: proof.send(link, [b"yes"]), "refused"),
+    "drip": (drip, "is slow"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_peer_that_lies(lie, store, job, capfd, monkeypatch):
+    monkeypatch.setattr(peers, "_READY_S", 0.2 if lie == "drip" else PATIENT)
+    answer, problem = LIES[lie]
+    fake = FakePeer(store.folder, answer)
+    job.start("", {"b": fake.port})
+    shards = job.shards("a")
+    assert all_bytes(shards) == IMAGES
+    assert ("b", problem) in shards.cache_problems
+    assert tars(store) == sizes(store.folder)
+    errors = capfd.readouterr().err
+    assert f"shards of host b (127.0.0.1:{fake.port}): it {problem}" in errors and "\x1b" not in errors
+    for copy in (job.folder / "a" / OWN_FOLDER).glob("*.tar"):
+        assert copy.read_bytes() == (store.folder / f"{copy.name[:11]}.tar").read_bytes()
+    fake.listener.close()
+
+
+@pytest.mark.parametrize("secret", [None, b"another secret of some job"])
+def test_a_peer_without_the_secret(secret, store, job):
+    fake = FakePeer(store.folder, framed(whole, done), secret)
+    job.start("", {"b": fake.port})
+    shards = job.shards("a")
+    assert all_bytes(shards) == IMAGES
+    assert set(shards.cache_problems) == {("b", "is not of this job")}
+    assert tars(store) == sizes(store.folder)  # not a byte was taken from it
+    fake.listener.close()
+
+
+def test_a_client_without_the_secret_gets_nothing(store, job, monkeypatch):
+    job.start("ab")
+    file = job.shards("a").shards[0].file("tar")
+    monkeypatch.setenv("SHOAL_SECRET", "another secret of some job")
+    reader = PeerReader(job.peers("a"))
+    with pytest.raises(PeerError, match="is not of this job: another secret"):
+        list(reader.parts(job.hosts[1], file))
+    assert tars(store) == {}
+
+
+def test_requests_that_are_malformed(store, job):
+    job.start("ab")
+    file = job.shards("a").shards[0].file("tar")
+    peer, name, size = job.hosts[0], file.copy_name.encode(), b"%d" % file.num_bytes
+    requests = {
+        (b"get", b"../../etc/passwd", b"0", b"10"): b"no such shard is in the manifest",
+        (b"get", b"manifest.json", b"0", b"10"): b"no such shard is in the manifest",
+        (b"put", name, b"0", b"10"): b"no such shard is in the manifest",
+        (b"get", name): b"no such shard is in the manifest",
+        (b"get", name, b"1", size): b"the shard ends before",
+        (b"get", name, b"-1", b"10"): b"the shard ends before",
+        (b"get", name, b"x", b"10"): None,
+        (b"get", name * 100, b"0", b"10"): None,
+    }
+    for request, reason in requests.items():
+        with socket.create_connection((peer.address, peer.port), timeout=PATIENT) as link:
+            proof.prove(link, PROTOCOL, SECRET.encode(), time.monotonic() + PATIENT)
+            proof.send(link, request)
+            if reason is None:
+                with contextlib.suppress(ConnectionResetError):
+                    assert link.recv(1) == b""  # it has closed
+            else:
+                assert proof.receive(link) == [b"no", reason]
+    assert all_bytes(job.shards("a")) == IMAGES
+
+
+def test_a_range_of_a_shard(store, job):
+    job.start("ab")
+    file = job.shards("a").shards[0].file("tar")
+    data = (store.folder / file.name).read_bytes()
+    reader = PeerReader(job.peers("a"))
+    for _ in range(2):  # while it is filled, and from the copy
+        parts = reader._received(job.hosts[0], file, 513, 1_000)
+        assert b"".join(map(bytes, parts)) == data[513:1513]
+
+
+# ---- a storage that fails, and caches without room ------------------------------------------------------
+
+
+def test_a_storage_that_fails_for_a_while(store, job):
+    def fault(name, number, data):
+        if name.endswith(".tar") and number == 0:
+            return 503, b"<Error><Code>SlowDown</Code></Error>", 36
+        if name.endswith(".tar") and number == 1:
+            return 200, data, len(data) // 2
+        return 200, data, len(data)
+
+    store.fault = fault
+    job.start("ab")
+    opened = [job.shards(own) for own in "ab"]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(all_bytes, opened)) == [IMAGES] * 2
+    assert {store.gets[f"train-{number:05d}.tar"] for number in range(NUM_SHARDS)} == {3}
+    assert not any(shards.cache_problems for shards in opened)
+
+
+def test_an_object_that_has_changed_is_never_used(store, job):
+    job.start("ab")
+    opened = [job.shards(own) for own in "ab"]
+    changed = store.folder / "train-00003.tar"
+    changed.write_bytes(bytes(changed.stat().st_size))
+    for shards in opened:
+        with pytest.raises(ShoalError, match=r"train-00003\.tar has the wrong checksum"):
+            all_bytes(shards)
+    for own in "ab":
+        assert "train-00003" not in job.copies(own)
+        assert not list((job.folder / own / OWN_FOLDER).glob("*.partial"))
+    kinds = {kind for shards in opened for _, kind in shards.cache_problems}
+    assert kinds == {"refused"}  # the peers said so themselves
+
+
+def test_a_host_keeps_room_for_its_own_shards(store, job):
+    largest = max(sizes(store.folder).values())
+    job.num_bytes = (NUM_SHARDS - 2) * largest
+    job.start("ab")
+    opened = [job.shards(own) for own in "ab"]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(all_bytes, opened)) == [IMAGES] * 2
+    for own, shards in zip("ab", opened, strict=True):
+        assert owned_by(job, shards, own) <= set(job.copies(own))
+        assert len(job.copies(own)) == NUM_SHARDS - 2
+
+
+def test_a_cache_without_room(store, job, capfd):
+    job.num_bytes = 100
+    job.start("ab")
+    shards = job.shards("a")
+    assert all_bytes(shards) == IMAGES
+    assert job.copies("a") == job.copies("b") == []
+    assert "a shard of" in capfd.readouterr().err
+
+
+def test_a_shard_is_passed_on_while_it_is_filled(store, job):
+    """The storage gives the second part when the peer has the first."""
+    images = [os.urandom(3 << 20) for _ in range(4)]
+    for path in store.folder.iterdir():
+        path.unlink()
+    write_images(store.folder, images)
+    has_first, job.num_bytes = threading.Event(), 1 << 26
+
+    def fault(name, number, data):
+        if name.endswith(".tar") and len(data) < 8 << 20:
+            has_first.wait(60)
+        return 200, data, len(data)
+
+    store.fault = fault
+    job.start("ab")
+    file = job.shards("a").shards[0].file("tar")
+    (owner,) = [peer for peer in job.hosts if peer == job.peers("a").owners(file)[0]]
+    received = bytearray()
+    for part in PeerReader(job.peers("a")).parts(owner, file):
+        received += part
+        assert has_first.is_set() or len(received) <= 8 << 20
+        if len(received) == 8 << 20:
+            has_first.set()
+    assert received == (store.folder / file.name).read_bytes()
