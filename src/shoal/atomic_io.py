@@ -33,6 +33,7 @@ TO_UTF8 = "convert the file from its encoding, such as Windows': iconv -f WINDOW
 
 _BUFFER_BYTES = 1 << 20
 _HEAD_BYTES = 64 << 10
+_SAMPLE_BYTES = 512
 _ORDER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",  # before that of UTF-16, which it begins with
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -57,6 +58,9 @@ _ARCHIVES = {
     b"\x89HDF": "an HDF5 file",
     b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
+    b"\xff\xff\xff\xff": "an Arrow stream, as datasets saves it",
+    b"ORC": "an ORC file",
+    b"Obj\x01": "an Avro file",
     b"SQLite format 3": "a database of SQLite",
     b"{\\rtf": "an RTF document",
     b"\xd0\xcf\x11\xe0": "a document of Microsoft Office",
@@ -214,7 +218,19 @@ def archive_of(head: bytes) -> str:
         return "a tar"
     if _CPIO.match(head):
         return "a cpio archive"
-    return next((words for magic, words in _ARCHIVES.items() if head.startswith(magic)), "")
+    known = next((words for magic, words in _ARCHIVES.items() if head.startswith(magic)), "")
+    return known or ("binary data" if _is_binary(head[:_SAMPLE_BYTES]) else "")
+
+
+def _is_binary(head: bytes) -> bool:
+    """Return whether bytes have nulls and are of no encoding: UTF-8 may have either, other text no nulls."""
+    if b"\0" not in head or wide_encoding(head):
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def _is_old_tar(head: bytes) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.atomic_io import read_text, take_lock, wide_encoding
+from shoal.atomic_io import archive_of, read_text, take_lock, wide_encoding
 from shoal.errors import ShoalError, UsageError
 
 
@@ -77,3 +77,19 @@ def test_wide_text_is_known_with_and_without_a_mark(tmp_path: Path, encoding: st
 )
 def test_other_text_is_not_taken_for_wide(data: bytes) -> None:
     assert wide_encoding(data) == ""
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (b"\xff\xff\xff\xff\x10\0\0\0", "an Arrow stream, as datasets saves it"),
+        (b"Obj\x01\x04\x14avro.codec", "an Avro file"),
+        (b"ORC\x0a\x00", "an ORC file"),
+        (b"\x7fELF\x02\x01\x01" + bytes(9) + b"\xe8\x03", "binary data"),
+        (b"RIFF\x24\x80\0\0WAVEfmt \x10\0\0\0\xff\xfe", "binary data"),
+        ("Ships\0 \u2013 ".encode() * 60, ""),  # UTF-8 may have nulls; its sample ends inside a character
+        (b"caf\xe9", ""),
+    ],
+)
+def test_binary_data_are_no_text(head: bytes, words: str) -> None:
+    assert archive_of(head) == words

@@ -186,7 +186,7 @@ def read_files(data: SquadDataConfig) -> "tuple[SquadData, SquadData]":
 
     path, held_out = required(data.path), required(data.eval)
     train = read_squad(path, purpose="train", bad=data.counter(path))
-    return train, read_squad(held_out, purpose="score", bad=data.counter(held_out))
+    return train, read_squad(held_out, purpose="evaluate", bad=data.counter(held_out))
 
 
 def _counts(file: "SquadFeatures") -> str:
@@ -367,7 +367,7 @@ def score_pretraining(config: SquadConfig, write: Callable[[Path], None], run: "
     if scores is None:
         return False
     path = required(config.data.eval)
-    held_out = read_squad(path, purpose="score", bad=config.data.counter(path))
+    held_out = read_squad(path, purpose="evaluate", bad=config.data.counter(path))
     run.evaluation("squad", scores, num_samples=len(held_out.questions))
     return True
 
@@ -543,7 +543,7 @@ class Answering(Use):
         from shoal.data.squad.dataset import read_squad
 
         path, rules = self.settings.data, self.settings.rules
-        data = read_squad(path, purpose="score", bad=self.settings.bad_entries(path))
+        data = read_squad(path, purpose="evaluate", bad=self.settings.bad_entries(path))
         return [data if rules == "auto" else replace(data, version=rules)]
 
     def scores(self, data: "SquadData", outputs: "Logits") -> str:

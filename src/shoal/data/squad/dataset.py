@@ -21,8 +21,9 @@ from shoal.data.text.rows import field_names, field_rows, json_rows
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
 
-Purpose = Literal["train", "score", "ask"]
-"""In training answers must stand at their place; scorers compare texts; a file to ask needs no answers."""
+Purpose = Literal["train", "evaluate", "score", "ask"]
+"""In training answers must stand at their place; others compare texts. Scores of a file of predictions need
+ids, as the evaluation of a model does not; a file to ask needs no answers."""
 Version = Literal["1.1", "2.0"]
 
 MISPLACED = "an answer that does not stand at its answer_start"
@@ -31,6 +32,8 @@ UNANSWERED = "a question without an answer whose is_impossible is false"
 NOT_SQUAD = "an entry of another form than SQuAD's"
 SAME_ID = "a question whose id another one has"
 
+_NO_ANSWER = {"text": "", "answer_start": -1}
+"""As some tools write that there is none."""
 _MOST_ODDS = 10**300
 """Larger whole numbers are no floats."""
 _SHOWN = 3
@@ -263,6 +266,8 @@ def _official(entry: Any, purpose: Purpose) -> Any:
             entry["answers"] = [{"text": text} for text in texts]
     if isinstance(entry.get("answers"), list):
         entry["answers"] = [_with_whole_start(one) for one in entry["answers"]]
+    if entry.get("is_impossible") is True and entry.get("answers") in ([_NO_ANSWER], [{"text": ""}]):
+        entry["answers"] = []
     if purpose == "ask":  # a question is asked whatever its answers are
         try:
             _check_shape(entry.get("answers", []), [_ANSWER], "", _OPTIONAL[purpose])
@@ -336,6 +341,7 @@ _QUESTION = {"id": (str, int), "question": str, "answers": [_ANSWER], "is_imposs
 _MAY_BE_NULL = ("id", "answers", "is_impossible")
 _OPTIONAL = {
     "train": ("id", "is_impossible"),
+    "evaluate": ("answer_start", "id", "is_impossible"),
     "score": ("answer_start", "is_impossible"),
     "ask": ("answer_start", "answers", "id", "is_impossible"),
 }

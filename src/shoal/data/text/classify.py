@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from shoal.atomic_io import read_text
-from shoal.data.bad_entries import NO_LABEL, OTHER_WIDTH, BadEntries, BadEntry, wrong_byte
+from shoal.data.bad_entries import NO_LABEL, NO_TEXT, OTHER_WIDTH, BadEntries, BadEntry, wrong_byte
 from shoal.data.text.rows import field_names, field_rows, json_rows, lines_of
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
@@ -42,12 +42,19 @@ _NO_CELL = frozenset(
 )
 """Cells of tables without a label: those that pandas, and datasets with it, read as missing by default."""
 _TABLES = (".csv", ".tsv")
+_SCORE = re.compile(r"-?\d*[.,]\d*[1-9]\d*|-?[\d.]+[eE][+-]?\d+|-?[\d.,]+ ?%")
+"""Numbers with a fraction or an exponent, and shares."""
 _AS_NUMBER = {"true": "1", "false": "0"}
 _MOST_UNIQUE = 20
 """Rows of which each may have a label of its own."""
 _DELIMITERS = ",;\t"
 """Characters that may end cells of ``.csv``: spreadsheets of many countries write semicolons."""
 _MOST_CELL = 1 << 28
+_MOST_SCORE = float(np.finfo(np.float32).max)
+_FIRST_LINE = (
+    " The first line must name the columns; cells of .tsv end in tabs, those of .csv in commas, semicolons "
+    "or tabs."
+)
 
 SCORE = ("score",)
 """The labels of a model that computes a score."""
@@ -170,7 +177,7 @@ def _refuse_no_classes(path: Path, labels: Sequence[str], num_rows: int) -> None
     That is, numbers with fractions, as STS-B's scores are (2.5, or 2,5), lists of labels, or as many
     different ones as there are rows, as in a column of ids.
     """
-    scores = [label for label in labels if re.fullmatch(r"-?\d*[.,]\d*[1-9]\d*", label)]
+    scores = [label for label in labels if _SCORE.fullmatch(label)]
     if scores:
         raise UsageError(
             f"{path}: labels such as {scores[0]} are scores, which `shoal finetune classify --data.scores` "
@@ -193,7 +200,8 @@ def _refuse_likes(path: Path, labels: Sequence[str]) -> None:
     """Raise if two labels of a file are likely one class, written in two ways."""
 
     def plain_form(label: str) -> str | Decimal:
-        text = unicodedata.normalize("NFKC", label).strip().casefold()
+        text = unicodedata.normalize("NFKC", label)
+        text = "".join(char for char in text if unicodedata.category(char) != "Cf").strip().casefold()
         text = _AS_NUMBER.get(text, text)
         return Decimal(text) if re.fullmatch(r"[+-]?[0-9]+(\.[0-9]*)?", text) else text
 
@@ -201,7 +209,7 @@ def _refuse_likes(path: Path, labels: Sequence[str]) -> None:
     for label in labels:
         if (other := first_of[plain_form(label)]) != label:
             raise UsageError(
-                f"{path}: the labels {other!r} and {label!r} differ in blanks, in capitals, or in the form "
+                f"{path}: the labels {other!a} and {label!a} differ in blanks, in capitals, or in the form "
                 "of a letter, a number or true and false; correct them, or if they are two classes, list "
                 "them with --labels"
             )
@@ -234,16 +242,21 @@ def read_scores(
     bad.check(len(examples))
     if not examples:
         raise UsageError(f"{path}: holds no example with a score")
+    if len(examples) > 1 and len({example.score for example in examples}) == 1:
+        raise UsageError(
+            f"{path}: each of the {len(examples):,} scores is {examples[0].score:g}, which marks texts "
+            "without one in many sets; name the column of the scores (--data.label), or another file"
+        )
     return ClassifyData(path=path, labels=tuple(labels), examples=tuple(examples), bad=bad)
 
 
 def _number(text: str) -> float | None:
-    """Return the finite number that a text is, ``None`` if it is none."""
+    """Return the number of 32 bits that a text is, ``None`` if it is none."""
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= _MOST_SCORE else None
 
 
 def read_texts(
@@ -340,8 +353,11 @@ def read_rows(path: Path, columns: Columns, bad: BadEntries) -> Iterator[tuple[s
     A label may be a text, a whole number, true or false. It is ``columns.unlabelled`` for null.
 
     Raises:
-        UsageError: the file cannot be read, a column is not there, or ``bad`` refuses a row.
+        UsageError: the file cannot be read, a column is not there, or has no text in any row, or ``bad``
+            refuses a row.
     """
+    blank: list[str] = []
+    num_rows = 0
     for location, names, entry in _entries(path, columns, bad):
         cells = [entry[name] for name in names]
         texts, label = (cells[:-1], _label_of(cells[-1], columns)) if columns.label else (cells, "")
@@ -352,9 +368,20 @@ def read_rows(path: Path, columns: Columns, bad: BadEntries) -> Iterator[tuple[s
             )
         elif not all(isinstance(text, str) for text in texts):
             value = next(text for text in texts if not isinstance(text, str))
-            bad.add(BadEntry("a row whose text is no string", f"{value!r:.60}"), location)
+            is_null = value is None or value != value  # pandas writes NaN for what is missing
+            kind = NO_TEXT if is_null else "a row whose text is no string"
+            bad.add(BadEntry(kind, "" if is_null else f"{value!r:.60}"), location)
         else:
+            num_rows += 1
+            if blank or num_rows == 1:
+                cells = [name for name, text in zip(names, texts, strict=False) if not text.strip()]
+                blank = cells if num_rows == 1 else [name for name in blank if name in cells]
             yield location, texts[0], texts[1] if len(texts) > 1 else None, label
+    if num_rows > 1 and blank:
+        raise UsageError(
+            f"{path}: the column {blank[0]!r} is empty in each of the {num_rows:,} rows; name another "
+            "column, or of single texts no second one"
+        )
 
 
 def _label_of(value: Any, columns: Columns) -> str | None:
@@ -430,7 +457,7 @@ def _json_rows(
     names: list[str] = []
     for _, location, entry in json_rows(path, bad):
         if not names:
-            _refuse_columns(f"{path}, {location}", entry)
+            _refuse_columns(f"{path}, {location}", entry, columns)
         try:
             names = _chosen(f"{path}, {location}", columns, entry)
         except UsageError:
@@ -442,11 +469,14 @@ def _json_rows(
             yield location, names, entry
 
 
-def _refuse_columns(source: str, entry: dict[str, Any]) -> None:
+def _refuse_columns(source: str, entry: dict[str, Any], columns: Columns) -> None:
     """Raise if an object is no row but holds all of them: columns, as of pandas, or a list under a key."""
-    if entry and all(isinstance(value, dict | list) for value in entry.values()):
+    holders = [name for name, value in entry.items() if isinstance(value, dict | list)]
+    lists = [entry[name] for name in holders if isinstance(entry[name], list)]
+    has_rows = columns.first not in entry and any(rows and isinstance(rows[0], dict) for rows in lists)
+    if entry and (has_rows or len(holders) == len(entry)):
         raise UsageError(
-            f"{source}: the object has all rows in {', '.join(map(repr, list(entry)[:5]))}; write an object "
+            f"{source}: the object has all rows in {', '.join(map(repr, holders[:5]))}; write an object "
             'on each line, as DataFrame.to_json(..., orient="records", lines=True), or one array of objects'
         )
 
@@ -464,11 +494,14 @@ def _table_rows(
         raise UsageError(f"{path}: its lines end in CR alone; convert them, as by `tr '\\r' '\\n'`")
     if wrong := wrong_byte(header):
         raise UsageError(f"{path}, line 1: a name of a column is {wrong.args[0]}: {wrong.args[1]}")
-    names = _chosen(f"{path}, line 1", columns, header)
+    names = _chosen(f"{path}, line 1", columns, header, remedy=_FIRST_LINE)
     num_quoted = num_rows = 0
     for number, parts in numbered:
         num_rows += 1
         num_quoted += any(map(_is_quoted, parts))
+        if parts == header:  # files that were put together
+            bad.add(BadEntry("a line that repeats the names of the columns", ""), f"line {number}")
+            continue
         if len(parts) != len(header):
             bad.add(BadEntry(OTHER_WIDTH, f"{len(parts)} for {len(header)}"), f"line {number}")
             continue
@@ -489,7 +522,7 @@ def _is_quoted(cell: str) -> bool:
     return cell.count('"') % 2 == 1 or (len(cell) > 1 and cell[0] == cell[-1] == '"')
 
 
-def _chosen(source: str, columns: Columns, present: Collection[str]) -> list[str]:
+def _chosen(source: str, columns: Columns, present: Collection[str], *, remedy: str = "") -> list[str]:
     """Return the column names of the texts and of the label, if any, after checking that they exist."""
     present = list(present)
     label = next((name for name in columns.label if name in present), next(iter(columns.label), None))
@@ -497,8 +530,8 @@ def _chosen(source: str, columns: Columns, present: Collection[str]) -> list[str
     for name in names:
         if name not in present:
             raise UsageError(
-                f"{source}: there is no column {name!r}, only {', '.join(map(repr, present))}."
-                f"{did_you_mean(name, present)}"
+                f"{source}: there is no column {name!r}, only {', '.join(map(repr, present))}; name one that "
+                f"is there.{did_you_mean(name, present)}{remedy}"
             )
         if present.count(name) > 1:
             raise UsageError(f"{source}: there are several columns {name!r}; rename all but one")

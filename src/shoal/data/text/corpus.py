@@ -67,6 +67,11 @@ _TABLES = (".csv", ".tsv")
 MAX_ARTICLE_BYTES = 64 << 20
 """Limit of an article: bounds memory, and a file without line ends is most likely a mistake."""
 
+_ROWS = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*\"")
+"""Beginning of rows in JSON."""
+_MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<((!doctype|html|\?xml|docs?|feed|rss|tei)\b[^>]*)>", re.IGNORECASE)
+"""Beginning of a text whose tags are no text: pages of the web, XML, articles as of WikiExtractor."""
+
 _PEEK_BYTES = 64 << 10
 _TITLE = re.compile(rb"^ ?= [^=\s](?:[^\n]*[^=\s])? = ?\r?$", re.MULTILINE)
 _HEADING = re.compile(r"^\s*(?P<bars>=(?: ?=)*) (?P<title>.*?) (?P=bars)\s*$")
@@ -118,13 +123,13 @@ def find_files(sources: Sequence[str], form: Format | Literal["auto"]) -> list[S
     """Return the files of ``sources`` (files, directories or globs) in reading order, empty ones left out.
 
     A source of rows may end in ``:FIELD``, and ``hf:NAME`` is a data set (``hub``), read when it is unpacked.
-    ``auto`` goes by suffixes for ``jsonl`` and ``parquet``, and knows ``mediawiki`` by its first element. It
-    reads a file with a WikiText title in its first 64 KiB as ``wikitext``, another that is named as such as
-    ``lines``, and those of a directory or glob as ``files``.
+    ``auto`` goes by suffixes for ``jsonl`` and ``parquet``, and knows ``mediawiki`` by its first element,
+    JSON by its first object. It reads a file with a WikiText title in its first 64 KiB as ``wikitext``,
+    another that is named as such as ``lines``, and those of a directory or glob as ``files``.
 
     Raises:
-        UsageError: a source does not exist, cannot be read, is a table in .csv or .tsv, or all of them hold
-            nothing.
+        UsageError: a source does not exist, cannot be read, is a table in .csv or .tsv, HTML or XML, or
+            all of them hold nothing.
     """
     if not sources:
         raise UsageError("no source is given; name files, directories, globs, or `builtin`")
@@ -184,9 +189,17 @@ def _examine(path: Path, form: Format | Literal["auto"], field: str, alone: bool
     except OSError as error:
         raise _unreadable(path, error) from error
     guess: Format = "wikitext" if _TITLE.search(head) else "lines" if alone else "files"
+    suffix = Path(plain).suffix.lower()
     if is_dump(head):
         guess = "mediawiki"
-    suffix = Path(plain).suffix.lower()
+    elif _ROWS.match(head):
+        guess = "jsonl"
+    elif form == "auto" and suffix not in _ROWS_OF and (markup := _MARKUP.match(head)):
+        tag = markup[2].decode(errors="replace")
+        raise UsageError(
+            f"{path}: begins with <{tag:.40}>, and its tags would become text; convert it to text "
+            "(WikiExtractor: --json), or take its lines as they are by --format lines"
+        )
     if form == "auto" and suffix in _TABLES:
         raise UsageError(
             f"{path}: of a table in {suffix} the column names, quotes and other columns would become text; "

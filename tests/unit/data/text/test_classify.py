@@ -103,7 +103,7 @@ def test_jsonl_single_texts_and_labels_of_the_file(tmp_path: Path) -> None:
         ("\n[1]\n", "x.jsonl", r"line that is no JSON object: 1 \(entry 1: 1\)"),
         ('{"label": \n', "x.jsonl", r"line that is not JSON: 1 \(line 1: "),
         ('{"label": "-", "sentence1": 1, "sentence2": ""}', "x.jsonl", r"text is no string: 1 \(line 1: 1\)"),
-        ('{"label": "-", "sentence1": "", "sentence2": null}', "x.jsonl", r"is no string: 1 \(line 1: None"),
+        ('{"label": "-", "sentence1": "", "sentence2": null}', "x.jsonl", r"text is null: 1 \(line 1\)"),
         ('{"label": [], "sentence1": "", "sentence2": ""}', "x.jsonl", r"whole number: 1 \(line 1: \[\]\)"),
     ],
 )
@@ -367,6 +367,19 @@ def test_decimals_of_parquet_are_numbers(tmp_path: Path) -> None:
             "version https://git-lfs.github.com/",
             r"pointer of Git LFS .*: git lfs pull",
         ),
+        ("x.csv", "a,label\nt,1e-3\nt,2e-3\nt,2e-3\n", r"labels such as 1e-3 are scores"),
+        ("x.csv", "a,label\nt,50%\nt,7%\nt,7%\n", r"labels such as 50% are scores"),
+        ("x.csv", "a,label\nt,yes\nt,no\nt,yes\u200b\n", r"labels 'yes' and 'yes\\u200b' differ in"),
+        (
+            "x.csv",
+            "a|label\nt|1\n",
+            r"only 'a\|label'; name one .* first line must name the columns; cells of",
+        ),
+        (
+            "x.json",
+            '{"v": 1, "rows": [{"a": "t", "label": 1}]}',
+            r"line 1: the object has all rows in 'rows'",
+        ),
         ("x.csv", "PK\x03\x04 and more", r"x.csv: its content is a zip and no text; unpack or convert it"),
         ("x.csv.gz", "", r"is known by the end of its name: .*; unpack compressed files"),
     ],
@@ -408,10 +421,40 @@ def test_scores_are_numbers_of_any_form(tmp_path: Path) -> None:
 
 
 def test_what_is_no_score_is_named(tmp_path: Path) -> None:
-    for value in ("high", True, "inf"):
+    for value in ("high", True, "inf", 1e300):
         path = write(tmp_path, a_line(label=value), "x.jsonl")
         with pytest.raises(UsageError, match=r"nothing can be used; .* whose score is no number: 1 \(line 1"):
             read_scores(path, Columns())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,label\n" + "t,-1\n" * 9, r"each of the 9 scores is -1, .*; name the column of the scores"),
+        ("a,label\n" + ",2.5\n,3.5\n", r"the column 'a' is empty in each of the 2 rows; name another"),
+    ],
+)
+def test_scores_and_texts_that_say_nothing_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_scores(write(tmp_path, text, "x.csv"), TEXTS)
+
+
+@pytest.mark.parametrize(("name", "end"), [("x.csv", ","), ("x.tsv", "\t")])
+def test_names_of_columns_between_rows_are_no_example(tmp_path: Path, name: str, end: str) -> None:
+    table = TABLE.replace(",", end)
+    plain = read_classify(write(tmp_path, table, name), TEXTS, labels=None)
+    data = read_classify(write(tmp_path, table * 3, name), TEXTS, labels=None)
+    assert data.labels == plain.labels and data.examples == plain.examples * 3
+    assert data.bad is not None
+    assert data.bad.counts == {"a line that repeats the names of the columns": 2}
+
+
+def test_rows_without_a_text_are_left_out_at_any_share(tmp_path: Path) -> None:
+    lines = [{"a": None if n % 2 else f"t {n}", "label": n % 4 // 2} for n in range(60)]
+    lines[1]["a"] = float("nan")  # of pandas
+    data = read_classify(write(tmp_path, json.dumps(lines), "x.json"), TEXTS, labels=None)
+    assert len(data.examples) == 30 and data.bad is not None
+    assert data.bad.counts == {"a row whose text is null": 30}
 
 
 def test_correlations_are_those_of_scipy() -> None:

@@ -51,6 +51,40 @@ def test_a_table_is_not_taken_for_lines(tmp_path: Path, name: str) -> None:
     assert [file.format for file in find_files([str(path)], "lines")] == ["lines"]
 
 
+@pytest.mark.parametrize("name", ["wiki_00", "a.txt"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_rows_of_json_are_known_by_their_content(tmp_path: Path, name: str, mark: str) -> None:
+    """WikiExtractor's ``--json`` names its files ``AA/wiki_00``."""
+    rows = [{"id": "1", "text": "One. Two."}, {"id": "2", "text": "Three."}]
+    for text in (mark + "".join(json.dumps(row) + "\n" for row in rows), mark + json.dumps(rows, indent=1)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        (file,) = find_files([str(tmp_path / name)], "auto")
+        assert file.format == "jsonl" and file.is_array == ("\n " in text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!DOCTYPE html>\n<p>One.</p>",
+        '\n<html lang="en"><p>One.</p>',
+        '<?xml version="1.0"?>\n<TEI>One.</TEI>',
+        '<doc id="12" url="https://en.wikipedia.org/wiki?curid=12" title="One">\nOne\n\nTwo.\n</doc>',
+        "<DOC>\n<DOCNO>1</DOCNO>\nOne.\n</DOC>",
+        "<feed>\n<doc><abstract>One.</abstract></doc>\n</feed>",
+    ],
+)
+def test_tags_do_not_become_text(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(
+        UsageError, match=r"a\.txt: begins with <.*>, and its tags would become .*--format lines"
+    ):
+        find_files([str(path)], "auto")
+    assert find_files([str(path)], "lines")[0].format == "lines"
+    path.write_text("<unk> One <s> two.\nThree.\n")  # as in texts of language models
+    assert find_files([str(path)], "auto")[0].format == "lines"
+
+
 def test_directory_is_sorted_and_each_file_an_article(tmp_path: Path) -> None:
     write(tmp_path / "b" / "2.txt", "Second.\n\nIts  other\nparagraph.\n")
     write(tmp_path / "a" / "9.txt", "First.")

@@ -123,7 +123,7 @@ def test_texts_and_their_targets_in_each_format(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(missing, tmp_path / "some.parquet")
     some = read_text_pairs(tmp_path / "some.parquet", source="from", target="to")
     assert len(some.examples) == 1 and some.bad is not None
-    assert some.bad.counts == {"a row whose text is no string": 1}
+    assert some.bad.counts == {"a row whose text is null": 1}
 
 
 def test_targets_are_cut_and_padded_to_those_of_the_batch(tmp_path: Path) -> None:
