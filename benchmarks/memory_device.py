@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shoal.comm import native_build
 from shoal.comm.collectives import collective
 from shoal.comm.devices import DeviceStream
-from shoal.comm.engine import CollectiveEngine, EngineOptions, Operation
+from shoal.comm.engine import CollectiveEngine, EngineOptions, Operation, SingleProcessEngine
 from shoal.comm.lane import Lane
 from shoal.comm.rendezvous import connect_engine
 from shoal.comm.routes import Route
@@ -360,7 +360,9 @@ class MemoryIntraHostGroup:
     """The ranks of one host, which reduce through shared memory in rank order, on their own engine."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
-        self._engine = connect_engine(store, rank, size, name, rank, timeout, EngineOptions())
+        self._engine: CollectiveEngine = SingleProcessEngine()
+        if size > 1:
+            self._engine = connect_engine(store, rank, size, name, rank, timeout, EngineOptions())
         self._timeout = timeout
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str) -> None:

@@ -27,6 +27,8 @@ from device_checks import (
     check_lost,
     check_messages,
     check_no_servers,
+    check_rails,
+    check_rails_of_one_rank,
     check_rounded,
     check_served,
     check_streams,
@@ -113,6 +115,14 @@ def test_servers_update_weights_that_stay_on_the_gpu(check: Any, tmp_path: Path)
 
 def test_servers_of_a_single_host_are_refused(tmp_path: Path) -> None:
     run_group(check_no_servers, 2, tmp_path, Gpu(), hosts=("a", "a"))
+
+
+# ---- several devices in a host, with one in each ----------------------------------------------------------
+
+
+def test_rails_of_a_device_in_each_host(tmp_path: Path) -> None:
+    run_group(check_rails, 2, tmp_path, Gpu(), 2, hosts=("a", "b"))
+    run_group(check_rails_of_one_rank, 1, tmp_path, Gpu())
 
 
 # ---- several devices ----------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -25,9 +27,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.engine import CommError
+from shoal.comm.collectives import collective
+from shoal.comm.cuda_device import CudaDevice
+from shoal.comm.devices import Device
+from shoal.comm.engine import CommError, SingleProcessEngine
 from shoal.comm.hooks import EightBitWire, bf16_wire
 from shoal.comm.native_group import python_group
+from shoal.comm.routes import HierarchicalRoutes, RankLayout
+from shoal.comm.staging import DeviceWork, Staging, Transfer
 from shoal.errors import UsageError
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
@@ -40,6 +47,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 CYCLES = 200_000_000
 """of a GPU's clock: about a tenth of a second"""
 SLEEP_S = 0.02
+LIMIT = timedelta(seconds=60)
 SERVED_BUFFER_BYTES = 8 * 16_384
 """The least buffer for weights on servers: a gradient and weights of one block."""
 
@@ -71,6 +79,9 @@ class Gpu:
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
+
+    def device(self) -> Device:
+        return CudaDevice(torch.device("cuda"))
 
     def block(self) -> Callable[[], object]:
         """Keep the current stream busy, at most until the returned function is called."""
@@ -133,6 +144,9 @@ class FakeGpu(Gpu):
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return self._device.on(stream)
+
+    def device(self) -> Device:
+        return MemoryDevice(seed=5)
 
     def _stream(self) -> Any:
         return self._device.current_stream()
@@ -267,6 +281,73 @@ def _check_uneven(rank: int, gpu: Gpu, size: int) -> None:
     wanted = [torch.full((count(each, rank),), 10.0 * each + rank) for each in range(size)]
     assert all(torch.equal(mine.cpu(), each) for mine, each in zip(got, wanted, strict=True))
     assert torch.equal(found.cpu(), torch.cat(wanted))
+
+
+# ---- several devices in a host ----------------------------------------------------------------------------
+
+
+def check_rails(rank: int, gpu: Gpu, size: int) -> None:
+    """Take the way of several GPUs in a host with one in each: the group inside the host has one rank."""
+    of_records = RankLayout.of
+    RankLayout.of = lambda *given: replace(of_records(*given), is_hierarchical=True)  # type: ignore[method-assign]
+    check_collectives(rank, gpu, size, True)
+
+
+class GroupOfOne:
+    """A process group of one rank, as staging uses it."""
+
+    def error(self) -> str | None:
+        return None
+
+    def abort(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def explain(self, problem: Exception) -> Exception:
+        return problem
+
+
+def check_rails_of_one_rank(rank: int, gpu: Gpu) -> None:
+    """Pass tensors through the group inside a host and a rail's engine: each result is what was given."""
+    device, group, store = gpu.device(), GroupOfOne(), dist.HashStore()
+    staging = Staging(device, group, num_buffers=2, buffer_bytes=gpu.piece_bytes)
+    inside = [
+        device.intra_host_group(dist.PrefixStore(side, store), 0, 1, LIMIT, side) for side in ("out", "back")
+    ]
+    routes = HierarchicalRoutes(
+        layout=RankLayout(((0,),), 0, True), rail=SingleProcessEngine(),
+        d2h_ranks=inside[0], h2d_ranks=inside[1], widen=True,
+    )  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for kind in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"):
+            source, wanted = gpu.put(part(3, dtype, gpu.count)), part(3, dtype, gpu.count)
+            in_place = kind in ("all_reduce", "reduce", "broadcast")
+            target = source if in_place else torch.zeros_like(source)
+            work = DeviceWork(device, kind, [target], group, lambda: None)
+            route = routes.route(collective(kind, source, target))
+            ready = device.current_stream().record_event()
+            staging.begin(Transfer(route=route, ready=ready, timeout_s=60, work=work, on_end=lambda: None))
+            work.wait(LIMIT)
+            assert torch.equal(target.cpu(), wanted), (kind, dtype)
+    counts = staging.lane.counters()
+    assert counts["chunks"] > 15 and counts["events"] <= 2 * counts["chunks"]
+    staging.stop()
+    for each in inside:
+        each.close()
+
+
+def check_rails_with_a_helper(rank: int, gpu: Gpu, size: int) -> None:
+    """Each rail's sums are made on the helper."""
+    small_pieces(num_bytes=gpu.piece_bytes)
+    with gpu.used(seed=rank):
+        tensor = gpu.put(part(rank, torch.float32, gpu.count))
+        dist.all_reduce(tensor)
+    assert torch.equal(
+        tensor.cpu(), torch.stack([part(each, torch.float32, gpu.count) for each in range(size)]).sum(0)
+    )
+    (side,) = shoal_group().device_groups.values()
+    assert side._hierarchical is not None
+    (rail,) = side._engines
+    assert rail.counters()["bytes_sent"] >= gpu.count * 4 // 2
 
 
 # ---- streams and graphs -------------------------------------------------------------------------------

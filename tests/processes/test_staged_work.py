@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.memory_device import runtime
+from comm_group import SECRET, HelperProcess
 from device_checks import (
     FakeGpu,
     check_bounded,
@@ -25,6 +26,9 @@ from device_checks import (
     check_lost,
     check_messages,
     check_no_servers,
+    check_rails,
+    check_rails_of_one_rank,
+    check_rails_with_a_helper,
     check_rounded,
     check_served,
     check_streams,
@@ -33,6 +37,7 @@ from device_checks import (
 from shoal_workers import exit_codes, run_group
 from staged_group import PYTHON_GROUP, device_of, staged
 from test_backend_work import raises
+from test_serve_metrics import scrape, value
 
 from shoal.comm.engine import CommError
 from shoal.errors import UsageError
@@ -113,6 +118,26 @@ def test_servers_update_weights_that_stay_on_the_device(check: Any, tmp_path: Pa
 
 def test_servers_of_a_single_host_are_refused(tmp_path: Path) -> None:
     run_group(check_no_servers, 2, tmp_path, FakeGpu(), hosts=("a", "a"), environment=PYTHON_GROUP)
+
+
+# ---- several devices in a host, with one in each ----------------------------------------------------------
+
+
+def test_rails_of_a_device_in_each_host(tmp_path: Path) -> None:
+    run_group(check_rails, 2, tmp_path, FakeGpu(), 2, hosts=("a", "b"), environment=PYTHON_GROUP)
+    run_group(check_rails_of_one_rank, 1, tmp_path, FakeGpu(), environment=PYTHON_GROUP)
+
+
+def test_each_rail_sums_on_the_helper(tmp_path: Path) -> None:
+    with HelperProcess("h0", arguments=("--metrics", "0")) as helper:
+        assert helper.process.stdout is not None
+        url = helper.process.stdout.readline().strip().partition(" at ")[2]
+        named = {"SHOAL_HELPERS": f"{helper.address}:{helper.port}*1.0", "SHOAL_SECRET": SECRET}
+        run_group(
+            check_rails_with_a_helper, 4, tmp_path, FakeGpu(), 4, hosts=tuple("aabb"),
+            environment={**PYTHON_GROUP, **named},
+        )  # fmt: skip
+        assert value(scrape(url), "summed_chunks") >= 2
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------
