@@ -21,21 +21,20 @@ MIB = 1 << 20
 def layout_of(row: Row, model: Workload, workers: Machines) -> Layout:
     """Return how the row's batch was spread, by its columns and by rules that see no row's value."""
     assert row.global_batch
-    per_replica = row.tensor * row.pipeline
     wire_bytes = 4 if row.precision in ("fp32", "tf32") else 2
-    trained = model.num_parameters * model.trainable / per_replica * wire_bytes
+    trained = model.num_parameters * model.trainable / row.per_replica * wire_bytes
     micro: float | None = row.micro_batch
     if micro is None:
         micro = largest_micro_batch(
             model,
             require_accelerators(workers),
-            share=row.global_batch * per_replica / row.gpus,
+            share=row.global_batch * row.per_replica / workers.num_accelerators,
             precision="fp32" if wire_bytes == 4 else None,
         )
     return Layout(
         global_batch=row.global_batch,
         micro_batch=micro,
-        tensor=row.tensor,
+        tensor=row.tensor * row.context,
         stages=row.pipeline,
         virtual=row.virtual,
         wire_bytes=wire_bytes,
@@ -44,6 +43,7 @@ def layout_of(row: Row, model: Workload, workers: Machines) -> Layout:
         scatters=row.shard,
         algorithm="two-hop" if row.two_hops else "hierarchical-ring",
         overlap=row.overlap is not False,
+        cuda_graphs=row.cuda_graphs,
         connections=row.connections or CONNECTIONS_PER_PEER,
     )
 
@@ -68,15 +68,18 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> Predicted
     model = counted(row)
     layout = layout_of(row, model, workers)
     step = _step(model, workers, layout, achieved_flops)
-    split = max(layout.tensor, row.gpus / row.global_batch / layout.stages)
+    split = max(layout.tensor, workers.num_accelerators / row.global_batch / layout.stages)
     if row.kind == THROUGHPUT:
         one = _steps(1, step)
         return Predicted(
             value=_rate(row, step.total_s), seconds_by_cause=seconds_by_cause([step], [one]), split=split
         )
+    convergence = _convergence(row)
+    if row.evaluation_gpus:  # only the last evaluation is waited for
+        convergence = replace(convergence, evaluate_every_epochs=convergence.epochs(row.global_batch))
     part = Part(
         workload=model,
-        convergence=_convergence(row),
+        convergence=convergence,
         global_batch=row.global_batch,
         achieved_flops=achieved_flops,
         basis="the smallest scale",

@@ -71,7 +71,11 @@ class Row:
     """To one other host."""
     two_hops: bool = False
     """The sums are made on servers, not in a ring or tree."""
+    cuda_graphs: bool = False
+    """A step is launched as CUDA graphs; empty: kernels are launched one by one."""
     tensor: int = 1
+    context: int = 1
+    """Devices that share the tokens of a sequence."""
     pipeline: int = 1
     virtual: int = 1
     micro_batch: int | None = None
@@ -82,6 +86,8 @@ class Row:
     """Not known: the recipe's own."""
     length: str = ""
     """``target``: until a score; ``preset``: the steps of the recipe's preset; ``N epochs``."""
+    evaluation_gpus: int = 0
+    """Devices that evaluate while the others train."""
     clock: str = ""
     """When a time to train begins: ``after set-up`` or ``from the start`` of the processes."""
     training: bool = False
@@ -90,6 +96,11 @@ class Row:
     @property
     def kind(self) -> str | None:
         return _KIND_OF_METRIC.get(self.metric)
+
+    @property
+    def per_replica(self) -> int:
+        """Return the devices that hold one copy of the model."""
+        return self.tensor * self.context * self.pipeline
 
     @property
     def family(self) -> tuple[str, ...]:
@@ -155,7 +166,7 @@ def generation_of(machines: Machines) -> str:
 
 
 def machines_of(row: Row, catalog: Catalog) -> Machines | None:
-    """Return the hosts of a row, or None where its accelerator is in no catalog."""
+    """Return the hosts that train, or None where the accelerator is in no catalog."""
     if not row.accelerator:
         return None
     accelerator = catalog.accelerators[row.accelerator]
@@ -173,7 +184,8 @@ def machines_of(row: Row, catalog: Catalog) -> Machines | None:
         price_source="",
         source=row.source,
     )
-    return Machines(count=row.nodes, instance=instance)
+    per_host = row.gpus // row.nodes
+    return Machines(count=row.nodes - row.evaluation_gpus // per_host, instance=instance)
 
 
 OVERLAPS = ((True, 0.8), (False, 0.2))

@@ -50,6 +50,8 @@ class Layout:
     time."""
     overlap: bool = True
     """Averaging begins during the backward pass; it cannot where each worker clips its gradients before."""
+    cuda_graphs: bool = False
+    """The kernels of a step are launched at once, as CUDA graphs, not one by one."""
     shard: bool = False
     """Parameters, gradients and the optimizer's state are divided over the replicas (FSDP2)."""
     sharded_optimizer: bool = False

@@ -63,6 +63,8 @@ class Workload:
     """All workers need parts of one size, as the stages of a pipeline do."""
     refuses_fp16: str = ""
     """The model whose activations overflow in fp16, if it is one."""
+    work_spread: float = 0.0
+    """Standard deviation of a sample's work over its mean; 0: all samples have one size."""
 
     def __post_init__(self) -> None:
         if not self.layers:

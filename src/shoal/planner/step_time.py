@@ -29,6 +29,9 @@ KERNEL_S = 10e-6
 """τ at the clock of an A100: launch, ramp and tail of a kernel over a tiny tensor. Latencies are counted in
 cycles, so τ scales with the inverse of the clock. One figure for all models and devices; see
 docs/plan-accuracy.md."""
+GRAPH_KERNEL_S = 3.7e-6
+"""τ without the launch: 3.4 µs of a short kernel in a CUDA graph on a V100, scaled to the clock of an A100
+(Gray 2019, "Getting Started with CUDA Graphs", developer.nvidia.com)."""
 KERNEL_CLOCK_HZ = 1.41e9
 MOST_BUCKETS = 64
 """Buckets that are simulated: of more, several are one, whose bytes count and whose latency counts once."""
@@ -47,7 +50,7 @@ class StepTime:
     backward_s: float
     bubble_s: float
     straggler_s: float
-    """Wait for the slowest worker."""
+    """Wait for the slowest worker: of its device, or of its samples."""
     exposed_s: float
     """Communication that the backward pass does not hide."""
     optimizer_s: float
@@ -84,7 +87,8 @@ def step_time(
     micro = min(layout.micro_batch or (1.0 if layout.stages > 1 else share), share)
     count = max(1, math.ceil(share / micro - 1e-9))
     flops_s = share / count * workload.training_flops / (layout.per_replica * achieved_flops)
-    kernels_s = KERNEL_S * KERNEL_CLOCK_HZ / accelerator.clock_hz * workload.num_kernels / layout.stages
+    kernel_s = GRAPH_KERNEL_S if layout.cuda_graphs else KERNEL_S
+    kernels_s = kernel_s * KERNEL_CLOCK_HZ / accelerator.clock_hz * workload.num_kernels / layout.stages
     compute_s = flops_s + kernels_s
     bubble_s = 0.0
     if layout.stages > 1:
@@ -102,7 +106,9 @@ def step_time(
     # With virtual stages, the last passes of each come at another time: gradients become ready over the
     # backward passes of the last ``stages`` micro-batches, not of one.
     window_s = compute_s * 2 / 3 * (min(count, layout.stages) if layout.virtual > 1 else 1)
-    late = slowest(workers.num_accelerators, JITTER) - 1.0
+    # The samples of one replica are more work than those of another one, by less the more there are.
+    spread = workload.work_spread / math.sqrt(max(share, 1.0))
+    late = math.hypot(slowest(workers.num_accelerators, JITTER) - 1, slowest(replicas, spread) - 1)
     straggler_s = late * (count * compute_s + bubble_s)
     computed_s = count * compute_s + bubble_s + straggler_s
     sent = Exchange(end_s=computed_s, spans=(), busy_s={})

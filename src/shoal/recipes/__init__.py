@@ -110,6 +110,8 @@ class Sample:
     """Layers that are recomputed one at a time."""
     more_operations: int = 0
     """Kernels of a step that depend on data, which do not run on the meta device."""
+    work_spread: float = 0.0
+    """Standard deviation of a sample's work over its mean; 0: all samples have one size."""
 
     @property
     def num_parameters(self) -> int:

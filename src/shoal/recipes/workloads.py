@@ -239,6 +239,7 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
         trainable=sample.num_trainable / sample.num_parameters,
         equal_shares=getattr(config, "equal_shares", False),
         refuses_fp16=getattr(config, "refuses_fp16", ""),
+        work_spread=sample.work_spread,
     )
     return replace(workload, num_kernels=workload.num_kernels + sample.more_operations)
 
@@ -280,7 +281,7 @@ def _as_json(workload: Workload) -> str:
     kept = {name: [each.sample_bytes, each.fixed_bytes] for name, each in workload.activations.items()}
     tree = {each.name: getattr(workload, each.name) for each in fields(workload)}
     tree |= {"layers": layers, "activations": kept}
-    for name in ("equal_shares", "refuses_fp16"):
+    for name in ("equal_shares", "refuses_fp16", "work_spread"):
         if not tree[name]:
             del tree[name]
     return json.dumps(tree, separators=(",", ":"))

@@ -83,6 +83,14 @@ def test_hosts_and_batches_of_rows() -> None:
     assert with_batch(row(global_batch=None), row(gpus=8, global_batch=64)).global_batch == 128
 
 
+def test_hosts_that_evaluate_do_not_train() -> None:
+    shared = machines_of(row(nodes=48, gpus=384, evaluation_gpus=128), Catalog())
+    assert shared and (shared.count, shared.num_accelerators) == (32, 256)
+    assert row(tensor=4, context=2, pipeline=3).per_replica == 24
+    rows = [each for each in read_rows() if each.evaluation_gpus]
+    assert {(each.gpus, each.evaluation_gpus, each.cuda_graphs) for each in rows} == {(384, 128, True)}
+
+
 def test_a_throughput_that_no_device_has_is_left_out() -> None:
     small = row(nodes=1, gpus=8, value=25000.0)
     assert contradicts(row(value=110_000.0), [small]) and not contradicts(row(value=90_000.0), [small])

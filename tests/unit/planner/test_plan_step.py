@@ -52,6 +52,28 @@ def test_accumulation_pays_kernels_each_time_and_the_network_once() -> None:
     assert parts.exposed_s == pytest.approx(whole.exposed_s, rel=0.1)
 
 
+def test_kernels_of_a_graph_cost_no_launch_each() -> None:
+    one, graph = (
+        step_time(
+            model(num_layers=10, flops=1e9, kernels=1000),
+            hosts(1, per_host=1),
+            Layout(global_batch=16, cuda_graphs=cuda_graphs),
+            achieved_flops=1e13,
+        )
+        for cuda_graphs in (False, True)
+    )
+    assert one.forward_s + one.backward_s - graph.forward_s - graph.backward_s == pytest.approx(1000 * 6.3e-6)
+
+
+def test_replicas_wait_for_the_one_with_the_largest_samples() -> None:
+    """E[max] of 64 and 16 standard normals is 2.349 and 1.766 (Harter 1961); a replica has four samples."""
+    workload = replace(model(), work_spread=0.2)
+    step = step_time(workload, hosts(16, per_host=4), Layout(global_batch=256), achieved_flops=1e13)
+    assert step.straggler_s / (step.forward_s + step.backward_s) == pytest.approx(0.1 * 2.349, rel=0.05)
+    split = step_time(workload, hosts(16, per_host=4), Layout(global_batch=16, tensor=4), achieved_flops=1e13)
+    assert split.straggler_s / (split.forward_s + split.backward_s) == pytest.approx(0.2 * 1.766, rel=0.05)
+
+
 def test_network_hides_behind_the_backward_pass_until_it_is_longer() -> None:
     workload = model(num_layers=100, parameters=1_000_000)
     fast = step_time(workload, hosts(8, nic=1e11), Layout(global_batch=512), achieved_flops=1e13)
