@@ -19,6 +19,11 @@ import shoal.keras as sk
 from shoal.keras import process
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if os.environ.get("STAGED"):  # tensors on CPUs go as those on GPUs do
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from benchmarks.memory_device import MemoryDevice
+
+    process.DEVICES["cpu"] = lambda _: MemoryDevice(seed=RANK)
 BATCH, FEATURES, CLASSES = 12, 16, 4
 TOLERANCE = 1e-6
 RANDOM = np.random.default_rng(5)
@@ -59,6 +64,14 @@ def in_one_process(model: Any, rows: int, epochs: int, batch: int = BATCH) -> An
             model.fit(X[:rows][order], Y[:rows][order], batch_size=batch, shuffle=False, verbose=0).history
         )
     return histories
+
+
+def staged() -> None:
+    """Count what :func:`training` and :func:`scaling` have sent by way of a device."""
+    (tensors,) = process._on_devices.values()
+    counts = tensors.staging.lane.counters()
+    assert counts["bytes_to_host"] == counts["bytes_to_device"] > 0, counts
+    assert counts["events"] <= 2 * counts["chunks"], counts
 
 
 def training() -> None:

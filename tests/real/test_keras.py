@@ -58,6 +58,12 @@ def test_fit_is_that_of_one_process(backend: str, size: int, hosts: str) -> None
     assert said.count("weights ") == 4, said
 
 
+def test_gradients_on_a_device_of_torch_are_staged() -> None:
+    """On a runtime of CUDA without a GPU; one process is compared on the CPU."""
+    said = run(sys.executable, WORKERS, "training,scaling,staged", 2, KERAS_BACKEND="torch", STAGED="1")
+    assert said.count("weights ") == 4, said
+
+
 def test_examples_in_docstrings() -> None:
     modules = [f"shoal.keras.{path.stem}" for path in sorted((ROOT / "src/shoal/keras").glob("[a-z]*.py"))]
     program = "import doctest, importlib, sys\nfor name in sys.argv[1:]:\n"

@@ -1,4 +1,4 @@
-"""Distributes ``model.fit`` of Keras 3, on CPUs, on its backends tensorflow, jax and torch.
+"""Distributes ``model.fit`` of Keras 3, on its backends tensorflow, jax and torch.
 
 One process per host or per group of cores: :func:`init`, then :func:`DistributedOptimizer` around the
 optimizer, and callbacks :class:`Broadcast` and :class:`AverageMetrics`. :class:`Shards` divides a dataset.

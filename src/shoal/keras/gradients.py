@@ -111,13 +111,15 @@ def _torch(tensors: Sequence[Any], op: str) -> list[Any]:
 
     from shoal.comm import arrays
 
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise UsageError(
-                f"shoal.keras is for tensors on CPUs, and a gradient is on {tensor.device}; on GPUs use "
-                "torch.distributed with DistributedDataParallel"
-            )
     results = [tensor.detach().contiguous() for tensor in tensors]
+    devices = list({tensor.device: None for tensor in tensors})
+    if len(devices) > 1:
+        raise UsageError(
+            f"gradients of one step are on {' and '.join(map(str, devices))}; put the model on one device"
+        )
+    if results and (on_device := process.on_device(devices[0])) is not None:
+        on_device.all_reduce(results, op)
+        return results
     memory = [
         each.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         if each.dtype == torch.bfloat16

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -12,7 +13,28 @@ from shoal.comm.job_group import TIMEOUT_S, GlobalGroup, JobGroup
 from shoal.comm.store import Store
 from shoal.errors import UsageError
 
-_of_torch = GlobalGroup("shoal.keras")
+if TYPE_CHECKING:
+    from shoal.comm.device_tensors import DeviceTensors
+    from shoal.comm.devices import Device
+
+
+def _open_cuda(device: Any) -> Device:
+    from shoal.comm.cuda_device import CudaDevice
+
+    return CudaDevice(device)
+
+
+DEVICES: dict[str, Callable[[Any], Device]] = {"cuda": _open_cuda}
+"""Opens the devices of torch whose tensors pass through the lane, by their types."""
+_on_devices: dict[Any, DeviceTensors] = {}
+
+
+def _leave_devices() -> None:
+    while _on_devices:
+        _on_devices.popitem()[1].close()
+
+
+_of_torch = GlobalGroup("shoal.keras", finish=_leave_devices)
 _MODULES = {"jax": "shoal.jax.process", "tensorflow": "shoal.tensorflow.process"}
 
 
@@ -83,6 +105,26 @@ def group() -> JobGroup:
     """
     job_group: JobGroup = _process().group()
     return job_group
+
+
+def on_device(device: Any) -> DeviceTensors | None:
+    """Return the collectives on tensors of torch on a device; ``None`` for those of CPUs.
+
+    Raises:
+        UsageError: it is neither a CPU nor a CUDA device, or :func:`init` was not called.
+    """
+    if device.type not in DEVICES:
+        if device.type == "cpu":
+            return None
+        raise UsageError(
+            f"a gradient is on {device}, and shoal.keras is for tensors on CPUs and on CUDA devices; choose "
+            "one with keras.device"
+        )
+    if device not in _on_devices:
+        from shoal.comm.device_tensors import DeviceTensors
+
+        _on_devices[device] = DeviceTensors(DEVICES[device.type](device), group())
+    return _on_devices[device]
 
 
 def rank() -> int:
