@@ -74,6 +74,8 @@ class Request:
     """Write everything as JSON."""
     catalog: tuple[Path, ...] = ()
     """TOML files with your own instance types."""
+    price: str = "on-demand"
+    """Market of the prices: on-demand, spot, capacity-block or reserved; or dollars an hour of one host."""
 
 
 def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")]) -> int:
@@ -180,6 +182,7 @@ def _options(request: Request, aim: Aim) -> dict[str, Any]:
         "wire_bytes": 4 if request.wire == "fp32" else 2,
         "start_s": request.start_s,
         "catalog": request.catalog,
+        "price": request.price,
     }
 
 

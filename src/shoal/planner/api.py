@@ -14,7 +14,7 @@ from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
 from shoal.planner.convergence import Convergence, Phase, at_any_batch, convergence_of
 from shoal.planner.goal import Goal
-from shoal.planner.hardware import Catalog, Instance, Machines, require_accelerators, shipped
+from shoal.planner.hardware import ON_DEMAND, Catalog, Instance, Machines, require_accelerators, shipped
 from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
 from shoal.planner.recipe_workloads import Count, Preset, Presets, workload
 from shoal.planner.search import helpers_to_try, search
@@ -47,6 +47,7 @@ def plan(
     start_s: float = START_S,
     published: bool = True,
     catalog: Sequence[Path] = (),
+    price: str = ON_DEMAND,
     count: Count | None = None,
     presets: Presets | None = None,
 ) -> list[Plan]:
@@ -77,6 +78,8 @@ def plan(
         start_s: seconds from starting the processes to the first step.
         published: take published throughputs of one host where there are some, not a share of the peak.
         catalog: TOML files that add instance types.
+        price: the market whose prices the hosts that train have (:data:`shoal.planner.hardware.MARKETS`), or
+            the dollars an hour of one of them; helpers have their price on demand.
         count: counts recipes, and lengths of sequences, that are not in the catalog; ``shoal.plan`` has it.
         presets: returns the settings of recipes; ``shoal.plan`` has it.
 
@@ -97,7 +100,7 @@ def plan(
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"the global batch (--global-batch) is {global_batch}; it must be at least 1")
     known = Catalog(catalog)
-    hosts = known.machines(workers)
+    hosts = _priced(workers, catalog, price)
     require_accelerators(hosts)
     helping: Sequence[Machines]
     if helpers == AUTO:
@@ -235,6 +238,23 @@ def _with_measured(
             ]
             hosts = file.applied(hosts)
     return hosts, helping, [file for file in files if isinstance(file, MeasuredTrain)]
+
+
+def _priced(workers: str, catalog: Sequence[Path], price: str) -> Machines:
+    """Return hosts with the price of a market, or with one that is given in dollars.
+
+    Raises:
+        UsageError: the price is neither a market nor a number from 0 on.
+    """
+    try:
+        dollars = float(price)
+    except ValueError:
+        return Catalog(catalog, price).machines(workers)
+    if not (math.isfinite(dollars) and dollars >= 0):
+        raise UsageError(f"the price (--price) is {dollars:g} dollars an hour; it must be at least 0")
+    hosts = Catalog(catalog).machines(workers)
+    instance = replace(hosts.instance, price_per_hour=dollars, price_source="given by --price")
+    return replace(hosts, instance=instance)
 
 
 def _own_workload(model: Model, inputs: Mapping[str, Tensor] | None) -> Workload:

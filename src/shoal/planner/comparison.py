@@ -110,6 +110,11 @@ def compare(
             f"({', '.join(sorted(kinds))}): leave --throughput and --measured out, or compare numbers of "
             "hosts"
         )
+    if re.match(r"[\d.]", str(options.get("price", ""))) and len(kinds) > 1:
+        raise UsageError(
+            f"--price {options['price']} is of one kind of host, and there are {len(kinds)} "
+            f"({', '.join(sorted(kinds))}): name a market, or give prices with --catalog FILE"
+        )
     aim = aim or Aim()
     plans, refused = _plans(model, clusters, helpers, aim, **options)
     sources = {_source(part.basis) for each in plans for part in each.training.parts}

@@ -22,7 +22,9 @@ from shoal.errors import UsageError, cannot_read, did_you_mean
 
 GIB = 1 << 30
 _GBIT = 1e9 / 8
-_FILES = ("accelerators.toml", "networks.toml", "aws.toml", "dgx.toml")
+ON_DEMAND = "on-demand"
+MARKETS = (ON_DEMAND, "spot", "capacity-block", "reserved")
+_FILES = ("accelerators.toml", "networks.toml", "aws.toml", "dgx.toml", "cards.toml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,9 @@ def peak_flops_per_s(device: str, dtype: str) -> float | None:
         >>> peak_flops_per_s("CPU, 2 threads per worker", "fp32")
     """
     words = re.split(r"[\s-]+", device)
-    accelerators = (each for each in Catalog().accelerators.values() if each.name.split("-")[0] in words)
+    accelerators = (
+        each for each in Catalog().accelerators.values() if set(each.name.split("-")[:-1]) <= set(words)
+    )
     accelerator = next(accelerators, None)
     return accelerator.flops.get(dtype) if accelerator else None
 
@@ -167,11 +171,21 @@ def peak_flops_per_s(device: str, dtype: str) -> float | None:
 class Catalog:
     """All entries by name: those of shoal, then those of the user's files, which may replace them.
 
+    Args:
+        paths: of the user's files.
+        market: of :data:`MARKETS`, whose prices instances have.
+
     Raises:
-        UsageError: a file cannot be read, or an entry is incomplete or out of range.
+        UsageError: a file cannot be read, an entry is incomplete or out of range, or the market is unknown.
     """
 
-    def __init__(self, paths: Sequence[Path] = ()) -> None:
+    def __init__(self, paths: Sequence[Path] = (), market: str = ON_DEMAND) -> None:
+        if market not in MARKETS:
+            raise UsageError(
+                f"--price {market!r} is no market.{did_you_mean(market, MARKETS)} Choose one of "
+                f"{', '.join(MARKETS)}, or give the dollars an hour of one host"
+            )
+        self.market = market
         self.accelerators: dict[str, Accelerator] = {}
         self.networks: dict[str, Network] = {}
         self.instances: dict[str, Instance] = {}
@@ -222,8 +236,9 @@ class Catalog:
         has_device, is_priced = "accelerator" in entry.values, "unpriced" not in entry.values
         required = {"nic_gbit_per_s", "network", "source"}
         required |= (on_device if has_device else set()) | (priced if is_priced else set())
-        entry.check_keys(required, {"flow_gbit_per_s", "unpriced", *on_device, *priced})
+        entry.check_keys(required, {"flow_gbit_per_s", "unpriced", "market", *on_device, *priced})
         has_cap = "flow_gbit_per_s" in entry.values
+        price, price_source = self._price(entry)
         return Instance(
             name=entry.name,
             accelerator=entry.named("accelerator", self.accelerators) if has_device else None,
@@ -233,10 +248,23 @@ class Catalog:
             network=entry.named("network", self.networks),
             nic_bytes_per_s=entry.number("nic_gbit_per_s", _GBIT),
             flow_bytes_per_s=entry.number("flow_gbit_per_s", _GBIT) if has_cap else math.inf,
-            price_per_hour=entry.number("price_per_hour", or_0=True) if is_priced else None,
-            price_source=entry.values["price_source" if is_priced else "unpriced"],
+            price_per_hour=price,
+            price_source=price_source,
             source=entry.values["source"],
         )
+
+    def _price(self, entry: _Entry) -> tuple[float | None, str]:
+        """Return the price of an instance in the catalog's market, and its source or why there is none."""
+        markets = entry.values.get("market", {})
+        _Entry("", f"{entry.label}, market", markets).check_keys(set(), MARKETS[1:])
+        if self.market != ON_DEMAND and self.market in markets:
+            entry = _Entry(entry.name, f"{entry.label}, market.{self.market}", markets[self.market])
+            entry.check_keys({"price_per_hour", "price_source"})
+        elif self.market != ON_DEMAND:
+            return None, f"no {self.market} price in the catalog; give --price the dollars an hour of a host"
+        elif "unpriced" in entry.values:
+            return None, entry.values["unpriced"]
+        return entry.number("price_per_hour", or_0=True), entry.values["price_source"]
 
 
 _NO_NETWORK = Network(name="none", efficiency=1.0, latency_s=0.0, source="no accelerators")

@@ -194,6 +194,13 @@ def test_limits_choose_a_cluster_of_a_range(
     assert "none of 1 clusters would cost at most 1 dollars" in capsys.readouterr().err
 
 
+def test_a_price_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "plan.json"
+    assert typed(monkeypatch, *SMALL, *CLUSTER, "--price", "10", "--json", str(file)) == EXIT_OK
+    best = json.loads(file.read_text())["best"]
+    assert best["dollars"] == pytest.approx(8 * 10 * best["total_s"] / 3600)
+
+
 def test_helpers_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "plan.json"
     words = ("bert-large", "--cluster", "8xp3dn.24xlarge", "--helpers", "auto", "--json", str(file))
@@ -210,8 +217,9 @@ def test_helpers_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (("--sweep", "nodes=1..4"), "--sweep describes one plan: give one --cluster"),
         (("--throughput", "900"), "measured on one kind of host does not hold for 2 of them"),
+        (("--price", "9"), "--price 9 is of one kind of host, and there are 2 (p3dn.24xlarge, p5.48xlarge)"),
     ],
-    ids=["sweep", "throughput"],
+    ids=["sweep", "throughput", "price"],
 )
 def test_options_of_one_plan_do_not_go_with_several_clusters(
     words: tuple[str, ...],
@@ -267,6 +275,9 @@ def test_published_targets_are_what_the_recipes_take() -> None:
         ((*SMALL[:2], "--global-batch", "0", *CLUSTER), "batch (--global-batch) is 0; it must be at least 1"),
         (("--model", "f", *SMALL[2:], *CLUSTER), "not of the form module:function"),
         ((*SMALL, *CLUSTER, "--by", "noon"), "--by 'noon' is not a time; write it as 90min, 12h or 1d6h"),
+        ((*SMALL, *CLUSTER, "--price", "-5"), "the price (--price) is -5 dollars an hour"),
+        ((*SMALL, *CLUSTER, "--price", "sport"), "--price 'sport' is no market. Did you mean 'spot'?"),
+        ((*SMALL, *CLUSTER, "--price", "spot", "--goal", "cost"), "has no price per hour in the catalog"),
         ((*SMALL, *CLUSTER, "--budget", "-5"), "--budget is -5; it must be a positive number"),
         ((*SMALL, "--cluster", "8..2xp4d.24xlarge"), "the smaller number first"),
         ((*SMALL, "--cluster", "2xDGX-2", "--by", "9d"), "DGX-2 has no price per hour"),

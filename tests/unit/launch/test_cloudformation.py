@@ -264,8 +264,8 @@ def test_the_command_prints_the_commands_that_make_and_delete_them(
     assert first[first.index("--capabilities") + 1] == "CAPABILITY_IAM" and "--capabilities" not in second
     for words in (first, second):
         assert "ParameterKey=KeyName,ParameterValue=key" in words
-    # 8 × p4d.24xlarge at 32.77 and 4 × c5n.18xlarge at 3.888; 1,200 GB at 0.21 a month
-    costs = {"file system": "$0.35", "data host": "$0.38", "cluster": "$277.71"}
+    # 8 × p4d.24xlarge at 21.957642 and 4 × c5n.18xlarge at 3.888; 1,200 GB at 0.21 a month
+    costs = {"file system": "$0.35", "data host": "$0.38", "cluster": "$191.21"}
     for part, price in costs.items():
         assert [line for line in said if line.startswith(f"an hour of the {part}: {price}")]
     with pytest.raises(UsageError, match=r"--data-instance 'm5.2xlarg' is no instance type"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ import pytest
 from plan_made import INSTANCE
 from shoal.errors import UsageError
 from shoal.planner.convergence import convergence_of
-from shoal.planner.hardware import Catalog, require_accelerators
+from shoal.planner.hardware import Catalog, peak_flops_per_s, require_accelerators
 
 NAMES = {
     *("p3.16xlarge", "p3dn.24xlarge", "p4d.24xlarge", "p5.48xlarge", "g4dn.12xlarge", "c5n.18xlarge"),
     *("m4.16xlarge", "m5.2xlarge", "DGX-1", "DGX-2", "DGX-2H", "DGX-A100", "DGX-H100"),
+    *("p3.8xlarge", "p4de.24xlarge", "p5e.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "g5.48xlarge"),
+    *("g6.48xlarge", "g6e.48xlarge", "RTX-3090", "RTX-4090", "RTX-5090", "A10", "L4", "L40S", "T4"),
+    *("c6i.32xlarge", "c7i.48xlarge", "hpc7a.96xlarge"),
 }
 
 
@@ -28,6 +32,50 @@ def test_shipped_entries_have_sources_and_sensible_figures() -> None:
     p3dn = catalog.instance("p3dn.24xlarge")
     assert p3dn.nic_bytes_per_s == 100e9 / 8 and p3dn.flow_bytes_per_s == 10e9 / 8
     assert require_accelerators(catalog.machines("2xp3dn.24xlarge")).peak("fp16") == 125e12
+
+
+def test_prices_are_those_of_a_market() -> None:
+    on_demand, blocks = Catalog(), Catalog(market="capacity-block")
+    assert on_demand.instance("p4d.24xlarge").price_per_hour == 21.957642
+    assert blocks.instance("p4d.24xlarge").price_per_hour == 14.75
+    assert "not offered on demand" in on_demand.instance("p5e.48xlarge").price_source
+    assert on_demand.instance("p5e.48xlarge").price_per_hour is None
+    missing = blocks.instance("g5.48xlarge")
+    assert missing.price_per_hour is None and "no capacity-block price" in missing.price_source
+    same = {"price_per_hour": 1.0, "price_source": ""}
+    for name, instance in on_demand.instances.items():
+        assert replace(blocks.instances[name], **same) == replace(instance, **same)
+    with pytest.raises(UsageError, match=r"--price 'spto' is no market. Did you mean 'spot'\?"):
+        Catalog(market="spto")
+
+
+def test_a_users_file_has_prices_of_markets(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    spot = 'market.spot = { price_per_hour = 2.5, price_source = "seen in May" }\n'
+    path.write_text(INSTANCE + spot, encoding="utf-8")
+    assert Catalog([path]).instance("mine").price_per_hour == 7.5
+    assert Catalog([path], "spot").instance("mine").price_source == "seen in May"
+    path.write_text(INSTANCE + spot.replace("spot", "spto"), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"market has an unknown key 'spto'. Did you mean 'spot'\?"):
+        Catalog([path])
+    path.write_text(INSTANCE + "market.spot = { price_per_hour = 2.5 }\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"instance 'mine', market.spot lacks price_source; add it"):
+        Catalog([path], "spot")
+
+
+@pytest.mark.parametrize(
+    ("device", "bf16"),
+    [
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA RTX A6000", None),
+    ],
+)
+def test_devices_are_found_by_the_name_of_their_driver(device: str, bf16: float | None) -> None:
+    assert peak_flops_per_s(device, "bf16") == bf16
 
 
 def test_machines_are_read_as_people_write_them() -> None:
