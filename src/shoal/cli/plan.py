@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.planner.goal import Aim
     from shoal.planner.hardware import Accelerator
     from shoal.planner.prediction import Plan
+    from shoal.recipes.workloads import OwnSettings
 
 _WITH_HELPERS = "two-hop-helpers"
 
@@ -27,7 +28,7 @@ _WITH_HELPERS = "two-hop-helpers"
 class Request:
     """The options of ``shoal plan``."""
 
-    cluster: tuple[str, ...]
+    cluster: tuple[str, ...] = ()
     """The machines that train, like 256xp3dn.24xlarge or 1..64xp4d.24xlarge; several are compared in a
     table."""
     helpers: str | None = None
@@ -72,13 +73,20 @@ class Request:
     """Write the predicted step as a Chrome trace."""
     json: Path | None = None
     """Write everything as JSON."""
+    preset: str | None = None
+    """Preset of the recipe, when the recipe alone is named: shoal plan bert --preset large-lans."""
     catalog: tuple[Path, ...] = ()
     """TOML files with your own instance types."""
     price: str = "on-demand"
     """Market of the prices: on-demand, spot, capacity-block or reserved; or dollars an hour of one host."""
 
 
-def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")]) -> int:
+def plan(
+    recipe: str = "",
+    /,
+    *settings: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    request: Annotated[Request, Parameter(name="*")] = Request(),
+) -> int:
     """Predict time, cost, memory and scaling of a training run before a machine is rented.
 
     For example: shoal plan bert-large --cluster 256xp3dn.24xlarge --helpers 64xc5n.18xlarge
@@ -86,20 +94,29 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     Parameters
     ----------
     recipe
-        Name of the model or preset: resnet50, mask-rcnn, bert-large, bert-large-lans, t5-3b, gpt-13b, ...
+        Name of the model or preset: resnet50, mask-rcnn, bert-large, bert-large-lans, t5-3b, gpt-13b, ...;
+        or hf: and the path of a config.json of transformers.
+    settings
+        Options of the recipe's command, such as --train.precision fp32.
     """
     from shoal.planner.comparison import clusters_of
 
     _check(recipe, request)
+    own = _own_settings(recipe, settings, request)
+    if not request.cluster:
+        raise UsageError("name the hosts that train, such as --cluster 8xp4d.24xlarge")
     aim, clusters = _aim(request), clusters_of(request.cluster)
+    options = _options(request, aim)
+    if own:
+        recipe = own.name
+        options |= {"presets": own.presets, "count": own.count}
     if len(clusters) > 1 or aim.is_limited:
-        return _compare(request.model or recipe, clusters, aim, request)
+        return _compare(request.model or recipe, clusters, aim, request, options)
     counts = _sweep_counts(request.sweep) if request.sweep else []
     from shoal.planner import answer, unequal_hosts
     from shoal.planner.hardware import require_accelerators
     from shoal.recipes import workloads
 
-    options = _options(request, aim)
     plans = workloads.plan(request.model or recipe, clusters[0], request.helpers, **options)
     workers = plans[0].workers
     curve, refused = _curve(plans, counts, options)
@@ -113,7 +130,8 @@ def plan(recipe: str = "", /, *, request: Annotated[Request, Parameter(name="*")
     if request.json:
         _write(request.json, json.dumps(answer.json_of(plans, curve, unequal), indent=1) + "\n")
     if request.page:
-        _write(request.page, answer.page_of(plans, curve, compare=request.compare, unequal=unequal))
+        lines = _curves(plans, counts, options)
+        _write(request.page, answer.page_of(plans, curve, lines, compare=request.compare, unequal=unequal))
     if request.trace:
         _write(request.trace, json.dumps(answer.trace_of(plans[0])) + "\n")
     return 0
@@ -127,6 +145,8 @@ def _check(recipe: str, request: Request) -> None:
     """
     if bool(recipe) == bool(request.model):
         raise UsageError("name a recipe (shoal plan bert-large ...) or your own model with --model, not both")
+    if recipe.startswith("hf:") and request.global_batch is None:
+        raise UsageError("hf: needs --global-batch: a configuration says nothing of the training")
     if request.model and request.global_batch is None:
         raise UsageError("--model needs --global-batch: the planner cannot know the batch of your recipe")
     if request.model and ":" not in request.model:
@@ -136,6 +156,40 @@ def _check(recipe: str, request: Request) -> None:
             f"--algorithm {request.algorithm} does not use helper hosts, and --helpers {request.helpers} are "
             f"named: leave one of them out, or use --algorithm {_WITH_HELPERS}"
         )
+
+
+_CHOSEN = {
+    "parallel": "the plan chooses stages and shards",
+    "distributed": "for the wire give --wire, for the algorithm --algorithm",
+    "servers": "plans are of plain training; see --slow-hosts",
+}
+"""Sections whose options are no input of a plan, and what to do instead."""
+
+
+def _own_settings(recipe: str, settings: Sequence[str], request: Request) -> OwnSettings | None:
+    """Return the recipe with ``--preset`` and options of its command, if there are any.
+
+    Raises:
+        UsageError: a word that is no option of a recipe's command, or one that a plan chooses itself.
+    """
+    names = [word.partition("=")[0] for word in settings if word.startswith("--")]
+    if settings and not settings[0].startswith("--"):
+        raise UsageError(f"{settings[0]!r} is not understood: shoal plan takes one recipe, and options")
+    for name in names:
+        section, dot, _ = name.removeprefix("--").partition(".")
+        if not dot:
+            known = [f"--{each.name.replace('_', '-')}" for each in fields(Request)]
+            raise UsageError(f"Unknown option: {name}.{did_you_mean(name, known)}")
+        if section in _CHOSEN:
+            raise UsageError(f"{name} is no input of a plan: {_CHOSEN[section]}")
+    if request.model or (not settings and request.preset is None and recipe.startswith("hf:")):
+        if settings or request.preset:
+            raise UsageError("--model is not a recipe: leave --preset and its options out")
+        return None
+    from shoal.cli.train import settings_of
+    from shoal.recipes.workloads import own_settings
+
+    return own_settings(recipe, request.preset, settings, settings_of)
 
 
 def _aim(request: Request) -> Aim:
@@ -170,6 +224,16 @@ def _curve(
     return curve, refused
 
 
+def _curves(
+    plans: Sequence[Plan], counts: Sequence[int], options: Mapping[str, Any]
+) -> dict[str, list[Plan]]:
+    """Return the best plans of each algorithm on each number of hosts."""
+    from shoal.planner.network import COMPARED
+
+    curves = {name: _curve(plans, counts, {**options, "algorithms": [name]})[0] for name in COMPARED}
+    return {name: curve for name, curve in curves.items() if curve}
+
+
 def _options(request: Request, aim: Aim) -> dict[str, Any]:
     """Return the arguments of the planner."""
     return {
@@ -186,7 +250,9 @@ def _options(request: Request, aim: Aim) -> dict[str, Any]:
     }
 
 
-def _compare(model: str, clusters: Sequence[str], aim: Aim, request: Request) -> int:
+def _compare(
+    model: str, clusters: Sequence[str], aim: Aim, request: Request, options: Mapping[str, Any]
+) -> int:
     """Print a table of several clusters.
 
     Raises:
@@ -205,7 +271,6 @@ def _compare(model: str, clusters: Sequence[str], aim: Aim, request: Request) ->
     from shoal.planner import answer
     from shoal.recipes import workloads
 
-    options = _options(request, aim)
     compared = workloads.compare(model, clusters, request.helpers, aim=aim, **options)
     print(answer.comparison_text(compared))
     if request.json:
@@ -213,19 +278,30 @@ def _compare(model: str, clusters: Sequence[str], aim: Aim, request: Request) ->
     return 0
 
 
+_FIRST_WITHOUT_OLD = (12, 8)
+"""CUDA of the first builds of torch (2.8) that begin at compute capability 7.5."""
+
+
 def _build_note(device: Accelerator) -> str:
     """Return that the torch here has no kernels for a device that current builds lack, if there is one."""
-    if not device.capability or find_spec("torch") is None:
+    version, cuda = _torch_build() if device.capability else ("", ())
+    if cuda < _FIRST_WITHOUT_OLD:
         return ""
-    import torch
+    return (
+        f"the torch here, {version}, has no kernels for {device.name}: builds for CUDA "
+        f"{'.'.join(map(str, _FIRST_WITHOUT_OLD))} and later begin at compute capability 7.5"
+    )
 
-    from shoal.train.world import runs_on
 
-    built = getattr(torch._C, "_cuda_getArchFlags", str)().split()  # without a GPU too
-    major, minor = device.capability.split(".")
-    if runs_on((int(major), int(minor)), built):
-        return ""
-    return f"the torch here, {torch.__version__}, has no kernels for {device.name}: {', '.join(built)}"
+def _torch_build() -> tuple[str, tuple[int, ...]]:
+    """Return the version of torch and of its CUDA, ``()`` without one, from its file, which is fast."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return "", ()
+    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    version = re.search(r"^__version__ = '(.+)'", text, re.M)
+    cuda = re.search(r"^cuda.* = '(\d+)\.(\d+)", text, re.M)
+    return version[1] if version else "", tuple(map(int, cuda.groups())) if cuda else ()
 
 
 def _sweep_counts(text: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -408,47 +408,88 @@ def trace_of(plan: Plan) -> dict[str, Any]:
 def page_of(
     plans: Sequence[Plan],
     curve: Sequence[Plan] = (),
+    curves: Mapping[str, Sequence[Plan]] | None = None,
     *,
     compare: bool = False,
     unequal: Sequence[Division] = (),
 ) -> str:
-    """Return an HTML page with the text and, for a sweep, the scaling curve as SVG; it loads nothing."""
+    """Return an HTML page with the text and, for a sweep, scaling curves as SVG; it loads nothing.
+
+    Args:
+        curves: the best plan of each algorithm on each number of hosts of the sweep.
+    """
     title = html.escape(f"{plans[0].training.recipe} on {plans[0].workers}")
-    picture = f"<h2>Scaling: samples/s over hosts</h2>{_curve_svg(curve)}" if len(curve) > 1 else ""
+    pictures = f"<h2>Scaling: samples/s over hosts</h2>{_curve_svg(curve)}" if len(curve) > 1 else ""
+    if several := {name: found for name, found in (curves or {}).items() if len(found) > 1}:
+        pictures += f"<h2>Scaling by algorithm: % of single hosts</h2>{_efficiency_svg(several)}"
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
         "<style>body{font:15px/1.5 system-ui;margin:2rem}pre{font-size:13px}</style>"
         f"<h1>{title}</h1><pre>{html.escape(text_of(plans, curve, compare=compare, unequal=unequal))}</pre>"
-        f"{picture}</html>\n"
+        f"{pictures}</html>\n"
     )
+
+
+_WIDTH, _HEIGHT, _MARGIN = 720, 380, 60
+_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
+
+
+def _logarithmic(values: Sequence[float], begin: float, end: float) -> dict[float, float]:
+    """Return the place of each value on a logarithmic axis."""
+    low, high = math.log(min(values)), math.log(max(values))
+    scale = (end - begin) / max(high - low, 1e-9)
+    return {value: begin + scale * (math.log(value) - low) for value in values}
+
+
+def _svg(body: str, below: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="12" text-anchor="middle" role="img">{body}'
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}">{below}</text></svg>'
+    )
+
+
+def _line(points: Sequence[tuple[float, float]], style: str) -> str:
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{text}" fill="none" stroke-width="2" {style}/>'
 
 
 def _curve_svg(curve: Sequence[Plan]) -> str:
     """Draw samples/s over hosts, both axes logarithmic, beside linear scaling of the first (dashed)."""
-    width, height, margin = 720, 380, 60
     hosts = [plan.workers.count for plan in curve]
     rates = [plan.samples_per_s for plan in curve]
     linear = [rates[0] * count / hosts[0] for count in hosts]
-
-    def axis(values: Sequence[float], begin: float, end: float) -> dict[float, float]:
-        low, high = math.log(min(values)), math.log(max(values))
-        scale = (end - begin) / max(high - low, 1e-9)
-        return {value: begin + scale * (math.log(value) - low) for value in values}
-
-    x = axis(hosts, margin, width - 20)
-    y = axis([*rates, *linear], height - margin, 20)
+    x = _logarithmic(hosts, _MARGIN, _WIDTH - 20)
+    y = _logarithmic([*rates, *linear], _HEIGHT - _MARGIN, 20)
     lines = "".join(
-        f'<polyline points="{points}" fill="none" stroke-width="2" {style}/>'
+        _line([(x[n], y[rate]) for n, rate in zip(hosts, values, strict=True)], style)
         for values, style in ((linear, 'stroke="#bbb" stroke-dasharray="5 4"'), (rates, 'stroke="#4c78a8"'))
-        for points in [" ".join(f"{x[n]:.1f},{y[rate]:.1f}" for n, rate in zip(hosts, values, strict=True))]
     )
     marks = "".join(
         f'<circle cx="{x[n]:.1f}" cy="{y[rate]:.1f}" r="4" fill="#4c78a8"/>'
         f'<text x="{x[n]:.1f}" y="{y[rate] - 9:.1f}">{rate:,.0f} ({100 * plan.efficiency:.0f} %)</text>'
-        f'<text x="{x[n]:.1f}" y="{height - 28}">{n}</text>'
+        f'<text x="{x[n]:.1f}" y="{_HEIGHT - 28}">{n}</text>'
         for plan, n, rate in zip(curve, hosts, rates, strict=True)
     )
-    return (
-        f'<svg viewBox="0 0 {width} {height}" font-size="12" text-anchor="middle" role="img">{lines}{marks}'
-        f'<text x="{width / 2}" y="{height - 8}">hosts (dashed: linear scaling)</text></svg>'
-    )
+    return _svg(lines + marks, "hosts (dashed: linear scaling)")
+
+
+def _efficiency_svg(curves: Mapping[str, Sequence[Plan]]) -> str:
+    """Draw the scaling efficiency of each algorithm over hosts, with a logarithmic axis of hosts."""
+    hosts = sorted({plan.workers.count for curve in curves.values() for plan in curve})
+    x = _logarithmic(hosts, _MARGIN, _WIDTH - 150)
+
+    def y(share: float) -> float:
+        return _HEIGHT - _MARGIN - (_HEIGHT - _MARGIN - 20) * share
+
+    body = "".join(f'<text x="{x[n]:.1f}" y="{_HEIGHT - 28}">{n}</text>' for n in hosts)
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        body += _line([(_MARGIN, y(share)), (_WIDTH - 150, y(share))], 'stroke="#eee"')
+        body += f'<text x="{_MARGIN - 22}" y="{y(share) + 4:.1f}">{100 * share:.0f} %</text>'
+    for row, (name, curve) in enumerate(curves.items()):
+        colour = _COLOURS[row % len(_COLOURS)]
+        body += _line([(x[p.workers.count], y(p.efficiency)) for p in curve], f'stroke="{colour}"')
+        body += (
+            f'<text x="{_WIDTH - 140}" y="{30 + 18 * row}" text-anchor="start" fill="{colour}">'
+            f"{name}, {100 * curve[-1].efficiency:.0f} %</text>"
+        )
+    return _svg(body, "hosts; beside each name, the last of its line")

@@ -59,8 +59,9 @@ def plan(
 
     Args:
         model: name of a recipe's model or preset (``"bert-large"``, ``"bert-large-lans"``),
-            ``"module:function"`` as ``shoal plan --model`` takes it, a module, best built under
-            ``torch.device("meta")``, or a :class:`~shoal.decide.workload.Workload` of your own numbers.
+            ``"module:function"`` as ``shoal plan --model`` takes it, ``"hf:path/config.json"`` for a
+            configuration of transformers, a module, best built under ``torch.device("meta")``, or a
+            :class:`~shoal.decide.workload.Workload` of your own numbers.
         workers: hosts that train, such as ``"32xp4d.24xlarge"``.
         helpers: CPU hosts that run summation servers, such as ``"8xc5n.18xlarge"``; ``"auto"`` tries several
             numbers of the catalog's.
@@ -111,11 +112,11 @@ def plan(
     preset = presets(model) if presets and isinstance(model, str) else None
     published = published and not (preset and preset.counted_as)  # throughputs of other samples
     speed = _Speed(samples_per_s=samples_per_s, trained=trained, published=published, count=count)
-    if isinstance(model, str) and ":" not in model:
+    if isinstance(model, str) and (preset or ":" not in model):
         own, name, known_as = None, model, preset.model if preset else model
         phases = _phases(model, preset, sequence_length, global_batch, train_samples, hosts.num_accelerators)
     else:
-        own = _own_workload(model, inputs)
+        own = _own_workload(model, inputs, sequence_length)
         name = known_as = own.name
         if global_batch is None:
             raise UsageError("a model of yours needs a global batch (--global-batch)")
@@ -257,11 +258,13 @@ def _priced(workers: str, catalog: Sequence[Path], price: str) -> Machines:
     return replace(hosts, instance=instance)
 
 
-def _own_workload(model: Model, inputs: Mapping[str, Tensor] | None) -> Workload:
+def _own_workload(model: Model, inputs: Mapping[str, Tensor] | None, sequence_length: int | None) -> Workload:
     if isinstance(model, Workload):
         return model
-    from shoal.planner.counting import workload_of_function, workload_of_model
+    from shoal.planner.counting import workload_of_config, workload_of_function, workload_of_model
 
+    if isinstance(model, str) and model.startswith("hf:"):
+        return workload_of_config(Path(model.removeprefix("hf:")), sequence_length)
     if isinstance(model, str):
         return workload_of_function(model)
     if not inputs:

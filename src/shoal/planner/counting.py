@@ -9,7 +9,9 @@ import copy
 import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.decide.footprint import Activations
 from shoal.decide.workload import Layer, Workload
 from shoal.errors import UsageError, import_extra
+from shoal.json_text import parse_json
 from shoal.models.profile import StepProfile, profile_step
 from shoal.models.step_memory import TYPES, kept_activations
 from shoal.planner.hardware import shipped
@@ -147,22 +150,84 @@ def workload_of_entry(name: str, sequence_length: int | None = None) -> Workload
     config = architecture.config_class(**entry["config"], **{entry["length_key"]: length})
     with torch.device("meta"):
         model = architecture(config)
-        input_ids = torch.empty(1, length, dtype=torch.int64)
-        mask = torch.empty(1, 1, length, length, dtype=torch.bool)  # without one transformers reads values
-
     trainable = 1.0
     if rank := entry.get("lora_rank"):
         hidden = config.hidden_size
         narrow = hidden * config.num_key_value_heads // config.num_attention_heads
         adapters = config.num_hidden_layers * rank * (2 * (hidden + hidden) + 2 * (hidden + narrow))
         trainable = adapters / sum(parameter.numel() for parameter in model.parameters())
+    return _count_text(name, model, length, trainable)
+
+
+def workload_of_config(path: Path, sequence_length: int | None = None) -> Workload:
+    """Count a model of transformers by its ``config.json``, with random weights.
+
+    Args:
+        path: the file, or its folder.
+        sequence_length: tokens per sample; default: the positions of the configuration, at most 2,048.
+
+    Raises:
+        UsageError: the file cannot be read, or transformers knows no model of text by it.
+        ShoalError: transformers is not installed.
+    """
+    library = import_extra("transformers", "text", "hf: reads a configuration of transformers")
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = parse_json(file.read_bytes(), str(file))
+        config = library.AutoConfig.for_model(**values)
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"hf:{path} is no configuration of transformers: {error}") from error
+    length = sequence_length or min(getattr(config, "max_position_embeddings", _LENGTH), _LENGTH)
+    model = _text_model(library, config, path)
+    workload = _count_text(f"hf:{path}", model, length)
+    return replace(workload, unit="sequences")
+
+
+_LENGTH = 2048
+"""Largest default of the tokens of a sample."""
+
+
+def _text_model(library: Any, config: Any, path: Path) -> nn.Module:
+    """Return the model of a configuration on meta: the first architecture in it, else one for pretraining.
+
+    Raises:
+        UsageError: there is none.
+    """
+    named = [getattr(library, name, None) for name in getattr(config, "architectures", None) or []]
+    makers = [each._from_config for each in named if each is not None]
+    makers += [
+        getattr(library, f"AutoModelFor{task}").from_config for task in ("CausalLM", "MaskedLM", "Seq2SeqLM")
+    ]
+    with torch.device("meta"):
+        for make in makers:
+            try:
+                return cast(nn.Module, make(config))
+            except ValueError:  # this kind of head does not exist for the model
+                continue
+    raise UsageError(f"hf:{path}: transformers has no model of text of the type {config.model_type!r}")
+
+
+def _count_text(name: str, model: Any, length: int, trainable: float = 1.0) -> Workload:
+    """Count a model of transformers on one sample of text; a decoder gets as many tokens as the encoder."""
+    with torch.device("meta"):
+        ids = torch.empty(1, length, dtype=torch.int64)
+        mask = torch.empty(1, 1, length, length, dtype=torch.bool)  # without one transformers reads values
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    takes_cache = {"use_cache": False}
+    if model.config.is_encoder_decoder:
+        inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+
+    def loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        out = model(**inputs, **takes_cache)
+        return torch.stack([leaf.sum() for leaf in tree_leaves(out.to_tuple()) if leaf.requires_grad]).sum()
+
     return _count(
         name,
         model,
-        {"input_ids": input_ids, "attention_mask": mask},
-        lambda model, inputs: model(**inputs, use_cache=False).logits.sum(),
+        inputs,
+        loss,
         num_samples=1,
         tokens_per_sample=length,
         trainable=trainable,
-        relay_bytes=2.0 * length * config.hidden_size,
+        relay_bytes=2.0 * length * model.config.hidden_size,
     )

@@ -10,6 +10,8 @@ With M bytes of gradient on each accelerator, n hosts of g accelerators, W = n g
 
     ring               2 (W - 1) / W · M over every link and NIC, 2 (W - 1) hops
     hierarchical-ring  (g - 1) / g · M locally, 2 (n - 1) / n · M over the NIC, (g - 1) / g · M locally
+    torus              the same in 2 (x - 1) + 2 (y - 1) hops: hosts are a grid of x · y, and sums go along
+                       rows, then columns (Mikami et al. 2018, arXiv 1811.05233); for comparison only
     tree               the same with up to 2 M over the NIC and 2 log2 n hops (double binary tree)
     two-hop            with the shares of ``decide.server_assignment.server_shares``: M (1 + (n - 2) s) over a
                        host's NIC and n h M over a helper's, each way; two hops
@@ -32,6 +34,10 @@ from shoal.planner.hardware import Machines
 LOCAL, OUT, IN, HELPER_OUT, HELPER_IN = "local", "out", "in", "helper out", "helper in"
 WITH_HELPERS = "two-hop-helpers"
 ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", WITH_HELPERS)
+"""Algorithms of trainings."""
+TORUS = "torus"
+COMPARED = (*ALGORITHMS, TORUS)
+"""And one that no library of ours runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +80,7 @@ def collective(
     Raises:
         UsageError: the algorithm is unknown, or helpers are missing or not used by it.
     """
-    if algorithm not in ALGORITHMS:
+    if algorithm not in COMPARED:
         raise UsageError(
             f"algorithm {algorithm!r} is not known.{did_you_mean(algorithm, ALGORITHMS)} "
             f"Choose one of {', '.join(ALGORITHMS)}"
@@ -92,10 +98,9 @@ def collective(
         phases = _ring(n, g, side_by_side, hop_s, local_s)
         return Collective(phases=tuple(phases), at_once=at_once)
     phases = [_local("reduce-scatter", g, local_s)] if g > 1 else []
-    if n > 1 and algorithm in ("hierarchical-ring", "tree"):
-        tree = algorithm == "tree"
-        amount = side_by_side * (2.0 if tree and n > 2 else 2 * (n - 1) / n)
-        hops = 2 * math.ceil(math.log2(n)) if tree else 2 * (n - 1)
+    if n > 1 and not algorithm.startswith("two-hop"):
+        amount = side_by_side * (2.0 if algorithm == "tree" and n > 2 else 2 * (n - 1) / n)
+        hops = _hops(algorithm, n)
         phases.append(
             CollectivePhase(name="network", demands=((OUT, amount), (IN, amount)), latency_s=hops * hop_s)
         )
@@ -105,6 +110,16 @@ def collective(
         phases.append(_local("all-gather", g, local_s))
     limit = None if algorithm.startswith("two-hop") else at_once
     return Collective(phases=tuple(phases), at_once=limit)
+
+
+def _hops(algorithm: str, n: int) -> int:
+    """Return the hops of a sum over ``n`` hosts, there and back."""
+    if algorithm == "tree":
+        return 2 * math.ceil(math.log2(n))
+    if algorithm == TORUS:
+        rows = next(count for count in range(math.isqrt(n), 0, -1) if n % count == 0)
+        return 2 * (rows - 1) + 2 * (n // rows - 1)
+    return 2 * (n - 1)
 
 
 def _local(name: str, g: int, latency_s: float) -> CollectivePhase:

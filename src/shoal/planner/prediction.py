@@ -223,7 +223,8 @@ def achieved(
     """Return the FLOP/s of an accelerator and the source of the figure.
 
     It follows from ``samples_per_s`` of one host where given, else from a published throughput of a host with
-    the same accelerator unless ``published`` is false, else from a share of the peak in ``precision``.
+    the same accelerator, which are all of 16 bits, unless ``published`` is false, else from a share of the
+    peak in ``precision``.
     """
     accelerator = require_accelerators(Machines(count=1, instance=instance))
     if samples_per_s is not None:
@@ -231,7 +232,7 @@ def achieved(
         rate = _from_rate(workload, instance, batch, samples_per_s)
         return rate, f"measured: {samples_per_s:g} {workload.unit}/s on one host"
     names = {accelerator.name, _SAME_CHIP.get(accelerator.name)}
-    for entry in shipped("throughput.toml")["host"] if published else ():
+    for entry in shipped("throughput.toml")["host"] if published and precision != "fp32" else ():
         length = entry.get("sequence_length", workload.tokens_per_sample)
         same_work = (entry["recipe"], length) == (recipe, workload.tokens_per_sample)
         if same_work and entry["accelerator"] in names:

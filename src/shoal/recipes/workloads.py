@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -114,7 +115,14 @@ def preset_of(name: str) -> Preset | None:
     recipe, preset, model = _find(name) or _of_preset(name)
     if not recipe:
         return None
-    entry, config = RECIPES[recipe], preset_settings(recipe, preset)
+    config = preset_settings(recipe, preset)
+    counted_as = "" if model or _has_usual_sample(recipe, preset, config) else f"{recipe}-{preset}"
+    return _preset(recipe, preset, model, config, counted_as)
+
+
+def _preset(recipe: str, preset: str, model: str, config: Any, counted_as: str) -> Preset:
+    """Return a preset for the planner, with settings that may differ from its own."""
+    entry = RECIPES[recipe]
     length = entry.length.rpartition(".")[2]
     phases = [
         Phase(
@@ -122,7 +130,7 @@ def preset_of(name: str) -> Preset | None:
             steps=getattr(sizes, "total_steps", None),
             epochs=getattr(sizes, "total_epochs", None),
             sequence_length=getattr(sizes, length) if section != "train" else None,
-            micro_batch=sizes.micro_batch_size,
+            micro_batch=None if sizes.micro_batch_size == "auto" else sizes.micro_batch_size,
             section=section,
         )
         for section, sizes in getattr(config, "phases", [("train", config.train)])
@@ -130,13 +138,103 @@ def preset_of(name: str) -> Preset | None:
     return Preset(
         command=(entry.group, entry.command or recipe, "--preset", preset),
         model=(model and f"{recipe}-{model}") or workload_name(recipe, preset, config),
-        counted_as="" if model or _has_usual_sample(recipe, preset, config) else f"{recipe}-{preset}",
+        counted_as=counted_as,
         phases=tuple(phases),
         length=entry.length,
         precision=getattr(config.train, "precision", "auto"),
         shard_optimizer=config.train.shard_optimizer,
         has_stages=_has_stages(config),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSettings:
+    """A recipe with settings that differ from a preset's, for the planner."""
+
+    recipe: str
+    preset: str
+    model: str
+    """Model to finetune, such as ``bert-base``; empty for others."""
+    words: tuple[str, ...]
+    """Options by which the settings differ."""
+    config: Any
+
+    @property
+    def name(self) -> str:
+        """The recipe, its preset and the options, for messages."""
+        return " ".join((f"{self.recipe}-{self.model or self.preset}", *self.words))
+
+    def presets(self, name: str) -> Preset | None:
+        """Return this preset by its name."""
+        if name != self.name:
+            return preset_of(name)
+        counted_as = "" if self._is_usual else self.name
+        preset = _preset(self.recipe, self.preset, self.model, self.config, counted_as)
+        return replace(preset, command=(*preset.command, *_without_batches(self.words)))
+
+    def count(self, name: str, sequence_length: int | None = None) -> Workload | None:
+        """Count the model with these settings by its name."""
+        if name != self.name:
+            return count_recipe(name, sequence_length)
+        return _count(name, self.recipe, self.model, self.config, sequence_length)
+
+    @property
+    def _is_usual(self) -> bool:
+        """Whether samples and the state of the optimizer are as with the preset."""
+        usual = preset_settings(self.recipe, self.preset)
+        if getattr(usual, "optim", None) != getattr(self.config, "optim", None):
+            return False
+        if self.model:
+            return bool(usual.model == self.config.model and usual.data == self.config.data)
+        same_text = getattr(usual, "data", None) == getattr(self.config, "data", None)
+        return same_text and _has_usual_sample(self.recipe, self.preset, self.config)
+
+
+def _without_batches(words: Sequence[str]) -> list[str]:
+    """Return options without the batch sizes, which a plan has."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if not re.fullmatch(r"--\w+\.(global|micro)-batch-size", name):
+            kept.append(word)
+        elif not equals:
+            next(rest, None)
+    return kept
+
+
+def own_settings(
+    name: str, preset: str | None, words: Sequence[str], settings_of: Callable[[list[str]], tuple[str, Any]]
+) -> OwnSettings | None:
+    """Return a recipe with settings of one's own, or ``None`` if ``name`` is none and nothing is changed.
+
+    Args:
+        name: of a recipe, or as for :func:`preset_of`.
+        preset: default: that of ``name``.
+        words: options of the recipe's command.
+        settings_of: parses a command.
+
+    Raises:
+        UsageError: no recipe has this name, or an option is none of its command.
+    """
+    recipe, named, model = _find(name) or _of_preset(name)
+    if name in RECIPES and (preset or words or not recipe):
+        recipe, named, model = name, RECIPES[name].preset, ""
+    elif not words and preset in (None, named):
+        return None
+    if not recipe:
+        option = f"--preset {preset}" if preset else words[0]
+        raise UsageError(f"{option} is of a recipe, and {name!r} is none: name one of {', '.join(RECIPES)}")
+    preset = preset or named
+    if preset not in script(recipe).PRESETS:
+        raise UsageError(
+            f"{recipe} has no preset {preset}: choose one of {', '.join(script(recipe).PRESETS)}"
+        )
+    if RECIPES[recipe].starts_from and not model:
+        model = model_to_finetune(recipe, preset, None)
+    entry = RECIPES[recipe]
+    _, config = settings_of([entry.group, entry.command or recipe, "--preset", preset, *words])
+    return OwnSettings(recipe=recipe, preset=preset, model=model, words=tuple(words), config=config)
 
 
 def _has_usual_sample(recipe: str, preset: str, config: Any) -> bool:
@@ -190,7 +288,12 @@ def count_recipe(name: str, sequence_length: int | None = None) -> Workload | No
     recipe, preset, model = _find(name) or _of_preset(name)
     if not recipe:
         return None
-    config, length = preset_settings(recipe, preset), RECIPES[recipe].length
+    return _count(name, recipe, model, preset_settings(recipe, preset), sequence_length)
+
+
+def _count(name: str, recipe: str, model: str, config: Any, sequence_length: int | None) -> Workload:
+    """Count a recipe's sample with these settings and tokens of a sample."""
+    length = RECIPES[recipe].length
     with tempfile.TemporaryDirectory() as folder:
         if model:
             config = with_new_model(config, Path(folder), model)

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,7 +91,10 @@ def test_the_answer_and_its_files(
     assert sum(plan["best"]["where_s"].values()) == pytest.approx(plan["best"]["total_s"])
     assert {each["name"] for each in plan["unequal_hosts"]} == {"by-speed", "equal", "sync"}
     assert "by-speed" in files["page"].read_text()
-    assert "<svg" in files["page"].read_text() and "polyline" in files["page"].read_text()
+    page = files["page"].read_text()
+    assert page.count("<svg") == 2 and "polyline" in page
+    for name in ("ring", "hierarchical-ring", "tree", "torus", "two-hop", "two-hop-helpers"):
+        assert re.search(rf">{name}, \d+ %</text>", page), "a curve of each algorithm"
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {"forward", "backward", "optimizer"} <= {event["name"] for event in events}
 
@@ -98,20 +102,30 @@ def test_the_answer_and_its_files(
 @pytest.mark.parametrize(
     ("hosts", "built", "said"),
     [
-        ("8xp3dn.24xlarge", "sm_75 sm_90", "has no kernels for V100-32GB: sm_75, sm_90\n"),
-        ("8xp3dn.24xlarge", "sm_70 sm_75 sm_90", ""),
-        ("8xp4d.24xlarge", "sm_90", ""),
+        (
+            "8xp3dn.24xlarge",
+            "12.9",
+            "9.9, has no kernels for V100-32GB: builds for CUDA 12.8 and later begin at",
+        ),
+        ("8xp3dn.24xlarge", "12.6", ""),
+        ("8xp4d.24xlarge", "13.2", ""),
     ],
 )
 def test_the_torch_here_is_compared_with_the_gpus(
-    hosts: str, built: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hosts: str,
+    built: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import torch
-
-    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: built, raising=False)
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "version.py").write_text(f"__version__ = '9.9'\ncuda: Optional[str] = '{built}'\n")
+    where = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("shoal.cli.plan.find_spec", lambda name: where)
     assert typed(monkeypatch, "t5-3b", "--cluster", hosts) == EXIT_OK
     text = capsys.readouterr().out
-    assert text.endswith(said) and ("the torch here" in text) == bool(said)
+    assert said in text and ("the torch here" in text) == bool(said)
     assert ("fp32, since T5 overflows in fp16" in text) == ("p3dn" in hosts)
     assert ("of the fp32 peak of V100" in text) == ("p3dn" in hosts), "the rate is that of the precision"
 
@@ -251,6 +265,70 @@ def test_a_preset_has_its_own_steps() -> None:
     assert steps("resnet50-imagenet-16k") == [7038]  # 90 epochs of 1,281,167 images
 
 
+def test_the_torch_here_is_read_without_being_imported() -> None:
+    import torch
+
+    from shoal.cli.plan import _torch_build
+
+    cuda = tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
+    assert _torch_build() == (str(torch.__version__), cuda)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> dict[str, Any]:
+    """Return what ``shoal plan --json`` writes."""
+    file = folder / "plan.json"
+    assert typed(monkeypatch, *words, "--json", str(file)) == EXIT_OK
+    tree: dict[str, Any] = json.loads(file.read_text())
+    return tree
+
+
+def test_a_preset_is_an_option_of_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_option = planned(monkeypatch, tmp_path, "albert", "--preset", "tiny", *CLUSTER)
+    by_name = planned(monkeypatch, tmp_path, "albert-tiny", *CLUSTER)
+    assert by_option["best"] == by_name["best"] and by_option["command"] == by_name["command"]
+
+
+def test_settings_of_the_recipe_are_planned_and_in_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = planned(monkeypatch, tmp_path, "albert-base", *CLUSTER)
+    words = ("--train.total-steps=77", "--train.precision", "fp32", "--train.global-batch-size", "8192")
+    own = planned(monkeypatch, tmp_path, "albert-base", *CLUSTER, *words)
+    assert own["best"]["num_steps"] == [77] and own["best"]["layouts"][0]["global_batch"] == 8192
+    assert usual["basis"][0].startswith("published") and own["basis"][0].startswith(
+        "assumed: 35 % of the fp32"
+    )
+    command = shlex.join(own["command"])
+    assert "--train.total-steps=77 --train.precision fp32" in command
+    assert command.count("global-batch-size 8192") == 1 == command.count("global-batch-size")
+    assert "precision          fp32;" in capsys.readouterr().out
+
+
+def test_a_changed_model_or_optimizer_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALBERT's parameters are those of one layer; AdamW has two moments, Muon one of matrices."""
+    usual = planned(monkeypatch, tmp_path, "albert-tiny", *CLUSTER)["best"]["memory_bytes"]
+    larger = planned(monkeypatch, tmp_path, "albert-tiny", *CLUSTER, "--model.intermediate-size", "4096")
+    assert larger["best"]["memory_bytes"] > usual
+    small = ("lm", "--preset", "tiny", "--cluster", "1xp4d.24xlarge")
+    adamw = planned(monkeypatch, tmp_path, *small)["best"]["memory_bytes"]
+    muon = planned(monkeypatch, tmp_path, *small, "--optim.optimizer", "muon")
+    assert muon["best"]["memory_bytes"] < adamw and "--optim.optimizer muon" in shlex.join(muon["command"])
+
+
+def test_a_configuration_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, vocab_size=1000)
+    config.save_pretrained(tmp_path)
+    words = ("--global-batch", "256", "--sequence-length", "64", "--cluster", "1xp4d.24xlarge")
+    tree = planned(monkeypatch, tmp_path, f"hf:{tmp_path / 'config.json'}", *words)
+    assert tree["command"] == [] and tree["best"]["layouts"][0]["global_batch"] == 256
+    counted = plan(f"hf:{tmp_path}", "1xp4d.24xlarge", global_batch=256, sequence_length=64)[0]
+    workload = counted.training.parts[0].workload
+    assert workload.num_parameters == sum(each.numel() for each in LlamaForCausalLM(config).parameters())
+    assert (workload.tokens_per_sample, workload.unit) == (64, "sequences")
+
+
 def test_published_targets_are_what_the_recipes_take() -> None:
     for name, recipe in (("resnet50", ResNetTrainConfig), ("mask-rcnn", MaskRCNNTrainConfig)):
         assert read_target(convergence_of(name).target, recipe().scores)
@@ -275,6 +353,19 @@ def test_published_targets_are_what_the_recipes_take() -> None:
         ((*SMALL[:2], "--global-batch", "0", *CLUSTER), "batch (--global-batch) is 0; it must be at least 1"),
         (("--model", "f", *SMALL[2:], *CLUSTER), "not of the form module:function"),
         ((*SMALL, *CLUSTER, "--by", "noon"), "--by 'noon' is not a time; write it as 90min, 12h or 1d6h"),
+        (("albert-tiny",), "name the hosts that train, such as --cluster 8xp4d.24xlarge"),
+        (
+            ("albert-tiny", "--clster", "8xp4d.24xlarge"),
+            "Unknown option: --clster. Did you mean '--cluster'?",
+        ),
+        (("albert-tiny", "base", *CLUSTER), "'base' is not understood: shoal plan takes one recipe"),
+        (("albert", "--preset", "tin", *CLUSTER), "albert has no preset tin: choose one of"),
+        (("gpt-13b", "--preset", "base", *CLUSTER), "--preset base is of a recipe, and 'gpt-13b' is none"),
+        (("albert-tiny", "--train.totl-steps", "5", *CLUSTER), "Did you mean --train.total-steps?"),
+        (("albert-tiny", "--parallel.pipeline", "2", *CLUSTER), "the plan chooses stages and shards"),
+        (("hf:nowhere", *CLUSTER), "hf: needs --global-batch"),
+        (("hf:nowhere", *CLUSTER, "--global-batch", "8"), "hf:nowhere is no configuration of transformers"),
+        ((*SMALL, *CLUSTER, "--preset", "base"), "--model is not a recipe: leave --preset"),
         ((*SMALL, *CLUSTER, "--price", "-5"), "the price (--price) is -5 dollars an hour"),
         ((*SMALL, *CLUSTER, "--price", "sport"), "--price 'sport' is no market. Did you mean 'spot'?"),
         ((*SMALL, *CLUSTER, "--price", "spot", "--goal", "cost"), "has no price per hour in the catalog"),

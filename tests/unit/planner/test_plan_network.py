@@ -29,6 +29,14 @@ def test_ring_takes_its_formula(n: int) -> None:
     assert seconds("ring", n) == pytest.approx(ring_seconds(M, [1e10] * n))
 
 
+@pytest.mark.parametrize(("n", "hops"), [(2, 2), (12, 2 * 2 + 2 * 3), (64, 28), (7, 12)])
+def test_a_torus_is_a_ring_with_the_hops_of_its_rows_and_columns(n: int, hops: int) -> None:
+    latency_s = 1e-3
+    assert seconds("torus", n, latency_s=latency_s) == pytest.approx(
+        2 * (n - 1) * M / (n * 1e10) + hops * latency_s
+    )
+
+
 @pytest.mark.parametrize("n", [2, 4, 32])
 def test_two_hops_with_equal_helpers_take_one_gradient(n: int) -> None:
     assert seconds("two-hop-helpers", n, helpers=n) == pytest.approx(M / 1e10, rel=2 / MANY)
