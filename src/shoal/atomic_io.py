@@ -196,13 +196,18 @@ def refuse_binary(path: Path | str, head: bytes) -> None:
         )
 
 
+def is_pointer(head: bytes) -> bool:
+    """Return whether a file is the pointer that Git LFS leaves in its place, by its first bytes."""
+    return head.startswith(_POINTER)
+
+
 def refuse_pointer(path: Path | str, head: bytes) -> None:
     """Check that a file is itself there, and not the pointer that Git LFS leaves in its place.
 
     Raises:
         UsageError: it is such a pointer.
     """
-    if head.startswith(_POINTER):
+    if is_pointer(head):
         raise UsageError(f"{path}: is the pointer of Git LFS to the file; get the file: git lfs pull")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
@@ -152,3 +153,14 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def without_unseen(text: str) -> str:
+    """Return a text without what no reader sees: blanks at its ends, format characters, forms of a letter.
+
+    Example:
+        >>> without_unseen("cafe\u0301\u200b ") == "caf\u00e9"
+        True
+    """
+    composed = unicodedata.normalize("NFC", text)
+    return "".join(char for char in composed if unicodedata.category(char) != "Cf").strip()

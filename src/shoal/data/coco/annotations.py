@@ -18,6 +18,7 @@ from typing import Any, Literal
 from shoal.data.bad_entries import MOST_BAD, NO_AREA, BadEntries, BadEntry, OnBad
 from shoal.data.json_stream import top_level_entries
 from shoal.errors import UsageError, did_you_mean
+from shoal.formatting import without_unseen
 
 Polygons = tuple["array[float]", ...]
 """Each x0, y0, x1, y1, … in pixels of the image; together one object."""
@@ -101,14 +102,24 @@ class CocoAnnotations:
         return number if number in self.categories else None
 
     def remarks(self) -> list[str]:
-        """Return a line with the numbers that words as ids of categories have; none if there are none."""
+        """Return lines about categories: those of one name, and the numbers of those whose ids are words."""
+        numbers_of: dict[str, list[int]] = {}
+        for number, name in self.categories.items():
+            numbers_of.setdefault(without_unseen(name).casefold(), []).append(number)
+        lines = [
+            f"{self.path}: the categories {', '.join(map(str, some))} all have the name "
+            f"{self.categories[some[0]]!r}; if they are one, give their objects one category_id"
+            for some in numbers_of.values()
+            if len(some) > 1
+        ]
         if not self.category_numbers:
-            return []
+            return lines
         numbers = [f"{number} {shown(word)}" for word, number in self.category_numbers.items()]
         listed = ", ".join(numbers[:8]) + (f" and {len(numbers) - 8:,} more" if len(numbers) > 8 else "")
-        return [
+        lines.append(
             f"{self.path}: ids of categories are words, numbered by the alphabet, in results too: {listed}"
-        ]
+        )
+        return lines
 
 
 def read_annotations(

@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn
 from shoal.data.images.sources import TRAIN, VALIDATION, SourceImage
 from shoal.data.images.tars import members
 from shoal.errors import ShoalError, UsageError, cannot_read, did_you_mean
+from shoal.formatting import without_unseen
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 VALIDATION_NAMES = ("val", "valid", "validation", "test")
@@ -116,7 +117,7 @@ class FolderSource:
         """List the class folders of ``path``.
 
         Args:
-            path: the folder, or a tar of it, which may hold one folder around all others.
+            path: the folder, or a tar of it; either may hold one folder around all others.
             validation: fraction of each class that is held out if there is no folder of validation images;
                 ``None``: 0.05, 0: none.
             seed: another seed holds out other images.
@@ -130,7 +131,9 @@ class FolderSource:
         self._seed, self._path = seed, path
         self._called = name = name or path
         self._tree: _Disk | _Tar = _Disk()
-        if not path.is_dir():
+        if path.is_dir():
+            path = _inside(path)
+        else:
             self._tree = tar = _Tar(path, name)
             path = tar.root
         folders = self._tree.folders(path)
@@ -168,6 +171,14 @@ class FolderSource:
             used, others = self._roots.get(VALIDATION), ", ".join(self._left_alone)
             validation = f"those of {used.name}" if used else "held out" if self._share else "none"
             lines.append(f"validation images are {validation}; {others} is left alone")
+        folded: dict[str, list[str]] = {}
+        for name in self.classes:
+            folded.setdefault(name.casefold(), []).append(name)
+        lines += [
+            f"the classes {' and '.join(names)} differ in capitals alone; join their folders if they are one"
+            for names in folded.values()
+            if len(names) > 1
+        ]
         leading_back: list[Path] = []
         each = [
             (root, path) for root in self._roots.values() for path in self._tree.names(root, leading_back)
@@ -232,6 +243,13 @@ class FolderSource:
                 "CLASS/, or for validation images of their own in train/CLASS/ and val/CLASS/."
                 + self._content(train)
             )
+        first_of: dict[str, str] = {}
+        for name in self.classes:
+            if (first := first_of.setdefault(without_unseen(name), name)) != name:
+                raise UsageError(
+                    f"{self._called}: the class folders {first!a} and {name!a} differ in blanks or in the "
+                    "form of a letter; join them"
+                )
         if VALIDATION not in self._roots:
             return
         other = self._roots[VALIDATION]
@@ -308,6 +326,17 @@ def _folders(path: Path) -> list[str]:
             return sorted(e.name for e in entries if e.is_dir() and not _is_hidden(e.name))
     except OSError as error:
         _unreadable(error)
+
+
+def _inside(path: Path) -> Path:
+    """Return the one folder around all others that ``path`` may hold, else ``path``."""
+    while len(names := _folders(path)) == 1 and not _SPLIT.fullmatch(names[0]):
+        inner = path / names[0]
+        has_images = any(file.suffix.lower() in SUFFIXES for file in inner.iterdir())
+        if has_images or inner.is_symlink() or not _folders(inner):
+            break
+        path = inner
+    return path
 
 
 def _files(folder: Path) -> list[_File]:

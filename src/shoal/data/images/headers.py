@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
+from shoal.atomic_io import is_pointer
+
 if TYPE_CHECKING:
     from PIL import Image as PillowImage
 
@@ -40,6 +42,8 @@ def open_image(data: bytes | bytearray | memoryview) -> PillowImage.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
+        if is_pointer(bytes(data[:64])):
+            raise BadImage("is the pointer of Git LFS to the image; get it: git lfs pull") from None
         raise BadImage(f"is not an image of a known format ({', '.join(FORMATS)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_many_pixels() from None

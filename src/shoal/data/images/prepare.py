@@ -176,7 +176,8 @@ def list_images(source: ImageSource, folder: Path) -> dict[str, Totals]:
         for split in source.splits
     }
     if not totals[TRAIN].num_images:
-        raise UsageError(f"{source.description}: there is no image to train on")
+        remarks = "".join(f"; {line}" for line in source.remarks)
+        raise UsageError(f"{source.description}: there is no image to train on{remarks}")
     counts = zip(source.classes, totals[TRAIN].class_counts, strict=True)
     empty = [name for name, count in counts if not count]
     if empty and len(empty) < len(source.classes):

@@ -27,7 +27,7 @@ from shoal.data.text.rows import field_names, field_rows, json_rows, lines_of
 from shoal.data.text.sequences import TaskData
 from shoal.data.text.special_tokens import Int32Array, Int64Array, SequenceTemplate, encode_texts, plain
 from shoal.errors import UsageError, did_you_mean
-from shoal.formatting import table
+from shoal.formatting import table, without_unseen
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -200,8 +200,7 @@ def _refuse_likes(path: Path, labels: Sequence[str]) -> None:
     """Raise if two labels of a file are likely one class, written in two ways."""
 
     def plain_form(label: str) -> str | Decimal:
-        text = unicodedata.normalize("NFKC", label)
-        text = "".join(char for char in text if unicodedata.category(char) != "Cf").strip().casefold()
+        text = unicodedata.normalize("NFKC", without_unseen(label)).casefold()
         text = _AS_NUMBER.get(text, text)
         return Decimal(text) if re.fullmatch(r"[+-]?[0-9]+(\.[0-9]*)?", text) else text
 

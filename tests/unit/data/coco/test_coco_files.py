@@ -597,6 +597,17 @@ def test_categories_whose_ids_are_words_are_numbered_by_the_alphabet(tmp_path: P
     assert detections[0] == detections[1]
 
 
+def test_categories_of_one_name_are_told(tmp_path: Path) -> None:
+    truth = made_truth(1)
+    assert read_annotations(write(tmp_path / "a.json", truth)).remarks() == []
+    for one, name in zip(truth["categories"], ("hen", "Hen ", "fox"), strict=True):
+        one["name"] = name
+    first, second = sorted(one["id"] for one in truth["categories"][:2])
+    (line,) = read_annotations(write(tmp_path / "a.json", truth)).remarks()
+    assert f"the categories {first}, {second} all have the name " in line
+    assert line.endswith("if they are one, give their objects one category_id")
+
+
 def test_words_beside_numbers_and_unknown_words(tmp_path: Path) -> None:
     truth = made_truth(1)
     tree = with_words(truth, {3: 3, 7: 1 << 70, 8: "eggs"})

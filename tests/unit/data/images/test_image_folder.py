@@ -102,6 +102,23 @@ def test_a_link_to_a_folder_elsewhere_is_followed(tmp_path):
     assert listed(source, "train") == [("a/1", 0), ("b/1", 1), ("b/more/2", 1)] and source.remarks == ()
 
 
+@pytest.mark.parametrize("around", ["data", "data/photos", "data/photos/train"])
+def test_one_folder_around_all_others_is_no_class(tmp_path, around):
+    path = folder(tmp_path, *(f"{around}/{name}/{n}.jpg" for name in ("cat", "dog") for n in range(4)))
+    source = FolderSource(path, validation=0)
+    assert source.classes == ("cat", "dog") and len(listed(source, "train")) == 8
+    alone = folder(tmp_path / "alone", "cat/1.jpg", "cat/old/2.jpg")
+    assert FolderSource(alone, validation=0).classes == ("cat",)
+
+
+def test_classes_that_differ_in_capitals_are_told(tmp_path):
+    source = FolderSource(folder(tmp_path, "a/1.jpg", "A/1.jpg", "b/1.jpg"))
+    assert source.classes == ("A", "a", "b")  # letters may be classes
+    assert source.remarks == (
+        "the classes A and a differ in capitals alone; join their folders if they are one",
+    )
+
+
 def test_the_state_changes_with_the_source(tmp_path):
     path = folder(tmp_path, "train/a/1.jpg", "val/a/2.jpg")
     states = [detect_source(path).state(), detect_source(path).state()]
@@ -131,6 +148,12 @@ def test_the_state_changes_with_the_source(tmp_path):
         ),
         (["training/a/1.jpg", "testing/a/2.jpg"], {}, "has testing, training, but no train"),
         (["1.jpg"], {}, "has no class folders"),
+        (
+            ["caf\u00e9/1.jpg", "cafe\u0301/1.jpg"],
+            {},
+            r"folders 'cafe\\u0301' and 'caf\\xe9' differ in .* join",
+        ),
+        (["cat/1.jpg", "cat /1.jpg"], {}, "the class folders 'cat' and 'cat ' differ in blanks"),
         (["train/1.jpg"], {}, "train has no class folders"),
         (["a/1.jpg"], {"validation": 1.0}, "validation=1.0 must be"),
         (["a/1.jpg"], {"synsets": "meta.mat"}, "--synsets meta.mat is for ImageNet"),
