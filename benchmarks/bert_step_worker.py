@@ -107,7 +107,7 @@ class OurStep:
             copies=copies_to(world.device),
             scale=LossScale(enabled=False),
             update=Update(on_device=world.device.type == "cuda"),
-            seed_key=SEED,
+            seed=SEED,
             models=[self._ddp],
         )
 

@@ -133,6 +133,17 @@ class Shares(_Line):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Members(_Line):
+    """Workers were lost, or others came, after ``step``."""
+
+    kind = "members"
+    step: int
+    num_workers: int
+    """Workers from here on."""
+    num_before: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Contributions(_Line):
     """Gradients of steps that did not wait for all workers, since the last such line."""
 
@@ -266,6 +277,7 @@ Row = (
     | Phase
     | Step
     | Shares
+    | Members
     | Contributions
     | Evaluation
     | Checkpoint

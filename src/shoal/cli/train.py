@@ -317,6 +317,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
         ],
         work=lambda worker: main_of(name, config)(config, worker),
         settle=settle,
+        is_elastic=config.distributed.elastic is not None,
     )
 
 

@@ -229,6 +229,7 @@ class StagesConfig:
             ("distributed.shares", config.distributed.shares, "equal"),
             ("optim.clip", config.optim.clip, "global"),
             ("train.shard_optimizer", self.shard and config.train.shard_optimizer, False),
+            ("distributed.elastic", config.distributed.elastic, None),
         ):
             if value != plain:
                 raise UsageError(

@@ -63,6 +63,7 @@ def launch(
     helpers_wait: bool = False,
     usr2_is_term: bool = False,
     settle: Callable[[HostGroup], Sequence[str]] | None = None,
+    is_elastic: bool = False,
 ) -> int:
     """Run ``command`` as ``num_workers`` workers on this host and return the exit code of the job.
 
@@ -89,6 +90,7 @@ def launch(
         helpers_wait: helpers connect to ``rdzv`` too, even with one host, and end with the launchers.
         usr2_is_term: SIGUSR2 is mpirun's way to ask for the end; workers get SIGTERM.
         settle: on several hosts, returns the command once they have met: what all of them have to agree on.
+        is_elastic: workers go on without one that is lost, and take it in when it is started again.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -126,7 +128,10 @@ def launch(
             if group is not None and nnodes > 1:
                 master = host, group.master_port
             ranks = range(first, first + num_workers)
-            job.wait(_start_workers(job, command, shared, ranks, num_hosts=nnodes, master=master))
+            start = partial(
+                _start_worker, job, command, shared, num_hosts=nnodes, num_local=num_workers, master=master
+            )
+            job.wait({rank: start(rank) for rank in ranks}, restart=start if is_elastic else None)
             outcome = _common_outcome(job, group, nnodes)
         if failure_file is not None and outcome.text:
             failure_file.parent.mkdir(parents=True, exist_ok=True)
@@ -183,29 +188,27 @@ def _rendezvous_of(num_workers: int, nnodes: int, rdzv: str | None, *, has_secre
     return location
 
 
-def _start_workers(
+def _start_worker(
     job: Job,
     command: Sequence[str],
     shared: Mapping[str, str],
-    ranks: range,
+    rank: int,
     *,
     num_hosts: int,
+    num_local: int,
     master: tuple[str, int],
-) -> dict[int, subprocess.Popen[str]]:
-    """Start the workers of this host, with the shared variables and those of their ranks."""
-    workers = {}
-    for rank in ranks:
-        stdout, stderr = job.outputs(rank)
-        variables = worker_variables(rank, num_hosts=num_hosts, workers_per_host=len(ranks), master=master)
-        workers[rank] = subprocess.Popen(
-            list(command),
-            env=child_environment(**shared, **variables),
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
-    return workers
+) -> subprocess.Popen[str]:
+    """Start a worker of this host, with the shared variables and those of its rank."""
+    stdout, stderr = job.outputs(rank)
+    variables = worker_variables(rank, num_hosts=num_hosts, workers_per_host=num_local, master=master)
+    return subprocess.Popen(
+        list(command),
+        env=child_environment(**shared, **variables),
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def _unless_stopped(job: Job, join: Callable[[], HostGroup]) -> HostGroup | None:

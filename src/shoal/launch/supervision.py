@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ AFTER_FAILURE_S = 5.0
 _AFTER_STOP_S = 120.0
 """The same after one has saved and exited."""
 _AFTER_SIGNAL_S = 10.0
+_RESTART_PAUSE_S, _MOST_RESTART_PAUSE_S = 0.5, 60.0
+"""Before a worker is started again; the pause doubles each time."""
 THREADS = ("OMP_NUM_THREADS", "PJRT_NPROC", "TF_NUM_INTRAOP_THREADS")
 """Variables with the number of threads of a worker's libraries: PyTorch and NumPy, JAX, TensorFlow."""
 
@@ -94,6 +97,9 @@ class Job:
         self._logs: dict[int, Path] = {}
         self._files = ExitStack()
         self._handlers: dict[signal.Signals, Any] = {}
+        self._restart: Callable[[int], subprocess.Popen[str]] | None = None
+        self._restart_at: dict[int, float] = {}
+        self._num_restarts: Counter[int] = Counter()
 
     def __enter__(self) -> Self:
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -121,16 +127,26 @@ class Job:
         """Return stdout and stderr for a worker: rank 0 gets the terminal, the others files by rank."""
         if rank == 0:
             return None, None
-        suffix = "log" if self._error_dir is None else "err"
+        suffix, mode = "log" if self._error_dir is None else "err", "a" if rank in self._logs else "w"
         path = self._logs[rank] = self._log_dir / f"worker-{rank:05}.{suffix}"
-        err = self._files.enter_context(path.open("w"))
+        err = self._files.enter_context(path.open(mode))
         if self._error_dir is None:
             return err, subprocess.STDOUT
-        return self._files.enter_context(path.with_suffix(".out").open("w")), err
+        return self._files.enter_context(path.with_suffix(".out").open(mode)), err
 
-    def wait(self, workers: Mapping[int, subprocess.Popen[str]]) -> None:
-        """Wait for the end of all workers (by rank): forward signals, and kill those past a deadline."""
-        self._workers = dict(workers)
+    def wait(
+        self,
+        workers: Mapping[int, subprocess.Popen[str]],
+        *,
+        restart: Callable[[int], subprocess.Popen[str]] | None = None,
+    ) -> None:
+        """Wait for the end of all workers (by rank): forward signals, and kill those past a deadline.
+
+        Args:
+            restart: starts a worker again, where the others go on without it if a signal has ended it, or if
+                they have given it up.
+        """
+        self._workers, self._restart = dict(workers), restart
         sent: list[int] = []
         kill_at: dict[str, float] = {}
         reports = self._error_dir is not None
@@ -187,16 +203,55 @@ class Job:
         """Collect exit codes; return whether a worker still runs."""
         now = time.monotonic()
         for rank in self._alive():
-            if (code := self._workers[rank].poll()) is not None:
+            code = self._workers[rank].poll()
+            if code is None:
+                continue
+            if self._restart is None or self.stop_requested or not self._is_lost(rank, code):
                 self.exit_codes[rank] = code
                 self._ended_at[rank] = now
+            elif rank not in self._restart_at:
+                self._restart_at[rank] = now + self._pause_before_restart(rank, code)
+            elif now > self._restart_at[rank]:
+                del self._restart_at[rank]
+                self._workers[rank] = self._restart(rank)
+        if not any(rank not in self._restart_at for rank in self._alive()):
+            self._end_without_restarts()
         return bool(self._alive())
+
+    def _is_lost(self, rank: int, code: int) -> bool:
+        """Return whether a worker that has ended is one without which the others go on."""
+        return rank not in self._killed and (code < 0 or code == EXIT_LOST)
+
+    def _pause_before_restart(self, rank: int, code: int) -> float:
+        """Return the seconds until a worker is started again, more each time, and say so."""
+        pause_s: float = min(_RESTART_PAUSE_S * 2 ** self._num_restarts[rank], _MOST_RESTART_PAUSE_S)
+        self._num_restarts[rank] += 1
+        how = f"ended by {_name_of_signal(-code)}" if code < 0 else "given up by the others"
+        print(
+            f"shoal: worker {rank} was {how}; the others go on, and it is started again in {pause_s:g} s",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return pause_s
+
+    def _end_without_restarts(self) -> None:
+        """Start no worker again: the others have ended without it, or all were lost."""
+        for rank in self._restart_at:
+            if self.exit_codes:
+                del self._workers[rank]
+            else:
+                self.exit_codes |= {lost: self._workers[lost].returncode for lost in self._restart_at}
+                self._ended_at |= dict.fromkeys(self._restart_at, time.monotonic())
+                break
+        self._restart_at.clear()
 
     def _alive(self) -> list[int]:
         return [rank for rank in self._workers if rank not in self.exit_codes]
 
     def _errors(self) -> dict[int, WorkerError]:
-        return {} if self._error_dir is None else read_errors(self._error_dir)
+        errors = {} if self._error_dir is None else read_errors(self._error_dir)
+        if self._restart is None:
+            return errors
+        return {rank: error for rank, error in errors.items() if error.exit_code != EXIT_LOST}
 
     def _kill(self) -> None:
         alive = self._alive()
@@ -313,8 +368,12 @@ def _without_report(rank: int, code: int, logs: Mapping[int, Path]) -> Outcome:
         )
     elif number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
         hint = ": native code crashed; the lines above or in its log show where in Python"
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    name = _name_of_signal(number)
     return Outcome(exit_code=EXIT_FAILURE, text=f"worker {rank} was ended by {name}{hint}{end}")
+
+
+def _name_of_signal(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _log_hint(rank: int, logs: Mapping[int, Path]) -> str:

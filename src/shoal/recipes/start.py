@@ -96,6 +96,7 @@ def start(
     describe: Callable[[int], list[str]],
     work: Callable[[WorkerEnv], int],
     settle: Callable[[HostGroup], Sequence[str]] | None = None,
+    is_elastic: bool = False,
 ) -> int:
     """Do a worker's work if this process is one, else start the workers; return the exit code.
 
@@ -105,6 +106,7 @@ def start(
         describe: checks the settings for a number of workers, and returns the lines of a dry run.
         work: what a worker does, given its environment.
         settle: as for :func:`shoal.launch.local.launch`.
+        is_elastic: as there.
 
     Raises:
         UsageError: settings that cannot work together or with the data, or a job that uses ``run_dir``.
@@ -139,4 +141,5 @@ def start(
         rdzv=options.rdzv,
         log_dir=log_dir,
         settle=settle,
+        is_elastic=is_elastic,
     )

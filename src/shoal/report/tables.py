@@ -13,6 +13,7 @@ from shoal.record import (
     Contributions,
     End,
     Evaluation,
+    Members,
     Phase,
     PipelineStep,
     Resume,
@@ -404,6 +405,9 @@ def _event(row: Row) -> EventRow:
             )
         case Shares():
             return event._replace(detail=f"{row} samples for the workers, by rank")
+        case Members():
+            detail = f"{row.num_before} workers before, {row.num_workers} from here on"
+            return event._replace(tone="warn" if row.num_workers < row.num_before else "plain", detail=detail)
         case Checkpoint():
             return event._replace(
                 detail=row.path,

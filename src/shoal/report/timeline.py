@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal import formatting
-from shoal.record import Checkpoint, End, Resume, Stop
+from shoal.record import Checkpoint, End, Members, Resume, Stop
 from shoal.report.runs import RecordedRun
 
 MAX_CHECKPOINT_MARKS = 150
@@ -77,14 +77,21 @@ def _lane(run: RecordedRun, scale: float) -> RunLane:
         for group in run.groups
     ]
     every = math.ceil(len(run.checkpoints) / MAX_CHECKPOINT_MARKS) or 1
-    rows: list[Checkpoint | Resume | Stop | End] = [*run.checkpoints[::every]]
-    rows += [row for row in run.rows if isinstance(row, Resume | Stop | End)]
+    rows: list[Checkpoint | Resume | Members | Stop | End] = [*run.checkpoints[::every]]
+    rows += [row for row in run.rows if isinstance(row, Resume | Members | Stop | End)]
     marks = [
-        TimelineMark(scale * (row.time_s - origin), row.kind, f"{row.kind} at step {row.step:,}")
-        for row in rows
+        TimelineMark(scale * (row.time_s - origin), kind, f"{kind} at step {row.step:,}")
+        for row, kind in zip(rows, map(_kind, rows), strict=True)
     ]
     note = f"{run.name}: one mark for every {every} checkpoints." if every > 1 else ""
     return RunLane(run.name, spans, marks, note)
+
+
+def _kind(row: Checkpoint | Resume | Members | Stop | End) -> str:
+    """Return the kind of a mark: workers that come have another one than workers that are lost."""
+    if not isinstance(row, Members):
+        return row.kind
+    return "lost" if row.num_workers < row.num_before else "joined"
 
 
 def tick_step(length: float) -> float:

@@ -104,6 +104,7 @@ class Checkpointer:
         run_dir: an existing directory on a file system that all hosts share.
         keep: number of most recent checkpoints to keep.
         deadline_s: seconds that a worker waits for the others to write.
+        is_alone: this process writes and reads the whole state, without the other workers.
 
     Raises:
         UsageError: ``keep`` is below 1, or another job uses the run directory.
@@ -122,7 +123,9 @@ class Checkpointer:
         {'samples': 6400}
     """
 
-    def __init__(self, run_dir: Path, *, keep: int = 3, deadline_s: float = _DEADLINE_S) -> None:
+    def __init__(
+        self, run_dir: Path, *, keep: int = 3, deadline_s: float = _DEADLINE_S, is_alone: bool = False
+    ) -> None:
         if keep < 1:
             raise UsageError(
                 f"keep={keep} must be at least 1: a run without a checkpoint cannot be continued"
@@ -130,7 +133,7 @@ class Checkpointer:
         self._run_dir, self._keep = run_dir, keep
         self._group: dist.ProcessGroup | None = None
         self._rank, self._num_workers = 0, 1
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not is_alone and dist.is_initialized() and dist.get_world_size() > 1:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
             self._group = cast(dist.ProcessGroup, group)
             self._rank, self._num_workers = dist.get_rank(), dist.get_world_size()

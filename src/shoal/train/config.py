@@ -18,6 +18,7 @@ from cyclopts import Group
 from shoal.decide.batch import MicroBatch, StagesConfig
 from shoal.decide.batch import ScheduleName as ScheduleName  # options resolve inherited annotations here
 from shoal.decide.bounded_waiting import WaitingRule
+from shoal.decide.members import read_counts
 from shoal.env.machine import num_gpus
 from shoal.errors import UsageError, require_positive
 
@@ -169,6 +170,24 @@ class DistributedConfig:
     each; or the directory of a run, whose shares are repeated."""
     bucket_mb: float | None = None
     """Size of DistributedDataParallel's buckets in MiB; default: 25, larger from about 100 workers on."""
+    elastic: str | None = None
+    """LEAST:MOST workers, such as 4:8: the run goes on when workers are lost, and takes in others; default: a
+    lost worker ends it."""
+    worker_patience_s: float = 60.0
+    """With elastic: seconds that the others wait for a worker whose loss is not certain."""
+
+    def __post_init__(self) -> None:
+        require_positive("distributed", self, "worker_patience_s")
+        if self.elastic is None:
+            return
+        read_counts(self.elastic)
+        allowed = {"backend": ("auto", "shoal"), "wire": ("fp32", "bf16"), "shares": ("equal",)}
+        for name, goes in allowed.items():
+            if (value := getattr(self, name)) not in goes:
+                raise UsageError(
+                    f"distributed.elastic does not go with distributed.{name} {value}: use "
+                    f"{' or '.join(goes)}, or leave elastic out"
+                )
 
 
 _MODES = ("off", "sync", "bounded", "async", "local")
@@ -456,6 +475,11 @@ def check_combination(
             update; unequal parts for workers that do not wait for each other; or a division of the
             optimizer's state that servers have, or of which each worker needs its own.
     """
+    if distributed.elastic is not None and (servers.option or loop.shard_optimizer):
+        raise UsageError(
+            f"distributed.elastic does not go with {servers.option or 'train.shard_optimizer'}: each worker "
+            "has the whole state, which it gives to others; leave one of them out"
+        )
     if loop.shard_optimizer and servers.option:
         whose = "each worker's own" if servers.mode == "local" else "on the servers, divided among them"
         raise UsageError(

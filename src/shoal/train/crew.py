@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.comm.engine import CommError
-from shoal.train.members import Members, share_state
+from shoal.train.members import Members, give_state, newest_state
 
 
 class Crew:
@@ -69,7 +69,8 @@ class Crew:
         self._optimizer = optimizer
         self._models: list[CrewParallel] = []
         self._has_state = False
-        self._members = Members(self._changed, at_least=at_least, patience_s=patience_s)
+        self._members = Members(at_least=at_least, patience_s=patience_s)
+        self._members.on_change = self._changed
         if self._members.has_begun:
             self._members.ask()
         else:
@@ -131,9 +132,12 @@ class Crew:
         """Go on with other members: average over them, and bring all to the newest state."""
         for wrapped in self._models:
             wrapped.renew()
-        is_first_state = self.generation == 1 and self.rank == 0
-        self.step, _ = share_state(self._state, self.step if self._has_state or is_first_state else -1)
-        self._has_state = True
+        has_it = self._has_state or (self.generation == 1 and self.rank == 0)
+        step, source = newest_state(self.step if has_it else -1)
+        if source is not None:
+            self._has_state = has_it and self.step == step
+            give_state(self._state, source, has_it=self._has_state)
+        self.step, self._has_state = step, True
 
 
 class CrewParallel(nn.Module):

@@ -134,16 +134,21 @@ class Evaluations:
         """Return whether the target is reached, on all workers. A collective."""
         return self._goal is not None and self._on_main(self.is_reached)
 
+    def read(self, step: int) -> list[record.Row]:
+        """Restore from the record what an earlier first worker knew after ``step``; return the rows."""
+        rows = record.read_record(required(self._directory))
+        self.scores = {split: row.metrics for split, row in self.last(step).items()}
+        if self._goal is not None:
+            self._goal.read(rows)
+        if self._best is not None:
+            self._best.read(rows, step)
+        return rows
+
     def has_ended(self, step: int, total: int) -> bool:
         """Return whether an earlier process group has ended the run at ``step``. A collective."""
 
         def ended() -> bool:
-            rows = record.read_record(required(self._directory))
-            self.scores = {split: row.metrics for split, row in self.last(step).items()}
-            if self._goal is not None:
-                self._goal.read(rows)
-            if self._best is not None:
-                self._best.read(rows, step)
+            rows = self.read(step)
             is_ended = any(isinstance(row, record.End) and row.step == step for row in rows)
             return is_ended and (step == total or self.end_run())
 

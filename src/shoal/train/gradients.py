@@ -30,7 +30,9 @@ from shoal.train.optimizer_shards import OptimizerShards
 
 
 class DataParallel(nn.Module):
-    """A model whose gradients are those of all workers: :class:`ManyWorkers` or :class:`OneWorker`.
+    """A model whose gradients are those of all workers.
+
+    :class:`ManyWorkers`, :class:`OneWorker` or :class:`ChangingWorkers`.
 
     Attributes:
         module: the model itself.
@@ -165,6 +167,51 @@ class ManyWorkers(DataParallel, DistributedDataParallel):
             finally:
                 self.module = model
         self.zero_grad()
+
+
+class ChangingWorkers(DataParallel):
+    """A model whose backward pass averages gradients over the present workers.
+
+    Args:
+        module: the model.
+        make: wraps it for these workers; the argument says whether they get the first one's weights.
+    """
+
+    def __init__(self, module: nn.Module, make: Callable[[bool], ManyWorkers]) -> None:
+        super().__init__()
+        self.module, self._make = module, make
+        self._present = [make(True)]  # as a list it is no submodule
+
+    def renew(self) -> None:
+        """Average over other workers from now on. A collective of them.
+
+        It makes a new wrapper, since DistributedDataParallel reorders the buckets of a trained model.
+        """
+        self._present[0]._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        self._present = [self._make(False)]
+
+    @property
+    def has_averaged(self) -> bool:
+        return self._present[0].has_averaged
+
+    @has_averaged.setter
+    def has_averaged(self, value: bool) -> None:
+        self._present[0].has_averaged = value
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        return self._present[0].require_backward_grad_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._present[0].require_backward_grad_sync = value
+
+    def run_model(self, *args: Any, **kwargs: Any) -> Any:
+        return self._present[0].run_model(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self._present[0].no_sync()
+        return context
 
 
 class _Touch(torch.autograd.Function):

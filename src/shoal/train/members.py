@@ -6,13 +6,14 @@
 3. A process that starts later asks there (:meth:`Members.ask`); the first member takes it in, between two
    steps (:meth:`Members.admit`).
 4. All that were decided upon change the process group by torch's interface of 2.14, and give the state of the
-   member that has taken the most steps to those that lack it (:func:`share_state`).
+   member that has taken the most steps to those that lack it (:func:`give_state`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -26,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shoal.comm import native_group
 from shoal.comm.engine import CommError
-from shoal.errors import UsageError
+from shoal.errors import EXIT_LOST, ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.optim.moments import parameters_of
 from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
@@ -39,34 +40,43 @@ _POLL_S = 0.01
 class ExcludedError(CommError):
     """The others go on without this process, for which they have waited."""
 
+    exit_code = EXIT_LOST
+
+
+def require_changing_groups() -> None:
+    """Raise a :class:`UsageError` if torch has no groups whose members change."""
+    if not hasattr(c10d, "_reconfigure"):
+        raise UsageError(
+            f"torch {torch.__version__} has no groups whose members change: install torch 2.14 or later"
+        )
+
 
 class Members:
     """The members of the default process group, which was made with ``enable_reconfigure``.
 
     Args:
-        changed: called when the members have changed, on all of them; may use collectives.
         at_least: fewer members do not go on.
+        at_most: more are not taken in; default: any number.
         patience_s: how long survivors wait for a member that is not known to be lost and does not come.
 
     Attributes:
-        generation: number of the present members, from 1; it grows when they change.
+        on_change: called when the members have changed, on all of them; may use collectives.
+        generation: number of the present members, from 1; it grows when they change. 0: this process is none.
         has_begun: whether others were members before this process came.
+        num_before: number of members before the last change.
 
     Raises:
         UsageError: torch is older than 2.14.
     """
 
-    def __init__(self, changed: Callable[[], None], *, at_least: int, patience_s: float) -> None:
-        if not hasattr(c10d, "_reconfigure"):
-            raise UsageError(
-                f"torch {torch.__version__} has no groups whose members change: install torch 2.14 or later"
-            )
-        self._changed = changed
-        self._at_least, self._patience_s = at_least, patience_s
+    def __init__(self, *, at_least: int, patience_s: float, at_most: int | None = None) -> None:
+        require_changing_groups()
+        self.on_change: Callable[[], None] = lambda: None
+        self._at_least, self._at_most, self._patience_s = at_least, at_most, patience_s
         self._group = native_group.python_group(dist.group.WORLD)
         self._store = PrefixStore("crew/", self._group.store)
         self._handle = c10d._get_reconfigure_handle()
-        self.generation = self._num_admitted = 0
+        self.generation = self._num_admitted = self.num_before = 0
         self._handles: list[str] = []
         self.has_begun = self._store.check(["newest"])
 
@@ -80,6 +90,11 @@ class Members:
         """Return the number of present members."""
         return dist.get_world_size()
 
+    @property
+    def is_first(self) -> bool:
+        """Return whether this process is the first member."""
+        return self.generation > 0 and self.rank == 0
+
     def begin(self) -> None:
         """Meet the processes with which the group was made."""
         size = dist.get_world_size()
@@ -87,23 +102,37 @@ class Members:
         self._become(1, [self._store.get(f"first/{rank}").decode() for rank in range(size)])
         self._store.set("newest", "1")
 
-    def ask(self) -> None:
-        """Wait until the members take this process in."""
+    def be_alone(self) -> None:
+        """Make a group of this process alone, for what comes before :meth:`ask`."""
+        self._reconfigure(secrets.randbits(62), [self._handle])
+
+    def ask(self) -> bool:
+        """Wait until the members take this process in; return false if their work is over."""
         while True:
             number = self._store.add("num_waiting", 1)
             self._store.set(f"waiting/{number}", self._handle)
-            generation = int(self._store.get(f"welcome/{number}").decode())
+            while not self._store.check([f"welcome/{number}"]):
+                if self._store.check(["over"]):
+                    return False
+                time.sleep(_POLL_S)
             try:
-                return self._follow(generation)
+                self._follow(int(self._store.get(f"welcome/{number}").decode()))
             except CommError as error:  # one of the others was lost meanwhile
                 _log.warning("not taken in, asks again: %s", error)
+            else:
+                return True
+
+    def end(self) -> None:
+        """Let those that ask know that the members need nobody any more."""
+        self._store.set("over", "1")
 
     def num_waiting(self) -> int:
-        """Return how many processes have asked so far; without the store nobody new can come."""
+        """Return how many processes have asked so far, and have room; without the store nobody can come."""
         try:
-            return int(self._store.add("num_waiting", 0))
+            asked = int(self._store.add("num_waiting", 0))
         except dist.DistError:
             return self._num_admitted
+        return asked if self._at_most is None else min(asked, self._num_admitted + self._at_most - self.size)
 
     def admit(self, num_waiting: int) -> bool:
         """Take in who waits; return whether somebody did.
@@ -187,34 +216,52 @@ class Members:
         self._become(generation, plan["members"])
 
     def _become(self, generation: int, handles: list[str]) -> None:
-        c10d._reconfigure(generation, handles, timeout=timedelta(seconds=self._patience_s)).wait()
+        self._reconfigure(generation, handles)
+        self.num_before = len(self._handles)
         self.generation, self._handles = generation, handles
-        self._changed()
+        try:
+            self.on_change()
+        except Exception as error:
+            if not self.has_lost():
+                raise
+            raise CommError(f"a member was lost while the members changed: {error}") from error
+
+    def _reconfigure(self, uuid: int, handles: list[str]) -> None:
+        c10d._reconfigure(uuid, handles, timeout=timedelta(seconds=self._patience_s)).wait()
 
 
 # ---- state ------------------------------------------------------------------------------------------------
 
 
-def share_state(state: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any]]:
-    """Bring all members to the state of the one that has taken the most steps.
+def newest_state(step: int) -> tuple[int, int | None]:
+    """Return the most steps that a member has taken, and its rank if others lack its state. A collective.
 
     Args:
-        state: by name: models, optimizers, tensors, and JSON values.
-        step: steps done; -1: this member has no state yet.
+        step: steps done; -1: this member has no whole state.
 
-    Returns:
-        The steps done, and the JSON values.
+    Raises:
+        ShoalError: no member has one.
     """
     steps = torch.empty(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather_into_tensor(steps, torch.tensor([step]))
     most = int(steps.max())
-    if steps.min() == most:
-        return most, {}
-    return most, _give_state(state, int(steps.argmax()), has_it=step == most)
+    if most < 0:
+        raise ShoalError(
+            "the last member with a whole state was lost while it gave it to others: start the job again"
+        )
+    return most, None if steps.min() == most else int(steps.argmax())
 
 
-def _give_state(state: Mapping[str, Any], source: int, *, has_it: bool) -> dict[str, Any]:
-    """Give one member's state to all that do not have it yet; return the JSON values to all."""
+def give_state(state: Mapping[str, Any], source: int, *, has_it: bool) -> dict[str, Any]:
+    """Give one member's state to those that lack it; return its JSON values to these. A collective.
+
+    A member that this raises in may have a part of the state.
+
+    Args:
+        state: by name: models, optimizers, tensors, and JSON values.
+        source: rank of the member whose state it is.
+        has_it: whether this member has it.
+    """
     flat = flatten(state) if dist.get_rank() == source else None
     description: Any = None
     if flat is not None:

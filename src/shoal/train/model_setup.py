@@ -19,6 +19,7 @@ from shoal.env.machine import compiler_problem
 from shoal.errors import UsageError
 from shoal.train.config import DistributedConfig, auto_precision
 from shoal.train.gradients import (
+    ChangingWorkers,
     DataParallel,
     ManyWorkers,
     OneWorker,
@@ -68,7 +69,11 @@ def wrap_model(
     """
     _require_replica(model)
     wrapped: DataParallel
-    if world.num_workers == 1 and config.wire == "fp32" and not on_servers:
+    if world.members is not None:
+        wrapped = ChangingWorkers(
+            model, lambda is_first: _distributed(model, world, config, lap, init_sync=is_first)
+        )
+    elif world.num_workers == 1 and config.wire == "fp32" and not on_servers:
         wrapped = OneWorker(model, world.device)
     else:
         wrapped = _distributed(model, world, config, lap)
@@ -77,9 +82,18 @@ def wrap_model(
 
 
 def _distributed(
-    model: nn.Module, world: World, config: DistributedConfig, lap: Callable[[str], None]
+    model: nn.Module,
+    world: World,
+    config: DistributedConfig,
+    lap: Callable[[str], None],
+    *,
+    init_sync: bool = True,
 ) -> ManyWorkers:
-    """Return the model in DistributedDataParallel, with its final buckets."""
+    """Return the model in DistributedDataParallel, with its final buckets.
+
+    Args:
+        init_sync: give all workers the first one's weights.
+    """
     recommended = recommended_bucket_bytes(
         world.num_hosts,
         ranks_per_host=world.ranks.num_local_workers,
@@ -90,6 +104,7 @@ def _distributed(
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=config.bucket_mb or recommended / MIB,
         gradient_as_bucket_view=True,
+        init_sync=init_sync,
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
     hook: Callable[..., Any] = mean_of_workers

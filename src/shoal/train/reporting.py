@@ -37,6 +37,7 @@ from shoal.record import (
     Checkpoint,
     End,
     Evaluation,
+    Members,
     Phase,
     Resume,
     Row,
@@ -338,6 +339,10 @@ def _text_of(row: Row) -> str:
             )
         case Shares():
             return f"step {row.step:,}: the workers' shares of a batch are now {row} samples"
+        case Members():
+            what = "lost" if row.num_workers < row.num_before else "joined by"
+            count = plural(abs(row.num_workers - row.num_before), "worker")
+            return f"step {row.step:,}: {what} {count}, goes on with {plural(row.num_workers, 'worker')}"
         case Phase():
             steps = f"steps {row.step:,} to {row.last_step:,}"
             return f"{row.name}: {steps}, {row.sequence_length:,} tokens per sequence"

@@ -50,7 +50,6 @@ from shoal.data.loader import copies_to
 from shoal.data.sources import FirstSteps, IterableSource, StepSource, as_source, digest_of_rows
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, WorkerShares, plan_batch
-from shoal.decide.rng import Stream, random_keys
 from shoal.env.launcher import worker_env
 from shoal.env.settings import progress_file
 from shoal.env.worker import WorkerEnv, alone
@@ -68,6 +67,7 @@ from shoal.train.config import (
     refuses_fp16,
     required,
 )
+from shoal.train.elastic import ChangingMembers
 from shoal.train.evaluations import Best, Evaluations, as_numbers, final_scores, load_weights
 from shoal.train.gradients import DataParallel, LossScale, Precision, Update
 from shoal.train.layer_norms import LayerNorms, before_clipping
@@ -88,7 +88,7 @@ from shoal.train.reporting import (
     peak_memory_bytes,
     versions,
 )
-from shoal.train.run_dir import open_run_dir, owned, recorded_backend
+from shoal.train.run_dir import open_run_dir, own, owned, recorded_backend
 from shoal.train.servers.choice import choose_update
 from shoal.train.shares import advice_on_shares, open_shares
 from shoal.train.step import RunningMetrics, Step, StepState
@@ -263,10 +263,10 @@ class Run:
         self._evaluations = Evaluations(directory, world, target, best)
         self.stop_request = stop
         self._checkpointer: Checkpointer | None = None
-        if directory is not None and settings.output.save:
+        if directory is not None and settings.output.save and not world.is_late:
             self._checkpointer = Checkpointer(directory, keep=settings.output.keep_checkpoints)
         self._nonfinite_steps = 0
-        self._metrics = RunningMetrics(self.sum)
+        self._metrics = RunningMetrics(self.sum if world.members is None else Tensor.tolist)
         self._speed = Speed()
         self._writers: list[RowWriter] = []
         self.to_device = copies_to(world.device)
@@ -280,7 +280,7 @@ class Run:
                 on_device=world.device.type == "cuda",
                 shards=OptimizerShards() if self.shards_optimizer else None,
             ),
-            seed_key=int(random_keys(self.seed, Stream.DROPOUT, world.rank).item()),
+            seed=self.seed,
             kept=self._kept,
             saves=self._checkpointer is not None,
             layer_norms=(
@@ -293,6 +293,8 @@ class Run:
                 else None
             ),
         )
+        if world.members is not None and directory is not None:
+            self._training.workers = ChangingMembers(self, world.members, lambda: take_over(self, target))
         self._notes = [note for note in (precision.note, world.note) if note]
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
@@ -350,6 +352,7 @@ class Run:
         everything = _settings(config, settings, loop, distributed, servers, recipe)
         output, loop, distributed = everything.output, everything.loop, everything.distributed
         check_combination(loop, distributed, everything.servers, clip="global")
+        _check_elastic(everything)
         if output.layer_norms and everything.servers.option:
             raise UsageError(
                 f"run.layer_norms does not go with {everything.servers.option}: gradients are on the "
@@ -554,8 +557,8 @@ class Run:
                 "checkpoints would be empty: call run.keep(model=model, optimizer=optimizer) before "
                 "run.steps, or train without, Run.open(settings=RunOutputConfig(save=False))"
             )
-        index, num_replicas = replica or (self.world.rank, self.world.num_workers)
         if not isinstance(batch, BatchPlan):
+            num_replicas = self.world.ranks.num_workers if replica is None else replica[1]
             batch = plan_batch(batch, num_replicas, section=section, unit=self._settings.unit)
         if self._settings.output.evaluate is not None:
             until = total = self.step
@@ -567,6 +570,11 @@ class Run:
         if self.is_over:
             return
         source = as_source(data, seed=self.seed)
+        if self.world.members is not None and isinstance(source, IterableSource):
+            raise UsageError(
+                "distributed.elastic needs data whose order the run decides, not a DataLoader or another "
+                "iterable of micro-batches: give run.steps the dataset itself, or one of shoal's readers"
+            )
         setting = self._settings.distributed.shares
         self._shares = open_shares(
             setting, directory=self.directory, world=self.world, step=self.step, source=source,
@@ -588,12 +596,16 @@ class Run:
         if self._profiler is None and num_profiled and self.world.is_main and self.directory is not None:
             profiler = StepProfiler(self.directory, self.step, num_profiled)
             self._profiler = self._stack.enter_context(closing(profiler))
+        if not self._training.workers.join():
+            self.is_over = True
+            return
         self.timer.reset()
         while self.step < until and not self.stopped and not self.reached:
             left = range(self.step - since, until - since)
+            index, num_replicas = replica or (self.world.rank, self.world.num_workers)
             shard = DataShard(
                 global_batch_size=batch.global_batch_size,
-                micro_batch_size=batch.micro_batch_size,
+                micro_batch_size=self.batch.micro_batch_size,
                 rank=index,
                 num_workers=num_replicas,
                 shares=self._shares.current if self._shares else (),
@@ -601,6 +613,8 @@ class Run:
             yield from self._attempt(source, shard, left, targets, on_host)
         if self.step == until and self._evaluations.have_reached():
             self._end_early(is_reached=True)
+        if self.step == self._total or self.stopped or self.reached:
+            self._training.workers.end()
 
     def _attempt(
         self,
@@ -612,6 +626,8 @@ class Run:
     ) -> Iterator[Step]:
         """Yield steps until all are done, a stop is asked for, one has to be repeated, or shares change."""
         pin_memory, begin = self.world.device.type == "cuda", self.step
+        workers = self._training.workers
+        num_changes = workers.num_changes
         with closing(source.open(shard, steps, pin_memory=pin_memory)) as batches:
             for index, micro_batches in zip(steps, batches, strict=False):
                 number = begin + index - steps.start + 1
@@ -626,10 +642,12 @@ class Run:
                 update = self._training.update
                 is_bad = self._metrics.num_nonfinite >= self._settings.loop.max_nonfinite_steps
                 if not update.runs_ahead(asks=is_bad or self.stop_request.requested is not None):
-                    if source is not self._checked:
-                        check_own_rows(source, micro_batches, shard, self.world, is_first=index == 0)
-                        self._checked = source
-                    total = self._agree(own_targets, source, shard, index)
+                    total: int | None = None
+                    with workers.survive():
+                        if source is not self._checked:
+                            check_own_rows(source, micro_batches, shard, self.world, is_first=index == 0)
+                            self._checked = source
+                        total = self._agree(own_targets, source, shard, index)
                     if total is None:
                         return
                     if update.is_synchronous:
@@ -651,6 +669,8 @@ class Run:
                 if self.due(self._settings.output.checkpoint_frequency):
                     self.save()
                 self._report_checkpoints()
+                if workers.num_changes != num_changes:
+                    return
                 self.timer.begin_step()
 
     def _agree(self, num_targets: int, source: StepSource, shard: DataShard, index: int) -> int | None:
@@ -664,9 +684,10 @@ class Run:
         stops = self.stop_request.requested is not None
         times = self.world.by_rank(self.timer.busy_s) if self._shares is not None else []
         scores = self._evaluations
-        sums = self.sum([num_targets, bad, stops, scores.end_run(), scores.is_best(self.step), *times])
+        workers, is_best = self._training.workers, scores.is_best(self.step)
+        sums = self.sum([num_targets, bad, stops, scores.end_run(), is_best, workers.num_waiting, *times])
         self.timer.lap("other")
-        total, num_bad, num_stops, num_reached, num_best = map(int, sums[:5])
+        total, num_bad, num_stops, num_reached, num_best, num_waiting = map(int, sums[:6])
         self._nonfinite_steps = self._nonfinite_steps + counted if num_bad else 0
         if self._nonfinite_steps >= most:
             rates = "optim" if self._section == "train" else self._section
@@ -680,10 +701,12 @@ class Run:
         if num_reached or num_stops:
             self._end_early(is_reached=num_reached > 0)
             return None
-        if self._shares is not None and self._shares.observe(self.step + 1, sums[5:]):
+        if self._shares is not None and self._shares.observe(self.step + 1, sums[6:]):
             if self.log:
                 samples, seconds = list(self._shares.current), self._shares.seconds
                 self.log.write(record.Shares(step=self.step + 1, samples=samples, seconds=seconds))
+            return None
+        if workers.admit(num_waiting):
             return None
         if not update.on_servers and self.step % _FOLLOW_STEPS == 0:
             self.world.follow_rates()
@@ -857,11 +880,9 @@ class Run:
                     *changed_backend(self.directory, self.step, self.world.backend, self.world.num_workers),
                     *notes,
                 ]
-            progress = Progress(self._total, self.step, unit=self._settings.unit)
             first_step = self.step + 1 if self._restored is not None else 0
             trains = self._settings.output.evaluate is None
-            log = RunLog(self.directory, progress, self._writers, first_step=first_step if trains else None)
-            self.log = self._stack.enter_context(log)
+            self.log = open_log(self, first_step if trains else None)
             self.log.write(
                 self._settings.start_row(
                     self.directory,
@@ -939,6 +960,45 @@ class Run:
                 self.log.write(row)
         self._metrics.reset()
         self.timer.reset()
+
+
+def open_log(run: Run, first_step: int | None) -> RunLog:
+    """Return the log of a run that goes on with ``first_step``; ``None``: it does no steps."""
+    assert run.directory is not None
+    progress = Progress(run._total, run.step, unit=run._settings.unit)
+    return run._stack.enter_context(RunLog(run.directory, progress, run._writers, first_step=first_step))
+
+
+def take_over(run: Run, target: Target | None) -> None:
+    """Write the record of a run whose former first worker was lost.
+
+    Args:
+        target: of the run.
+    """
+    assert run.directory is not None
+    run._stack.callback(own(run.directory).release)
+    run._writers.extend(_open_writers(run._stack, run.directory, run._settings.output, target))
+    run.log = open_log(run, run.step + 1)
+    run._evaluations.read(run.step)
+
+
+def _check_elastic(settings: Settings) -> None:
+    """Check that workers of a run with these settings may change.
+
+    Raises:
+        UsageError: they may not.
+    """
+    parallel, finetune = (getattr(settings.config, name, None) for name in ("parallel", "finetune"))
+    refused = {
+        "a model in stages or shards (parallel)": getattr(parallel, "splits", False),
+        "finetune.at": getattr(finetune, "at", ()),
+        "run.validation_beside": settings.output.validation_beside,
+    }
+    if settings.distributed.elastic is not None and (named := [name for name in refused if refused[name]]):
+        raise UsageError(
+            f"distributed.elastic is for replicas of the whole model, and does not go with {named[0]}: leave "
+            "one of them out"
+        )
 
 
 def _is_due(every: int | Sequence[int] | None, step: int, last: int) -> bool:

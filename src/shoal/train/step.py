@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shoal.data.loader import Copies
 from shoal.data.steps import DataShard
-from shoal.decide.rng import GOLDEN
+from shoal.decide.rng import GOLDEN, Stream, random_keys
 from shoal.errors import RetryStep, UsageError
 from shoal.optim.moments import parameters_of
 from shoal.train.gradients import DataParallel, LossScale, Update
@@ -64,7 +64,7 @@ class StepState:
     """Copies micro-batches to the device."""
     scale: LossScale
     update: Update
-    seed_key: int
+    seed: int
     """Seeds torch's generators in each step, so that no generator's state need be saved."""
     models: list[DataParallel] = field(default_factory=list)
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +73,53 @@ class StepState:
     """True if the run writes checkpoints."""
     layer_norms: LayerNorms | None = None
     """Measures gradients by layer, if the settings ask for it."""
+    workers: Workers = field(default_factory=lambda: Workers())
+    """Goes on without a worker that is lost in a step, if the settings ask for it."""
+
+    @property
+    def seed_key(self) -> int:
+        """The seed of this worker."""
+        return int(random_keys(self.seed, Stream.DROPOUT, self.world.rank).item())
+
+
+class Workers:
+    """The workers of a run: these do not change, and the loss of one is an error.
+
+    :class:`~shoal.train.elastic.ChangingMembers` goes on with others.
+    """
+
+    @property
+    def num_changes(self) -> int:
+        """Return how often they have changed."""
+        return 0
+
+    def join(self) -> bool:
+        """Become one of the workers before the first step; return false if the run is over. A collective."""
+        return True
+
+    def survive(self) -> AbstractContextManager[None]:
+        """Return a context for what comes before a step; one that has lost a worker ends early."""
+        return nullcontext()
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of processes that have asked to become workers, on the first worker."""
+        return 0
+
+    def admit(self, num_waiting: int) -> bool:
+        """Take in who has asked, up to this number; return whether somebody did. A collective."""
+        return False
+
+    def agree(self, step: Step) -> Exception | None:
+        """Agree that all have the step's gradients; return the loss of a worker. A collective."""
+        return None
+
+    def redo(self, step: Step, error: BaseException) -> bool:
+        """Go on without a worker that was lost in a step; return whether one was."""
+        return False
+
+    def end(self) -> None:
+        """Take in nobody any more."""
 
 
 class Step:
@@ -261,6 +308,22 @@ class Step:
                 "checkpoints: give it to run.keep too, as in run.keep(model=model, optimizer=optimizer)"
             )
 
+    def _require_update(self) -> None:
+        if not self.optimizers:
+            raise UsageError(
+                f"step {self.number} has no update: call step.update(optimizer) once at the end of "
+                "`with step`, after the last micro-batch"
+            )
+
+    def sum_figures(self, total: Callable[[Sequence[float]], list[float]]) -> None:
+        """Replace this worker's loss and figures by those of all workers. A collective."""
+        loss, *sums = total([self.loss, *map(float, self.sums.values())])
+        self._figures = [self.grad_norm, loss]
+        self.sums = {
+            name: torch.tensor(value, dtype=torch.float64)
+            for name, value in zip(self.sums, sums, strict=True)
+        }
+
     def _require_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that the gradients are those of :meth:`backward`, averaged over the workers."""
         if not self._has_loss:
@@ -282,18 +345,17 @@ class Step:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         training = self._training
+        if error is None:
+            self._require_update()
+            error = training.workers.agree(self)
         if error is not None:
             for optimizer in (each for each in training.kept.values() if isinstance(each, Optimizer)):
                 optimizer.zero_grad()  # of models without a wrapper, such as FSDP2's
             for ddp, before in zip(training.models, self._before, strict=True):
                 ddp.zero_grad()
                 ddp.restore_volatile(before)
-            return isinstance(error, RetryStep)
-        if not (optimizers := self.optimizers):
-            raise UsageError(
-                f"step {self.number} has no update: call step.update(optimizer) once at the end of "
-                "`with step`, after the last micro-batch"
-            )
+            return isinstance(error, RetryStep) or training.workers.redo(self, error)
+        optimizers = self.optimizers
         if self.is_unread and not training.scale.dynamic:  # else the next backward pass needs the scale
             training.update.apply(*optimizers)  # which skips it on the device, if need be
         else:
@@ -369,6 +431,22 @@ class RunningMetrics:
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
             self._counts[name] += counts[name]
+
+    def state(self) -> list[str | list[str] | dict[str, list[str]]]:
+        """Return the sums since the last line as JSON values, with floats that may be not finite as texts."""
+        self.read()
+        sums = {name: [float(value).hex(), str(self._counts[name])] for name, value in self._sums.items()}
+        return [self._loss.hex(), [norm.hex() for norm in self.grad_norms], sums]
+
+    def load_state(self, state: Any) -> None:
+        """Go on with the sums of :meth:`state`."""
+        loss, norms, sums = state
+        self._unread.clear()
+        self.reset()
+        self._loss, self.grad_norms = float.fromhex(loss), [float.fromhex(norm) for norm in norms]
+        for name, (value, count) in sums.items():
+            self._sums[name] = torch.tensor(float.fromhex(value), dtype=torch.float64)
+            self._counts[name] = int(count)
 
     def means(self, *, uneven: int = 0) -> tuple[float, dict[str, float]]:
         """Return the mean loss and the mean metrics over all workers. A collective.

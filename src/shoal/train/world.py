@@ -28,12 +28,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from shoal.decide.backend import SHOAL, BackendChoice
+from shoal.decide.members import read_counts
 from shoal.env.machine import GPU_DEVICES, cpu_quota, num_cores, promised_gpus, selected_gpus
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.backends import Purpose, agree_on_backend, num_hosts_of
 from shoal.train.config import DistributedConfig
+from shoal.train.members import Members, require_changing_groups
 from shoal.train.threads import own_cores, share_of_cores, share_threads
 
 T = TypeVar("T")
@@ -59,29 +62,36 @@ class World:
     note: str = ""
     """A line for the beginning of a run, where the backend is not the expected one."""
     control: dist.ProcessGroup
-    """A gloo group of all workers."""
+    """A group of all workers for CPU tensors: gloo's, or the default one if its members may change."""
     cores: int = field(default_factory=num_cores)
     """This worker's share of its host's cores, at least 1; default: all that this process may use."""
+    members: Members | None = None
+    """The workers, if they may change; a process that is not yet one of them is in a group alone."""
 
-    @cached_property
+    @property
     def rank(self) -> int:
         """Rank of this worker, from 0 to ``num_workers`` - 1."""
-        return self.ranks.rank
+        return self.ranks.rank if self.members is None else self.members.rank
 
-    @cached_property
+    @property
     def num_workers(self) -> int:
         """Number of workers on all hosts."""
-        return self.ranks.num_workers
+        return self.ranks.num_workers if self.members is None else self.members.size
 
-    @cached_property
+    @property
     def is_main(self) -> bool:
-        """True on the worker of rank 0."""
-        return self.ranks.is_main
+        """True on the first worker, which writes the record and checkpoints."""
+        return self.ranks.is_main if self.members is None else self.members.is_first
 
     @cached_property
     def num_hosts(self) -> int:
         """Number of hosts."""
         return num_hosts_of(self.ranks)
+
+    @property
+    def is_late(self) -> bool:
+        """True before this process becomes one of workers that train already."""
+        return self.members is not None and self.members.generation == 0
 
     def barrier(self) -> None:
         """Wait until all workers have called this."""
@@ -206,22 +216,29 @@ def join_world(
     )
     store.set_timeout(timeout)
     store = PrefixStore(f"join {next(_joins)}/", store)  # torchrun's outlives the process group
-    choice = agree_on_backend(store, ranks, device, config, purpose)
+    changes = config.elastic is not None and purpose.averages
+    if changes:
+        require_changing_groups()
+        choice = BackendChoice(backend=SHOAL, reason="distributed.elastic")
+    else:
+        choice = agree_on_backend(store, ranks, device, config, purpose)
+    options: Any = {"enable_reconfigure": True} if changes else {}  # torch 2.14
     dist.init_process_group(
         choice.backend,
         store=PrefixStore("workers/", store),
         rank=ranks.rank,
         world_size=ranks.num_workers,
         timeout=timeout,
+        **options,
     )
     try:
-        control = dist.new_group(backend="gloo", timeout=timeout)
+        members = _meet(config) if changes else None
+        control = dist.group.WORLD if changes else dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
+        # a process that comes later cannot ask the others, which have the same cores
+        cores_of = [own_cores()] * ranks.num_workers if changes else all_gather_json(control, own_cores())
         cores = share_of_cores(
-            ranks.rank,
-            all_gather_json(control, own_cores()),
-            num_local_workers=ranks.num_local_workers,
-            quota=cpu_quota(),
+            ranks.rank, cores_of, num_local_workers=ranks.num_local_workers, quota=cpu_quota()
         )
         share_threads(ranks, cores)
         yield World(
@@ -232,9 +249,23 @@ def join_world(
             note=choice.note,
             control=control,
             cores=cores,
+            members=members,
         )
     finally:
         dist.destroy_process_group()
+
+
+def _meet(config: DistributedConfig) -> Members:
+    """Return the members; if they train already, this process is none of them yet."""
+    assert config.elastic is not None
+    counts = read_counts(config.elastic)
+    members = Members(at_least=counts.least, at_most=counts.most, patience_s=config.worker_patience_s)
+    if members.has_begun:
+        members.be_alone()
+    else:
+        counts.require(dist.get_world_size())
+        members.begin()
+    return members
 
 
 # ---- exchange of values ----------------------------------------------------------------------------------

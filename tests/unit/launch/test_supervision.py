@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import FileStore
 
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
-from shoal.launch.supervision import decide_outcome
+from shoal.launch.supervision import Job, decide_outcome
 from shoal.launch.worker import WorkerError, describe_error, read_errors, write_error
 
 KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
@@ -192,3 +192,57 @@ def test_usr2_of_mpirun_reaches_workers_as_a_wish_to_stop(tmp_path: Path, sender
         assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
         launcher.send_signal(signal.SIGUSR2)
         assert launcher.stdout.read() == f"{code} 75\n"
+
+
+# ---- workers without which the others go on ----------------------------------------------------------------
+
+LIVES = """
+import os, pathlib, signal, sys, time
+folder, rank, ends = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+if rank == "0":
+    while not (folder / ends).exists():
+        time.sleep(0.01)
+    sys.exit(0)
+number = len(list(folder.glob("life-*"))) + 1
+(folder / f"life-{number}").touch()
+if number == 1:
+    sys.exit(76) if "given-up" in sys.argv else os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def elastic_job(folder: Path, *words: str) -> tuple[int, str]:
+    """Run a worker that ends at once in its first life, and one that lives until a file is there."""
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", LIVES, str(folder), str(rank), *words], start_new_session=True, text=True
+        )
+
+    errors = folder / "errors"
+    errors.mkdir()
+    with Job(folder / "logs", error_dir=errors) as job:
+        job.wait({rank: start(rank) for rank in (0, 1)}, restart=start)
+        outcome = job.outcome()
+    return outcome.exit_code, outcome.text
+
+
+@pytest.mark.parametrize("way", ["killed", "given-up"])
+def test_a_lost_worker_is_started_again(way: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert elastic_job(tmp_path, "life-2", way) == (0, "")
+    how = "ended by SIGKILL" if way == "killed" else "given up by the others"
+    assert f"worker 1 was {how}; the others go on" in capfd.readouterr().err
+
+
+def test_a_lost_worker_that_is_not_needed_any_more_is_no_failure(tmp_path: Path) -> None:
+    assert elastic_job(tmp_path, "life-1") == (0, "")
+
+
+def test_the_loss_of_all_is_a_failure(tmp_path: Path) -> None:
+    def start(rank: int) -> subprocess.Popen[str]:
+        kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+        return subprocess.Popen([sys.executable, "-c", kill], start_new_session=True, text=True)
+
+    with Job(tmp_path / "logs", error_dir=tmp_path) as job:
+        job.wait({0: start(0)}, restart=start)
+        assert job.outcome().exit_code == 1
+        assert "worker 0 was ended by SIGKILL" in job.outcome().text

@@ -11,7 +11,7 @@ import pytest
 import report_records as records
 
 from shoal.errors import ShoalError, UsageError
-from shoal.record import PARTS, End, Evaluation, Resume, Row, Step, Stop, read_planned, target_row
+from shoal.record import PARTS, End, Evaluation, Members, Resume, Row, Step, Stop, read_planned, target_row
 from shoal.report import runs, tables, timeline
 from shoal.report.page import render
 from shoal.report.runs import RecordedRun, load_runs
@@ -211,6 +211,26 @@ def test_timeline_stays_on_its_axis(tmp_path: Path, name: str) -> None:
     places += [span.left + span.width for lane in laid.lanes for span in lane.spans]
     assert all(-1e-9 <= place <= 100 + 1e-9 for place in places)
     assert len(laid.lanes[0].marks) <= timeline.MAX_CHECKPOINT_MARKS + 5
+
+
+def test_workers_that_are_lost_and_come_are_events_and_marks(tmp_path: Path) -> None:
+    changes = [(3, 2), (2, 3)]
+    rows: list[Row] = [records.start()]
+    rows += [
+        Members(step=step, num_before=before, num_workers=after, time_s=records.BEGIN_S + step)
+        for step, (before, after) in enumerate(changes, start=4)
+    ]
+    run = load(tmp_path, rows)
+    listed = [(event.kind, event.step, event.detail) for event in tables.events(run)[1:]]
+    assert listed == [
+        ("members", "4", "3 workers before, 2 from here on"),
+        ("members", "5", "2 workers before, 3 from here on"),
+    ]
+    (lane,) = timeline.timeline([run]).lanes
+    assert [(mark.kind, mark.title) for mark in lane.marks] == [
+        ("lost", "lost at step 4"),
+        ("joined", "joined at step 5"),
+    ]
 
 
 def test_a_long_list_of_events_is_cut_in_the_middle(tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""Tests recipes whose workers come and go: their losses are those of a run whose workers stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import job_workers
+import pytest
+import torch.distributed as dist
+from pretrain_jobs import losses, prepare_small, run, small_config, wait
+
+from forked import fork_process
+from shoal import record
+from shoal.env.worker import WorkerEnv, WorkerRanks
+from shoal.recipes.albert import AlbertConfig
+from shoal.train.step import Step
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(dist, "_reconfigure"), reason="this torch has no groups whose members change"
+)
+NUM_WORKERS = 3
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_small(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def expected(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Return the losses of a run whose workers stay."""
+    config = small_config(text, tmp_path_factory.mktemp("fixed") / "run")
+    assert run(config, NUM_WORKERS) == [0, 0, 0]
+    return losses(config.run.dir)
+
+
+def elastic_config(text: Path, run_dir: Path, **distributed: Any) -> AlbertConfig:
+    return small_config(text, run_dir, distributed={"elastic": "1:3", "worker_patience_s": 30, **distributed})
+
+
+def start(
+    config: AlbertConfig, rank: int, *, dies: tuple[int, str] = (0, ""), awaits: tuple[int, int] = (0, 0)
+) -> BaseProcess:
+    """Start a worker.
+
+    Args:
+        dies: step and place in which it kills itself.
+        awaits: step before which it waits until so many processes have asked to take part.
+    """
+    return fork_process(_work, config, rank, dies, awaits)
+
+
+def _work(config: AlbertConfig, rank: int, dies: tuple[int, str], awaits: tuple[int, int]) -> None:
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(step: Step, *_: Any) -> None:
+        members = step._training.world.members
+        assert members is not None
+        while step.number == awaits[0] and members._num_admitted + _waiting(members) < awaits[1]:
+            time.sleep(0.01)
+
+    def die(step: Step, *_: Any) -> None:
+        if step.number == dies[0]:
+            kill()
+
+    _before("__enter__", before)
+    if dies[1]:
+        _before(dies[1], die)
+    ranks = WorkerRanks(rank=rank, num_workers=NUM_WORKERS, local_rank=rank, num_local_workers=NUM_WORKERS)
+    store = config.run.dir.parent / "store"
+    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=0, launcher="test", store_file=store)
+    job_workers._work(partial(job_workers._run_recipe, config), config.run.dir, worker)
+
+
+def _waiting(members: Any) -> int:
+    return int(members._store.add("num_waiting", 0)) - int(members._num_admitted)
+
+
+def _before(name: str, action: Callable[..., None]) -> None:
+    """Call an action before a method of :class:`Step`."""
+    method = getattr(Step, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        action(*args)
+        return method(*args, **kwargs)
+
+    setattr(Step, name, both)
+
+
+def logs(config: AlbertConfig) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in sorted(config.run.dir.glob("*.log")))
+
+
+def changes(config: AlbertConfig) -> list[tuple[int, int]]:
+    rows = record.read_record(config.run.dir)
+    return [(row.num_before, row.num_workers) for row in rows if isinstance(row, record.Members)]
+
+
+@pytest.mark.parametrize("place", ["backward", "update", "sum_figures"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_worker_costs_no_sample(
+    place: str, lost: int, text: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    config = elastic_config(text, tmp_path / "run")
+    workers = [
+        start(config, rank, dies=(4, place) if rank == lost else (0, "")) for rank in range(NUM_WORKERS)
+    ]
+    codes = wait(workers)
+    assert codes == [KILLED if rank == lost else 0 for rank in range(NUM_WORKERS)], logs(config)
+    assert losses(config.run.dir) == pytest.approx(expected, rel=1e-6)
+    assert changes(config) == [(3, 2)]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_worker_is_lost_and_comes_back(
+    lost: int, text: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    config = elastic_config(text, tmp_path / "run")
+    workers = [
+        start(config, rank, dies=(3, "backward") if rank == lost else (0, ""), awaits=(7, 1))
+        for rank in range(NUM_WORKERS)
+    ]
+    workers[lost].join()
+    again = start(config, lost)
+    codes = wait([*workers, again])
+    assert codes == [*(KILLED if rank == lost else 0 for rank in range(NUM_WORKERS)), 0], logs(config)
+    assert losses(config.run.dir) == pytest.approx(expected, rel=1e-6)
+    assert changes(config) == [(3, 2), (2, 3)]
