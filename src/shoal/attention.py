@@ -29,8 +29,10 @@ def packed_attention(
     cu_queries: Tensor,
     cu_keys: Tensor,
     num_keys: Tensor | None = None,
+    documents: Tensor | None = None,
     max_queries: int,
     max_keys: int,
+    is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     """Return the context ``[queries, heads, d]`` of packed sequences, for tensors of :func:`has_kernels`.
@@ -41,15 +43,18 @@ def packed_attention(
 
     Args:
         query: ``[queries, heads, d]``; none: ``stacked`` begins with the heads of the queries.
-        stacked: ``[T, n * heads, d]``, the heads of keys, and behind them those of values.
+        stacked: ``[T, n, d]``, the heads of keys, and behind them as many of values. With a query they may
+            be fewer, each for as many heads of queries that stand side by side.
         keys: int64 ``[queries]`` of dropout, which each head folds its number into
             (:func:`shoal.dropout.fold_in`); none: nothing is dropped.
         p: probability of dropping a weight, below 1.
         cu_queries: ``[B + 1]`` the first query of each sequence, and the number of queries.
         cu_keys: ``[B + 1]`` the first row of each sequence in ``stacked``, and T.
         num_keys: ``[B]`` keys to attend to, from the first one; default: all.
+        documents: of causal attention, as :func:`document_bounds` returns it; default: a sequence is one.
         max_queries: of a sequence, or more.
         max_keys: of a sequence, or more.
+        is_causal: the n-th query of a sequence attends to its first n keys.
         scale: of the scores, above 0; default: d ** -0.5.
     """
     num_dropped = 0 if keys is None else round(p * DROPOUT_RANGE)
@@ -60,12 +65,41 @@ def packed_attention(
         cu_queries,
         cu_keys,
         num_keys,
+        documents,
         max_queries,
         max_keys,
+        is_causal,
         num_dropped,
         stacked.shape[-1] ** -0.5 if scale is None else scale,
     )[0]
     return context
+
+
+def document_bounds(position_ids: Tensor) -> Tensor:
+    """Return the first row of each row's document in its block, and the row behind its last, ``[2, B, T]``.
+
+    They are int32, and no host waits for them.
+
+    Args:
+        position_ids: ``[B, T]``; a document begins wherever it does not rise by one.
+
+    Example:
+
+        >>> document_bounds(torch.tensor([[0, 1, 2, 0, 1]])).tolist()
+        [[[0, 0, 0, 3, 3]], [[3, 3, 3, 5, 5]]]
+    """
+    rows = torch.arange(position_ids.shape[1], device=position_ids.device, dtype=torch.int32)
+    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1
+    first = torch.where(begins, rows, 0).cummax(1).values
+    behind = torch.where(begins, rows, len(rows)).roll(-1, 1)
+    behind[:, -1] = len(rows)
+    return torch.stack([first, behind.flip(1).cummin(1).values.flip(1)])
+
+
+def windowed(bounds: Tensor, window: int) -> Tensor:
+    """Return bounds of documents in which a row attends to ``window`` rows at most, itself among them."""
+    rows = torch.arange(bounds.shape[-1], device=bounds.device, dtype=bounds.dtype)
+    return torch.stack([bounds[0].clamp(min=rows - (window - 1)), bounds[1].clamp(max=rows + window)])
 
 
 @contextmanager

@@ -11,6 +11,9 @@ There are programs for as many blocks of each sequence as the longest one has. T
 sequence have nothing to read or to write. Kernels load the places of rows themselves, not in functions:
 torch.compile would take a tensor for written, of which a function's result is part of an address.
 
+A causal query attends to the keys up to its own place, from the first one of its document. Blocks of keys
+before or behind all of these are not read, nor blocks of queries that attend to none of a block of keys.
+
 One hash decides about four neighbouring keys. Of a matrix in tensor cores a thread holds pairs of columns
 that are 8 columns apart. Blocks of keys are read in an order that makes them neighbours, so that the compiler
 finds the same hash four times and computes it once.
@@ -52,6 +55,18 @@ BACKWARD_OF_QUERIES = dict.fromkeys((16, 32, 64, 128), Blocks(64, 64, 4, 2))
 BACKWARD_OF_KEYS = dict.fromkeys((16, 32, 64), Blocks(64, 64, 4, 2)) | {128: Blocks(128, 64, 8, 1)}
 
 
+def blocks_of_keys(num_columns: int, group: int, drops: bool) -> Blocks:
+    """Return the sizes of the program that computes the gradients of keys.
+
+    Args:
+        group: heads of queries for each head of keys.
+        drops: with dropout.
+    """
+    blocks = BACKWARD_OF_KEYS[num_columns]
+    # With the loop over heads, a block that is read ahead would take the registers of the masks.
+    return blocks._replace(num_stages=1) if group > 1 and drops else blocks
+
+
 class Packing(NamedTuple):
     """Sequences of a packed batch.
 
@@ -59,15 +74,20 @@ class Packing(NamedTuple):
         cu_queries: ``[B + 1]`` the first query of each sequence, and their number.
         cu_keys: the same of keys.
         num_keys: ``[B]`` how many keys of each sequence are attended to, from its first; none: all.
+        documents: int32 ``[2, queries]`` the first row of each query's document in its sequence, and the row
+            behind its last; neither falls. None: a sequence is one.
         max_queries: of a sequence, or more.
         max_keys: of a sequence, or more.
+        is_causal: queries attend to no later key.
     """
 
     cu_queries: Tensor
     cu_keys: Tensor
     num_keys: Tensor | None
+    documents: Tensor | None
     max_queries: int
     max_keys: int
+    is_causal: bool
 
 
 def forward(
@@ -84,7 +104,8 @@ def forward(
 
     Args:
         query: ``[queries, heads, d]``, d one of 16, 32, 64 and 128; none: the first third of ``stacked``.
-        stacked: ``[T, n, d]``, the heads of queries (without ``query``), of keys and of values.
+        stacked: ``[T, n, d]``, the heads of queries (without ``query``), of keys and of values. Of these two
+            there may be fewer, each for as many heads of queries that stand side by side.
         keys: int64 ``[queries]`` of dropout; none: nothing is dropped.
         num_dropped: of 2**16 weights.
         scale: of the scores, above 0.
@@ -95,8 +116,8 @@ def forward(
     log_sums = stacked.new_empty(heads["num_heads"], num_queries, dtype=torch.float32)
     outputs = {"out": out, "log_sums": log_sums}
     blocks = FORWARD[stacked.shape[2]]
-    num_blocks = -(-packing.max_queries // blocks.queries)
-    _run(_forward, num_blocks, blocks, heads | outputs, keys, packing, num_dropped, scale)
+    shape = (-(-packing.max_queries // blocks.queries), heads["num_heads"])
+    _run(_forward, shape, blocks, heads | outputs, keys, packing, num_dropped, scale)
     return out, log_sums
 
 
@@ -122,12 +143,12 @@ def backward(
     of_queries = stacked_grad if query_grad is None else query_grad
     matrices = shared | {"out": out, "q_grad": of_queries, "q_grad_s": of_queries.stride(0)}
     blocks = BACKWARD_OF_QUERIES[stacked.shape[2]]
-    num_blocks = -(-packing.max_queries // blocks.queries)
-    _run(_backward_of_queries, num_blocks, blocks, matrices, keys, packing, num_dropped, scale)
+    shape = (-(-packing.max_queries // blocks.queries), heads["num_heads"])
+    _run(_backward_of_queries, shape, blocks, matrices, keys, packing, num_dropped, scale)
     matrices = shared | {"stacked_grad": stacked_grad, "grads_s": stacked_grad.stride(0)}
-    blocks = BACKWARD_OF_KEYS[stacked.shape[2]]
-    num_blocks = -(-packing.max_keys // blocks.keys)
-    _run(_backward_of_keys, num_blocks, blocks, matrices, keys, packing, num_dropped, scale)
+    blocks = blocks_of_keys(stacked.shape[2], heads["GROUP"], keys is not None)
+    shape = (-(-packing.max_keys // blocks.keys), heads["num_heads"] // heads["GROUP"])
+    _run(_backward_of_keys, shape, blocks, matrices, keys, packing, num_dropped, scale)
     return query_grad, stacked_grad
 
 
@@ -151,7 +172,7 @@ def _heads(query: Tensor | None, stacked: Tensor) -> dict[str, Any]:
     stacked = _readable(stacked)
     query = stacked if query is None else _readable(query)
     num_heads = stacked.shape[1] // 3 if query is stacked else query.shape[1]
-    first_key = stacked.shape[1] - 2 * num_heads
+    first_key = num_heads if query is stacked else 0
     return {
         "q": query,
         "kv": stacked,
@@ -159,6 +180,7 @@ def _heads(query: Tensor | None, stacked: Tensor) -> dict[str, Any]:
         "kv_s": stacked.stride(0),
         "first_key": first_key,
         "num_heads": num_heads,
+        "GROUP": num_heads // ((stacked.shape[1] - first_key) // 2),
     }
 
 
@@ -169,7 +191,7 @@ def _readable(x: Tensor) -> Tensor:
 
 def _run(
     kernel: Any,
-    num_blocks: int,
+    shape: tuple[int, int],
     blocks: Blocks,
     arguments: dict[str, Any],
     keys: Tensor | None,
@@ -177,8 +199,9 @@ def _run(
     num_dropped: int,
     scale: float,
 ) -> None:
-    """Queue a kernel on the device of its tensors: ``num_blocks`` programs a head of a sequence."""
-    num_programs = (packing.cu_keys.shape[0] - 1) * arguments["num_heads"] * num_blocks
+    """Queue a kernel on the device of its tensors: for each sequence ``shape``, blocks and heads."""
+    num_blocks, num_heads = shape
+    num_programs = (packing.cu_keys.shape[0] - 1) * num_heads * num_blocks
     with torch.cuda.device_of(arguments["q"]):
         wrap_triton(kernel)[(num_programs,)](
             **arguments,
@@ -186,12 +209,14 @@ def _run(
             cu_queries=packing.cu_queries,
             cu_keys=packing.cu_keys,
             num_keys=packing.num_keys,
+            documents=packing.documents,
             num_blocks=num_blocks,
             num_queries=arguments["q"].shape[0],
             scale=scale,
             threshold=(num_dropped - DROPOUT_RANGE // 2) << 16,
             kept_scale=DROPOUT_RANGE / (DROPOUT_RANGE - num_dropped),
             D=arguments["q"].shape[2],
+            CAUSAL=packing.is_causal,
             M=blocks.queries,
             N=blocks.keys,
             num_warps=blocks.num_warps,
@@ -273,47 +298,76 @@ def _write(base, rows, stride, count, values, D: tl.constexpr):
 
 
 @triton.jit
-def _scores(query, key, count, N: tl.constexpr):
-    """Return scores ``[queries, keys]`` of a block of keys, -inf behind their end.
+def _is_before(limit, N: tl.constexpr):
+    """Return which keys of a block are before a limit, which is a number or a column of one for each query.
 
-    A thread compares constants, which take no registers, with a number of its own.
+    A thread compares constants, which take no registers, with numbers of its own.
     """
-    c = tl.arange(0, N)
-    is_before = (c >> 4) * 16 + ((c >> 3) & 1) * 2 + (c & 1) < count - ((c >> 1) & 3) * 4
-    return tl.where(is_before[None, :], tl.dot(query, tl.trans(key)), float("-inf"))
+    c = tl.arange(0, N)[None, :]
+    return (c >> 4) * 16 + ((c >> 3) & 1) * 2 + (c & 1) < limit - ((c >> 1) & 3) * 4
+
+
+@triton.jit
+def _attended_scores(scores, first, start, end, N: tl.constexpr):
+    """Return scores ``[queries, keys]`` of the keys from ``first``, -inf before the start and from the end.
+
+    Both are a number or a column of one for each query; without documents there is no start.
+    """
+    is_attended = _is_before(end - first, N)
+    if start is not None:
+        is_attended = is_attended & (_is_before(start - first, N) == 0)
+    return tl.where(is_attended, scores, float("-inf"))
+
+
+@triton.jit
+def _finite(highest, start):
+    """Return the highest scores; 0 where a document, which is then later, has found no key yet."""
+    return highest if start is None else tl.where(highest == float("-inf"), 0.0, highest)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_queries"])
 def _forward(
-    q, kv, keys, out, log_sums, cu_queries, cu_keys, num_keys,
+    q, kv, keys, out, log_sums, cu_queries, cu_keys, num_keys, documents,
     q_s, kv_s, first_key, num_heads, num_blocks, num_queries, scale, threshold, kept_scale,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Write the context of a block of queries."""
     b, h = tl.program_id(0) // num_blocks // num_heads, tl.program_id(0) // num_blocks % num_heads
+    first_row = tl.program_id(0) % num_blocks * M
     first_query = tl.load(cu_queries + b).to(tl.int64)
     num_rows = (tl.load(cu_queries + b + 1) - first_query).to(tl.int32)
-    rows = tl.program_id(0) % num_blocks * M + tl.arange(0, M)
+    rows = first_row + tl.arange(0, M)
     of_rows = h.to(tl.int64) * num_queries + first_query + rows
     query = _read(q + first_query * q_s + h * D, rows, q_s, num_rows, D)
-    begin = tl.load(cu_keys + b).to(tl.int64)
-    num_rows_of_keys = (tl.load(cu_keys + b + 1) - begin).to(tl.int32)
-    k = kv + begin * kv_s + (first_key + h) * D
-    v = k + num_heads * D
-    end = _attended(num_keys, b, num_rows_of_keys)
-    end = tl.where(tl.program_id(0) % num_blocks * M < num_rows, end, 0)
+    first_of_keys = tl.load(cu_keys + b).to(tl.int64)
+    end = _attended(num_keys, b, (tl.load(cu_keys + b + 1) - first_of_keys).to(tl.int32))
+    end = tl.where(first_row < num_rows, end, 0)
+    limit, begin, start = end, 0, None
+    if CAUSAL:
+        limit = tl.minimum(rows + 1, end)[:, None]
+        end = tl.minimum(end, first_row + M)
+    if documents is not None:
+        of_queries = documents + first_query
+        begin = tl.load(of_queries + first_row, mask=first_row < num_rows, other=0) // N * N
+        start = tl.load(of_queries + rows, mask=rows < num_rows, other=0)[:, None]
     row_keys = None
     if keys is not None:
-        row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h)
+        row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h) + _step(
+            begin
+        )
+    k = kv + (first_of_keys + begin) * kv_s + (first_key + h // GROUP) * D
+    v = k + num_heads // GROUP * D
     score_scale = scale * 1.4426950408889634  # of powers of 2
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     context = tl.zeros([M, D], tl.float32)
-    for first in range(0, end, N):
-        scores = _scores(query, _read_keys(k, kv_s, end - first, D, N), end - first, N)
+    for first in range(begin, end, N):
+        scores = tl.dot(query, tl.trans(_read_keys(k, kv_s, end - first, D, N)))
+        scores = _attended_scores(scores, first, start, limit, N)
         now_highest = tl.maximum(highest, tl.max(scores, 1) * score_scale)
-        weights = tl.exp2(scores * score_scale - now_highest[:, None])
-        shrinkage = tl.exp2(highest - now_highest)
+        subtracted = _finite(now_highest, start)
+        weights = tl.exp2(scores * score_scale - subtracted[:, None])
+        shrinkage = tl.exp2(highest - subtracted)
         total = total * shrinkage + tl.sum(weights, 1)
         if keys is not None:
             weights = tl.where(_kept(row_keys, threshold, N), weights, 0.0)
@@ -334,18 +388,19 @@ def _forward(
 
 @triton.jit(do_not_specialize=["num_blocks", "num_queries"])
 def _backward_of_queries(
-    q, kv, keys, out, log_sums, grad, corrections, q_grad, cu_queries, cu_keys, num_keys,
+    q, kv, keys, out, log_sums, grad, corrections, q_grad, cu_queries, cu_keys, num_keys, documents,
     q_s, kv_s, grad_s, q_grad_s, first_key, num_heads, num_blocks, num_queries, scale, threshold, kept_scale,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a block of queries, and the corrections of their rows by the softmax.
 
     The factor of kept weights is left out of all gradients until their end.
     """
     b, h = tl.program_id(0) // num_blocks // num_heads, tl.program_id(0) // num_blocks % num_heads
+    first_row = tl.program_id(0) % num_blocks * M
     first_query = tl.load(cu_queries + b).to(tl.int64)
     num_rows = (tl.load(cu_queries + b + 1) - first_query).to(tl.int32)
-    rows = tl.program_id(0) % num_blocks * M + tl.arange(0, M)
+    rows = first_row + tl.arange(0, M)
     of_rows = h.to(tl.int64) * num_queries + first_query + rows
     out_s = num_heads * D
     query = _read(q + first_query * q_s + h * D, rows, q_s, num_rows, D)
@@ -354,21 +409,31 @@ def _backward_of_queries(
     log_sum = tl.load(log_sums + of_rows, mask=rows < num_rows, other=float("inf"))
     correction = tl.sum(context.to(tl.float32) * context_grad.to(tl.float32), 1) / kept_scale
     tl.store(corrections + of_rows, correction, mask=rows < num_rows)
-    begin = tl.load(cu_keys + b).to(tl.int64)
-    num_rows_of_keys = (tl.load(cu_keys + b + 1) - begin).to(tl.int32)
-    k = kv + begin * kv_s + (first_key + h) * D
-    v = k + num_heads * D
-    end = _attended(num_keys, b, num_rows_of_keys)
-    end = tl.where(tl.program_id(0) % num_blocks * M < num_rows, end, 0)
+    first_of_keys = tl.load(cu_keys + b).to(tl.int64)
+    end = _attended(num_keys, b, (tl.load(cu_keys + b + 1) - first_of_keys).to(tl.int32))
+    end = tl.where(first_row < num_rows, end, 0)
+    limit, begin, start = end, 0, None
+    if CAUSAL:
+        limit = tl.minimum(rows + 1, end)[:, None]
+        end = tl.minimum(end, first_row + M)
+    if documents is not None:
+        of_queries = documents + first_query
+        begin = tl.load(of_queries + first_row, mask=first_row < num_rows, other=0) // N * N
+        start = tl.load(of_queries + rows, mask=rows < num_rows, other=0)[:, None]
     row_keys = None
     if keys is not None:
-        row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h)
+        row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h) + _step(
+            begin
+        )
+    k = kv + (first_of_keys + begin) * kv_s + (first_key + h // GROUP) * D
+    v = k + num_heads // GROUP * D
     score_scale = scale * 1.4426950408889634
     query_grad = tl.zeros([M, D], tl.float32)
-    for first in range(0, end, N):
+    for first in range(begin, end, N):
         key = _read_keys(k, kv_s, end - first, D, N)
         value = _read_keys(v, kv_s, end - first, D, N)
-        weights = tl.exp2(_scores(query, key, end - first, N) * score_scale - log_sum[:, None])
+        scores = _attended_scores(tl.dot(query, tl.trans(key)), first, start, limit, N)
+        weights = tl.exp2(scores * score_scale - log_sum[:, None])
         weight_grads = tl.dot(context_grad, tl.trans(value))
         if keys is not None:
             weight_grads = tl.where(_kept(row_keys, threshold, N), weight_grads, 0.0)
@@ -383,51 +448,65 @@ def _backward_of_queries(
 
 @triton.jit(do_not_specialize=["num_blocks", "num_queries"])
 def _backward_of_keys(
-    q, kv, keys, log_sums, grad, corrections, stacked_grad, cu_queries, cu_keys, num_keys,
+    q, kv, keys, log_sums, grad, corrections, stacked_grad, cu_queries, cu_keys, num_keys, documents,
     q_s, kv_s, grad_s, grads_s, first_key, num_heads, num_blocks, num_queries, scale, threshold, kept_scale,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a block of keys and values."""
-    b, h = tl.program_id(0) // num_blocks // num_heads, tl.program_id(0) // num_blocks % num_heads
-    block = tl.program_id(0) % num_blocks
-    begin = tl.load(cu_keys + b).to(tl.int64)
-    num_rows = (tl.load(cu_keys + b + 1) - begin).to(tl.int32)
-    at = block * N + _order(N)
-    k = kv + begin * kv_s + (first_key + h) * D
+    """Write the gradients of a block of keys and values, by all heads of queries that attend to them."""
+    num_groups = num_heads // GROUP
+    b, group = tl.program_id(0) // num_blocks // num_groups, tl.program_id(0) // num_blocks % num_groups
+    first_row = tl.program_id(0) % num_blocks * N
+    first_of_keys = tl.load(cu_keys + b).to(tl.int64)
+    num_rows = (tl.load(cu_keys + b + 1) - first_of_keys).to(tl.int32)
+    at = first_row + _order(N)
+    k = kv + first_of_keys * kv_s + (first_key + group) * D
     key = _read(k, at, kv_s, num_rows, D)
-    value = _read(k + num_heads * D, at, kv_s, num_rows, D)
+    value = _read(k + num_groups * D, at, kv_s, num_rows, D)
     first_query = tl.load(cu_queries + b).to(tl.int64)
-    end = (tl.load(cu_queries + b + 1) - first_query).to(tl.int32)
-    q += first_query * q_s + h * D
-    grad += first_query * grad_s + h * D
-    log_sums += h.to(tl.int64) * num_queries + first_query
-    corrections += h.to(tl.int64) * num_queries + first_query
+    num_rows_of_queries = (tl.load(cu_queries + b + 1) - first_query).to(tl.int32)
     num_attended = _attended(num_keys, b, num_rows)
-    end = tl.where(block * N < num_attended, end, 0)
+    begin, end = 0, num_rows_of_queries
+    if CAUSAL:
+        begin = first_row // M * M
+    if documents is not None:
+        last = tl.minimum(first_row + N, num_rows) - 1
+        end = tl.load(documents + num_queries + first_query + last, mask=first_row < num_rows, other=0)
+    end = tl.where(first_row < num_attended, end, 0)
     score_scale = scale * 1.4426950408889634
     key_found = tl.zeros([N, D], tl.float32)
     value_found = tl.zeros([N, D], tl.float32)
-    for first in range(0, end, M):
-        rows = first + tl.arange(0, M)
-        query = _read(q, rows, q_s, end, D)
-        context_grad = _read(grad, rows, grad_s, end, D)
-        log_sum = tl.load(log_sums + rows, mask=rows < end, other=float("inf"))
-        correction = tl.load(corrections + rows, mask=rows < end, other=0.0)
-        weights = tl.exp2(tl.dot(query, tl.trans(key)) * score_scale - log_sum[:, None])
-        used = weights
-        if keys is not None:
-            # Dropped weights are marked by their sign: no register keeps the mask for the next product.
-            row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < end, other=0), h)
-            weights = tl.where(_kept(row_keys + _step(block * N), threshold, N), weights, -weights)
-            used = tl.maximum(weights, 0.0)
-        value_found = tl.dot(tl.trans(used.to(query.dtype)), context_grad, value_found)
-        weight_grads = tl.dot(context_grad, tl.trans(value))
-        score_grads = used * weight_grads - tl.abs(weights) * correction[:, None]
-        key_found = tl.dot(tl.trans(score_grads.to(query.dtype)), query, key_found)
+    for number in range(GROUP):
+        h = group * GROUP + number
+        q_of_head = q + first_query * q_s + h * D
+        grad_of_head = grad + first_query * grad_s + h * D
+        of_head = h.to(tl.int64) * num_queries + first_query
+        for first in range(begin, end, M):
+            rows = first + tl.arange(0, M)
+            query = _read(q_of_head, rows, q_s, end, D)
+            context_grad = _read(grad_of_head, rows, grad_s, end, D)
+            log_sum = tl.load(log_sums + of_head + rows, mask=rows < end, other=float("inf"))
+            correction = tl.load(corrections + of_head + rows, mask=rows < end, other=0.0)
+            scores = tl.dot(query, tl.trans(key))
+            if CAUSAL:
+                start = None
+                if documents is not None:
+                    start = tl.load(documents + first_query + rows, mask=rows < end, other=0)[:, None]
+                scores = _attended_scores(scores, first_row, start, rows[:, None] + 1, N)
+            weights = tl.exp2(scores * score_scale - log_sum[:, None])
+            used = weights
+            if keys is not None:
+                # Dropped weights are marked by their sign: no register keeps the mask for the next product.
+                row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < end, other=0), h)
+                weights = tl.where(_kept(row_keys + _step(first_row), threshold, N), weights, -weights)
+                used = tl.maximum(weights, 0.0)
+            value_found = tl.dot(tl.trans(used.to(query.dtype)), context_grad, value_found)
+            weight_grads = tl.dot(context_grad, tl.trans(value))
+            score_grads = used * weight_grads - tl.abs(weights) * correction[:, None]
+            key_found = tl.dot(tl.trans(score_grads.to(query.dtype)), query, key_found)
     # Keys that are not attended to have no gradient.
     is_attended = (at < num_attended)[:, None]
     key_found = tl.where(is_attended, key_found * (scale * kept_scale), 0.0)
     value_found = tl.where(is_attended, value_found * kept_scale, 0.0)
-    grads = stacked_grad + begin * grads_s + (first_key + h) * D
+    grads = stacked_grad + first_of_keys * grads_s + (first_key + group) * D
     _write(grads, at, grads_s, num_rows, key_found, D)
-    _write(grads + num_heads * D, at, grads_s, num_rows, value_found, D)
+    _write(grads + num_groups * D, at, grads_s, num_rows, value_found, D)

@@ -16,8 +16,8 @@ from torch import Tensor
     "shoal::attention",
     mutates_args=(),
     schema="(Tensor? query, Tensor stacked, Tensor? keys, Tensor cu_queries, Tensor cu_keys,"
-    " Tensor? num_keys, SymInt max_queries, SymInt max_keys, int num_dropped, float scale)"
-    " -> (Tensor, Tensor)",
+    " Tensor? num_keys, Tensor? documents, SymInt max_queries, SymInt max_keys, bool is_causal,"
+    " int num_dropped, float scale) -> (Tensor, Tensor)",
 )
 def _attention(
     query: Tensor | None, stacked: Tensor, keys: Tensor | None, *others: Any
@@ -43,8 +43,8 @@ _attention.register_fake(_fake)
     "shoal::attention_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor? query, Tensor stacked, Tensor? keys, Tensor cu_queries, Tensor cu_keys,"
-    " Tensor? num_keys, Tensor out, Tensor log_sums, SymInt max_queries, SymInt max_keys, int num_dropped,"
-    " float scale) -> (Tensor, Tensor)",
+    " Tensor? num_keys, Tensor? documents, Tensor out, Tensor log_sums, SymInt max_queries, SymInt max_keys,"
+    " bool is_causal, int num_dropped, float scale) -> (Tensor, Tensor)",
 )
 def _attention_backward(
     grad: Tensor, query: Tensor | None, stacked: Tensor, keys: Tensor | None, *others: Any
@@ -52,8 +52,9 @@ def _attention_backward(
     """Compute :func:`shoal.attention_kernel.backward`; without a query its gradient is empty."""
     from shoal.attention_kernel import Packing, backward
 
-    cu_queries, cu_keys, num_keys, out, log_sums, max_queries, max_keys, num_dropped, scale = others
-    packing = Packing(cu_queries, cu_keys, num_keys, max_queries, max_keys)
+    cu_queries, cu_keys, num_keys, documents, out, log_sums, *numbers = others
+    max_queries, max_keys, is_causal, num_dropped, scale = numbers
+    packing = Packing(cu_queries, cu_keys, num_keys, documents, max_queries, max_keys, is_causal)
     query_grad, stacked_grad = backward(
         grad, query, stacked, keys, packing, out, log_sums, num_dropped, scale
     )
@@ -70,17 +71,17 @@ _attention_backward.register_fake(_fake_backward)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.numbers = inputs[:6], inputs[6:]
+    tensors, ctx.numbers = inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_of_sums: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 10
+        return (None,) * 12
     query_grad, stacked_grad = torch.ops.shoal.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
     has_query = ctx.saved_tensors[0] is not None
-    return query_grad if has_query else None, stacked_grad, *(None,) * 8
+    return query_grad if has_query else None, stacked_grad, *(None,) * 10
 
 
 _attention.register_autograd(_differentiate, setup_context=_keep_for_backward)

@@ -239,7 +239,7 @@ class SampleDropout(TorchFunctionMode):
         """Compute ``torch.nn.functional.dropout``."""
         if not training or p == 0 or not self._holds_samples(input):
             return F.dropout(input, p, training, inplace)
-        dropped = dropout(input, self._next_keys(input.shape[:-1]), p)
+        dropped = dropout(input, self.next_keys(input.shape[:-1]), p)
         return input.copy_(dropped) if inplace else dropped
 
     def attention(
@@ -257,7 +257,9 @@ class SampleDropout(TorchFunctionMode):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, **options
             )
-        keys = self._next_keys(query.shape[:-1])
+        # Kernels fold the number of the head in, behind the position.
+        by_position = self.next_keys((query.shape[0], query.shape[2], query.shape[1]))
+        keys = by_position.transpose(1, 2).contiguous()
         return attention(
             query, key, value, keys, dropout_p, attn_mask=attn_mask, is_causal=is_causal, **options
         )
@@ -265,12 +267,21 @@ class SampleDropout(TorchFunctionMode):
     def _holds_samples(self, x: Tensor) -> bool:
         return x.ndim > 1 and x.shape[0] % self.keys.shape[0] == 0
 
-    def _next_keys(self, shape: Sequence[int]) -> Tensor:
+    def next_keys(self, shape: Sequence[int]) -> Tensor:
         """Return the keys of the rows of a tensor, ``shape``, at the next site."""
         num_samples, site = self.keys.shape[0], self.site
         self.site += self.stride
         folded = (num_samples, shape[0] // num_samples, *shape[1:])
         return row_keys(self.keys, folded, site).reshape(shape)
+
+
+def next_row_keys(shape: Sequence[int]) -> Tensor | None:
+    """Return the keys of rows at the next site of the :class:`SampleDropout` around, int64 ``shape``.
+
+    None: there is none around.
+    """
+    around = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return around.next_keys(shape) if isinstance(around, SampleDropout) else None
 
 
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:

@@ -25,7 +25,10 @@ from shoal.models.text_config import BertModelConfig
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences with their heads: how many rows each has, and keys that each attends to."""
+    """Sequences with their heads: how many rows each has, and keys that each attends to.
+
+    ``documents`` has for each sequence the lengths of its documents, in which a row attends to those before.
+    """
 
     lengths: tuple[int, ...]
     columns: int = 16
@@ -34,6 +37,35 @@ class Case:
     dtype: torch.dtype = torch.float32
     queries: tuple[int, ...] | None = None
     attended: tuple[int, ...] | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    num_kv_heads: int | None = None
+    window: int | None = None
+
+    @property
+    def positions(self) -> list[Tensor] | None:
+        """Of the rows of each sequence in their documents."""
+        if self.documents is None:
+            return None
+        return [torch.cat([torch.arange(0), *map(torch.arange, one)]) for one in self.documents]
+
+    def bounds(self) -> Tensor | None:
+        """Return the argument ``documents`` of packed attention."""
+        if self.positions is None:
+            return None
+        found = [attention.document_bounds(each[None]) for each in self.positions if len(each)]
+        if self.window is not None:
+            found = [attention.windowed(each, self.window) for each in found]
+        return torch.cat(found, 2)[:, 0]
+
+    def mask(self, number: int) -> Tensor | None:
+        """Return which keys each row of a sequence attends to."""
+        if self.positions is None:
+            return None
+        rows = torch.arange(len(self.positions[number]))
+        distance = rows[:, None] - rows
+        of_document = rows - self.positions[number]
+        window = len(rows) if self.window is None else self.window
+        return (distance >= 0) & (distance < window) & (of_document[:, None] == of_document)
 
 
 def inputs(case: Case) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -46,7 +78,7 @@ def inputs(case: Case) -> tuple[Tensor | None, Tensor, Tensor]:
     if case.queries is not None:
         query = torch.randn(sum(case.queries), case.num_heads, case.columns, dtype=case.dtype)
         query.requires_grad_()
-        rows = rows[:, case.num_heads :]
+        rows = rows[:, case.num_heads :][:, : 2 * (case.num_kv_heads or case.num_heads)]
     num_queries = num if query is None else len(query)
     keys = dropout.fold_in(
         torch.from_numpy(dropout_keys(3, 0, np.arange(1)))[0], torch.arange(num_queries) * 7
@@ -68,8 +100,10 @@ def kernel(case: Case, query: Tensor | None, stacked: Tensor, keys: Tensor) -> T
         cu_queries=offsets(queries),
         cu_keys=offsets(case.lengths),
         num_keys=None if case.attended is None else torch.tensor(case.attended),
+        documents=case.bounds(),
         max_queries=max(queries),
         max_keys=max(case.lengths) + 70,
+        is_causal=case.documents is not None,
     )
 
 
@@ -89,7 +123,11 @@ def explicit(case: Case, query: Tensor | None, stacked: Tensor, keys: Tensor) ->
             continue
         one = (query[at], key[keys_at], value[keys_at])
         out = dropout.attention(
-            *(x.transpose(0, 1)[None] for x in one), dropout.fold_in(keys[None, None, at], heads), case.p
+            *(x.transpose(0, 1)[None] for x in one),
+            dropout.fold_in(keys[None, None, at], heads),
+            case.p,
+            attn_mask=case.mask(number),
+            enable_gqa=True,
         )
         context.append(out[0].transpose(0, 1))
     return torch.cat(context)
@@ -123,6 +161,13 @@ CASES = (
     Case((70, 8, 20), queries=(3, 0, 20)),
     Case((70, 70, 70), attended=(70, 9, 0)),
     Case((70, 70, 70), attended=(64, 9, 0), queries=(3, 1, 2), p=0.3),
+    Case((200, 0, 90), documents=((200,), (), (90,))),
+    Case((200, 0, 90), documents=((1, 130, 64, 5), (), (63, 1, 1, 25)), num_heads=3, p=0.3),
+    Case((150, 150), documents=((70, 80), (150,)), p=0.0, window=20, num_heads=1, dtype=torch.float16),
+    Case((140, 9), queries=(140, 9), documents=((3, 137), (9,)), num_heads=6, num_kv_heads=2),
+    Case(
+        (140,), 64, queries=(140,), documents=((100, 40),), num_heads=3, num_kv_heads=1, dtype=torch.float16
+    ),
 )
 
 
@@ -175,13 +220,40 @@ def check_bits() -> None:
     assert all(torch.equal(x, y[at]) for x, y in zip(found, filled, strict=True))
 
 
+def check_skipped_blocks() -> None:
+    """Products of blocks that no query attends to are not computed.
+
+    Of 256 rows the programs take 2 or 4 blocks of queries and 4 of keys, with 2, 3 and 4 products each.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    product, counts = InterpreterBuilder.create_dot, []
+    for documents in (None, ((256,),), ((128, 128),), ((64, 64, 64, 64),)):
+        case = Case((256,), num_heads=1, p=0.0, documents=documents)
+        _, stacked, keys = inputs(case)
+        with mock.patch.object(InterpreterBuilder, "create_dot", autospec=True, side_effect=product) as dots:
+            out = kernel(case, None, stacked, keys)
+            forward = dots.call_count
+            out.backward(torch.ones_like(out))
+        counts.append((forward, dots.call_count - forward))
+    diagonal = 4 * (3 + 4)
+    assert counts == [
+        (2 * 8, 16 * 7),
+        (2 * (2 + 4), 10 * 7),
+        (2 * (2 + 2), 6 * 7),
+        (2 * (2 + 2), diagonal),
+    ], counts
+
+
 def check_operators() -> None:
     """Schemas, shapes and strides of results, gradients; and one graph for sizes that change."""
     case = Case((13, 7), queries=(2, 5))
-    for one in (case, replace(case, queries=None)):
+    causal = replace(case, queries=case.lengths, documents=((13,), (3, 4)), num_kv_heads=1)
+    for one in (case, replace(case, queries=None), causal):
         query, stacked, keys = inputs(one)
         cu_queries = offsets(one.queries or one.lengths)
-        arguments: tuple[Any, ...] = (query, stacked, keys, cu_queries, offsets(one.lengths), None, 13, 13)
+        rest = (None, one.bounds(), 13, 13, one.documents is not None)
+        arguments: tuple[Any, ...] = (query, stacked, keys, cu_queries, offsets(one.lengths), *rest)
         kinds = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(torch.ops.shoal.attention.default, (*arguments, 6_554, 0.25), test_utils=kinds)
 
@@ -268,23 +340,30 @@ KERNELS = ("_forward", "_backward_of_queries", "_backward_of_keys")
 TYPES = {
     **dict.fromkeys(("q", "kv", "out", "grad", "q_grad", "stacked_grad"), "*bf16"),
     **dict.fromkeys(("log_sums", "corrections"), "*fp32"),
-    **dict.fromkeys(("cu_queries", "cu_keys", "num_keys"), "*i32"),
+    **dict.fromkeys(("cu_queries", "cu_keys", "num_keys", "documents"), "*i32"),
     **dict.fromkeys(("scale", "kept_scale"), "fp32"),
     "keys": "*i64",
 }
 
 
-def compiled(name: str, columns: int, absent: set[str]) -> Any:
-    """Compile a kernel for compute capability 9.0, for tensors whose rows begin at multiples of 16 bytes."""
+def compiled(name: str, columns: int, absent: set[str], group: int = 1) -> Any:
+    """Compile a kernel for compute capability 9.0, for tensors whose rows begin at multiples of 16 bytes.
+
+    Attention to documents is causal; each head of keys serves ``group`` heads of queries.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
     from shoal import attention_kernel
 
-    sizes = {"_forward": attention_kernel.FORWARD, "_backward_of_keys": attention_kernel.BACKWARD_OF_KEYS}
-    blocks = sizes.get(name, attention_kernel.BACKWARD_OF_QUERIES)[columns]
+    blocks = {
+        "_forward": attention_kernel.FORWARD[columns],
+        "_backward_of_queries": attention_kernel.BACKWARD_OF_QUERIES[columns],
+        "_backward_of_keys": attention_kernel.blocks_of_keys(columns, group, drops="keys" not in absent),
+    }[name]
     kernel = getattr(attention_kernel, name)
     constants = {"D": columns, "M": blocks.queries, "N": blocks.keys, **dict.fromkeys(absent)}
+    constants |= {"GROUP": group, "CAUSAL": "documents" not in absent}
     types = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
     places = {n: (place,) for place, n in enumerate(kernel.arg_names)}
     aligned = [places[n] for n, kind in types.items() if kind[0] == "*" or n.endswith("_s")]
@@ -302,24 +381,32 @@ def compiled(name: str, columns: int, absent: set[str]) -> Any:
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
-    ("columns", "absent"),
+    ("columns", "absent", "group"),
     [
-        (64, {"num_keys"}),
+        (64, {"num_keys", "documents"}, 1),
+        (128, {"keys", "num_keys"}, 4),
         *(
-            pytest.param(columns, absent, marks=pytest.mark.slow)
+            pytest.param(columns, absent, group, marks=pytest.mark.slow)
             for columns in (16, 32, 64, 128)
-            for absent in ({"keys", "num_keys"}, {"num_keys"}, set())
+            for absent, group in (
+                ({"keys", "num_keys", "documents"}, 1),
+                ({"num_keys", "documents"}, 1),
+                ({"documents"}, 1),
+                ({"keys", "num_keys"}, 1),
+                ({"num_keys"}, 1),
+                ({"num_keys"}, 4),
+            )
         ),
     ],
 )
 def test_code_for_an_h100(
-    name: str, columns: int, absent: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, columns: int, absent: set[str], group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All products are those of warp groups, and no register is kept in memory."""
     from triton import knobs
 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
-    code = compiled(name, columns, absent).asm
+    code = compiled(name, columns, absent, group).asm
     assert "wgmma.mma_async" in code["ptx"] and "mma.sync" not in code["ptx"].replace(
         "wgmma.mma_async.sync", ""
     )
@@ -327,9 +414,11 @@ def test_code_for_an_h100(
     command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(tmp_path / "cubin")]
     usage = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     assert re.findall(r"(?:STACK|LOCAL):\d+", usage) == ["STACK:0", "LOCAL:0"]
-    # Two programs of the forward pass of 256 threads each share a multiprocessor's 65,536 registers.
+    # Two programs of the forward pass of 256 threads each share a multiprocessor's 65,536 registers, but for
+    # documents with dropout.
     (registers,) = map(int, re.findall(r"REG:(\d+)", usage))
-    assert registers <= (128 if name == "_forward" and columns <= 64 else 255)
+    shares = name == "_forward" and columns <= 64 and absent & {"keys", "documents"}
+    assert registers <= (128 if shares else 255)
 
 
 if __name__ == "__main__":
@@ -337,6 +426,7 @@ if __name__ == "__main__":
     check_values()
     check_masks()
     check_bits()
+    check_skipped_blocks()
     check_operators()
     check_site_keys()
     check_pretraining()

@@ -23,11 +23,12 @@ from transformers import (
 
 from shoal.dropout import SampleDropout
 from shoal.errors import UsageError
+from shoal.models import causal_attention
 from shoal.models.directory import load_weights, one_line, quiet_transformers
 from shoal.models.layers import fuse_activations, recompute_layers
 
-Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
-"""Implementations of attention in transformers."""
+Attention = Literal["shoal", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+"""Implementations of attention: :mod:`shoal.models.causal_attention`, and those of transformers."""
 
 _DROPOUTS = ("dropout", "_pdrop")
 """Ends of the names of dropout rates in configurations."""
@@ -109,8 +110,12 @@ class CausalLM(nn.Module):
 
     def logits(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return the logits of packed documents, or of one in each row, ``[B, T, vocabulary]``."""
+        documents = None
+        if position_ids is not None:
+            dtype = self.weights.get_input_embeddings().weight.dtype
+            documents = causal_attention.documents_of(self.weights.config, position_ids, dtype)
         logits: Tensor = self.weights(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
+            input_ids=input_ids, position_ids=position_ids, attention_mask=documents, use_cache=False
         ).logits
         return logits
 
@@ -211,17 +216,28 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
         setattr(config, name, rate)
 
 
-def new_causal(config: PreTrainedConfig, attention: Attention = "sdpa") -> PreTrainedModel:
+def new_causal(config: PreTrainedConfig, attention: Attention = "shoal") -> PreTrainedModel:
     """Return a model with random weights in fp32, on the device of the context."""
     with quiet_transformers():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention
+            config, dtype=torch.float32, attn_implementation=_of_transformers(attention)
         )
+    return _with_attention(model, attention)
+
+
+def _of_transformers(attention: Attention) -> str:
+    return "sdpa" if attention == causal_attention.NAME else attention
+
+
+def _with_attention(model: PreTrainedModel, attention: Attention) -> PreTrainedModel:
+    """Return a model with its attention; some have their own code in place of ``sdpa``."""
+    if attention == causal_attention.NAME and model._supports_attention_backend:
+        model.set_attn_implementation(attention)
     return model
 
 
 def open_causal(
-    source: Path, config: PreTrainedConfig | None = None, attention: Attention = "sdpa"
+    source: Path, config: PreTrainedConfig | None = None, attention: Attention = "shoal"
 ) -> PreTrainedModel:
     """Return the causal model of ``source``, in fp32.
 
@@ -237,9 +253,9 @@ def open_causal(
     if not source.is_dir():
         return new_causal(config, attention)
     model: PreTrainedModel = load_weights(
-        AutoModelForCausalLM, source, config=config, attn_implementation=attention
+        AutoModelForCausalLM, source, config=config, attn_implementation=_of_transformers(attention)
     )
-    return model
+    return _with_attention(model, attention)
 
 
 # ------------------------------------------------------------------------------------------------ generation

@@ -67,8 +67,8 @@ PRESETS = ("tiny", "gpt2-124m", "llama-1b", "llama-8b")
 """Each is also the name of a model, with random weights: ``--model gpt2-124m``."""
 
 
-Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
-"""Implementations of attention in transformers."""
+Attention = Literal["shoal", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+"""Implementations of attention: shoal's, and those of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,9 @@ class ModelConfig:
     """Rows of the embedding of a model with random weights; default: as in its config.json."""
     dropout: float | None = 0.0
     """Dropout of all kinds; none: as in the model's config.json."""
-    attention: Attention = "sdpa"
-    """Implementation of attention in transformers; the flash kernels need their package."""
+    attention: Attention = "shoal"
+    """Implementation of attention: ``shoal`` is transformers' ``sdpa``, with own kernels on GPUs that have
+    them; the flash kernels need their package."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
 
@@ -202,7 +203,7 @@ class LmConfig:
 
 def check_attention(attention: Attention, parallel: StagesConfig) -> None:
     """Raise a :class:`UsageError` where stages cannot have this attention."""
-    if parallel.pipeline > 1 and attention not in ("sdpa", "eager"):
+    if parallel.pipeline > 1 and attention not in ("shoal", "sdpa", "eager"):
         raise UsageError(
             f"model.attention {attention} does not go with parallel.pipeline: stages are made of an exported "
             "graph, in which the lengths of documents are not known; leave it out"

@@ -52,8 +52,9 @@ ADAPTER = "adapter"
 class CausalSourceConfig(SourceConfig):
     """The model to start from, and how it is computed."""
 
-    attention: lm.Attention = "sdpa"
-    """Implementation of attention in transformers; the flash kernels need their package."""
+    attention: lm.Attention = "shoal"
+    """Implementation of attention: ``shoal`` is transformers' ``sdpa``, with own kernels on GPUs that have
+    them; the flash kernels need their package."""
 
 
 @dataclass(frozen=True, kw_only=True)
