@@ -157,9 +157,14 @@ def network_identity() -> str:
     return "/".join(parts if "?" not in parts else [os.uname().nodename, *parts])
 
 
+def boot_identity() -> str:
+    """Return a string that is equal for two processes if they run on one kernel."""
+    return _or_unknown(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+
+
 def _boot_and_network() -> list[str]:
     return [
-        _or_unknown(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip()),
+        boot_identity(),
         _or_unknown(lambda: Path("/proc/self/ns/net").stat().st_ino),
     ]
 

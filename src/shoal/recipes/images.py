@@ -69,6 +69,8 @@ class ImageDataConfig:
     """Folder on a fast local disk, or in memory, to which shards are copied on demand."""
     cache_bytes: str = "64GB"
     """Maximum size of the cache folder; further shards are read from their storage."""
+    cache_peers: Literal["off", "on"] = "off"
+    """on: each of several hosts reads its part of the shards from their storage, for all of them."""
     on_bad: OnBad | None = None
     """A training image that cannot be used: name it and take another in its place, or end the run. Default:
     skip; refuse where the device decodes. With skip given, the record counts replaced images."""
@@ -79,6 +81,11 @@ class ImageDataConfig:
         require_positive("data", self, "decode_threads", "made_size")
         require_positive("data", self, "made_images", "loader_processes", least=0)
         parse_bytes(self.cache_bytes, "data.cache_bytes")
+        if self.cache_peers == "on" and self.cache is None:
+            raise UsageError(
+                "data.cache_peers on: peers give each other what they keep in their caches; name a folder "
+                "for it, e.g. --data.cache /dev/shm/shards"
+            )
 
     @property
     def bad_images(self) -> dict[str, Any]:
@@ -176,10 +183,14 @@ def open_shards(
     Raises:
         UsageError: they are not there, or there are none to validate on.
     """
+    from shoal.train.shard_peers import join_peers
+
     data, location, cache = config.data, location_of(config), None
     if data.cache is not None and world is not None:
         size = parse_bytes(data.cache_bytes, "data.cache_bytes")
         cache = CacheConfig(directory=data.cache, num_bytes=size, evict=evict)
+        if data.cache_peers == "on":
+            cache = join_peers(world, cache, kind="images", location=location)
     verify = data.verify if world is not None and world.is_main else "sizes"
     train = ImageShards(location, TRAIN, verify=verify, cache=cache)
     if VALIDATION not in train.manifest.splits:

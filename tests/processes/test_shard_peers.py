@@ -1,0 +1,85 @@
+"""Trains on emulated hosts whose caches give each other their shards: the same run, each shard read once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pretrain_jobs as jobs
+import pytest
+from image_jobs import prepare_small
+
+from shoal.data.cache import OWN_FOLDER
+from shoal.data.images.manifest import ImageManifest
+from shoal.data.images.shards import ImageShards, ImageShardWriter
+from shoal.errors import EXIT_OK, EXIT_USAGE
+
+SHOAL = (sys.executable, "-m", "shoal")
+DEADLINE_S = 600.0
+HOSTS = 2
+
+needs_hosts = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
+)
+
+
+def many_shards(folder: Path) -> Path:
+    """Return a directory with a few small shards of the images of each split."""
+    source, out, splits = prepare_small(folder), folder / "shards", {}
+    out.mkdir()
+    for split in ("train", "validation"):
+        images, shards = ImageShards(source, split), []
+        for first in range(0, len(images), 8):
+            with ImageShardWriter(out, f"{split}-{first // 8:05d}") as writer:
+                for number in range(first, min(first + 8, len(images))):
+                    width, height = images.sizes[number].tolist()
+                    data, label = bytes(images.read(number)), int(images.labels[number])
+                    writer.add(f"image{number}", data, width=width, height=height, suffix="png", label=label)
+                shards.append(writer.finish())
+        splits[split] = tuple(shards)
+    ImageManifest(classes=images.manifest.classes, source="small", splits=splits).save(out)
+    return out
+
+
+def options(data: Path, run_dir: Path) -> list[str]:
+    return [
+        *("--data.path", str(data), "--run.dir", str(run_dir), "--data.decode-threads", "1"),
+        *("--model.network", "resnet8", "--model.width", "4", "--augment.size", "24"),
+        *("--augment.first-size", "24", "--train.total-epochs", "2", "--train.global-batch-size", "16"),
+        *("--train.micro-batch-size", "4", "--train.precision", "fp32", "--validation.size", "24"),
+        *("--validation.resize", "26", "--run.log-frequency", "1", "--optim.warmup-epochs", "0.5"),
+    ]
+
+
+def train(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [*SHOAL, "train", "resnet50", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+@needs_hosts
+def test_a_run_with_peers_is_the_run_without(tmp_path: Path) -> None:
+    data, cache = many_shards(tmp_path), tmp_path / "cache"
+    where = ("--on", "emulated", "--hosts", str(HOSTS))
+    alone = train(*options(data, tmp_path / "alone"), *where)
+    assert alone.returncode == EXIT_OK, alone.stderr
+    peers = ("--data.cache", str(cache), "--data.cache-bytes", "100MB", "--data.cache-peers", "on")
+    together = train(*options(data, tmp_path / "together"), *where, *peers)
+    assert together.returncode == EXIT_OK, together.stderr
+    losses = jobs.losses(tmp_path / "alone")
+    assert len(losses) == 6 and jobs.losses(tmp_path / "together") == losses
+    assert "shards of host" not in together.stderr
+    originals = {path.stem: path.read_bytes() for path in data.glob("*.tar")}
+    folders = list(cache.glob(f"*/{OWN_FOLDER}"))
+    assert len(folders) == HOSTS
+    for folder in folders:
+        copies = list(folder.glob("*.tar"))
+        assert {path.name[:-21]: path.read_bytes() for path in copies} == originals
+
+
+def test_peers_need_a_cache(tmp_path: Path) -> None:
+    done = train(*options(tmp_path, tmp_path / "run"), "--data.cache-peers", "on")
+    assert done.returncode == EXIT_USAGE
+    assert "data.cache_peers on: peers give each other what they keep" in done.stderr
