@@ -158,6 +158,22 @@ class Contributions(_Line):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reads(_Line):
+    """Bytes of training data since the start of the process group, on all hosts, by where they came from."""
+
+    kind = "reads"
+    step: int
+    memory_bytes: int
+    """Read from the caches of the workers' own hosts."""
+    peer_bytes: int
+    """Copied to these caches from other hosts."""
+    storage_bytes: int
+    """Copied to these caches, or read, from the storage of the data."""
+    peer_failures: int
+    """Times that another host did not give what it was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(_Line):
     """Scores on held-out data."""
 
@@ -279,6 +295,7 @@ Row = (
     | Shares
     | Members
     | Contributions
+    | Reads
     | Evaluation
     | Checkpoint
     | PipelineStep

@@ -16,6 +16,9 @@ from shoal.data.cache import OWN_FOLDER
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.shards import ImageShards, ImageShardWriter
 from shoal.errors import EXIT_OK, EXIT_USAGE
+from shoal.record import Reads, read_record
+from shoal.report import tables
+from shoal.report.runs import load_runs
 
 SHOAL = (sys.executable, "-m", "shoal")
 DEADLINE_S = 600.0
@@ -72,11 +75,14 @@ def test_a_run_with_peers_is_the_run_without(tmp_path: Path) -> None:
     assert len(losses) == 6 and jobs.losses(tmp_path / "together") == losses
     assert "shards of host" not in together.stderr
     originals = {path.stem: path.read_bytes() for path in data.glob("*.tar")}
-    folders = list(cache.glob(f"*/{OWN_FOLDER}"))
-    assert len(folders) == HOSTS
-    for folder in folders:
-        copies = list(folder.glob("*.tar"))
-        assert {path.name[:-21]: path.read_bytes() for path in copies} == originals
+    (reads,) = [row for row in read_record(tmp_path / "together") if isinstance(row, Reads)]
+    copies = list(cache.glob(f"*/{OWN_FOLDER}/*.tar"))
+    assert len({path.parent for path in copies}) == HOSTS
+    assert {path.name[:-21]: path.read_bytes() for path in copies} == originals
+    once, copied = sum(map(len, originals.values())), sum(path.stat().st_size for path in copies)
+    assert (reads.storage_bytes, reads.peer_bytes, reads.peer_failures) == (once, copied - once, 0)
+    assert reads.memory_bytes > 0
+    assert "from memory" in tables.reads(*load_runs([tmp_path / "together"]))
 
 
 def test_peers_need_a_cache(tmp_path: Path) -> None:

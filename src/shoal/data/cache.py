@@ -27,18 +27,21 @@ import hashlib
 import mmap
 import os
 import re
+import secrets
+import struct
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
 from shoal.atomic_io import PARTIAL, open_private_folder, publish, take_lock
 from shoal.data.manifest import ShardFile
 from shoal.data.peers import Peer, PeerError, PeerReader, Peers
+from shoal.data.storage import Bytes, Storage
 from shoal.errors import ShoalError, UsageError
 
 Parts = Callable[[], Iterable[bytes | memoryview]]
@@ -64,6 +67,8 @@ class CacheConfig:
     better read from its storage."""
     peers: Peers | None = None
     """Hosts with caches of the same data, from which copies come. Default: none."""
+    counts: Path | None = None
+    """Folder in which each process of the host writes its counts, for :func:`total_counts`. Default: none."""
 
     def __post_init__(self) -> None:
         if self.num_bytes < 1:
@@ -80,10 +85,26 @@ class CacheCounts:
     """Shards for which there was no room; each counts once, with ``evict`` each time."""
     num_read_in_place: int = 0
     """Reads that the cache could not serve."""
+    memory_bytes: int = 0
+    """Bytes that were read from copies of this host."""
     peer_bytes: int = 0
-    """Bytes of copies from other hosts."""
+    """Bytes of copies that came from other hosts."""
     storage_bytes: int = 0
-    """Bytes of copies from the storage."""
+    """Bytes that came from the storage: of copies, and of reads in place."""
+    num_peer_failures: int = 0
+
+
+def total_counts(folder: Path) -> CacheCounts:
+    """Return the sums of what processes have written to ``CacheConfig.counts``."""
+    size = _COUNTS.size
+    texts = [path.read_bytes().ljust(size, b"\0")[:size] for path in folder.glob("*.counts")]
+    totals = map(sum, zip(*map(_COUNTS.unpack, texts), strict=True))
+    return CacheCounts(
+        **{field.name: total for field, total in zip(fields(CacheCounts), totals, strict=False)}
+    )
+
+
+_COUNTS = struct.Struct(f"={len(fields(CacheCounts))}q")
 
 
 class ShardCache:
@@ -104,10 +125,12 @@ class ShardCache:
         self.counts = CacheCounts()
         self._maps: dict[str, memoryview] = {}
         self._declined: set[str] = set()
+        self._has_declined = False
         self._peers = PeerReader(config.peers) if config.peers else None
         self._own = {file.copy_name: file.num_bytes for file in own}
         self._lock = threading.Lock()
         self._changed_ns = 0
+        self._written = _shared_counts(config.counts) if config.counts else None
         try:
             config.directory.mkdir(parents=True, exist_ok=True)
             folder = open_private_folder(self.name, "remove it, or name another folder as the cache")
@@ -121,6 +144,19 @@ class ShardCache:
                 "another one, or leave the cache out"
             ) from None
 
+    def read(self, file: ShardFile, start: int, size: int, storage: Storage) -> Bytes:
+        """Return a range of a file of a shard, from a copy if there is room for one.
+
+        Raises:
+            ShoalError: the original differs from the manifest, or cannot be read.
+        """
+        data = self.view(file, lambda: storage.parts(file))
+        if data is None:
+            self._count(num_read_in_place=1, storage_bytes=size)
+            return storage.read(file, start, size)
+        self._count(memory_bytes=size)
+        return data[start : start + size]
+
     def view(self, file: ShardFile, parts: Parts) -> memoryview | None:
         """Return the bytes of a file of a shard, copying it first if necessary; ``None`` without room.
 
@@ -133,10 +169,7 @@ class ShardCache:
         data = self._maps.get(name)
         if data is None and name not in self._declined:
             data = self._mapped(file, parts)
-        if data is None:
-            with self._lock:
-                self.counts.num_read_in_place += 1
-        elif self.config.evict:
+        if data is not None and self.config.evict:
             now = time.time_ns()
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._folder / name, ns=(now, now))
@@ -199,7 +232,7 @@ class ShardCache:
         try:
             reader.hold(owner, file)
         except PeerError as error:
-            reader.note(owner, error)
+            self._note(reader, owner, error)
         return self.find(file)
 
     def _has_room_and_fills(self, path: Path, file: ShardFile, parts: Parts) -> bool:
@@ -225,13 +258,22 @@ class ShardCache:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
-        with self._lock:
-            self.counts.num_filled += 1
-            if is_from_peer:
-                self.counts.peer_bytes += num_bytes
-            else:
-                self.counts.storage_bytes += num_bytes
+        if is_from_peer:
+            self._count(num_filled=1, peer_bytes=num_bytes)
+        else:
+            self._count(num_filled=1, storage_bytes=num_bytes)
         return True
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, count in more.items():
+                setattr(self.counts, name, getattr(self.counts, name) + count)
+            if self._written is not None:
+                _COUNTS.pack_into(self._written, 0, *astuple(self.counts))
+
+    def _note(self, reader: PeerReader, peer: Peer, error: PeerError) -> None:
+        self._count(num_peer_failures=1)
+        reader.note(peer, error)
 
     def _fill_from_peers(self, partial: Path, file: ShardFile) -> bool:
         """Copy a shard from the first peer that gives its bytes; return whether one did."""
@@ -249,9 +291,9 @@ class ShardCache:
                 _fill(partial, file, parts_of(peer))
                 return True
             except PeerError as error:
-                reader.note(peer, error)
+                self._note(reader, peer, error)
             except ShoalError as error:
-                reader.note(peer, PeerError("sent wrong bytes", str(error)))
+                self._note(reader, peer, PeerError("sent wrong bytes", str(error)))
         return False
 
     def _why_no_room(self, file: ShardFile) -> str | None:
@@ -276,8 +318,8 @@ class ShardCache:
                 if is_free:
                     path.unlink(missing_ok=True)
                     used -= size
+                    self._count(num_evicted=1)
                     with self._lock:
-                        self.counts.num_evicted += 1
                         self._maps.pop(path.name, None)
         return None if used + num_bytes <= limit else _NO_ROOM
 
@@ -292,9 +334,9 @@ class ShardCache:
                 del self._maps[name]
 
     def _decline(self, name: str, reason: str) -> None:
+        self._count(num_declined=1)
         with self._lock:
-            self.counts.num_declined += 1
-            is_first = self.counts.num_declined == 1
+            is_first, self._has_declined = not self._has_declined, True
             if reason != _NO_ROOM:
                 self._declined.add(name)
         if is_first:
@@ -304,6 +346,14 @@ class ShardCache:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _shared_counts(folder: Path) -> mmap.mmap:
+    """Return memory that is a file of its own in ``folder``: it stays when the process is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{secrets.token_hex(8)}.counts").open("xb+") as file:
+        file.truncate(_COUNTS.size)
+        return mmap.mmap(file.fileno(), _COUNTS.size)
 
 
 def _opened(path: Path, num_bytes: int) -> BinaryIO | None:

@@ -208,7 +208,10 @@ def open_server(settings: Mapping[str, Any], listener: socket.socket) -> ShardSe
     files = manifest.files(*suffixes)
     peers = Peers(hosts=tuple(Peer(**peer) for peer in settings["hosts"]), own=settings["own"])
     config = CacheConfig(
-        directory=Path(settings["directory"]), num_bytes=settings["num_bytes"], evict=settings["evict"]
+        directory=Path(settings["directory"]),
+        num_bytes=settings["num_bytes"],
+        evict=settings["evict"],
+        counts=Path(settings["counts"]),
     )
     cache = ShardCache(config, own=peers.own_files(files))
     return ShardServer(cache, files, lambda file: lambda: storage.parts(file), listener, job_secret())

@@ -183,12 +183,13 @@ def open_shards(
     Raises:
         UsageError: they are not there, or there are none to validate on.
     """
-    from shoal.train.shard_peers import join_peers
+    from shoal.train.shard_peers import counts_folder, join_peers
 
     data, location, cache = config.data, location_of(config), None
     if data.cache is not None and world is not None:
         size = parse_bytes(data.cache_bytes, "data.cache_bytes")
-        cache = CacheConfig(directory=data.cache, num_bytes=size, evict=evict)
+        counts = counts_folder(world)
+        cache = CacheConfig(directory=data.cache, num_bytes=size, evict=evict, counts=counts)
         if data.cache_peers == "on":
             cache = join_peers(world, cache, kind="images", location=location)
     verify = data.verify if world is not None and world.is_main else "sizes"

@@ -194,6 +194,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.models.detection.mask_rcnn import MaskRCNN, load_weights
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
+    from shoal.train.shard_peers import record_reads
     from shoal.train.world import run_on_all
 
     with Run.open(config=config, recipe="mask_rcnn", immutable=IMMUTABLE, worker=worker) as run:
@@ -255,6 +256,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.is_done and run.due(config.run.validation_frequency, evaluation=True):
                 scored = score()
+        record_reads(run, held_out.shards.counts_folder)
         results = None
         if not run.stopped and not run.is_over:
             scored = scored or score()  # a kill came before the end

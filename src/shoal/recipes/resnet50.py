@@ -233,6 +233,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.images.mixing import mix, mixup_weight
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
+    from shoal.train.shard_peers import record_reads
     from shoal.train.weight_averaging import WeightAverage
 
     with Run.open(config=config, recipe="resnet50", immutable=IMMUTABLE, worker=worker) as run:
@@ -302,6 +303,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 scored = score()
             if run.due(epoch_ends):
                 run.save()
+        record_reads(run, train.counts_folder)
         if scored is None and not run.stopped and not run.is_over:  # a kill came before the end
             scored = score()
         return export(config, run, scored, num_classes, train.manifest.classes)

@@ -18,6 +18,7 @@ from shoal.record import (
     Evaluation,
     Phase,
     PipelineStep,
+    Reads,
     Resume,
     Row,
     Shares,
@@ -116,6 +117,12 @@ class RecordedRun:
     def contributions(self) -> list[Contributions]:
         """Empty for a run whose steps wait for all workers."""
         return [row for row in self.rows if isinstance(row, Contributions)]
+
+    @cached_property
+    def reads(self) -> list[Reads]:
+        """The last such row of each process group; empty for a run without a cache of its data."""
+        groups = [[row for row in group.rows if isinstance(row, Reads)] for group in self.groups]
+        return [rows[-1] for rows in groups if rows]
 
     @property
     def state(self) -> str:

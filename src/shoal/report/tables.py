@@ -163,6 +163,7 @@ def facts(runs: Sequence[RecordedRun]) -> list[TableRow]:
         ("global batch", global_batches),
         *([("shares of the workers", shares)] if any(run.shares for run in runs) else []),
         *([("contributions", contributions)] if any(map(_is_loose, runs)) else []),
+        *([("data read", reads)] if any(run.reads for run in runs) else []),
         ("world", lambda run: world(run.start)),
         ("backend", lambda run: _backend(run.start)),
         ("device, precision", lambda run: f"{run.start.device}, {run.start.precision}"),
@@ -278,6 +279,20 @@ def shares(run: RecordedRun) -> str:
         return "equal"
     last = run.shares[-1]
     return f"{last} samples since step {last.step:,} ({formatting.plural(len(run.shares), 'change')})"
+
+
+def reads(run: RecordedRun) -> str:
+    """Return ``1.2 GB from memory, 0.9 GB from other hosts, 0.1 GB from storage``."""
+    if not run.reads:
+        return _MISSING
+    totals = {
+        "memory": sum(row.memory_bytes for row in run.reads),
+        "other hosts": sum(row.peer_bytes for row in run.reads),
+        "storage": sum(row.storage_bytes for row in run.reads),
+    }
+    text = ", ".join(f"{formatting.size(count)} from {origin}" for origin, count in totals.items())
+    failures = sum(row.peer_failures for row in run.reads)
+    return f"{text}; {formatting.plural(failures, 'failure')} of other hosts" if failures else text
 
 
 def contributions(run: RecordedRun) -> str:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.object_store import ObjectStore
 
 from shoal.data import peers
-from shoal.data.cache import OWN_FOLDER, CacheConfig
+from shoal.data.cache import OWN_FOLDER, CacheConfig, total_counts
 from shoal.data.images.shards import ImageShards
 from shoal.data.peers import DONE, FRAME, PROTOCOL, Peer, PeerError, PeerReader, Peers
 from shoal.env import proof
@@ -79,6 +79,7 @@ class Job:
                 "directory": str(self.folder / name),
                 "num_bytes": self.num_bytes,
                 "evict": False,
+                "counts": str(self.folder / name / "counts"),
                 "hosts": [vars(peer) for peer in self.hosts],
                 "own": name,
             }
@@ -91,7 +92,10 @@ class Job:
 
     def shards(self, own, **options):
         config = CacheConfig(
-            directory=self.folder / own, num_bytes=self.num_bytes, peers=self.peers(own, **options)
+            directory=self.folder / own,
+            num_bytes=self.num_bytes,
+            peers=self.peers(own, **options),
+            counts=self.folder / own / "counts",
         )
         return ImageShards(LOCATION, "train", cache=config)
 
@@ -139,6 +143,11 @@ def test_the_storage_is_read_once_for_all_hosts(store, job):
     for own in "abc":
         assert len(job.copies(own)) == NUM_SHARDS
     assert sum(shards.cache_counts.storage_bytes for shards in opened) == 0  # the servers read it
+    counts = [total_counts(job.folder / own / "counts") for own in "abc"]
+    assert sum(each.storage_bytes for each in counts) == everything
+    assert sum(each.peer_bytes for each in counts) == 2 * everything
+    assert [each.memory_bytes for each in counts] == [2 * sum(map(len, IMAGES))] * 3
+    assert [each.num_filled for each in counts] == [NUM_SHARDS] * 3
     size_of, foreign = sizes(store.folder), []
     for own, shards in zip("abc", opened[::2], strict=True):
         foreign.append(everything - sum(size_of[f"{name}.tar"] for name in owned_by(job, shards, own)))

@@ -268,6 +268,11 @@ class ImageShards:
         return self._cache.counts if self._cache else None
 
     @property
+    def counts_folder(self) -> Path | None:
+        """The folder in which the host's processes count what they read, see :class:`CacheConfig`."""
+        return self._cache_config.counts if self._cache_config else None
+
+    @property
     def cache_problems(self) -> Mapping[tuple[str, str], int]:
         """Number of failures of peers in this process, by the host's name and their kind."""
         return self._cache.peer_problems if self._cache else {}
@@ -288,9 +293,7 @@ class ImageShards:
     def _read(self, shard: int, start: int, size: int) -> Bytes:
         file = self.shards[shard].file(TAR)
         if self._cache is not None:
-            data = self._cache.view(file, partial(self._storage.parts, file))
-            if data is not None:
-                return data[start : start + size]
+            return self._cache.read(file, start, size, self._storage)
         return self._storage.read(file, start, size)
 
     def _check_headers(self, number: int) -> None:
