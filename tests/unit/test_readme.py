@@ -15,6 +15,7 @@ import pytest
 from benchmarks import results_page
 
 import shoal
+import shoal.train.config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,6 +42,24 @@ def test_counted_things_are_as_many() -> None:
     assert "has fifteen scripts" in README and len(list((ROOT / "examples").glob("*.py"))) == 15
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert "the 18 names of `import shoal`" in contributing and len(shoal.__all__) == 18 + 1  # its version
+
+
+def test_the_gallery_has_every_example_with_its_own_command() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    scripts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")}
+    rows = re.findall(r"^\| \[(.*?)\]\(\.\./examples/(.*?)\) \|.*\| `(.*)` \|$", page, re.MULTILINE)
+    assert sorted(script for script, _, _ in rows) == sorted(scripts)
+    for script, link, command in rows:
+        assert script == link and command in scripts[script]
+
+
+def test_settings_that_pages_name_are_there() -> None:
+    names = ("RunOutputConfig", "LoopConfig", "DistributedConfig", "ServersConfig")
+    classes = {name: getattr(train_config, name) for name in names}
+    for page in (ROOT / "docs").rglob("*.md"):
+        for name, setting in re.findall(r"(\w+)\((\w+)=", page.read_text(encoding="utf-8")):
+            if name in classes:
+                assert setting in classes[name].__dataclass_fields__, f"{page}: {name}({setting}=…)"
 
 
 # ---- links -----------------------------------------------------------------------------------------------

@@ -1,0 +1,111 @@
+"""Runs the tutorial's commands as they stand, and the parts that docs/run-more.md adds to a script."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+import torch
+
+from forked import torchrun
+
+ROOT = Path(__file__).resolve().parents[2]
+SUDO = 'sudo -E env PATH="$PATH" '
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
+)
+def test_the_tutorials_commands_end_with_the_same_weights(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    commands = [line.strip().removeprefix(SUDO) for line in re.findall(r"^    (.+)$", page, re.MULTILINE)]
+    assert len(commands) == 9
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    weights = [path.read_bytes() for path in sorted(tmp_path.glob("runs/*/model.pt"))]
+    assert len(weights) == 4 and len(set(weights)) == 1
+    assert (tmp_path / "runs" / "one-host" / "report.html").is_file()
+    assert "--helpers=2" in (tmp_path / "job" / "job.sbatch").read_text()
+
+
+BEFORE = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+from shoal import Run
+from shoal.train.config import RunOutputConfig
+from shoal.train.run import Sizes
+
+inputs = torch.randn(4_000, 20, generator=torch.Generator().manual_seed(0))
+dataset = TensorDataset(inputs, (inputs.sum(dim=1) > 0).long())
+with Run.open(sys.argv[1], settings=RunOutputConfig(log_frequency=20, checkpoint_frequency=100)) as run:
+    torch.manual_seed(run.seed)
+    model = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Linear(64, 2))
+"""
+REPLICAS = """
+    ddp = run.data_parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+"""
+PLAIN = """
+    run.keep(model=model, optimizer=optimizer)
+    for step in run.steps(dataset, Sizes(global_batch_size=96), until=200):
+        with step:
+            for features, labels in step:
+                step.backward(F.cross_entropy(ddp(features), labels, reduction="sum") / step.num_samples)
+            step.update(optimizer, max_norm=1.0)
+"""
+AFTER = """
+    weights = MODEL.state_dict()
+    for name, each in weights.items():
+        weights[name] = each.full_tensor() if hasattr(each, "full_tensor") else each
+    code = run.finish(lambda directory: torch.save(weights, directory / "model.pt"))
+sys.exit(code)
+"""
+
+
+def _weights(folder: Path, *parts: str, model: str = "model") -> dict[str, torch.Tensor]:
+    """Run a script made of ``parts`` on two workers; return the weights that it exports."""
+    folder.mkdir()
+    (folder / "script.py").write_text("".join((BEFORE, *parts, AFTER.replace("MODEL", model))))
+    code, output = torchrun(str(folder / "script.py"), str(folder / "run"), output=folder / "log")
+    assert code == 0, output
+    loaded: dict[str, torch.Tensor] = torch.load(folder / "run" / "model.pt", weights_only=True)
+    return loaded
+
+
+def _part(heading: str) -> str:
+    """Return the code below a heading of the page, inside ``with Run.open``."""
+    page = (ROOT / "docs" / "run-more.md").read_text(encoding="utf-8")
+    code = page.partition(f"## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
+    return indent(code, "    ")
+
+
+def test_parts_that_the_page_adds_train_as_a_script_without_them(tmp_path: Path) -> None:
+    plain = _weights(tmp_path / "plain", REPLICAS, PLAIN)
+    shards = _weights(tmp_path / "shards", _part("Shards (FSDP2)"))
+    averages = _weights(
+        tmp_path / "averages", REPLICAS, _part("Averages of the weights"), model="average.model"
+    )
+    assert plain.keys() == shards.keys() == averages.keys()
+    for name, weight in plain.items():
+        torch.testing.assert_close(shards[name], weight, rtol=1e-4, atol=1e-5)
+        assert 0 < (averages[name] - weight).norm() < 0.3 * weight.norm()
