@@ -34,7 +34,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -104,7 +104,9 @@ def total_counts(folder: Path) -> CacheCounts:
     )
 
 
+_COUNT = struct.Struct("=q")
 _COUNTS = struct.Struct(f"={len(fields(CacheCounts))}q")
+_OFFSETS = {field.name: _COUNT.size * index for index, field in enumerate(fields(CacheCounts))}
 
 
 class ShardCache:
@@ -267,9 +269,10 @@ class ShardCache:
     def _count(self, **more: int) -> None:
         with self._lock:
             for name, count in more.items():
-                setattr(self.counts, name, getattr(self.counts, name) + count)
-            if self._written is not None:
-                _COUNTS.pack_into(self._written, 0, *astuple(self.counts))
+                total = getattr(self.counts, name) + count
+                setattr(self.counts, name, total)
+                if self._written is not None:
+                    _COUNT.pack_into(self._written, _OFFSETS[name], total)
 
     def _note(self, reader: PeerReader, peer: Peer, error: PeerError) -> None:
         self._count(num_peer_failures=1)
