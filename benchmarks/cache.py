@@ -96,6 +96,9 @@ def run(cluster: Cluster, store: Store, **changes: Any) -> tuple[list[dict[str, 
         if any(code for rank, code in enumerate(codes) if rank not in lost):
             log.seek(0)
             raise SystemExit(f"workers ended with {codes}:\n{log.read()[-4000:]}")
+        log.seek(0)
+        said = [line for line in log.read().splitlines() if line.startswith(("shards of", "cache "))]
+        print(*said[:20], sep="\n", flush=True)
         files = [Path(folder) / f"{rank}.json" for rank in range(HOSTS) if rank not in lost]
         return [json.loads(file.read_text()) for file in files], store.sent - before
 

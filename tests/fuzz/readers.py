@@ -119,7 +119,8 @@ def read_shard(path: Path) -> None:
         for suffix, of in (("tokens", tokens), ("index", data))
     }
     info = ShardInfo(name=path.stem, files=files, num_documents=1, num_sentences=2, num_tokens=4)
-    Shard(path.parent, info, vocab_size=8).check(info, vocab_size=8)
+    info.check(path.parent)
+    Shard(path.parent, info, vocab_size=8).check(vocab_size=8)
 
 
 def read_run(path: Path) -> None:

@@ -186,9 +186,9 @@ class ShardCache:
         """Open the copy of a file for reading; return ``None`` if there is none. Raises ``OSError``."""
         return _opened(self._folder / file.copy_name, file.num_bytes)
 
-    def find_partial(self, file: ShardFile) -> BinaryIO:
-        """Open a copy that is being made: it has its full size at once. Raises ``OSError``."""
-        return (self._folder / f"{file.copy_name}{PARTIAL}").open("rb")
+    def find_partial(self, file: ShardFile) -> BinaryIO | None:
+        """Open a copy that is being made, as ``find``; it has its full size at once."""
+        return _opened(self._folder / f"{file.copy_name}{PARTIAL}", file.num_bytes)
 
     def get(self, file: ShardFile, parts: Parts) -> BinaryIO | None:
         """Open the copy of a file, which is made first if necessary; return ``None`` without room.
@@ -248,7 +248,8 @@ class ShardCache:
                 reason = self._why_no_room(file)
                 if reason is None:
                     with partial.open("wb") as opened:
-                        os.posix_fallocate(opened.fileno(), 0, num_bytes)
+                        if num_bytes:
+                            os.posix_fallocate(opened.fileno(), 0, num_bytes)
             if reason is not None:
                 self._decline(path.name, reason)
                 return False

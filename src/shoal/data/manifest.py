@@ -171,6 +171,10 @@ class ShardFiles:
         """Return one of the shard's files."""
         return ShardFile(self, suffix)
 
+    def file_list(self) -> list[ShardFile]:
+        """Return the files that each shard of the kind has, in the order of ``SUFFIXES``."""
+        return [self.file(suffix) for suffix in self.SUFFIXES]
+
     def check(self, directory: Path) -> None:
         """Check size and SHA-256 of the shard's files, reading every byte.
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from shoal.data.cache import CacheConfig, Parts, ShardCache
 from shoal.data.images.manifest import TAR, ImageManifest
-from shoal.data.manifest import PreparedManifest, ShardFile
+from shoal.data.manifest import Manifest, PreparedManifest, ShardFile, ShardInfo
 from shoal.data.peers import DONE, FAILED, FRAME, MAX_FRAME, MAX_REASON, PROTOCOL, WAITING, Peer, Peers
 from shoal.data.storage import open_storage
 from shoal.env import proof
@@ -42,7 +42,8 @@ _SEND_S = 30.0
 """Time for a client to take what was sent, before it is given up."""
 _MAX_REQUEST = 1 << 10
 _KINDS: Mapping[str, tuple[type[PreparedManifest[Any]], tuple[str, ...]]] = {
-    "images": (ImageManifest, (TAR,))
+    "images": (ImageManifest, (TAR,)),
+    "text": (Manifest, ShardInfo.SUFFIXES),
 }
 """Kinds of data: the manifest, and the suffixes of the files that are kept."""
 
@@ -143,7 +144,8 @@ class ShardServer:
                 if problem:
                     return problem
                 if copy is None and (is_over or count > 0):
-                    copy = self._cache.find(file) if is_over else self._cache.find_partial(file)
+                    # without a partial one, it was published since
+                    copy = self._cache.find_partial(file) or self._cache.find(file)
                 if is_over and copy is None:
                     return "the copy was removed"
                 if copy is not None and count > 0:

@@ -40,7 +40,7 @@ _END_S = 10.0
 
 
 def join_peers(
-    world: World, cache: CacheConfig, *, kind: Literal["images"], location: Path | str
+    world: World, cache: CacheConfig, *, kind: Literal["images", "text"], location: Path | str
 ) -> CacheConfig:
     """Return the cache with the peers of the job, whose servers run then. A collective of all workers.
 

@@ -15,12 +15,17 @@ import pytest
 from benchmarks.object_store import ObjectStore
 
 from shoal.data import peers
-from shoal.data.cache import OWN_FOLDER, CacheConfig, total_counts
+from shoal.data.cache import OWN_FOLDER, CacheConfig, ShardCache, total_counts
+from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.shards import ImageShards
 from shoal.data.peers import DONE, FRAME, PROTOCOL, Peer, PeerError, PeerReader, Peers
+from shoal.data.shard_server import ShardServer
+from shoal.data.storage import LocalStorage
+from shoal.data.text.shards import TextShards
 from shoal.env import proof
 from shoal.errors import ShoalError
 from synthetic_images import random_images, write_images
+from synthetic_text import prepare, random_documents
 
 IMAGES = random_images(40)
 NUM_SHARDS = 8
@@ -57,6 +62,7 @@ class Job:
 
     def __init__(self, folder, num_bytes=1 << 20):
         self.folder, self.num_bytes = folder, num_bytes
+        self.kind, self.location = "images", LOCATION
         self.processes = {}
         self.hosts = ()
 
@@ -74,8 +80,8 @@ class Job:
         )
         for name, process in self.processes.items():
             settings = {
-                "kind": "images",
-                "location": LOCATION,
+                "kind": self.kind,
+                "location": self.location,
                 "directory": str(self.folder / name),
                 "num_bytes": self.num_bytes,
                 "evict": False,
@@ -90,14 +96,16 @@ class Job:
     def peers(self, own, **options):
         return Peers(hosts=self.hosts, own=own, **{"stall_s": PATIENT, **options})
 
-    def shards(self, own, **options):
-        config = CacheConfig(
+    def config(self, own, **options):
+        return CacheConfig(
             directory=self.folder / own,
             num_bytes=self.num_bytes,
             peers=self.peers(own, **options),
             counts=self.folder / own / "counts",
         )
-        return ImageShards(LOCATION, "train", cache=config)
+
+    def shards(self, own, **options):
+        return ImageShards(LOCATION, "train", cache=self.config(own, **options))
 
     def copies(self, own):
         return sorted(path.name[:11] for path in (self.folder / own / OWN_FOLDER).glob("*.tar"))
@@ -174,6 +182,26 @@ def test_the_shards_of_a_killed_host_are_read_once_more(store, job):
     }
     assert tars(store) == expected
     assert {problem for shards in opened for problem in shards.cache_problems} == {("b", "does not answer")}
+
+
+def test_text_is_read_once_for_all_hosts(job, tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    prepare(folder, {"train": random_documents([40, 300, 7, 25, 1_000, 3]), "validation": []}, num_shards=3)
+    job.kind, job.location = "text", str(folder)
+    job.start("abc")
+    with ThreadPoolExecutor(3) as pool:
+        opened = list(pool.map(lambda own: TextShards(folder, "train", cache=job.config(own)), "abc"))
+    expected = TextShards(folder, "train", verify="checksums")
+    for shards in opened:
+        for number in range(expected.num_documents):
+            pairs = zip(shards.document(number), expected.document(number), strict=True)
+            assert all(mine.tolist() == theirs.tolist() for mine, theirs in pairs)
+    files = [file for info in expected.manifest.shards("train") for file in info.file_list()]
+    everything = sum(file.num_bytes for file in files)
+    counts = [total_counts(job.folder / own / "counts") for own in "abc"]
+    assert sum(each.storage_bytes for each in counts) == everything
+    assert sum(each.peer_bytes for each in counts) == 2 * everything
 
 
 def test_a_stopped_host(store, job, capfd):
@@ -334,6 +362,35 @@ def test_a_range_of_a_shard(store, job):
     for _ in range(2):  # while it is filled, and from the copy
         parts = reader._received(job.hosts[0], file, 513, 1_000)
         assert b"".join(map(bytes, parts)) == data[513:1513]
+
+
+def test_a_copy_that_is_published_while_it_is_passed_on(store, tmp_path):
+    """It has its name before the server opens it by that of an unfinished one."""
+    asked = threading.Event()
+
+    class LateCache(ShardCache):
+        def find_partial(self, file):
+            asked.set()
+            while not (self._folder / file.copy_name).exists():
+                time.sleep(0.001)
+            return super().find_partial(file)
+
+    file = LocalStorage(store.folder).manifest(ImageManifest).shards("train")[0].file("tar")
+    data = (store.folder / file.name).read_bytes()
+
+    def parts():
+        yield data[:1000]
+        assert asked.wait(60)
+        yield data[1000:]
+
+    cache = LateCache(CacheConfig(directory=tmp_path / "late", num_bytes=1 << 20))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = ShardServer(cache, [file], lambda file: parts, listener, SECRET_BYTES)
+    server.start()
+    peer = Peer(name="a", address="127.0.0.1", port=server.port, num_bytes=1)
+    reader = PeerReader(Peers(hosts=(peer,), own="b", stall_s=PATIENT))
+    assert b"".join(map(bytes, reader.parts(peer, file))) == data
+    server.close()
 
 
 # ---- a storage that fails, and caches without room ------------------------------------------------------

@@ -16,9 +16,13 @@ A third file, ``NAME.tfrecord``, is written on request; nothing here reads it.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -27,13 +31,26 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.atomic_io import AtomicFile
-from shoal.data.manifest import TFRECORD, VERSION, Manifest, ShardInfo, check_version, map_file
+from shoal.data.cache import CacheConfig, ShardCache
+from shoal.data.manifest import (
+    TFRECORD,
+    VERSION,
+    Manifest,
+    ShardFile,
+    ShardInfo,
+    check_version,
+    map_file,
+)
+from shoal.data.storage import LocalStorage
 from shoal.errors import ShoalError
 
 Int64Array = npt.NDArray[np.int64]
 
 MAGIC = b"SHOALTXT"
 HEADER = struct.Struct("<8sIIqqq24x")
+Buffer = mmap.mmap | bytes | memoryview
+_NUM_COPIED = 8
+"""Files that are copied into a cache at a time."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -51,8 +68,20 @@ class Shard:
         document_token_offsets: int64 ``[num_documents + 1]``, in tokens.
     """
 
-    def __init__(self, directory: Path, info: ShardInfo, vocab_size: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        info: ShardInfo,
+        vocab_size: int,
+        data_of: Callable[[ShardFile], Buffer] | None = None,
+    ) -> None:
         """Map the files of ``info`` and check their sizes and the ends of their offsets.
+
+        Args:
+            directory: of the shards.
+            info: the manifest's.
+            vocab_size: of the tokens.
+            data_of: returns the bytes of a file; default: maps it.
 
         Raises:
             ShoalError: a file is missing, has another size or format version, or the index contradicts the
@@ -60,9 +89,8 @@ class Shard:
         """
         self.path = directory / info.name
         dtype = token_dtype(vocab_size)
-        tokens, index = (
-            map_file(directory / file.name, file) for file in (info.file("tokens"), info.file("index"))
-        )
+        data_of = data_of or (lambda file: map_file(directory / file.name, file))
+        tokens, index = map(data_of, info.file_list())
         counts = (info.num_documents, info.num_sentences, info.num_tokens)
         lengths = (info.num_sentences + 1, info.num_documents + 1, info.num_documents + 1)
         expected_bytes = HEADER.size + 8 * sum(lengths)
@@ -89,13 +117,12 @@ class Shard:
             if array_[0] != 0 or array_[-1] != last:
                 raise self._inconsistent(f"its offsets run from {array_[0]} to {array_[-1]}, not 0 to {last}")
 
-    def check(self, info: ShardInfo, vocab_size: int) -> None:
-        """Check everything: checksums, order of the offsets, token ids.
+    def check(self, vocab_size: int) -> None:
+        """Check the order of the offsets, and token ids.
 
         Raises:
             ShoalError: names the file and what is wrong with it.
         """
-        info.check(self.path.parent)
         if (np.diff(self.sentence_offsets) <= 0).any() or (np.diff(self.document_offsets) <= 0).any():
             raise self._inconsistent("its offsets do not increase")
         if (self.sentence_offsets[self.document_offsets] != self.document_token_offsets).any():
@@ -109,6 +136,18 @@ class Shard:
         )
 
 
+class _CachedFiles:
+    """Files of shards in a cache."""
+
+    def __init__(self, cache: ShardCache, storage: LocalStorage) -> None:
+        self._cache, self._storage = cache, storage
+
+    def get(self, file: ShardFile) -> Buffer:
+        """Return the bytes of a file: its copy, or without room for one the file itself."""
+        copy = self._cache.view(file, lambda: self._storage.parts(file))
+        return copy if copy is not None else map_file(self._storage.directory / file.name, file)
+
+
 class TextShards:
     """Maps the token shards of one split into memory, as one sequence of documents.
 
@@ -120,6 +159,8 @@ class TextShards:
         verify: ``"sizes"`` checks sizes, headers and counts, at no cost; ``"checksums"`` also reads every
             byte once, at 1.5 GB/s per core.
         manifest: of the directory, if it was read already.
+        cache: keeps local copies of all files, each compared with its checksum; a file without room is mapped
+            where it is. Default: none.
 
     Raises:
         UsageError: there is no manifest or no such split, or the directory has another tokenizer.
@@ -139,24 +180,39 @@ class TextShards:
         *,
         verify: Literal["sizes", "checksums"] = "sizes",
         manifest: Manifest | None = None,
+        cache: CacheConfig | None = None,
     ) -> None:
         """Map the shards of ``split``."""
         self.directory = directory
         self.split = split
         self.manifest = manifest or Manifest.load(directory)
         self.manifest.check_tokenizer(self.tokenizer_file)
+        self._cache_config = cache
         self.shards: list[Shard] = []
+        data_of = self._cached(cache).get if cache is not None else None
         for info in self.manifest.shards(split):
-            shard = Shard(directory, info, self.manifest.vocab_size)
+            shard = Shard(directory, info, self.manifest.vocab_size, data_of)
             if verify == "checksums":
-                shard.check(info, self.manifest.vocab_size)
+                if cache is None:  # else each copy was compared
+                    info.check(directory)
+                shard.check(self.manifest.vocab_size)
             self.shards.append(shard)
         counts = [len(shard.document_offsets) - 1 for shard in self.shards]
         self.first_documents: Int64Array = np.cumsum([0, *counts], dtype=np.int64)
         """Number of the first document of each shard, and the number of all documents, ``[shards + 1]``."""
 
-    def __reduce__(self) -> tuple[type[TextShards], tuple[Path, str]]:
-        return (TextShards, (self.directory, self.split))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (partial(TextShards, cache=self._cache_config), (self.directory, self.split))
+
+    def _cached(self, config: CacheConfig) -> _CachedFiles:
+        """Copy the files of the split, those that this host owns first, several at a time."""
+        files = self.manifest.files(*ShardInfo.SUFFIXES)
+        own = config.peers.own_files(files) if config.peers else []
+        cached = _CachedFiles(ShardCache(config, own), LocalStorage(self.directory))
+        needed = [file for info in self.manifest.shards(self.split) for file in info.file_list()]
+        with ThreadPoolExecutor(_NUM_COPIED) as pool:
+            deque(pool.map(cached.get, sorted(needed, key=lambda file: file not in own)), maxlen=0)
+        return cached
 
     @property
     def tokenizer_file(self) -> Path:

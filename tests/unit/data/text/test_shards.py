@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from shoal.atomic_io import sha256_of
+from shoal.data.cache import OWN_FOLDER, CacheConfig
 from shoal.data.manifest import Manifest
 from shoal.data.text.shards import ShardWriter, TextShards
 from shoal.errors import ShoalError, UsageError
@@ -30,6 +31,34 @@ def prepared(tmp_path):
 
 def as_lists(shards):
     return [[s.tolist() for s in shards.document(i)] for i in range(shards.num_documents)]
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 20, 3_000], ids=["all fits", "some fits"])
+@pytest.mark.parametrize("verify", ["sizes", "checksums"])
+def test_documents_come_from_a_cache(prepared, tmp_path, num_bytes, verify, capfd):
+    expected = {split: as_lists(TextShards(prepared, split)) for split in ("train", "validation")}
+    cache = CacheConfig(directory=tmp_path / "cache", num_bytes=num_bytes)
+    for split in expected:
+        shards = TextShards(prepared, split, verify=verify, cache=cache)
+        assert as_lists(shards) == as_lists(pickle.loads(pickle.dumps(shards))) == expected[split]
+    folder, manifest = tmp_path / "cache" / OWN_FOLDER, Manifest.load(prepared)
+    files = manifest.files("tokens", "index")
+    copies = {file.name: folder / file.copy_name for file in files if (folder / file.copy_name).exists()}
+    assert len(copies) == len(files) if num_bytes > 3_000 else 0 < len(copies) < len(files)
+    for name, copy in copies.items():
+        assert copy.read_bytes() == (prepared / name).read_bytes()
+        copy.write_bytes(b"\xff" * copy.stat().st_size)
+    with pytest.raises(ShoalError, match=r"the header of its index differs|token id 65535"):  # of a copy
+        TextShards(prepared, "train", verify="checksums", cache=cache)
+
+
+def test_a_changed_file_does_not_enter_a_cache(prepared, tmp_path):
+    tokens = prepared / "train-00000.tokens"
+    tokens.write_bytes(bytes(tokens.stat().st_size))
+    cache = CacheConfig(directory=tmp_path / "cache", num_bytes=1 << 20)
+    with pytest.raises(ShoalError, match=r"train-00000\.tokens has the wrong checksum"):
+        TextShards(prepared, "train", cache=cache)
+    assert not list((tmp_path / "cache" / OWN_FOLDER).glob("train-00000-*.tokens"))
 
 
 @pytest.mark.parametrize("vocab_size", [300, 65_536, 65_537, 250_000])
