@@ -12,6 +12,7 @@ import zipfile
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ _CROWD_WORDS = {"true": 1, "1": 1, "false": 0, "0": 0}
 _MOST_DIGITS = 18
 FAR = 100_000
 """Pixels outside of an image at which polygons and boxes may end."""
+_SAMPLE = 100
+"""Objects whose polygons are compared with their boxes."""
 _END = 1 << 63
 """Ids are below, as int64."""
 
@@ -197,6 +200,8 @@ class _Reader:
         objects = self._placed()
         shapes = ((one, self._images[number]) for number, some in objects.items() for one in some)
         check_corners(self._path, ((one.box, one.segmentation, image) for one, image in shapes))
+        if self._boxes == "check":
+            self._check_polygons(objects)
         if self._has_objects and not any(objects.values()):
             raise UsageError(
                 f"{self._path}: no annotation can be used; {self._bad.summary()}; correct the file"
@@ -211,6 +216,19 @@ class _Reader:
             category_numbers=category_numbers,
             bad=self._bad,
         )
+
+    def _check_polygons(self, objects: Mapping[int, Sequence[CocoObject]]) -> None:
+        """Raise if the first polygons are elsewhere than their boxes: fractions, shares, or y before x."""
+        each = (one for some in objects.values() for one in some if isinstance(one.segmentation, tuple))
+        sample = list(islice(each, _SAMPLE))
+        apart = [one for one in sample if not _is_around(one)]
+        if 2 * len(apart) > len(sample):
+            one = apart[0]
+            polygon = one.segmentation[0].tolist() if isinstance(one.segmentation, tuple) else []
+            raise UsageError(
+                f"{self._path}: polygons such as {shown(polygon)} are elsewhere than their boxes, here "
+                f"{list(one.box)}: write x before y, in pixels and not in fractions of the image"
+            )
 
     def _check_keys(self, keys: set[str]) -> None:
         if "" in keys:
@@ -497,6 +515,21 @@ def check_corners(
 def _are_near(first: Sequence[float], second: Sequence[float]) -> bool:
     """Return whether two points are at most two pixels apart in each direction."""
     return all(abs(a - b) <= 2 for a, b in zip(first, second, strict=True))
+
+
+def _is_around(one: CocoObject) -> bool:
+    """Return whether the box of an object is about that of its polygons."""
+    if not isinstance(one.segmentation, tuple):
+        return True
+    extents = _extents(one.segmentation)
+    starts, ends = zip(*extents, strict=True)
+    first, last = one.box[:2], (one.box[0] + one.box[2], one.box[1] + one.box[3])
+    if _are_near(starts, first) and _are_near(ends, last):
+        return True
+    sides = zip(starts, ends, first, last, strict=True)
+    common = math.prod(max(0.0, min(b, d) - max(a, c)) for a, b, c, d in sides)
+    areas = math.prod(end - start for start, end in extents), one.box[2] * one.box[3]
+    return common > 0.5 * (sum(areas) - common)
 
 
 def _extents(polygons: Polygons) -> list[tuple[float, float]]:

@@ -597,6 +597,32 @@ def test_categories_whose_ids_are_words_are_numbered_by_the_alphabet(tmp_path: P
     assert detections[0] == detections[1]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x, y: [x / 60, y / 50], id="fractions"),
+        pytest.param(lambda x, y: [100 * x / 60, 100 * y / 50], id="shares"),
+        pytest.param(lambda x, y: [y, x], id="y before x"),
+    ],
+)
+def test_polygons_elsewhere_than_their_boxes_are_refused(
+    change: Callable[[float, float], list[float]], tmp_path: Path
+) -> None:
+    corners = [(2, 30, 14, 8), (20, 3, 6, 18), (30, 22, 21, 10)]
+    objects = []
+    for x, y, w, h in corners:
+        outline = ((x, y), (x + w, y), (x + w, y + h), (x, y + h))
+        objects.append(a_box([x, y, w, h], [value for point in outline for value in change(*point)]))
+    path = of_boxes(tmp_path / "a.json", objects)
+    with pytest.raises(
+        UsageError, match=r"are elsewhere than their boxes, here .*: write x before y, in pix"
+    ):
+        read_annotations(path)
+    assert num_objects(read_annotations(path, boxes="keep")) == 3  # the official scorer reads either
+    few = [*objects[:1], *(a_box([x, y, 9, 9], square(x, y, 9)) for x, y, _, _ in corners)]
+    assert num_objects(read_annotations(of_boxes(path, [o | {"id": n} for n, o in enumerate(few)]))) == 4
+
+
 def test_categories_of_one_name_are_told(tmp_path: Path) -> None:
     truth = made_truth(1)
     assert read_annotations(write(tmp_path / "a.json", truth)).remarks() == []
