@@ -7,6 +7,7 @@ order. gloo does the same on CPU copies.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -348,6 +349,79 @@ def check_rails_with_a_helper(rank: int, gpu: Gpu, size: int) -> None:
     assert side._hierarchical is not None
     (rail,) = side._engines
     assert rail.counters()["bytes_sent"] >= gpu.count * 4 // 2
+
+
+# ---- orders -----------------------------------------------------------------------------------------------
+
+
+def check_orders(rank: int, gpu: FakeGpu, seeds: range) -> None:
+    """Begin collectives and messages at once, wait in any order, on streams that are late by each seed.
+
+    All ranks begin the same collectives in one order, and messages between them wherever they like.
+    """
+    for seed in seeds:
+        group = dist.new_group()
+        small_pieces(group, gpu.piece_bytes, 2 + seed % 3)
+        with staged(group=group, seed=2 * seed + rank):
+            _check_order(rank, gpu, group, seed)
+        dist.destroy_process_group(group)
+
+
+def _check_order(rank: int, gpu: FakeGpu, group: Any, seed: int) -> None:
+    alike, mine = random.Random(seed), random.Random(2 * seed + rank)
+    size = dist.get_world_size()
+    expected: list[tuple[Tensor, Tensor]] = []
+    begun: list[Callable[[], Any]] = []
+    kept: list[Any] = []
+
+    def numbers(each: int, number: int, count: int) -> Tensor:
+        return part(1_000 * seed + 10 * number + each, torch.float32, count)
+
+    for number in range(8):
+        count = alike.choice((1, 70, 900))
+        of_ranks = [numbers(each, number, count) for each in range(size)]
+        given, rows = of_ranks[rank].clone(), torch.zeros(size, count)
+        kept.append(given)
+        match alike.randrange(6):
+            case 0:
+                begun.append(partial(dist.all_reduce, given, group=group, async_op=True))
+                expected.append((given, torch.stack(of_ranks).sum(0)))
+            case 1:
+                begun.append(partial(dist.broadcast, given, 1, group=group, async_op=True))
+                expected.append((given, of_ranks[1]))
+            case 2:
+                begun.append(partial(dist.all_gather_into_tensor, rows, given, group=group, async_op=True))
+                expected.append((rows, torch.stack(of_ranks)))
+            case 3:
+                full = given.repeat(size)
+                kept.append(full)
+                begun.append(partial(dist.reduce_scatter_tensor, given, full, group=group, async_op=True))
+                expected.append((given, torch.stack(of_ranks).sum(0)))
+            case 4:
+                full = given.repeat(size)
+                kept.append(full)
+                begun.append(partial(dist.all_to_all_single, rows.view(-1), full, group=group, async_op=True))
+                expected.append((rows, torch.stack(of_ranks)))
+            case _:
+                parts = list(rows.unbind()) if rank == 0 else None
+                begun.append(partial(dist.gather, given, parts, 0, group=group, async_op=True))
+                expected.append((rows, torch.stack(of_ranks) if rank == 0 else torch.zeros(size, count)))
+    for tag in range(4):  # somewhere between them, and the receive before the send or behind it
+        count = alike.choice((1, 70, 900))
+        given, target = numbers(rank, 100 + tag, count), torch.zeros(count)
+        kept.append(given)
+        for call in (
+            partial(dist.isend, given, (rank + 1) % size, group=group, tag=tag),
+            partial(dist.irecv, target, (rank - 1) % size, group=group, tag=tag),
+        ):
+            begun.insert(mine.randrange(len(begun) + 1), call)
+        expected.append((target, numbers((rank - 1) % size, 100 + tag, count)))
+    works = [call() for call in begun]
+    mine.shuffle(works)
+    for work in works:
+        work.wait()
+    wrong = [place for place, (found, wanted) in enumerate(expected) if not torch.equal(found, wanted)]
+    assert not wrong, f"seed {seed}: {wrong}"
 
 
 # ---- streams and graphs -------------------------------------------------------------------------------

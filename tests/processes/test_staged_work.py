@@ -26,6 +26,7 @@ from device_checks import (
     check_lost,
     check_messages,
     check_no_servers,
+    check_orders,
     check_rails,
     check_rails_of_one_rank,
     check_rails_with_a_helper,
@@ -118,6 +119,20 @@ def test_servers_update_weights_that_stay_on_the_device(check: Any, tmp_path: Pa
 
 def test_servers_of_a_single_host_are_refused(tmp_path: Path) -> None:
     run_group(check_no_servers, 2, tmp_path, FakeGpu(), hosts=("a", "a"), environment=PYTHON_GROUP)
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 1000), marks=slow)], ids=len)
+def test_whatever_is_late_the_numbers_are_right(seeds: range, tmp_path: Path) -> None:
+    run_group(
+        check_orders,
+        2,
+        tmp_path,
+        FakeGpu(),
+        seeds,
+        hosts=("a", "b"),
+        environment=PYTHON_GROUP,
+        deadline_s=1200,
+    )
 
 
 # ---- several devices in a host, with one in each ----------------------------------------------------------
