@@ -91,6 +91,13 @@ def collectives() -> None:
             assert f"a tensor of dtype {dtype} has no {reduction} over ranks" in str(error)
         else:
             raise AssertionError(f"{dtype} {reduction}")
+    by_xla = tf.function(lambda: hvd.allreduce(tf.zeros(2)), jit_compile=True)
+    try:
+        by_xla()
+    except Exception as error:  # AutoGraph makes an error of its own of it
+        assert "XLA compiles only TensorFlow's own operations" in str(error), error
+    else:
+        raise AssertionError("XLA has compiled a collective")
     hvd.barrier()
 
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from shoal.comm import arrays, native_build
 from shoal.comm.job_group import JobGroup
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 
 KINDS = {"all_reduce": 0, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
 """Numbers of ``shoal_kind`` in ``shoal.h``."""
@@ -104,7 +105,11 @@ def call(
     Returns:
         For each tensor of shape ``s``: ``s``; of an all_gather ``(size, *s)``; of a reduce_scatter ``s`` with
         the first dimension divided by ``size``.
+
+    Raises:
+        UsageError: XLA compiles the program.
     """
+    _refuse_xla()
     if (module := compiled()) is None:
         return _by_numpy(tensors, group, kind, op, root)
     with tf.device("CPU:0"):
@@ -118,6 +123,16 @@ def call(
                 root=root,
                 timeout_s=group.timeout_s,
             )
+        )
+
+
+def _refuse_xla() -> None:
+    in_program = not tf.executing_eagerly()
+    if in_program and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise UsageError(
+            "a collective inside of tf.function(jit_compile=True): XLA compiles only TensorFlow's own "
+            "operations; compile what is before and after it, and call it between them, or leave "
+            "jit_compile=True out (of Model.compile too)"
         )
 
 
