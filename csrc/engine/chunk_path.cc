@@ -252,6 +252,7 @@ void ChunkPath::deliver(int peer, const FrameHeader& header, Payload payload) {
     case Op::Step::idle: early_[header.seq].push_back({peer, header, std::move(payload)}); return;
     case Op::Step::waiting: break;
   }
+  if (!payload.size() && returns_weights(header.kind)) payload = server_.weights_of_copy(header);
   check_result(peer, header, *op, payload.size());
   finish(op, header.chunk, std::move(payload));
   pump();

@@ -18,8 +18,9 @@
 //
 // A helper's weights may have a copy, of which every rank has a part (buddy_of). The helper then sends each sum that
 // changes them (changes_weights) to that rank, which takes the same step and confirms it, and answers the ranks only
-// then. So where one rank has an answer of a helper that is lost, the copy has the step; and where the copy has not,
-// all ranks have their contributions yet, and send them to it. Options go to all ranks in any case.
+// then. The answer to that rank has no weights, since it has them. So where one rank has an answer of a helper that is
+// lost, the copy has the step; and where the copy has not, all ranks have their contributions yet, and send them to it.
+// Options go to all ranks in any case.
 #pragma once
 
 #include <array>

@@ -110,8 +110,8 @@ std::string SumServer::contribute(Contributor from, const FrameHeader& header, P
   if (header.redo != 1 && state.asked_by < 0) state.asked_by = from.peer;
   if (state.asked_by >= 0 && state.supplied_by >= 0) return refuse_supply(state, header);
   if (state.summed) {
-    const State done = state;  // a copy: an answer that fails the group clears all chunks
-    answer_to(from.peer, header, done);
+    const Payload result = state.result;  // an answer that fails the group clears all chunks
+    answer_to(from.peer, header, result);
     return "";
   }
   Contribution& mine = state.contributions[header.host];
@@ -146,8 +146,14 @@ std::string SumServer::confirm_copy(int peer, const FrameHeader& header) {
     return "that it has taken a copy of chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq);
   }
   found->second.copy_to = -1;
-  answer_all(FrameHeader(found->second.first), found->second);
+  answer_all(FrameHeader(found->second.first), found->second, peer);
   return "";
+}
+
+Payload SumServer::weights_of_copy(const FrameHeader& header) const {
+  const auto found = chunks_.find({header.seq, header.chunk});
+  const bool stepped = found != chunks_.end() && found->second.summed && found->second.kept;
+  return stepped && same_words(found->second.first, header) ? found->second.result : Payload{};
 }
 
 // Options come before the updates by them, unless frames overtake each other.
@@ -215,8 +221,9 @@ std::string SumServer::combine(const FrameHeader& header, State& state) {
   return "";
 }
 
-// Sends the result to those who have contributed, and the confirmation of a copy.
-void SumServer::answer_all(const FrameHeader& header, State& state) {
+// Sends the result to those who have contributed, and the confirmation of a copy. `stepped`, the peer that has taken the
+// same step, has the weights.
+void SumServer::answer_all(const FrameHeader& header, State& state, int stepped) {
   std::vector<Contribution> contributions(state.contributions.size());
   contributions.swap(state.contributions);
   FrameHeader answer = header;
@@ -225,18 +232,19 @@ void SumServer::answer_all(const FrameHeader& header, State& state) {
     answer_(helper, answer, {});
   }
   state.result.will_be_copied();
-  const State done = state;  // a copy: an answer that fails the group clears all chunks
+  const Payload result = state.result;  // an answer that fails the group clears all chunks
   if (!state.kept) chunks_.erase({header.seq, header.chunk});
   for (std::size_t host = 0; host < contributions.size(); ++host) {
     if (!contributions[host].present) continue;
     answer.host = static_cast<std::uint16_t>(host);
-    answer_to(contributions[host].peer, answer, done);
+    const int peer = contributions[host].peer;
+    answer_to(peer, answer, peer == stepped && returns_weights(header.kind) ? Payload{} : result);
   }
 }
 
-void SumServer::answer_to(int peer, FrameHeader header, const State& state) {
+void SumServer::answer_to(int peer, FrameHeader header, const Payload& result) {
   header.type = FrameType::result;
-  answer_(peer, header, state.result);
+  answer_(peer, header, result);
 }
 
 std::string SumServer::supply(Contributor from, const FrameHeader& header, Payload payload) {

@@ -60,8 +60,11 @@ class SumServer {
   // Accepts the sum of a chunk from the helper `peer`, of whose weights there is a copy here: takes the same step, and
   // confirms it by an answer of type copied. Contributors are answered once they ask, when the helper is lost.
   std::string take_copy(int peer, const FrameHeader& header, Payload sum);
-  // On the helper: the copy has taken the sum, so the contributors may know the result.
+  // On the helper: the copy has taken the sum, so the contributors may know the result. The answer to the one that has the
+  // copy is empty where it would be weights: it takes them from weights_of_copy().
   std::string confirm_copy(int peer, const FrameHeader& header);
+  // The weights of a chunk after the step with a copied sum; empty: there was none.
+  Payload weights_of_copy(const FrameHeader& header) const;
 
   // All ranks have completed the operations below `seq`: drops what was kept for late contributors.
   void forget_below(std::uint64_t seq);
@@ -110,8 +113,8 @@ class SumServer {
   std::string combine(const FrameHeader& header, State& state);
   Payload sum_up(const FrameHeader& header, State& state);
   std::string combine_early();
-  void answer_all(const FrameHeader& header, State& state);
-  void answer_to(int peer, FrameHeader header, const State& state);
+  void answer_all(const FrameHeader& header, State& state, int stepped = -1);
+  void answer_to(int peer, FrameHeader header, const Payload& result);
 
   BufferPool& pool_;
   ServedWeights weights_;

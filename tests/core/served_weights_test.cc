@@ -368,6 +368,26 @@ TEST(served_weights_with_a_copy_are_answered_when_the_copy_has_the_sum) {
   for (SumServer* each : {&on.helper, &on.rank}) CHECK_EQ(each->held_bytes(), 0u);
 }
 
+TEST(served_weights_are_not_sent_to_the_rank_that_has_taken_the_step) {
+  Pair on;
+  const std::vector<float> weights{2, 2}, gradient{1, 2}, stepped{1, 0};
+  Pair::push(on.helper, Kind::load, 0, 2, Pair::payload(weights));
+  CHECK_EQ(on.copy(), "");
+  CHECK_EQ(on.confirm(1), "");
+  on.configure();
+  const FrameHeader update = Pair::header(Kind::update, 2, 2, 1);
+  CHECK_EQ(on.rank.weights_of_copy(update).size(), 0u);  // no sum has come
+  Pair::push(on.helper, Kind::update, 2, 2, Pair::payload(gradient));
+  CHECK_EQ(on.copy(), "");
+  CHECK_EQ(on.confirm(1), "");
+  CHECK(on.of_helper == (Pair::Answers{{0, FrameType::result, 2, stepped}, {1, FrameType::result, 2, {}}}));
+  const Payload here = on.rank.weights_of_copy(update);
+  CHECK_EQ(here.size(), stepped.size() * sizeof(float));
+  CHECK(std::memcmp(here.data(), stepped.data(), here.size()) == 0);
+  on.rank.forget_below(3);
+  CHECK_EQ(on.rank.weights_of_copy(update).size(), 0u);
+}
+
 TEST(served_weights_of_a_lost_helper_go_on_from_the_copy) {
   Pair on;
   const std::vector<float> weights{2, 2}, gradient{1, 2}, stepped{1, 0};

@@ -75,7 +75,8 @@ def collective(
         local_group: accelerators of a host that hold the same gradients; default: all. Fewer where a model is
             split over the others, so that their sums travel side by side.
         at_once: collectives that the library of a ring or a tree runs at a time; two hops have no such limit.
-        copies: a helper sends each sum to one worker, too, and waits for its confirmation.
+        copies: a helper sends each sum to one worker, too, and waits for its confirmation. With one worker on
+            each host, that worker is sent no weights.
 
     Raises:
         UsageError: the algorithm is unknown, or helpers are missing or not used by it.
@@ -157,6 +158,8 @@ def _two_hops(
     if copies and count:
         sums = [(HELPER_OUT, side_by_side * helper_share), (IN, side_by_side * count * helper_share / n)]
         phases.append(CollectivePhase(name="copy", demands=_carried(sums), latency_s=2 * hop_s))
+        if workers.instance.num_accelerators <= 1:  # who has the sum makes the weights of it
+            back = [(link, amount - dict(sums).get(link, 0.0)) for link, amount in back]
     return [*phases, CollectivePhase(name="pull", demands=_carried(back), latency_s=hop_s)]
 
 

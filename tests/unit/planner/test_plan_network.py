@@ -9,7 +9,7 @@ import pytest
 from plan_made import hosts
 from shoal.decide.server_assignment import ring_seconds, two_hop_seconds
 from shoal.errors import UsageError
-from shoal.planner.network import ALGORITHMS, IN, OUT, capacities, collective
+from shoal.planner.network import ALGORITHMS, HELPER_OUT, IN, OUT, capacities, collective
 from shoal.planner.simulate import exchange
 
 M = 1e9
@@ -47,6 +47,24 @@ def test_two_hops_agree_with_the_decider(n: int, helpers: int) -> None:
     algorithm = "two-hop-helpers" if helpers else "two-hop"
     expected = two_hop_seconds(M, [1e10] * n, [1e10] * helpers)
     assert seconds(algorithm, n, helpers=helpers) == pytest.approx(expected, rel=2 / MANY)
+
+
+@pytest.mark.parametrize(("per_host", "more"), [(1, 0.0), (4, 1 / 8)])
+def test_copies_of_weights_add_no_bytes_where_a_worker_is_alone_on_its_host(
+    per_host: int, more: float
+) -> None:
+    """It makes the weights of a sum itself; with more workers, another one may have the copy."""
+    workers, side = hosts(8, per_host=per_host), hosts(8, per_host=0, accelerator=None)
+    plain, copied = (
+        sum(
+            amount
+            for phase in collective("two-hop-helpers", workers, side, copies=copies).phases
+            for link, amount in phase.demands
+            if link == HELPER_OUT
+        )
+        for copies in (False, True)
+    )
+    assert copied == pytest.approx(plain * (1 + more))
 
 
 def test_two_hop_pieces_cost_what_the_decider_says() -> None:
