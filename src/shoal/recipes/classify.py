@@ -522,6 +522,7 @@ def check(config: ClassifyConfig, num_workers: int, dry_run: DryRun | None) -> l
     pairs = [make_pairs(data, required(tokenizer), max_seq_length=length) for data in files]
     return [
         *finetuning.describe(config, len(pairs[0]), num_workers),
+        finetuning.memory_line(config, dry_run, sample, num_sequences=len(pairs[0]), num_workers=num_workers),
         f"labels       {'numbers' if config.data.scores else ', '.join(files[0].labels)}",
         *(counts(f.data, len(f), f.num_cut, length) for f in pairs),
     ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from shoal.decide.batch import BatchPlan, MicroBatch, known_size, plan_batch
 from shoal.errors import UsageError, require_positive
-from shoal.recipes import Sample
+from shoal.recipes import DryRun, Sample
 from shoal.recipes.model_source import (
     MODEL_CONFIG,
     TRANSFORMERS,
@@ -405,3 +405,21 @@ def describe(config: FinetuneConfig, num_sequences: int, num_workers: int) -> li
         f"run          {plan.total_steps:,} steps, {plan.schedule.warmup_steps:,} of them warm-up: "
         f"{epochs:.2f} times {num_sequences:,} sequences",
     ]
+
+
+def memory_line(
+    config: Any,
+    dry_run: DryRun,
+    sample_of: "Callable[[Any], Sample]",
+    *,
+    num_sequences: int,
+    num_workers: int,
+) -> str:
+    """Return the line of a dry run about memory, which is that of full sequences.
+
+    Args:
+        sample_of: of the recipe; it returns full sequences where no file is named.
+    """
+    plan = make_plan(config, num_sequences=num_sequences, num_workers=num_workers)
+    full = replace(config, data=replace(config.data, path=None))
+    return dry_run.memory_line(config, (sample_of(full), plan.batch))

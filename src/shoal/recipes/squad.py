@@ -588,6 +588,9 @@ def check(config: SquadConfig, num_workers: int, dry_run: DryRun | None) -> list
     windows = [make_features(data, required(tokenizer), config.window) for data in files]
     return [
         *finetuning.describe(config, len(windows[0]), num_workers),
+        finetuning.memory_line(
+            config, dry_run, sample, num_sequences=len(windows[0]), num_workers=num_workers
+        ),
         *(
             f"{f.data.path}: SQuAD {f.data.version}, {len(f.data.questions):,} questions, {len(f):,} windows"
             for f in windows
@@ -603,6 +606,8 @@ def sample(config: SquadConfig) -> Sample:
     """Return the first windows of the questions and the model; without questions, full windows."""
     from shoal.data.squad.features import make_features
     from shoal.models.tasks import QuestionAnswering
+
+    config = fitted(config)
 
     def windows(tokenizer: "Tokenizer") -> "SquadFeatures":
         return make_features(read_files(config.data)[0], tokenizer, config.window)

@@ -506,6 +506,9 @@ def check(config: T5ClassifyConfig, num_workers: int, dry_run: DryRun | None) ->
         return []
     return [
         *finetuning.describe(config, len(files[0].examples), num_workers),
+        finetuning.memory_line(
+            config, dry_run, sample, num_sequences=len(files[0].examples), num_workers=num_workers
+        ),
         f"worded as    {t5_written.wording(config.data, files[0])}",
         *([] if config.data.is_text else [f"labels       {', '.join(files[0].labels)}"]),
         *(f"{data.path}: {len(data.examples):,} examples{classify.left_out(data)}" for data in files),

@@ -18,12 +18,18 @@ from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
 from shoal.planner.answer import command_of
 from shoal.planner.hardware import Catalog
 from shoal.planner.prediction import Plan
-from shoal.recipes import Sample, memory, script
+from shoal.recipes import RECIPES, Sample, memory, script
 from shoal.recipes.resnet50 import IMAGENET_CLASSES
-from shoal.recipes.workloads import plan, preset_settings
+from shoal.recipes.workloads import plan, preset_of, preset_settings, size_of, with_new_model
 
-RECIPES = ("albert", "bert", "t5", "lm", "resnet50", "mask_rcnn")
-PRESETS = [(recipe, preset) for recipe in RECIPES for preset in script(recipe).PRESETS]
+PRETRAININGS = ("albert", "bert", "t5", "lm", "resnet50", "mask_rcnn")
+PRESETS = [(recipe, preset) for recipe in PRETRAININGS for preset in script(recipe).PRESETS]
+FINETUNINGS = [
+    f"{recipe}-{source}-{size}"
+    for recipe in ("squad", "classify", "t5_classify")
+    for source in RECIPES[recipe].starts_from
+    for size in dict.fromkeys(map(size_of, script(source).PRESETS))
+]
 LARGE = {("t5", "3b"), ("t5", "large"), ("albert", "xlarge"), ("lm", "llama-8b"), ("lm", "llama-1b")}
 """Their activations take long to count."""
 CLUSTERS = [
@@ -68,7 +74,14 @@ def dry_run(
     monkeypatch.setattr(memory, "activations_of", once)
 
     @cache
-    def data_of(recipe: str, preset: str) -> tuple[str, ...]:
+    def data_of(recipe: str, preset: str, model: str = "") -> tuple[str, ...]:
+        if model:
+            folder = tmp_path_factory.mktemp("finetuning")
+            module: Any = script(recipe)
+            config = with_new_model(preset_settings(recipe, preset), folder, model)
+            trial = module.trial(config, folder)
+            source = ("--model.path", str(config.model.path), "--model.from-scratch")
+            return *source, "--data.path", str(trial.data.path), "--data.eval", _one(trial.data.eval)
         if recipe == "mask_rcnn":
             return "--data.made-images", "1000"
         config = preset_settings(recipe, preset)
@@ -76,12 +89,11 @@ def dry_run(
             classes = str(config.model.num_classes or IMAGENET_CLASSES)
             return "--data.made-images", str(IMAGES), "--model.num-classes", classes
         folder = tmp_path_factory.mktemp("text")
-        module: Any = script(recipe)
-        module.trial(config, folder)  # writes text with the tokens of the model
+        script(recipe).trial(config, folder)  # writes text with the tokens of the model
         return "--data.path", str(folder)
 
-    def run(recipe: str, preset: str, *words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["shoal", *words, *data_of(recipe, preset), "--dry-run"])
+    def run(recipe: str, preset: str, *words: str, model: str = "") -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["shoal", *words, *data_of(recipe, preset, model), "--dry-run"])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
@@ -90,6 +102,12 @@ def dry_run(
         return ended.value.code, said.out + said.err
 
     return run
+
+
+def _one(paths: Any) -> str:
+    """Return the path, or the only one of several."""
+    (path,) = paths if isinstance(paths, tuple) else (paths,)
+    return str(path)
 
 
 def assert_run_as_planned(found: Plan, said: str) -> None:
@@ -114,29 +132,55 @@ def assert_run_as_planned(found: Plan, said: str) -> None:
     assert "does not fit" not in said
 
 
-def outcome_of(recipe: str, preset: str, cluster: str, dry_run: DryRun) -> str:
+def outcome_of(recipe: str, preset: str, cluster: str, dry_run: DryRun, model: str = "") -> str:
     """Check a plan against the dry run of its command, or its refusal against training's; return which."""
+    group, called = RECIPES[recipe].group, RECIPES[recipe].command or recipe
     try:
-        found = plan(f"{recipe}-{preset}", cluster, algorithms=["hierarchical-ring"])[0]
+        found = plan(f"{recipe}-{model or preset}", cluster, algorithms=["hierarchical-ring"])[0]
     except UsageError as error:
-        command = ("train", recipe, "--preset", preset, "--cluster", cluster)
-        status, said = dry_run(recipe, preset, *command)
+        command = (group, called, "--preset", preset, "--cluster", cluster)
+        status, said = dry_run(recipe, preset, *command, model=model)
         if "fits on no layout" in str(error):
             return "too large"
         assert status == EXIT_USAGE and str(error) in said
         return "refused"
     words = command_of(found)[1:]
     end = words.index("--rdzv") if "--rdzv" in words else len(words)
-    status, said = dry_run(recipe, preset, *words[:end], "--cluster", cluster)
+    status, said = dry_run(recipe, preset, *words[:end], "--cluster", cluster, model=model)
     assert status == EXIT_OK, f"shoal {shlex.join(words)}: {said}"
     assert_run_as_planned(found, said)
     return "planned"
+
+
+def finetuned(name: str, cluster: str, dry_run: DryRun) -> str:
+    """Check a plan of a finetuning, as :func:`outcome_of` does."""
+    preset = preset_of(name)
+    assert preset
+    recipe, _, model = name.partition("-")
+    return outcome_of(recipe, preset.command[-1], cluster, dry_run, model)
 
 
 def test_a_plan_is_what_its_command_trains(dry_run: DryRun) -> None:
     every = [(*preset, cluster) for preset in PRESETS if preset not in LARGE for cluster in CLUSTERS]
     outcomes = [outcome_of(*each, dry_run) for each in Random(51).sample(every, 12)]
     assert outcomes.count("planned") > 3 and "refused" in outcomes
+
+
+def test_a_plan_of_a_finetuning_is_what_its_command_trains(dry_run: DryRun) -> None:
+    small = [name for name in FINETUNINGS if name.endswith("-tiny")]
+    outcomes = [
+        finetuned(name, cluster, dry_run)
+        for name in small
+        for cluster in ("1xg6e.12xlarge", "3xp4d.24xlarge")
+    ]
+    assert outcomes.count("planned") == len(small) and outcomes.count("refused") == len(small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FINETUNINGS)
+def test_every_plan_of_a_finetuning_is_what_its_command_trains(name: str, dry_run: DryRun) -> None:
+    for cluster in CLUSTERS:
+        finetuned(name, cluster, dry_run)
 
 
 @pytest.mark.slow
