@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from datetime import timedelta
@@ -181,5 +182,35 @@ def check_wrong(rank: int) -> None:
     dist.destroy_process_group()
 
 
+def check_wrong_messages(rank: int) -> None:
+    other, parts = 1 - rank, [dist.new_group([0, 1]) for _ in range(2)]
+    with staged(group=parts[0]):
+        given, target = torch.ones(5), torch.zeros(4)
+        works: list[Any] = [
+            dist.isend(given, other, group=parts[0]),
+            dist.irecv(target, other, group=parts[0]),
+        ]
+        with raises(CommError, "message", "float32"):  # is larger than what receives it
+            for work in works:
+                work.wait()
+    with staged(group=parts[1]):
+        if rank == 0:
+            runtime().fake_cuda_fail(b"cudaMemcpyAsync", 0, 719)
+            with raises(CommError, "send on cpu: cudaMemcpyAsync: cudaErrorLaunchFailure (719)"):
+                dist.send(torch.ones(10), 1, group=parts[1])
+        else:
+            with raises(CommError, "rank 0", "send: cudaMemcpyAsync: cudaErrorLaunchFailure (719)"):
+                dist.recv(torch.ones(10), 0, group=parts[1])
+    with staged():
+        work = dist.irecv(torch.ones(10), other, tag=3)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with raises(CommError, "rank 1", "was lost"):
+            work.wait()
+    dist.destroy_process_group()
+
+
 def test_what_one_rank_does_wrong_all_are_told(tmp_path: Path) -> None:
     run_group(check_wrong, 2, tmp_path, hosts=("a", "b"), environment=PYTHON_GROUP)
+    codes = exit_codes(check_wrong_messages, 2, tmp_path, hosts=("a", "b"), environment=PYTHON_GROUP)
+    assert codes == [0, -signal.SIGKILL]

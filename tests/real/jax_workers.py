@@ -133,6 +133,14 @@ def alone() -> None:
     assert sj.all_gather(tree)["a"].shape == (1, 4)
     assert sj.reduce_scatter(tree["a"]).tolist() == [0.0, 1.0, 2.0, 3.0]
     assert sj.all_reduce([]) == []
+    for compiled in (jax.jit(sj.all_reduce), sj.jit(sj.all_reduce)):
+        program = jax.jit(compiled).trace(tree["a"])
+        try:
+            program.lower(lowering_platforms=("cuda",))
+        except NotImplementedError as error:
+            assert "compiled for cuda" in str(error) and "use JAX's own collectives" in str(error)
+        else:
+            raise AssertionError("a program for a GPU was compiled with shoal's collectives")
     sj.barrier()
 
 
