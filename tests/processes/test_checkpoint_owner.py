@@ -367,6 +367,17 @@ def test_a_contender_that_slept_through_two_owners_withdraws(tmp_path: Path) -> 
     end(holder)
 
 
+def test_an_owner_that_was_given_up_is_replaced_while_it_runs(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path)
+    token = json.loads((tmp_path / "owner" / "1.json").read_bytes())["token"]
+    with pytest.raises(UsageError, match="in use by job"):
+        owner.own(tmp_path, given_up="of another owner")
+    mine = owner.own(tmp_path, given_up=token)
+    assert mine.number == 2 and mine.token != token
+    mine.require()
+    end(holder)
+
+
 def test_the_record_keeps_what_was_written_before_the_takeover(tmp_path: Path) -> None:
     with RunLog(tmp_path, Progress(10, 0)) as log:
         log.write(Stop(step=1, reason="mine", exit_code=0))

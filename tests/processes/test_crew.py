@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason=f"torch {torch.__version__} has no groups whose members change"
 )
 SAMPLES = 24
-BOUND_S = 3 * 1.0
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -86,7 +85,6 @@ def work(
     while crew._members.num_waiting() < others:
         time.sleep(0.01)
     for step in crew.steps(until):
-        begin = time.monotonic()
         with step:
             store.set(f"test/{step.number}", "1")
             rows = slice(*crew.share(SAMPLES))
@@ -98,8 +96,6 @@ def work(
             (loss * crew.size / SAMPLES).backward()
             if step.number == dies_at and where == "step":
                 os.kill(os.getpid(), signal.SIGKILL)
-        if not step.is_done:
-            assert time.monotonic() - begin < BOUND_S
     for own, other in zip(module.parameters(), expected(until), strict=True):
         torch.testing.assert_close(own.detach(), other, rtol=1e-5, atol=1e-6)
     flat = torch.cat([each.detach().flatten() for each in module.parameters()])

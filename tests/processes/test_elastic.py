@@ -19,6 +19,7 @@ from pretrain_jobs import losses, prepare_small, run, small_config, wait
 from forked import fork_process
 from shoal import record
 from shoal.env.worker import WorkerEnv, WorkerRanks
+from shoal.errors import EXIT_LOST
 from shoal.recipes.albert import AlbertConfig
 from shoal.train.step import Step
 
@@ -47,20 +48,26 @@ def elastic_config(text: Path, run_dir: Path, **distributed: Any) -> AlbertConfi
 
 
 def start(
-    config: AlbertConfig, rank: int, *, dies: tuple[int, str] = (0, ""), awaits: tuple[int, int] = (0, 0)
+    config: AlbertConfig,
+    rank: int,
+    *,
+    dies: tuple[int, str] = (0, ""),
+    by: signal.Signals = signal.SIGKILL,
+    awaits: tuple[int, int] = (0, 0),
 ) -> BaseProcess:
     """Start a worker.
 
     Args:
-        dies: step and place in which it kills itself.
+        dies: step and place in which it sends itself a signal.
+        by: the signal.
         awaits: step before which it waits until so many processes have asked to take part.
     """
-    return fork_process(_work, config, rank, dies, awaits)
+    return fork_process(_work, config, rank, dies, by, awaits)
 
 
-def _work(config: AlbertConfig, rank: int, dies: tuple[int, str], awaits: tuple[int, int]) -> None:
-    def kill() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+def _work(
+    config: AlbertConfig, rank: int, dies: tuple[int, str], by: signal.Signals, awaits: tuple[int, int]
+) -> None:
 
     def before(step: Step, *_: Any) -> None:
         members = step._training.world.members
@@ -70,7 +77,7 @@ def _work(config: AlbertConfig, rank: int, dies: tuple[int, str], awaits: tuple[
 
     def die(step: Step, *_: Any) -> None:
         if step.number == dies[0]:
-            kill()
+            os.kill(os.getpid(), by)
 
     _before("__enter__", before)
     if dies[1]:
@@ -135,3 +142,23 @@ def test_a_worker_is_lost_and_comes_back(
     assert codes == [*(KILLED if rank == lost else 0 for rank in range(NUM_WORKERS)), 0], logs(config)
     assert losses(config.run.dir) == pytest.approx(expected, rel=1e-6)
     assert changes(config) == [(3, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_worker_that_stands_still_is_given_up(
+    lost: int, text: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    config = elastic_config(text, tmp_path / "run", worker_patience_s=8)
+    workers = [
+        start(config, rank, dies=(4, "backward") if rank == lost else (0, ""), by=signal.SIGSTOP)
+        for rank in range(NUM_WORKERS)
+    ]
+    others = [worker for rank, worker in enumerate(workers) if rank != lost]
+    assert wait(others) == [0, 0], logs(config)
+    pid = workers[lost].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGCONT)
+    assert wait([workers[lost]]) == [EXIT_LOST], logs(config)
+    assert "the others went on without this process" in logs(config)
+    assert losses(config.run.dir) == pytest.approx(expected, rel=1e-6)
+    assert changes(config) == [(3, 2)]

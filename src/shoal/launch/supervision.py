@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
+from shoal.env.standstills import take_standstills
 from shoal.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -202,6 +203,7 @@ class Job:
     def _poll(self) -> bool:
         """Collect exit codes; return whether a worker still runs."""
         now = time.monotonic()
+        self._end_standstills()
         for rank in self._alive():
             code = self._workers[rank].poll()
             if code is None:
@@ -217,6 +219,14 @@ class Job:
         if not any(rank not in self._restart_at for rank in self._alive()):
             self._end_without_restarts()
         return bool(self._alive())
+
+    def _end_standstills(self) -> None:
+        """Kill the workers of this host that the others have given up."""
+        if self._restart is None or self._error_dir is None:
+            return
+        for rank, pid in take_standstills(self._error_dir):
+            if rank in self._workers and self._workers[rank].pid == pid:
+                end_process_groups([self._workers[rank]], grace_s=0)
 
     def _is_lost(self, rank: int, code: int) -> bool:
         """Return whether a worker that has ended is one without which the others go on."""

@@ -174,7 +174,7 @@ class DistributedConfig:
     """LEAST:MOST workers, such as 4:8: the run goes on when workers are lost, and takes in others; default: a
     lost worker ends it."""
     worker_patience_s: float = 60.0
-    """With elastic: seconds that the others wait for a worker whose loss is not certain."""
+    """With elastic: a worker that stands still for so many seconds is lost."""
 
     def __post_init__(self) -> None:
         require_positive("distributed", self, "worker_patience_s")

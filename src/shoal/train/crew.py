@@ -33,7 +33,7 @@ class Crew:
         models: by name; all parameters are trained here as a whole.
         optimizer: of these parameters.
         at_least: fewer members do not go on.
-        patience_s: how long survivors wait for a member that is not known to be lost and does not come.
+        patience_s: a member that stands still for so long is lost.
 
     Attributes:
         step: steps done.

@@ -16,6 +16,7 @@ from shoal import record
 from shoal.train.checkpoint import Checkpointer
 from shoal.train.gradients import ChangingWorkers
 from shoal.train.members import Members, give_state, newest_state
+from shoal.train.run_dir import own
 from shoal.train.step import Step, Workers
 
 
@@ -25,10 +26,10 @@ class ChangingMembers(Workers):
     Args:
         run: the :class:`~shoal.train.run.Run` whose workers they are.
         members: its processes.
-        take_over: opens the record in a worker that has become the first one.
+        take_over: opens the record in a worker that has become the first one, given the owner's token before.
     """
 
-    def __init__(self, run: Any, members: Members, take_over: Callable[[], None]) -> None:
+    def __init__(self, run: Any, members: Members, take_over: Callable[[str], None]) -> None:
         self._run, self._members, self._take_over = run, members, take_over
         self._has_state = members.generation > 0
         self._leads = False
@@ -121,7 +122,9 @@ class ChangingMembers(Workers):
         elif not self._leads:
             self._leads = True
             if run.log is None:
-                self._take_over()
+                self._take_over(self._members.get("owner"))
+            if run.directory is not None:
+                self._members.put("owner", own(run.directory).token)
             if run.directory is not None and run._settings.output.save:
                 keep = run._settings.output.keep_checkpoints
                 run._checkpointer = Checkpointer(run.directory, keep=keep, is_alone=True)

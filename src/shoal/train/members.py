@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -27,11 +28,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from shoal.comm import native_group
 from shoal.comm.engine import CommError
+from shoal.env.settings import launch_dir
+from shoal.env.standstills import name_standstill
 from shoal.errors import EXIT_LOST, ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.optim.moments import parameters_of
 from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
 from shoal.train.checkpoint_state import flatten, local_state, restore
+from shoal.train.standstill import StandstillWatch
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.01
@@ -57,7 +61,7 @@ class Members:
     Args:
         at_least: fewer members do not go on.
         at_most: more are not taken in; default: any number.
-        patience_s: how long survivors wait for a member that is not known to be lost and does not come.
+        patience_s: a process that stands still for so long is lost.
 
     Attributes:
         on_change: called when the members have changed, on all of them; may use collectives.
@@ -76,6 +80,8 @@ class Members:
         self._group = native_group.python_group(dist.group.WORLD)
         self._store = PrefixStore("crew/", self._group.store)
         self._handle = c10d._get_reconfigure_handle()
+        self._watch = StandstillWatch(self._store, self._handle, patience_s, self._give_up)
+        self._store.set(f"pid/{self._handle}", str(os.getpid()))
         self.generation = self._num_admitted = self.num_before = 0
         self._handles: list[str] = []
         self.has_begun = self._store.check(["newest"])
@@ -126,6 +132,18 @@ class Members:
         """Let those that ask know that the members need nobody any more."""
         self._store.set("over", "1")
 
+    def close(self) -> None:
+        """Watch the others no more."""
+        self._watch.close()
+
+    def put(self, name: str, text: str) -> None:
+        """Keep a text for all, present and future members."""
+        self._store.set(f"text/{name}", text)
+
+    def get(self, name: str) -> str:
+        """Return a text that a member has :meth:`put`."""
+        return self._store.get(f"text/{name}").decode()
+
     def num_waiting(self) -> int:
         """Return how many processes have asked so far, and have room; without the store nobody can come."""
         try:
@@ -170,7 +188,6 @@ class Members:
             _log.warning("a member was lost after step %d: %s", step, cause)
             generation = self.generation + 1
             self._store.set(f"present/{generation}/{self._handle}", "1")
-            self._store.add(f"num_present/{generation}", 1)
             self._await(generation, step)
             try:
                 return self._follow(generation, step)
@@ -181,14 +198,11 @@ class Members:
 
     def _await(self, generation: int, step: int) -> None:
         """Wait until the next members are decided: those that are present once no other can come."""
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._group.operations.timeout.total_seconds()
         while not self._store.check([f"plan/{generation}"]):
-            num_left = len(self._handles) - len(set(self._group.engine.lost_ranks()))
-            num_present = self._store.add(f"num_present/{generation}", 0)
-            if num_present >= num_left or time.monotonic() > deadline:
-                present = [
-                    each for each in self._handles if self._store.check([f"present/{generation}/{each}"])
-                ]
+            gone = self._watch.silent | {self._handles[rank] for rank in self._group.engine.lost_ranks()}
+            present = [each for each in self._handles if self._store.check([f"present/{generation}/{each}"])]
+            if gone.issuperset(set(self._handles) - set(present)) or time.monotonic() > deadline:
                 if len(present) < self._at_least:
                     raise CommError(
                         f"{len(present)} of {len(self._handles)} members are left after step {step}, "
@@ -196,6 +210,16 @@ class Members:
                     )
                 self._decide(generation, present, self._num_admitted)
             time.sleep(_POLL_S)
+
+    def _give_up(self, silent: frozenset[str]) -> None:
+        """Fail what waits for members that stand still; on their host, its launcher ends them."""
+        ranks = ", ".join(str(rank) for rank, each in enumerate(self._handles) if each in silent)
+        self._group.engine.abort(f"rank {ranks} was lost: it stood still for {self._patience_s:g} s")
+        if (folder := launch_dir()) is not None:
+            for handle in silent:
+                name_standstill(
+                    folder, int(handle.partition("-")[0]), self._store.get(f"pid/{handle}").decode()
+                )
 
     def _decide(self, generation: int, handles: list[str], num_admitted: int) -> None:
         """Propose the next members; the first proposal counts."""
@@ -210,8 +234,8 @@ class Members:
         self._num_admitted = plan["num_admitted"]
         if self._handle not in plan["members"]:
             raise ExcludedError(
-                f"the others went on without this process after step {step}, which did not answer for "
-                f"patience_s={self._patience_s:g} s: start it again, and it will be taken in"
+                f"the others went on without this process after step {step}, which stood still for "
+                f"{self._patience_s:g} s: start it again, and it will be taken in"
             )
         self._become(generation, plan["members"])
 
@@ -219,6 +243,7 @@ class Members:
         self._reconfigure(generation, handles)
         self.num_before = len(self._handles)
         self.generation, self._handles = generation, handles
+        self._watch.follow(handles)
         try:
             self.on_change()
         except Exception as error:

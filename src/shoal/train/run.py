@@ -294,7 +294,9 @@ class Run:
             ),
         )
         if world.members is not None and directory is not None:
-            self._training.workers = ChangingMembers(self, world.members, lambda: take_over(self, target))
+            self._training.workers = ChangingMembers(
+                self, world.members, lambda owner: take_over(self, target, owner)
+            )
         self._notes = [note for note in (precision.note, world.note) if note]
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
@@ -969,14 +971,15 @@ def open_log(run: Run, first_step: int | None) -> RunLog:
     return run._stack.enter_context(RunLog(run.directory, progress, run._writers, first_step=first_step))
 
 
-def take_over(run: Run, target: Target | None) -> None:
+def take_over(run: Run, target: Target | None, owner: str) -> None:
     """Write the record of a run whose former first worker was lost.
 
     Args:
         target: of the run.
+        owner: token of that worker as the owner of the run directory.
     """
     assert run.directory is not None
-    run._stack.callback(own(run.directory).release)
+    run._stack.callback(own(run.directory, given_up=owner).release)
     run._writers.extend(_open_writers(run._stack, run.directory, run._settings.output, target))
     run.log = open_log(run, run.step + 1)
     run._evaluations.read(run.step)

@@ -83,6 +83,11 @@ class Ownership:
         """A number that is unique among all owners of this run directory."""
         return int(self._file.stem)
 
+    @property
+    def token(self) -> str:
+        """A text that no other owner has; see ``given_up`` of :func:`own`."""
+        return str(parse_json(self._content, str(self._file))["token"])
+
     def require(self) -> None:
         """Raise an error unless this process still owns the run directory.
 
@@ -107,8 +112,12 @@ class Ownership:
 _held: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionary()
 
 
-def own(run_dir: Path) -> Ownership:
+def own(run_dir: Path, *, given_up: str = "") -> Ownership:
     """Make this process the owner of ``run_dir``, or return the ownership that it has.
+
+    Args:
+        run_dir: the run directory.
+        given_up: token of an owner in the place of which this process comes, whether it has ended or not.
 
     Raises:
         UsageError: a running job owns it; the message names the job and the remedy.
@@ -120,7 +129,7 @@ def own(run_dir: Path) -> Ownership:
     if held is not None and held._end.alive:  # not released
         held.require()
         return held
-    _held[key] = taken = Ownership(run_dir, *_claim(run_dir))
+    _held[key] = taken = Ownership(run_dir, *_claim(run_dir, given_up))
     return taken
 
 
@@ -293,14 +302,14 @@ def _has_ended(owner: _Owner) -> bool:
 # ----------------------------------------------------------------------------------- acquire and release
 
 
-def _claim(run_dir: Path) -> tuple[Path, bytes]:
+def _claim(run_dir: Path, given_up: str) -> tuple[Path, bytes]:
     """Become the owner, and return the owner file and its content."""
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(asdict(_this_process())).encode()
     while True:
         number = _newest(folder)
-        if number and not _may_follow(run_dir, _file(folder, number)):
+        if number and not _may_follow(run_dir, _file(folder, number), given_up):
             time.sleep(_POLL_S)
             continue
         mine = _file(folder, number + 1)
@@ -317,7 +326,7 @@ def _claim(run_dir: Path) -> tuple[Path, bytes]:
         return mine, content
 
 
-def _may_follow(run_dir: Path, file: Path) -> bool:
+def _may_follow(run_dir: Path, file: Path, given_up: str) -> bool:
     """Return whether the owner in the newest ``file`` has lost the directory; ``False``: check again.
 
     Raises:
@@ -326,7 +335,7 @@ def _may_follow(run_dir: Path, file: Path) -> bool:
     seen = _look(file)
     if seen is None:
         return False
-    if _judge(run_dir, seen):
+    if (seen.owner is not None and seen.owner.token == given_up) or _judge(run_dir, seen):
         return True
     patience_s = PATIENCE_S
     if seen.owner is not None and seen.owner.job == job_id():

@@ -231,6 +231,7 @@ def join_world(
         timeout=timeout,
         **options,
     )
+    members = None
     try:
         members = _meet(config) if changes else None
         control = dist.group.WORLD if changes else dist.new_group(backend="gloo", timeout=timeout)
@@ -252,6 +253,8 @@ def join_world(
             members=members,
         )
     finally:
+        if members is not None:
+            members.close()
         dist.destroy_process_group()
 
 
