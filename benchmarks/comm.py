@@ -40,7 +40,7 @@ from benchmarks.comm_runs import (
     watched,
     wire_bytes_per_s,
 )
-from benchmarks.comm_worker import MANY, NUM_MANY
+from benchmarks.comm_worker import MANY, NUM_HELPERS, NUM_MANY, ON_DEVICE
 from benchmarks.harness import Benchmark
 from shoal.decide.server_assignment import (
     DDP_BUCKET_BYTES,
@@ -59,12 +59,17 @@ SLOW_HELPER_NIC = "100mbit"
 BURSTS = {"32kb": 32_000, "1mb": 1_000_000}
 
 
-def helpers_rows(bench: Benchmark) -> None:
-    """8 workers, with 8, 4, 2 and no helper hosts, links of 200 Mbit/s each, against the formula and gloo."""
+def helpers_rows(bench: Benchmark, *, on_device: bool = False) -> None:
+    """8 workers, with 8, 4, 2 and no helper hosts, links of 200 Mbit/s each, against the formula and gloo.
+
+    Args:
+        on_device: tensors of shoal lie on a simulated accelerator and pass through staging; gloo's do not.
+    """
     big, num_bytes = (ALL_REDUCE, 16 * MIB), 16 * MIB
     targets = {2: (0.97, None), 4: (0.97, 1.25), 8: (0.98, 1.55), 0: (0.98, 0.95)}
     # Fewer before more: a group measures helpers that no earlier group has measured.
-    backends: Backends = {"gloo": None, **{f"{helpers} helpers": helpers for helpers in targets}}
+    given = {f"{each} helpers": {NUM_HELPERS: each, ON_DEVICE: on_device} for each in targets}
+    backends: Backends = {"gloo": None, **given}
     with Cluster(hosts=NUM_HOSTS, helpers=8, nic=NIC, announce_rates=False) as cluster:
         rates = wire_bytes_per_s(cluster, repeats=2)
         spec = spec_of(backends, [big], repeats_of(bench))
@@ -73,7 +78,7 @@ def helpers_rows(bench: Benchmark) -> None:
     samples = measured.samples[f"{ALL_REDUCE} {num_bytes}"]
     for helpers, (of_formula, of_gloo) in sorted(targets.items(), reverse=True):
         name = f"{helpers} helpers"
-        case = f"{NUM_HOSTS} workers + {name}, 16 MiB"
+        case = f"{NUM_HOSTS} workers + {name}, 16 MiB" + ", on a simulated accelerator" * on_device
         bench.add(
             f"{case}, formula",
             ours=[1e3 * seconds for seconds in samples[name]],
@@ -84,6 +89,8 @@ def helpers_rows(bench: Benchmark) -> None:
             foreign_cores=[measured.foreign],
         )
         add_row(bench, measured, case, big, name, target=of_gloo)
+        if helpers == NUM_HOSTS:
+            add_row(bench, measured, case, big, name, peer="0 helpers", target=of_gloo)
 
 
 def short_rows(bench: Benchmark) -> None:
@@ -251,6 +258,7 @@ PARTS: dict[str, Callable[[Benchmark], None]] = {
     "threads": threads_rows,
     "protection": protection_rows,
     "helpers": helpers_rows,
+    "helpers-device": partial(helpers_rows, on_device=True),
     "short": short_rows,
     "fast-helpers": fast_helpers_rows,
     "slow-helper": slow_helper_rows,

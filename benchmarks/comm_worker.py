@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.memory_device import MemoryDevice
 from shoal.bench.collectives import Case, Groups, prepare
 from shoal.comm import native_group
 from shoal.comm.engine import EngineOptions
@@ -39,9 +40,9 @@ IN_PYTHON = "shoal's group in Python"
 
 ALL_TO_ALL = "all_to_all"
 
-NUM_HELPERS, OTHER_HOST, INTERFACE = "helpers", "host_id", "interface"
+NUM_HELPERS, OTHER_HOST, INTERFACE, ON_DEVICE = "helpers", "host_id", "interface", "on_device"
 """Settings of a group beside those of ``EngineOptions``: helper hosts; ranks count as hosts of their own;
-interfaces as in SHOAL_INTERFACE."""
+interfaces as in SHOAL_INTERFACE; tensors lie on a simulated accelerator."""
 
 HELPER_RATE, FOLLOW = "helper_rate", "follow"
 """Settings of a group: the helpers' rate as in SHOAL_HELPERS, and how often the shares of its servers are
@@ -86,13 +87,17 @@ def shoal_group(given: int | dict[str, Any], *, in_python: bool = False) -> dist
     if interface := str(settings.pop(INTERFACE, "")):
         os.environ[env.INTERFACE] = interface
     num_follows = settings.pop(FOLLOW, 0)
-    if in_python:
+    on_device = settings.pop(ON_DEVICE, False)
+    if in_python or on_device:
         os.environ[NATIVE_GROUP] = "0"
     group = dist.new_group(backend="shoal", pg_options=EngineOptions(**settings))
     os.environ[HELPERS] = helpers
     os.environ.pop(HOST_ID, None)
     os.environ.pop(env.INTERFACE, None)
     assert isinstance(group, dist.ProcessGroup)
+    if on_device:
+        device = MemoryDevice()
+        native_group.python_group(group).devices["cpu"] = lambda _: device
     gradient = torch.ones(4 << 20 if num_follows else 0)
     for _ in range(num_follows):
         for _ in range(2):
