@@ -91,13 +91,14 @@ def shoal_group(given: int | dict[str, Any], *, in_python: bool = False) -> dist
     if in_python or on_device:
         os.environ[NATIVE_GROUP] = "0"
     group = dist.new_group(backend="shoal", pg_options=EngineOptions(**settings))
-    os.environ[HELPERS] = helpers
-    os.environ.pop(HOST_ID, None)
-    os.environ.pop(env.INTERFACE, None)
     assert isinstance(group, dist.ProcessGroup)
     if on_device:
         device = MemoryDevice()
         native_group.python_group(group).devices["cpu"] = lambda _: device
+        dist.all_reduce(torch.zeros(1), group=group)  # a group in Python reads SHOAL_HELPERS at its first use
+    os.environ[HELPERS] = helpers
+    os.environ.pop(HOST_ID, None)
+    os.environ.pop(env.INTERFACE, None)
     gradient = torch.ones(4 << 20 if num_follows else 0)
     for _ in range(num_follows):
         for _ in range(2):

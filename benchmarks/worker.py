@@ -61,19 +61,21 @@ def run_here(
     *,
     settings: Mapping[str, str] = {},
     hosts: Sequence[str] = (),
+    timeout_s: float = TIMEOUT_S,
 ) -> Any:
     """Run workers as processes of this host, which meet on loopback; return the result of rank 0.
 
     Args:
         settings: for the environment of all workers.
         hosts: a name for each worker, if they count as hosts of their own.
+        timeout_s: most seconds that they may take.
     """
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_workers))
     shared = {**os.environ, **meeting_point(), **sizes, **settings}
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_workers)]
     for environment, host in zip(environments, hosts, strict=False):
         environment[HOST_ID] = host
-    return _run_all(function, spec, environments, timeout_s=TIMEOUT_S)
+    return _run_all(function, spec, environments, timeout_s=timeout_s)
 
 
 def run_alone(function: str, spec: Spec, *, settings: Mapping[str, str] = {}) -> Any:
