@@ -148,7 +148,7 @@ def our_steps(
 def opened(config: AlbertConfig) -> Iterator[tuple[Run, ExampleReader]]:
     """Open a run of the recipe and its training examples."""
     with Run.open(required(config.run.dir), config=config, recipe="albert") as run:
-        reader, _ = open_text(config, config.data, pairs="order", verify=False)
+        reader, _ = open_text(config, config.data, pairs="order")
         yield run, reader
 
 

@@ -242,7 +242,7 @@ def _replay_t5(config: T5Config, alone: T5Config, port: int) -> None:
     assert config.run.dir is not None and alone.run.dir is not None
     alone.run.dir.mkdir()
     with Run.open(config=alone, recipe="t5", worker=job_workers.joined(0, 1, port)) as run:
-        train, _ = t5.open_text(config, verify=False)
+        train, _ = t5.open_text(config)
         _, stage = t5.open_model(alone, run, train, alone.parallel.plan(alone.train, 1))
         optimizer = build_optimizer(stage.module.named_parameters(), config.optim)
 

@@ -85,7 +85,7 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
 
     model = BertForPreTraining.from_pretrained(whole_run / "transformers").eval()
     config = jobs.small_bert_config(data, whole_run)
-    _, reader = open_text(config, config.phase2, pairs="next", verify=False)
+    _, reader = open_text(config, config.phase2, pairs="next")
     batch = {
         name: torch.from_numpy(array)
         for name, array in reader.batch(0, evenly_spread(reader.num_examples, 32)).items()

@@ -53,7 +53,7 @@ def test_the_exported_model_scores_what_the_run_says_and_is_finetuned(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "transformers")
     assert set(tokenizer("the sun")) == {"input_ids", "attention_mask"}
     assert tokenizer.model_max_length == config.model.max_position_embeddings
-    _, reader = open_text(config, config.phase2, pairs="none", verify=False)
+    _, reader = open_text(config, config.phase2, pairs="none")
     loss = masked_lm_loss(model, reader, "input_ids", "attention_mask")
     assert loss == pytest.approx(last.metrics["mlm_loss"], rel=1e-5)
     assert_finetuned(tmp_path)
@@ -66,7 +66,7 @@ def test_a_pre_norm_albert_scores_what_the_run_says_and_is_finetuned(data: Path,
     (last,) = [row for row in read_record(tmp_path / "run") if isinstance(row, record.End)]
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "transformers").eval()
     assert isinstance(model, AlbertPreLayerNormForMaskedLM)
-    _, reader = open_text(config, config.data, pairs="order", verify=False)
+    _, reader = open_text(config, config.data, pairs="order")
     loss = masked_lm_loss(model, reader, "input_ids", "attention_mask", "token_type_ids")
     assert loss == pytest.approx(last.metrics["mlm_loss"], rel=1e-5)
     assert_finetuned(tmp_path)

@@ -84,7 +84,7 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
     from transformers import AutoTokenizer, T5ForConditionalGeneration
 
     model = T5ForConditionalGeneration.from_pretrained(whole_run / "transformers").eval()
-    _, reader = open_text(jobs.small_t5_config(data, whole_run), verify=False)
+    _, reader = open_text(jobs.small_t5_config(data, whole_run))
     order = ShuffledOrder(num_examples=reader.num_examples, seed=reader.seed)
     batch = reader.batch(*order.examples_of(range(16)))
     with torch.no_grad():

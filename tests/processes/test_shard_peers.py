@@ -15,6 +15,7 @@ from image_jobs import prepare_small
 from shoal.data.cache import OWN_FOLDER
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.shards import ImageShards, ImageShardWriter
+from shoal.data.manifest import Manifest
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.record import Reads, read_record
 from shoal.report import tables
@@ -57,8 +58,8 @@ def options(data: Path, run_dir: Path) -> list[str]:
     ]
 
 
-def train(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [*SHOAL, "train", "resnet50", *words]
+def train(*words: str, recipe: str = "resnet50") -> subprocess.CompletedProcess[str]:
+    command = [*SHOAL, "train", recipe, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
@@ -83,6 +84,34 @@ def test_a_run_with_peers_is_the_run_without(tmp_path: Path) -> None:
     assert (reads.storage_bytes, reads.peer_bytes, reads.peer_failures) == (once, copied - once, 0)
     assert reads.memory_bytes > 0
     assert "from memory" in tables.reads(*load_runs([tmp_path / "together"]))
+
+
+@needs_hosts
+def test_a_run_on_text_with_peers_is_the_run_without(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    data, cache = jobs.prepare_small(tmp_path / "text"), tmp_path / "cache"
+
+    def losses(name: str, *more: str) -> dict[int, float]:
+        words = [
+            *("--preset", "tiny", "--data.path", str(data), "--run.dir", str(tmp_path / name)),
+            *("--model.hidden-size", "32", "--model.intermediate-size", "64", "--model.vocab-size", "96"),
+            *("--data.max-seq-length", "32", "--data.max-predictions-per-seq", "5"),
+            *("--train.total-steps", "4", "--optim.warmup-steps", "1", "--train.global-batch-size", "8"),
+            *("--run.log-frequency", "1", "--on", "emulated", "--hosts", str(HOSTS), *more),
+        ]
+        done = train(*words, recipe="albert")
+        assert done.returncode == EXIT_OK, done.stderr
+        assert "shards of host" not in done.stderr
+        return jobs.losses(tmp_path / name)
+
+    alone = losses("alone")
+    peers = ("--data.cache", str(cache), "--data.cache-bytes", "100MB", "--data.cache-peers", "on")
+    assert len(alone) == 4 and losses("together", *peers) == alone
+    manifest = Manifest.load(data)
+    for file in manifest.files("tokens", "index"):
+        copies = list(cache.glob(f"*/{OWN_FOLDER}/{file.copy_name}"))
+        assert len(copies) == HOSTS
+        assert {copy.read_bytes() for copy in copies} == {(data / file.name).read_bytes()}
 
 
 def test_peers_need_a_cache(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
 
     with Run.open(config=config, recipe="albert", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- data
-        train, held_out = masked_lm.open_text(config, config.data, pairs="order", verify=run.world.is_main)
+        train, held_out = masked_lm.open_text(config, config.data, pairs="order", world=run.world)
         keep_tokenizer(train.shards, run)
         references = masked_lm.reference_lines("sop", held_out, config.run.validation_samples)
 

@@ -174,7 +174,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
 
     with Run.open(config=config, recipe="bert", immutable=IMMUTABLE, worker=worker) as run:
         # ----------------------------------------------------------------------------------------- data
-        shards = open_shards(config.data, config.model.vocab_size, verify=run.world.is_main)
+        shards = open_shards(config.data, config.model.vocab_size, world=run.world)
         keep_tokenizer(shards[0], run)
 
         # ----------------------------------------------------------------------------------------- model

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from cyclopts import Parameter
 
 from shoal.data.bad_entries import MOST_BAD, OnBad
-from shoal.data.cache import CacheConfig
 from shoal.data.images.shards import ImageShards
 from shoal.data.images.sources import TRAIN, VALIDATION
 from shoal.data.manifest import MANIFEST
@@ -21,6 +20,7 @@ from shoal.errors import ShoalError, UsageError, require_positive
 from shoal.json_text import parse_json
 from shoal.recipes import Use
 from shoal.recipes.model_source import MODEL_CONFIG, NETWORK, ModelSource, find_model, find_run
+from shoal.recipes.shard_cache import CachedDataConfig
 from shoal.train import run_dir
 from shoal.train.config import (
     REQUIRED,
@@ -29,7 +29,6 @@ from shoal.train.config import (
     RunOutputConfig,
     ServersConfig,
     check_combination,
-    parse_bytes,
     required,
 )
 from shoal.train.optim_config import VisionOptimizerConfig
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageDataConfig:
+class ImageDataConfig(CachedDataConfig):
     """Images, and how to read them."""
 
     path: Annotated[str | None, Parameter(group=REQUIRED)] = None
@@ -65,12 +64,6 @@ class ImageDataConfig:
     loader_processes: int | None = None
     """Processes that decode images; 0: threads of the worker, which share its memory and its interpreter.
     Default: without decode_threads, on a GPU its share of the host's processors less one; else 0."""
-    cache: Path | None = None
-    """Folder on a fast local disk, or in memory, to which shards are copied on demand."""
-    cache_bytes: str = "64GB"
-    """Maximum size of the cache folder; further shards are read from their storage."""
-    cache_peers: Literal["off", "on"] = "off"
-    """on: each of several hosts reads its part of the shards from their storage, for all of them."""
     on_bad: OnBad | None = None
     """A training image that cannot be used: name it and take another in its place, or end the run. Default:
     skip; refuse where the device decodes. With skip given, the record counts replaced images."""
@@ -78,14 +71,9 @@ class ImageDataConfig:
     """Largest share of the images that may be replaced."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_positive("data", self, "decode_threads", "made_size")
         require_positive("data", self, "made_images", "loader_processes", least=0)
-        parse_bytes(self.cache_bytes, "data.cache_bytes")
-        if self.cache_peers == "on" and self.cache is None:
-            raise UsageError(
-                "data.cache_peers on: peers give each other what they keep in their caches; name a folder "
-                "for it, e.g. --data.cache /dev/shm/shards"
-            )
 
     @property
     def bad_images(self) -> dict[str, Any]:
@@ -183,15 +171,8 @@ def open_shards(
     Raises:
         UsageError: they are not there, or there are none to validate on.
     """
-    from shoal.train.shard_peers import counts_folder, join_peers
-
-    data, location, cache = config.data, location_of(config), None
-    if data.cache is not None and world is not None:
-        size = parse_bytes(data.cache_bytes, "data.cache_bytes")
-        counts = counts_folder(world)
-        cache = CacheConfig(directory=data.cache, num_bytes=size, evict=evict, counts=counts)
-        if data.cache_peers == "on":
-            cache = join_peers(world, cache, kind="images", location=location)
+    data, location = config.data, location_of(config)
+    cache = data.open_cache(world, "images", location, evict=evict)
     verify = data.verify if world is not None and world.is_main else "sizes"
     train = ImageShards(location, TRAIN, verify=verify, cache=cache)
     if VALIDATION not in train.manifest.splits:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from shoal.recipes.divided import Divided
     from shoal.record import Evaluation
     from shoal.train.run import Run
+    from shoal.train.world import World
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -235,7 +236,7 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- data
         source = source_of(config.model)
         sizes = read_sizes(config, source)
-        train, held_out = open_text(config, sizes, verify=run.world.is_main)
+        train, held_out = open_text(config, sizes, world=run.world)
         keep_tokenizer(train.shards, run)
         keep_sizes(sizes, run)
         references = {LOSS: reference_loss(held_out)}
@@ -398,7 +399,7 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
 
     source = source_of(config.model)
     sizes = read_sizes(config, source)
-    train, held_out = open_text(config, sizes, verify=run.world.is_main)
+    train, held_out = open_text(config, sizes, world=run.world)
     keep_tokenizer(train.shards, run)
     keep_sizes(sizes, run)
     with torch.device("meta"):
@@ -480,19 +481,19 @@ def keep_sizes(sizes: "PreTrainedConfig", run: "Run") -> None:
 
 
 def open_text(
-    config: LmConfig, sizes: "PreTrainedConfig", *, verify: bool
+    config: LmConfig, sizes: "PreTrainedConfig", *, world: "World | None" = None
 ) -> "tuple[BlockReader, BlockReader]":
     """Return the readers of the training and the held-out blocks.
 
     Args:
-        verify: read every byte once.
+        world: of the workers that read them; ``None``: one that only counts them.
 
     Raises:
         UsageError: there is no prepared text, it is too short, or it is of another tokenizer than the model.
     """
     from shoal.data.text.blocks import BlockConfig, BlockReader
 
-    train, held_out = open_shards(config.data, sizes.vocab_size, verify=verify, end_token_only=True)
+    train, held_out = open_shards(config.data, sizes.vocab_size, world=world, end_token_only=True)
     check_end(sizes, train.manifest, text=train.directory, model=required(config.model.source))
     blocks = BlockConfig(
         block_length=config.data.block_length,

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shoal.record import Evaluation
     from shoal.train.run import Run
     from shoal.train.step import Step
+    from shoal.train.world import World
 
 SENTENCE_TASKS = {"sop": "sentence order", "nsp": "next sentence"}
 
@@ -161,16 +162,16 @@ ConfigT = TypeVar("ConfigT", bound=MaskedLMConfig)
 
 
 def open_text(
-    config: MaskedLMConfig, lengths: Any, *, pairs: "PairTask", verify: bool
+    config: MaskedLMConfig, lengths: Any, *, pairs: "PairTask", world: "World | None" = None
 ) -> tuple["ExampleReader", "ExampleReader"]:
     """Return the readers of the training and the held-out examples.
 
     Args:
         lengths: the section with ``max_seq_length`` and ``max_predictions_per_seq``.
         pairs: the sentence task, ALBERT's order or BERT's next sentence, or none.
-        verify: read every byte once.
+        world: of the workers that read them; ``None``: one that only counts them.
     """
-    shards = open_shards(config.data, config.model.vocab_size, verify=verify)
+    shards = open_shards(config.data, config.model.vocab_size, world=world)
     return open_examples(config, shards, lengths, pairs=pairs)
 
 
@@ -212,7 +213,7 @@ def divide(config: MaskedLMConfig, run: "Run") -> "Divided":
     from shoal.recipes.stages import read_stored
 
     phase, task = config.whole_phase, config.sentence_task
-    train, held_out = open_text(config, phase.lengths, pairs=phase.pairs, verify=run.world.is_main)
+    train, held_out = open_text(config, phase.lengths, pairs=phase.pairs, world=run.world)
     keep_tokenizer(train.shards, run)
     references = reference_lines(task, held_out, config.run.validation_samples)
     sizes: Any = config.model
@@ -377,7 +378,7 @@ def sample(config: Any, lengths: Any, batch: BatchSizes, *, pairs: "PairTask") -
     with torch.device("meta"):
         model = new_encoder(replace(config.model, activation_checkpointing=False))
     if config.data.path is not None:
-        train, _ = open_text(config, lengths, pairs=pairs, verify=False)
+        train, _ = open_text(config, lengths, pairs=pairs)
         inputs = next(held_out_batches(train, micro_batch_size=known_size(batch.micro_batch_size) or 2))
     else:
         num_masked = int(2 * lengths.max_seq_length * config.data.mask_prob)

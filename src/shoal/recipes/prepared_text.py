@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from shoal.errors import UsageError
 from shoal.models.text_config import EncoderConfig, input_names, num_positions
+from shoal.recipes.shard_cache import CachedDataConfig
 from shoal.train.config import REQUIRED, required
 
 if TYPE_CHECKING:
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from shoal.data.text.shards import TextShards
     from shoal.models.directory import HasWeights
     from shoal.train.run import Run
+    from shoal.train.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedTextConfig:
+class PreparedTextConfig(CachedDataConfig):
     """The text to train on, and how it is read."""
 
     path: Annotated[Path | None, Parameter(group=REQUIRED)] = None
@@ -124,8 +126,8 @@ def kept_tokenizer(run_dir: Path) -> Path:
 def open_shards(
     data: PreparedTextConfig,
     vocab_size: int,
+    world: "World | None" = None,
     *,
-    verify: bool,
     sentinels: int = 0,
     end_token_only: bool = False,
 ) -> "tuple[TextShards, TextShards]":
@@ -133,7 +135,7 @@ def open_shards(
 
     Args:
         vocab_size: of the model.
-        verify: compare sizes or checksums, as the settings say; otherwise sizes only.
+        world: of the workers that read them: the first one verifies, all use the cache; default: neither.
         sentinels: tokens of the model that the text does not have.
         end_token_only: as for :func:`read_manifest`.
 
@@ -144,9 +146,10 @@ def open_shards(
 
     manifest, path = read_manifest(data, end_token_only=end_token_only), required(data.path)
     manifest.check_vocabulary(vocab_size, sentinels=sentinels)
-    level = data.verify if verify else "sizes"
-    train = TextShards(path, "train", verify=level, manifest=manifest)
-    return train, TextShards(path, "validation", verify=level, manifest=manifest)
+    cache = data.open_cache(world, "text", path)
+    level = data.verify if world is not None and world.is_main else "sizes"
+    train = TextShards(path, "train", verify=level, manifest=manifest, cache=cache)
+    return train, TextShards(path, "validation", verify=level, manifest=manifest, cache=cache)
 
 
 def load_weights(model: "nn.Module", config: EncoderConfig) -> None:

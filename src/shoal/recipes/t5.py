@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from shoal.planner.hardware import Machines
     from shoal.record import Evaluation
     from shoal.train.run import Run
+    from shoal.train.world import World
 
 # ------------------------------------------------------------------------------------------------- config
 
@@ -194,7 +195,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     ):
         # ----------------------------------------------------------------------------------------- data
         batch = parallel.plan(config.train, run.world.num_workers)
-        train, held_out = open_text(config, verify=run.world.is_main)
+        train, held_out = open_text(config, world=run.world)
         keep_tokenizer(train.shards, run)
         spans = config.spans()
         references = {LOSS: reference_loss(held_out)}
@@ -256,17 +257,15 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
 # ------------------------------------------------------------------------------------------------- data
 
 
-def open_text(config: T5Config, *, verify: bool) -> "tuple[SpanReader, SpanReader]":
-    """Return the readers of the training and the held-out examples; ``verify`` reads every byte once.
+def open_text(config: T5Config, *, world: "World | None" = None) -> "tuple[SpanReader, SpanReader]":
+    """Return the readers of the training and the held-out examples.
 
     Raises:
         UsageError: tokens and sentinels do not fit into the embedding, or there is no prepared text.
     """
     from shoal.data.text.span_corruption import SpanReader
 
-    train, held_out = open_shards(
-        config.data, config.model.vocab_size, verify=verify, sentinels=MAX_SENTINELS
-    )
+    train, held_out = open_shards(config.data, config.model.vocab_size, world=world, sentinels=MAX_SENTINELS)
     return SpanReader(train, config.spans()), SpanReader(held_out, config.spans())
 
 
