@@ -71,12 +71,12 @@ def kept_activations(
     copied = copy.deepcopy(model)  # before the mode begins, which copies no tensors with values
     with FakeTensorMode(allow_non_fake_inputs=True), assuming_kernels(has_kernels):
         device = torch.device("cuda:0" if device_type == "cuda" else device_type)
-        weights = _replace_weights(copied, device)
+        weights = replace_weights(copied, device)
         placed = {
             name: _empty(each, device) if isinstance(each, Tensor) else each for name, each in inputs.items()
         }
         alive = _Alive(weights, [each for each in placed.values() if isinstance(each, Tensor)])
-        with _autocast(device_type, TYPES[precision]), FusedAttention(), alive:
+        with autocast_on(device_type, TYPES[precision]), FusedAttention(), alive:
             value = loss(copied, placed)
         gc.collect()  # outputs in cycles, which would count until some later collection
         copies = alive.copies_bytes
@@ -90,7 +90,7 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def _replace_weights(model: nn.Module, device: torch.device) -> list[Tensor]:
+def replace_weights(model: nn.Module, device: torch.device) -> list[Tensor]:
     """Replace parameters and buffers by ones on ``device``, and return these; tied ones stay tied."""
     new: dict[int, Tensor] = {}
     for module in model.modules():
@@ -109,7 +109,7 @@ def _replace_weights(model: nn.Module, device: torch.device) -> list[Tensor]:
 
 
 @contextmanager
-def _autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+def autocast_on(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Enter autocast as ``torch.autocast`` does on a machine that has such a device."""
     if dtype is None:
         yield

@@ -1,0 +1,131 @@
+"""Memory of a worker by the planner, against torch's tracker over a whole training step.
+
+The tracker (``MemTracker``) follows tensors without values through the forward and backward pass of a
+micro-batch of a recipe, with the gradients of earlier micro-batches in place; the optimizer's state is added
+as planned. Nothing is computed. Tensors claim to be on a GPU where there is one, else on the CPU, since
+torch's backward pass asks a GPU that exists even for such tensors. Layers that a GPU compiles keep less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from benchmarks.harness import Benchmark
+from shoal.attention import assuming_kernels
+from shoal.decide.batch import BatchPlan
+from shoal.dropout import SampleDropout
+from shoal.models.encoder import full_sequences
+from shoal.models.step_memory import TYPES, FusedAttention, autocast_on, replace_weights
+from shoal.recipes import Sample, script
+from shoal.recipes.memory import memory_of
+from shoal.recipes.workloads import preset_settings
+
+CASES = (
+    ("albert", "base", 32),
+    ("albert", "large", 16),
+    ("bert", "base", 32),
+    ("bert", "large", 32),
+    ("t5", "small", 16),
+    ("t5", "base", 8),
+    ("lm", "tiny", 64),
+    ("lm", "gpt2-124m", 8),
+    ("lm", "llama-1b", 1),
+    ("resnet50", "imagenet-16k", 64),
+)
+"""Recipe, preset and samples of a micro-batch."""
+QUICK = (("albert", "tiny", 8), ("t5", "tiny", 8))
+TARGET = 0.1
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def inputs_for(sample: Sample, num_samples: int) -> dict[str, Any]:
+    """Return a sample's inputs on the device for another number of samples; packed sequences are full."""
+    times = num_samples // sample.num_samples
+    packed = full_sequences(num_samples, sample.sequence_length) if "cu_seqlens" in sample.inputs else {}
+    inputs: dict[str, Any] = {}
+    for name, value in sample.inputs.items():
+        wanted = packed.get(name, value)
+        if isinstance(wanted, Tensor):
+            rows = wanted.shape[0] if name in packed else times * wanted.shape[0]
+            wanted = torch.empty([rows, *wanted.shape[1:]], dtype=wanted.dtype, device=DEVICE)
+        inputs[name] = wanted
+    return inputs
+
+
+def tracked_bytes(sample: Sample, num_samples: int, precision: str, state_bytes: int) -> int:
+    """Return the peak of a forward and backward pass, and the optimizer's state of ``state_bytes``."""
+    model = copy.deepcopy(sample.model).train()
+    if sample.recompute is not None:
+        sample.recompute(model)
+    has_kernels = (DEVICE.type, precision) == ("cuda", "bf16")
+    with FakeTensorMode(allow_non_fake_inputs=True), assuming_kernels(has_kernels):
+        replace_weights(model, DEVICE)
+        inputs = inputs_for(sample, num_samples)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        tracker = MemTracker()
+        given = [value for value in inputs.values() if isinstance(value, Tensor)]
+        tracker.track_external(model, *given, *[w.grad for w in weights if w.grad is not None])
+        with FusedAttention(), tracker:
+            with autocast_on(DEVICE.type, TYPES[precision]):
+                loss = keyed(sample, model, inputs, num_samples)
+            torch.autograd.backward(loss)
+    peak: int = tracker.get_tracker_snapshot("peak")[DEVICE]["Total"]
+    return peak + state_bytes
+
+
+def keyed(sample: Sample, model: nn.Module, inputs: Mapping[str, Any], num_samples: int) -> Tensor:
+    """Return the loss, with dropout that has a key for each sample."""
+    with SampleDropout(torch.empty(num_samples, dtype=torch.int64, device=DEVICE)):
+        loss: Tensor = sample.loss(model, inputs)
+        return loss
+
+
+def measure(recipe: str, preset: str, num_samples: int, precision: str) -> tuple[float, float]:
+    """Return the planned and the tracked bytes of a worker."""
+    config = preset_settings(recipe, preset)
+    config = replace(config, train=replace(config.train, precision=precision))
+    sample: Sample = script(recipe).sample(config)
+    num_samples = max(num_samples, sample.num_samples) // sample.num_samples * sample.num_samples
+    batch = BatchPlan(
+        global_batch_size=num_samples, num_workers=1, micro_batch_size=num_samples, accumulation_steps=1
+    )
+    planned = memory_of(sample, config, batch)
+    return planned.total_bytes, tracked_bytes(sample, num_samples, precision, planned.optimizer_bytes)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--recipe", help="only the configurations of this one")
+    bench = Benchmark("plan_memory", options=options)
+    for recipe, preset, samples in QUICK if bench.quick else CASES:
+        if bench.args.recipe not in (None, recipe):
+            continue
+        for precision in ("fp32", "bf16"):
+            planned, tracked = measure(recipe, preset, samples, precision)
+            print(
+                f"{recipe}-{preset} {precision}: {planned / 2**30:.3f} of {tracked / 2**30:.3f} GiB",
+                flush=True,
+            )
+            bench.limit(
+                f"{recipe}-{preset}, {samples} samples, {precision}: error of the memory",
+                [abs(planned / tracked - 1)],
+                TARGET,
+                unit="",
+                formula="the design's",
+            )
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
