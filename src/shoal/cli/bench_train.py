@@ -8,15 +8,15 @@ are those of its ``sample``.
 
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from shoal.bench.host_entry import matmul_flops_per_s
 from shoal.bench.step_timing import TrainBench, TrainResult
 from shoal.cli.fill_memory import find_largest, is_on_cpu
 from shoal.cli.settings import settings_from, this_command
@@ -30,9 +30,6 @@ from shoal.recipes.start import Launch, start
 from shoal.recipes.workloads import flops_per_sample, model_to_finetune, with_new_model, workload_name
 from shoal.record import Start, Step, read_record
 
-if TYPE_CHECKING:
-    import torch
-
 bench_train = App(
     name="train",
     default_parameter=Parameter(consume_multiple=True),
@@ -44,8 +41,6 @@ Settings = Parameter(name="*")
 _WITHOUT_WARMUP = {"warmup_steps": 0, "warmup_share": 0.0, "warmup_epochs": 0.0, "milestones": ()}
 _LARGEST_DEFAULT = 64
 """Samples of a micro-batch if neither the command nor the settings name a size."""
-_MATMUL_SIDE = {"cpu": 1024, "cuda": 8192}
-_MATMUL_S = 0.3
 TRACED_STEPS = 3
 """The first settles the profiler."""
 MOST_KERNELS = 40
@@ -335,23 +330,3 @@ def read_result(name: str, config: Any, options: TrainBench, title: str) -> Trai
         device_memory_bytes=memory,
         num_stages=parallel.pipeline if parallel else 1,
     )
-
-
-def matmul_flops_per_s(device: "torch.device", dtype: "torch.dtype") -> float:
-    """Return the FLOP/s of the fastest large square product within some tenths of a second."""
-    import torch
-
-    side = _MATMUL_SIDE[device.type]
-    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-
-    def product_s() -> float:
-        begin_s = time.perf_counter()
-        torch.mm(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin_s
-
-    best, begin_s = product_s(), time.perf_counter()
-    while time.perf_counter() - begin_s < _MATMUL_S:
-        best = min(best, product_s())
-    return 2 * side**3 / best

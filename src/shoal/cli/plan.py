@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,6 +78,9 @@ class Request:
     """Preset of the recipe, when the recipe alone is named: shoal plan bert --preset large-lans."""
     catalog: tuple[Path, ...] = ()
     """TOML files with your own instance types."""
+    measure: Path | None = None
+    """Measure this host, and write it as a catalog file whose instance is named as the file: mine.toml has
+    mine. Nothing is planned."""
     price: str = "on-demand"
     """Market of the prices: on-demand, spot, capacity-block or reserved; or dollars an hour of one host."""
 
@@ -101,6 +105,8 @@ def plan(
     """
     from shoal.planner.comparison import clusters_of
 
+    if request.measure is not None:
+        return _measure(request.measure)
     _check(recipe, request)
     own = _own_settings(recipe, settings, request)
     if not request.cluster:
@@ -134,6 +140,17 @@ def plan(
         _write(request.page, answer.page_of(plans, curve, lines, compare=request.compare, unequal=unequal))
     if request.trace:
         _write(request.trace, json.dumps(answer.trace_of(plans[0])) + "\n")
+    return 0
+
+
+def _measure(path: Path) -> int:
+    """Write this host as a catalog file."""
+    from shoal.bench.host_entry import measure_host
+
+    text = measure_host().toml(path.stem, time.strftime("%Y-%m-%d"))
+    print(text, end="")
+    _write(path, text)
+    print(f"plan with it: shoal plan RECIPE --cluster 1x{path.stem} --catalog {path}")
     return 0
 
 

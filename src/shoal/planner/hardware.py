@@ -45,7 +45,7 @@ class Accelerator:
     @property
     def precision(self) -> str:
         """Type that ``--train.precision auto`` is on the device."""
-        return "bf16" if "bf16" in self.flops else "fp16"
+        return next((each for each in ("bf16", "fp16") if each in self.flops), "fp32")
 
     def peak(self, precision: str) -> float:
         """Return FLOP/s in ``precision``; in one that the device lacks, those of the next wider."""

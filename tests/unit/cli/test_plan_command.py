@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from plan_made import INSTANCE
+from shoal.bench.host_entry import HostEntry
 from shoal.bench.step_timing import TrainResult
 from shoal.cli.app import main
 from shoal.errors import EXIT_OK, EXIT_USAGE
@@ -206,6 +207,27 @@ def test_limits_choose_a_cluster_of_a_range(
     assert "to train on 8xp4d.24xlarge, on each host" in capsys.readouterr().out
     assert typed(monkeypatch, "albert-base", "--cluster", "8xp4d.24xlarge", "--budget", "1") == EXIT_USAGE
     assert "none of 1 clusters would cost at most 1 dollars" in capsys.readouterr().err
+
+
+def test_this_host_is_written_as_a_catalog(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = HostEntry(
+        device="CPU",
+        num_devices=1,
+        memory_gib=64,
+        memory_gbyte_per_s=100,
+        clock_ghz=2.5,
+        tflops={"fp32": 1.5},
+        nic_gbit_per_s=25,
+    )
+    monkeypatch.setattr("shoal.bench.host_entry.measure_host", lambda: made)
+    path = tmp_path / "mine.toml"
+    assert typed(monkeypatch, "--measure", str(path)) == EXIT_OK
+    assert f"shoal plan RECIPE --cluster 1xmine --catalog {path}" in capsys.readouterr().out
+    assert typed(monkeypatch, *SMALL, "--cluster", "4xmine", "--catalog", str(path)) == EXIT_OK
+    said = capsys.readouterr().out
+    assert "precision          fp32" in said and "assumed: 35 % of the fp32 peak of mine" in said
 
 
 def test_a_price_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
