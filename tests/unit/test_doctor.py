@@ -20,6 +20,7 @@ import torch
 import shoal
 from shoal import doctor
 from shoal.doctor import Check, examine
+from shoal.env import machine
 from shoal.errors import MODULES_OF_EXTRAS
 
 REQUIREMENTS = [
@@ -215,3 +216,17 @@ def test_machine_facts_come_from_files(tmp_path: Path) -> None:
     assert doctor.memory_bytes(meminfo, limit) == 8 * 2**30
     limit.write_text(f"{2**30}\n")
     assert doctor.memory_bytes(meminfo, limit) == 2**30
+
+
+@pytest.mark.parametrize(
+    ("quota", "words"),
+    [
+        (1.5, "1 cores for this process, by the quota of its container (1.5)"),
+        (99.0, "8 cores for this process"),
+    ],
+)
+def test_a_quota_of_the_container_is_said(quota: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (doctor, machine):
+        monkeypatch.setattr(module, "cpu_quota", lambda: quota)
+        monkeypatch.setattr(module, "num_scheduled", lambda: 8)
+    assert doctor._processor().finding.endswith(words)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.data.images.reader import DecodeThreads
 from shoal.env import machine
 from shoal.env.machine import cpu_quota, num_cores
 
@@ -60,6 +61,7 @@ def test_cores_are_those_of_affinity_and_quota(
     monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
     monkeypatch.setattr(machine, "num_scheduled", lambda: 8)
     assert num_cores() == cores
+    assert DecodeThreads().count == cores
 
 
 def test_host_identity(monkeypatch: pytest.MonkeyPatch) -> None:
