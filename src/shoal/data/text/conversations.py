@@ -111,6 +111,8 @@ def _conversation(
     if not isinstance(asked, str) or not isinstance(answered, str):
         kind = f"a row without {_MESSAGES[0]}, and without the strings {prompt} and {' or '.join(responses)}"
         raise BadEntry(kind, f"has {', '.join(row) or 'nothing'}"[:100])
+    if not answered.strip():
+        raise BadEntry("a row whose response is empty", "")
     if not as_chat:
         return Conversation(location, prompt=asked, response=answered)
     sides = ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
@@ -142,7 +144,8 @@ def _messages(entries: Any) -> tuple[Message, ...]:
     if not messages or len(messages) != len(entries):
         raise BadEntry("a conversation with a message without role and content", f"{entries!s:.60}")
     if all(message["role"] != "assistant" for message in messages):
-        raise BadEntry("a conversation without a message of the assistant", "")
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise BadEntry("a conversation without a message of the assistant", f"the roles are {roles}"[:100])
     return tuple(messages)
 
 

@@ -101,15 +101,17 @@ def test_what_cannot_be_learnt_is_counted(model: Path, tmp_path: Path) -> None:
         {"text": "sun"},
         {"messages": [{"role": "user", "content": "sun " * 80}, answer]},
         {"messages": [user, {"role": "assistant", "content": "moon " * 80}]},
+        {"prompt": "sun", "completion": " "},
     ]
     file = read(written(tmp_path, rows), model)
     assert len(file) == 2 and file.num_cut == 1 and file.bounds[-1] - file.bounds[1] == 64
     said = file.describe(64)
-    assert "conversation without a message of the assistant: 1 (line 2)" in said
+    assert "conversation without a message of the assistant: 1 (line 2: the roles are user)" in said
     assert "message without role and content: 3 (line 3:" in said
     assert "row without messages, and without the strings prompt and completion or" in said
     assert "conversation without a response in its first 64 tokens: 1 (line 7)" in said
-    assert "1 cut to 64 tokens; left out 6" in said
+    assert "row whose response is empty: 1 (line 9)" in said
+    assert "1 cut to 64 tokens; left out 7" in said
 
 
 def test_tokenizers_that_cannot_find_responses_are_refused(model: Path, tmp_path: Path) -> None:
