@@ -28,6 +28,7 @@ def packed_attention(
     *,
     cu_queries: Tensor,
     cu_keys: Tensor,
+    bias: Tensor | None = None,
     num_keys: Tensor | None = None,
     documents: Tensor | None = None,
     max_queries: int,
@@ -50,6 +51,8 @@ def packed_attention(
         p: probability of dropping a weight, below 1.
         cu_queries: ``[B + 1]`` the first query of each sequence, and the number of queries.
         cu_keys: ``[B + 1]`` the first row of each sequence in ``stacked``, and T.
+        bias: ``[heads, queries, keys]``, at least of the longest sequence; it is added to the scores of each
+            sequence, behind their scale, and has a gradient; of heads of at most 64 columns.
         num_keys: ``[B]`` keys to attend to, from the first one; default: all.
         documents: of causal attention, as :func:`document_bounds` returns it; default: a sequence is one.
         max_queries: of a sequence, or more.
@@ -62,6 +65,7 @@ def packed_attention(
         query,
         stacked,
         keys if num_dropped else None,
+        bias,
         cu_queries,
         cu_keys,
         num_keys,

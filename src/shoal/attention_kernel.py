@@ -48,6 +48,7 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
+BACKWARD_OF_BIAS = Blocks(64, 64, 4, 1)
 # By the columns of a head. They are fixed, since the order of sums depends on them. On compute capability 9.0
 # none of the programs keeps registers in memory.
 FORWARD = dict.fromkeys((16, 32, 64), Blocks(128, 64, 8, 3)) | {128: Blocks(128, 64, 8, 2)}
@@ -94,6 +95,7 @@ def forward(
     query: Tensor | None,
     stacked: Tensor,
     keys: Tensor | None,
+    bias: Tensor | None,
     packing: Packing,
     num_dropped: int,
     scale: float,
@@ -107,10 +109,11 @@ def forward(
         stacked: ``[T, n, d]``, the heads of queries (without ``query``), of keys and of values. Of these two
             there may be fewer, each for as many heads of queries that stand side by side.
         keys: int64 ``[queries]`` of dropout; none: nothing is dropped.
+        bias: ``[heads, max_queries, max_keys]``, which is added to the scores of each sequence, or nothing.
         num_dropped: of 2**16 weights.
         scale: of the scores, above 0.
     """
-    heads = _heads(query, stacked)
+    heads = _heads(query, stacked, bias)
     num_queries = heads["q"].shape[0]
     out = stacked.new_empty(num_queries, heads["num_heads"], stacked.shape[2])
     log_sums = stacked.new_empty(heads["num_heads"], num_queries, dtype=torch.float32)
@@ -126,14 +129,17 @@ def backward(
     query: Tensor | None,
     stacked: Tensor,
     keys: Tensor | None,
+    bias: Tensor | None,
     packing: Packing,
     out: Tensor,
     log_sums: Tensor,
     num_dropped: int,
     scale: float,
-) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of query and of stacked, from that of the context and what :func:`forward` has."""
-    heads = _heads(query, stacked)
+    *,
+    needs_bias_grad: bool = False,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Return the gradients of query, stacked and bias, from that of the context and what forward returns."""
+    heads = _heads(query, stacked, bias)
     stacked_grad = torch.empty(stacked.shape, dtype=stacked.dtype, device=stacked.device)
     query_grad = None if query is None else torch.empty_like(out)
     grad = _readable(grad)
@@ -149,7 +155,14 @@ def backward(
     blocks = blocks_of_keys(stacked.shape[2], heads["GROUP"], keys is not None)
     shape = (-(-packing.max_keys // blocks.keys), heads["num_heads"] // heads["GROUP"])
     _run(_backward_of_keys, shape, blocks, matrices, keys, packing, num_dropped, scale)
-    return query_grad, stacked_grad
+    if bias is None or not needs_bias_grad:
+        return query_grad, stacked_grad, None
+    bias_grad = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    matrices = shared | {"bias_grad": bias_grad, "num_sequences": packing.cu_keys.shape[0] - 1}
+    blocks, (num_heads, max_queries, max_keys) = BACKWARD_OF_BIAS, bias.shape
+    shape = (-(-max_queries // blocks.queries) * -(-max_keys // blocks.keys), num_heads)
+    _run(_backward_of_bias, shape, blocks, matrices, keys, packing, num_dropped, scale)
+    return query_grad, stacked_grad, bias_grad
 
 
 def site_keys(keys: Tensor, positions: Tensor, num_sites: int) -> Tensor:
@@ -167,8 +180,8 @@ def site_keys(keys: Tensor, positions: Tensor, num_sites: int) -> Tensor:
     return out
 
 
-def _heads(query: Tensor | None, stacked: Tensor) -> dict[str, Any]:
-    """Return the arguments of kernels about the places of queries, keys and values."""
+def _heads(query: Tensor | None, stacked: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    """Return the arguments of kernels about the places of queries, keys, values and biases."""
     stacked = _readable(stacked)
     query = stacked if query is None else _readable(query)
     num_heads = stacked.shape[1] // 3 if query is stacked else query.shape[1]
@@ -181,6 +194,9 @@ def _heads(query: Tensor | None, stacked: Tensor) -> dict[str, Any]:
         "first_key": first_key,
         "num_heads": num_heads,
         "GROUP": num_heads // ((stacked.shape[1] - first_key) // 2),
+        "bias": None if bias is None else bias.contiguous(),
+        "bias_rows": 0 if bias is None else bias.shape[1],
+        "bias_s": 0 if bias is None else bias.shape[2],
     }
 
 
@@ -201,7 +217,8 @@ def _run(
 ) -> None:
     """Queue a kernel on the device of its tensors: for each sequence ``shape``, blocks and heads."""
     num_blocks, num_heads = shape
-    num_programs = (packing.cu_keys.shape[0] - 1) * num_heads * num_blocks
+    num_sequences = 1 if "num_sequences" in arguments else packing.cu_keys.shape[0] - 1
+    num_programs = num_sequences * num_heads * num_blocks
     with torch.cuda.device_of(arguments["q"]):
         wrap_triton(kernel)[(num_programs,)](
             **arguments,
@@ -320,15 +337,24 @@ def _attended_scores(scores, first, start, end, N: tl.constexpr):
 
 
 @triton.jit
+def _biased(scores, score_scale, bias, h, rows, bias_rows, bias_s, first, N: tl.constexpr):
+    """Return scores in powers of 2 with the biases of keys from ``first``; behind the end, of the last."""
+    at = h.to(tl.int64) * bias_rows * bias_s + tl.minimum(rows, bias_rows - 1)[:, None] * bias_s
+    biases = tl.load(bias + at + tl.minimum(first + _order(N), bias_s - 1)[None, :])
+    return scores * score_scale + biases.to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
 def _finite(highest, start):
     """Return the highest scores; 0 where a document, which is then later, has found no key yet."""
     return highest if start is None else tl.where(highest == float("-inf"), 0.0, highest)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_queries"])
+@triton.jit(do_not_specialize=["num_blocks", "num_queries", "bias_rows", "bias_s"])
 def _forward(
-    q, kv, keys, out, log_sums, cu_queries, cu_keys, num_keys, documents,
-    q_s, kv_s, first_key, num_heads, num_blocks, num_queries, scale, threshold, kept_scale,
+    q, kv, keys, bias, out, log_sums, cu_queries, cu_keys, num_keys, documents,
+    q_s, kv_s, first_key, num_heads, num_blocks, num_queries, bias_rows, bias_s,
+    scale, threshold, kept_scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Write the context of a block of queries."""
@@ -358,15 +384,18 @@ def _forward(
     k = kv + (first_of_keys + begin) * kv_s + (first_key + h // GROUP) * D
     v = k + num_heads // GROUP * D
     score_scale = scale * 1.4426950408889634  # of powers of 2
+    factor = score_scale if bias is None else 1.0
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     context = tl.zeros([M, D], tl.float32)
     for first in range(begin, end, N):
         scores = tl.dot(query, tl.trans(_read_keys(k, kv_s, end - first, D, N)))
+        if bias is not None:
+            scores = _biased(scores, score_scale, bias, h, rows, bias_rows, bias_s, first, N)
         scores = _attended_scores(scores, first, start, limit, N)
-        now_highest = tl.maximum(highest, tl.max(scores, 1) * score_scale)
+        now_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
         subtracted = _finite(now_highest, start)
-        weights = tl.exp2(scores * score_scale - subtracted[:, None])
+        weights = tl.exp2(scores * factor - subtracted[:, None])
         shrinkage = tl.exp2(highest - subtracted)
         total = total * shrinkage + tl.sum(weights, 1)
         if keys is not None:
@@ -386,10 +415,11 @@ def _forward(
     tl.store(log_sums + of_rows, log_sum, mask=rows < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_queries"])
+@triton.jit(do_not_specialize=["num_blocks", "num_queries", "bias_rows", "bias_s"])
 def _backward_of_queries(
-    q, kv, keys, out, log_sums, grad, corrections, q_grad, cu_queries, cu_keys, num_keys, documents,
-    q_s, kv_s, grad_s, q_grad_s, first_key, num_heads, num_blocks, num_queries, scale, threshold, kept_scale,
+    q, kv, keys, bias, out, log_sums, grad, corrections, q_grad, cu_queries, cu_keys, num_keys, documents,
+    q_s, kv_s, grad_s, q_grad_s, first_key, num_heads, num_blocks, num_queries, bias_rows, bias_s,
+    scale, threshold, kept_scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a block of queries, and the corrections of their rows by the softmax.
@@ -428,12 +458,16 @@ def _backward_of_queries(
     k = kv + (first_of_keys + begin) * kv_s + (first_key + h // GROUP) * D
     v = k + num_heads // GROUP * D
     score_scale = scale * 1.4426950408889634
+    factor = score_scale if bias is None else 1.0
     query_grad = tl.zeros([M, D], tl.float32)
     for first in range(begin, end, N):
         key = _read_keys(k, kv_s, end - first, D, N)
         value = _read_keys(v, kv_s, end - first, D, N)
-        scores = _attended_scores(tl.dot(query, tl.trans(key)), first, start, limit, N)
-        weights = tl.exp2(scores * score_scale - log_sum[:, None])
+        scores = tl.dot(query, tl.trans(key))
+        if bias is not None:
+            scores = _biased(scores, score_scale, bias, h, rows, bias_rows, bias_s, first, N)
+        scores = _attended_scores(scores, first, start, limit, N)
+        weights = tl.exp2(scores * factor - log_sum[:, None])
         weight_grads = tl.dot(context_grad, tl.trans(value))
         if keys is not None:
             weight_grads = tl.where(_kept(row_keys, threshold, N), weight_grads, 0.0)
@@ -446,10 +480,11 @@ def _backward_of_queries(
     _write(q_grad + first_query * q_grad_s + h * D, rows, q_grad_s, num_rows, query_grad, D)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_queries"])
+@triton.jit(do_not_specialize=["num_blocks", "num_queries", "bias_rows", "bias_s"])
 def _backward_of_keys(
-    q, kv, keys, log_sums, grad, corrections, stacked_grad, cu_queries, cu_keys, num_keys, documents,
-    q_s, kv_s, grad_s, grads_s, first_key, num_heads, num_blocks, num_queries, scale, threshold, kept_scale,
+    q, kv, keys, bias, log_sums, grad, corrections, stacked_grad, cu_queries, cu_keys, num_keys, documents,
+    q_s, kv_s, grad_s, grads_s, first_key, num_heads, num_blocks, num_queries, bias_rows, bias_s,
+    scale, threshold, kept_scale,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a block of keys and values, by all heads of queries that attend to them."""
@@ -473,6 +508,7 @@ def _backward_of_keys(
         end = tl.load(documents + num_queries + first_query + last, mask=first_row < num_rows, other=0)
     end = tl.where(first_row < num_attended, end, 0)
     score_scale = scale * 1.4426950408889634
+    factor = score_scale if bias is None else 1.0
     key_found = tl.zeros([N, D], tl.float32)
     value_found = tl.zeros([N, D], tl.float32)
     for number in range(GROUP):
@@ -487,12 +523,14 @@ def _backward_of_keys(
             log_sum = tl.load(log_sums + of_head + rows, mask=rows < end, other=float("inf"))
             correction = tl.load(corrections + of_head + rows, mask=rows < end, other=0.0)
             scores = tl.dot(query, tl.trans(key))
+            if bias is not None:
+                scores = _biased(scores, score_scale, bias, h, rows, bias_rows, bias_s, first_row, N)
             if CAUSAL:
                 start = None
                 if documents is not None:
                     start = tl.load(documents + first_query + rows, mask=rows < end, other=0)[:, None]
                 scores = _attended_scores(scores, first_row, start, rows[:, None] + 1, N)
-            weights = tl.exp2(scores * score_scale - log_sum[:, None])
+            weights = tl.exp2(scores * factor - log_sum[:, None])
             used = weights
             if keys is not None:
                 # Dropped weights are marked by their sign: no register keeps the mask for the next product.
@@ -510,3 +548,49 @@ def _backward_of_keys(
     grads = stacked_grad + first_of_keys * grads_s + (first_key + group) * D
     _write(grads, at, grads_s, num_rows, key_found, D)
     _write(grads + num_groups * D, at, grads_s, num_rows, value_found, D)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_queries", "bias_rows", "bias_s", "num_sequences"])
+def _backward_of_bias(
+    q, kv, keys, bias, log_sums, grad, corrections, bias_grad, cu_queries, cu_keys, num_keys, documents,
+    q_s, kv_s, grad_s, first_key, num_heads, num_blocks, num_queries, bias_rows, bias_s, num_sequences,
+    scale, threshold, kept_scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a block of biases, which all sequences share."""
+    h = tl.program_id(0) // num_blocks
+    num_blocks_of_keys = tl.cdiv(bias_s, N)
+    rows = tl.program_id(0) % num_blocks // num_blocks_of_keys * M + tl.arange(0, M)
+    first = tl.program_id(0) % num_blocks % num_blocks_of_keys * N
+    score_scale = scale * 1.4426950408889634
+    found = tl.zeros([M, N], tl.float32)
+    for b in range(num_sequences):
+        first_query = tl.load(cu_queries + b).to(tl.int64)
+        num_rows = (tl.load(cu_queries + b + 1) - first_query).to(tl.int32)
+        of_rows = h.to(tl.int64) * num_queries + first_query + rows
+        query = _read(q + first_query * q_s + h * D, rows, q_s, num_rows, D)
+        context_grad = _read(grad + first_query * grad_s + h * D, rows, grad_s, num_rows, D)
+        log_sum = tl.load(log_sums + of_rows, mask=rows < num_rows, other=float("inf"))
+        correction = tl.load(corrections + of_rows, mask=rows < num_rows, other=0.0)
+        first_of_keys = tl.load(cu_keys + b).to(tl.int64)
+        num_rows_of_keys = (tl.load(cu_keys + b + 1) - first_of_keys).to(tl.int32)
+        end = _attended(num_keys, b, num_rows_of_keys)
+        k = kv + first_of_keys * kv_s + (first_key + h // GROUP) * D
+        key = _read(k, first + _order(N), kv_s, num_rows_of_keys, D)
+        value = _read(k + num_heads // GROUP * D, first + _order(N), kv_s, num_rows_of_keys, D)
+        limit, start = end, None
+        if CAUSAL:
+            limit = tl.minimum(rows + 1, end)[:, None]
+        if documents is not None:
+            start = tl.load(documents + first_query + rows, mask=rows < num_rows, other=0)[:, None]
+        scores = tl.dot(query, tl.trans(key))
+        scores = _biased(scores, score_scale, bias, h, rows, bias_rows, bias_s, first, N)
+        weights = tl.exp2(_attended_scores(scores, first, start, limit, N) - log_sum[:, None])
+        weight_grads = tl.dot(context_grad, tl.trans(value))
+        if keys is not None:
+            row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h)
+            weight_grads = tl.where(_kept(row_keys + _step(first), threshold, N), weight_grads, 0.0)
+        found += weights * (weight_grads - correction[:, None])
+    at = (h.to(tl.int64) * bias_rows + rows[:, None]) * bias_s + (first + _order(N))[None, :]
+    is_there = (rows < bias_rows)[:, None] & (first + _order(N) < bias_s)[None, :]
+    tl.store(bias_grad + at, found * kept_scale, mask=is_there)

@@ -40,6 +40,7 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     num_kv_heads: int | None = None
     window: int | None = None
+    has_bias: bool = False
 
     @property
     def positions(self) -> list[Tensor] | None:
@@ -68,6 +69,14 @@ class Case:
         return (distance >= 0) & (distance < window) & (of_document[:, None] == of_document)
 
 
+def biases(case: Case) -> Tensor | None:
+    """Return biases of more keys than there are."""
+    if not case.has_bias:
+        return None
+    shape = (case.num_heads, max(case.queries or case.lengths), max(case.lengths) + 3)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(4)).requires_grad_()
+
+
 def inputs(case: Case) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return query, stacked heads, and keys of dropout."""
     torch.manual_seed(0)
@@ -90,7 +99,9 @@ def offsets(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def kernel(case: Case, query: Tensor | None, stacked: Tensor, keys: Tensor) -> Tensor:
+def kernel(
+    case: Case, query: Tensor | None, stacked: Tensor, keys: Tensor, bias: Tensor | None = None
+) -> Tensor:
     queries = case.lengths if case.queries is None else case.queries
     return attention.packed_attention(
         query,
@@ -99,6 +110,7 @@ def kernel(case: Case, query: Tensor | None, stacked: Tensor, keys: Tensor) -> T
         case.p,
         cu_queries=offsets(queries),
         cu_keys=offsets(case.lengths),
+        bias=bias,
         num_keys=None if case.attended is None else torch.tensor(case.attended),
         documents=case.bounds(),
         max_queries=max(queries),
@@ -107,7 +119,7 @@ def kernel(case: Case, query: Tensor | None, stacked: Tensor, keys: Tensor) -> T
     )
 
 
-def explicit(case: Case, query: Tensor | None, stacked: Tensor, keys: Tensor) -> Tensor:
+def explicit(case: Case, query: Tensor | None, stacked: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
     """Return the context of each sequence by itself."""
     if query is None:
         query, stacked = stacked.tensor_split([case.num_heads], 1)
@@ -126,26 +138,38 @@ def explicit(case: Case, query: Tensor | None, stacked: Tensor, keys: Tensor) ->
             *(x.transpose(0, 1)[None] for x in one),
             dropout.fold_in(keys[None, None, at], heads),
             case.p,
-            attn_mask=case.mask(number),
+            attn_mask=added(bias, case.mask(number), (at.stop - at.start, length)),
             enable_gqa=True,
         )
         context.append(out[0].transpose(0, 1))
     return torch.cat(context)
 
 
+def added(bias: Tensor | None, mask: Tensor | None, shape: tuple[Any, Any]) -> Tensor | None:
+    """Return what is added to scores of this shape, or which keys are attended to."""
+    if bias is None:
+        return mask
+    of_scores = bias[:, : shape[0], : shape[1]]
+    return of_scores if mask is None else of_scores.masked_fill(~mask, -torch.inf)
+
+
 def errors_of(case: Case) -> list[float]:
     """Return the root mean square errors of the context and of the gradients, of values of about 1."""
     query, stacked, keys = inputs(case)
-    leaves = [x for x in (query, stacked) if x is not None]
-    out = kernel(case, query, stacked, keys)
+    bias = biases(case)
+    leaves = [x for x in (query, stacked, bias) if x is not None]
+    out = kernel(case, query, stacked, keys, bias)
     grad = torch.randn_like(out)
     found = [out, *torch.autograd.grad(out, leaves, grad)]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    out = explicit(case, exact[0] if len(exact) == 2 else None, exact[-1], keys)
+    rest = iter(exact)
+    out = explicit(
+        case, *(None if x is None else next(rest) for x in (query, stacked)), keys, next(rest, None)
+    )
     expected = [out, *torch.autograd.grad(out, exact, grad.double())]
     errors = []
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype == case.dtype and ours.isfinite().all()
+        assert ours.dtype in (case.dtype, torch.float32) and ours.isfinite().all()
         error, size = ((x.square().mean() ** 0.5).item() for x in (ours.double() - theirs, theirs))
         errors.append(error / max(size, 1.0))
     return errors
@@ -161,6 +185,10 @@ CASES = (
     Case((70, 8, 20), queries=(3, 0, 20)),
     Case((70, 70, 70), attended=(70, 9, 0)),
     Case((70, 70, 70), attended=(64, 9, 0), queries=(3, 1, 2), p=0.3),
+    Case((70, 7, 0, 33), has_bias=True),
+    Case((70, 80), queries=(66, 5), attended=(70, 3), p=0.3, has_bias=True),
+    Case((70, 9), documents=((70,), (9,)), has_bias=True, num_heads=3, p=0.0),
+    Case((130, 64), 64, num_heads=1, has_bias=True, dtype=torch.float16),
     Case((200, 0, 90), documents=((200,), (), (90,))),
     Case((200, 0, 90), documents=((1, 130, 64, 5), (), (63, 1, 1, 25)), num_heads=3, p=0.3),
     Case((150, 150), documents=((70, 80), (150,)), p=0.0, window=20, num_heads=1, dtype=torch.float16),
@@ -249,11 +277,19 @@ def check_operators() -> None:
     """Schemas, shapes and strides of results, gradients; and one graph for sizes that change."""
     case = Case((13, 7), queries=(2, 5))
     causal = replace(case, queries=case.lengths, documents=((13,), (3, 4)), num_kv_heads=1)
-    for one in (case, replace(case, queries=None), causal):
+    for one in (case, replace(case, queries=None), causal, replace(case, has_bias=True)):
         query, stacked, keys = inputs(one)
         cu_queries = offsets(one.queries or one.lengths)
         rest = (None, one.bounds(), 13, 13, one.documents is not None)
-        arguments: tuple[Any, ...] = (query, stacked, keys, cu_queries, offsets(one.lengths), *rest)
+        arguments: tuple[Any, ...] = (
+            query,
+            stacked,
+            keys,
+            biases(one),
+            cu_queries,
+            offsets(one.lengths),
+            *rest,
+        )
         kinds = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(torch.ops.shoal.attention.default, (*arguments, 6_554, 0.25), test_utils=kinds)
 
@@ -336,10 +372,10 @@ def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
 
-KERNELS = ("_forward", "_backward_of_queries", "_backward_of_keys")
+KERNELS = ("_forward", "_backward_of_queries", "_backward_of_keys", "_backward_of_bias")
 TYPES = {
     **dict.fromkeys(("q", "kv", "out", "grad", "q_grad", "stacked_grad"), "*bf16"),
-    **dict.fromkeys(("log_sums", "corrections"), "*fp32"),
+    **dict.fromkeys(("log_sums", "corrections", "bias", "bias_grad"), "*fp32"),
     **dict.fromkeys(("cu_queries", "cu_keys", "num_keys", "documents"), "*i32"),
     **dict.fromkeys(("scale", "kept_scale"), "fp32"),
     "keys": "*i64",
@@ -360,6 +396,7 @@ def compiled(name: str, columns: int, absent: set[str], group: int = 1) -> Any:
         "_forward": attention_kernel.FORWARD[columns],
         "_backward_of_queries": attention_kernel.BACKWARD_OF_QUERIES[columns],
         "_backward_of_keys": attention_kernel.blocks_of_keys(columns, group, drops="keys" not in absent),
+        "_backward_of_bias": attention_kernel.BACKWARD_OF_BIAS,
     }[name]
     kernel = getattr(attention_kernel, name)
     constants = {"D": columns, "M": blocks.queries, "N": blocks.keys, **dict.fromkeys(absent)}
@@ -379,24 +416,36 @@ def compiled(name: str, columns: int, absent: set[str], group: int = 1) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", KERNELS)
+ENCODER, CAUSAL, T5 = {"bias", "documents"}, {"bias", "num_keys"}, {"documents"}
+"""What these kinds of attention lack; T5's is that of its encoder, which is not causal."""
+CODE: tuple[tuple[set[str], int], ...] = (
+    (ENCODER | {"keys", "num_keys"}, 1),
+    (ENCODER | {"num_keys"}, 1),
+    (ENCODER, 1),
+    (CAUSAL | {"keys"}, 1),
+    (CAUSAL, 1),
+    (CAUSAL | {"keys"}, 4),
+    (CAUSAL, 4),
+    (T5 | {"keys"}, 1),
+    (T5, 1),
+)
+QUICK = ((64, ENCODER | {"num_keys"}, 1), (128, CAUSAL | {"keys"}, 4), (64, T5, 1))
+
+
 @pytest.mark.parametrize(
-    ("columns", "absent", "group"),
+    ("name", "columns", "absent", "group"),
     [
-        (64, {"num_keys", "documents"}, 1),
-        (128, {"keys", "num_keys"}, 4),
-        *(
-            pytest.param(columns, absent, group, marks=pytest.mark.slow)
-            for columns in (16, 32, 64, 128)
-            for absent, group in (
-                ({"keys", "num_keys", "documents"}, 1),
-                ({"num_keys", "documents"}, 1),
-                ({"documents"}, 1),
-                ({"keys", "num_keys"}, 1),
-                ({"num_keys"}, 1),
-                ({"num_keys"}, 4),
-            )
-        ),
+        pytest.param(
+            name,
+            columns,
+            absent,
+            group,
+            marks=[] if (columns, absent, group) in QUICK else pytest.mark.slow,
+        )
+        for columns in (16, 32, 64, 128)
+        for absent, group in CODE
+        for name in KERNELS
+        if ("bias" in absent and name != "_backward_of_bias") or ("bias" not in absent and columns <= 64)
     ],
 )
 def test_code_for_an_h100(
@@ -415,9 +464,9 @@ def test_code_for_an_h100(
     usage = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     assert re.findall(r"(?:STACK|LOCAL):\d+", usage) == ["STACK:0", "LOCAL:0"]
     # Two programs of the forward pass of 256 threads each share a multiprocessor's 65,536 registers, but for
-    # documents with dropout.
+    # documents with dropout, and biases.
     (registers,) = map(int, re.findall(r"REG:(\d+)", usage))
-    shares = name == "_forward" and columns <= 64 and absent & {"keys", "documents"}
+    shares = name == "_forward" and columns <= 64 and "bias" in absent and absent & {"keys", "documents"}
     assert registers <= (128 if shares else 255)
 
 

@@ -23,12 +23,12 @@ from transformers import (
 
 from shoal.dropout import SampleDropout
 from shoal.errors import UsageError
-from shoal.models import causal_attention
+from shoal.models import transformers_attention
 from shoal.models.directory import load_weights, one_line, quiet_transformers
 from shoal.models.layers import fuse_activations, recompute_layers
 
 Attention = Literal["shoal", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
-"""Implementations of attention: :mod:`shoal.models.causal_attention`, and those of transformers."""
+"""Implementations of attention: :mod:`shoal.models.transformers_attention`, and those of transformers."""
 
 _DROPOUTS = ("dropout", "_pdrop")
 """Ends of the names of dropout rates in configurations."""
@@ -110,10 +110,12 @@ class CausalLM(nn.Module):
 
     def logits(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return the logits of packed documents, or of one in each row, ``[B, T, vocabulary]``."""
-        documents = None
+        documents: Tensor | None = None
         if position_ids is not None:
-            dtype = self.weights.get_input_embeddings().weight.dtype
-            documents = causal_attention.documents_of(self.weights.config, position_ids, dtype)
+            config, dtype = self.weights.config, self.weights.get_input_embeddings().weight.dtype
+            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            if transformers_attention.uses_kernels(config, position_ids.device, dtype, width):
+                documents = transformers_attention.documents_of(position_ids)
         logits: Tensor = self.weights(
             input_ids=input_ids, position_ids=position_ids, attention_mask=documents, use_cache=False
         ).logits
@@ -226,12 +228,12 @@ def new_causal(config: PreTrainedConfig, attention: Attention = "shoal") -> PreT
 
 
 def _of_transformers(attention: Attention) -> str:
-    return "sdpa" if attention == causal_attention.NAME else attention
+    return "sdpa" if attention == transformers_attention.NAME else attention
 
 
 def _with_attention(model: PreTrainedModel, attention: Attention) -> PreTrainedModel:
     """Return a model with its attention; some have their own code in place of ``sdpa``."""
-    if attention == causal_attention.NAME and model._supports_attention_backend:
+    if attention == transformers_attention.NAME and model._supports_attention_backend:
         model.set_attn_implementation(attention)
     return model
 

@@ -19,6 +19,7 @@ from shoal.models.directory import load_weights, model_type_of
 from shoal.models.layers import recompute_layers
 from shoal.models.pretraining import at_least_fp32
 from shoal.models.text_config import NUM_BUCKETS, T5ModelConfig
+from shoal.models.transformers_attention import NAME, num_keys_of, uses_kernels
 
 MODEL_INPUTS = ("input_ids", "labels")
 """Keys of a batch that :class:`T5` takes."""
@@ -49,6 +50,7 @@ class T5(nn.Module):
     def __init__(self, weights: T5ForConditionalGeneration, *, z_loss: float = 1e-4) -> None:
         super().__init__()
         self.weights = weights
+        weights.set_attn_implementation(NAME)
         self.z_loss = z_loss
         self._dropout: SampleDropout | None = None
         self._recomputes = False
@@ -85,17 +87,21 @@ class T5(nn.Module):
         Args:
             input_ids: int64 ``[B, S]``.
             labels: int64 ``[B, T]``, -100 in the padding.
-            attention_mask: int64 ``[B, S]``, 0 in the padding; none if nothing is padded.
+            attention_mask: int64 ``[B, S]``, 0 in the padding, which is behind the tokens; none if nothing is
+                padded.
             dropout_keys: int64 ``[B]``, keys of the samples (:mod:`shoal.dropout`), which training reads;
                 default: torch's own dropout.
         """
-        config = self.weights.config
+        config, of_labels = self.weights.config, None
+        if uses_kernels(config, input_ids.device, self.weights.shared.weight.dtype, config.d_kv):
+            attention_mask, of_labels = num_keys_of(input_ids, attention_mask), num_keys_of(labels, None)
         self._dropout = None if dropout_keys is None else SampleDropout(dropout_keys)
         with self._dropout or nullcontext():
             logits = self.weights(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 decoder_input_ids=shifted(labels, config.decoder_start_token_id, config.pad_token_id),
+                decoder_attention_mask=of_labels,
                 use_cache=False,
             ).logits
         loss, num_correct, of_sequences = self._scores(logits, labels, self.z_loss if self.training else 0.0)

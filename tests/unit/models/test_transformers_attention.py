@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GPT2Config,
     LlamaConfig,
@@ -19,8 +19,10 @@ from transformers import (
 from interpreted import run_in_interpreter
 from shoal import attention
 from shoal.errors import UsageError
-from shoal.models import causal_attention
+from shoal.models import transformers_attention
 from shoal.models.causal import CausalLM, new_causal
+from shoal.models.t5 import T5, new_t5
+from shoal.models.text_config import T5ModelConfig
 
 LENGTH = 70
 DOCUMENTS = ((9, 1, 60), (70,))
@@ -57,16 +59,19 @@ def packed() -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def computed(model: CausalLM, batch: dict[str, Tensor], *, kernels: bool) -> list[Tensor]:
-    """Return the loss and its gradients; the number of attentions by kernels is as expected."""
+def computed(
+    model: nn.Module, batch: dict[str, Tensor], *, kernels: bool, num_attentions: int = 2
+) -> list[Tensor]:
+    """Return the loss and its gradients; kernels compute all attentions, or none."""
     calls = mock.Mock(wraps=attention.packed_attention)
     with (
-        mock.patch("shoal.models.causal_attention.has_kernels", lambda *_: kernels),
-        mock.patch("shoal.models.causal_attention.packed_attention", calls),
+        mock.patch("shoal.models.transformers_attention.has_kernels", lambda *_: kernels),
+        mock.patch("shoal.models.transformers_attention.packed_attention", calls),
     ):
         loss = model(**batch)[0]
+        assert isinstance(loss, Tensor)
         found = [loss, *torch.autograd.grad(loss, list(model.parameters()))]
-    assert calls.call_count == 2 * kernels
+    assert calls.call_count == num_attentions * kernels
     return found
 
 
@@ -99,7 +104,7 @@ def check_one_document_at_a_time() -> None:
     for make in (gpt2, MODELS["llama"]):
         torch.manual_seed(5)
         model, batch = CausalLM(make()).eval(), packed()
-        with torch.no_grad(), mock.patch("shoal.models.causal_attention.has_kernels", lambda *_: True):
+        with torch.no_grad(), mock.patch("shoal.models.transformers_attention.has_kernels", lambda *_: True):
             found = model.logits(batch["input_ids"], batch["position_ids"])
             for row, lengths in enumerate(DOCUMENTS):
                 at = 0
@@ -114,17 +119,40 @@ def check_one_document_at_a_time() -> None:
 def check_planted_leak() -> None:
     """Bounds that join the documents of a block are found before a run begins."""
     model = CausalLM(gpt2())
-    with mock.patch("shoal.models.causal_attention.has_kernels", lambda *_: True):
+    with mock.patch("shoal.models.transformers_attention.has_kernels", lambda *_: True):
         model.check()
         bounds = attention.document_bounds
         with (
             mock.patch(
-                "shoal.models.causal_attention.document_bounds",
+                "shoal.models.transformers_attention.document_bounds",
                 lambda ids: bounds(torch.arange(ids.shape[1]).expand_as(ids)),
             ),
             pytest.raises(UsageError, match="does not keep the documents of a block apart"),
         ):
             model.check()
+
+
+def t5(dropout: float = 0.0) -> T5:
+    config = T5ModelConfig(
+        vocab_size=61, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=3, dropout=dropout
+    )
+    return new_t5(config, pad_id=0, end_id=1)
+
+
+def sentences() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    ids, labels = (torch.randint(2, 61, (2, n), generator=random) for n in (70, 20))
+    labels[1, 15:] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": (torch.arange(70) < 9).expand(2, 70).long()}
+
+
+def check_t5() -> None:
+    """Biases in the encoder and in the decoder, whose gradients are those of the embeddings; and padding."""
+    torch.manual_seed(5)
+    model, batch = t5(0.3).train(), {**sentences(), "dropout_keys": torch.tensor([3, 4])}
+    batch["attention_mask"][1] = 1
+    found = computed(model, batch, kernels=True, num_attentions=6)
+    compare(found, computed(model, batch, kernels=False))
 
 
 def test_in_the_interpreter() -> None:
@@ -137,14 +165,17 @@ def test_what_kernels_do_not_compute_has_a_mask(name: str) -> None:
     model = CausalLM(MODELS[name]())
     expected = computed(model, packed(), kernels=False)[0]
     with (
-        mock.patch.object(causal_attention, "has_kernels", lambda *_: True),
-        mock.patch.object(causal_attention, "_takes", lambda *_: False),
+        mock.patch.object(transformers_attention, "has_kernels", lambda *_: True),
+        mock.patch.object(transformers_attention, "_takes", lambda *_: False),
     ):
         torch.testing.assert_close(model(**packed())[0], expected)
     one = torch.ones(1, 1, 2, 16).bfloat16()
-    with mock.patch.object(causal_attention, "has_kernels", lambda *_: True):
-        assert causal_attention._takes(one, one, one, 0.0, {"softcap": None})
-        assert not causal_attention._takes(one, one, one, 0.0, {"softcap": 50.0})
+    with mock.patch.object(transformers_attention, "has_kernels", lambda *_: True):
+        assert transformers_attention._takes(one, one, one, 0.0, {"softcap": None})
+        assert not transformers_attention._takes(one, one, one, 0.0, {"softcap": 50.0})
+        wide = torch.ones(1, 1, 2, 128).bfloat16()
+        assert transformers_attention._takes(wide, wide, wide, 0.0, {})
+        assert not transformers_attention._takes(wide, wide, wide, 0.0, {"position_bias": one})
 
 
 def test_models_without_the_interface_keep_their_own_attention() -> None:
@@ -162,3 +193,4 @@ if __name__ == "__main__":
     check_dropout()
     check_one_document_at_a_time()
     check_planted_leak()
+    check_t5()
