@@ -175,6 +175,7 @@ def _predict(row: Row, given: Given, catalog: Catalog) -> Prediction:
             middle.seconds_by_cause,
             rate="measured",
             times_the_hosts=times,
+            several=row.nodes > 1 and given.row.nodes == 1,
             split=middle.split / predict_row(given.row, given.machines, given.achieved).split,
             unstated=_spread(predicted),
             to_target=middle.to_target,

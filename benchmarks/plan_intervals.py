@@ -10,7 +10,7 @@ import csv
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,11 @@ import numpy as np
 from benchmarks.harness import Benchmark
 from benchmarks.plan_families import Given, Prediction
 from benchmarks.plan_predict import counted
-from benchmarks.plan_rows import TIME, generation_of
+from benchmarks.plan_rows import KINDS, TIME, generation_of
 from shoal.planner.intervals import (
     CAUSES,
     LEVEL,
+    STATED,
     Interval,
     Intervals,
     Residual,
@@ -34,6 +35,8 @@ from shoal.planner.prediction import achieved
 
 COVERAGE = (0.75, 0.88)
 MOST_HALF_WIDTH = 0.15
+NUM_WIDTHS = len(CAUSES) - len(STATED)
+"""Figures that each fold fits for the width."""
 FEWEST_ROWS, LEAST_COVERAGE = 5, 0.5
 """A publisher with as many rows has at least this coverage."""
 MOST_REFUSED = 0.05
@@ -44,14 +47,28 @@ class Judged:
     """A scored row with its interval."""
 
     prediction: Prediction
+    log_center: float
+    """Of the interval's middle, which is the fold's prediction, over the planner's with all rows."""
     log_factor: float | None
-    """Of the interval's bounds to the prediction; None: nothing supports an interval."""
+    """Of the interval's bounds to its middle; None: nothing supports an interval."""
     linear_log_factor: float
     """The same of linear scaling."""
+    amdahl_error: float
+    """Of Amdahl's law, with the serial fraction of the other rows of the kind."""
+
+    @property
+    def log_ratio(self) -> float:
+        """Logarithm of the published time over the fold's prediction."""
+        return self.prediction.log_ratio - self.log_center
+
+    @property
+    def error(self) -> float:
+        """Relative error of the fold's prediction of the metric."""
+        return abs(math.exp(-self.log_ratio if self.prediction.kind == TIME else self.log_ratio) - 1)
 
     @property
     def holds(self) -> bool:
-        return self.log_factor is not None and abs(self.prediction.log_ratio) <= self.log_factor
+        return self.log_factor is not None and abs(self.log_ratio) <= self.log_factor
 
 
 def residuals_of(scored: Sequence[Prediction], given: Sequence[Given]) -> list[Residual]:
@@ -75,7 +92,7 @@ def _rates(given: Given) -> list[Residual]:
         rate, _, source = basis.partition(":")
         if published != (rate == "published") or row.publisher.lower() in source.lower():
             continue
-        doubts = doubts_of({"compute": 1.0}, rate=rate, times_the_hosts=1.0)
+        doubts = doubts_of({"compute": 1.0}, rate=rate, times_the_hosts=1.0, several=False)
         found.append(
             Residual(
                 publisher=row.publisher,
@@ -97,17 +114,26 @@ def judged(scored: Sequence[Prediction], residuals: Sequence[Residual], left_out
     for name in sorted({getattr(p, left_out) for p in scored}):
         others = [p for p in scored if getattr(p, left_out) != name]
         intervals = Intervals([each for each in residuals if getattr(each, left_out) != name])
-        for p in scored:
-            if getattr(p, left_out) == name:
-                interval = intervals.interval(p.doubts)
-                found.append(
-                    Judged(
-                        prediction=p,
-                        log_factor=math.log(interval.factor) if isinstance(interval, Interval) else None,
-                        linear_log_factor=_linear_log_factor(others, p.kind),
-                    )
+        mine = [p for p in scored if getattr(p, left_out) == name]
+        serial = {kind: best_serial_fraction([p for p in others if p.kind == kind]) for kind in KINDS}
+        for p in mine:
+            interval = intervals.interval(p.doubts)
+            found.append(
+                Judged(
+                    prediction=p,
+                    log_center=math.log(intervals.center(p.doubts)),
+                    log_factor=math.log(interval.factor) if isinstance(interval, Interval) else None,
+                    linear_log_factor=_linear_log_factor(others, p.kind),
+                    amdahl_error=p.amdahl_error(serial[p.kind]),
                 )
+            )
     return found
+
+
+def best_serial_fraction(predictions: Sequence[Prediction]) -> float:
+    """Return Amdahl's serial fraction with the least median error on these rows."""
+    grid = [0.0] + [math.exp(-12 + 0.05 * step) for step in range(230)]
+    return min(grid, key=lambda s: statistics.median([p.amdahl_error(s) for p in predictions] or [0.0]))
 
 
 def _linear_log_factor(others: Sequence[Prediction], kind: str) -> float:
@@ -122,15 +148,14 @@ def interval_score(log_ratio: float, log_factor: float) -> float:
     return 2 * log_factor + 2 / (1 - LEVEL) * max(0.0, abs(log_ratio) - log_factor)
 
 
-def score(bench: Benchmark, scored: Sequence[Prediction], residuals: Sequence[Residual]) -> None:
+def score(bench: Benchmark, folds: Mapping[str, Sequence[Judged]]) -> None:
     """Add the figures of both kinds of folds to the benchmark; print those of each publisher."""
-    for left_out in ("publisher", "generation"):
-        rows = judged(scored, residuals, left_out)
+    for left_out, rows in folds.items():
         answered = [each for each in rows if each.log_factor is not None]
         name = f"80 % interval, {left_out} left out ({len(rows)} rows)"
         coverage = statistics.fmean(each.holds for each in answered)
         half = statistics.median(math.sinh(each.log_factor or 0.0) for each in answered)
-        ours = [interval_score(each.prediction.log_ratio, each.log_factor or 0.0) for each in answered]
+        ours = [interval_score(each.log_ratio, each.log_factor or 0.0) for each in answered]
         linear = [interval_score(e.prediction.linear_log_ratio, e.linear_log_factor) for e in answered]
         bench.limit(f"{name}: too few covered", 1 - coverage, 1 - COVERAGE[0], unit="", formula="25 %")
         bench.limit(f"{name}: too many covered", coverage, COVERAGE[1], unit="", formula="88 %")

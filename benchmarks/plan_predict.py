@@ -41,7 +41,7 @@ def layout_of(row: Row, model: Workload, workers: Machines) -> Layout:
         bucket_bytes=max(25 * MIB, int(trained / 32)),
         sharded_optimizer=row.shard,
         scatters=row.shard,
-        algorithm="two-hop" if row.two_hops else "hierarchical-ring",
+        algorithm="two-hop" if row.two_hops else "ring",
         overlap=row.overlap is not False,
         cuda_graphs=row.cuda_graphs,
         connections=row.connections or CONNECTIONS_PER_PEER,
@@ -114,7 +114,7 @@ def _steps(count: int, step: StepTime, start_s: float = 0.0) -> RunTime:
 def _step(model: Workload, workers: Machines, layout: Layout, achieved_flops: float) -> StepTime:
     """Return the step with what NCCL takes on so many hosts: the faster of ring and tree."""
     algorithms = [layout.algorithm]
-    if layout.algorithm == "hierarchical-ring" and workers.count > 2:
+    if layout.algorithm == "ring" and workers.count > 1 and not layout.scatters:
         algorithms.append("tree")
     steps = [
         step_time(model, workers, replace(layout, algorithm=algorithm), achieved_flops=achieved_flops)

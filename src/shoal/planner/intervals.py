@@ -1,6 +1,6 @@
 """Gives predictions an 80 % interval, from how far predictions of published runs are off.
 
-    ln(measured / predicted)  ~  0 ± q σ,      σ² = Σ (a x)² over the causes of doubt
+    ln(measured / predicted)  ~  c ± q σ,      σ² = Σ (a x)² over the causes of doubt
 
 x says how much a prediction leans on a cause (:data:`CAUSES`): the share of the time that is communication
 computed by the planner, the doublings of the hosts, and so on. One figure ``a`` a cause is fitted on the
@@ -10,6 +10,9 @@ maximum likelihood under Student's t with four degrees of freedom, which outlier
 q makes it an interval of 80 % whatever the distribution is (split-conformal prediction): each publisher in
 turn is left out of the fit, its residuals are divided by the σ that the others give them, and q is the 80 %
 quantile of these ratios. A publisher with n residuals has the weight √n.
+
+c is what several hosts cost beyond the prediction from the rate of one, their median; the planner contains
+its value for all residuals, so that it is next to 0 for the file of the catalog.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ CAUSES = {
     "rate assumed": "1 if the rate of one host is a share of the peak",
     "rate published": "1 if it is another's throughput of the same model on the same accelerator",
     "repetition": "1 if it is measured",
+    "several hosts": "1 if they are, and the rate is of one",
     "more hosts": "doublings of the hosts since the rate",
     "network": "share of the time that is communication",
     "split samples": "doublings of the devices that share a sample, since the rate",
@@ -42,9 +46,11 @@ CAUSES = {
     "samples to target": "1 if the run ends at a score",
 }
 """Name of a cause -> its x."""
-_STATED = np.array([{"start": math.log(2) / 1.28, "unstated facts": 1.0}.get(n, math.nan) for n in CAUSES])
+STATED = {"start": math.log(2) / 1.28, "unstated facts": 1.0}
 """Causes whose ``a`` is stated, not fitted: four of five starts take half the time to twice. Published runs
 rarely count theirs."""
+_STATED = np.array([STATED.get(name, math.nan) for name in CAUSES])
+_SEVERAL = list(CAUSES).index("several hosts")
 _DEGREES = 4.0
 _ITERATIONS = 60
 _LEAST = 1e-6
@@ -73,12 +79,15 @@ class Interval:
     """Bounds of a time or cost, as a factor, with the causes of the width."""
 
     factor: float
-    """The interval is from the prediction over this to the prediction times this."""
+    """The interval is from its middle over this to its middle times this."""
     shares: Mapping[str, float]
     """Share of the width by cause; they add up to one."""
+    center: float = 1.0
+    """Middle of the interval over the prediction."""
 
     def bounds(self, predicted: float) -> tuple[float, float]:
-        return predicted / self.factor, predicted * self.factor
+        middle = predicted * self.center
+        return middle / self.factor, middle * self.factor
 
 
 def doubts_of(
@@ -86,6 +95,7 @@ def doubts_of(
     *,
     rate: str,
     times_the_hosts: float,
+    several: bool,
     split: float = 1.0,
     unstated: float = 0.0,
     to_target: bool = False,
@@ -95,6 +105,7 @@ def doubts_of(
     Args:
         rate: source of the rate of one host, ``"assumed"``, ``"published"`` or ``"measured"``.
         times_the_hosts: hosts of the run over those of the rate.
+        several: the run is on several hosts, and the rate of one.
         split: devices that share a sample, over those that did when the rate was measured.
         unstated: standard deviation of the logarithm of the prediction over facts that are not stated.
         to_target: the run ends at a score, not after a given number of samples.
@@ -105,6 +116,7 @@ def doubts_of(
         float(rate == "assumed"),
         float(rate == "published"),
         float(rate == "measured"),
+        float(several),
         math.log2(times_the_hosts),
         share.get("network", 0.0),
         abs(math.log2(split)),
@@ -122,6 +134,7 @@ def doubts_of_plan(plan: Plan) -> tuple[float, ...]:
         plan.seconds_by_cause,
         rate=first.basis.partition(":")[0],
         times_the_hosts=plan.workers.count,
+        several=plan.workers.count > 1,
         to_target=first.convergence.depends_on_batch,
     )
 
@@ -145,10 +158,24 @@ class Intervals:
         ratios = np.empty(len(residuals))
         for name in counts:
             mine = publisher == name
-            fitted = _fit(self._x[~mine], self._error[~mine], weight[~mine])
-            ratios[mine] = np.abs(self._error[mine]) / np.sqrt(self._x[mine] @ fitted + _LEAST)
-        self._fitted = _fit(self._x, self._error, weight)
+            cost, fitted = self._fit(~mine, weight)
+            ratios[mine] = np.abs(self._beyond(cost)[mine]) / np.sqrt(self._x[mine] @ fitted + _LEAST)
+        self.cost_of_several, self._fitted = self._fit(np.ones(len(residuals), dtype=bool), weight)
         self.quantile = weighted_quantile(ratios, weight, LEVEL)
+
+    def _fit(self, rows: NDArray[np.bool_], weight: _Array) -> tuple[float, _Array]:
+        """Return c and a² of each cause, fitted on some of the residuals."""
+        several = rows & (self._x[:, _SEVERAL] > 0)
+        cost = weighted_quantile(self._error[several], weight[several], 0.5) if several.any() else 0.0
+        return cost, _fit(self._x[rows], self._beyond(cost)[rows], weight[rows])
+
+    def _beyond(self, cost: float) -> _Array:
+        """Return the errors that are left with a cost of several hosts."""
+        return self._error - cost * self._x[:, _SEVERAL]
+
+    def center(self, doubts: Sequence[float]) -> float:
+        """Return the middle of an interval over the prediction."""
+        return math.exp(self.cost_of_several * doubts[_SEVERAL])
 
     def interval(self, doubts: Sequence[float]) -> Interval | str:
         """Return the interval of a prediction, or why nothing supports one."""
@@ -160,7 +187,7 @@ class Intervals:
         variances = self._fitted * x + _LEAST / len(x)
         width = self.quantile * math.sqrt(variances.sum())
         shares = dict(zip(CAUSES, (variances / variances.sum()).tolist(), strict=True))
-        return Interval(factor=math.exp(width), shares=shares)
+        return Interval(factor=math.exp(width), shares=shares, center=self.center(doubts))
 
 
 @cache

@@ -12,11 +12,15 @@ With M bytes of gradient on each accelerator, n hosts of g accelerators, W = n g
     hierarchical-ring  (g - 1) / g · M locally, 2 (n - 1) / n · M over the NIC, (g - 1) / g · M locally
     torus              the same in 2 (x - 1) + 2 (y - 1) hops: hosts are a grid of x · y, and sums go along
                        rows, then columns (Mikami et al. 2018, arXiv 1811.05233); for comparison only
-    tree               the same with up to 2 M over the NIC and 2 log2 n hops (double binary tree)
+    tree               the same with up to 2 M over the NIC and 2 log2 n levels (double binary tree)
     two-hop            with the shares of ``decide.server_assignment.server_shares``: M (1 + (n - 2) s) over a
                        host's NIC and n h M over a helper's, each way; two hops
 
 A library of rings runs few collectives at a time (NCCL one, gloo two); two hops take buckets as they come.
+
+Rings of NCCL reach nearly the line rate with any long message, but their latency grows with the accelerators.
+Trees have little latency and lose bandwidth with messages of a few MiB, and on hosts with fast networks. The
+figures are those by which NCCL itself chooses (src/graph/tuning.cc of its source).
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from functools import lru_cache
 from shoal.decide.layout import CONNECTIONS_PER_PEER
 from shoal.decide.server_assignment import server_shares
 from shoal.errors import UsageError, did_you_mean
-from shoal.planner.hardware import Machines
+from shoal.planner.hardware import Instance, Machines
 
 LOCAL, OUT, IN, HELPER_OUT, HELPER_IN = "local", "out", "in", "helper out", "helper in"
 WITH_HELPERS = "two-hop-helpers"
@@ -38,6 +42,38 @@ ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", WITH_HELPERS)
 TORUS = "torus"
 COMPARED = (*ALGORITHMS, TORUS)
 """And one that no library of ours runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """A protocol of NCCL's double binary trees; bandwidths are of a host's network."""
+
+    level: float
+    """Latency of a level over that of a hop of a ring: a chunk goes through a host, too."""
+    efficiency: float
+    """Bandwidth with endless messages over that of a ring."""
+    shares: tuple[float, ...]
+    """Bandwidth with messages of 2, 4, 8, ... 128 MiB and more, over that with endless ones."""
+    most_bytes_per_s: float = math.inf
+    """With GPUs before Hopper."""
+
+    def share(self, message_bytes: float) -> float:
+        doublings = math.log2(max(message_bytes, _SMALLEST) / _SMALLEST)
+        return self.shares[int(min(doublings, len(self.shares) - 1))]
+
+
+_SMALLEST = 2 << 20
+SIMPLE = Tree(level=5.2, efficiency=0.9, shares=(0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9))
+LL128 = Tree(
+    level=0.9, efficiency=0.82 / 0.92, shares=(0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1.0), most_bytes_per_s=105e9
+)
+"""Between hosts over RDMA whose GPUs have NVLink."""
+
+
+def tree_of(instance: Instance) -> Tree:
+    """Return the protocol that NCCL takes on hosts of a kind."""
+    has_nvlink = instance.local_network.name == "nvlink"
+    return LL128 if has_nvlink and instance.network.name in ("infiniband", "roce") else SIMPLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +102,8 @@ def collective(
     helpers: Machines | None = None,
     *,
     local_group: int | None = None,
+    num_hosts: int | None = None,
+    bucket_bytes: float = math.inf,
     at_once: int = 1,
     copies: bool = False,
 ) -> Collective:
@@ -74,6 +112,8 @@ def collective(
     Args:
         local_group: accelerators of a host that hold the same gradients; default: all. Fewer where a model is
             split over the others, so that their sums travel side by side.
+        num_hosts: that hold the same gradients; default: all. Fewer where a replica spans several.
+        bucket_bytes: of a message, on which the bandwidth of a tree depends.
         at_once: collectives that the library of a ring or a tree runs at a time; two hops have no such limit.
         copies: a helper sends each sum to one worker, too, and waits for its confirmation. With one worker on
             each host, that worker is sent no weights.
@@ -91,7 +131,7 @@ def collective(
         raise UsageError(
             f"algorithm {algorithm!r} {need}; two-hop-helpers is the one that does, with --helpers"
         )
-    n, instance = workers.count, workers.instance
+    n, instance = num_hosts or workers.count, workers.instance
     g = local_group or max(instance.num_accelerators, 1)
     side_by_side = max(instance.num_accelerators, 1) / g
     hop_s, local_s = instance.network.latency_s, instance.local_network.latency_s
@@ -100,11 +140,12 @@ def collective(
         return Collective(phases=tuple(phases), at_once=at_once)
     phases = [_local("reduce-scatter", g, local_s)] if g > 1 else []
     if n > 1 and not algorithm.startswith("two-hop"):
-        amount = side_by_side * (2.0 if algorithm == "tree" and n > 2 else 2 * (n - 1) / n)
-        hops = _hops(algorithm, n)
-        phases.append(
-            CollectivePhase(name="network", demands=((OUT, amount), (IN, amount)), latency_s=hops * hop_s)
-        )
+        amount, hops = 2 * (n - 1) / n, float(_hops(algorithm, n))
+        if algorithm == "tree":
+            amount = (2.0 if n > 2 else amount) / tree_of(instance).share(bucket_bytes)
+            hops *= tree_of(instance).level
+        links = ((OUT, side_by_side * amount), (IN, side_by_side * amount))
+        phases.append(CollectivePhase(name="network", demands=links, latency_s=hops * hop_s))
     elif n > 1:
         phases += _two_hops(n, workers, helpers, side_by_side, copies)
     if g > 1:
@@ -194,6 +235,11 @@ def capacities(
         num_peers = min(num_peers, {"ring": 1, "hierarchical-ring": 1, "tree": 3}.get(algorithm, num_peers))
     flows = connections * max(num_peers, 1)
     nic = min(instance.effective_nic, flows * instance.flow_bytes_per_s)
+    if algorithm == "tree":
+        tree = tree_of(instance)
+        nic *= tree.efficiency
+        if instance.accelerator and "fp8" not in instance.accelerator.flops:
+            nic = min(nic, tree.most_bytes_per_s)
     rates = {LOCAL: instance.effective_local, OUT: nic, IN: nic}
     if helpers:
         flows = connections * workers.count

@@ -131,6 +131,7 @@ def seconds_by_cause(steps: Sequence[StepTime], runs: Sequence[RunTime]) -> dict
         "compute": sum(run.num_steps * (step.forward_s + step.backward_s) for step, run in pairs),
         "bubble": sum(run.num_steps * step.bubble_s for step, run in pairs),
         "stragglers": sum(run.num_steps * step.straggler_s for step, run in pairs),
+        "several hosts": sum(run.num_steps * step.several_hosts_s for step, run in pairs),
         "network": sum(run.num_steps * step.exposed_s for step, run in pairs),
         "optimizer": sum(run.num_steps * step.optimizer_s for step, run in pairs),
         "start": sum(run.start_s for run in runs),

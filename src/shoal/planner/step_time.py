@@ -41,6 +41,11 @@ JITTER = 0.01
 """Relative standard deviation of a worker's time. Sinha et al. (SC 2022, "Not All GPUs Are Created Equal")
 found up to 8 % between GPUs of one cluster; 1 % is ±3 σ over 6 %."""
 
+SEVERAL_HOSTS = 0.072
+"""Cost of several hosts beyond all that is computed, over the time of the computation: the weighted median of
+published runs (``Intervals.cost_of_several`` with 0 here). ``benchmarks.plan_published`` fits it for each
+publisher without its rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -51,6 +56,8 @@ class StepTime:
     bubble_s: float
     straggler_s: float
     """Wait for the slowest worker: of its device, or of its samples."""
+    several_hosts_s: float
+    """What several hosts cost beyond all that is computed (:data:`SEVERAL_HOSTS`)."""
     exposed_s: float
     """Communication that the backward pass does not hide."""
     optimizer_s: float
@@ -60,8 +67,13 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        computed_s = self.forward_s + self.backward_s + self.bubble_s + self.straggler_s
-        return computed_s + self.exposed_s + self.optimizer_s
+        return self.computed_s + self.exposed_s + self.optimizer_s
+
+    @property
+    def computed_s(self) -> float:
+        """Return the time to the end of the backward pass."""
+        passes_s = self.forward_s + self.backward_s + self.bubble_s
+        return passes_s + self.straggler_s + self.several_hosts_s
 
 
 def step_time(
@@ -110,7 +122,8 @@ def step_time(
     spread = workload.work_spread / math.sqrt(max(share, 1.0))
     late = math.hypot(slowest(workers.num_accelerators, JITTER) - 1, slowest(replicas, spread) - 1)
     straggler_s = late * (count * compute_s + bubble_s)
-    computed_s = count * compute_s + bubble_s + straggler_s
+    several_s = SEVERAL_HOSTS * (count * compute_s + bubble_s) if workers.count > 1 else 0.0
+    computed_s = count * compute_s + bubble_s + straggler_s + several_s
     sent = Exchange(end_s=computed_s, spans=(), busy_s={})
     if replicas > 1:
         sent = _average(workload, workers, helpers, layout, begin_s=computed_s - window_s, window_s=window_s)
@@ -129,6 +142,7 @@ def step_time(
         backward_s=count * compute_s * 2 / 3,
         bubble_s=bubble_s,
         straggler_s=straggler_s,
+        several_hosts_s=several_s,
         exposed_s=max(0.0, sent.end_s - computed_s) + gathered_s,
         optimizer_s=updated * workload.optimizer_bytes / (accelerator.memory_bytes_per_s * MEMORY_EFFICIENCY),
         micro_batches=count,
@@ -155,18 +169,22 @@ def _average(
         (begin_s + (done if layout.overlap else 1.0) * window_s, halved * num_bytes)
         for done, num_bytes in buckets
     ]
-    return exchange(ready, *_all_reduce(workers, helpers, layout))
+    mean_bytes = sum(num_bytes for _, num_bytes in buckets) / max(len(buckets), 1)
+    return exchange(ready, *_all_reduce(workers, helpers, layout, mean_bytes))
 
 
 def _all_reduce(
-    workers: Machines, helpers: Machines | None, layout: Layout
+    workers: Machines, helpers: Machines | None, layout: Layout, bucket_bytes: float = math.inf
 ) -> tuple[Collective, Mapping[str, float]]:
     """Return the phases of averaging over the replicas, and the rates of the links."""
+    per_host = max(workers.instance.num_accelerators, 1)
     all_reduce = collective(
         layout.algorithm,
         workers,
         helpers,
-        local_group=max(1, workers.instance.num_accelerators // layout.per_replica),
+        local_group=max(1, per_host // layout.per_replica),
+        num_hosts=math.ceil(workers.count / max(1, layout.per_replica // per_host)),
+        bucket_bytes=bucket_bytes,
         at_once=layout.collectives_at_once,
     )
     return all_reduce, capacities(

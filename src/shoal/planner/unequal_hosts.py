@@ -33,7 +33,7 @@ from shoal.decide.bounded_waiting import WaitingRule, simulate
 from shoal.decide.shares import balanced_shares
 from shoal.errors import UsageError
 from shoal.planner.prediction import Plan
-from shoal.planner.step_time import StepTime, served_s
+from shoal.planner.step_time import served_s
 
 NUM_STEPS = 2_000
 """Steps that are drawn."""
@@ -126,7 +126,7 @@ def divisions(plan: Plan, speeds: Sequence[float], *, jitter: float) -> list[Div
     for name in ("equal",) if whole else ("equal", "by-speed"):
         slow = [_slowest_part(layout.global_batch, speeds, factors, name) for layout in plan.layouts]
         times = [
-            step.total_s + (relative - 1) * _computed_s(step)
+            step.total_s + (relative - 1) * step.computed_s
             for step, relative in zip(plan.steps, slow, strict=True)
         ]
         modes.append(_division(name, plan, times, possible / slow[0]))
@@ -178,10 +178,6 @@ def _factors(jitter: float, *shape: int) -> npt.NDArray[np.float64]:
     return factors
 
 
-def _computed_s(step: StepTime) -> float:
-    return step.forward_s + step.backward_s + step.bubble_s + step.straggler_s
-
-
 def _division(
     name: str,
     plan: Plan,
@@ -213,7 +209,7 @@ def _served(plan: Plan, slow: Sequence[float], possible: float) -> list[Division
         for number, step in enumerate(plan.steps):
             back_s = _exchange_s(plan, number, step.backward_s / step.micro_batches, copies=copies)
             optimizer_s = step.optimizer_s / plan.workers.count
-            times.append(slow[number] * _computed_s(step) + back_s + optimizer_s)
+            times.append(slow[number] * step.computed_s + back_s + optimizer_s)
         name = "sync" + ", replicas=2" * copies
         modes.append(_division(name, plan, times, possible / slow[0], "served"))
     return modes
@@ -280,7 +276,7 @@ def _loose_step_s(
     If it ``streams``, exchanges of fragments overlap the next steps.
     """
     step = plan.steps[number]
-    computed_s, sent_s = waited_s * _computed_s(step), _exchange_s(plan, number)
+    computed_s, sent_s = waited_s * step.computed_s, _exchange_s(plan, number)
     on_servers_s = sent_s + step.optimizer_s / plan.workers.count
     if every > 1:
         hidden_s = _FRAGMENTS * _DELAY * (computed_s + step.optimizer_s) * streams

@@ -41,7 +41,10 @@ def drawn(
     for publisher in range(publishers):
         for _ in range(each):
             x = doubts(
-                repetition=1.0, more_hosts=float(random.integers(1, 6)), network=float(random.uniform(0, 0.5))
+                repetition=1.0,
+                several_hosts=float(random.integers(2)),
+                more_hosts=float(random.integers(1, 6)),
+                network=float(random.uniform(0, 0.5)),
             )
             error = float(random.standard_t(3)) * sigma(x)
             found.append(Residual(publisher=str(publisher), generation="made", log_ratio=error, doubts=x))
@@ -74,13 +77,13 @@ def test_one_cause_is_fitted_where_its_likelihood_is_greatest() -> None:
 
 
 def test_the_interval_covers_what_it_says_on_publishers_never_seen() -> None:
-    intervals = Intervals(drawn(spread, publishers=20, each=20, seed=1))
-    fresh = drawn(spread, publishers=50, each=40, seed=2)
+    intervals = Intervals(drawn(spread, publishers=60, each=20, seed=1))
+    fresh = drawn(spread, publishers=100, each=40, seed=2)
     held = []
     for each in fresh:
         interval = intervals.interval(each.doubts)
         assert isinstance(interval, Interval)
-        held.append(abs(each.log_ratio) <= math.log(interval.factor))
+        held.append(abs(each.log_ratio - math.log(interval.center)) <= math.log(interval.factor))
     assert np.mean(held) == pytest.approx(LEVEL, abs=0.04)
 
 
@@ -95,7 +98,27 @@ def test_the_width_follows_its_causes() -> None:
         and far.shares["network"] > 0.9
         and near.shares["network"] == pytest.approx(0, abs=0.01)
     )
-    assert far.bounds(100.0) == pytest.approx((100 / far.factor, 100 * far.factor))
+    assert far.bounds(100.0) == pytest.approx((100 * far.center / far.factor, 100 * far.center * far.factor))
+
+
+def test_what_several_hosts_cost_moves_the_middle_and_widens_nothing() -> None:
+    def intervals(cost: float) -> Intervals:
+        made = drawn(spread, publishers=20, each=20, seed=5)
+        several = [each.doubts[NAMES.index("several hosts")] for each in made]
+        return Intervals(
+            [replace(r, log_ratio=r.log_ratio + cost * x) for r, x in zip(made, several, strict=True)]
+        )
+
+    plain, slow = intervals(0.0), intervals(0.25)
+    assert slow.cost_of_several == pytest.approx(plain.cost_of_several + 0.25)
+    x = doubts(repetition=1.0, several_hosts=1.0, more_hosts=4.0)
+    before, after = plain.interval(x), slow.interval(x)
+    assert isinstance(before, Interval) and isinstance(after, Interval)
+    assert after.factor == pytest.approx(before.factor)
+    assert after.center == pytest.approx(before.center * math.exp(0.25))
+    low, high = after.bounds(100.0)
+    assert low * high == pytest.approx((100 * after.center) ** 2)
+    assert slow.center(doubts(repetition=1.0, more_hosts=4.0)) == 1.0, "the rate is of several hosts, too"
 
 
 def test_beyond_all_published_runs_there_is_no_interval() -> None:
@@ -115,11 +138,13 @@ def test_a_quantile_is_a_value_that_occurs() -> None:
 
 def test_doubts_of_a_run() -> None:
     seconds = {"compute": 60.0, "network": 20.0, "evaluation": 15.0, "start": 5.0}
-    found = doubts_of(seconds, rate="measured", times_the_hosts=8.0, split=0.5, unstated=0.3, to_target=True)
+    found = doubts_of(
+        seconds, rate="measured", times_the_hosts=8.0, several=True, split=0.5, unstated=0.3, to_target=True
+    )
     assert dict(zip(NAMES, found, strict=True)) == pytest.approx(
         {
-            "rate assumed": 0, "rate published": 0, "repetition": 1, "more hosts": 3, "network": 0.2,
-            "split samples": 1, "evaluation": 0.15, "start": 0.05, "unstated facts": 0.3,
+            "rate assumed": 0, "rate published": 0, "repetition": 1, "several hosts": 1, "more hosts": 3,
+            "network": 0.2, "split samples": 1, "evaluation": 0.15, "start": 0.05, "unstated facts": 0.3,
             "samples to target": 1,
         }
     )  # fmt: skip

@@ -19,6 +19,7 @@ from shoal.planner.step_time import achieved_flops_for, step_time
 @pytest.fixture(autouse=True)
 def equal_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.planner.step_time.JITTER", 0.0)
+    monkeypatch.setattr("shoal.planner.step_time.SEVERAL_HOSTS", 0.0)
 
 
 def test_one_device_computes_and_nothing_else() -> None:

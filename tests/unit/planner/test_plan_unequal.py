@@ -55,7 +55,7 @@ def test_one_host_at_half_speed_is_worth_dividing_by_speed(plan: Plan) -> None:
     assert equal.step_s == pytest.approx(step.total_s + computed_s)
     assert best.step_s == pytest.approx(step.total_s + computed_s * (8 / 7.5 - 1), rel=0.01)
     seconds = plan.seconds_by_cause
-    computed_s = sum(seconds[name] for name in ("compute", "bubble", "stragglers"))
+    computed_s = sum(seconds[name] for name in ("compute", "bubble", "stragglers", "several hosts"))
     assert equal.total_s == pytest.approx(plan.total_s + computed_s)
     text = text_of([plan], unequal=[best, equal, served])
     assert "train with --distributed.shares by-speed: it saves" in text
