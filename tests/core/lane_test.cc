@@ -384,7 +384,7 @@ TEST(lane_copies_a_message_as_a_whole_into_a_buffer_that_is_used_again) {
 // Receives of what is sent later hold up nothing.
 TEST(lane_goes_on_while_receives_wait) {
   constexpr int kWaiting = 20;
-  const fake::Array array(50 * kColumns);
+  const fake::Array array(50 * kColumns), received(array.count()), sums(array.count());
   std::vector<std::unique_ptr<fake::Array>> targets;
   Device device(2);
   const auto engine = std::make_shared<LateEngine>(3);
@@ -395,8 +395,8 @@ TEST(lane_goes_on_while_receives_wait) {
     waiting.push_back(device.lane.begin(engine, messages(Kind::recv, tag, nullptr, targets.back().get(), ready)));
   }
   CHECK(ends(device, device.lane.begin(engine, messages(Kind::send, 0, &array, nullptr, ready))));
-  CHECK(ends(device, device.lane.begin(engine, messages(Kind::recv, 0, nullptr, &array, ready))));
-  CHECK(ends(device, device.lane.begin(engine, transfer_of(Kind::all_reduce, array.count(), &array, &array, ready))));
+  CHECK(ends(device, device.lane.begin(engine, messages(Kind::recv, 0, nullptr, &received, ready))));
+  CHECK(ends(device, device.lane.begin(engine, transfer_of(Kind::all_reduce, array.count(), &array, &sums, ready))));
   for (int tag = kWaiting; tag > 0; --tag) {
     CHECK(ends(device, device.lane.begin(engine, messages(Kind::send, tag, &array, nullptr, ready))));
     CHECK(ends(device, waiting[static_cast<std::size_t>(tag - 1)]));

@@ -60,7 +60,12 @@ def _script(path: str, arguments: list[str], folder: str, rank: int, size: int, 
 
 def run(name: str, folder: Path, num_workers: int, *arguments: str) -> str:
     """Run an example to its end and return what the first worker has printed."""
-    port, path = free_port(), EXAMPLES / f"{name}.py"
+    return run_script(EXAMPLES / f"{name}.py", folder, num_workers, *arguments)
+
+
+def run_script(path: Path, folder: Path, num_workers: int, *arguments: str) -> str:
+    """Run a script in ``folder`` to its end and return what the first worker has printed."""
+    port = free_port()
     processes = [
         fork_process(_script, str(path), list(arguments), str(folder), rank, num_workers, port)
         for rank in range(num_workers)

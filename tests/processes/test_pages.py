@@ -12,8 +12,7 @@ from textwrap import indent
 
 import pytest
 import torch
-
-from forked import torchrun
+from test_example_scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SUDO = 'sudo -E env PATH="$PATH" '
@@ -86,8 +85,7 @@ def _weights(folder: Path, *parts: str, model: str = "model") -> dict[str, torch
     """Run a script made of ``parts`` on two workers; return the weights that it exports."""
     folder.mkdir()
     (folder / "script.py").write_text("".join((BEFORE, *parts, AFTER.replace("MODEL", model))))
-    code, output = torchrun(str(folder / "script.py"), str(folder / "run"), output=folder / "log")
-    assert code == 0, output
+    run_script(folder / "script.py", folder, 2, "run")
     loaded: dict[str, torch.Tensor] = torch.load(folder / "run" / "model.pt", weights_only=True)
     return loaded
 

@@ -250,7 +250,9 @@ class DeviceGroup:
         """Return the group's error, which names the first cause, if it has failed; else ``problem``."""
         if self._stopped.is_set():
             return problem
-        return first_cause(problem, self.error, _GROUP_ERROR_S if isinstance(problem, CommError) else 0.0)
+        # a rank of this host that dies fails the others' kernels, too
+        may_be_another = isinstance(problem, CommError) or self._hierarchical is not None
+        return first_cause(problem, self.error, _GROUP_ERROR_S if may_be_another else 0.0)
 
     def abort(self, reason: str) -> None:
         """Fail the group on all ranks, unless it is being shut down."""

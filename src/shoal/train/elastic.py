@@ -17,7 +17,7 @@ from shoal.train.checkpoint import Checkpointer
 from shoal.train.gradients import ChangingWorkers
 from shoal.train.members import Members, give_state, newest_state
 from shoal.train.run_dir import own
-from shoal.train.step import Step, Workers
+from shoal.train.step import Step, Workers, seed_key_of
 
 
 class ChangingMembers(Workers):
@@ -84,9 +84,11 @@ class ChangingMembers(Workers):
     def _changed(self) -> None:
         """Average over the present members, bring all to the newest state, and name the first one."""
         run = self._run
+        run.world.forget_ranks()
         for ddp in run._training.models:
             assert isinstance(ddp, ChangingWorkers)
             ddp.renew()
+        run._training.seed_key = seed_key_of(run.seed, self._members.rank)
         step, source = newest_state(run.step if self._has_state else -1)
         if source is not None:
             self._has_state = self._has_state and run.step == step

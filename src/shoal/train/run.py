@@ -91,7 +91,7 @@ from shoal.train.reporting import (
 from shoal.train.run_dir import open_run_dir, own, owned, recorded_backend
 from shoal.train.servers.choice import choose_update
 from shoal.train.shares import advice_on_shares, open_shares
-from shoal.train.step import RunningMetrics, Step, StepState
+from shoal.train.step import RunningMetrics, Step, StepState, seed_key_of
 from shoal.train.stopping import (
     StopRequest,
     Target,
@@ -280,7 +280,7 @@ class Run:
                 on_device=world.device.type == "cuda",
                 shards=OptimizerShards() if self.shards_optimizer else None,
             ),
-            seed=self.seed,
+            seed_key=seed_key_of(self.seed, world.rank),
             kept=self._kept,
             saves=self._checkpointer is not None,
             layer_norms=(

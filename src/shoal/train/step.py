@@ -64,8 +64,8 @@ class StepState:
     """Copies micro-batches to the device."""
     scale: LossScale
     update: Update
-    seed: int
-    """Seeds torch's generators in each step, so that no generator's state need be saved."""
+    seed_key: int
+    """Of this worker; seeds torch's generators in each step, so that no generator's state need be saved."""
     models: list[DataParallel] = field(default_factory=list)
     kept: Mapping[str, Any] = field(default_factory=dict)
     """Objects that checkpoints hold, by name."""
@@ -76,10 +76,10 @@ class StepState:
     workers: Workers = field(default_factory=lambda: Workers())
     """Goes on without a worker that is lost in a step, if the settings ask for it."""
 
-    @property
-    def seed_key(self) -> int:
-        """The seed of this worker."""
-        return int(random_keys(self.seed, Stream.DROPOUT, self.world.rank).item())
+
+def seed_key_of(seed: int, rank: int) -> int:
+    """Return the key of a worker for :class:`StepState`."""
+    return int(random_keys(seed, Stream.DROPOUT, rank).item())
 
 
 class Workers:

@@ -68,17 +68,17 @@ class World:
     members: Members | None = None
     """The workers, if they may change; a process that is not yet one of them is in a group alone."""
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Rank of this worker, from 0 to ``num_workers`` - 1."""
         return self.ranks.rank if self.members is None else self.members.rank
 
-    @property
+    @cached_property
     def num_workers(self) -> int:
         """Number of workers on all hosts."""
         return self.ranks.num_workers if self.members is None else self.members.size
 
-    @property
+    @cached_property
     def is_main(self) -> bool:
         """True on the first worker, which writes the record and checkpoints."""
         return self.ranks.is_main if self.members is None else self.members.is_first
@@ -92,6 +92,11 @@ class World:
     def is_late(self) -> bool:
         """True before this process becomes one of workers that train already."""
         return self.members is not None and self.members.generation == 0
+
+    def forget_ranks(self) -> None:
+        """Read rank and number of workers again, which have changed."""
+        for name in ("rank", "num_workers", "is_main"):
+            self.__dict__.pop(name, None)
 
     def barrier(self) -> None:
         """Wait until all workers have called this."""

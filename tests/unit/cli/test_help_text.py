@@ -27,7 +27,7 @@ end it.""")
 
 def test_help_shows_no_default_that_says_nothing_and_no_option_for_it() -> None:
     said = shoal("plan", "--help").stdout
-    assert said.startswith("Usage: shoal plan --cluster STR")
+    assert said.startswith("Usage: shoal plan [OPTIONS] [ARGS...]")
     for word in ("default: ()", '""', "--empty", "`"):
         assert word not in said
     assert "[default: fp32]" in said

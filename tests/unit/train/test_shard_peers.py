@@ -1,4 +1,4 @@
-"""When servers of shards are not started; ``tests/processes/test_shard_peers.py`` trains with them."""
+"""Tests when servers of shards are not started; ``processes/test_runs_with_shard_peers.py`` has runs."""
 
 from types import SimpleNamespace
 

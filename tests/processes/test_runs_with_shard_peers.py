@@ -86,6 +86,7 @@ def test_a_run_with_peers_is_the_run_without(tmp_path: Path) -> None:
     assert "from memory" in tables.reads(*load_runs([tmp_path / "together"]))
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_a_run_on_text_with_peers_is_the_run_without(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
