@@ -107,7 +107,7 @@ class OurStep:
             copies=copies_to(world.device),
             scale=LossScale(enabled=False),
             update=Update(on_device=world.device.type == "cuda"),
-            seed=SEED,
+            seed_key=SEED,
             models=[self._ddp],
         )
 
