@@ -103,7 +103,7 @@ def compute(
         copies=copies_to(world.device),
         scale=LossScale(enabled=True, static=settings["loss_scale"]),
         update=Update(on_device=world.device.type == "cuda"),
-        seed=1,
+        seed_key=1,
         models=[ddp],
     )
     shard = DataShard(
