@@ -122,7 +122,7 @@ class ShardFile:
 
     @property
     def remedy(self) -> str:
-        """What to do if it is damaged."""
+        """Return the remedy for a damaged file."""
         return f"copy it again or prepare the {self.shard.KIND} again"
 
     def check(self, path: Path | str, num_bytes: int, sha256: str) -> None:

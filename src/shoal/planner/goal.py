@@ -41,12 +41,12 @@ class Aim:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is a limit."""
+        """Return true if a time or a budget is set."""
         return self.by_s is not None or self.budget is not None
 
     @property
     def ranks_by(self) -> Goal:
-        """What plans within the limits are ranked by."""
+        """Return the figure that ranks the plans within the limits."""
         by_cost = self.by_s is not None and self.budget is None
         return self.goal or ("cost" if by_cost else "time")
 

@@ -38,10 +38,10 @@ from shoal.planner.hardware import Instance, Machines
 LOCAL, OUT, IN, HELPER_OUT, HELPER_IN = "local", "out", "in", "helper out", "helper in"
 WITH_HELPERS = "two-hop-helpers"
 ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", WITH_HELPERS)
-"""Algorithms of trainings."""
+"""Algorithms that a training can use."""
 TORUS = "torus"
 COMPARED = (*ALGORITHMS, TORUS)
-"""And one that no library of ours runs."""
+"""Algorithms that predictions compare; the torus is never planned."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ class StepTime:
     straggler_s: float
     """Wait for the slowest worker: of its device, or of its samples."""
     several_hosts_s: float
-    """What several hosts cost beyond all that is computed (:data:`SEVERAL_HOSTS`)."""
+    """Overhead of running on several hosts, beyond the modelled causes (:data:`SEVERAL_HOSTS`)."""
     exposed_s: float
     """Communication that the backward pass does not hide."""
     optimizer_s: float

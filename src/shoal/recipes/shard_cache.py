@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedDataConfig:
-    """Where each host keeps copies of shards, and where they come from."""
+    """Settings of the local cache of shards: its folder, its size, and copies from other hosts."""
 
     cache: Path | None = None
     """Folder on a fast local disk, or in memory, to which shards are copied on demand."""

@@ -180,7 +180,7 @@ class OwnSettings:
 
     @property
     def _is_usual(self) -> bool:
-        """Whether samples and the state of the optimizer are as with the preset."""
+        """Return true if samples and optimizer state are those of the preset."""
         usual = preset_settings(self.recipe, self.preset)
         if getattr(usual, "optim", None) != getattr(self.config, "optim", None):
             return False
