@@ -1,15 +1,20 @@
-"""Converts epochs to optimizer steps: vision's recipes count epochs, and steps need not align with them.
+"""Converts epochs to optimizer steps, which need not align with them.
 
-The stream of samples is endless (``order``), so a global batch may hold the last images of one epoch and the
-first of the next. Epoch ``e`` ends with the step whose last sample is nearest to its own: step
-``round(e · examples / global batch)``, a half rounded up. The rounding does not add up: the run has as many
-samples as its epochs have, to within half a batch.
+In vision's recipes the stream of samples is endless (``order``), so a global batch may hold the last images
+of one epoch and the first of the next. Epoch ``e`` ends with the step whose last sample is nearest to its
+own: step ``round(e · examples / global batch)``, a half rounded up. The rounding does not add up: the run has
+as many samples as its epochs have, to within half a batch.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+
+def covering_steps(epochs: float, *, num_examples: int, global_batch_size: int) -> int:
+    """Return the steps in which every example of ``epochs`` epochs is seen, as finetunings count them."""
+    return math.ceil(epochs * num_examples / global_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

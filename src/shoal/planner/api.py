@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from shoal.decide.epochs import Epochs
+from shoal.decide.epochs import Epochs, covering_steps
 from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
-from shoal.planner.convergence import Convergence, Phase, at_any_batch, convergence_of
+from shoal.planner.convergence import Convergence, DataSet, Phase, at_any_batch, convergence_of
 from shoal.planner.goal import Goal
 from shoal.planner.hardware import ON_DEMAND, Catalog, Instance, Machines, require_accelerators, shipped
 from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
@@ -215,7 +215,7 @@ def _part(
     precision = _precision(preset, instance, counted)
     flops, basis = speed.achieved(counted, name, instance, precision=precision, global_batch=phase.batch)
     return Part(
-        workload=counted,
+        workload=_with_lengths(counted, preset.data if preset else None),
         convergence=convergence,
         global_batch=phase.batch,
         achieved_flops=flops,
@@ -223,6 +223,23 @@ def _part(
         precision=precision,
         micro_batch=phase.micro_batch,
         section=phase.section,
+    )
+
+
+def _with_lengths(counted: Workload, data: DataSet | None) -> Workload:
+    """Return a workload whose samples have the mean work of texts that are shorter than its samples may be.
+
+    Packed batches compute nothing for tokens that are not there. What is kept is that of full samples.
+    """
+    if data is None or not 0 < data.mean_tokens < counted.tokens_per_sample:
+        return counted
+    share = data.mean_tokens / counted.tokens_per_sample
+    layers = tuple(replace(each, forward_flops=share * each.forward_flops) for each in counted.layers)
+    return replace(
+        counted,
+        layers=layers,
+        relay_bytes=share * counted.relay_bytes,
+        work_spread=data.token_spread,
     )
 
 
@@ -316,16 +333,18 @@ def _phases(
 
 def _length_of(preset: Preset, phase: Phase, train_samples: float | None) -> Convergence:
     """Return the length of a preset's phase, in samples that are known, else in those that are asked for."""
-    tables = shipped("convergence.toml")
-    per_epoch = tables[preset.model].get("samples_per_epoch") if preset.model in tables else None
+    per_epoch = preset.data.num_examples if preset.data else None
+    per_epoch = per_epoch or shipped("convergence.toml").get(preset.model, {}).get("samples_per_epoch")
     if train_samples is None and phase.steps is not None:
         amount, source = float(phase.steps * phase.batch), f"{phase.steps:,} steps of {preset.name}"
     elif train_samples is None and phase.epochs is not None and per_epoch:
-        epochs = Epochs(num_examples=per_epoch, global_batch_size=phase.batch)
-        amount, source = (
-            float(epochs.steps(phase.epochs) * phase.batch),
-            f"{phase.epochs:g} epochs of {preset.name}",
-        )
+        if phase.covers:
+            steps = covering_steps(phase.epochs, num_examples=per_epoch, global_batch_size=phase.batch)
+        else:
+            steps = Epochs(num_examples=per_epoch, global_batch_size=phase.batch).steps(phase.epochs)
+        amount, source = float(steps * phase.batch), f"{phase.epochs:g} epochs of {preset.name}"
+        if preset.data:
+            source = f"{source}: {per_epoch:,} examples of {preset.data.name}"
     else:
         return _fixed_length(preset.name, train_samples)
     points = at_any_batch(amount)

@@ -11,6 +11,20 @@ from shoal.planner.hardware import shipped
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """A published data set that a preset is for, as plans count it."""
+
+    name: str
+    num_examples: int
+    """For training."""
+    mean_tokens: float = 0.0
+    """Of an example with special tokens; 0: examples are no texts, or fill their length."""
+    token_spread: float = 0.0
+    """Standard deviation of the tokens over their mean."""
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """A phase of a recipe's training, as its settings have it."""
 
@@ -18,6 +32,8 @@ class Phase:
     steps: int | None = None
     """None: the settings name epochs, or the data decides."""
     epochs: float | None = None
+    covers: bool = False
+    """The last step completes the epochs; else the nearest step ends them."""
     sequence_length: int | None = None
     """Tokens of a sample; None: the model's own, or samples are no sequences."""
     micro_batch: int | None = None
@@ -68,6 +84,12 @@ class Convergence:
 
     def samples(self, batch: int) -> float:
         return self.epochs(batch) * self.samples_per_epoch
+
+
+def data_set_of(recipe: str, preset: str) -> DataSet | None:
+    """Return the published data set that a preset is for, or ``None`` if it is for none that is known."""
+    entry = shipped("data_sets.toml").get(f"{recipe}-{preset}")
+    return DataSet(**entry) if entry else None
 
 
 def at_any_batch(amount: float) -> tuple[tuple[int, float], ...]:

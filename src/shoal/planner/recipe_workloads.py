@@ -15,7 +15,7 @@ from shoal.decide.footprint import Activations
 from shoal.decide.workload import Layer, Workload
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
-from shoal.planner.convergence import Phase
+from shoal.planner.convergence import DataSet, Phase
 from shoal.planner.hardware import shipped
 
 Count = Callable[[str, int | None], Workload | None]
@@ -35,6 +35,8 @@ class Preset:
     phases: tuple[Phase, ...]
     length: str = ""
     """The setting with the tokens of a sample, such as ``data.max_seq_length``."""
+    data: DataSet | None = None
+    """That the preset is for, if it is a published one."""
     precision: str = "auto"
     shard_optimizer: bool = False
     has_stages: bool = True

@@ -5,7 +5,6 @@ The scripts are ``squad.py``, ``classify.py`` and ``t5_classify.py``.
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
-import math
 import random
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from shoal.decide.batch import BatchPlan, MicroBatch, known_size, plan_batch
+from shoal.decide.epochs import covering_steps
 from shoal.errors import UsageError, require_positive
 from shoal.recipes import DryRun, Sample
 from shoal.recipes.model_source import (
@@ -256,7 +256,9 @@ def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -
     from shoal.train.optim_config import schedule_of
 
     train, optim = config.train, config.optim
-    total = train.total_steps or math.ceil(train.epochs * num_sequences / train.global_batch_size)
+    total = train.total_steps or covering_steps(
+        train.epochs, num_examples=num_sequences, global_batch_size=train.global_batch_size
+    )
     warmup = optim.warmup_steps or round(optim.warmup_share * total)
     check_warmup("optim", warmup, "train", total)
     batch = config.batch(num_workers)

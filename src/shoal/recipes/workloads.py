@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 import tomllib
@@ -20,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 from shoal.decide.workload import LAMB_BYTES, MOMENTUM_BYTES, Workload
 from shoal.errors import UsageError
 from shoal.planner import api, comparison
-from shoal.planner.convergence import Phase
+from shoal.planner.convergence import Phase, data_set_of
 from shoal.planner.recipe_workloads import Preset, catalog
 from shoal.recipes import RECIPES, Sample, preset_file, script
 from shoal.recipes.memory import activations_of, profile_of, state_bytes
@@ -97,12 +98,23 @@ def _find(name: str) -> tuple[str, str, str] | None:
         for source in entry.starts_from:
             for preset in script(source).PRESETS:
                 if name == f"{recipe}-{source}-{size_of(preset)}":
-                    return recipe, entry.preset, f"{source}-{size_of(preset)}"
+                    return recipe, _finetuning_preset(recipe, source, preset), f"{source}-{size_of(preset)}"
         if not entry.starts_from and hasattr(script(recipe), "sample"):
             for preset in script(recipe).PRESETS:
                 if name == workload_name(recipe, preset):
                     return recipe, preset, ""
     return None
+
+
+def _finetuning_preset(recipe: str, source: str, size: str) -> str:
+    """Return the preset for models of a source, or the default for one too small for its sequences."""
+    entry = RECIPES[recipe]
+    if source not in script(recipe).PRESETS:
+        return entry.preset
+    section, setting = entry.length.split(".")
+    named = tomllib.loads(preset_file(recipe, source).read_text(encoding="utf-8")).get(section, {})
+    positions = getattr(preset_settings(source, size).model, "max_position_embeddings", math.inf)
+    return source if named.get(setting, 0) <= positions else entry.preset
 
 
 @cache
@@ -128,7 +140,8 @@ def _preset(recipe: str, preset: str, model: str, config: Any, counted_as: str) 
         Phase(
             batch=sizes.global_batch_size,
             steps=getattr(sizes, "total_steps", None),
-            epochs=getattr(sizes, "total_epochs", None),
+            epochs=getattr(sizes, "total_epochs", getattr(sizes, "epochs", None)),
+            covers=hasattr(sizes, "epochs"),
             sequence_length=getattr(sizes, length) if section != "train" else None,
             micro_batch=None if sizes.micro_batch_size == "auto" else sizes.micro_batch_size,
             section=section,
@@ -141,6 +154,7 @@ def _preset(recipe: str, preset: str, model: str, config: Any, counted_as: str) 
         counted_as=counted_as,
         phases=tuple(phases),
         length=entry.length,
+        data=data_set_of(recipe, preset),
         precision=getattr(config.train, "precision", "auto"),
         shard_optimizer=config.train.shard_optimizer,
         has_stages=_has_stages(config),

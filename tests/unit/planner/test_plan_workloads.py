@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -170,6 +171,30 @@ def test_every_name_that_is_measured_is_known() -> None:
 )
 def test_a_preset_is_named_after_its_model(recipe: str, preset: str, size: str | None, name: str) -> None:
     assert workloads.workload_name(recipe, preset, size=size) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "steps", "data"),
+    [
+        ("squad-bert-base", 32, math.ceil(2 * 87_599 / 32), "SQuAD 1.1"),
+        ("squad-albert-base", 48, 8_144, ""),
+        ("classify-bert-large", 32, math.ceil(3 * 392_702 / 32), "MNLI"),
+        ("classify-albert-xlarge", 128, 10_000, ""),
+        ("resnet50-cifar10", 256, round(14 * 50_000 / 256), "CIFAR-10"),
+    ],
+)
+def test_a_plan_has_the_steps_and_data_of_its_preset(name: str, batch: int, steps: int, data: str) -> None:
+    found = workloads.plan(name, "1xp5.4xlarge", algorithms=["ring"])[0]
+    assert found.layouts[0].global_batch == batch and found.runs[0].num_steps == steps
+    assert found.training.parts[0].convergence.source.endswith(f"examples of {data}" if data else " albert")
+
+
+def test_texts_have_the_work_of_their_own_lengths_and_the_memory_of_full_ones() -> None:
+    full, planned = workload("squad-bert-base"), workloads.plan("squad-bert-base", "1xp4d.24xlarge")[0]
+    part = planned.training.parts[0]
+    assert part.workload.forward_flops == pytest.approx(190 / 384 * full.forward_flops)
+    assert part.workload.work_spread == 0.40
+    assert part.workload.activations == full.activations
 
 
 def test_another_length_is_counted_by_a_recipe() -> None:
