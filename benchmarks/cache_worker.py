@@ -19,7 +19,7 @@ from shoal.data.cache import CacheConfig, total_counts
 from shoal.data.images.shards import ImageShards
 from shoal.decide.order import ShuffledOrder
 from shoal.env.launcher import worker_env
-from shoal.train import shard_peers
+from shoal.recipes import shard_peers
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World, join_world
 

@@ -28,6 +28,7 @@ from shoal.train import run_dir as owner
 from shoal.train.checkpoint import Checkpointer, load_model
 from shoal.train.checkpoint_files import find_damage, list_checkpoints
 from shoal.train.reporting import Progress, RunLog
+from shoal.train.run import owned
 from shoal.train.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs forked workers")
@@ -101,7 +102,7 @@ def refused(rank: int, run_dir: Path) -> None:
     control = dist.group.WORLD
     assert control is not None
     world = World(ranks=ranks, device=torch.device("cpu"), backend="gloo", control=control)
-    with pytest.raises(UsageError, match=told), owner.owned(run_dir, world):
+    with pytest.raises(UsageError, match=told), owned(run_dir, world):
         raise AssertionError("it must not be entered")
     (run_dir / f"told-{rank}").write_text(str(caught.value))
 

@@ -32,8 +32,8 @@ from shoal.optim.lamb import parameter_groups
 from shoal.optim.moments import model_norm
 from shoal.pipelining.runtime import Pipeline
 from shoal.pipelining.state_dict import ModelPart
+from shoal.recipes.stages import PipelineUpdate
 from shoal.train.gradients import LossScale
-from shoal.train.pipeline_update import PipelineUpdate
 
 STAGES = [
     ("shared.weight", "first.weight", "first.bias"),

@@ -192,9 +192,9 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.coco.synthetic import make_coco
     from shoal.data.images.normalise import Normalisation
     from shoal.models.detection.mask_rcnn import MaskRCNN, load_weights
+    from shoal.recipes.shard_peers import record_reads
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
-    from shoal.train.shard_peers import record_reads
     from shoal.train.world import run_on_all
 
     with Run.open(config=config, recipe="mask_rcnn", immutable=IMMUTABLE, worker=worker) as run:

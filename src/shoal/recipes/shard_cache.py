@@ -52,7 +52,7 @@ class CachedDataConfig:
         if self.cache is None or world is None:
             return None
         from shoal.data.cache import CacheConfig
-        from shoal.train.shard_peers import counts_folder, join_peers
+        from shoal.recipes.shard_peers import counts_folder, join_peers
 
         cache = CacheConfig(
             directory=self.cache,

@@ -7,13 +7,16 @@ files one tensor at a time. The trained model is written from the run's checkpoi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from shoal.comm.hooks import EightBitWire
@@ -22,6 +25,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.models.directory import model_type_of, refuse_pickles, save
 from shoal.models.t5 import T5
+from shoal.optim.moments import clip_factor, model_norm, scale_all
 from shoal.pipelining.api import make_mesh, pipeline
 from shoal.pipelining.pipeline_plan import PipelinePlan, plan_of
 from shoal.pipelining.runtime import Pipeline
@@ -30,8 +34,8 @@ from shoal.train.checkpoint import load_model, read_tensors, stored_model
 from shoal.train.checkpoint_files import Chunk, StoredTensor
 from shoal.train.checkpoint_state import named_tensors
 from shoal.train.config import DistributedConfig, ServersConfig
+from shoal.train.gradients import Update
 from shoal.train.optimizer_shards import OptimizerShards
-from shoal.train.pipeline_update import PipelineUpdate
 from shoal.train.run import Run
 from shoal.train.run_dir import DESCRIPTION, keep_description
 
@@ -219,3 +223,44 @@ def read_stored(source: Path, model: nn.Module) -> Callable[[str], Tensor]:
     """
     (_, stored), (prefix, _) = stored_model(source), _inner(model)
     return lambda name: stored[prefix + name]()
+
+
+class PipelineUpdate(Update):
+    """Updates the weights of a pipeline: each worker those of its own stages.
+
+    Norms are over all stages.
+
+    Args:
+        stage: this worker's stages; their backward pass has averaged gradients over the replicas.
+        ranks: dimension of the mesh over which the stages are distributed.
+        shards: divides the optimizer's state over the replicas; default: each has all of its stages'.
+    """
+
+    def __init__(self, stage: Pipeline, ranks: DeviceMesh, *, shards: OptimizerShards | None = None) -> None:
+        super().__init__(shards=shards)
+        self._module = stage.module
+        self._counted = [p for name, p in stage.module.named_parameters() if stage.owned(name)]
+        self._group = ranks.get_group() if ranks.size() > 1 else None
+        self._device = stage.device
+
+    def finish_gradients(
+        self, *optimizers: Optimizer, max_norm: float | None, per_worker: bool, loss_scale: float
+    ) -> float:
+        assert not per_worker, "replicas of a pipeline are averaged in the backward pass"
+        counted = [p for p in self._counted if p.grad is not None]
+        norm = self._norm(counted, [p.grad for p in counted]) / loss_scale
+        if math.isfinite(norm):
+            gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+            scale_all(gradients, clip_factor(norm, max_norm) / loss_scale)
+        return norm
+
+    def norm_of_gradients(self, parameters: Sequence[nn.Parameter]) -> float:
+        counted = {id(p) for p in self._counted}
+        own = [p for p in parameters if id(p) in counted and p.grad is not None]
+        return self._norm(own, [p.grad for p in own])
+
+    def weight_norm(self, *optimizers: Optimizer) -> float:
+        return self._norm(self._counted, [p.detach() for p in self._counted])
+
+    def _norm(self, parameters: list[nn.Parameter], tensors: Sequence[Tensor | None]) -> float:
+        return model_norm(parameters, tensors, group=self._group, device=self._device)

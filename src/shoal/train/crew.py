@@ -1,25 +1,41 @@
 """Trains on processes that come and go: a step is a transaction of those that are there.
 
-For scripts of their own, whose every process has the whole model. :class:`Crew` agrees on the members through
-the job's store, changes the group by torch's interface of 2.14, gives the state to who lacks it, and repeats
-a step that lost a member.
+:class:`~shoal.train.members.Members` agrees on the processes. Those that lack the state are given it
+(:func:`give_state`), and a step that lost a member is repeated.
+
+- :class:`Crew` is for a loop of a script's own, whose every process has the whole model.
+- :class:`ChangingMembers` is for a :class:`~shoal.train.run.Run`. Before the weights move, a last collective
+  sums the loss and the figures of the step, so that nothing is left to sum when the step is done. Whoever
+  becomes the first worker writes the record and the checkpoints from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoal import record
 from shoal.comm.engine import CommError
-from shoal.train.members import Members, give_state, newest_state
+from shoal.errors import ShoalError
+from shoal.json_text import parse_json
+from shoal.optim.moments import parameters_of
+from shoal.train.checkpoint import Checkpointer
+from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
+from shoal.train.checkpoint_state import flatten, local_state, restore
+from shoal.train.gradients import ChangingWorkers
+from shoal.train.members import Members
+from shoal.train.run_dir import own
+from shoal.train.step import Step, Workers, seed_key_of
 
 
 class Crew:
@@ -202,3 +218,186 @@ class CrewStep:
             return False
         crew._renew(error)
         return True
+
+
+# ---- the workers of a run -------------------------------------------------------------------------------
+
+
+class ChangingMembers(Workers):
+    """The workers of a run that goes on when one is lost, and takes in others.
+
+    Args:
+        run: the :class:`~shoal.train.run.Run` whose workers they are.
+        members: its processes.
+        take_over: opens the record in a worker that has become the first one, given the owner's token before.
+    """
+
+    def __init__(self, run: Any, members: Members, take_over: Callable[[str], None]) -> None:
+        self._run, self._members, self._take_over = run, members, take_over
+        self._has_state = members.generation > 0
+        self._leads = False
+        members.on_change = self._changed
+
+    @property
+    def num_changes(self) -> int:
+        return self._members.generation
+
+    @property
+    def num_waiting(self) -> int:
+        return self._members.num_waiting() if self._members.is_first else 0
+
+    def join(self) -> bool:
+        if self._members.generation == 0:
+            return self._members.ask()
+        self._lead()
+        return True
+
+    @contextmanager
+    def survive(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._members.has_lost():
+                raise
+            self._members.renew(error, self._run.step)
+
+    def admit(self, num_waiting: int) -> bool:
+        return self._members.admit(num_waiting)
+
+    def agree(self, step: Step) -> Exception | None:
+        try:
+            step.sum_figures(self._run.sum)
+        except Exception as error:
+            if not self._members.has_lost():
+                raise
+            return error
+        return None
+
+    def redo(self, step: Step, error: BaseException) -> bool:
+        if not isinstance(error, Exception) or not self._members.has_lost():
+            return False
+        self._members.renew(error, self._run.step)
+        step.is_done = self._run.step >= step.number  # others had done it, and gave their state
+        return True
+
+    def end(self) -> None:
+        if self._members.is_first:
+            self._members.end()
+
+    def _changed(self) -> None:
+        """Average over the present members, bring all to the newest state, and name the first one."""
+        run = self._run
+        run.world.forget_ranks()
+        for ddp in run._training.models:
+            assert isinstance(ddp, ChangingWorkers)
+            ddp.renew()
+        run._training.seed_key = seed_key_of(run.seed, self._members.rank)
+        step, source = newest_state(run.step if self._has_state else -1)
+        if source is not None:
+            self._has_state = self._has_state and run.step == step
+            state = {
+                **run._state(),
+                "metrics": run._metrics.state(),
+                "micro_batch": run.batch.micro_batch_size,
+            }
+            values = give_state(state, source, has_it=self._has_state)
+            if not self._has_state:
+                self._take(step, values)
+        self._has_state = True
+        self._lead()
+        if run.log:
+            members = record.Members(
+                step=step, num_workers=self._members.size, num_before=self._members.num_before
+            )
+            run.log.write(members)
+
+    def _take(self, step: int, values: Mapping[str, Any]) -> None:
+        """Go on after a step whose models and optimizers are here."""
+        run = self._run
+        run.step, run._samples = step, int(values["samples"])
+        run._training.scale.load_state_dict(values["loss_scale"])
+        run._metrics.load_state(values["metrics"])
+        run._batch = replace(run.batch, micro_batch_size=int(values["micro_batch"]))
+
+    def _lead(self) -> None:
+        """Write the record and checkpoints if this is the first worker, which has the whole state."""
+        run = self._run
+        if not self._members.is_first:
+            run._checkpointer = None
+        elif not self._leads:
+            self._leads = True
+            if run.log is None:
+                self._take_over(self._members.get("owner"))
+            if run.directory is not None:
+                self._members.put("owner", own(run.directory).token)
+            if run.directory is not None and run._settings.output.save:
+                keep = run._settings.output.keep_checkpoints
+                run._checkpointer = Checkpointer(run.directory, keep=keep, is_alone=True)
+
+
+# ---- state ------------------------------------------------------------------------------------------------
+
+
+def newest_state(step: int) -> tuple[int, int | None]:
+    """Return the most steps that a member has taken, and its rank if others lack its state. A collective.
+
+    Args:
+        step: steps done; -1: this member has no whole state.
+
+    Raises:
+        ShoalError: no member has one.
+    """
+    steps = torch.empty(dist.get_world_size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(steps, torch.tensor([step]))
+    most = int(steps.max())
+    if most < 0:
+        raise ShoalError(
+            "the last member with a whole state was lost while it gave it to others: start the job again"
+        )
+    return most, None if steps.min() == most else int(steps.argmax())
+
+
+def give_state(state: Mapping[str, Any], source: int, *, has_it: bool) -> dict[str, Any]:
+    """Give one member's state to those that lack it; return its JSON values to these. A collective.
+
+    A member that this raises in may have a part of the state.
+
+    Args:
+        state: by name: models, optimizers, tensors, and JSON values.
+        source: rank of the member whose state it is.
+        has_it: whether this member has it.
+    """
+    flat = flatten(state) if dist.get_rank() == source else None
+    description: Any = None
+    if flat is not None:
+        types = {name: [DTYPE_NAMES[each.dtype], list(each.shape)] for name, each in flat.tensors.items()}
+        description = [types, flat.all_values()]
+    types, values = _broadcast_json(description, source)
+    stored = {
+        name: StoredTensor(dtype=dtype, size=tuple(size), chunks=()) for name, (dtype, size) in types.items()
+    }
+
+    def read(targets: Mapping[str, Tensor]) -> None:
+        for name, each in stored.items():
+            buffer = torch.empty(each.size, dtype=DTYPES[each.dtype])
+            if flat is not None:
+                buffer.copy_(flat.tensors[name])
+            dist.broadcast(buffer, group_src=source)
+            if name in targets:
+                targets[name].copy_(buffer)
+
+    if has_it:
+        read({})
+        return {}
+    return restore(state, stored, values, read, [local_state(state)], parameters_of)
+
+
+def _broadcast_json(value: Any, source: int) -> Any:
+    """Return the JSON value of one member on all."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor(len(data))
+    dist.broadcast(size, group_src=source)
+    if dist.get_rank() != source:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group_src=source)
+    return parse_json(bytes(data.numpy()), f"the state of rank {source}", error=CommError)

@@ -5,24 +5,28 @@
    that are present once no other can come. The first proposal counts (:meth:`Members.renew`).
 3. A process that starts later asks there (:meth:`Members.ask`); the first member takes it in, between two
    steps (:meth:`Members.admit`).
-4. All that were decided upon change the process group by torch's interface of 2.14, and give the state of the
-   member that has taken the most steps to those that lack it (:func:`give_state`).
+4. All that were decided upon change the process group by torch's interface of 2.14; what follows from it is
+   the part of :attr:`Members.on_change`.
+
+Each process counts up a number in the store, by which the others notice that it stands still
+(:class:`StandstillWatch`).
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
@@ -30,12 +34,8 @@ from shoal.comm import native_group
 from shoal.comm.engine import CommError
 from shoal.env.settings import launch_dir
 from shoal.env.standstills import name_standstill
-from shoal.errors import EXIT_LOST, ShoalError, UsageError
+from shoal.errors import EXIT_LOST, UsageError
 from shoal.json_text import parse_json
-from shoal.optim.moments import parameters_of
-from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
-from shoal.train.checkpoint_state import flatten, local_state, restore
-from shoal.train.standstill import StandstillWatch
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.01
@@ -255,69 +255,83 @@ class Members:
         c10d._reconfigure(uuid, handles, timeout=timedelta(seconds=self._patience_s)).wait()
 
 
-# ---- state ------------------------------------------------------------------------------------------------
+# ---- who stands still -----------------------------------------------------------------------------------
+
+_MOST_BEAT_S = 3.0
+_END_S = 5.0
 
 
-def newest_state(step: int) -> tuple[int, int | None]:
-    """Return the most steps that a member has taken, and its rank if others lack its state. A collective.
+class StandstillWatch:
+    """A thread that shows in the store that this process runs, and watches others.
 
-    Args:
-        step: steps done; -1: this member has no whole state.
-
-    Raises:
-        ShoalError: no member has one.
-    """
-    steps = torch.empty(dist.get_world_size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(steps, torch.tensor([step]))
-    most = int(steps.max())
-    if most < 0:
-        raise ShoalError(
-            "the last member with a whole state was lost while it gave it to others: start the job again"
-        )
-    return most, None if steps.min() == most else int(steps.argmax())
-
-
-def give_state(state: Mapping[str, Any], source: int, *, has_it: bool) -> dict[str, Any]:
-    """Give one member's state to those that lack it; return its JSON values to these. A collective.
-
-    A member that this raises in may have a part of the state.
+    A process that is stopped, or whose host is, counts no further. Without the store nobody is suspected.
 
     Args:
-        state: by name: models, optimizers, tensors, and JSON values.
-        source: rank of the member whose state it is.
-        has_it: whether this member has it.
+        store: of the job; the thread uses a connection of its own.
+        own: name of this process.
+        patience_s: how long a process may stand still.
+        on_silence: called by the thread with the processes that have stood still for so long.
     """
-    flat = flatten(state) if dist.get_rank() == source else None
-    description: Any = None
-    if flat is not None:
-        types = {name: [DTYPE_NAMES[each.dtype], list(each.shape)] for name, each in flat.tensors.items()}
-        description = [types, flat.all_values()]
-    types, values = _broadcast_json(description, source)
-    stored = {
-        name: StoredTensor(dtype=dtype, size=tuple(size), chunks=()) for name, (dtype, size) in types.items()
-    }
 
-    def read(targets: Mapping[str, Tensor]) -> None:
-        for name, each in stored.items():
-            buffer = torch.empty(each.size, dtype=DTYPES[each.dtype])
-            if flat is not None:
-                buffer.copy_(flat.tensors[name])
-            dist.broadcast(buffer, group_src=source)
-            if name in targets:
-                targets[name].copy_(buffer)
+    def __init__(
+        self, store: Any, own: str, patience_s: float, on_silence: Callable[[frozenset[str]], None]
+    ) -> None:
+        self._store, self._own, self._patience_s = store.clone(), own, patience_s
+        self._beat_s = min(patience_s / 10, _MOST_BEAT_S)
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._silent: frozenset[str] = frozenset()
+        self._ended = threading.Event()
+        self._on_silence = on_silence
+        self._thread = threading.Thread(target=self._run, name="standstill-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
-    if has_it:
-        read({})
-        return {}
-    return restore(state, stored, values, read, [local_state(state)], parameters_of)
+    def follow(self, names: Sequence[str]) -> None:
+        """Watch these processes from now on, instead of others."""
+        now = time.monotonic()
+        with self._lock:
+            self._seen = {name: ("", now) for name in names if name != self._own}
+            self._silent = frozenset()
 
+    @property
+    def silent(self) -> frozenset[str]:
+        """The watched processes that stand still."""
+        with self._lock:
+            return self._silent
 
-def _broadcast_json(value: Any, source: int) -> Any:
-    """Return the JSON value of one member on all."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor(len(data))
-    dist.broadcast(size, group_src=source)
-    if dist.get_rank() != source:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, group_src=source)
-    return parse_json(bytes(data.numpy()), f"the state of rank {source}", error=CommError)
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        number, last = 0, time.monotonic()
+        while not self._ended.wait(self._beat_s):
+            number, now = number + 1, time.monotonic()
+            if now - last > self._patience_s / 2:  # this process stood still itself, and knows nothing
+                self.follow([*self._seen])
+            last = now
+            try:
+                self._store.set(f"beat/{self._own}", str(number))
+                self._look()
+            except dist.DistError:  # nobody can be heard
+                self.follow([*self._seen])
+
+    def _look(self) -> None:
+        """Read the others' numbers."""
+        with self._lock:
+            seen = dict(self._seen)
+        for name, (value, _) in seen.items():
+            key = f"beat/{name}"
+            newest = self._store.get(key).decode() if self._store.check([key]) else ""
+            if newest != value:
+                seen[name] = newest, time.monotonic()
+        now = time.monotonic()
+        silent = frozenset(name for name, (_, since) in seen.items() if now - since > self._patience_s)
+        with self._lock:
+            if seen.keys() != self._seen.keys():
+                return  # others are watched by now
+            self._seen, news, self._silent = seen, silent - self._silent, silent
+        if news:
+            self._on_silence(news)

@@ -51,7 +51,6 @@ from shoal.data.sources import FirstSteps, IterableSource, StepSource, as_source
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, WorkerShares, plan_batch
 from shoal.env.launcher import worker_env
-from shoal.env.settings import progress_file
 from shoal.env.worker import WorkerEnv, alone
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
 from shoal.train.backends import Purpose
@@ -67,20 +66,17 @@ from shoal.train.config import (
     refuses_fp16,
     required,
 )
-from shoal.train.elastic import ChangingMembers
+from shoal.train.crew import ChangingMembers
 from shoal.train.evaluations import Best, Evaluations, as_numbers, final_scores, load_weights
 from shoal.train.gradients import DataParallel, LossScale, Precision, Update
-from shoal.train.layer_norms import LayerNorms, before_clipping
-from shoal.train.mlperf_log import MLPerfLog
 from shoal.train.model_setup import agree_on_precision, compile_model, wrap_model
 from shoal.train.optimizer_shards import OptimizerShards
-from shoal.train.profiling import StepProfiler
 from shoal.train.reporting import (
-    CheckpointNotice,
     Progress,
     RowWriter,
     RunLog,
     Speed,
+    StepProfiler,
     StepTimer,
     changed_backend,
     changed_precision,
@@ -88,10 +84,11 @@ from shoal.train.reporting import (
     peak_memory_bytes,
     versions,
 )
-from shoal.train.run_dir import open_run_dir, own, owned, recorded_backend
+from shoal.train.row_writers import open_writers
+from shoal.train.run_dir import open_run_dir, own, recorded_backend, require_writable
 from shoal.train.servers.choice import choose_update
-from shoal.train.shares import advice_on_shares, open_shares
-from shoal.train.step import RunningMetrics, Step, StepState, seed_key_of
+from shoal.train.shares import advice_on_shares, open_shares, row_of_shares
+from shoal.train.step import LayerNorms, RunningMetrics, Step, StepState, before_clipping, seed_key_of
 from shoal.train.stopping import (
     StopRequest,
     Target,
@@ -101,7 +98,6 @@ from shoal.train.stopping import (
     read_best,
     read_target,
 )
-from shoal.train.trackers import TRACKERS
 from shoal.train.world import World, join_world, run_on_all
 
 end_in_one_line()  # settings, which a script makes before it opens a run, are checked too
@@ -271,31 +267,11 @@ class Run:
         self._writers: list[RowWriter] = []
         self.to_device = copies_to(world.device)
         self._kept: dict[str, Any] = {}
-        self._training = StepState(
-            world=world,
-            timer=self.timer,
-            copies=self.to_device,
-            scale=_loss_scale(self._precision, self._settings.loop),
-            update=Update(
-                on_device=world.device.type == "cuda",
-                shards=OptimizerShards() if self.shards_optimizer else None,
-            ),
-            seed_key=seed_key_of(self.seed, world.rank),
-            kept=self._kept,
-            saves=self._checkpointer is not None,
-            layer_norms=(
-                LayerNorms(
-                    self._kept,
-                    lambda step: settings.has_line(step, self._until, self.lines),
-                    world.control,
-                )
-                if settings.output.layer_norms
-                else None
-            ),
-        )
+        self._training = _state_of_steps(self)
         if world.members is not None and directory is not None:
+            watched = target.names if target is not None else frozenset()
             self._training.workers = ChangingMembers(
-                self, world.members, lambda owner: take_over(self, target, owner)
+                self, world.members, lambda owner: take_over(self, watched, owner)
             )
         self._notes = [note for note in (precision.note, world.note) if note]
         self._restored: Restored | None = None
@@ -354,15 +330,11 @@ class Run:
         everything = _settings(config, settings, loop, distributed, servers, recipe)
         output, loop, distributed = everything.output, everything.loop, everything.distributed
         check_combination(loop, distributed, everything.servers, clip="global")
-        _check_elastic(everything)
-        if output.layer_norms and everything.servers.option:
-            raise UsageError(
-                f"run.layer_norms does not go with {everything.servers.option}: gradients are on the "
-                "servers; leave one of them out"
-            )
+        _check_features(everything)
         known = getattr(config, "scores", {}) if scores is None else scores
         target, score = read_target(output.until, known), read_best(output.keep_best, known)
         best = None if score is None else Best(score, output.patience)
+        names = target.names if target is not None else frozenset()
         directory = Path(directory or required(output.dir))
         stop = StopRequest()
         with ExitStack() as stack:
@@ -380,19 +352,14 @@ class Run:
             run = cls(world, directory, everything, precision=precision, stop=stop, target=target, best=best)
             stack.enter_context(run._stack)
 
-            def open_writers() -> None:
+            def write_rows() -> None:
                 if world.is_main:
-                    run._writers.extend(_open_writers(run._stack, directory, output, target))
+                    run._writers.extend(open_writers(run._stack, directory, output, watched=names))
 
-            run_on_all(world.control, open_writers)
+            run_on_all(world.control, write_rows)
             try:
-                yield run
-            except (RuntimeError, MemoryError) as error:
-                if run._batch is None or not is_out_of_memory(error):
-                    raise
-                remedy = getattr(config, "memory_remedy", "a smaller model")
-                section = everything.section_with(run._section, "micro_batch_size")
-                raise out_of_memory(error, run._batch, remedy, section=section) from error
+                with named_out_of_memory(run):
+                    yield run
             finally:  # what has threads of its own ends before the process groups do
                 run._evaluations.close()
                 run._kept.clear()
@@ -554,11 +521,8 @@ class Run:
                 another size, or is the same on all workers.
             ShoalError: the loss was not finite too often in a row; damaged data; a lost worker.
         """
-        if self._checkpointer is not None and not flatten(self._kept).tensors:
-            raise UsageError(
-                "checkpoints would be empty: call run.keep(model=model, optimizer=optimizer) before "
-                "run.steps, or train without, Run.open(settings=RunOutputConfig(save=False))"
-            )
+        if self._checkpointer is not None:
+            _check_kept(self._kept)
         if not isinstance(batch, BatchPlan):
             num_replicas = self.world.ranks.num_workers if replica is None else replica[1]
             batch = plan_batch(batch, num_replicas, section=section, unit=self._settings.unit)
@@ -571,12 +535,7 @@ class Run:
             self.is_over = self._evaluations.has_ended(self.step, self._total)
         if self.is_over:
             return
-        source = as_source(data, seed=self.seed)
-        if self.world.members is not None and isinstance(source, IterableSource):
-            raise UsageError(
-                "distributed.elastic needs data whose order the run decides, not a DataLoader or another "
-                "iterable of micro-batches: give run.steps the dataset itself, or one of shoal's readers"
-            )
+        source = _source_of(data, self.seed, self.world)
         setting = self._settings.distributed.shares
         self._shares = open_shares(
             setting, directory=self.directory, world=self.world, step=self.step, source=source,
@@ -594,10 +553,7 @@ class Run:
                 step=since + 1, last_step=until, name=name, sequence_length=length, **batch.sizes
             )
             self.log.write(row)
-        num_profiled = self._settings.output.profile
-        if self._profiler is None and num_profiled and self.world.is_main and self.directory is not None:
-            profiler = StepProfiler(self.directory, self.step, num_profiled)
-            self._profiler = self._stack.enter_context(closing(profiler))
+        self._profiler = self._profiler or _open_profiler(self)
         if not self._training.workers.join():
             self.is_over = True
             return
@@ -705,8 +661,7 @@ class Run:
             return None
         if self._shares is not None and self._shares.observe(self.step + 1, sums[6:]):
             if self.log:
-                samples, seconds = list(self._shares.current), self._shares.seconds
-                self.log.write(record.Shares(step=self.step + 1, samples=samples, seconds=seconds))
+                self.log.write(row_of_shares(self._shares, self.step + 1))
             return None
         if workers.admit(num_waiting):
             return None
@@ -877,11 +832,7 @@ class Run:
             assert self.directory is not None
             precision = self._precision.name if self._is_autocast else "the script's own types"
             if self._restored is not None:
-                notes = [
-                    *changed_precision(self.directory, self.step, precision),
-                    *changed_backend(self.directory, self.step, self.world.backend, self.world.num_workers),
-                    *notes,
-                ]
+                notes = [*_changes(self, precision), *notes]
             first_step = self.step + 1 if self._restored is not None else 0
             trains = self._settings.output.evaluate is None
             self.log = open_log(self, first_step if trains else None)
@@ -964,6 +915,57 @@ class Run:
         self.timer.reset()
 
 
+def _changes(run: Run, precision: str) -> list[str]:
+    """Return notes on what is not as it was when the run was stopped."""
+    assert run.directory is not None
+    return [
+        *changed_precision(run.directory, run.step, precision),
+        *changed_backend(run.directory, run.step, run.world.backend, run.world.num_workers),
+    ]
+
+
+def _state_of_steps(run: Run) -> StepState:
+    """Return what the steps of a new run share."""
+    world, settings = run.world, run._settings
+    layer_norms = None
+    if settings.output.layer_norms:
+        layer_norms = LayerNorms(
+            run._kept, lambda step: settings.has_line(step, run._until, run.lines), world.control
+        )
+    return StepState(
+        world=world,
+        timer=run.timer,
+        copies=run.to_device,
+        scale=_loss_scale(run._precision, settings.loop),
+        update=Update(
+            on_device=world.device.type == "cuda",
+            shards=OptimizerShards() if run.shards_optimizer else None,
+        ),
+        seed_key=seed_key_of(run.seed, world.rank),
+        kept=run._kept,
+        saves=run._checkpointer is not None,
+        layer_norms=layer_norms,
+    )
+
+
+@contextmanager
+def named_out_of_memory(run: Run) -> Iterator[None]:
+    """Name the settings to change if memory runs out in this block.
+
+    Raises:
+        ShoalError: it ran out, once the batch was known.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if run._batch is None or not is_out_of_memory(error):
+            raise
+        settings = run._settings
+        remedy = getattr(settings.config, "memory_remedy", "a smaller model")
+        section = settings.section_with(run._section, "micro_batch_size")
+        raise out_of_memory(error, run._batch, remedy, section=section) from error
+
+
 def open_log(run: Run, first_step: int | None) -> RunLog:
     """Return the log of a run that goes on with ``first_step``; ``None``: it does no steps."""
     assert run.directory is not None
@@ -971,26 +973,62 @@ def open_log(run: Run, first_step: int | None) -> RunLog:
     return run._stack.enter_context(RunLog(run.directory, progress, run._writers, first_step=first_step))
 
 
-def take_over(run: Run, target: Target | None, owner: str) -> None:
+@contextmanager
+def owned(run_dir: Path, world: World) -> Iterator[None]:
+    """Own ``run_dir`` in this block on the main worker. A collective: all workers raise its error.
+
+    Raises:
+        UsageError: as :func:`own`, or the directory cannot be created or written.
+        ShoalError: as :func:`own`.
+    """
+    mine = []
+
+    def take() -> None:
+        if world.is_main:
+            require_writable(run_dir)
+            mine.append(own(run_dir))
+
+    run_on_all(world.control, take)
+    try:
+        yield
+    finally:
+        for ownership in mine:
+            ownership.release()
+
+
+def _open_profiler(run: Run) -> StepProfiler | None:
+    """Return the profiler of the first worker's next steps, if the settings ask for one."""
+    num_steps = run._settings.output.profile
+    if not num_steps or not run.world.is_main or run.directory is None:
+        return None
+    return run._stack.enter_context(closing(StepProfiler(run.directory, run.step, num_steps)))
+
+
+def take_over(run: Run, watched: frozenset[str], owner: str) -> None:
     """Write the record of a run whose former first worker was lost.
 
     Args:
-        target: of the run.
+        watched: names of the scores of the run's target.
         owner: token of that worker as the owner of the run directory.
     """
     assert run.directory is not None
     run._stack.callback(own(run.directory, given_up=owner).release)
-    run._writers.extend(_open_writers(run._stack, run.directory, run._settings.output, target))
+    run._writers.extend(open_writers(run._stack, run.directory, run._settings.output, watched=watched))
     run.log = open_log(run, run.step + 1)
     run._evaluations.read(run.step)
 
 
-def _check_elastic(settings: Settings) -> None:
-    """Check that workers of a run with these settings may change.
+def _check_features(settings: Settings) -> None:
+    """Check that the settings ask for nothing that the workers' changes or the servers exclude.
 
     Raises:
-        UsageError: they may not.
+        UsageError: they do.
     """
+    if settings.output.layer_norms and settings.servers.option:
+        raise UsageError(
+            f"run.layer_norms does not go with {settings.servers.option}: gradients are on the servers; "
+            "leave one of them out"
+        )
     parallel, finetune = (getattr(settings.config, name, None) for name in ("parallel", "finetune"))
     refused = {
         "a model in stages or shards (parallel)": getattr(parallel, "splits", False),
@@ -1008,6 +1046,34 @@ def _is_due(every: int | Sequence[int] | None, step: int, last: int) -> bool:
     if isinstance(every, Sequence):
         return step in every
     return step == last or bool(every and step % every == 0)
+
+
+def _check_kept(kept: Mapping[str, Any]) -> None:
+    """Check that checkpoints will have something in them.
+
+    Raises:
+        UsageError: :meth:`Run.keep` was not given a tensor.
+    """
+    if not flatten(kept).tensors:
+        raise UsageError(
+            "checkpoints would be empty: call run.keep(model=model, optimizer=optimizer) before "
+            "run.steps, or train without, Run.open(settings=RunOutputConfig(save=False))"
+        )
+
+
+def _source_of(data: Any, seed: int, world: World) -> StepSource:
+    """Return the data of :meth:`Run.steps` as a source of steps.
+
+    Raises:
+        UsageError: the workers may change, and each brings micro-batches of its own.
+    """
+    source = as_source(data, seed=seed)
+    if world.members is not None and isinstance(source, IterableSource):
+        raise UsageError(
+            "distributed.elastic needs data whose order the run decides, not a DataLoader or another "
+            "iterable of micro-batches: give run.steps the dataset itself, or one of shoal's readers"
+        )
+    return source
 
 
 def check_own_rows(
@@ -1050,25 +1116,6 @@ def _learning_rates(optimizers: Sequence[Optimizer], kept: Mapping[str, Any]) ->
         f"learning_rate_{names.get(id(each), number)}": float(each.param_groups[0]["lr"])
         for number, each in enumerate(optimizers, start=1)
     }
-
-
-def _open_writers(
-    stack: ExitStack, directory: Path, output: RunOutputConfig, target: Target | None
-) -> list[RowWriter]:
-    """Open further writers of rows: the launcher's file, MLPerf's log, experiment trackers.
-
-    Args:
-        stack: closes them.
-    """
-    writers: list[RowWriter] = []
-    if (path := progress_file()) is not None:
-        writers.append(CheckpointNotice(path))
-    if (path := output.mlperf_log) is not None:
-        watched = target.names if target is not None else frozenset()
-        writers.append(stack.enter_context(closing(MLPerfLog(path, watched))))
-    for name in dict.fromkeys(output.report_to):
-        writers.append(stack.enter_context(closing(TRACKERS[name](directory))))
-    return writers
 
 
 def _settings(

@@ -29,12 +29,11 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal import record
 from shoal.atomic_io import write_atomically
@@ -44,9 +43,6 @@ from shoal.env.slurm import job_id
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.config import load_toml, to_toml
-
-if TYPE_CHECKING:
-    from shoal.train.world import World
 
 CONFIG_FILE = "config.toml"
 FOLDER = "owner"
@@ -131,31 +127,6 @@ def own(run_dir: Path, *, given_up: str = "") -> Ownership:
         return held
     _held[key] = taken = Ownership(run_dir, *_claim(run_dir, given_up))
     return taken
-
-
-@contextmanager
-def owned(run_dir: Path, world: World) -> Iterator[None]:
-    """Own ``run_dir`` in this block on the main worker. A collective: all workers raise its error.
-
-    Raises:
-        UsageError: as :func:`own`, or the directory cannot be created or written.
-        ShoalError: as :func:`own`.
-    """
-    from shoal.train.world import run_on_all  # imports torch, which the launcher does not need
-
-    mine: list[Ownership] = []
-
-    def take() -> None:
-        if world.is_main:
-            require_writable(run_dir)
-            mine.append(own(run_dir))
-
-    run_on_all(world.control, take)
-    try:
-        yield
-    finally:
-        for ownership in mine:
-            ownership.release()
 
 
 def require_free(run_dir: Path) -> None:

@@ -97,6 +97,11 @@ def advice_on_shares(shares: WorkerShares | None, setting: str, batch: BatchPlan
     ]
 
 
+def row_of_shares(shares: WorkerShares, step: int) -> record.Shares:
+    """Return the row for shares that hold from ``step`` on."""
+    return record.Shares(step=step, samples=list(shares.current), seconds=shares.seconds)
+
+
 def _listed(numbers: Sequence[int]) -> str:
     return " and ".join(map(str, numbers))
 

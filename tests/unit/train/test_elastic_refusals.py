@@ -17,7 +17,7 @@ from shoal.train.config import (
     ServersConfig,
     check_combination,
 )
-from shoal.train.run import Settings, _check_elastic
+from shoal.train.run import Settings, _check_features
 
 ELASTIC = DistributedConfig(elastic="2:4")
 
@@ -71,9 +71,9 @@ def test_other_work_of_a_run(config: Any, output: RunOutputConfig, named: str) -
             servers=ServersConfig(),
         )
 
-    _check_elastic(settings(DistributedConfig()))
+    _check_features(settings(DistributedConfig()))
     with pytest.raises(UsageError, match=f"does not go with {named}"):
-        _check_elastic(settings(ELASTIC))
+        _check_features(settings(ELASTIC))
 
 
 def test_a_patience_that_is_not_above_0() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shoal.errors import UsageError
 from shoal.record import Step, read_record
 from shoal.train.config import LoopConfig, RunOutputConfig, ServersConfig
-from shoal.train.layer_norms import before_clipping
 from shoal.train.run import Run, Sizes
+from shoal.train.step import before_clipping
 
 
 class Net(nn.Module):

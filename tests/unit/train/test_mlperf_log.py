@@ -15,7 +15,7 @@ from mlperf_logging.compliance_checker.mlp_parser import parse_file
 
 from shoal.errors import UsageError
 from shoal.record import End, Evaluation, Phase, Resume, Row, Start, Step, Stop, Target
-from shoal.train.mlperf_log import MLPerfLog
+from shoal.train.row_writers import MLPerfLog
 
 OF_SUBMISSIONS = {
     "submission_org": "shoal",

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from shoal.train.standstill import StandstillWatch
+from shoal.train.members import StandstillWatch
 
 DEADLINE_S = 120
 

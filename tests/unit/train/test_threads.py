@@ -11,8 +11,8 @@ import torch
 from shoal.env.settings import LAUNCH_DIR
 from shoal.env.worker import WorkerRanks
 from shoal.errors import ShoalError
-from shoal.train import threads
-from shoal.train.threads import THREADS, set_by_torchrun, share_of_cores, share_threads
+from shoal.train import world
+from shoal.train.world import THREADS, set_by_torchrun, share_of_cores, share_threads
 
 TORCHRUN = {THREADS: "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 MANY = 1 << 20
@@ -91,7 +91,7 @@ def test_threads_are_set_and_said_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(threads, "set_by_torchrun", lambda names: "TORCHELASTIC_USE_AGENT_STORE" in names)
+    monkeypatch.setattr(world, "set_by_torchrun", lambda names: "TORCHELASTIC_USE_AGENT_STORE" in names)
     for rank in range(2):
         torch.set_num_threads(before)
         ranks = WorkerRanks(rank=rank, num_workers=2, local_rank=rank, num_local_workers=2)

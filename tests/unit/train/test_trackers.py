@@ -18,8 +18,8 @@ from wandb.proto.wandb_internal_pb2 import Record
 from shoal.errors import UsageError
 from shoal.record import Start
 from shoal.train.config import RunOutputConfig
+from shoal.train.row_writers import MLflowTracker, Tracker, WandbTracker
 from shoal.train.run import Run, Sizes
-from shoal.train.trackers import MLflowTracker, Tracker, WandbTracker
 
 DATA = [(torch.randn(4), torch.tensor(number % 2)) for number in range(32)]
 
@@ -136,7 +136,7 @@ def test_a_tracker_that_fails_later_is_named_once(
         raise OSError("no space left")
 
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", full)
-    monkeypatch.setattr("shoal.train.trackers.flat_settings", lambda tree: {})
+    monkeypatch.setattr("shoal.train.row_writers.flat_settings", lambda tree: {})
     assert train(tmp_path / "run", "mlflow") == 0
     assert capfd.readouterr().err.count("mlflow failed: no space left; training goes on without it") == 1
 

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.data.cache import CacheConfig
 from shoal.errors import UsageError
-from shoal.train.shard_peers import join_peers
+from shoal.recipes.shard_peers import join_peers
 
 
 def world(num_hosts):
