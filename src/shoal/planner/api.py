@@ -100,15 +100,9 @@ def plan(
     """
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"the global batch (--global-batch) is {global_batch}; it must be at least 1")
-    known = Catalog(catalog)
     hosts = _priced(workers, catalog, price)
     require_accelerators(hosts)
-    helping: Sequence[Machines]
-    if helpers == AUTO:
-        helping = helpers_to_try(hosts, known.instances.values())
-    else:
-        helping = [known.machines(helpers)] if helpers else []
-    hosts, helping, trained = _with_measured(hosts, helping, measured)
+    hosts, helping, trained = _with_measured(hosts, _helpers(helpers, hosts, Catalog(catalog)), measured)
     preset = presets(model) if presets and isinstance(model, str) else None
     published = published and not (preset and preset.counted_as)  # throughputs of other samples
     speed = _Speed(samples_per_s=samples_per_s, trained=trained, published=published, count=count)
@@ -129,19 +123,30 @@ def plan(
         )
         for phase, table in phases
     )  # fmt: skip
-    command: tuple[str, ...] = ()
-    if preset and not parts[0].convergence.target:
-        length = (f"--{preset.length.replace('_', '-')}", str(sequence_length)) if sequence_length else ()
-        command = ("shoal", *preset.command, *length)
     training = Training(
         recipe=name,
         parts=parts,
         start_s=start_s,
         shard_optimizer=bool(preset and preset.shard_optimizer),
         has_stages=preset is None or preset.has_stages,
-        command=command,
+        command=() if parts[0].convergence.target else _command(preset, sequence_length),
     )
     return search(training, hosts, helping, goal=goal, algorithms=algorithms, wire_bytes=wire_bytes)
+
+
+def _helpers(helpers: str | None, hosts: Machines, known: Catalog) -> Sequence[Machines]:
+    """Return the helper hosts to compare: those that the caller names, or several of the catalog's."""
+    if helpers == AUTO:
+        return helpers_to_try(hosts, known.instances.values())
+    return [known.machines(helpers)] if helpers else []
+
+
+def _command(preset: Preset | None, sequence_length: int | None) -> tuple[str, ...]:
+    """Return the command that trains a preset; empty for a model without one."""
+    if preset is None:
+        return ()
+    length = (f"--{preset.length.replace('_', '-')}", str(sequence_length)) if sequence_length else ()
+    return ("shoal", *preset.command, *length)
 
 
 @dataclass(frozen=True, kw_only=True)
