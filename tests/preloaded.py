@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 if others := os.environ.pop("PYTHONPATH").partition(os.pathsep)[2]:  # the first is this folder
     os.environ["PYTHONPATH"] = others
+sys.dont_write_bytecode = False  # as conftest.py has it; this process has options of its own
 get_checkpoint_conversion_mapping("bert")
 gc.collect()
 gc.freeze()
