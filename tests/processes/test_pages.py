@@ -1,4 +1,8 @@
-"""Runs the tutorial's commands as they stand, and the parts that docs/run-more.md adds to a script."""
+"""Runs the pages' commands as they stand, and the parts that docs/run-more.md adds to a script.
+
+A block of commands with a word in capitals, an ellipsis, a path of a cluster's file system or a comment that
+begins with ``needs`` waits for what the reader has; all others are run. ``make`` and ``pip`` are the gate's.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +19,66 @@ import torch
 from test_example_scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-SUDO = 'sudo -E env PATH="$PATH" '
+SUDO = re.compile(r"sudo (?:-E env PATH=\"\$PATH\" |\.venv/bin/)")
+YOURS = re.compile(r"# needs |…|(?<![-\w])[A-Z][A-Z0-9_]+|/data/|/fsx/|\b(?:make|pip|kill) |\b10\.0\.")
+
+
+def _blocks(page: str) -> list[str]:
+    """Return a page's blocks of commands that need nothing but this package, in the order of the page."""
+    text = SUDO.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    text = re.sub(r"^```bash\n(.*?)^```", lambda block: indent(block[1], "    "), text, flags=re.M | re.S)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    blocks = [re.sub("^    ", "", block, flags=re.M) for block in re.findall(r"(?:^ {4}.*\n)+", text, re.M)]
+    return [
+        block for block in blocks if re.match("(shoal|python|torchrun) ", block) and not YOURS.search(block)
+    ]
+
+
+PAGES = {
+    page: blocks
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if not {"_build", "log", "design"} & set(path.parts)
+    and (blocks := _blocks(page := path.relative_to(ROOT).as_posix()))
+}
+
+
+def _run(block: str, folder: Path) -> None:
+    """Run a block of commands in a folder with the examples, as a reader at the repository's root does."""
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")
+    environment = {
+        "XDG_CACHE_HOME": str(Path.home() / ".cache"),
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(folder),
+    }
+    done = subprocess.run(
+        ["bash", "-euc", block], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, f"{block}: {done.stdout}{done.stderr}"
+
+
+needs_emulation = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
-)
+@pytest.mark.timeout(1800)
+@needs_emulation
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/tutorial.md"])
+def test_the_commands_of_a_page_run_as_they_stand(page: str, tmp_path: Path) -> None:
+    for block in PAGES[page]:
+        _run(block, tmp_path)
+
+
+@pytest.mark.slow
+@needs_emulation
 def test_the_tutorials_commands_end_with_the_same_weights(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    commands = [line.strip().removeprefix(SUDO) for line in re.findall(r"^    (.+)$", page, re.MULTILINE)]
+    commands = "".join(PAGES["docs/tutorial.md"]).splitlines()
     assert len(commands) == 9
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command in commands:
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        _run(command, tmp_path)
     weights = [path.read_bytes() for path in sorted(tmp_path.glob("runs/*/model.pt"))]
     assert len(weights) == 4 and len(set(weights)) == 1
     assert (tmp_path / "runs" / "one-host" / "report.html").is_file()
