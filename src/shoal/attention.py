@@ -52,7 +52,7 @@ def packed_attention(
         cu_queries: ``[B + 1]`` the first query of each sequence, and the number of queries.
         cu_keys: ``[B + 1]`` the first row of each sequence in ``stacked``, and T.
         bias: ``[heads, queries, keys]``, at least of the longest sequence; it is added to the scores of each
-            sequence, behind their scale, and has a gradient; of heads of at most 64 columns.
+            sequence, behind their scale, and has a gradient.
         num_keys: ``[B]`` keys to attend to, from the first one; default: all.
         documents: of causal attention, as :func:`document_bounds` returns it; default: a sequence is one.
         max_queries: of a sequence, or more.

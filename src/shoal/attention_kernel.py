@@ -48,12 +48,15 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-BACKWARD_OF_BIAS = Blocks(64, 64, 4, 1)
 # By the columns of a head. They are fixed, since the order of sums depends on them. On compute capability 9.0
 # none of the programs keeps registers in memory.
 FORWARD = dict.fromkeys((16, 32, 64), Blocks(128, 64, 8, 3)) | {128: Blocks(128, 64, 8, 2)}
 BACKWARD_OF_QUERIES = dict.fromkeys((16, 32, 64, 128), Blocks(64, 64, 4, 2))
 BACKWARD_OF_KEYS = dict.fromkeys((16, 32, 64), Blocks(64, 64, 4, 2)) | {128: Blocks(128, 64, 8, 1)}
+BACKWARD_OF_BIAS = dict.fromkeys((16, 32, 64), Blocks(64, 64, 4, 1)) | {128: Blocks(64, 64, 8, 1)}
+# Biases take registers, which 128 columns have only beside fewer keys.
+BIASED_FORWARD = FORWARD | {128: Blocks(128, 32, 8, 2)}
+BIASED_BACKWARD_OF_QUERIES = BACKWARD_OF_QUERIES | {128: Blocks(64, 32, 4, 2)}
 
 
 def blocks_of_keys(num_columns: int, group: int, drops: bool) -> Blocks:
@@ -118,7 +121,7 @@ def forward(
     out = stacked.new_empty(num_queries, heads["num_heads"], stacked.shape[2])
     log_sums = stacked.new_empty(heads["num_heads"], num_queries, dtype=torch.float32)
     outputs = {"out": out, "log_sums": log_sums}
-    blocks = FORWARD[stacked.shape[2]]
+    blocks = (FORWARD if bias is None else BIASED_FORWARD)[stacked.shape[2]]
     shape = (-(-packing.max_queries // blocks.queries), heads["num_heads"])
     _run(_forward, shape, blocks, heads | outputs, keys, packing, num_dropped, scale)
     return out, log_sums
@@ -148,7 +151,7 @@ def backward(
     # The first kernel writes the corrections that the second one reads.
     of_queries = stacked_grad if query_grad is None else query_grad
     matrices = shared | {"out": out, "q_grad": of_queries, "q_grad_s": of_queries.stride(0)}
-    blocks = BACKWARD_OF_QUERIES[stacked.shape[2]]
+    blocks = (BACKWARD_OF_QUERIES if bias is None else BIASED_BACKWARD_OF_QUERIES)[stacked.shape[2]]
     shape = (-(-packing.max_queries // blocks.queries), heads["num_heads"])
     _run(_backward_of_queries, shape, blocks, matrices, keys, packing, num_dropped, scale)
     matrices = shared | {"stacked_grad": stacked_grad, "grads_s": stacked_grad.stride(0)}
@@ -159,7 +162,7 @@ def backward(
         return query_grad, stacked_grad, None
     bias_grad = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     matrices = shared | {"bias_grad": bias_grad, "num_sequences": packing.cu_keys.shape[0] - 1}
-    blocks, (num_heads, max_queries, max_keys) = BACKWARD_OF_BIAS, bias.shape
+    blocks, (num_heads, max_queries, max_keys) = BACKWARD_OF_BIAS[stacked.shape[2]], bias.shape
     shape = (-(-max_queries // blocks.queries) * -(-max_keys // blocks.keys), num_heads)
     _run(_backward_of_bias, shape, blocks, matrices, keys, packing, num_dropped, scale)
     return query_grad, stacked_grad, bias_grad

@@ -189,6 +189,8 @@ CASES = (
     Case((70, 80), queries=(66, 5), attended=(70, 3), p=0.3, has_bias=True),
     Case((70, 9), documents=((70,), (9,)), has_bias=True, num_heads=3, p=0.0),
     Case((130, 64), 64, num_heads=1, has_bias=True, dtype=torch.float16),
+    Case((70, 12), 128, num_heads=1, has_bias=True, dtype=torch.float16),
+    Case((70,), 128, documents=((70,),), num_heads=1, has_bias=True),
     Case((200, 0, 90), documents=((200,), (), (90,))),
     Case((200, 0, 90), documents=((1, 130, 64, 5), (), (63, 1, 1, 25)), num_heads=3, p=0.3),
     Case((150, 150), documents=((70, 80), (150,)), p=0.0, window=20, num_heads=1, dtype=torch.float16),
@@ -382,10 +384,10 @@ TYPES = {
 }
 
 
-def compiled(name: str, columns: int, absent: set[str], group: int = 1) -> Any:
+def compiled(name: str, columns: int, absent: set[str], is_causal: bool, group: int = 1) -> Any:
     """Compile a kernel for compute capability 9.0, for tensors whose rows begin at multiples of 16 bytes.
 
-    Attention to documents is causal; each head of keys serves ``group`` heads of queries.
+    Each head of keys serves ``group`` heads of queries.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -396,11 +398,15 @@ def compiled(name: str, columns: int, absent: set[str], group: int = 1) -> Any:
         "_forward": attention_kernel.FORWARD[columns],
         "_backward_of_queries": attention_kernel.BACKWARD_OF_QUERIES[columns],
         "_backward_of_keys": attention_kernel.blocks_of_keys(columns, group, drops="keys" not in absent),
-        "_backward_of_bias": attention_kernel.BACKWARD_OF_BIAS,
-    }[name]
+        "_backward_of_bias": attention_kernel.BACKWARD_OF_BIAS[columns],
+    }
+    if "bias" not in absent:
+        blocks["_forward"] = attention_kernel.BIASED_FORWARD[columns]
+        blocks["_backward_of_queries"] = attention_kernel.BIASED_BACKWARD_OF_QUERIES[columns]
+    queries, num_keys, num_warps, num_stages = blocks[name]
     kernel = getattr(attention_kernel, name)
-    constants = {"D": columns, "M": blocks.queries, "N": blocks.keys, **dict.fromkeys(absent)}
-    constants |= {"GROUP": group, "CAUSAL": "documents" not in absent}
+    constants = {"D": columns, "M": queries, "N": num_keys, **dict.fromkeys(absent)}
+    constants |= {"GROUP": group, "CAUSAL": is_causal}
     types = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
     places = {n: (place,) for place, n in enumerate(kernel.arg_names)}
     aligned = [places[n] for n, kind in types.items() if kind[0] == "*" or n.endswith("_s")]
@@ -412,50 +418,59 @@ def compiled(name: str, columns: int, absent: set[str], group: int = 1) -> Any:
             {place: [["tt.divisibility", 16]] for place in aligned},
         ),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": blocks.num_warps, "num_stages": blocks.num_stages},
+        options={"num_warps": num_warps, "num_stages": num_stages},
     )
 
 
 ENCODER, CAUSAL, T5 = {"bias", "documents"}, {"bias", "num_keys"}, {"documents"}
-"""What these kinds of attention lack; T5's is that of its encoder, which is not causal."""
-CODE: tuple[tuple[set[str], int], ...] = (
-    (ENCODER | {"keys", "num_keys"}, 1),
-    (ENCODER | {"num_keys"}, 1),
-    (ENCODER, 1),
-    (CAUSAL | {"keys"}, 1),
-    (CAUSAL, 1),
-    (CAUSAL | {"keys"}, 4),
-    (CAUSAL, 4),
-    (T5 | {"keys"}, 1),
-    (T5, 1),
+"""What these kinds of attention lack."""
+CODE: tuple[tuple[set[str], bool, int], ...] = (
+    (ENCODER | {"keys", "num_keys"}, False, 1),
+    (ENCODER | {"num_keys"}, False, 1),
+    (ENCODER, False, 1),
+    (CAUSAL | {"keys"}, True, 1),
+    (CAUSAL, True, 1),
+    (CAUSAL | {"keys"}, True, 4),
+    (CAUSAL, True, 4),
+    (T5 | {"keys"}, False, 1),
+    (T5, False, 1),
+    (T5, True, 1),
 )
+"""With whether it is causal, as T5's decoder is, and heads of queries for each head of keys."""
 QUICK = ((64, ENCODER | {"num_keys"}, 1), (128, CAUSAL | {"keys"}, 4), (64, T5, 1))
 
 
 @pytest.mark.parametrize(
-    ("name", "columns", "absent", "group"),
+    ("name", "columns", "absent", "is_causal", "group"),
     [
         pytest.param(
             name,
             columns,
             absent,
+            is_causal,
             group,
             marks=[] if (columns, absent, group) in QUICK else pytest.mark.slow,
         )
         for columns in (16, 32, 64, 128)
-        for absent, group in CODE
+        for absent, is_causal, group in CODE
         for name in KERNELS
-        if ("bias" in absent and name != "_backward_of_bias") or ("bias" not in absent and columns <= 64)
+        if name != "_backward_of_bias" or "bias" not in absent
     ],
 )
 def test_code_for_an_h100(
-    name: str, columns: int, absent: set[str], group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    columns: int,
+    absent: set[str],
+    is_causal: bool,
+    group: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All products are those of warp groups, and no register is kept in memory."""
     from triton import knobs
 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
-    code = compiled(name, columns, absent, group).asm
+    code = compiled(name, columns, absent, is_causal, group).asm
     assert "wgmma.mma_async" in code["ptx"] and "mma.sync" not in code["ptx"].replace(
         "wgmma.mma_async.sync", ""
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,17 @@ class T5(nn.Module):
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile the blocks, and the loss, with ``torch.compile``, which takes these options.
 
-        Blocks share the compiled code, a graph for the first and one for the others of each stack, so
-        compiling takes as long whatever the depth; in evaluation they are not compiled. A model that
-        recomputes activations is one graph.
+        Blocks share the compiled code, a graph of the encoder's and one of the decoder's, so compiling
+        takes as long whatever the depth; in evaluation they are not compiled. A model that recomputes
+        activations is one graph.
         """
         if self._recomputes:
             super().compile(*args, **options)
             return
-        stacks = (self.weights.get_encoder(), self.weights.get_decoder())
-        compile_blocks((block for stack in stacks for block in stack.block), **options)
+        for stack in (self.weights.get_encoder(), self.weights.get_decoder()):
+            compile_blocks(stack.block, **options)
+            first = stack.block[0]
+            first.forward = partial(_call_first, first, first.forward)
         self._scores = torch.compile(_scores, **options)
 
     def forward(
@@ -106,6 +109,26 @@ class T5(nn.Module):
             ).logits
         loss, num_correct, of_sequences = self._scores(logits, labels, self.z_loss if self.training else 0.0)
         return T5Output(loss=loss, num_correct=num_correct, sequence_loss=of_sequences)
+
+
+def _call_first(
+    block: Any, run: Callable[..., Any], rows: Tensor, mask: Tensor | None, *others: Any, **kwargs: Any
+) -> Any:
+    """Run the first block of a stack with the biases of positions, as the blocks behind it have them.
+
+    They have those that it would compute and return; so it needs no graph of its own.
+
+    Args:
+        others: biases of its attention, the encoder's output with its mask, biases of the cross attention.
+    """
+    bias, context, context_mask, context_bias = others
+    attention = block.layer[0].SelfAttention
+    if block.training and bias is None:
+        bias = attention.compute_bias(rows.shape[1], rows.shape[1], rows.device)
+    if block.training and context is not None and context_bias is None:
+        shape = (1, attention.n_heads, rows.shape[1], context.shape[1])
+        context_bias = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
+    return run(rows, mask, bias, context, context_mask, context_bias, **kwargs)
 
 
 def _scores(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -156,8 +156,6 @@ def _takes(query: Tensor, key: Tensor, value: Tensor, dropout: float, options: d
     return (
         query.shape[3] == key.shape[3] == value.shape[3]
         and all(options.get(name) is None for name in ("softcap", "s_aux"))
-        # With 128 columns the programs would keep registers in memory for biases.
-        and (options.get("position_bias") is None or value.shape[3] <= 64)
         and has_kernels(value.device, value.dtype, value.shape[3], dropout)
     )
 

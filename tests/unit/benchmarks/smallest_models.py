@@ -71,7 +71,7 @@ def resnet() -> Made:
 
 
 def t5() -> Made:
-    config = T5ModelConfig(vocab_size=97, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2)
+    config = T5ModelConfig(vocab_size=97, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
     model = new_t5(config, pad_id=0, end_id=1)
 
     def loss(device: str) -> Callable[[], Tensor]:

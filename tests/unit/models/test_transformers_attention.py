@@ -173,9 +173,6 @@ def test_what_kernels_do_not_compute_has_a_mask(name: str) -> None:
     with mock.patch.object(transformers_attention, "has_kernels", lambda *_: True):
         assert transformers_attention._takes(one, one, one, 0.0, {"softcap": None})
         assert not transformers_attention._takes(one, one, one, 0.0, {"softcap": 50.0})
-        wide = torch.ones(1, 1, 2, 128).bfloat16()
-        assert transformers_attention._takes(wide, wide, wide, 0.0, {})
-        assert not transformers_attention._takes(wide, wide, wide, 0.0, {"position_bias": one})
 
 
 def test_models_without_the_interface_keep_their_own_attention() -> None:
