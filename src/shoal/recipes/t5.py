@@ -575,17 +575,16 @@ def sample(config: T5Config) -> Sample:
 
 
 def sample_of(model: "T5", inputs: "Mapping[str, Tensor]") -> Sample:
-    """Return a sample of a T5's network, with the loss of ``labels`` for ``input_ids``."""
-    from shoal.models.t5 import token_losses
+    """Return a sample of a T5, with the loss of ``labels`` for ``input_ids``."""
 
-    def loss(network: "nn.Module", inputs: "Mapping[str, Tensor]") -> "Tensor":
+    def loss(model: "nn.Module", inputs: "Mapping[str, Tensor]") -> "Tensor":
         # without the mask, whose values meta tensors do not have; the shapes are the same
-        out = network(input_ids=inputs["input_ids"], decoder_input_ids=inputs["labels"], use_cache=False)
-        return token_losses(out.logits, inputs["labels"], z_loss=model.z_loss).sum()
+        out: Tensor = model(inputs["input_ids"], inputs["labels"]).loss
+        return out
 
     num_samples, length = inputs["input_ids"].shape
     return Sample(
-        model=model.weights,
+        model=model,
         inputs=inputs,
         loss=loss,
         num_samples=num_samples,
