@@ -64,8 +64,12 @@ class TrainResult:
     """Seconds of each step; on a GPU means of as many as divide the warm-up and the timed ones."""
     parts_s: dict[str, float]
     """Mean seconds per step and part; their sum is the mean step."""
+    parts_apart_s: dict[str, float] | None = None
+    """On a GPU the same of later steps that wait for it after each part: what its work takes by itself."""
     peak_memory_bytes: int
     """Peak of the main worker: allocated by torch on a GPU, else resident memory of the process."""
+    alloc_retries: int | None = None
+    """How often torch had to free its cache on the main worker's GPU, which takes time."""
     flops_per_sample: float
     """Matrix products of forward and backward for one sample; a multiply-add counts as two."""
     unit: str = "sequences"
@@ -105,17 +109,12 @@ class TrainResult:
         """Return the result as text."""
         replicas = self.num_devices // self.num_stages
         accumulation = self.global_batch // (self.micro_batch * replicas)
-        step_s = sum(self.parts_s.values()) or 1.0
-        parts = ", ".join(
-            f"{name} {100 * seconds / step_s:.0f} %"
-            for name, seconds in self.parts_s.items()
-            if seconds / step_s >= 0.005
-        )
         tokens = f" of {self.sequence_length} tokens" if self.unit == "sequences" else ""
         peak = f"the data sheet's {(self.peak_flops_per_s or 0) / 1e12:.4g} TFLOP/s"
         copies = f"{self.num_devices} devices"
         if self.num_stages > 1:
             copies = f"{replicas} × a pipeline of {self.num_stages}"
+        retries = f", the allocator freed its cache {self.alloc_retries} times" if self.alloc_retries else ""
         spread = f"{time_text(min(self.samples_s))} to {time_text(max(self.samples_s))}"
         return [
             f"{self.recipe}, {self.num_parameters:,} parameters, {self.unit}{tokens}, {self.precision}, on "
@@ -125,8 +124,9 @@ class TrainResult:
             f"  step          {time_text(self.step_s)}, median of {len(self.samples_s)} ({spread}): "
             f"{1 / self.step_s:.4g} steps/s",
             f"  throughput    {self.samples_per_s:.4g} {self.unit}/s",
-            f"  time          {parts}",
-            f"  peak memory   {formatting.size(self.peak_memory_bytes)}",
+            f"  time          {_shares(self.parts_s)}",
+            *([] if self.parts_apart_s is None else [f"  with waits    {_shares(self.parts_apart_s)}"]),
+            f"  peak memory   {formatting.size(self.peak_memory_bytes)}{retries}",
             f"  FLOPs         {self.flops_per_sample / 1e9:,.4g} GFLOP per sample, "
             f"{self.flops_per_s / 1e12:.4g} TFLOP/s per device",
             f"  utilisation   {100 * self.utilisation:.1f} % of the "
@@ -138,3 +138,10 @@ class TrainResult:
         """Write the result as JSON, for ``shoal plan --measured``."""
         whole = {"kind": KIND, **asdict(self), "samples_per_s": self.samples_per_s, "mfu": self.mfu}
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def _shares(parts_s: dict[str, float]) -> str:
+    """Return the shares of a step's parts in words, without the smallest."""
+    step_s = sum(parts_s.values()) or 1.0
+    shares = {name: 100 * seconds / step_s for name, seconds in parts_s.items()}
+    return ", ".join(f"{name} {share:.0f} %" for name, share in shares.items() if share >= 0.5)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -217,13 +218,19 @@ def _micro_batches_a_step(config: Any, options: TrainBench, num_workers: int) ->
     return accumulate * replicas
 
 
-def with_few_lines(config: Any, options: TrainBench) -> Any:
-    """Return the settings with a line of the record for several steps on a GPU: each line waits for it."""
+def steps_apart(config: Any, options: TrainBench) -> int:
+    """Return the steps after the timed ones whose parts are separated by waits: those of a line on a GPU."""
     import torch
 
     if config.distributed.device == "cpu" or not torch.cuda.is_available():
-        return config
-    return replace(config, run=replace(config.run, log_frequency=math.gcd(options.warm_up, options.steps)))
+        return 0
+    return math.gcd(options.warm_up, options.steps)
+
+
+def with_few_lines(config: Any, options: TrainBench) -> Any:
+    """Return the settings with a line of the record for several steps on a GPU: each line waits for it."""
+    steps = steps_apart(config, options)
+    return replace(config, run=replace(config.run, log_frequency=steps)) if steps else config
 
 
 # ------------------------------------------------------------------------------------------------- work
@@ -238,10 +245,15 @@ def measure(name: str, config: Any, worker: WorkerEnv, options: TrainBench, *, t
     """
     ranks = worker.ranks
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        more = replace(options, steps=options.steps + (TRACED_STEPS if options.trace else 0))
+        last = options.warm_up + options.steps
+        apart = steps_apart(config, options)
+        more = replace(options, steps=options.steps + apart + (TRACED_STEPS if options.trace else 0))
         config = timed_settings(name, config, Path(folder), more, num_workers=ranks.num_workers, model=model)
         config = with_few_lines(config, options)
-        with traced(options, is_main=ranks.is_main):
+        with (
+            synchronised(last, last + apart),
+            traced(options.trace if ranks.is_main else None, after=last + apart),
+        ):
             script(name).main(config, worker)
         if ranks.is_main:
             result = read_result(name, config, options, title)
@@ -253,40 +265,60 @@ def measure(name: str, config: Any, worker: WorkerEnv, options: TrainBench, *, t
 
 
 @contextmanager
-def traced(options: TrainBench, *, is_main: bool) -> Iterator[None]:
-    """Write a trace of the main worker's last steps, after the timed ones, and print their time by kernel.
+def each_step(call: Callable[[], object]) -> Iterator[None]:
+    """Call a function after each step of the first optimizer."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    Steps are counted by those of the first optimizer.
-    """
-    if options.trace is None or not is_main:
+    first: list[Any] = []
+
+    def after(optimizer: Any, *_: object) -> None:
+        first.append(optimizer)
+        del first[1:]
+        if optimizer is first[0]:
+            call()
+
+    handle = register_optimizer_step_post_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def synchronised(begin: int, end: int) -> Iterator[None]:
+    """Wait for the GPU at each lap of the steps behind the ``begin``-th, up to the ``end``-th."""
+    from shoal.train.reporting import StepTimer
+
+    numbers = count(1)
+
+    def switch() -> None:
+        StepTimer.synchronises = begin <= next(numbers) < end
+
+    with each_step(switch):
+        try:
+            yield
+        finally:
+            StepTimer.synchronises = False
+
+
+@contextmanager
+def traced(file: Path | None, *, after: int) -> Iterator[None]:
+    """Write a trace of the last steps, those behind ``after`` others, and print their time by kernel."""
+    if file is None:
         yield
         return
     import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    file, before = options.trace, options.warm_up + options.steps
     profiler = torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=before - 1, warmup=1, active=TRACED_STEPS - 1, repeat=1),
+        schedule=torch.profiler.schedule(wait=after - 1, warmup=1, active=TRACED_STEPS - 1, repeat=1),
         on_trace_ready=lambda done: _write_trace(done, file),
     )
-    first: list[Any] = []
-
-    def count(optimizer: Any, *_: object) -> None:
-        first.append(optimizer)
-        del first[1:]
-        if optimizer is first[0]:
-            profiler.step()
-
-    handle = register_optimizer_step_post_hook(count)
-    try:
-        with profiler:
-            yield
-    finally:
-        handle.remove()
+    with profiler, each_step(profiler.step):
+        yield
 
 
 def _write_trace(profiler: Any, file: Path) -> None:
@@ -306,7 +338,10 @@ def read_result(name: str, config: Any, options: TrainBench, title: str) -> Trai
 
     rows = read_record(config.run.dir)
     start = next(row for row in rows if isinstance(row, Start))
-    timed = [row for row in rows if isinstance(row, Step) and 0 < row.step - options.warm_up <= options.steps]
+    steps, last = [row for row in rows if isinstance(row, Step)], options.warm_up + options.steps
+    timed = [row for row in steps if options.warm_up < row.step <= last]
+    num_apart = steps_apart(config, options)
+    apart = next((row for row in steps if num_apart and row.step == last + num_apart), None)
     device = torch.device("cpu" if start.device.startswith("CPU") else "cuda")
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     parallel, sample = getattr(config, "parallel", None), script(name).sample(config)
@@ -323,7 +358,9 @@ def read_result(name: str, config: Any, options: TrainBench, title: str) -> Trai
         unit=start.unit,
         samples_s=tuple(row.step_s for row in timed),
         parts_s={part: sum(row.parts_s[part] for row in timed) / len(timed) for part in timed[0].parts_s},
+        parts_apart_s=apart.parts_s if apart else None,
         peak_memory_bytes=timed[-1].peak_memory_bytes,
+        alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] if num_apart else None,
         flops_per_sample=flops_per_sample(sample),
         matmul_flops_per_s=matmul_flops_per_s(device, dtype),
         peak_flops_per_s=peak_flops_per_s(start.device, start.precision),

@@ -18,7 +18,7 @@ from io import RawIOBase
 from itertools import pairwise
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from rich.console import Console
@@ -70,7 +70,11 @@ class StepTimer:
 
     Attributes:
         busy_s: seconds of the newest step whose laps were read in which this worker did not wait for others.
+        synchronises: every timer waits for its GPU at each lap, which shows what the work of a part takes by
+            itself, the host's included.
     """
+
+    synchronises: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         self.busy_s = 0.0
@@ -131,6 +135,8 @@ class StepTimer:
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_gpu:
             return time.perf_counter()
+        if StepTimer.synchronises:
+            torch.cuda.synchronize()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

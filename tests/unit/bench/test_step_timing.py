@@ -8,18 +8,20 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from shoal.bench.step_timing import KIND, TrainBench, TrainResult
-from shoal.cli.bench_train import command_for, timed_settings, with_few_lines
+from shoal.cli.bench_train import command_for, synchronised, timed_settings, with_few_lines
 from shoal.errors import UsageError
 from shoal.recipes import script
 from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
 from shoal.recipes.workloads import flops_per_sample, preset_settings, with_new_model
 from shoal.train.config import ParallelConfig
+from shoal.train.reporting import StepTimer
 
 MADE = TrainResult(
     recipe="albert-base",
@@ -52,6 +54,28 @@ def test_on_a_gpu_steps_are_timed_in_groups(monkeypatch: pytest.MonkeyPatch) -> 
         assert timed.run.log_frequency == wanted
 
 
+def test_the_parts_of_some_steps_are_separated_by_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those behind the second up to the fifth of the first optimizer; another one counts for nothing."""
+    begun: list[int] = []
+    waits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(begun)))
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]) for _ in range(2)]
+    timer = StepTimer(torch.device("cuda"))
+    with synchronised(2, 5):
+        for number in range(7):
+            begun.append(number)
+            timer.lap("forward")
+            timer.lap("backward")
+            for optimizer in optimizers:
+                optimizer.step()
+    assert waits == [3, 3, 4, 4, 5, 5]
+    with pytest.raises(ValueError, match="ended"), synchronised(1, 5):
+        optimizers[0].step()
+        raise ValueError("ended")
+    assert not StepTimer.synchronises
+
+
 def test_rates_are_of_the_median_step_and_one_device() -> None:
     assert MADE.step_s == 0.5
     assert MADE.samples_per_s == 512
@@ -69,6 +93,10 @@ def test_lines_and_file_say_the_same(tmp_path: Path) -> None:
     assert "MFU           12.5 %, of the data sheet's 512 TFLOP/s" in on_gpus
     assert "32 sequences × 2 × 2 × a pipeline of 2 = 128" in on_gpus
     assert "forward 33 %, backward 67 %" in text and "other" not in text
+    assert "with waits" not in text and "allocator" not in text
+    apart = replace(MADE, parts_apart_s={"forward": 1.0, "optimizer": 3.0}, alloc_retries=2)
+    text = "\n".join(apart.lines())
+    assert "with waits    forward 25 %, optimizer 75 %" in text and "freed its cache 2 times" in text
     MADE.write(tmp_path / "run.json")
     read = json.loads((tmp_path / "run.json").read_text())
     assert read["kind"] == KIND and read["samples_per_s"] == 512 and read["samples_s"] == [0.5, 0.25, 4.0]
