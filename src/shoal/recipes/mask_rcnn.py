@@ -87,7 +87,7 @@ class TrainConfig(LoopConfig):
     """Images per worker and forward pass, all wide or all tall; trained norms average over them; auto: the
     largest that fits into memory."""
     compile: bool | None = None
-    """Compile the backbone with torch.compile; default: no, because most batches differ in size."""
+    """Compile the backbone with torch.compile, once for each of at most 6 sizes; default: on a GPU."""
     channels_last: bool = True
     """Use the channels-last memory format, which matrix units prefer."""
 
@@ -212,7 +212,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
         if config.train.channels_last:
             model.to(memory_format=torch.channels_last)
         ddp = run.data_parallel(model, average=config.optim.clip == "global")
-        run.compile(model.backbone, by_default=False)
+        run.compile(model.backbone, dynamic=False)
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         run.keep(model=model, optimizer=optimizer)
         weights = "the checkpoint" if run.step else "random"
@@ -394,6 +394,7 @@ def open_data(
             DetectionTransform(config.augment, masks=masks),
             threads=images.decode_threads(config.data, world, num_processes),
             dtype="uint8" if in_bytes else "float32",
+            canvases=config.augment.canvases,
             **config.data.bad_images,
         ),
         order=GroupedOrder(
@@ -448,6 +449,7 @@ def evaluate(
         ShoalError: an image or its annotations cannot be read.
     """
     import numpy as np
+    import torch
 
     from shoal.data.coco.source import prepared_truth
     from shoal.train.world import infer
@@ -464,9 +466,10 @@ def evaluate(
     width, height = reader.shards.sizes.T
     by_aspect = np.argsort(width / height, kind="stable")
     batches = images.shared_batches(reader, world, batch_size, indices=by_aspect)
-    for detections, batch in infer(detect, batches, world.device):
-        add_objects(objects, detections, batch, list(reader.categories))
-        numbers += batch["index"].tolist()
+    with torch.compiler.set_stance("force_eager"):  # batches have any size here
+        for detections, batch in infer(detect, batches, world.device):
+            add_objects(objects, detections, batch, list(reader.categories))
+            numbers += batch["index"].tolist()
     model.train(was_training)
     truth = prepared_truth(
         reader.shards, reader.categories, range(reader.num_examples) if world.is_main else numbers
@@ -864,7 +867,7 @@ def objects_in(
     import numpy as np
     import torch
 
-    from shoal.data.coco.augment import SIZE_STEP, placement
+    from shoal.data.coco.augment import in_steps, placement
     from shoal.data.coco.transform import unflipped_pixels
     from shoal.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
     from shoal.data.images.pixels import finish
@@ -873,7 +876,7 @@ def objects_in(
     height, width, _ = pixels.shape
     view = DetectionAugmentConfig(shorter=(detector.shorter,), longer=detector.longer, flip=0.0)
     fitted = placement(view, (0, 0, 0), height, width)
-    frame = [-(-side // SIZE_STEP) * SIZE_STEP for side in fitted.frame]
+    frame = list(in_steps(fitted.frame))
     image = np.zeros((1, 3, *frame), dtype=np.float32)
     scale, shift = normalisation(IMAGENET_MEAN, IMAGENET_STD)
     part = image[0, :, : fitted.frame[0], : fitted.frame[1]]

@@ -16,6 +16,7 @@ from benchmarks.gpu.counts import packed_batch
 from smallest_models import ALBERT, BERT, MODELS, SIZES, SMALL_DETECTOR, pretraining
 from torch import Tensor, nn
 
+from shoal.data.coco.augment import DetectionAugmentConfig
 from shoal.env.worker import alone
 from shoal.models.causal import CausalLM, new_causal
 from shoal.models.detection.mask_rcnn import MaskRCNN
@@ -93,11 +94,14 @@ def test_the_blocks_of_t5_are_two_graphs_and_its_loss_one_whatever_is_dropped() 
         model = new_t5(config, pad_id=0, end_id=1)
         batch = {"input_ids": torch.ones(2, 9, dtype=torch.int64), "labels": torch.ones(2, 5).long()}
         keys = torch.arange(12).view(6, 2)
-        eager = [model(**batch, dropout_keys=each).loss.item() for each in keys]
+        weights = list(model.parameters())
+        eager = [model(**batch, dropout_keys=each).loss for each in keys]
+        expected = torch.autograd.grad(eager[0], weights)
         with compiled_graphs(model) as graphs:
             losses = [model(**batch, dropout_keys=each).loss for each in keys]
-            losses[0].backward()
-        assert [loss.item() for loss in losses] == eager and len(set(eager)) == 6
+            gradients = torch.autograd.grad(losses[0], weights)
+        assert losses == eager and len({loss.item() for loss in eager}) == 6
+        torch.testing.assert_close(gradients, expected)
         found.append(len(graphs))
     assert found == [3, 3]
 
@@ -141,11 +145,17 @@ def test_the_region_proposals_of_mask_rcnn_are_one_graph() -> None:
     assert [len(logits), len(deltas), len(graphs)] == [3, 3, 1]
 
 
-def test_the_backbone_of_mask_rcnn_is_one_graph() -> None:
+def test_the_backbone_of_mask_rcnn_is_one_graph_for_each_size_of_batches() -> None:
     backbone = MaskRCNN(SMALL_DETECTOR, 5).backbone
-    with compiled_graphs(backbone) as graphs:
-        assert len(backbone(torch.randn(1, 3, 64, 96))) == 5
-    assert len(graphs) == 1
+    canvases = DetectionAugmentConfig(shorter=(64,), longer=128).canvases
+    assert len(canvases) == 4
+    with compiled_graphs(backbone, dynamic=False) as graphs:
+        for _ in range(2):
+            for height, width in canvases:
+                assert len(backbone(torch.randn(1, 3, height, width))) == 5
+        with torch.compiler.set_stance("force_eager"):
+            backbone(torch.randn(1, 3, 32, 32))
+    assert len(graphs) == len(canvases)
 
 
 def packed_mix(number: int, random: torch.Generator) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from shoal.errors import UsageError
 
 SIZE_STEP = 32
 """Sides of batches are multiples of it: the coarsest feature map of a ResNet has a stride of 32."""
+_RATIOS = (4 / 3, 3 / 2)
+"""Of the sides of most photographs."""
 _FLIP, _SHORTER, _SCALE, _TOP, _LEFT = range(5)
 
 
@@ -57,8 +59,20 @@ class DetectionAugmentConfig:
         sides = (min(max(self.shorter), self.longer), self.longer)
         if self.scales is not None:
             sides = (self.canvas, self.canvas)
-        height, width = (-(-side // SIZE_STEP) * SIZE_STEP for side in sides)
-        return height, width
+        return in_steps(sides)
+
+    @property
+    def canvases(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths of training batches, at most 6: of 4:3, of 3:2 and the largest, wide and tall.
+
+        They are few, since compiled layers have code for each.
+        """
+        if self.scales is not None:
+            return (self.largest_batch,)
+        shorter = min(max(self.shorter), self.longer)
+        longer = {min(math.ceil(shorter * ratio), self.longer) for ratio in _RATIOS} | {self.longer}
+        wide = sorted({in_steps((shorter, each)) for each in longer})
+        return tuple(dict.fromkeys([*wide, *((width, height) for height, width in wide)]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +87,12 @@ class Placement:
     frame: tuple[int, int]
     """Height and width of the result; pixels beyond the image are padding."""
     flip: bool
+
+
+def in_steps(sides: tuple[int, int]) -> tuple[int, int]:
+    """Return height and width as the least multiples of :data:`SIZE_STEP` that hold ``sides``."""
+    height, width = (-(-side // SIZE_STEP) * SIZE_STEP for side in sides)
+    return height, width
 
 
 def placement(

@@ -1,7 +1,7 @@
 """Makes batches for a detector: images padded to one size, with their boxes, labels and masks.
 
 Images come from prepared shards (``source.prepare_coco``) and are augmented by ``transform`` in threads, a
-pure function of a seed. Each micro-batch is as large as its largest image, so
+pure function of a seed. Each micro-batch holds its largest image, so
 ``shoal.decide.bucketing.GroupedOrder``, handed to ``shoal.data.loader.streamed_steps``, puts images of one
 aspect together.
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.bad_entries import MOST_BAD, OnBad
-from shoal.data.coco.augment import SIZE_STEP
+from shoal.data.coco.augment import in_steps
 from shoal.data.coco.masks import Bitmaps, crops
 from shoal.data.coco.transform import DetectionObjects, DetectionTransform
 from shoal.data.images.reader import DecodeThreads, ShardReader
@@ -44,6 +44,7 @@ class DetectionReader(ShardReader):
         seed: int,
         threads: int | None = None,
         dtype: Literal["float32", "uint8"] = "float32",
+        canvases: Sequence[tuple[int, int]] = (),
         on_bad: OnBad = "refuse",
         most_bad: float = MOST_BAD,
     ) -> None:
@@ -57,6 +58,8 @@ class DetectionReader(ShardReader):
             threads: that decode; default: the cores that this process may use.
             dtype: of the images; uint8: as decoded, for
                 :class:`~shoal.data.images.normalise.Normalisation`.
+            canvases: heights and widths that batches take, the smallest that holds the frames; default, and
+                where none does: the least multiples of :data:`SIZE_STEP`.
             on_bad: see :class:`~shoal.data.images.reader.ShardReader`; an image is replaced by one of the
                 same aspect.
             most_bad: see there.
@@ -70,6 +73,7 @@ class DetectionReader(ShardReader):
         self.example_tokens = 3 * math.prod(transform.config.largest_batch)
         self._threads = DecodeThreads(threads)
         self._dtype = np.dtype(dtype)
+        self._canvases = tuple(canvases)
         self._labels = {category: label for label, category in enumerate(self.categories, 1)}
 
     @property
@@ -81,7 +85,7 @@ class DetectionReader(ShardReader):
         """Return the images ``indices`` (``[B]``, below ``num_examples``) as they are in ``epochs``.
 
         - ``images`` ``[B, 3, H, W]``, normalised float32 or uint8: each frame at the top left, padded with 0;
-          H and W are the smallest multiples of :data:`SIZE_STEP` that hold all frames;
+          H and W are those of a canvas, or the least multiples of :data:`SIZE_STEP` that hold all frames;
         - ``sizes`` int64 ``[B, 2]``: height and width of each frame;
         - ``num_objects`` int64 ``[B]``; M below is the largest; other images are padded with 0;
         - ``boxes`` float32 ``[B, M, 4]``: x1, y1, x2, y2 in pixels of the frame;
@@ -112,7 +116,7 @@ class DetectionReader(ShardReader):
         names = zip(epochs.tolist(), indices.tolist(), strict=True)
         keys = [(self.seed, epoch, index) for epoch, index in names]
         frames = [self._frame(key) for key in keys]
-        height, width = (-(-max(sides) // SIZE_STEP) * SIZE_STEP for sides in zip(*frames, strict=True))
+        height, width = self._canvas(*map(max, zip(*frames, strict=True)))
         images = np.zeros((len(keys), 3, height, width), self._dtype)
         made: dict[int, tuple[DetectionObjects, list[tuple[int, int, Bitmaps]]]] = {}
         problems: Problems = {}
@@ -135,6 +139,11 @@ class DetectionReader(ShardReader):
             **_packed([made[row][1] for row in range(len(keys))]),
         }, {}
 
+    def _canvas(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width of a batch whose frames have at most these."""
+        holding = [each for each in self._canvases if each[0] >= height and each[1] >= width]
+        return min(holding, key=math.prod, default=in_steps((height, width)))
+
     def _frame(self, key: tuple[int, int, int]) -> tuple[int, int]:
         width, height = self.shards.sizes[key[-1]].tolist()
         return self.transform.frame(key, height, width)
@@ -151,7 +160,7 @@ class DetectionReader(ShardReader):
             return f"{self.shards.name(index)}: {error}"
 
     def _other(self, problem: str, epoch: int, index: int) -> int:
-        """Return an image of the same aspect, since the batch is as large as its largest image."""
+        """Return an image of the same aspect, since the batch holds its largest image."""
         aspects = aspect_groups(self.shards.sizes)
 
         def attempt(other: int) -> str | None:

@@ -90,6 +90,24 @@ def bitmap_of(batch: dict[str, Any], row: int, number: int) -> npt.NDArray[np.ui
     return whole
 
 
+def test_batches_take_few_sizes(directory: Path) -> None:
+    config = DetectionAugmentConfig(shorter=(70,), longer=100)
+    assert config.canvases == ((96, 96), (96, 128), (128, 96))
+    assert DetectionAugmentConfig().canvases[:3] == ((800, 1_088), (800, 1_216), (800, 1_344))
+    assert len(DetectionAugmentConfig(shorter=(640, 800)).canvases) == 6
+    assert DetectionAugmentConfig(scales=(0.1, 2.0), canvas=1_000).canvases == ((1_024, 1_024),)
+    epochs, indices = np.array([0, 0]), np.array([1, 4])
+    plain = reader_of(directory, config).batch(epochs, indices)
+    height, width = plain["images"].shape[2:]
+    larger = [(height + 64, width), (height, width + 32), (height + 32, width - 32)]
+    batch = reader_of(directory, config, canvases=larger).batch(epochs, indices)
+    assert batch["images"].shape[2:] == (height, width + 32)
+    assert (batch["images"][..., :width] == plain["images"]).all() and not batch["images"][..., width:].any()
+    assert all((batch[name] == plain[name]).all() for name in batch.keys() - {"images"})
+    none_holds = reader_of(directory, config, canvases=larger[2:]).batch(epochs, indices)
+    assert (none_holds["images"] == plain["images"]).all()
+
+
 @pytest.mark.parametrize("name", ["as they are", "resized", "jittered in scale"])
 def test_a_batch_holds_each_image_with_its_objects(directory: Path, name: str) -> None:
     """Against the transform called by itself; pixels that are not resized against their definition."""
