@@ -264,7 +264,7 @@ def _vision(made: Path, results: Path, tiny: bool) -> Iterator[Job]:
     title = "Mask R-CNN, batch 12, made scenes"
     trace = ("--trace", results / "mask-rcnn-trace.json.gz")
     command = _bench("mask_rcnn", "coco-1x", 12, "--train.precision", "bf16", *trace)
-    yield Job(title=title, kind="train", command=command, target=42.0, limit_s=80)
+    yield Job(title=title, kind="train", command=command, target=42.0, limit_s=110)
     yield _peer("mask_rcnn", "torchvision's Mask R-CNN in a plain loop", title, tiny=False)
     title = "ResNet-50, one batch over and over"
     bf16 = ("--train.precision", "bf16")
