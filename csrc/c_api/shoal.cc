@@ -13,6 +13,7 @@
 #include "c_api/callbacks.h"
 #include "c_api/group.h"
 #include "c_api/single_rank.h"
+#include "device/stream_lane.h"
 #include "engine/engine.h"
 
 struct shoal_group {
@@ -35,6 +36,10 @@ struct shoal_group {
   const std::shared_ptr<shoal::SingleRank> single;
   std::atomic<int> references{1};
   shoal::CallbackThread callbacks;
+};
+
+struct shoal_lane {
+  shoal::StreamLane lane;
 };
 
 namespace {
@@ -154,6 +159,25 @@ shoal::EngineOptions engine_options(const shoal_group_options& given) {
   }
   options.protection = static_cast<shoal::Protection>(given.protection);
   return options;
+}
+
+shoal::StreamLane::Options lane_options(const shoal_lane_options& given) {
+  shoal::StreamLane::Options options;
+  options.runtime = text(given.runtime);
+  options.device = given.device;
+  if (given.num_buffers) options.num_buffers = given.num_buffers;
+  if (given.buffer_bytes) options.buffer_bytes = given.buffer_bytes;
+  return options;
+}
+
+// The group as a lane uses it; null: there is none.
+std::shared_ptr<shoal::ChunkEngine> chunk_engine(shoal::StreamLane& lane, const shoal_group* group) {
+  if (group == nullptr) return nullptr;
+  return lane.engine_of(group->engine ? static_cast<void*>(group->engine.get()) : group->single.get(),
+                        [group]() -> std::shared_ptr<shoal::ChunkEngine> {
+                          if (group->engine) return std::make_shared<shoal::ChunkEngineOf<shoal::Engine>>(group->engine);
+                          return std::make_shared<shoal::ChunkEngineOf<shoal::SingleRank>>(group->single);
+                        });
 }
 
 void connect(shoal::Engine& engine, const shoal_members& given, double timeout_s) {
@@ -334,3 +358,30 @@ shoal_status shoal_finish_delegated(shoal_group* group, shoal_handle handle) {
     return SHOAL_SUCCESS;
   });
 }
+
+// ---- memory of a CUDA device ----------------------------------------------------------------------------
+
+shoal_status shoal_lane_create(const shoal_lane_options* options, shoal_lane** lane) {
+  return guarded([&] {
+    if (lane == nullptr) throw std::invalid_argument("the address for the lane is NULL");
+    *lane = new shoal_lane{shoal::StreamLane(lane_options(read_sized(options, "shoal_lane_options")))};
+    return SHOAL_SUCCESS;
+  });
+}
+
+shoal_status shoal_lane_run(shoal_lane* lane, shoal_group* group, const shoal_operation* operations, size_t num_operations,
+                            void* stream) {
+  return guarded([&] {
+    const int rank = group ? group->rank : 0, size = group ? group->size : 1;
+    std::vector<shoal::OpSpec> specs;
+    for (std::size_t k = 0; k < num_operations; ++k) {
+      const shoal_operation given = read_sized(element_of(operations, k), "shoal_operation");
+      if (given.on_complete) throw std::invalid_argument("on_complete of an operation on a device, which ends with the call; set NULL");
+      specs.push_back(spec_of(given, size));
+    }
+    lane->lane.run(chunk_engine(lane->lane, group), std::move(specs), rank, size, stream);
+    return SHOAL_SUCCESS;
+  });
+}
+
+void shoal_lane_release(shoal_lane* lane) { delete lane; }

@@ -1,4 +1,5 @@
-/* The C interface of shoal: collectives of a group of processes on memory of the host.
+/* The C interface of shoal: collectives of a group of processes on memory of the host, and on memory of CUDA devices
+ * through the host.
  *
  * A program links libshoal.so, or opens it with dlopen, and needs no other header of shoal. A process has one copy of
  * the library, which Python's `shoal` package uses too. The life of a group:
@@ -35,7 +36,7 @@
 #define SHOAL_API __attribute__((visibility("default")))
 
 /* Incremented when a function or a field is added. */
-#define SHOAL_API_VERSION 4
+#define SHOAL_API_VERSION 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -240,6 +241,35 @@ SHOAL_API shoal_status shoal_then(shoal_group* group, shoal_handle handle, shoal
 
 /* Completes a delegated operation on this rank. */
 SHOAL_API shoal_status shoal_finish_delegated(shoal_group* group, shoal_handle handle);
+
+/* ---- memory of a CUDA device -------------------------------------------------------------------------- */
+
+/* Two threads, two streams and pinned buffers, through which tensors of one device pass on their way to groups and back. */
+typedef struct shoal_lane shoal_lane;
+
+typedef struct shoal_lane_options {
+  size_t struct_size;
+  const char* runtime;   /* CUDA's runtime library, which the process has loaded: "libcudart.so.13", or its path */
+  int32_t device;
+  uint32_t num_buffers;  /* 0: 8 */
+  uint64_t buffer_bytes; /* the same on all ranks; 0: 4 MiB. Tensors are cut into parts of a quarter, of 1 MiB at least */
+} shoal_lane_options;
+
+/* The caller owns *lane and releases it. */
+SHOAL_API shoal_status shoal_lane_create(const shoal_lane_options* options, shoal_lane** lane);
+
+/* Runs operations on memory of the lane's device as work of a stream (cudaStream_t): they begin after what the stream has
+ * been given, and what it gets later finds the results. Returns once they have ended on the host; the stream may still
+ * copy results. All ranks call it for the same operations, which are submitted in parts: no rank may use shoal_submit.
+ *
+ * For all_reduce, reduce, broadcast, all_gather and reduce_scatter; on_complete is NULL. A broadcast leaves the root's
+ * input in its output. Without a group (NULL) each operation is a copy, as in a group of one rank. Returns what shoal_wait
+ * would, or SHOAL_SYSTEM_ERROR with the call of CUDA that failed. */
+SHOAL_API shoal_status shoal_lane_run(shoal_lane* lane, shoal_group* group, const shoal_operation* operations,
+                                      size_t num_operations, void* stream);
+
+/* Ends a lane that nobody uses. It keeps the groups' connections open until then. NULL is ignored. */
+SHOAL_API void shoal_lane_release(shoal_lane* lane);
 
 #ifdef __cplusplus
 }

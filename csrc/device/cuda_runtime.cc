@@ -11,24 +11,28 @@ namespace {
 
 // Of driver_types.h, the same in all versions.
 constexpr int kSuccess = 0, kNotReady = 600;
-constexpr int kToHost = 2, kToDevice = 1;
+constexpr int kToHost = 2, kToDevice = 1, kOnDevice = 3;
 constexpr int kRelaxedCapture = 2;
 constexpr std::size_t kMaxPitch = (std::size_t{1} << 31) - 1;  // of a copy in two dimensions
-constexpr unsigned kBlockingSync = 1, kDisableTiming = 2, kPortable = 1;
+constexpr unsigned kBlockingSync = 1, kDisableTiming = 2, kPortable = 1, kNonBlocking = 1;
+constexpr int kHighPriority = -1;
 
 }  // namespace
 
 CudaRuntime::CudaRuntime(const std::string& library) {
   void* const handle = library.empty() ? nullptr : dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-  if (!handle) throw CudaError("CUDA's runtime '" + library + "' is not loaded in this process: import a torch that was built with CUDA");
+  if (!handle) throw CudaError("CUDA's runtime '" + library + "' is not loaded in this process: import a torch or JAX that was built with CUDA");
   const auto find = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
     if (!function) throw CudaError("CUDA's runtime '" + library + "' has no " + name);
   };
   find(set_device_, "cudaSetDevice");
+  find(get_device_, "cudaGetDevice");
   find(exchange_capture_mode_, "cudaThreadExchangeStreamCaptureMode");
   find(host_alloc_, "cudaHostAlloc");
   find(free_host_, "cudaFreeHost");
+  find(stream_create_, "cudaStreamCreateWithPriority");
+  find(stream_destroy_, "cudaStreamDestroy");
   find(event_create_, "cudaEventCreateWithFlags");
   find(event_destroy_, "cudaEventDestroy");
   find(event_record_, "cudaEventRecord");
@@ -47,10 +51,26 @@ void CudaRuntime::check(int code, const char* call) const {
 }
 
 void CudaRuntime::enter_thread(int device) const {
-  check(set_device_(device), "cudaSetDevice");
+  set_device(device);
   int mode = kRelaxedCapture;
   check(exchange_capture_mode_(&mode), "cudaThreadExchangeStreamCaptureMode");
 }
+
+int CudaRuntime::current_device() const {
+  int device = 0;
+  check(get_device_(&device), "cudaGetDevice");
+  return device;
+}
+
+void CudaRuntime::set_device(int device) const { check(set_device_(device), "cudaSetDevice"); }
+
+CudaStream CudaRuntime::create_stream() const {
+  CudaStream stream = nullptr;
+  check(stream_create_(&stream, kNonBlocking, kHighPriority), "cudaStreamCreateWithPriority");
+  return stream;
+}
+
+void CudaRuntime::destroy_stream(CudaStream stream) const noexcept { stream_destroy_(stream); }
 
 void* CudaRuntime::allocate_pinned(std::size_t bytes) const {
   void* memory = nullptr;
@@ -89,6 +109,10 @@ void CudaRuntime::copy_to_host(void* to, const void* from, const Rows& rows, Cud
 
 void CudaRuntime::copy_to_device(void* to, const void* from, const Rows& rows, CudaStream stream) const {
   copy(to, from, rows, kToDevice, stream);
+}
+
+void CudaRuntime::copy_on_device(void* to, const void* from, std::size_t bytes, CudaStream stream) const {
+  copy(to, from, {1, bytes, bytes, bytes}, kOnDevice, stream);
 }
 
 void CudaRuntime::copy(void* to, const void* from, const Rows& rows, int direction, CudaStream stream) const {

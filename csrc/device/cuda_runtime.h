@@ -30,6 +30,14 @@ class CudaRuntime {
   // captures a graph. In CUDA's default capture mode these calls would fail in every thread and end the capture.
   void enter_thread(int device) const;
 
+  // The calling thread's device.
+  int current_device() const;
+  void set_device(int device) const;
+
+  // A stream of the calling thread's device. Work that is ready runs before kernels of other streams that wait.
+  CudaStream create_stream() const;
+  void destroy_stream(CudaStream stream) const noexcept;
+
   void* allocate_pinned(std::size_t bytes) const;
   void free_pinned(void* memory) const noexcept;
 
@@ -47,15 +55,19 @@ class CudaRuntime {
   };
   void copy_to_host(void* to, const void* from, const Rows& rows, CudaStream stream) const;
   void copy_to_device(void* to, const void* from, const Rows& rows, CudaStream stream) const;
+  void copy_on_device(void* to, const void* from, std::size_t bytes, CudaStream stream) const;
 
  private:
   void check(int code, const char* call) const;
   void copy(void* to, const void* from, const Rows& rows, int direction, CudaStream stream) const;
 
+  int (*get_device_)(int*);
   int (*set_device_)(int);
   int (*exchange_capture_mode_)(int*);
   int (*host_alloc_)(void**, std::size_t, unsigned);
   int (*free_host_)(void*);
+  int (*stream_create_)(CudaStream*, unsigned, int);
+  int (*stream_destroy_)(CudaStream);
   int (*event_create_)(CudaEvent*, unsigned);
   int (*event_destroy_)(CudaEvent);
   int (*event_record_)(CudaEvent, CudaStream);

@@ -73,17 +73,18 @@ struct Lane::Core : std::enable_shared_from_this<Core> {
     std::size_t bytes;
   };
 
-  // A transfer under way. The last three are accessed with the lane's lock.
+  // A transfer under way. What follows `failed` is accessed with the lane's lock.
   struct Moving {
     Transfer transfer;
     std::shared_ptr<ChunkEngine> engine;
     std::vector<Region> sources, targets;  // of messages
     std::atomic<bool> failed{false};
     std::size_t num_open = 0;  // chunks at the engine
+    bool receiving = false;    // the receiver has one of them
     bool sending = true;       // the sender has it, or will have it
     std::function<void()> raise;  // the first error, as a new exception of its type
 
-    bool ended() const { return !sending && (raise || num_open == 0); }
+    bool ended() const { return !sending && !receiving && (raise || num_open == 0); }
   };
 
   // Columns of a tensor, or messages as a whole.
@@ -535,6 +536,7 @@ void Lane::Core::receive_all() {
     {
       const MutexLock lock(mutex);
       --chunk.of->num_open;
+      chunk.of->receiving = false;
       --num_open;
       ended.notify_all();
     }
@@ -550,6 +552,7 @@ bool Lane::Core::next_to_receive(Chunk& chunk) {
   if (completed.empty()) return false;
   chunk = std::move(completed.front());
   completed.pop_front();
+  chunk.of->receiving = true;
   return true;
 }
 

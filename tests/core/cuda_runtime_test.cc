@@ -11,7 +11,7 @@ namespace cuda_runtime_test {
 TEST(cuda_runtime_only_finds_a_library_that_is_loaded) {
   for (const std::string name : {"", "libcudart.so.13", "/usr/lib/no/such/libcudart.so", "libfake"}) {
     CHECK_EQ(CHECK_THROWS(shoal::CudaError, shoal::CudaRuntime(name)),
-             "CUDA's runtime '" + name + "' is not loaded in this process: import a torch that was built with CUDA");
+             "CUDA's runtime '" + name + "' is not loaded in this process: import a torch or JAX that was built with CUDA");
   }
   // A library that is there, could be loaded and is not: it stays so.
   CHECK(contains(CHECK_THROWS(shoal::CudaError, shoal::CudaRuntime("libresolv.so.2")), "is not loaded"));

@@ -47,6 +47,7 @@ int cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int direction
 int cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t row_bytes,
                       std::size_t rows, int direction, void* stream);
 int cudaSetDevice(int device);
+int cudaGetDevice(int* device);
 int cudaThreadExchangeStreamCaptureMode(int* mode);
 const char* cudaGetErrorName(int code);
 const char* cudaGetErrorString(int code);

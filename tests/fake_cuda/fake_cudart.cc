@@ -26,7 +26,8 @@
 namespace {
 
 constexpr int kSuccess = 0, kInvalid = 1, kNotReady = 600, kIllegalAddress = 700, kCapturing = 900;
-constexpr int kToDevice = 1, kToHost = 2, kRelaxed = 2;
+constexpr int kToDevice = 1, kToHost = 2, kOnDevice = 3, kRelaxed = 2;
+constexpr int kNumDevices = 2;
 constexpr int kCopyPattern = 0xA5, kFreedPattern = 0xDB;
 constexpr int kDelaysUs[] = {0, 0, 0, 0, 10, 50, 150};
 
@@ -91,6 +92,7 @@ Process& process() {
 }
 
 thread_local bool relaxed = false;
+thread_local int current_device = 0;
 
 // The code with which a call of this function fails, or success.
 int failure_of(const char* function) {
@@ -209,12 +211,12 @@ struct Copy {
   bool may_be_used() const {
     Process& all = process();
     const auto span = [&](std::size_t pitch) { return rows ? (rows - 1) * pitch + row_bytes : 0; };
-    const bool out = direction == kToHost;
-    const std::byte* const device = out ? from : to;
-    if (!all.pinned.has(out ? to : from, span(out ? to_pitch : from_pitch))) return false;
-    if (all.strict && !all.device.has(device, span(out ? from_pitch : to_pitch))) return false;
     const auto ask = all.ask.load();
-    return !ask || ask(device);
+    const auto is_given = [&](const std::byte* memory, std::size_t pitch, bool on_host) {
+      if (on_host) return all.pinned.has(memory, span(pitch));
+      return (!all.strict || all.device.has(memory, span(pitch))) && (!ask || ask(memory));
+    };
+    return is_given(to, to_pitch, direction == kToHost) && is_given(from, from_pitch, direction == kToDevice);
   }
   int run() const {
     if (process().error) return kSuccess;  // nothing runs after a failure
@@ -227,7 +229,7 @@ struct Copy {
 };
 
 int queue_copy(const Copy& copy, void* stream) {
-  if (copy.direction != kToDevice && copy.direction != kToHost) return kInvalid;
+  if (copy.direction != kToDevice && copy.direction != kToHost && copy.direction != kOnDevice) return kInvalid;
   ++process().counts[fake_copies];
   static_cast<Stream*>(stream)->queue([copy] { return copy.run(); });
   return kSuccess;
@@ -356,7 +358,14 @@ int cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from, std::siz
 
 int cudaSetDevice(int device) {
   if (const int code = failure_of("cudaSetDevice")) return code;
-  return device == 0 ? kSuccess : kInvalid;
+  if (device < 0 || device >= kNumDevices) return kInvalid;
+  current_device = device;
+  return kSuccess;
+}
+int cudaGetDevice(int* device) {
+  if (const int code = failure_of("cudaGetDevice")) return code;
+  *device = current_device;
+  return kSuccess;
 }
 int cudaThreadExchangeStreamCaptureMode(int* mode) {
   const int before = relaxed ? kRelaxed : 0;

@@ -115,6 +115,146 @@ def torch_sums() -> None:
     dist.destroy_process_group()
 
 
+def fake_device(folder: Path, name: str = f"libcudart.so.{RANK}") -> Any:
+    """Run programs for CPUs as programs for CUDA devices, on a runtime without a GPU; return that runtime."""
+    import ctypes
+    import platform
+    from functools import partial
+
+    import jax
+    from jax.interpreters import mlir
+
+    from shoal.comm import native_build
+    from shoal.jax import ffi
+
+    def built(name: str, sources: str, *includes: Path) -> Path:
+        return native_build.build(
+            native_build.Library(
+                title="a test's library", kind=f"test-{name}", name=name,
+                sources=Path(__file__).parents[1] / sources,
+                versions=(jax.__version__, platform.machine()), includes=includes,
+            )
+        )  # fmt: skip
+
+    found = folder / name  # by which the handler finds it
+    found.symlink_to(built("fake_cudart", "fake_cuda").resolve())
+    runtime = ctypes.CDLL(str(found))
+    runtime.fake_cuda_seed.argtypes = [ctypes.c_uint64]
+    runtime.fake_cuda_count.restype = ctypes.c_uint64
+    runtime.fake_cuda_seed(RANK + 1)
+    shim = ctypes.CDLL(str(built("on_fake_device", "fake_cuda_jax", Path(jax.ffi.include_dir()))))
+    stream = ctypes.c_void_p()
+    assert runtime.cudaStreamCreateWithPriority(ctypes.byref(stream), 0, 0) == 0
+    shim.use_fake_device(
+        ctypes.cast(ffi.library().shoal_jax_device_collective, ctypes.c_void_p), stream,
+        ctypes.cast(runtime.cudaStreamSynchronize, ctypes.c_void_p),
+    )  # fmt: skip
+    target = ffi._TARGETS["cuda"]
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(shim.on_fake_device), platform="cpu")
+    mlir.register_lowering(ffi.collective_p, partial(ffi._lower, platform="cuda"), platform="cpu")
+    return runtime
+
+
+def of_devices() -> None:
+    """Run the function that ``OF_DEVICES`` names with the handler for CUDA devices."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        runtime = fake_device(Path(folder))
+        globals()[os.environ["OF_DEVICES"]]()
+        assert runtime.fake_cuda_count(4), "no copy was made"
+
+
+def broken_device() -> None:
+    """Let a copy of rank 1 fail: all ranks get the call that failed, while rank 1 is still there."""
+    import tempfile
+
+    import jax
+    import jax.numpy as jnp
+
+    import shoal.jax as sj
+
+    with tempfile.TemporaryDirectory() as folder:
+        runtime = fake_device(Path(folder))
+        sj.init(timeout_s=60)
+        program = jax.jit(lambda x: sj.all_reduce(x, "sum"))
+        program(jnp.ones(1000)).block_until_ready()
+        if RANK == 1:
+            runtime.fake_cuda_fail(b"cudaMemcpy2DAsync", 0, 719)
+            runtime.fake_cuda_fail(b"cudaMemcpyAsync", 0, 719)
+        try:
+            program(jnp.ones(1000)).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            assert "cudaErrorLaunchFailure (719): unspecified launch failure" in str(error), error
+            met = Path(os.environ["MEET"])
+            if RANK == 0:
+                met.touch()
+            while not met.exists():
+                time.sleep(0.01)
+            print("rank 0 had the error of rank 1")
+            sys.stdout.flush()
+            os._exit(0)
+        raise AssertionError("a copy failed and nobody noticed")
+
+
+def without_a_device() -> None:
+    """Lower programs for other devices, and run one for CUDA where its runtime is not loaded."""
+    import tempfile
+
+    import jax
+    import jax.numpy as jnp
+
+    import shoal.jax as sj
+
+    sj.init(timeout_s=60)
+    x = jnp.arange(4.0)
+    for compiled in (jax.jit(sj.all_reduce), sj.jit(sj.all_reduce)):
+        traced = jax.jit(compiled).trace(x)
+        for platform, target in (("cuda", "shoal_jax_device_collective"), ("cpu", "shoal_jax_collective")):
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+            assert f"@{target}(" in text and text.count("custom_call @shoal") == 1, text
+        refused(
+            lambda traced=traced: traced.lower(lowering_platforms=("tpu",)),
+            "compiled for tpu", "use JAX's own collectives",
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        fake_device(Path(folder), "libother.so")
+        try:
+            sj.all_reduce(x, "sum").block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            assert "CUDA's runtime 'libcudart.so' is not loaded in this process" in str(error), error
+        else:
+            raise AssertionError("a runtime was found that is not there")
+
+
+def refused(call: Callable[[], object], *texts: str) -> None:
+    """Check that a call raises NotImplementedError with these texts."""
+    try:
+        call()
+    except NotImplementedError as error:
+        assert all(text in str(error) for text in texts), error
+    else:
+        raise AssertionError(f"nothing was said of {texts}")
+
+
+def several_devices() -> None:
+    """Refuse programs of this process for two devices."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import shoal.jax as sj
+
+    sj.init(timeout_s=60)
+    mesh = jax.make_mesh((2,), ("d",))
+    x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, PartitionSpec("d")))
+    mapped = jax.shard_map(
+        sj.all_reduce, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"), check_vma=False
+    )
+    for program in (sj.jit(lambda x: sj.all_reduce(x, "sum") + 1), sj.jit(mapped)):
+        refused(lambda program=program: program(x), "for 2 devices", "start one process for each device")
+
+
 def alone() -> None:
     """Run every collective in a process without others."""
     import jax
@@ -133,14 +273,6 @@ def alone() -> None:
     assert sj.all_gather(tree)["a"].shape == (1, 4)
     assert sj.reduce_scatter(tree["a"]).tolist() == [0.0, 1.0, 2.0, 3.0]
     assert sj.all_reduce([]) == []
-    for compiled in (jax.jit(sj.all_reduce), sj.jit(sj.all_reduce)):
-        program = jax.jit(compiled).trace(tree["a"])
-        try:
-            program.lower(lowering_platforms=("cuda",))
-        except NotImplementedError as error:
-            assert "compiled for cuda" in str(error) and "use JAX's own collectives" in str(error)
-        else:
-            raise AssertionError("a program for a GPU was compiled with shoal's collectives")
     sj.barrier()
 
 

@@ -68,6 +68,7 @@ def test_collectives_are_those_of_numpy(python: Path, size: int, hosts: str) -> 
 def test_one_process_alone(python: Path) -> None:
     run(python, "alone", 1)
     run(python, "alone", 1, PATH="", CXX="")  # it is compiled by now
+    run(python, "of_devices", 1, OF_DEVICES="alone")
 
 
 def test_without_a_compiler_it_says_what_to_install(python: Path, tmp_path: Path) -> None:
@@ -80,6 +81,33 @@ def test_without_a_compiler_it_says_what_to_install(python: Path, tmp_path: Path
     assert done.returncode == 1
     assert "UsageError: shoal.jax compiles its handlers for XLA on first use: " in done.stderr
     assert "no C++ compiler is found; install g++ or clang++, or set CXX" in done.stderr
+
+
+@pytest.mark.parametrize("hosts", [WITH_SHARED_MEMORY, OVER_TCP])
+@pytest.mark.parametrize("size", [TWO, FOUR])
+@pytest.mark.parametrize("name", ["sums", "shapes", "collectives", "training", "order"])
+def test_the_handler_for_cuda_gives_what_that_for_cpus_gives(
+    python: Path, name: str, size: int, hosts: str
+) -> None:
+    of_devices = results(run(python, "of_devices", size, hosts, RUNS="2", OF_DEVICES=name))
+    assert bool(of_devices) == (name in ("sums", "training"))  # the others compare with NumPy themselves
+    assert not of_devices or of_devices == results(run(python, name, size, hosts))
+
+
+def test_errors_of_the_handler_for_cuda_are_those_of_cpus(python: Path, tmp_path: Path) -> None:
+    of_lost = run(python, "of_devices", 2, OF_DEVICES="lost", lost=1, TMPDIR=str(tmp_path))
+    assert results(of_lost) == ["rank 1 was named"]
+    run(python, "of_devices", 2, OF_DEVICES="differing", TMPDIR=str(tmp_path))
+    said = run(python, "broken_device", 2, MEET=str(tmp_path / "met"), TMPDIR=str(tmp_path))
+    assert results(said) == ["rank 0 had the error of rank 1"]
+
+
+def test_a_program_for_cuda_calls_its_handler_and_names_what_is_missing(python: Path) -> None:
+    run(python, "without_a_device", 2)
+
+
+def test_programs_for_several_devices_are_refused(python: Path) -> None:
+    run(python, "several_devices", 2, JAX_NUM_CPU_DEVICES="2")
 
 
 @pytest.mark.parametrize(

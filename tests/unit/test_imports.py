@@ -67,7 +67,7 @@ CORE_ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(("transport", "optim", "image", "detection"), frozenset({"base"})),
     "engine": frozenset({"base", "transport", "optim"}),
     "device": frozenset({"base", "engine"}),
-    "c_api": frozenset({"base", "transport", "engine"}),
+    "c_api": frozenset({"base", "transport", "engine", "device"}),
     "mpi_abi": frozenset({"c_api"}),
 }
 

@@ -1,4 +1,4 @@
-"""Provides shoal's collectives in JAX programs, on CPUs.
+"""Provides shoal's collectives in JAX programs, on CPUs and CUDA devices.
 
 Two ways, for one process per host or per group of cores:
 

@@ -8,7 +8,7 @@ same order, and XLA orders by data alone. JAX passes a token from call to call f
 from __future__ import annotations
 
 import ctypes
-import platform
+import platform as machine
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -25,7 +25,8 @@ from jax.lib import __version__ as jaxlib_version
 from shoal.comm import native_build
 from shoal.errors import ShoalError, UsageError
 
-_TARGET = "shoal_jax_collective"
+_TARGETS = {"cpu": "shoal_jax_collective", "cuda": "shoal_jax_device_collective"}
+"""Handler by platform."""
 KINDS = {"all_reduce": 0, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
 """Numbers of ``shoal_kind`` in ``shoal.h``."""
 REDUCTIONS = {"sum": 0, "mean": 1, "prod": 2, "min": 3, "max": 4}
@@ -54,7 +55,7 @@ collective_p.multiple_results = True
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library with the handler, compiled when the cache lacks it.
+    """Return the library with the handlers, compiled when the cache lacks it.
 
     Its source includes XLA's headers, which the installed jaxlib brings: what is compiled fits that version.
 
@@ -70,7 +71,7 @@ def library() -> ctypes.CDLL:
                 kind="jax",
                 name="libshoal_jax",
                 sources=Path(__file__).parent / "native",
-                versions=(jaxlib_version, str(headers), platform.machine()),
+                versions=(jaxlib_version, str(headers), machine.machine()),
                 includes=(headers,),
                 shared=(native_build.TREE_CALL,),
             )
@@ -93,9 +94,13 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 @cache
 def register() -> None:
-    """Make the handler known to XLA, for CPUs."""
-    handler = getattr(library(), _TARGET)
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+    """Make the handlers known to XLA."""
+    for platform, target in _TARGETS.items():
+        jax.ffi.register_ffi_target(
+            target,
+            jax.ffi.pycapsule(getattr(library(), target)),
+            platform={"cuda": "CUDA"}.get(platform, platform),  # XLA's name
+        )
 
 
 def set_group(number: int, group: int) -> None:
@@ -154,12 +159,21 @@ def _abstract_eval(*avals: Any, kind: str, size: int, **_: Any) -> tuple[list[An
 
 
 def _lower(
-    ctx: Any, *operands: Any, kind: str, group: int, size: int, timeout_s: float, op: str, root: int
+    ctx: Any,
+    *operands: Any,
+    platform: str,
+    kind: str,
+    group: int,
+    size: int,
+    timeout_s: float,
+    op: str,
+    root: int,
 ) -> Any:
+    _check_one_device(ctx)
     token = ctx.tokens_in.get(ORDER)
     abstract = core.abstract_token
     aliases = {number: number for number in range(1 + len(operands))} if kind in _IN_PLACE else {0: 0}
-    call = jax.ffi.ffi_lowering(_TARGET, has_side_effect=True, operand_output_aliases=aliases)
+    call = jax.ffi.ffi_lowering(_TARGETS[platform], has_side_effect=True, operand_output_aliases=aliases)
     token, *results = call(
         replace(ctx, avals_in=[abstract, *ctx.avals_in], avals_out=[abstract, *ctx.avals_out]),
         token,
@@ -174,17 +188,28 @@ def _lower(
     return results
 
 
-mlir.register_lowering(collective_p, _lower, platform="cpu")
+def _check_one_device(ctx: Any) -> None:
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if (num_devices := (context.num_devices or 1) if mesh is None else mesh.size) > 1:
+        raise NotImplementedError(
+            f"shoal.jax inside a program for {num_devices} devices, each of which would be a rank; start one "
+            "process for each device (with CUDA_VISIBLE_DEVICES), or use shoal.jax outside of that program"
+        )
+
+
+for _platform in _TARGETS:
+    mlir.register_lowering(collective_p, partial(_lower, platform=_platform), platform=_platform)
 
 
 def _refuse(ctx: Any, *operands: Any, platform: str, **_: Any) -> Any:
     raise NotImplementedError(
-        f"shoal.jax is for arrays on CPUs, and this program is compiled for {platform}; compute there with "
-        "jax.default_device(jax.devices('cpu')[0]), or on GPUs use JAX's own collectives"
+        f"shoal.jax is for arrays on CPUs and CUDA devices, and this program is compiled for {platform}; "
+        "compute with jax.default_device(jax.devices('cpu')[0]), or use JAX's own collectives"
     )
 
 
-for _platform in ("cuda", "rocm", "tpu"):
+for _platform in ("rocm", "tpu"):
     mlir.register_lowering(collective_p, partial(_refuse, platform=_platform), platform=_platform)
 
 

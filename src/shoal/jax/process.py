@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
 
 from shoal.comm.engine import EngineOptions
@@ -22,8 +23,10 @@ def _joined(group: JobGroup) -> None:
 def _wait() -> None:
     """Wait for the programs that were dispatched: those with tokens, then this thread's."""
     jax.effects_barrier()
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        (jnp.zeros(()) + 1).block_until_ready()  # XLA runs it after them
+    for backend in jax.extend.backend.backends().values():
+        for device in backend.local_devices():
+            with jax.default_device(device):
+                (jnp.zeros(()) + 1).block_until_ready()  # XLA runs it after them
 
 
 def _finish() -> None:
