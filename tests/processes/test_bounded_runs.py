@@ -262,9 +262,7 @@ def test_a_signal_ends_a_run_before_its_next_line(
 @pytest.mark.parametrize(
     ("servers", "changes", "message"),
     [
-        (STALE, {"optim": {"clip": "worker"}}, "mode bounded with optim.clip worker"),
         (STALE, {"train": {"precision": "fp16"}}, "mode bounded with train.precision fp16"),
-        ({"mode": "local", "local_steps": 2}, {"optim": {"clip": "worker"}}, "local with optim.clip worker"),
     ],
 )
 def test_what_does_not_go_together_is_named(
@@ -278,14 +276,12 @@ def test_what_does_not_go_together_is_named(
 @pytest.mark.parametrize(
     ("servers", "changes", "message"),
     [
-        (STALE, {"optim": {"optimizer": "lans"}}, "with Lans, which divides each gradient by its norm"),
         ({"mode": "local", "local_steps": 2, "wait_for": 3}, {}, "wait_for 3 must be from 1 to 2 with 3"),
         (
             {"mode": "local", "local_steps": 5, "wait_for": 2},
             {},
             "servers.wait_for with run.log_frequency 1: all workers synchronize at",
         ),
-        ({"mode": "async"}, {}, "with momentum 0.9, gradients that are late"),
         ({"mode": "bounded", "wait_for": 4}, {}, "wait_for 4 must be from 1 to 3 with 3 workers"),
         (BACKUP, {"backend": "gloo"}, 'need a process group of backend "shoal"'),
     ],

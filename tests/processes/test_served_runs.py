@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from forked import fork_process, free_port
-from shoal.errors import EXIT_OK, EXIT_USAGE
+from shoal.errors import EXIT_OK
 from shoal.recipes.bert import BertConfig
 from shoal.record import Step, read_record
 
@@ -82,17 +82,3 @@ def test_three_workers_and_servers_take_the_same_steps(data: Path, tmp_path: Pat
     for mode in ("off", "sync"):
         assert jobs.wait(start(settings(data, tmp_path / mode, mode=mode), 3)) == [EXIT_OK] * 3
     assert steps(tmp_path / "sync") == steps(tmp_path / "off")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optim": {"optimizer": "lans"}}, "with Lans, which divides each gradient by its norm"),
-        ({"optim": {"clip": "worker"}}, "servers.mode sync with optim.clip worker"),
-    ],
-)
-def test_what_cannot_be_served_is_named(
-    data: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    assert jobs.wait(start(settings(data, tmp_path, **changes))) == [EXIT_USAGE, EXIT_USAGE]
-    assert message in (tmp_path / "worker-0.log").read_text()

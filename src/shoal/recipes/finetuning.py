@@ -36,7 +36,7 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
-from shoal.train.optim_config import OptimConfig, check_warmup
+from shoal.train.optim_config import OptimConfig, check_served, check_warmup
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -147,6 +147,7 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
+        check_served(self.optim, self.servers)
         if not self.train.epochs > 0:
             raise UsageError(f"train.epochs {self.train.epochs} must be above 0")
         require_positive("optim", self.optim, "warmup_share", least=0, most=1)

@@ -31,7 +31,7 @@ from shoal.train.config import (
     check_combination,
     required,
 )
-from shoal.train.optim_config import VisionOptimizerConfig
+from shoal.train.optim_config import VisionOptimizerConfig, check_served
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +104,7 @@ class ImageTrainConfig:
 
     def __post_init__(self) -> None:
         check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
+        check_served(self.optim, self.servers)
 
 
 # ------------------------------------------------------------------------------------------------- data

@@ -42,7 +42,7 @@ from shoal.train.config import (
     required,
     settings_lines,
 )
-from shoal.train.optim_config import MuonOptions, TextOptimizerConfig, check_warmup
+from shoal.train.optim_config import MuonOptions, TextOptimizerConfig, check_served, check_warmup
 from shoal.train.run_dir import description_in, keep_description
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ class LmConfig:
         check_warmup("optim", self.optim.warmup_steps, "train", self.train.total_steps)
         self.optim.schedule_of(self.train.total_steps)
         check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
+        check_served(self.optim, self.servers)
         self.parallel.check(self)
         check_attention(self.model.attention, self.parallel)
         if self.optim.optimizer == "muon" and self.parallel.shard:

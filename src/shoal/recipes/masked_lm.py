@@ -33,7 +33,7 @@ from shoal.train.config import (
     load_toml,
     settings_lines,
 )
-from shoal.train.optim_config import PhasesOptimConfig, schedule_of
+from shoal.train.optim_config import PhasesOptimConfig, check_served, schedule_of
 from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class MaskedLMConfig:
             UsageError: a number out of its range, or two that do not go together.
         """
         check_combination(self.train, self.distributed, self.servers, clip=self.optim.clip)
+        check_served(self.optim, self.servers)
         longest, short = self.model.max_position_embeddings, self.finetune
         require_positive("finetune", short, "total_steps", "global_batch_size", "micro_batch_size")
         lengths = [*sequence_lengths, *([("finetune", short.max_seq_length)] if short.at else [])]

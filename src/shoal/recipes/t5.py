@@ -45,7 +45,7 @@ from shoal.train.config import (
     parse_bytes,
     settings_lines,
 )
-from shoal.train.optim_config import TextOptimizerConfig
+from shoal.train.optim_config import TextOptimizerConfig, check_served
 from shoal.train.run_dir import CONFIG_FILE, description_in
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ class T5Config:
         require_positive("optim", self.optim, "hold_steps")
         self.parallel.check_wire(self.distributed.wire)
         check_combination(self.train, self.distributed, self.servers, clip="global")
+        check_served(self.optim, self.servers)
         if self.distributed.shares != "equal":
             raise UsageError(
                 f"distributed.shares {self.distributed.shares}: the stages of T5 are built for parts of one "

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import LRSchedule
+from shoal.train.config import ServersConfig
 
 
 def _option(default: Any) -> Any:
@@ -148,6 +149,36 @@ class OptimizerConfig:
         own = defaults_of(self.optimizer)
         values = {name: getattr(self, name) for name in own}
         return own | {name: value for name, value in values.items() if value is not None}
+
+
+def check_served(optim: OptimizerConfig, servers: ServersConfig) -> None:
+    """Check that servers can take the steps of a recipe's optimizer, before anything starts.
+
+    Raises:
+        UsageError: they cannot: clipping per worker, clipping of gradients that are normalised, or momentum
+            of steps that do not wait.
+    """
+    if not servers.option:
+        return
+    if optim.clip == "worker":
+        raise UsageError(
+            f"{servers.option} with optim.clip worker: servers clip the mean; use --optim.clip global"
+        )
+    if servers.mode == "local":  # each worker steps by itself
+        return
+    if optim.optimizer == "lans" and optim.max_grad_norm is not None and optim.max_grad_norm < math.inf:
+        raise UsageError(
+            f"{servers.option} with optim.max_grad_norm {optim.max_grad_norm} and lans, which divides each "
+            "gradient by its norm: leave it out (--optim.max-grad-norm none)"
+        )
+    own = optim.options()
+    if servers.mode == "async" and (momentum := own.get("momentum", own.get("beta1"))):
+        option = "momentum" if "momentum" in own else "beta1"
+        raise UsageError(
+            f"{servers.option} with optim.{option} {momentum}: with momentum, gradients that are late soon "
+            f"make training diverge; use --optim.{option} 0, or --servers.mode bounded, which keeps "
+            "gradients in the order of their batches"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

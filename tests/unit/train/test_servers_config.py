@@ -9,6 +9,7 @@ import pytest
 
 from shoal.decide.bounded_waiting import WaitingRule
 from shoal.errors import UsageError
+from shoal.recipes.bert import BertConfig
 from shoal.train.config import (
     _MODES,
     _MODES_OF,
@@ -17,6 +18,7 @@ from shoal.train.config import (
     ServersConfig,
     check_combination,
 )
+from shoal.train.optim_config import PhasesOptimConfig
 
 BOUNDED: dict[str, Any] = {"mode": "bounded"}
 LOCAL: dict[str, Any] = {"mode": "local", "local_steps": 4}
@@ -82,6 +84,39 @@ def test_the_wire_and_the_shares_go_with_the_mode() -> None:
     check_combination(LoopConfig(precision="fp32"), by_speed, sync, clip="global")
     with pytest.raises(UsageError, match="have equal parts"):
         check_combination(LoopConfig(precision="fp32"), by_speed, backup, clip="global")
+
+
+@pytest.mark.parametrize(
+    ("given", "optim", "message"),
+    [
+        ({"mode": "sync"}, {"clip": "worker"}, "servers.mode sync with optim.clip worker"),
+        (LOCAL, {"clip": "worker"}, "servers.mode local with optim.clip worker"),
+        ({"mode": "sync"}, {"optimizer": "lans"}, r"max_grad_norm 1.0 and lans.*--optim\.max-grad-norm none"),
+        ({**BOUNDED, "staleness": 1}, {"optimizer": "lans"}, "mode bounded with optim.max_grad_norm 1.0"),
+        ({"mode": "async"}, {}, r"with optim\.beta1 0\.9: with momentum.*use --optim\.beta1 0, or"),
+        ({"mode": "async"}, {"optimizer": "adamw", "beta1": 0.5}, r"with optim\.beta1 0\.5"),
+    ],
+)
+def test_optimizers_that_servers_cannot_step_are_named_before_the_start(
+    given: dict[str, Any], optim: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        BertConfig(servers=ServersConfig(**given), optim=PhasesOptimConfig(**optim))
+
+
+@pytest.mark.parametrize(
+    ("given", "optim"),
+    [
+        ({"mode": "sync"}, {"optimizer": "adafactor"}),
+        ({"mode": "sync"}, {"optimizer": "lans", "max_grad_norm": None}),
+        ({"mode": "async"}, {"optimizer": "adafactor"}),
+        ({"mode": "async"}, {"beta1": 0.0}),
+        (LOCAL, {"optimizer": "lans"}),
+        ({}, {"clip": "worker", "optimizer": "lans"}),
+    ],
+)
+def test_optimizers_that_servers_can_step(given: dict[str, Any], optim: dict[str, Any]) -> None:
+    BertConfig(servers=ServersConfig(**given), optim=PhasesOptimConfig(**optim))
 
 
 @pytest.mark.parametrize(
