@@ -32,6 +32,7 @@
 #include "engine/helper.h"
 #include "engine/reduce.h"
 #include "image/finish.h"
+#include "optim/adafactor.h"
 #include "optim/elementwise.h"
 #include "optim/lamb.h"
 #include "optim/momentum.h"
@@ -229,6 +230,23 @@ std::pair<double, double> novograd_step(const Addresses& weights, const Addresse
   return {norms.grad_sq, norms.weight_sq};
 }
 
+std::pair<double, double> adafactor_step(const Addresses& weights, const Addresses& grads, const Addresses& row_vars,
+                                         const Addresses& col_vars, const Counts& counts, const Counts& columns,
+                                         const std::vector<double>& shares, double learning_rate, double eps1,
+                                         double weight_decay, double grad_scale, int num_threads,
+                                         const std::optional<std::string>& level_name) {
+  std::vector<shoal::AdafactorTensor> tensors;
+  for (std::size_t k = 0; k < counts.size(); ++k) {
+    tensors.push_back({floats_at(weights.at(k)), floats_at(grads.at(k)), floats_at(row_vars.at(k)), floats_at(col_vars.at(k)),
+                       counts[k], columns.at(k), shares.at(k)});
+  }
+  const shoal::AdafactorOptions options{learning_rate, eps1, weight_decay, grad_scale};
+  const shoal::Level level = level_of(level_name);
+  nb::gil_scoped_release release;
+  const shoal::Norms norms = shoal::adafactor_step(tensors, options, num_threads, level);
+  return {norms.grad_sq, norms.weight_sq};
+}
+
 // ---- norms of tensors that servers keep -----------------------------------------------------------------
 
 using Sums = std::tuple<double, double, double>;
@@ -281,6 +299,12 @@ Coefficients lars_coefficients(const Sums& total, double learning_rate, double m
   const shoal::LarsOptions options{learning_rate, momentum, weight_decay, eta,        eps,
                                    1.0,           clips,    nesterov,     trust_ratio};
   return of_motion(shoal::lars_motion(options, {std::get<0>(total), std::get<1>(total), std::get<2>(total)}));
+}
+
+Coefficients adafactor_coefficients(const Sums& total, std::size_t count, double learning_rate, double weight_decay) {
+  const shoal::UnitSums sums{std::get<0>(total), std::get<1>(total), std::get<2>(total)};
+  const shoal::AdafactorMove move = shoal::adafactor_move_of(learning_rate, weight_decay, sums, count);
+  return {move.keep, move.size};
 }
 
 // Also returns the running squared norm of the gradient.
@@ -513,6 +537,7 @@ shoal::OpSpec spec_of(const nb::object& operation) {
     spec.name = get("text", std::string());
     spec.weights = shoal::element_named(get("weights", std::string()));
     spec.copied = get("copied", spec.copied);
+    spec.columns = get("columns", spec.columns);
   }
   const auto op = get("op", std::string());
   if (spec.kind == shoal::Kind::delegated) spec.name = op;
@@ -643,11 +668,13 @@ void bind_engine(nb::module_& m) {
   optimizers["lans"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::lans);
   optimizers["lars"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::lars);
   optimizers["novograd"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::novograd);
+  optimizers["adafactor"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::adafactor);
   m.attr("SERVED_OPTIMIZERS") = optimizers;
   m.attr("SERVED_BLOCK") = shoal::kServedBlock;
   m.attr("SERVED_UNIT") = shoal::kServedUnit;
   m.attr("SERVED_SUMS") = shoal::kSums;
   m.attr("SERVED_COEFFICIENTS") = shoal::kCoefficients;
+  m.attr("FACTOR_PART") = shoal::kFactorPart;
   nb::class_<shoal::Engine>(m, "Engine")
       .def("__init__", [](shoal::Engine* self, const nb::dict& options) { new (self) shoal::Engine(options_of(options)); })
       .def_prop_ro("port", &shoal::Engine::port)
@@ -745,6 +772,9 @@ NB_MODULE(_core, m) {
         nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"), nb::arg("grad_scale"),
         nb::arg("bias_correction"), nb::arg("grad_averaging"), nb::arg("init_zero"),
         nb::arg("reg_inside_moment"), nb::arg("num_threads"), nb::arg("level").none());
+  m.def("adafactor_step", &adafactor_step, nb::arg("weights"), nb::arg("grads"), nb::arg("row_vars"), nb::arg("col_vars"),
+        nb::arg("counts"), nb::arg("columns"), nb::arg("shares"), nb::kw_only(), nb::arg("learning_rate"), nb::arg("eps1"),
+        nb::arg("weight_decay"), nb::arg("grad_scale"), nb::arg("num_threads"), nb::arg("level").none());
   m.def("sum_of_squares", &sum_of_squares, nb::arg("values"), nb::arg("counts"), nb::arg("num_threads"),
         nb::arg("level").none());
   m.def("unit_totals", &unit_totals, nb::arg("units"), nb::arg("counts"));
@@ -753,6 +783,17 @@ NB_MODULE(_core, m) {
   m.def("lans_grad_scale", &lans_grad_scale, nb::arg("total"), nb::kw_only(), nb::arg("grad_scale"), nb::arg("eps"));
   m.def("lans_coefficients", &lans_coefficients, nb::arg("total"), nb::kw_only(), nb::arg("learning_rate"),
         nb::arg("beta1"));
+  m.def("factor_numbers", &shoal::factor_numbers, nb::arg("columns"));
+  m.def("adafactor_decide",
+        [](std::uintptr_t sums, std::size_t count, std::size_t columns, double share, double eps1, std::uintptr_t row_var,
+           std::uintptr_t col_var, std::uintptr_t factors) {
+          shoal::adafactor_decide(floats_at(sums), count, columns, share, eps1, floats_at(row_var), floats_at(col_var),
+                                  floats_at(factors));
+        },
+        nb::arg("sums"), nb::arg("count"), nb::arg("columns"), nb::arg("share"), nb::arg("eps1"), nb::arg("row_var"),
+        nb::arg("col_var"), nb::arg("factors"));
+  m.def("adafactor_coefficients", &adafactor_coefficients, nb::arg("total"), nb::arg("count"), nb::kw_only(),
+        nb::arg("learning_rate"), nb::arg("weight_decay"));
   m.def("lars_coefficients", &lars_coefficients, nb::arg("total"), nb::kw_only(), nb::arg("learning_rate"),
         nb::arg("momentum"), nb::arg("weight_decay"), nb::arg("eta"), nb::arg("eps"), nb::arg("clips"),
         nb::arg("nesterov"), nb::arg("trust_ratio"));

@@ -102,12 +102,14 @@ struct Lane::Core : std::enable_shared_from_this<Core> {
     // Address of the contribution, or of the result: in the buffer, or memory of the host that `spec` gives.
     const std::byte* input() const {
       const OpSpec& spec = of->transfer.spec;
-      return sends_coefficients(spec.kind) || spec.kind == Kind::configure ? spec.input : buffered(of->transfer.source);
+      if (sends_coefficients(spec.kind)) return spec.input + first / kFactorPart * input_stride(spec);
+      return spec.kind == Kind::configure ? spec.input : buffered(of->transfer.source);
     }
     std::byte* output() const {
       const OpSpec& spec = of->transfer.spec;
       if (spec.kind == Kind::configure) return spec.output;
       if (returns_sums(spec.kind)) return spec.output + first / kServedUnit * kSums * sizeof(double);
+      if (spec.kind == Kind::factor) return spec.output + first / kFactorPart * factor_bytes(spec);
       return buffered(of->transfer.target);
     }
   };

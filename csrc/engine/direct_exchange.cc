@@ -135,6 +135,8 @@ void DirectExchange::leave(const Op& op) {
     case Kind::update:
     case Kind::collect:
     case Kind::measure:
+    case Kind::factor:
+    case Kind::normalise:
     case Kind::apply: break;
   }
   hooks_.trace("copy out", begin, op.seq, 0);

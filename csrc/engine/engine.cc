@@ -210,7 +210,8 @@ void Engine::require_servers(const OpSpec& spec) const {
                           : spec.kind == Kind::update || spec.kind == Kind::collect ? Element::float32
                                                                                     : Element::int32;
   const bool answers = spec.weights == Element::float32 || spec.weights == Element::bfloat16;
-  if (spec.count > 0 && spec.element == element && spec.root >= 0 && answers) return;
+  const bool is_matrix = !is_factored(spec.kind) || spec.columns > 0;
+  if (spec.count > 0 && spec.element == element && spec.root >= 0 && answers && is_matrix) return;
   throw std::invalid_argument("a " + std::string(name_of(spec.kind)) + " takes " + std::string(name_of(element)) +
                               " elements, at least one, not " + std::to_string(spec.count) + " of " +
                               std::string(name_of(spec.element)));

@@ -26,6 +26,9 @@ void pause() {
 
 }  // namespace
 
+// The factors of a matrix with long rows are a few numbers more than a chunk's (optim/adafactor.h).
+constexpr std::size_t kFactorRoom = 64;
+
 ShmLayout stage_layout(const Topology& topology, const EngineOptions& options) {
   const bool alone = topology.num_hosts() == 1;
   ShmLayout layout;
@@ -33,6 +36,7 @@ ShmLayout stage_layout(const Topology& topology, const EngineOptions& options) {
   layout.slot_bytes = alone                 ? options.shared_chunk_bytes
                       : options.chunk_bytes ? options.chunk_bytes
                                             : Topology::kMessageBytes;
+  if (!alone) layout.slot_bytes += kFactorRoom;
   layout.result_bytes = alone ? layout.slot_bytes : 2 * layout.slot_bytes;
   layout.num_slots = alone ? options.num_slots : kSlotsBetweenHosts * options.num_slots;
   layout.num_cells = alone ? DirectExchange::kNumCells : 0;

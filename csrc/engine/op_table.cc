@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/crc32c.h"
 
 namespace shoal {
 
@@ -28,7 +29,8 @@ std::uint64_t signature_of(const OpSpec& spec) {
   }
   if (is_served(spec.kind)) {
     for (const std::uint64_t value : {std::uint64_t{spec.table}, std::uint64_t{spec.step}, std::uint64_t{spec.rule}, spec.place,
-                                      static_cast<std::uint64_t>(spec.weights), std::uint64_t{spec.copied}}) {
+                                      static_cast<std::uint64_t>(spec.weights), std::uint64_t{spec.columns},
+                                      std::uint64_t{spec.copied}}) {
       hash = mix(hash, value);
     }
     for (char c : spec.name) hash = mix(hash, static_cast<unsigned char>(c));
@@ -36,7 +38,8 @@ std::uint64_t signature_of(const OpSpec& spec) {
       for (std::uint64_t k = 0; k < spec.count; ++k) hash = mix(hash, static_cast<std::uint64_t>(spec.input[k]));
     }
     if (sends_coefficients(spec.kind)) {
-      for (std::size_t k = 0; k < kCoefficients * sizeof(float); ++k) hash = mix(hash, static_cast<std::uint64_t>(spec.input[k]));
+      const std::size_t parts = is_factored(spec.kind) ? factor_parts(spec.count) : 1;
+      hash = mix(hash, crc32c(spec.input, parts * coefficient_bytes(spec)));
     }
   }
   if (by_messages(spec.kind)) return hash;  // sizes differ between ranks; the receiver of each message compares them

@@ -66,7 +66,7 @@ struct Op {
 
   // Address of chunk `index` in this rank's input or output. Only for ranks that have it.
   const std::byte* input_at(std::uint64_t index, int rank) const {
-    if (sends_coefficients(spec.kind)) return spec.input;
+    if (sends_coefficients(spec.kind)) return spec.input + index * input_stride(spec);
     const std::uint64_t base = spec.kind == Kind::all_gather ? static_cast<std::uint64_t>(rank) * spec.count : 0;
     return spec.input + (chunks[index].begin - base) * width();
   }
@@ -76,12 +76,13 @@ struct Op {
   }
   // Bytes of a chunk's contribution, and of its result.
   std::size_t bytes_of(std::uint64_t index) const {
-    return sends_coefficients(spec.kind) ? kCoefficients * sizeof(float) : chunks[index].count * width();
+    return sends_coefficients(spec.kind) ? coefficient_bytes(spec) : chunks[index].count * width();
   }
   std::size_t result_bytes_of(std::uint64_t index) const { return result_bytes(chunks[index].count); }
   // Bytes of the result of so many elements.
   std::size_t result_bytes(std::uint64_t count) const {
     if (returns_sums(spec.kind)) return (count + kServedUnit - 1) / kServedUnit * kSums * sizeof(double);
+    if (spec.kind == Kind::factor) return factor_parts(count) * factor_bytes(spec);
     return count * (returns_weights(spec.kind) ? size_of(spec.weights) : width());
   }
   // Bytes of a chunk that windows bound: those of an apply are on their way back.

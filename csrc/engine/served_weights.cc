@@ -10,6 +10,7 @@
 
 #include "engine/reduce.h"
 #include "engine/errors.h"
+#include "optim/adafactor.h"
 #include "optim/elementwise.h"
 #include "optim/unit_sums.h"
 
@@ -20,12 +21,17 @@ namespace {
 using Optimizer = Rule::Optimizer;
 using Coefficients = std::array<float, kCoefficients>;
 
+constexpr float kMaxColumns = 1 << 24;  // whole numbers below it are exact
 constexpr std::size_t kGroupBytes = sizeof(GroupOptions);
 static_assert(kServedUnit == kSumUnit && sizeof(UnitSums) == kSums * sizeof(double));
 static_assert(sizeof(Motion) <= sizeof(Coefficients));
 
 std::string name_of_piece(const FrameHeader& header) {
   return "piece " + std::to_string(header.chunk) + " of tensor " + std::to_string(header.table);
+}
+
+std::string too_early(const FrameHeader& header) {
+  return "a " + std::string(name_of(header.kind)) + " of " + name_of_piece(header) + ", whose gradient has not come or needs none";
 }
 
 std::size_t half_of_memory() {
@@ -86,7 +92,7 @@ void ServedWeights::clear() {
 
 bool ServedWeights::is_early(const FrameHeader& header) const {
   const Kind kind = header.kind;
-  if (kind != Kind::update && kind != Kind::measure && kind != Kind::apply) return false;
+  if (kind != Kind::update && !sends_coefficients(kind)) return false;
   const auto piece = pieces_.find({header.table, header.chunk});
   if (piece == pieces_.end()) return false;
   const auto rule = rules_.find(piece->second.model);
@@ -107,6 +113,8 @@ std::string ServedWeights::take(const FrameHeader& header, Payload& sum) {
     case Kind::dump: return dump(header, sum);
     case Kind::collect: return collect(header, sum);
     case Kind::measure: return measure(header, sum);
+    case Kind::factor: return factor(header, sum);
+    case Kind::normalise: return normalise(header, sum);
     case Kind::apply: return apply(header, sum);
     default: return update(header, sum);
   }
@@ -118,7 +126,7 @@ std::string ServedWeights::configure(std::uint32_t model, const std::byte* data,
   if (bytes < sizeof head) return "options of " + std::to_string(bytes) + " bytes";
   std::memcpy(head.data(), data, sizeof head);
   const auto [number, optimizer, num_groups, zero] = head;
-  if (optimizer > static_cast<std::uint32_t>(Optimizer::lans) || zero != 0 || bytes > kMaxOptionBytes ||
+  if (optimizer > static_cast<std::uint32_t>(Optimizer::adafactor) || zero != 0 || bytes > kMaxOptionBytes ||
       bytes != sizeof head + num_groups * kGroupBytes) {
     return "options of " + std::to_string(bytes) + " bytes for optimizer " + std::to_string(optimizer) + " with " +
            std::to_string(num_groups) + " groups";
@@ -265,10 +273,11 @@ std::string ServedWeights::collect(const FrameHeader& header, Payload& sum) {
   Target at = target_of(header);
   if (!at.wrong.empty()) return at.wrong;
   Piece& piece = *at.piece;
-  if (piece.slots[0].size() * sizeof(float) != sum.size() || piece.phase == Phase::measured) {
+  const bool is_early = piece.phase == Phase::idle || piece.phase == Phase::collected;
+  if (piece.slots[0].size() * sizeof(float) != sum.size() || !is_early) {
     return "a gradient of " + std::to_string(sum.size()) + " bytes for " + name_of_piece(header) + ", of which " +
            std::to_string(piece.slots[0].size() * sizeof(float)) + " bytes are kept, " +
-           (piece.phase == Phase::measured ? "in the middle of an update" : "before an update");
+           (is_early ? "before an update" : "in the middle of an update");
   }
   make_room(piece.grad, piece.slots[0].size());
   std::memcpy(piece.grad.data(), sum.data(), sum.size());
@@ -285,9 +294,7 @@ std::string ServedWeights::measure(const FrameHeader& header, Payload& sum) {
   if (at.wrong.empty()) at.wrong = read_coefficients(given, header, sum.data(), sum.size());
   if (!at.wrong.empty()) return at.wrong;
   Piece& piece = *at.piece;
-  if (piece.phase != Phase::collected || !needs_norms(at.rule->optimizer)) {
-    return "a measure of " + name_of_piece(header) + ", whose gradient has not come or needs none";
-  }
+  if (piece.phase != Phase::collected || !needs_norms(at.rule->optimizer)) return too_early(header);
   make_state(piece, *at.rule, *at.options);
   piece.phase = Phase::measured;
   scale_gradient(piece.grad, given[0]);
@@ -299,9 +306,53 @@ std::string ServedWeights::measure(const FrameHeader& header, Payload& sum) {
   } else if (at.rule->optimizer == Optimizer::lars) {
     const MomentumTensor tensor{piece.slots[0].data(), piece.grad.data(), piece.slots[1].data(), piece.grad.size()};
     lars_measure(tensor, (*at.options)[0], sums.data());
+  } else if (at.rule->optimizer == Optimizer::adafactor) {
+    const auto eps1 = static_cast<float>((*at.options)[0]);
+    adafactor_normalise(piece.grad.data(), piece.slots[1].data(), piece.grad.size(), given[1], eps1);
+    adafactor_measure(piece.slots[0].data(), piece.grad.data(), piece.grad.size(), sums.data());
   } else {
     squares_of_units(piece.grad.data(), piece.grad.size(), sums.data());
   }
+  sum = reply_of(sums.data(), sums.size() * sizeof(UnitSums));
+  return "";
+}
+
+std::string ServedWeights::factor(const FrameHeader& header, Payload& sum) {
+  Target at = target_of(header);
+  Coefficients given{};
+  if (at.wrong.empty()) at.wrong = read_coefficients(given, header, sum.data(), sum.size());
+  if (!at.wrong.empty()) return at.wrong;
+  Piece& piece = *at.piece;
+  if (piece.phase != Phase::collected || at.rule->optimizer != Optimizer::adafactor) return too_early(header);
+  const bool in_row = given[1] >= 1.0f && given[1] < kMaxColumns && given[2] >= 0.0f && given[2] < given[1];
+  if (!in_row || std::floor(given[1]) != given[1] || piece.grad.size() > kFactorPart) {
+    return "a row of " + std::to_string(given[1]) + " columns for " + name_of_piece(header) + " of " +
+           std::to_string(piece.grad.size()) + " numbers, which begins at " + std::to_string(given[2]);
+  }
+  piece.part = {piece.grad.size(), static_cast<std::size_t>(given[2]), static_cast<std::size_t>(given[1])};
+  piece.phase = Phase::factored;
+  scale_gradient(piece.grad, given[0]);
+  std::vector<float> sums(factor_numbers(piece.part.columns));
+  adafactor_squares(piece.grad.data(), piece.part, sums.data());
+  sum = reply_of(sums.data(), sums.size() * sizeof(float));
+  return "";
+}
+
+std::string ServedWeights::normalise(const FrameHeader& header, Payload& sum) {
+  Target at = target_of(header);
+  if (!at.wrong.empty()) return at.wrong;
+  Piece& piece = *at.piece;
+  if (piece.phase != Phase::factored) return too_early(header);
+  std::vector<float> factors(factor_numbers(piece.part.columns));
+  if (sum.size() != factors.size() * sizeof(float)) {
+    return std::to_string(sum.size()) + " bytes of factors for " + name_of_piece(header) + " with " +
+           std::to_string(piece.part.columns) + " columns";
+  }
+  std::memcpy(factors.data(), sum.data(), sum.size());
+  piece.phase = Phase::measured;
+  adafactor_normalise(piece.grad.data(), piece.part, factors.data());
+  std::vector<UnitSums> sums(num_units(piece.grad.size()));
+  adafactor_measure(piece.slots[0].data(), piece.grad.data(), piece.grad.size(), sums.data());
   sum = reply_of(sums.data(), sums.size() * sizeof(UnitSums));
   return "";
 }
@@ -316,13 +367,15 @@ std::string ServedWeights::apply(const FrameHeader& header, Payload& sum) {
   if (piece.phase != (needs_norms(optimizer) ? Phase::measured : Phase::collected)) {
     return "an apply to " + name_of_piece(header) + ", whose gradient has not come or was not measured";
   }
-  make_state(piece, *at.rule, *at.options);
+  if (optimizer != Optimizer::adafactor) make_state(piece, *at.rule, *at.options);  // a matrix has none here
   piece.step = header.step;
   piece.phase = Phase::idle;
   if (optimizer == Optimizer::lamb) {
     lamb_move(moments_of(piece.slots, piece.grad.data(), piece.step), lamb_options(*at.options), given[0]);
   } else if (optimizer == Optimizer::lans) {
     lans_move(moments_of(piece.slots, piece.grad.data(), piece.step), lans_options(*at.options), {given[0], given[1]});
+  } else if (optimizer == Optimizer::adafactor) {
+    adafactor_move(piece.slots[0].data(), piece.grad.data(), piece.grad.size(), {given[0], given[1]});
   } else if (needs_norms(optimizer)) {
     const MomentumTensor tensor{piece.slots[0].data(), piece.grad.data(), piece.slots[1].data(), piece.grad.size()};
     move_by(tensor, {given[0], given[1], given[2], given[3], given[4], given[5]});

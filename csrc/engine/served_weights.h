@@ -10,7 +10,10 @@
 // them receive, and decide with the functions of optim that workers use:
 //   collect    the summed gradient, which is kept                       the sums of squares of its units (unit_sums.h)
 //   measure    coefficients: first a factor of the gradient             the sums that the optimizer needs
-//   apply      coefficients: a factor of the gradient (SGD, AdamW), the sizes of the step (LAMB, LANS), or a Motion   the weights after it
+//   factor     a piece's coefficients: a factor of the gradient, the columns, where it begins in a row   sums of squares of rows, columns
+//   normalise  factors of its rows and columns (optim/adafactor.h)      the sums that the optimizer needs
+//   apply      coefficients: a factor of the gradient (SGD, AdamW), the sizes of the step (LAMB, LANS), an AdafactorMove, or a Motion   the weights after it
+// Adafactor's matrices have factor and normalise in place of measure, its other tensors a measure with 1 - beta2 too.
 // The weights that answer an update or apply are float32, or bfloat16 (the header's element): the server's stay float32.
 // A collect may come again before the rest of its update: the step was given up. An update has number `step` of its
 // tensor, one more than the piece's last. What overtakes its options waits for them (SumServer). Ranks agree about all of
@@ -32,6 +35,7 @@
 #include <vector>
 
 #include "engine/types.h"
+#include "optim/factor_parts.h"
 #include "transport/frame.h"
 
 namespace shoal {
@@ -47,13 +51,13 @@ struct WeightBudget {
 
 // Options of a group of parameters. SGD: learning rate, momentum, weight decay, nesterov (0 or 1), 0, 0. AdamW: learning
 // rate, beta1, beta2, eps, weight decay, 0. LAMB: as AdamW, and bias correction (0 or 1). LANS: as AdamW. LARS: weight
-// decay, 0 ... NovoGrad: 0 ...
+// decay, 0 ... NovoGrad: 0 ... Adafactor: eps1, 0 ...
 using GroupOptions = std::array<double, kOptionsOfGroup>;
 
 // Options of one step, as a configure carries them: u32 number, u32 optimizer, u32 number of groups, u32 0; then the
 // options of each group, at most kMaxOptionGroups.
 struct Rule {
-  enum class Optimizer : std::uint32_t { sgd, adamw, lamb, lars, novograd, lans };
+  enum class Optimizer : std::uint32_t { sgd, adamw, lamb, lars, novograd, lans, adafactor };
 
   std::uint32_t number = 0;
   Optimizer optimizer = Optimizer::sgd;
@@ -79,13 +83,14 @@ class ServedWeights {
  private:
   static constexpr int kSlots = 3;
   static constexpr std::uint32_t kMaxModels = 4096;
-  enum class Phase : std::uint8_t { idle, collected, measured };
+  enum class Phase : std::uint8_t { idle, collected, factored, measured };
   struct Piece {
     std::array<std::vector<float>, kSlots> slots;  // an empty one is not kept
     std::vector<float> grad;                       // from collect to apply
     std::uint32_t step = 0;                        // updates taken
     std::uint32_t model = 0;
     Phase phase = Phase::idle;
+    FactorPart part{};  // from factor to normalise
   };
   // What an update reads: the piece, its rule, and the options of its group.
   struct Target {
@@ -109,6 +114,8 @@ class ServedWeights {
   std::string update(const FrameHeader& header, Payload& sum);
   std::string collect(const FrameHeader& header, Payload& sum);
   std::string measure(const FrameHeader& header, Payload& sum);
+  std::string factor(const FrameHeader& header, Payload& sum);
+  std::string normalise(const FrameHeader& header, Payload& sum);
   std::string apply(const FrameHeader& header, Payload& sum);
   Target target_of(const FrameHeader& header);
   void make_state(Piece& piece, const Rule& rule, const GroupOptions& options);

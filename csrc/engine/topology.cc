@@ -109,6 +109,7 @@ std::vector<Chunk> Topology::divide(const OpSpec& spec, const EngineOptions& opt
                                      FusedBuffer& fused) const {
   std::size_t most = num_hosts() == 1 ? options.shared_chunk_bytes : options.chunk_bytes;
   // an urgent operation goes before the next chunk; libfabric's buffers hold one usual message
+  if (!most && spec.columns && options.fabric.empty()) most = kMessageBytes;  // the parts of a matrix are no smaller
   if (!most) most = urgent || !options.fabric.empty() ? usual_message_bytes() : message_bytes(spec);
   return is_served(spec.kind) ? cut_served(spec, most) : cut(spec, most, fused);
 }
@@ -163,10 +164,11 @@ std::vector<Chunk> Topology::cut_served(const OpSpec& spec, std::size_t max_chun
     return chunks;
   }
   const std::uint64_t piece = std::bit_floor(std::min(max_chunk_bytes, kMessageBytes) / sizeof(float));
-  if (piece < kServedUnit && (sends_coefficients(spec.kind) || returns_sums(spec.kind))) {
+  const std::size_t unit = spec.columns ? kFactorPart : kServedUnit;
+  if (piece < unit && (spec.columns || sends_coefficients(spec.kind) || returns_sums(spec.kind))) {
     throw std::invalid_argument("chunks of " + std::to_string(max_chunk_bytes) + " bytes hold no unit of " +
-                                std::to_string(kServedUnit) + " numbers, whose squares are summed together: chunk_bytes "
-                                "must be at least " + std::to_string(kServedUnit * sizeof(float)));
+                                std::to_string(unit) + " numbers, whose squares are summed together: chunk_bytes "
+                                "must be at least " + std::to_string(unit * sizeof(float)));
   }
   const std::uint64_t pieces_of_block = std::max<std::uint64_t>(kServedBlock / piece, 1);
   for (std::uint64_t begin = 0; begin < spec.count; begin += piece) {

@@ -11,7 +11,7 @@ constexpr std::array<std::string_view, kNumKinds> kKinds = {
     "all_reduce", "reduce",     "broadcast", "all_gather", "reduce_scatter", "barrier",
     "delegated",  "all_to_all", "gather",    "scatter",    "send",           "recv",
     "configure",  "load",       "dump",      "update",     "collect",        "measure",
-    "apply"};
+    "factor",     "normalise",  "apply"};
 constexpr std::array<std::string_view, kNumElements> kElements = {"float32", "float64", "float16", "bfloat16",
                                                        "int8",    "uint8",   "int32",   "int64"};
 constexpr std::array<std::string_view, kNumCombines> kCombines = {"sum", "avg",  "prod", "min",

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "optim/factor_parts.h"
 #include "transport/frame.h"
 
 namespace shoal {
@@ -18,11 +19,13 @@ inline bool adds_up(Kind kind) { return kind != Kind::broadcast && kind != Kind:
 inline bool by_messages(Kind kind) { return kind >= Kind::all_to_all && kind <= Kind::recv; }
 // Returns whether an operation concerns the weights that servers keep (engine/served_weights.h).
 inline bool is_served(Kind kind) { return kind >= Kind::configure; }
-// Returns whether all chunks have the same contribution, kCoefficients floats, and not the tensor's elements.
-inline bool sends_coefficients(Kind kind) { return kind == Kind::measure || kind == Kind::apply; }
+// Returns whether contributions are kCoefficients floats, or factors, and not the tensor's elements.
+inline bool sends_coefficients(Kind kind) { return kind >= Kind::measure; }
 inline constexpr std::size_t kCoefficients = 8;
+// Returns whether an operation is on a matrix whose second moment is factored, and each chunk has its own coefficients.
+inline bool is_factored(Kind kind) { return kind == Kind::factor || kind == Kind::normalise; }
 // Returns whether a result consists of kSums doubles for each kServedUnit elements of a chunk, and not of elements.
-inline bool returns_sums(Kind kind) { return kind == Kind::collect || kind == Kind::measure; }
+inline bool returns_sums(Kind kind) { return kind == Kind::collect || kind == Kind::measure || kind == Kind::normalise; }
 inline constexpr std::size_t kServedUnit = 2048, kSums = 3;
 // Elements of a tensor that stay together on a server.
 inline constexpr std::uint64_t kServedBlock = 16384;
@@ -85,8 +88,17 @@ struct OpSpec {
   std::uint32_t table = 0, step = 0, rule = 0;
   std::uint64_t place = 0;  // of the tensor's first block among those of all tensors
   Element weights = Element::float32;  // type in which an update or apply answers; or bfloat16
+  std::uint32_t columns = 0;  // of a matrix whose second moment is factored; else 0
   bool copied = false;  // ranks have a second copy of what helpers keep
 };
+
+// Bytes of the sums or factors of a chunk of a matrix (optim/adafactor.h).
+inline std::size_t factor_bytes(const OpSpec& spec) { return factor_numbers(spec.columns) * sizeof(float); }
+// Bytes of a chunk's coefficients, and from those of one chunk to those of the next: 0 where all have the same.
+inline std::size_t coefficient_bytes(const OpSpec& spec) {
+  return spec.kind == Kind::normalise ? factor_bytes(spec) : kCoefficients * sizeof(float);
+}
+inline std::size_t input_stride(const OpSpec& spec) { return is_factored(spec.kind) ? coefficient_bytes(spec) : 0; }
 
 // Describes an operation for messages: "all_reduce of float32[1024, 30] (sum)".
 std::string describe(const OpSpec& spec);

@@ -38,7 +38,7 @@ enum class FrameType : std::uint8_t {
 // Codes of an operation: what it does (engine/types.h), the type of its elements, and how they are combined.
 enum class Kind : std::uint8_t {
   all_reduce, reduce, broadcast, all_gather, reduce_scatter, barrier, delegated, all_to_all, gather, scatter, send, recv,
-  configure, load, dump, update, collect, measure, apply
+  configure, load, dump, update, collect, measure, factor, normalise, apply
 };
 enum class Element : std::uint8_t { float32, float64, float16, bfloat16, int8, uint8, int32, int64 };
 enum class Combine : std::uint8_t { sum, avg, prod, min, max, band, bor, bxor };

@@ -255,6 +255,30 @@ def novograd_step(
     return _updated("novograd_step", *addresses, _counts(weights), list(steps), **options)
 
 
+def adafactor_step(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    second_moments: Sequence[tuple[Tensor, Tensor] | Tensor],
+    shares: Sequence[float],
+    **options: Any,
+) -> tuple[float, float]:
+    """Update weights and second moments in place by Adafactor (:mod:`shoal.optim.adafactor`).
+
+    Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`; ``shares`` are
+    1 - beta2, ``second_moments`` those of rows and of columns of a matrix, or one of the weights' shape.
+    """
+    rows, columns = [], []
+    for weight, moments in zip(weights, second_moments, strict=True):
+        if isinstance(moments, tuple):
+            rows += _addresses(moments, moments)
+            columns.append(weight.shape[1])
+        else:
+            rows += _addresses([moments], [weight]) * 2
+            columns.append(0)
+    addresses = [*(_addresses(tensors, weights) for tensors in (weights, grads)), rows[::2], rows[1::2]]
+    return _updated("adafactor_step", *addresses, _counts(weights), columns, list(shares), **options)
+
+
 def _step_moments(
     kernel: str, lists: Sequence[Sequence[Tensor]], steps: Sequence[float], **options: Any
 ) -> tuple[float, float]:

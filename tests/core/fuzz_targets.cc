@@ -231,15 +231,15 @@ void keep_weights(Input& in) {
   {
     ServedWeights weights(pool, budget);
     while (in.any()) {
-      constexpr std::array<Kind, 7> kKinds{Kind::configure, Kind::load,    Kind::dump, Kind::update,
-                                           Kind::collect,   Kind::measure, Kind::apply};
+      constexpr std::array<Kind, 9> kKinds{Kind::configure, Kind::load,   Kind::dump,      Kind::update, Kind::collect,
+                                           Kind::measure,   Kind::factor, Kind::normalise, Kind::apply};
       const Kind kind = kKinds[in.below(kKinds.size())];
       const bool sums = kind == Kind::update || kind == Kind::collect;
       const Element input = kind == Kind::configure ? Element::uint8 : sums ? Element::float32 : Element::int32;
       FrameHeader header = header_of(in, kind, input, returns_weights(kind) ? Element::float32 : input);
       Payload sum = some_payload(pool, in, some_size(in));
       if (kind == Kind::configure && in.below(4)) {  // options that are right but for their numbers
-        const std::uint32_t head[4] = {header.rule + 1, static_cast<std::uint32_t>(in.below(7)), 1, 0};
+        const std::uint32_t head[4] = {header.rule + 1, static_cast<std::uint32_t>(in.below(8)), 1, 0};
         const double group[kOptionsOfGroup] = {0.5, 0.9, 0.99, 1e-8, in.below(4) ? 0.0 : in.value<double>(), 0};
         sum = pool.payload(sizeof head + sizeof group);
         std::byte* to = sum.writable();

@@ -11,6 +11,7 @@
 #include "check.h"
 #include "engine/errors.h"
 #include "engine/sum_server.h"
+#include "optim/adafactor.h"
 #include "optim/lamb.h"
 
 namespace served_weights_test {
@@ -209,6 +210,41 @@ TEST(served_weights_take_a_step_in_phases) {
   lamb_step(std::span(&tensor, 1), lamb, 1);
   CHECK(after == w);
   CHECK(contains(take(weights, header_of(Kind::apply, 0, 1, 1), none), "which has taken 1"));
+}
+
+TEST(served_weights_have_rows_and_columns_of_a_matrix) {
+  BufferPool pool;
+  WeightBudget budget(1 << 20);
+  ServedWeights weights(pool, budget);
+  constexpr std::size_t kColumns = 31, kRows = 70, kCount = kColumns * kRows;
+  std::vector<float> w(kCount), g(kCount), rows(kRows), columns(kColumns), none{1};
+  for (std::size_t k = 0; k < kCount; ++k) {
+    w[k] = 0.01f * static_cast<float>(k % 97) - 0.3f;
+    g[k] = 0.02f * static_cast<float>(k % 89) - 0.7f;
+  }
+  CHECK_EQ(take(weights, header_of(Kind::load), w), "");
+  CHECK_EQ(take(weights, header_of(Kind::configure), options(1, 1e-30, 1, 6)), "");  // Adafactor
+  std::vector<float> given{0.3f, kColumns, 0, 0, 0, 0, 0, 0}, outside{1, 4, 4, 0, 0, 0, 0, 0}, part{1, 4.5, 0, 0, 0, 0, 0, 0};
+  CHECK(contains(take(weights, header_of(Kind::factor, 0, 1, 1), given), "whose gradient has not come"));
+  phase<double>(weights, Kind::collect, 1, g);
+  CHECK(contains(take(weights, header_of(Kind::normalise, 0, 1, 1), none), "whose gradient has not come"));
+  CHECK(contains(take(weights, header_of(Kind::factor, 0, 1, 1), outside), "a row of 4.0"));
+  CHECK(contains(take(weights, header_of(Kind::factor, 0, 1, 1), part), "a row of 4.5"));
+  const auto sums = phase<float>(weights, Kind::factor, 1, given);
+  CHECK_EQ(sums.size(), factor_numbers(kColumns));
+  std::vector<float> factors(sums.size()), row_var(kRows), col_var(kColumns);
+  adafactor_decide(sums.data(), kCount, kColumns, 1.0, 1e-30, row_var.data(), col_var.data(), factors.data());
+  CHECK(contains(take(weights, header_of(Kind::collect, 0, 1), g), "in the middle of an update"));
+  CHECK(contains(take(weights, header_of(Kind::normalise, 0, 1, 1), none), "4 bytes of factors"));
+  const auto squares = phase<double>(weights, Kind::normalise, 1, factors);
+  const UnitSums total{0, squares[1] + squares[4], squares[2] + squares[5]};
+  const AdafactorMove move = adafactor_move_of(0.1, 0.0, total, kCount);
+  const auto after = phase<float>(weights, Kind::apply, 1, {move.keep, move.size, 0, 0, 0, 0, 0, 0});
+  const AdafactorTensor tensor{w.data(), g.data(), rows.data(), columns.data(), kCount, kColumns, 1.0};
+  adafactor_step(std::span(&tensor, 1), {0.1, 1e-30, 0.0, static_cast<double>(0.3f)}, 1);
+  CHECK(after == w);
+  CHECK(row_var == rows);
+  CHECK(col_var == columns);
 }
 
 TEST(served_weights_answer_in_bfloat16_and_stay_float32) {

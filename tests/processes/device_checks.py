@@ -37,6 +37,7 @@ from shoal.comm.native_group import python_group
 from shoal.comm.routes import HierarchicalRoutes, RankLayout
 from shoal.comm.staging import DeviceWork, Staging, Transfer
 from shoal.errors import UsageError
+from shoal.optim.adafactor import Adafactor
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.sgd import SGD
@@ -626,14 +627,14 @@ def on_device(gpu: Gpu) -> DistributedDataParallel:
 
 
 def stepped(optimizer: Any, num_steps: int) -> Slopes:
-    """Return a model on the CPU after steps with the mean gradients of both ranks."""
+    """Return a model on the CPU after steps with the mean gradients of all ranks, whose sums are exact."""
     model = Slopes()
     by_itself = optimizer(model)
+    size = dist.get_world_size()
     for step in range(num_steps):
-        for parameter, first, second in zip(
-            model.parameters(), slopes(0, step), slopes(1, step), strict=True
-        ):
-            parameter.grad = first * 0.5 + second * 0.5
+        of_ranks = zip(*(slopes(rank, step) for rank in range(size)), strict=True)
+        for parameter, gradients in zip(model.parameters(), of_ranks, strict=True):
+            parameter.grad = torch.stack(gradients).sum(0) / size
         by_itself.step()
     return model
 
@@ -651,6 +652,7 @@ def check_served(rank: int, gpu: Gpu) -> None:
         (lambda model: AdamW(model.parameters(), lr=0.01), None),
         (lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), float("inf")),
         (lambda model: Lamb(model.parameters(), lr=0.01), None),
+        (lambda model: Adafactor(model.parameters(), lr=0.01, min_factored_size=3), None),
     ):
         model = on_device(gpu)
         stepper = optimizer(model)

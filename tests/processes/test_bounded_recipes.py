@@ -230,9 +230,9 @@ def replayed_detector(config: MaskRCNNTrainConfig) -> nn.Module:
 # ---- T5, a pipeline of one stage ---------------------------------------------------------------------------
 
 
-def small_t5(text: Path, run_dir: Path, batch: int, **changes: Any) -> T5Config:
+def small_t5(text: Path, run_dir: Path, batch: int, optimizer: str, **changes: Any) -> T5Config:
     return jobs.small_t5_config(
-        text, run_dir, model={"dropout": 0.0}, optim={"optimizer": "lamb", "learning_rate": 0.01},
+        text, run_dir, model={"dropout": 0.0}, optim={"optimizer": optimizer, "learning_rate": 0.01},
         train={"global_batch_size": batch}, **changes,
     )  # fmt: skip
 
@@ -265,13 +265,14 @@ def _replay_t5(config: T5Config, alone: T5Config, port: int) -> None:
         stage.close()
 
 
-def test_the_log_of_t5_is_replayed_to_the_bit(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adafactor", pytest.param("lamb", marks=pytest.mark.slow)])
+def test_the_log_of_t5_is_replayed_to_the_bit(text: Path, tmp_path: Path, optimizer: str) -> None:
     config = small_t5(
-        text, tmp_path / "run", 12, distributed={"backend": "shoal"}, run={"log_frequency": 3},
+        text, tmp_path / "run", 12, optimizer, distributed={"backend": "shoal"}, run={"log_frequency": 3},
         servers={"mode": "bounded", "wait_for": 2},
     )  # fmt: skip
     run_killed(config, tmp_path / "run", 3)
-    again = fork_process(_replay_t5, config, small_t5(text, tmp_path / "again", 4), free_port())
+    again = fork_process(_replay_t5, config, small_t5(text, tmp_path / "again", 4, optimizer), free_port())
     assert jobs.wait([again]) == [EXIT_OK]
     assert summary(tmp_path / "run" / waiting.LOG).num_steps == config.train.total_steps
 

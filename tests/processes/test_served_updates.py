@@ -31,6 +31,7 @@ from shoal import native
 from shoal.comm.engine import CommError, lost_helpers
 from shoal.env.worker import WorkerRanks
 from shoal.errors import UsageError
+from shoal.optim.adafactor import Adafactor
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
@@ -68,6 +69,10 @@ OPTIMIZERS: dict[str, tuple[Factory, Factory]] = {
     "novograd": (
         lambda groups: Novograd(groups, lr=0.01, bias_correction=True, grad_averaging=True),
         lambda groups: Novograd(groups, lr=0.01, bias_correction=True, grad_averaging=True),
+    ),
+    "adafactor": (
+        lambda groups: Adafactor(groups, lr=0.01, min_factored_size=16),
+        lambda groups: Adafactor(groups, lr=0.01, min_factored_size=16),
     ),
 }
 """By name: what workers step with, and what servers are given."""
@@ -215,6 +220,8 @@ def compare(rank: int, name: str, max_norm: float | None) -> None:
         ("lars", 0.3, ("a", "b"), 1),
         ("larc", None, ("a", "b", "c"), 0),
         ("novograd", 0.3, ("a", "a", "b"), 1),
+        ("adafactor", 0.3, ("a", "a", "b"), 1),
+        ("adafactor", None, ("a", "b", "c"), 0),
         pytest.param("adamw", None, tuple("abcde"), 2, marks=pytest.mark.slow),
         pytest.param("lamb", 0.3, tuple("aabcde"), 0, marks=pytest.mark.slow),
     ],
@@ -224,6 +231,40 @@ def test_the_bits_are_those_of_workers_that_step(
 ) -> None:
     with helpers(num_helpers) as (environment, _):
         run_group(compare, len(hosts), tmp_path, name, max_norm, hosts=hosts, environment=environment)
+
+
+def compare_long_rows(rank: int) -> None:
+    """Rows that are longer than a piece, and almost as long, on pieces that begin within one."""
+    draw = torch.Generator().manual_seed(7)
+    inputs = [torch.randn(2, columns, generator=draw) for columns in (9001, 8191)]
+    made = []
+    for served in (False, True):
+        torch.manual_seed(3)
+        net = nn.ModuleList(nn.Linear(each.shape[1], 17) for each in inputs)
+        model = DistributedDataParallel(Sum(net))
+        optimizer = Adafactor(model.parameters(), lr=0.1, min_factored_size=16)
+        with update_on_servers(model, optimizer) if served else nullcontext():
+            for step in range(3):
+                model([each * (1 + rank + step) for each in inputs]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        made.append((model, optimizer))
+    require_same(*made[1], *made[0])
+
+
+class Sum(nn.Module):
+    """Returns a loss of several layers."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        return torch.stack([layer(x).sin().sum() for layer, x in zip(self.layers, inputs, strict=True)]).sum()
+
+
+def test_adafactor_of_rows_that_are_longer_than_a_piece(tmp_path: Path) -> None:
+    run_group(compare_long_rows, 3, tmp_path, hosts=("a", "a", "b"))
 
 
 @dataclass
@@ -393,7 +434,7 @@ def exchange(rank: int, folder: Path, name: str) -> None:
     require_same(model, optimizer, want, reference)
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum", "novograd"])
+@pytest.mark.parametrize("name", ["adamw", "momentum", "novograd", "adafactor"])
 def test_served_and_unserved_training_go_on_from_each_other(tmp_path: Path, name: str) -> None:
     run_group(exchange, 2, tmp_path / "group", tmp_path, name, hosts=("a", "b"))
 
@@ -454,7 +495,13 @@ def survive(rank: int, name: str, max_norm: float | None, helper_pids: tuple[int
 
 @pytest.mark.parametrize(
     ("name", "max_norm", "hosts"),
-    [("adamw", None, "abc"), ("momentum", 0.3, "aab"), ("lamb", 0.3, "ab"), ("novograd", None, "aab")],
+    [
+        ("adamw", None, "abc"),
+        ("momentum", 0.3, "aab"),
+        ("lamb", 0.3, "ab"),
+        ("novograd", None, "aab"),
+        ("adafactor", None, "ab"),
+    ],
 )
 def test_killed_helpers_change_no_bit_where_workers_have_copies(
     tmp_path: Path, name: str, max_norm: float | None, hosts: str
@@ -540,6 +587,8 @@ def refuse(rank: int) -> None:
 
     refused("no kernel for torch.optim.adamax.Adamax", lambda m: torch.optim.Adamax(groups_of(m)))
     refused("no amsgrad=True", lambda m: torch.optim.AdamW(groups_of(m), amsgrad=True))
+    refused("servers factor matrices, .*conv.weight of 4 dims",
+            lambda m: Adafactor(groups_of(m), lr=0.1, min_factored_size=3))  # fmt: skip
     refused("no dampening=0.5", lambda m: torch.optim.SGD(groups_of(m), momentum=0.9, dampening=0.5))
     refused("lacks 2 that are trained", lambda m: SGD(groups_of(m)[:1]))
     refused("dense float32, .*head.bias is torch.float64",

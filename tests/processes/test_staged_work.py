@@ -118,6 +118,11 @@ def test_servers_update_weights_that_stay_on_the_device(check: Any, tmp_path: Pa
     run_group(check, 2, tmp_path, FakeGpu(), hosts=("a", "b"), environment=PYTHON_GROUP)
 
 
+def test_servers_update_weights_of_two_devices_in_each_host(tmp_path: Path) -> None:
+    """Each device sends its whole gradients, and the ranks of a host add theirs before they leave it."""
+    run_group(check_served, 4, tmp_path, FakeGpu(), hosts=tuple("aabb"), environment=PYTHON_GROUP)
+
+
 def test_servers_of_a_single_host_are_refused(tmp_path: Path) -> None:
     run_group(check_no_servers, 2, tmp_path, FakeGpu(), hosts=("a", "a"), environment=PYTHON_GROUP)
 

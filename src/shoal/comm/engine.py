@@ -223,7 +223,9 @@ class EngineOptions:
             )
 
 
-SERVED_KINDS = ("configure", "load", "dump", "update", "collect", "measure", "apply")
+SERVED_KINDS = (
+    *("configure", "load", "dump", "update", "collect", "measure", "factor", "normalise", "apply"),
+)
 """Of operations on weights that servers keep."""
 MESSAGE_KINDS = ("all_to_all", "gather", "scatter", "send", "recv")
 """Of operations that consist of messages."""
@@ -255,10 +257,12 @@ class Operation:
         tag: of a message; a receive takes those of its tag.
         source_rank: of a receive, address of the int32 that gets the number of the rank that has sent.
         served: table, step, rule and place of an operation on weights that servers keep: configure, load,
-            dump, update, collect, measure and apply (``csrc/engine/served_weights.h``), which are made by
-            ``train.servers.tensors``. Of weights on a device, ``source`` and ``target`` are what is copied
-            from there and to there, and ``input`` and ``output`` the other side's memory of the host.
+            dump, update, collect, measure, factor, normalise and apply (``csrc/engine/served_weights.h``),
+            which are made by ``train.servers.tensors``. Of weights on a device, ``source`` and ``target`` are
+            what is copied from there and to there, and ``input`` and ``output`` the other side's memory of
+            the host.
         weights: dtype in which an update or an apply answers: float32 or bfloat16.
+        columns: of a matrix whose second moment is factored; else 0.
         copied: whether ranks have a second copy of the weights that helpers keep.
         text: names the options of a configure, for messages.
         memory: tensors at the addresses, where ``source`` and ``target`` are not given.
@@ -284,6 +288,7 @@ class Operation:
     source_rank: int = 0
     served: tuple[int, int, int, int] = (0, 0, 0, 0)
     weights: str = "float32"
+    columns: int = 0
     copied: bool = False
     text: str = ""
     memory: Any = None

@@ -38,8 +38,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from shoal import native
+from shoal.errors import UsageError
 from shoal.optim.kernel_optimizer import KernelOptimizer, suits_kernel
-from shoal.optim.moments import Batch, Squares, local_box, local_part, sum_shards
+from shoal.optim.moments import Batch, Implementation, Squares, local_box, local_part, sum_shards
 
 _DECAY_RATE = 0.8
 _LEAST_RMS = 1e-3
@@ -51,7 +53,8 @@ _PART_BYTES = 32 << 20
 class Adafactor(KernelOptimizer):
     """Implements Adafactor for any device, any floating type and FSDP2's shards.
 
-    On a GPU Triton kernels update whole float32 tensors, but those of more than two dims that are factored;
+    On the CPU a native kernel updates whole float32 tensors, but those of more than two dims that are
+    factored, with bits that do not depend on the number of threads. On a GPU Triton kernels update the same;
     they need memory for a 64th of the weights. All else is updated as the following says.
 
     The state of a factored parameter is ``step``, ``row_var`` and ``col_var``, kept whole by every worker
@@ -66,6 +69,8 @@ class Adafactor(KernelOptimizer):
         eps1: added to each squared gradient.
         weight_decay: decoupled, times ``lr``.
         min_factored_size: least size of both dims of a factored second moment.
+        implementation: ``"native"`` for what the native kernel updates, ``"foreach"`` for any device,
+            ``"auto"`` uses the kernel where it can.
 
     Raises:
         UsageError: a value is out of its range.
@@ -79,6 +84,7 @@ class Adafactor(KernelOptimizer):
         eps1: float = 1e-30,
         weight_decay: float = 0.0,
         min_factored_size: int = 128,
+        implementation: Implementation = "auto",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -86,7 +92,30 @@ class Adafactor(KernelOptimizer):
             "weight_decay": weight_decay,
             "min_factored_size": min_factored_size,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, implementation=implementation)
+
+    def _goes_native(self, group: dict[str, Any], parameter: Tensor) -> bool:
+        dims = factored_dims(tuple(parameter.shape), group["min_factored_size"])
+        if dims is not None and not (parameter.ndim == 2 and parameter.is_contiguous()):
+            if self.implementation == "native":
+                raise UsageError(
+                    f"implementation='native' factors matrices, got {tuple(parameter.shape)}; use 'auto'"
+                )
+            return False
+        return super()._goes_native(group, parameter)
+
+    def _update_native(self, batch: Batch) -> tuple[float, float]:
+        is_plain = ["variance" in state for state in batch.states]
+        plain = batch.chosen([index for index, each in enumerate(is_plain) if each])
+        plain.lay_out("variance")
+        moments = [
+            state["variance"] if each else (state["row_var"], state["col_var"])
+            for each, state in zip(is_plain, batch.states, strict=True)
+        ]
+        return native.adafactor_step(
+            second_moments=moments, shares=list(map(share_of, batch.steps)),
+            **batch.native_arguments("eps1", "weight_decay"),
+        )  # fmt: skip
 
     def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         entry: dict[str, Any] = {"step": torch.tensor(0.0)}
@@ -186,6 +215,11 @@ def factored_dims(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | No
     return min(largest), max(largest)
 
 
+def is_factored(parameter: Tensor, min_size: int) -> bool:
+    """Return whether the second moment of a tensor is factored."""
+    return factored_dims(tuple(parameter.shape), min_size) is not None
+
+
 def _normalise(batch: Batch, grads: Tensor) -> Tensor:
     """Update the second moments; return gradients ``[tensors, ...]`` divided by their roots."""
     variances = batch.entries("variance")
@@ -212,7 +246,12 @@ def _normalise_factored(batch: Batch, grads: Tensor) -> Tensor:
 
 def _share(batch: Batch) -> float:
     """Return 1 - beta2."""
-    return math.pow(batch.steps[0], -_DECAY_RATE)
+    return share_of(batch.steps[0])
+
+
+def share_of(step: float) -> float:
+    """Return 1 - beta2 of an update, counted from 1."""
+    return math.pow(step, -_DECAY_RATE)
 
 
 def _means_of_squares(batch: Batch, grads: Tensor, dim: int) -> Tensor:

@@ -131,6 +131,11 @@ class Batch:
         both = (weight_norms > 0) & (update_norms > 0)
         return torch.where(both, weight_norms / update_norms, 1.0)
 
+    def lay_out(self, name: str) -> None:
+        """Replace an entry of the states that was loaded with another memory layout than the parameter's."""
+        for parameter, state in zip(self.params, self.states, strict=True):
+            state[name] = _laid_out_like(parameter, state[name])
+
     def native_arguments(self, *options: str, **entries: str) -> dict[str, Any]:
         """Return the arguments of a native kernel: weights, gradients, and what all kernels take.
 
@@ -140,8 +145,7 @@ class Batch:
                 replaced by a copy.
         """
         for name in entries.values():
-            for parameter, state in zip(self.params, self.states, strict=True):
-                state[name] = _laid_out_like(parameter, state[name])
+            self.lay_out(name)
         return {
             "weights": self.params,
             "grads": native_grads(self.params),
@@ -256,11 +260,11 @@ class MomentsOptimizer(Optimizer):
                 if parameter.grad.is_sparse or parameter.is_complex():
                     name = type(self).__name__
                     raise UsageError(f"{name} takes neither sparse gradients nor complex parameters")
-                (fused if self._goes_native(parameter) else others).append(parameter)
+                (fused if self._goes_native(group, parameter) else others).append(parameter)
         by_kind = [(False, [others[k] for k in indices]) for indices in indices_by_kind(others)]
         return [(True, fused), *by_kind] if fused else by_kind
 
-    def _goes_native(self, parameter: Tensor) -> bool:
+    def _goes_native(self, group: dict[str, Any], parameter: Tensor) -> bool:
         if self.implementation == "foreach":
             return False
         suits = (

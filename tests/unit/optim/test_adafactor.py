@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.errors import UsageError
 from shoal.optim import adafactor
 from shoal.optim.adafactor import Adafactor, factored_dims, parts_of
-from shoal.optim.moments import Batch
+from shoal.optim.moments import Batch, Implementation
 from shoal.train.optim_config import OptimConfig
 from shoal.train.optimizers import build_optimizer
 
@@ -73,11 +73,13 @@ def with_large(seed: int = 0) -> list[nn.Parameter]:
     ],
     ids=["t5", "decay", "epsilon", "all-factored"],
 )
-def test_formula(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("implementation", ["auto", "foreach"])
+def test_formula(options: dict[str, Any], implementation: Implementation) -> None:
     params = with_large() if "min_size" not in options else make_parameters()[:1] + with_large()[-2:]
     begin = [p.detach().clone() for p in params]
     names = {"min_size": "min_factored_size"}
-    optimizer = Adafactor(params, lr=0.02, **{names.get(name, name): v for name, v in options.items()})
+    named = {names.get(name, name): value for name, value in options.items()}
+    optimizer = Adafactor(params, lr=0.02, implementation=implementation, **named)
     grads_of_step = []
     for step in range(5):
         set_gradients(params, step, scale=10.0 ** (step - 3))
@@ -113,6 +115,31 @@ def test_gradients_are_taken_times_a_scale() -> None:
     )
 
 
+def test_the_bits_of_the_native_kernel_do_not_depend_on_threads() -> None:
+    """Of rows that are shorter and longer than a part, and of a part that begins within one."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(300, 140), (129, 9001), (40_000,), (128, 8191)]
+    begun = [torch.randn(shape, generator=generator) for shape in shapes]
+    results = []
+    for num_threads in (1, 3):
+        params = [nn.Parameter(each.clone()) for each in begun]
+        optimizer = Adafactor(params, lr=0.1, implementation="native")
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        for step in range(2):
+            set_gradients(params, step)
+            optimizer.step(grad_scale=0.5)
+        torch.set_num_threads(before)
+        results.append([*params, *(each["row_var"] for each in list(optimizer.state.values())[:2])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    exact = [nn.Parameter(each.double()) for each in begun]
+    optimizer = Adafactor(exact, lr=0.1, implementation="foreach")
+    for step in range(2):
+        set_gradients(exact, step)
+        optimizer.step(grad_scale=0.5)
+    assert_close(results[0][:4], [each.detach() for each in exact], 3e-7)
+
+
 def test_parts_hold_no_more_than_allowed_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = with_large(), with_large()
     names = list(map(id, parts))
@@ -129,7 +156,7 @@ def test_parts_hold_no_more_than_allowed_and_change_no_bit(monkeypatch: pytest.M
     norms = []
     for params, num_bytes in ((whole, 1 << 30), (parts, most)):
         monkeypatch.setattr(adafactor, "_PART_BYTES", num_bytes)
-        optimizer = Adafactor(params, lr=0.1)
+        optimizer = Adafactor(params, lr=0.1, implementation="foreach")
         for step in range(2):
             set_gradients(params, step)
             optimizer.step()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.native_group import python_group
 from shoal.errors import UsageError
+from shoal.optim.adafactor import Adafactor, is_factored
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
 from shoal.optim.moments import parameters_of
@@ -31,8 +32,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     if type(optimizer) not in KERNELS:
         raise UsageError(
             f"weights on servers: the servers have no kernel for {type(optimizer).__module__}.{name}; they "
-            "have AdamW and SGD of shoal.optim and torch.optim, and shoal.optim's Lamb, Lans, Lars and "
-            "Novograd"
+            "have AdamW and SGD of shoal.optim and torch.optim, and shoal.optim's Lamb, Lans, Lars, Novograd "
+            "and Adafactor"
         )
     for group in optimizer.param_groups:
         for option in _OFF:
@@ -40,6 +41,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
                 raise UsageError(
                     f"weights on servers: the servers' {name} has no {option}={group[option]}; switch it off"
                 )
+    if isinstance(optimizer, Adafactor):
+        _check_factored(optimizer, model)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UsageError(f"weights on servers: {name} has step hooks, which find no gradients; remove them")
     stepped = {parameter for parameter in parameters_of(optimizer) if parameter.requires_grad}
@@ -49,6 +52,18 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"weights on servers: {name} has {len(stepped - trained)} parameters that are not the model's, "
             f"and lacks {len(trained - stepped)} that are trained; give it the model's"
         )
+
+
+def _check_factored(optimizer: Adafactor, model: nn.Module) -> None:
+    """Check that all tensors whose second moment is factored are matrices."""
+    least = {each: group["min_factored_size"] for group in optimizer.param_groups for each in group["params"]}
+    for name, parameter in _named(model):
+        if is_factored(parameter, least.get(parameter, math.inf)) and parameter.ndim != 2:
+            raise UsageError(
+                f"weights on servers: servers factor matrices, and Adafactor would factor {name} of "
+                f"{parameter.ndim} dims, {list(parameter.shape)}; give its group a larger min_factored_size, "
+                "or step on the workers"
+            )
 
 
 def check_outer(outer: Optimizer, model: nn.Module) -> None:
@@ -67,7 +82,7 @@ def check_no_momentum(optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         name = "momentum" if "momentum" in group else "betas"
-        momentum = group["momentum"] if name == "momentum" else group["betas"][0]
+        momentum = group["momentum"] if name == "momentum" else group.get("betas", (0.0,))[0]
         if momentum:
             raise UsageError(
                 f"asynchronous steps with {type(optimizer).__name__}({name}={group[name]}): with momentum "

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from shoal import native
 from shoal.comm.engine import Operation
 from shoal.errors import UsageError
+from shoal.optim.adafactor import Adafactor, is_factored, share_of
 from shoal.optim.adamw import AdamW
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
@@ -46,17 +47,17 @@ class Kernel:
         has_norm: whether the state has a squared norm of the gradient, one number, which workers keep.
         options: returns the six numbers of a group that servers need.
         decide: returns the coefficients of a tensor's step from its norms; ``None`` if it needs no norms.
-        normalise: returns the factor of a tensor's gradient from its norm and that of all gradients; ``None``
-            if the latter is all.
+        prepare: returns the coefficients with which a tensor is measured, from the norm of its gradient and
+            the factor of all gradients; ``None`` if the latter is all.
     """
 
     name: str
     state: tuple[str, ...]
     counts: bool
     options: Callable[[Optimizer, Group], tuple[float, ...]]
-    decide: Callable[[Optimizer, Group, Totals, int, float], tuple[list[float], float]] | None = None
+    decide: Callable[[Optimizer, Group, Totals, Table], list[float]] | None = None
     has_norm: bool = False
-    normalise: Callable[[Group, Totals, float], float] | None = None
+    prepare: Callable[[Group, Totals, Table, float], list[float]] | None = None
 
 
 def kernel_of(optimizer: Optimizer) -> Kernel:
@@ -108,6 +109,7 @@ def describe(optimizer: Optimizer, num_tensors: int) -> str:
 _NAMES = (
     *("lr", "betas", "eps", "momentum", "nesterov", "weight_decay", "eta", "trust_ratio", "form"),
     *("bias_correction", "grad_averaging", "init_zero", "reg_inside_moment", "max_grad_norm"),
+    *("eps1", "min_factored_size"),
 )
 
 
@@ -125,50 +127,59 @@ def _lars_options(optimizer: Optimizer, group: Group) -> tuple[float, ...]:
     return group["weight_decay"], 0.0, 0.0, 0.0, 0.0, 0.0
 
 
+def _adafactor_options(optimizer: Optimizer, group: Group) -> tuple[float, ...]:
+    return group["eps1"], 0.0, 0.0, 0.0, 0.0, 0.0
+
+
 def _no_options(optimizer: Optimizer, group: Group) -> tuple[float, ...]:
     return (0.0,) * 6
 
 
-def _decide_lamb(
-    optimizer: Optimizer, group: Group, totals: Totals, step: int, norm_sq: float
-) -> tuple[list[float], float]:
-    decided = native.core().lamb_coefficients(
+def _decide_lamb(optimizer: Optimizer, group: Group, totals: Totals, table: Table) -> list[float]:
+    decided: list[float] = native.core().lamb_coefficients(
         totals, learning_rate=group["lr"], trust_ratio=group["trust_ratio"]
     )
-    return decided, norm_sq
+    return decided
 
 
-def _normalise_lans(group: Group, totals: Totals, factor: float) -> float:
-    scale: float = native.core().lans_grad_scale(totals, grad_scale=factor, eps=group["eps"])
-    return scale
+def _prepare_lans(group: Group, totals: Totals, table: Table, factor: float) -> list[float]:
+    return [native.core().lans_grad_scale(totals, grad_scale=factor, eps=group["eps"])]
 
 
-def _decide_lans(
-    optimizer: Optimizer, group: Group, totals: Totals, step: int, norm_sq: float
-) -> tuple[list[float], float]:
-    decided = native.core().lans_coefficients(totals, learning_rate=group["lr"], beta1=group["betas"][0])
-    return decided, norm_sq
+def _decide_lans(optimizer: Optimizer, group: Group, totals: Totals, table: Table) -> list[float]:
+    decided: list[float] = native.core().lans_coefficients(
+        totals, learning_rate=group["lr"], beta1=group["betas"][0]
+    )
+    return decided
 
 
-def _decide_lars(
-    optimizer: Optimizer, group: Group, totals: Totals, step: int, norm_sq: float
-) -> tuple[list[float], float]:
+def _prepare_adafactor(group: Group, totals: Totals, table: Table, factor: float) -> list[float]:
+    return [factor, share_of(table.step + 1)]
+
+
+def _decide_adafactor(optimizer: Optimizer, group: Group, totals: Totals, table: Table) -> list[float]:
+    decided: list[float] = native.core().adafactor_coefficients(
+        totals, table.parameter.numel(), learning_rate=group["lr"], weight_decay=group["weight_decay"]
+    )
+    return decided
+
+
+def _decide_lars(optimizer: Optimizer, group: Group, totals: Totals, table: Table) -> list[float]:
     assert isinstance(optimizer, Lars)
-    decided = native.core().lars_coefficients(
+    decided: list[float] = native.core().lars_coefficients(
         totals, learning_rate=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"],
         eta=group["eta"], eps=group["eps"], clips=optimizer.form == "larc", nesterov=optimizer.nesterov,
         trust_ratio=group["trust_ratio"],
     )  # fmt: skip
-    return decided, norm_sq
+    return decided
 
 
-def _decide_novograd(
-    optimizer: Optimizer, group: Group, totals: Totals, step: int, norm_sq: float
-) -> tuple[list[float], float]:
+def _decide_novograd(optimizer: Optimizer, group: Group, totals: Totals, table: Table) -> list[float]:
     beta1, beta2 = group["betas"]
     names = ("eps", "weight_decay", "bias_correction", "grad_averaging", "init_zero", "reg_inside_moment")
-    decided: tuple[list[float], float] = native.core().novograd_coefficients(
-        totals, norm_sq, float(step), learning_rate=group["lr"], beta1=beta1, beta2=beta2,
+    decided: list[float]
+    decided, table.norm_sq = native.core().novograd_coefficients(
+        totals, table.norm_sq, float(table.step + 1), learning_rate=group["lr"], beta1=beta1, beta2=beta2,
         **{name: group[name] for name in names},
     )  # fmt: skip
     return decided
@@ -182,9 +193,12 @@ KERNELS: dict[type[Optimizer], Kernel] = {
     AdamW: Kernel("adamw", _MOMENTS, True, _adam_options),
     torch.optim.AdamW: Kernel("adamw", _MOMENTS, True, _adam_options),
     Lamb: Kernel("lamb", _MOMENTS, True, _adam_options, _decide_lamb),
-    Lans: Kernel("lans", _MOMENTS, True, _adam_options, _decide_lans, normalise=_normalise_lans),
+    Lans: Kernel("lans", _MOMENTS, True, _adam_options, _decide_lans, prepare=_prepare_lans),
     Lars: Kernel("lars", _MOMENTUM, False, _lars_options, _decide_lars),
     Novograd: Kernel("novograd", ("exp_avg",), True, _no_options, _decide_novograd, has_norm=True),
+    Adafactor: Kernel(
+        "adafactor", ("variance",), True, _adafactor_options, _decide_adafactor, prepare=_prepare_adafactor
+    ),
 }
 """By class: the optimizers that servers can step."""
 
@@ -206,6 +220,7 @@ class Table:
         has_state: whether the servers have state for it.
         half: where weights come in bfloat16, if they do.
         norm_sq: NovoGrad's running squared norm of the gradient.
+        factors: Adafactor's second moment of the rows and of the columns of a matrix.
     """
 
     parameter: Tensor
@@ -217,6 +232,12 @@ class Table:
     has_state: bool = False
     half: Tensor | None = None
     norm_sq: float = 0.0
+    factors: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of a matrix whose second moment is factored; else 0."""
+        return self.parameter.shape[1] if self.factors else 0
 
     @property
     def num_units(self) -> int:
@@ -230,6 +251,9 @@ def tables_of(optimizer: Optimizer) -> list[Table]:
     for index, group in enumerate(optimizer.param_groups):
         for parameter in (each for each in group["params"] if each.requires_grad):
             table = Table(parameter, len(tables), index, block, unit)
+            if isinstance(optimizer, Adafactor) and is_factored(parameter, group["min_factored_size"]):
+                rows, columns = parameter.shape
+                table.factors = torch.zeros(rows, 1), torch.zeros(1, columns)
             tables.append(table)
             block += -(-parameter.numel() // native.core().SERVED_BLOCK)
             unit += table.num_units
@@ -248,6 +272,8 @@ _numbers: WeakKeyDictionary[Any, _Numbers] = WeakKeyDictionary()
 """By group."""
 
 
+_FACTORS = ("row_var", "col_var")
+"""Of a state, the second moments that workers keep."""
 _FROM_DEVICE = ("load", "update", "collect")
 _TO_DEVICE = ("load", "dump", "update", "apply")
 """Operations whose contribution, or result, has the device of the weights; of others it is on the host."""
@@ -317,7 +343,9 @@ class ServedTensors:
             table.step = int(state["step"]) if self._kernel.counts and state else 0
             table.norm_sq = float(state["exp_avg_sq"]) if self._kernel.has_norm and state else 0.0
             slots = self._slots_of(table, optimizer)
-            table.has_state = any(state.get(name) is not None for name in slots)
+            table.has_state = any(state.get(name) is not None for name in (*slots, *_FACTORS))
+            for factor, name in zip(table.factors or (), _FACTORS, strict=False):
+                factor.copy_(state[name]) if state else factor.zero_()
             works.append(self._move("load", table, 0, table.parameter.data))
             for slot, name in enumerate(slots, start=1):
                 value = state.get(name)
@@ -345,6 +373,8 @@ class ServedTensors:
                 state["step"] = torch.tensor(float(table.step))
             if self._kernel.has_norm:
                 state["exp_avg_sq"] = torch.tensor(table.norm_sq)
+            for factor, name in zip(table.factors or (), _FACTORS, strict=False):
+                state[name] = factor.to(self._device, copy=True)
             if state:
                 optimizer.state[table.parameter] = state
         for work in works:
@@ -361,23 +391,23 @@ class ServedTensors:
         target = memory if table.half is None else table.half
         return self._submit(
             memory, target, kind="update", dtype="float32", root=table.group,
-            served=self._served(table, self._rule), weights=_name_of(target),
+            served=self._served(table, self._rule), weights=_name_of(target), columns=table.columns,
         )  # fmt: skip
 
     def collect(self, table: Table, memory: Tensor) -> Any:
         """Send a gradient, which the servers sum and keep; :meth:`totals` has its norm when that is done."""
         return self._submit(
             memory, self._sums_of(table), kind="collect", dtype="float32", root=table.group,
-            served=self._served(table, 0),
+            served=self._served(table, 0), columns=table.columns,
         )  # fmt: skip
 
-    def measure(self, table: Table, factor: float) -> Any:
-        """Multiply the gradient by ``factor`` and measure what the optimizer needs, for :meth:`totals`."""
-        return self._phase("measure", table, [factor], self._sums_of(table))
+    def measure(self, table: Table, coefficients: list[float]) -> Any:
+        """Multiply the gradient by the first number and measure what the optimizer needs, for totals."""
+        return self._phase("measure", table, [coefficients], self._sums_of(table))
 
     def apply(self, table: Table, coefficients: list[float], memory: Tensor) -> Any:
         """Take the step with these coefficients; the weights come to ``memory``, or to ``table.half``."""
-        return self._phase("apply", table, coefficients, memory if table.half is None else table.half)
+        return self._phase("apply", table, [coefficients], memory if table.half is None else table.half)
 
     def finish_updates(
         self, optimizer: Optimizer, updates: Sequence[tuple[Table, Tensor]], factor: float
@@ -390,26 +420,55 @@ class ServedTensors:
             factor: finite.
         """
         self.configure(optimizer)
-        decide, normalise = self._kernel.decide, self._kernel.normalise
+        decide = self._kernel.decide
         if decide is not None:
-            factors = [factor] * len(updates)
-            if normalise is not None:
-                sums = self.totals()[0]
-                groups = optimizer.param_groups
-                factors = [normalise(groups[table.group], sums[table.index], factor) for table, _ in updates]
-            for work in [self.measure(table, own) for (table, _), own in zip(updates, factors, strict=True)]:
-                work.wait()
+            self._measure_all(optimizer, [table for table, _ in updates], factor)
         totals = self.totals()[0]
         works = []
         for table, memory in updates:
             coefficients = [factor]
             if decide is not None:
                 group, of_tensor = optimizer.param_groups[table.group], totals[table.index]
-                coefficients, table.norm_sq = decide(
-                    optimizer, group, of_tensor, table.step + 1, table.norm_sq
-                )
+                coefficients = decide(optimizer, group, of_tensor, table)
             works.append(self.apply(table, coefficients, memory))
         return works
+
+    def _measure_all(self, optimizer: Optimizer, tables: Sequence[Table], factor: float) -> None:
+        """Measure what the optimizer needs of ``factor`` times the collected gradients."""
+        groups, prepare = optimizer.param_groups, self._kernel.prepare
+        sums = self.totals()[0]
+        works, matrices = [], []
+        for table in tables:
+            if table.factors is not None:
+                matrices.append((table, *self._sum_squares(table, factor)))
+                continue
+            coefficients = [factor]
+            if prepare is not None:
+                coefficients = prepare(groups[table.group], sums[table.index], table, factor)
+            works.append(self.measure(table, coefficients))
+        for table, of_parts, work in matrices:
+            work.wait()
+            works.append(self._normalise(table, groups[table.group]["eps1"], of_parts))
+        for work in works:
+            work.wait()
+
+    def _sum_squares(self, table: Table, factor: float) -> tuple[Tensor, Any]:
+        """Sum the squares of a matrix of gradients over columns and rows; return those of parts, a work."""
+        core, columns = native.core(), table.columns
+        parts = range(0, table.parameter.numel(), core.FACTOR_PART)
+        sums = torch.empty(len(parts), core.factor_numbers(columns))
+        coefficients = [[factor, columns, begin % columns] for begin in parts]
+        return sums, self._phase("factor", table, coefficients, sums)
+
+    def _normalise(self, table: Table, eps1: float, sums: Tensor) -> Any:
+        """Turn a matrix of gradients into its update, whose squares and the weights' are measured."""
+        assert table.factors is not None
+        factors = torch.empty_like(sums)
+        native.core().adafactor_decide(
+            sums.data_ptr(), table.parameter.numel(), table.columns, share_of(table.step + 1), eps1,
+            *(each.data_ptr() for each in table.factors), factors.data_ptr(),
+        )  # fmt: skip
+        return self._submit_coefficients("normalise", table, factors, self._sums_of(table))
 
     def totals(self) -> tuple[list[Totals], float]:
         """Return the sums of squares of each tensor, and the norm of all gradients."""
@@ -419,12 +478,17 @@ class ServedTensors:
 
     # ---- operations ---------------------------------------------------------------------------------------
 
-    def _phase(self, kind: str, table: Table, coefficients: list[float], result: Tensor) -> Any:
-        padded = torch.zeros(native.core().SERVED_COEFFICIENTS)
-        padded[: len(coefficients)] = torch.tensor(coefficients)
+    def _phase(self, kind: str, table: Table, coefficients: list[list[float]], result: Tensor) -> Any:
+        """Submit an operation with the coefficients of all pieces, or with those of each."""
+        padded = torch.zeros(len(coefficients), native.core().SERVED_COEFFICIENTS)
+        padded[:, : len(coefficients[0])] = torch.tensor(coefficients)
+        return self._submit_coefficients(kind, table, padded, result)
+
+    def _submit_coefficients(self, kind: str, table: Table, coefficients: Tensor, result: Tensor) -> Any:
         return self._submit(
-            padded, result, kind=kind, dtype="int32", op="bor", root=table.group,
+            coefficients, result, kind=kind, dtype="int32", op="bor", root=table.group,
             count=table.parameter.numel(), served=self._served(table, self._rule), weights=_name_of(result),
+            columns=table.columns,
         )  # fmt: skip
 
     def _move(self, kind: str, table: Table, slot: int, memory: Tensor) -> Any:
@@ -432,7 +496,16 @@ class ServedTensors:
         if kind == "load" and self._group.rank() != 0:
             memory.zero_()
         served = (self._first + table.block, table.step, self._number, table.block)
-        return self._submit(memory, memory, kind=kind, dtype="int32", op="bor", root=slot, served=served)
+        return self._submit(
+            memory,
+            memory,
+            kind=kind,
+            dtype="int32",
+            op="bor",
+            root=slot,
+            served=served,
+            columns=table.columns,
+        )
 
     def _served(self, table: Table, rule: int) -> tuple[int, int, int, int]:
         return self._first + table.block, table.step + 1, rule, table.block
@@ -453,7 +526,7 @@ class ServedTensors:
     def _slots_of(self, table: Table, optimizer: Optimizer) -> tuple[str, ...]:
         group = optimizer.param_groups[table.group]
         is_plain = self._kernel.name == "sgd" and not group["momentum"]  # SGD without momentum
-        return () if is_plain else self._kernel.state
+        return () if is_plain or table.factors is not None else self._kernel.state
 
     def _sums_of(self, table: Table) -> Tensor:
         return self._sums[table.unit : table.unit + table.num_units]

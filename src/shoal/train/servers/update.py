@@ -18,11 +18,12 @@
     step with the kernel that workers use, and answers with the new weights instead of the sum.
 4.  ``optimizer.step()`` waits for the last answer and copies the weights into the model.
 
-LAMB, LARS, NovoGrad and clipping need norms before any weight moves. The servers then keep the sums of step 3
-(``collect``) and answer with sums of squares, 24 bytes for 2,048 numbers. ``optimizer.step()`` adds these up
-on every worker, in the order of the kernels for whole tensors, requests the optimizer's own norms from the
-servers (``measure``), and sends the factors that every worker has computed from them (``apply``); the answer
-is the weights.
+LAMB, LANS, LARS, NovoGrad, Adafactor and clipping need norms before any weight moves. The servers then keep
+the sums of step 3 (``collect``) and answer with sums of squares, 24 bytes for 2,048 numbers.
+``optimizer.step()`` adds these up on every worker, in the order of the kernels for whole tensors, requests
+the optimizer's own norms from the servers (``measure``), and sends the factors that every worker has computed
+from them (``apply``); the answer is the weights. Adafactor's matrices need the sums of their rows and columns
+too (``factor``, ``normalise``).
 
 The weights are those of DDP on backend ``"shoal"`` with the optimizers of :mod:`shoal.optim`, to the last
 bit, for any number of servers.
@@ -218,9 +219,9 @@ def update_on_servers(
     Args:
         model: of float32 parameters on the CPU or on a GPU, where they stay, without a communication hook, on
             at least two hosts.
-        optimizer: ``shoal.optim``'s AdamW, SGD, Lamb, Lars or Novograd, or torch's AdamW or SGD, over all
-            trained parameters of ``model``. Its state is moved to the servers. torch's SGD gives the same
-            weights; torch's AdamW is replaced by shoal's, whose weights may differ by an ulp.
+        optimizer: ``shoal.optim``'s AdamW, SGD, Lamb, Lans, Lars, Novograd or Adafactor, or torch's AdamW or
+            SGD, over all trained parameters of ``model``. Its state is moved to the servers. torch's SGD
+            gives the same weights; torch's AdamW is replaced by shoal's, whose weights may differ by an ulp.
         max_norm: measure the norm of the whole gradient in each step and clip it to this; ``math.inf`` only
             measures. A norm that is not finite skips the step.
         weights: format in which servers return weights. ``"bf16"`` halves these bytes: forward passes use
