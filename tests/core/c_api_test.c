@@ -7,6 +7,13 @@
 
 #include "shoal.h"
 
+/* Of CUDA's runtime (tests/fake_cuda). */
+int cudaMalloc(void** memory, size_t bytes);
+int cudaFree(void* memory);
+int cudaStreamCreateWithPriority(void** stream, unsigned flags, int priority);
+int cudaStreamSynchronize(void* stream);
+int cudaStreamDestroy(void* stream);
+
 #define COUNT 1000
 #define NUM_OPERATIONS 3
 #define DEADLINE_S 30.0
@@ -280,6 +287,43 @@ static void check_order_of_callbacks(struct rank* self) {
   CHECK(shoal_wait(self->group, handles[0], DEADLINE_S) == SHOAL_SUCCESS);
 }
 
+static shoal_lane* lane_of(const char* runtime) {
+  const shoal_lane_options options = {.struct_size = sizeof options, .runtime = runtime, .num_buffers = 2};
+  shoal_lane* lane = NULL;
+  CHECK(shoal_lane_create(&options, &lane) == (lane ? SHOAL_SUCCESS : SHOAL_SYSTEM_ERROR));
+  return lane;
+}
+
+/* Memory of a device: sums of two tensors, copies without a group, and calls that have no effect. */
+static void check_lane(struct rank* self) {
+  CHECK(lane_of("libcudart.so.none") == NULL && strstr(shoal_last_error(), "'libcudart.so.none' is not loaded"));
+  CHECK(shoal_lane_create(NULL, NULL) == SHOAL_INVALID_ARGUMENT);
+  shoal_lane* const lane = lane_of("libfake_cudart.so");
+  CHECK(lane != NULL);
+  float *inputs[2], *outputs[2];
+  void* stream;
+  CHECK(cudaStreamCreateWithPriority(&stream, 0, 0) == 0);
+  shoal_operation operations[2];
+  for (int k = 0; k < 2; ++k) {
+    CHECK(cudaMalloc((void**)&inputs[k], COUNT * sizeof(float)) == 0 && cudaMalloc((void**)&outputs[k], COUNT * sizeof(float)) == 0);
+    for (int i = 0; i < COUNT; ++i) inputs[k][i] = (float)(i + 10 * k + self->rank);
+    operations[k] = all_reduce_of(inputs[k], outputs[k]);
+  }
+  shoal_operation barrier = {.struct_size = sizeof barrier, .kind = SHOAL_BARRIER};
+  CHECK(shoal_lane_run(lane, self->group, &barrier, 1, stream) == SHOAL_INVALID_ARGUMENT);
+  barrier.on_complete = note;
+  CHECK(shoal_lane_run(lane, self->group, &barrier, 1, stream) == SHOAL_INVALID_ARGUMENT && strstr(shoal_last_error(), "on_complete"));
+  CHECK(shoal_lane_run(lane, self->group, operations, 2, stream) == SHOAL_SUCCESS && cudaStreamSynchronize(stream) == 0);
+  for (int k = 0; k < 2; ++k) {
+    for (int i = 0; i < COUNT; ++i) CHECK(outputs[k][i] == (float)(2 * (i + 10 * k) + 1));
+  }
+  CHECK(shoal_lane_run(lane, NULL, operations, 2, stream) == SHOAL_SUCCESS && cudaStreamSynchronize(stream) == 0);
+  for (int k = 0; k < 2; ++k) CHECK(memcmp(inputs[k], outputs[k], COUNT * sizeof(float)) == 0);
+  for (int k = 0; k < 2; ++k) CHECK(cudaFree(inputs[k]) == 0 && cudaFree(outputs[k]) == 0);
+  shoal_lane_release(lane);
+  CHECK(cudaStreamDestroy(stream) == 0);
+}
+
 static void check_failure(struct rank* self) {
   int64_t shape[2] = {5, 8 + self->rank};
   float tensor[45] = {0};
@@ -301,6 +345,7 @@ static void* run_rank(void* given) {
   check_then(self);
   check_messages(self);
   check_order_of_callbacks(self);
+  check_lane(self);
   /* rank 0 waits for an operation that rank 1 begins later */
   shoal_operation barrier = {.struct_size = sizeof barrier, .kind = SHOAL_BARRIER, .timeout_s = DEADLINE_S};
   shoal_handle handle;
