@@ -92,7 +92,8 @@ def footprint_of(
     # Sharded parameters and gradients are whole during a step, beside their shard.
     beside = 1 / replicas if layout.shard else 0.0
     owned = beside or (workload.owned(replicas) if layout.sharded_optimizer else 1.0)
-    kept = workload.activations[precision]
+    has_kernels = layout.stages == 1 or not workload.explicit_stages
+    kept = workload.activations["fp16" if precision == "bf16" and not has_kernels else precision]
     num_samples = micro_batch * min(layout.stages, num_micro_batches)
     return Footprint(
         weights_bytes=round(4 * held * (1 + beside)),

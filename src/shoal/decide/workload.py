@@ -61,6 +61,8 @@ class Workload:
     """(numbers in a weight, weights of this size) of those that have gradients; empty: each layer has one."""
     equal_shares: bool = False
     """All workers need parts of one size, as the stages of a pipeline do."""
+    explicit_stages: bool = False
+    """Stages of a pipeline do not have the attention kernels: in bf16 they keep what they keep in fp16."""
     refuses_fp16: str = ""
     """The model whose activations overflow in fp16, if it is one."""
     work_spread: float = 0.0

@@ -34,12 +34,15 @@ def profile_of(sample: Sample) -> StepProfile:
     return profile_step(model, lambda: sample.loss(model, inputs), num_samples=sample.num_samples)
 
 
-def activations_of(sample: Sample, precision: str, device_type: str = "cuda") -> Activations:
+def activations_of(
+    sample: Sample, precision: str, device_type: str = "cuda", *, has_kernels: bool | None = None
+) -> Activations:
     """Return what the forward pass of a sample keeps, with the dropout of the training.
 
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``.
         device_type: ``cuda`` or ``cpu``; no such device is needed.
+        has_kernels: of attention; default: in bf16 on CUDA.
     """
     from shoal.models.step_memory import kept_activations
 
@@ -51,6 +54,7 @@ def activations_of(sample: Sample, precision: str, device_type: str = "cuda") ->
             num_samples=sample.num_samples,
             precision=precision,
             device_type=device_type,
+            has_kernels=has_kernels,
         )
 
     def with_keys(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -134,8 +138,10 @@ def memory_of(
     """
     precision, device_type = precision_of(config, machines)
     parallel = getattr(config, "parallel", StagesConfig())
+    has_kernels = False if stages > 1 and getattr(config, "explicit_stages", False) else None
+    activations = activations_of(sample, precision, device_type, has_kernels=has_kernels)
     return footprint_of(
-        _counted(sample, config, activations_of(sample, precision, device_type), precision, stages),
+        _counted(sample, config, activations, precision, stages),
         Layout(
             global_batch=batch.global_batch_size,
             stages=stages,

@@ -114,6 +114,8 @@ class T5Config:
     """Activations of the published weights overflow."""
     equal_shares: ClassVar[bool] = True
     """Stages, even one alone, are built for parts of one size."""
+    explicit_stages: ClassVar[bool] = True
+    """More than one are exported, and compute attention without its kernels."""
     scores: ClassVar[dict[str, tuple[str, ...]]] = {"validation": ("span_loss", "span_accuracy")}
 
     model: T5ModelConfig = field(default_factory=T5ModelConfig)
@@ -398,7 +400,9 @@ def _cost_on(machines: "Machines", config: T5Config, num_samples: int) -> "Model
         model = new_t5(config.model, pad_id=0, end_id=1)
         batch = {name: torch.zeros(num_samples, size, dtype=torch.int64) for name, size in lengths.items()}
         graph = export_model(model, batch, training=True)
-    return estimate_cost(graph, rates).keeping(activations_of(sample(config), precision), num_samples)
+    return estimate_cost(graph, rates).keeping(
+        activations_of(sample(config), precision, has_kernels=False), num_samples
+    )
 
 
 def explain(

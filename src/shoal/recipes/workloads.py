@@ -355,6 +355,7 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
         weight_sizes=weight_sizes(sample.model),
         trainable=sample.num_trainable / sample.num_parameters,
         equal_shares=getattr(config, "equal_shares", False),
+        explicit_stages=getattr(config, "explicit_stages", False),
         refuses_fp16=getattr(config, "refuses_fp16", ""),
         work_spread=sample.work_spread,
     )
@@ -398,7 +399,7 @@ def _as_json(workload: Workload) -> str:
     kept = {name: [each.sample_bytes, each.fixed_bytes] for name, each in workload.activations.items()}
     tree = {each.name: getattr(workload, each.name) for each in fields(workload)}
     tree |= {"layers": layers, "activations": kept}
-    for name in ("equal_shares", "refuses_fp16", "work_spread"):
+    for name in ("equal_shares", "explicit_stages", "refuses_fp16", "work_spread"):
         if not tree[name]:
             del tree[name]
     return json.dumps(tree, separators=(",", ":"))

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from shoal.decide.batch import BatchPlan
+from shoal.decide.layout import Layout, footprint_of
 from shoal.dropout import SampleDropout
 from shoal.models.encoder import full_sequences
 from shoal.models.step_memory import TYPES, FusedAttention, kept_activations
+from shoal.planner.hardware import Catalog
+from shoal.planner.recipe_workloads import catalog
 from shoal.recipes import Sample, script, token_ids
-from shoal.recipes.memory import activations_of
+from shoal.recipes.memory import activations_of, memory_of
 from shoal.recipes.workloads import preset_settings
 
 
@@ -56,6 +60,25 @@ def test_attention_kernels_keep_no_matrix(recipe: str, preset: str, heads: int) 
     kernel, explicit = (activations_of(counted, precision).sample_bytes for precision in ("bf16", "fp16"))
     matrices = heads * counted.sequence_length**2
     assert explicit - kernel > 3 * matrices, "weights, dropped weights, their mask"
+
+
+def test_stages_of_t5_keep_matrices() -> None:
+    """They are exported, without the kernels."""
+    config, hosts = preset_settings("t5", "small"), Catalog().machines("p4d.24xlarge")
+    config = replace(config, train=replace(config.train, precision="bf16"))
+    batch = BatchPlan(global_batch_size=8, micro_batch_size=8, accumulation_steps=1, num_workers=1)
+    counted = script("t5").sample(config)
+    one, two = (memory_of(counted, config, batch, hosts, stages=n).activations_bytes for n in (1, 2))
+    bf16, fp16 = (activations_of(counted, precision) for precision in ("bf16", "fp16"))
+    assert one == bf16.of(8) and two == fp16.of(8, 1 / 2) > one / 2
+    whole = catalog()["t5-small"][0]
+    layouts = (Layout(global_batch=8), Layout(global_batch=8, stages=2))
+    found = [
+        footprint_of(whole, layout, micro_batch=8, num_micro_batches=1, replicas=1, precision="bf16")
+        for layout in layouts
+    ]
+    kept = [each.activations_bytes for each in found]
+    assert kept == pytest.approx([one, two], rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
