@@ -31,10 +31,6 @@ def test_a_script_is_written_and_a_wrong_setting_of_the_recipe_is_found_first(tm
     assert done.stdout == f"{script}\nsubmit it with: sbatch {script}\n"
     assert f"    {' '.join(TRAIN)}\ncode=$?" in script.read_text()
     assert [path.name for path in (tmp_path / "job").iterdir()] == ["job.sbatch"]
-    dry = shoal(*where[:-2], "--dry-run", "--", *TRAIN, cwd=tmp_path)  # where Slurm's daemon is not, it fails
-    lines = dry.stdout.splitlines()
-    assert lines[0] == "#!/bin/bash" and any(line.startswith("# batch ") for line in lines)
-    assert not any(line.startswith("# [") for line in lines)  # not all settings
 
 
 SUBMISSIONS = {
@@ -62,6 +58,7 @@ def test_helpers_that_the_command_would_leave_idle_are_refused(tmp_path: Path, b
 
 
 def test_a_dry_run_for_slurm_names_the_backend_of_the_job(tmp_path: Path) -> None:
+    """Where Slurm's daemon is not, too."""
     prepare_small(tmp_path).rename(tmp_path / "text")
     job = ("submit", "slurm", "--hosts", "2", "--gpus-per-host", "2", "--dry-run")
     for options, expected in (
@@ -70,6 +67,8 @@ def test_a_dry_run_for_slurm_names_the_backend_of_the_job(tmp_path: Path) -> Non
     ):
         lines = shoal(*job, *options, "--", *TRAIN, cwd=tmp_path).stdout.splitlines()
         assert [line for line in lines if "backend" in line] == [f"# backend      {expected}"]
+        assert lines[0] == "#!/bin/bash" and any(line.startswith("# batch ") for line in lines)
+        assert not any(line.startswith("# [") for line in lines)  # not all settings
 
 
 def test_settings_come_from_a_file_and_a_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
-from tensorboardX import SummaryWriter
-from tensorboardX.summary import hparams
 from torch.profiler import ProfilerActivity, profile
 
 import shoal
@@ -219,6 +217,8 @@ class EventWriter:
     """
 
     def __init__(self, folder: Path, first_step: int | None) -> None:
+        from tensorboardX import SummaryWriter  # with boto3, a 20th of a start; only one worker writes
+
         self._folder = folder
         # Names have whole seconds only: a run that goes on in the same one would write over the file.
         suffix = f".{time.time_ns()}"
@@ -235,6 +235,8 @@ class EventWriter:
             for name, value in scalars_of(row).items():
                 self._events.add_scalar(name, value, row.step)
         elif isinstance(row, End):
+            from tensorboardX.summary import hparams
+
             metrics = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
             parameters = {k: v for k, v in self._settings.items() if isinstance(v, bool | int | float | str)}
             for summary in hparams(parameters, metrics):
