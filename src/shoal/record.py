@@ -8,6 +8,7 @@ run that went back to a checkpoint has a ``resume`` line, which supersedes earli
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,6 +191,29 @@ class Evaluation(_Line):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Samples(_Line):
+    """Outputs of the model of ``step`` for the inputs that ``run.samples`` names."""
+
+    kind = "samples"
+    step: int
+    path: str
+    """File with all rows of ``shoal predict``."""
+    rows: list[dict[str, Any]]
+    """The first of them."""
+    num_rows: int
+    """Number of rows in the file."""
+    seconds: float
+    """Time that they took beside training."""
+
+    def cells(self, width: int) -> tuple[list[str], list[list[str]]]:
+        """Return the names of the rows' fields, and each row's values as texts of at most ``width``."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row if name != "precision"))
+        texts = [[_text(row.get(name, "")) for name in names] for row in self.rows]
+        cut = [[text if len(text) <= width else f"{text[: width - 1]}…" for text in row] for row in texts]
+        return names, cut
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint(_Line):
     """A checkpoint is complete on disk."""
 
@@ -297,6 +321,7 @@ Row = (
     | Contributions
     | Reads
     | Evaluation
+    | Samples
     | Checkpoint
     | PipelineStep
     | Resume
@@ -308,6 +333,10 @@ History = Start | Resume | Stop
 """Rows about events of the run; the others are progress."""
 _ROW_OF_KIND: dict[str, type[Row]] = {row.kind: row for row in get_args(Row)}
 _TYPES_OF_KIND = {kind: get_type_hints(row) for kind, row in _ROW_OF_KIND.items()}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def record_of(run_dir: Path) -> Path:

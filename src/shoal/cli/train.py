@@ -26,6 +26,7 @@ from shoal.errors import UsageError
 from shoal.recipes import RECIPES, main_of, recipe_of_command, script
 from shoal.recipes.memory import MemoryCount
 from shoal.recipes.start import Launch, start
+from shoal.recipes.using import check_samples
 from shoal.record import read_planned
 from shoal.train.config import REQUIRED
 from shoal.train.optim_config import OptimizerConfig, check_rates, owners_of
@@ -293,6 +294,8 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     read_target(config.run.until, config.scores)  # a name that is not known is refused before workers start
     if run.plan is not None and run.plan.exists():  # the first host alone needs it
         read_planned(run.plan)
+    if run.samples:
+        check_samples(name, run.samples, config.run.dir)
     command, settle = this_command(), None
     if worker_env() is None:
         from shoal.cli.fill_memory import settle_for, with_known_batches  # --help does without them

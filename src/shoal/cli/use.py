@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import App, Group, Parameter
@@ -180,6 +180,34 @@ def evaluate_coco(
     from shoal.data.coco import score as coco
 
     print(coco.evaluate(annotations, results, on_bad=on_bad, most_bad=most_bad, out=json))
+
+
+@predict.command(name="checkpoint")
+def predict_checkpoint(
+    checkpoint: Path,
+    *inputs: Path,
+    out: Path | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Compute what a checkpoint of an unfinished run gives for inputs, by the recipe that trains it.
+
+    Training does this beside itself for the files of ``--run.samples``.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint, or the directory of a run, whose best or newest checkpoint is taken.
+    inputs
+        Files, as the command of `shoal predict` for the recipe takes them.
+    out
+        File for the output, one JSON object per line; default: standard output.
+    device
+        Device; auto: one GPU if there is one, else the CPU.
+    """
+    name = recipe_of(find_run(checkpoint, "CHECKPOINT"))
+    words = ["predict", using.samples_command(name), *inputs, "--model", checkpoint, "--device", device]
+    words += [] if out is None else ["--out", out]
+    os.execv(sys.executable, [sys.executable, "-m", "shoal", *map(str, words), "--workers", "1"])
 
 
 @evaluate.command(name="checkpoint")

@@ -87,6 +87,8 @@ class Recipe:
     """Its command for inputs without labels."""
     evaluate: Command | None = None
     """Its command for labelled data."""
+    samples: str = ""
+    """Command of ``shoal predict`` that takes its checkpoints before the run ends, for ``run.samples``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +319,7 @@ _OWN = {
     "albert": Recipe(
         config="AlbertConfig",
         preset="base",
+        samples="fill-mask",
         help="Pretrain ALBERT: masked LM and sentence order.",
         example="shoal train albert --preset tiny --data.path runs/text --run.dir runs/first --workers 2",
         length="data.max_seq_length",
@@ -335,6 +338,7 @@ Example: `shoal predict fill-mask --model runs/first --text 'The [MASK] is on th
     "bert": Recipe(
         config="BertConfig",
         preset="base",
+        samples="fill-mask",
         help="Pretrain BERT: masked LM and next sentence, in two phases.",
         example="shoal train bert --preset tiny --data.path runs/text --run.dir runs/bert --workers 2",
         length="phase1.max_seq_length",
@@ -353,6 +357,7 @@ Example: `shoal predict fill-mask --model runs/first --text 'The [MASK] is on th
     "lm": Recipe(
         config="LmConfig",
         preset="tiny",
+        samples="lm",
         help="Pretrain a causal language model of transformers, such as a GPT-2, Llama or Qwen.",
         example="shoal train lm --preset tiny --data.path runs/text --run.dir runs/lm --workers 2",
         details="""The model is a transformers directory, whose weights are trained on, or a config.json.
@@ -386,6 +391,7 @@ Example: `shoal evaluate lm book.txt --model runs/lm`""",
     "resnet50": Recipe(
         config="ResNetTrainConfig",
         preset="imagenet-16k",
+        samples="resnet50",
         help="Train ResNet-50, or another residual network, to classify images.",
         example="shoal train resnet50 --preset tiny --data.path runs/images --run.dir runs/resnet",
         details="The run is defined in epochs; its optimizer steps follow from the batch and are printed.",
@@ -539,6 +545,7 @@ Example: `shoal evaluate t5 pairs.tsv --model runs/t5-mnli`""",
     "lm_finetune": Recipe(
         config="LmFinetuneConfig",
         preset="full",
+        samples="lm",
         help="Finetune a causal language model on conversations, or on prompts and responses.",
         example="shoal finetune lm --preset lora --model models/qwen2 --data chats.jsonl --run.dir runs/chat",
         group="finetune",

@@ -132,7 +132,7 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
                     shared = _tensors(own.inputs(step.num_samples / num_targets))
                     step.observe(stage.step(**inputs, **shared), "pipeline")
                 step.update(*optimizers.values(), max_norm=config.optim.max_grad_norm)
-            if own.held_out and run.due(config.run.validation_frequency, evaluation=True):
+            if run.due(config.run.validation_frequency, evaluation=True) and own.held_out:
                 score()
         if own.held_out and run.lacks_scores():
             score()

@@ -26,8 +26,9 @@ from shoal.errors import UsageError, require_positive
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.recipes import DryRun, Sample, Use, finetuning, lm, run_script
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneRunConfig, SourceConfig
-from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS
-from shoal.train.config import required
+from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, find_run
+from shoal.train.config import load_toml, required
+from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -209,7 +210,7 @@ def main(config: LmFinetuneConfig, worker: WorkerEnv | None = None) -> int:
                     step.backward(total / step.num_targets)
                     step.add(step.num_targets, lm_loss=loss, lm_accuracy=num_correct)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
-            if held_out and run.due(config.run.validation_frequency, evaluation=True):
+            if run.due(config.run.validation_frequency, evaluation=True) and held_out:
                 evaluate(ddp, held_out, config, run)
         if held_out and run.lacks_scores():
             evaluate(ddp, held_out, config, run)
@@ -446,7 +447,42 @@ def write_exports(
 
 
 class use(Use):
-    """Has no command of its own: `shoal predict lm` and `evaluate lm` use the exports."""
+    """Has no command of its own: `shoal predict lm` and `evaluate lm` use exports and checkpoints."""
+
+
+def read_checkpoint(source: Path) -> "tuple[PreTrainedModel, ChatTokenizer]":
+    """Return the model of a checkpoint, with its adapters merged, and its tokenizer.
+
+    The model ends a text at the ends of messages, too.
+    """
+    from shoal.data.text.conversations import Conversation
+    from shoal.models.causal import CausalLM, end_ids, new_causal, open_causal, read_causal_config
+    from shoal.train.checkpoint import load_model
+
+    tree = load_toml(find_run(source, "--model") / CONFIG_FILE)
+    lora, tokenizer = LoraConfig(**tree["lora"]), tokenizer_of(source)
+    start = tokenizer.directory
+    sizes = read_causal_config(start)
+    weights = open_causal(start, sizes) if lora.rank else new_causal(sizes)
+    adapters = add_adapters(weights, lora)
+    load_model(source, CausalLM(weights) if adapters is None else adapters.trained())
+    if tokenizer.tokenizer.chat_template is not None:
+        turns = tuple({"role": role, "content": "text"} for role in ("user", "assistant"))
+        tokenizer.encode(Conversation("", messages=turns))
+        weights.generation_config.eos_token_id = [*end_ids(weights), *tokenizer.ends]
+    return (weights if adapters is None else adapters.merge()), tokenizer
+
+
+def tokenizer_of(source: Path) -> "ChatTokenizer":
+    """Return the tokenizer of a checkpoint's run, with its chat template."""
+    from shoal.atomic_io import read_text
+    from shoal.data.text.conversations import ChatTokenizer
+
+    run = find_run(source, "--model")
+    tree = load_toml(run / CONFIG_FILE)
+    file = tree["data"].get("chat_template")
+    start = finetuning.prepare_source(Path(tree["model"]["path"]), run)
+    return ChatTokenizer(start, None if file is None else read_text(Path(file)))
 
 
 # ------------------------------------------------------------------------------------------------- dry run

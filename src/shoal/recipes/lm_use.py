@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shoal.data.text.corpus import Format, find_files
 from shoal.errors import UsageError, require_positive
-from shoal.recipes import Row, Use, lm
+from shoal.recipes import Row, Use, lm, lm_finetune
 from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, ModelSource, find_model, recipe_of
 from shoal.recipes.prepared_text import PreparedTextConfig, kept_tokenizer, read_manifest
 from shoal.recipes.using import EvaluateConfig, PredictConfig, check_files
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from shoal.data.loader import Batch
     from shoal.data.text.blocks import BlockReader
-    from shoal.data.text.conversations import ChatTokenizer
+    from shoal.data.text.conversations import ChatTokenizer, Message
     from shoal.data.text.shards import TextShards
     from shoal.models.causal import CausalLM
     from shoal.train.world import Float32Array
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------- settings
 
 _BLOCK_LENGTH = 1_024
+_RECIPES = ("lm", "lm_finetune")
 _ADAPTER = "adapter"
 """Folder of a finetuning's run with its adapters."""
 
@@ -114,10 +115,12 @@ class Prompt:
 
     id: int | str
     text: str
+    messages: "tuple[Message, ...]" = ()
+    """A conversation to be answered, of which ``text`` is the last message."""
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts of a file: ``.txt`` with one in each line, or ``.jsonl`` with a field ``prompt``.
+    """Return the prompts of a file: ``.txt`` with one in each line, or ``.jsonl`` with prompts or messages.
 
     Raises:
         UsageError: the file has another name, cannot be read, or a line has no prompt.
@@ -135,15 +138,29 @@ def read_prompts(path: Path) -> list[Prompt]:
         )
     prompts = []
     for number, location, row in json_rows(path, BadEntries(str(path), "refuse")):
-        text, own = row.get("prompt"), row.get("id", number)
+        text, own, messages = row.get("prompt"), row.get("id", number), _messages(row.get("messages"))
+        if messages:
+            text = messages[-1]["content"]
         if not isinstance(text, str):
             raise UsageError(
-                f"{path}, {location}: holds no string 'prompt', but {', '.join(row) or 'nothing'}"
+                f"{path}, {location}: holds no string 'prompt' and no messages [{{role, content}}], but "
+                f"{', '.join(row) or 'nothing'}"
             )
-        prompts.append(Prompt(id=own if isinstance(own, int | str) else number, text=text))
+        name = own if isinstance(own, int | str) else number
+        prompts.append(Prompt(id=name, text=text, messages=messages))
     if not prompts:
         raise UsageError(f"{path}: holds no prompt")
     return prompts
+
+
+def _messages(value: object) -> "tuple[Message, ...]":
+    """Return the messages up to the last one of the user, the rest being an answer; empty: there are none."""
+    messages = value if isinstance(value, list) else []
+    texts = [each.get(key) for each in messages if isinstance(each, dict) for key in ("role", "content")]
+    if len(texts) != 2 * len(messages) or not all(isinstance(text, str) for text in texts):
+        return ()
+    last = max((number for number, each in enumerate(messages, 1) if each["role"] == "user"), default=0)
+    return tuple(messages[:last])
 
 
 def refuse_adapters(path: Path) -> None:
@@ -170,8 +187,8 @@ class use(Use):
     def find(cls, path: Path) -> ModelSource:
         refuse_adapters(path)
         source = find_model(path)
-        if source.checkpoint is not None and (recipe := recipe_of(required(source.run))) != "lm":
-            raise UsageError(f"--model {path} is of a run of {recipe}, and not of `shoal train lm`")
+        if source.checkpoint is not None and (recipe := recipe_of(required(source.run))) not in _RECIPES:
+            raise UsageError(f"--model {path} is of a run of {recipe}, and not of {' or '.join(_RECIPES)}")
         return source
 
     def read_model(self) -> None:
@@ -310,12 +327,14 @@ class use(Use):
         Raises:
             UsageError: one has none, or leaves too few positions of the model for its continuation.
         """
-        texts = [each.text for each in data]
-        if self.settings.chat:
-            chat = self._chat()
-            prompts = [chat.prompt(text) for text in texts]
-        else:
-            prompts = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
+        is_chat = [self.settings.chat or bool(each.messages) for each in data]
+        chat = self._chat() if any(is_chat) else None
+        prompts = [
+            self.tokenizer.encode(each.text).ids
+            if chat is None or not asks
+            else chat.prompt(each.messages or ({"role": "user", "content": each.text},))
+            for each, asks in zip(data, is_chat, strict=True)
+        ]
         room = (self.positions or 1 << 31) - self.settings.max_new_tokens
         for prompt, ids in zip(data, prompts, strict=True):
             if not 0 < len(ids) <= room:
@@ -330,6 +349,8 @@ class use(Use):
         from shoal.models.directory import resolve
 
         source = self.find(self.settings.model)
+        if source.checkpoint is not None and recipe_of(required(source.run)) == "lm_finetune":
+            return lm_finetune.tokenizer_of(source.checkpoint)
         if source.directory is None:
             raise UsageError(f"--chat: --model {source.path} has no chat template; finetune it on messages")
         return ChatTokenizer(resolve(source.directory))
@@ -399,6 +420,10 @@ def read_causal(source: ModelSource) -> "tuple[CausalLM, Tokenizer, int]":
     from shoal.models.causal import CausalLM, end_ids, open_causal
     from shoal.models.directory import resolve
 
+    if source.checkpoint is not None and recipe_of(required(source.run)) == "lm_finetune":
+        weights, chat = lm_finetune.read_checkpoint(source.checkpoint)
+        tokenizer = Tokenizer.from_file(str(chat.directory / "tokenizer.json"))
+        return CausalLM(weights), tokenizer, end_ids(weights)[0]
     if source.checkpoint is not None:
         run = required(source.run)
         model, _ = lm.read_checkpoint(source.checkpoint)

@@ -110,8 +110,9 @@ def _source_of(path: Path) -> ModelSource | None:
         return ModelSource(path=path, kind="export", run=run, directory=path)
     if (path / CONFIG_FILE).is_file():
         return ModelSource(path=path, kind="run", run=path, directory=_export_in(path))
-    if (run := parent.parent / CONFIG_FILE).is_file():
-        return ModelSource(path=path, kind="checkpoint", run=run.parent, directory=_export_in(run.parent))
+    for run in (parent.parent, parent.parent.parent):  # also of weights beside training
+        if (run / CONFIG_FILE).is_file():
+            return ModelSource(path=path, kind="checkpoint", run=run, directory=_export_in(run))
     return None
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 from cyclopts import Parameter
 
 from shoal.errors import UsageError, require_positive
-from shoal.recipes import Row, Use
+from shoal.recipes import RECIPES, Row, Use, command_use
 from shoal.recipes.model_source import (
     TRANSFORMERS,
     ModelSource,
@@ -206,6 +206,35 @@ def evaluate(use: Use, inputs: tuple[Path, ...], world: "World", precision: "Pre
         scores = use.score(data)
         if scores is not None:
             print(scores)
+
+
+def samples_command(recipe: str) -> str:
+    """Return the command of ``shoal predict`` that takes checkpoints of a recipe before its run ends.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if recipe not in RECIPES or not RECIPES[recipe].samples:
+        able = ", ".join(name for name, each in RECIPES.items() if each.samples)
+        raise UsageError(
+            f"run.samples: `shoal predict` takes no checkpoint of {recipe} before the run ends, but those of "
+            f"{able}: leave it out"
+        )
+    return RECIPES[recipe].samples
+
+
+def check_samples(recipe: str, inputs: tuple[Path, ...], run_dir: Path) -> None:
+    """Check the inputs of ``run.samples`` before torch is imported.
+
+    Raises:
+        UsageError: the recipe has no samples, or a file cannot be read.
+    """
+    name = samples_command(recipe)
+    owner, command = next(
+        (owner, each.predict) for owner, each in RECIPES.items() if each.predict and each.predict.name == name
+    )
+    use = command_use(owner, command)
+    use(use.Predict(model=run_dir)).read(inputs)
 
 
 def _say(use: Use, data: Any, world: "World") -> None:

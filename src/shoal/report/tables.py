@@ -18,6 +18,7 @@ from shoal.record import (
     PipelineStep,
     Resume,
     Row,
+    Samples,
     Shares,
     Start,
     Step,
@@ -37,6 +38,8 @@ from shoal.report.runs import (
 
 MAX_EVENTS = 400
 """Maximum rows of the event table; of a longer one the middle is left out."""
+SAMPLE_CELL = 1_000
+"""Most characters of a value of a sample."""
 
 _EACH_STEP = "all, in each step"
 _MISSING = "–"
@@ -392,7 +395,7 @@ def step_totals(runs: Sequence[RecordedRun]) -> list[str]:
 
 def events(run: RecordedRun) -> list[EventRow]:
     """Return the events of a run, oldest first: starts, checkpoints, resumes, stops, the end."""
-    figures = Step | Contributions | Evaluation | PipelineStep
+    figures = Step | Contributions | Evaluation | Samples | PipelineStep
     listed = [_event(row) for row in run.rows if not isinstance(row, figures)]
     if len(listed) <= MAX_EVENTS:
         return listed
@@ -453,6 +456,12 @@ def scores(run: RecordedRun) -> tuple[list[str], list[TableRow]]:
         cells = [row.split, *values, f"{row.num_samples:,}", formatting.duration(row.seconds)]
         lines.append(TableRow(f"{row.step:,}", cells))
     return titles, lines
+
+
+def samples(run: RecordedRun) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return the steps with samples, the newest first: its number, column titles, and the rows."""
+    rows = [row for row in run.rows if isinstance(row, Samples)]
+    return [(f"{row.step:,}", *row.cells(SAMPLE_CELL)) for row in reversed(rows)]
 
 
 def config_lines(runs: Sequence[RecordedRun]) -> list[TableRow]:

@@ -103,6 +103,9 @@ class RunOutputConfig:
     validation_beside: int = 0
     """Processes on the first worker's host that evaluate during training; 0: training stops for
     evaluations."""
+    samples: tuple[Path, ...] = ()
+    """Files of inputs, such as prompts: at each evaluation, `shoal predict` computes their outputs beside
+    training, on CPUs."""
     evaluate: Path | None = None
     """Do not train; evaluate this checkpoint of a run with the same settings, and write scores to run.dir."""
     plan: Path | None = None
@@ -126,6 +129,10 @@ class RunOutputConfig:
                 raise UsageError(f"run.report_to {name!r} must be one of {', '.join(_TRACKERS)}")
         if self.validation_beside and not self.save:
             raise UsageError("run.validation_beside needs weights on disk: leave --run.no-save out")
+        if self.samples and not self.save:
+            raise UsageError("run.samples needs weights on disk: leave --run.no-save out")
+        if self.samples and getattr(self, "validation_frequency", 1) == 0:
+            raise UsageError("run.samples are made at evaluations: set --run.validation-frequency N")
         require_positive("run", self, "patience", least=0)
         if self.patience and self.keep_best is None:
             raise UsageError(f"run.patience {self.patience} needs a score: set --run.keep-best SCORE")

@@ -9,15 +9,15 @@ Beside training, evaluations run in processes of their own, on the first worker'
 3. Between two steps the first worker checks whether it has ended, and writes the scores into the run's
    record, under the step of the weights. It deletes the weights, unless their scores end the run.
 4. A run that ends waits for pending evaluations. One that continues evaluates the remaining weights.
+
+Samples (:mod:`shoal.train.samples`) are computed beside training as well, wherever the scores are.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal import record
-from shoal.env.launcher import outside_of_job
 from shoal.errors import ShoalError, UsageError
 from shoal.train.checkpoint import Checkpointer, load_models
 from shoal.train.checkpoint_files import (
@@ -41,6 +40,8 @@ from shoal.train.checkpoint_files import (
 )
 from shoal.train.config import required
 from shoal.train.reporting import RunLog, format_metrics
+from shoal.train.samples import Samples
+from shoal.train.side_process import end_command, start_command
 from shoal.train.stopping import Score, Scores, Target
 from shoal.train.world import World, run_on_all
 
@@ -51,8 +52,6 @@ LOG = "log.txt"
 
 _NICE = 10
 """Priority of an evaluation below that of training."""
-_END_S = 10.0
-"""Seconds in which an evaluation ends after a signal."""
 _POLL_S = 0.1
 _ALL = 1_000_000
 
@@ -76,6 +75,7 @@ class Evaluations:
         self._directory, self._world, self._best = directory, world, best
         self._goal = Goal(target) if target is not None else None
         self._beside: Beside | None = None
+        self._samples: Samples | None = None
         self.scores: dict[str, Mapping[str, float]] = {}
 
     def add(self, step: int, split: str, scores: Mapping[str, float]) -> None:
@@ -192,11 +192,12 @@ class Evaluations:
         scores = format_metrics(self._goal.scores_of(self.scores))
         return f"has reached its target {self._goal.target} ({scores})"
 
-    def open_beside(self, num_workers: int, step: int) -> None:
-        """Evaluate beside training from now on. A collective.
+    def open_beside(self, num_workers: int, inputs: Sequence[Path], step: int) -> None:
+        """Evaluate and compute samples beside training from now on. A collective.
 
         Args:
             num_workers: processes of an evaluation; 0: evaluate within training.
+            inputs: files whose samples are computed; empty: none.
             step: the last step done; weights of later steps, of an earlier process group, are deleted.
 
         Raises:
@@ -206,6 +207,13 @@ class Evaluations:
             self._beside = Beside(
                 self._directory, num_workers=num_workers, world=self._world, step=step, goal=self._goal
             )
+        if inputs and self._directory is not None and self._samples is None:
+            self._samples = Samples(self._directory, inputs, self._world)
+
+    def sample(self, step: int, kept: Mapping[str, Any], log: RunLog | None) -> None:
+        """Request the samples of a step, if the run has any. A collective."""
+        if self._samples is not None:
+            self._samples.ask(step, models_of(kept), log)
 
     def request(self, step: int, kept: Mapping[str, Any], samples: int) -> bool:
         """Request an evaluation beside training; return false if evaluations run within it. A collective.
@@ -221,20 +229,23 @@ class Evaluations:
         return True
 
     def poll(self, log: RunLog | None) -> None:
-        """Write the scores that evaluations beside training have returned. Never blocks."""
-        if self._beside is not None:
-            self._beside.poll(log)
+        """Write the scores and samples that processes beside training have returned. Never blocks."""
+        for beside in (self._beside, self._samples):
+            if beside is not None:
+                beside.poll(log)
 
     def finish(self, log: RunLog | None) -> None:
-        """Wait for the evaluations beside training. A collective."""
-        if self._beside is not None:
-            self._beside.finish(log)
+        """Wait for the evaluations and the last samples beside training. A collective."""
+        for beside in (self._beside, self._samples):
+            if beside is not None:
+                beside.finish(log)
 
     def close(self) -> None:
-        """Stop the evaluation beside training; its weights stay for a later process group."""
-        if self._beside is not None:
-            self._beside.close()
-            self._beside = None
+        """Stop what runs beside training; weights to evaluate stay for a later process group."""
+        for beside in (self._beside, self._samples):
+            if beside is not None:
+                beside.close()
+        self._beside = self._samples = None
 
 
 def final_scores(last: Mapping[str, record.Evaluation]) -> dict[str, float]:
@@ -450,28 +461,15 @@ class Beside:
     def close(self) -> None:
         """Stop the evaluation in progress; its weights stay for a later process group."""
         if self._child is not None:
-            self._child.terminate()
-            try:
-                self._child.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
+            end_command(self._child)
             self._child = None
         if self._is_main:
             shutil.rmtree(self._out, ignore_errors=True)
 
     def _start(self, path: Path) -> None:
-        command = [sys.executable, "-m", "shoal", "evaluate", "checkpoint", str(path)]
-        command += ["--run", str(self._run_dir), "--out", str(self._out), "--workers", str(self._num_workers)]
-        with (self._directory / LOG).open("ab") as output:
-            self._child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=outside_of_job(),
-            )
-        os.setpriority(os.PRIO_PROCESS, self._child.pid, _NICE)
+        words = ["evaluate", "checkpoint", path, "--run", self._run_dir, "--out", self._out]
+        words += ["--workers", self._num_workers]
+        self._child = start_command(words, self._directory / LOG, nice=_NICE)
 
     def _collect(self, log: RunLog, exit_code: int) -> None:
         """Write the scores of the evaluation that has ended."""

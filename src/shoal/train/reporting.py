@@ -40,6 +40,7 @@ from shoal.record import (
     Phase,
     Resume,
     Row,
+    Samples,
     Shares,
     Start,
     Step,
@@ -48,6 +49,9 @@ from shoal.record import (
     check_format,
 )
 from shoal.train.run_dir import flat_settings, last_start, own, recorded_backend
+
+_SHOWN, _CELL = 4, 160
+"""Samples that the terminal shows of a step, and most characters of a value."""
 
 # ---- measuring a step ----------------------------------------------------------------------------------
 
@@ -234,6 +238,9 @@ class EventWriter:
         elif isinstance(row, Step | Evaluation):
             for name, value in scalars_of(row).items():
                 self._events.add_scalar(name, value, row.step)
+        elif isinstance(row, Samples):
+            lines = "\n".join(f"    {line}" for line in _sample_lines(row))  # code, in Markdown
+            self._events.add_text("samples", lines, row.step)
         elif isinstance(row, End):
             from tensorboardX.summary import hparams
 
@@ -341,6 +348,10 @@ def _text_of(row: Row) -> str:
             )
         case Evaluation():
             return f"step {row.step:,} {row.split}: {format_metrics(row.metrics)} ({row.seconds:.1f} s)"
+        case Samples():
+            more = f"\n  … {row.num_rows - _SHOWN:,} more in {row.path}" if row.num_rows > _SHOWN else ""
+            shown = "".join(f"\n  {line}" for line in _sample_lines(row)[:_SHOWN])
+            return f"step {row.step:,} samples ({row.seconds:.1f} s):{shown}{more}"
         case Checkpoint():
             return (
                 f"step {row.step:,} checkpoint: {row.path} ({row.num_bytes / 2**20:.1f} MiB, "
@@ -370,6 +381,12 @@ def _text_of(row: Row) -> str:
             metrics = format_metrics(row.metrics)
             return f"finished {row.step:,} steps in {duration(row.seconds)}: {metrics}"
     return ""
+
+
+def _sample_lines(row: Samples) -> list[str]:
+    """Return a line for each row of samples: its fields by name."""
+    names, rows = row.cells(_CELL)
+    return [", ".join(f"{name} {text!r}" for name, text in zip(names, texts, strict=True)) for texts in rows]
 
 
 def changed_precision(run_dir: Path, step: int, precision: str) -> list[str]:

@@ -107,7 +107,7 @@ _FOLLOW_STEPS = 8
 
 _NOTHING_BUT_SCORES: Mapping[str, Any] = {
     "save": False, "until": None, "keep_best": None, "patience": 0, "validation_beside": 0, "report_to": (),
-    "mlperf_log": None,
+    "mlperf_log": None, "samples": (),
 }  # fmt: skip
 """Settings of a run that evaluates a checkpoint."""
 
@@ -544,7 +544,8 @@ class Run:
         advice = advice_on_shares(self._shares, setting, batch, section)
         if num_steps := self._settings.loop.overfit_steps:
             source = FirstSteps(source=source, num_steps=num_steps)
-        self._evaluations.open_beside(self._settings.output.validation_beside, self.step)
+        output = self._settings.output
+        self._evaluations.open_beside(output.validation_beside, output.samples, self.step)
         if self.directory is not None and not self.stopped:
             self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *advice, *notes])
         if phase is not None and self.log and self.step == since:
@@ -705,6 +706,8 @@ class Run:
         if not _is_due(every, self.step, self._until):
             return False
         self._settle()
+        if evaluation:
+            self._evaluations.sample(self.step, self._kept, self.log)
         if not evaluation or self.step == self._until:
             return True
         if not self._evaluations.request(self.step, self._kept, self._samples):
@@ -1034,6 +1037,7 @@ def _check_features(settings: Settings) -> None:
         "a model in stages or shards (parallel)": getattr(parallel, "splits", False),
         "finetune.at": getattr(finetune, "at", ()),
         "run.validation_beside": settings.output.validation_beside,
+        "run.samples": settings.output.samples,
     }
     if settings.distributed.elastic is not None and (named := [name for name in refused if refused[name]]):
         raise UsageError(
@@ -1130,6 +1134,11 @@ def _settings(
     output = output or _section(config, "run", RunOutputConfig)
     if output.evaluate is not None:
         output = replace(output, **_NOTHING_BUT_SCORES)
+    if output.samples and recipe == "script":
+        raise UsageError(
+            "run.samples is for shoal's recipes, whose models `shoal predict` knows: leave it out, and write "
+            "outputs of your model where run.due(…, evaluation=True) is true"
+        )
     return Settings(
         config=config,
         output=output,

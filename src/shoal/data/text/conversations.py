@@ -202,15 +202,15 @@ class ChatTokenizer:
                 self.ends.update(near[-1:])
         return ids, is_target
 
-    def prompt(self, text: str) -> list[int]:
-        """Return the tokens that ask for the answer to a user's message.
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens that ask for the answer to messages.
 
         Raises:
-            UsageError: the tokenizer has no chat template, or it refuses the message.
+            UsageError: the tokenizer has no chat template, or it refuses the messages.
         """
         try:
             self._template()
-            asked = self._render([{"role": "user", "content": text}], add_generation_prompt=True)
+            asked = self._render(list(messages), add_generation_prompt=True)
         except (TemplateError, TypeError) as error:
             raise UsageError(
                 f"{self.directory}: the chat template refuses a message: {error!s:.100}"
