@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import job_workers as jobs
 import pytest
+import use_jobs
 
 import finetune_made as made
+from forked import fork_process, free_port, wait_for
+from shoal.cli.train import work_as_host
+from shoal.env.worker import WorkerEnv, WorkerRanks, part_of_training
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.recipes.classify import ClassifyConfig
-from shoal.record import End, Evaluation, Target, read_record
+from shoal.record import End, Evaluation, Start, Target, read_record
+from shoal.train import evaluation_host, evaluations
 from shoal.train.checkpoint_files import list_checkpoints
 from shoal.train.config import RunOutputConfig
-from shoal.train.evaluations import FOLDER
+from shoal.train.evaluation_host import FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +113,62 @@ def test_an_evaluation_that_fails_does_not_end_training(folder: Path, tmp_path: 
     assert "7" in (run_dir / FOLDER / "log.txt").read_text()
 
 
+def on_hosts(settings: ClassifyConfig, hosts: tuple[int, ...], patience_s: float = 1e9) -> list[int | None]:
+    """Run these hosts of a job of two with a worker each, and return their exit codes."""
+    port = free_port()
+    return wait_for([fork_process(be_host, settings, host, port, patience_s) for host in hosts], 500.0)
+
+
+def be_host(settings: ClassifyConfig, host: int, port: int, patience_s: float) -> None:
+    ranks = WorkerRanks(rank=host, num_workers=2, local_rank=0, num_local_workers=1)
+    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
+    assert settings.run.dir is not None
+    log = (settings.run.dir.parent / f"host-{host}.log").open("a")
+    os.dup2(log.fileno(), sys.stderr.fileno())
+    os.dup2(log.fileno(), sys.stdout.fileno())
+    evaluations.SILENT_S = evaluation_host.SILENT_S = patience_s
+    sys.exit(work_as_host("classify", settings, worker))
+
+
+def test_a_host_of_its_own_gives_the_scores_of_an_evaluation_within_training(
+    folder: Path, tmp_path: Path
+) -> None:
+    plain, run_dir = tmp_path / "plain", tmp_path / "run"
+    assert jobs.run(config(folder, plain, total_steps=60, every=30)) == [EXIT_OK]
+    settings = config(folder, run_dir, total_steps=60, every=30, validation_hosts=1)
+    assert on_hosts(settings, (0, 1)) == [EXIT_OK] * 2, (tmp_path / "host-0.log").read_text()
+    found = sorted(rows_of(run_dir, Evaluation), key=lambda row: row.step)
+    assert [(row.step, row.beside) for row in found] == [(30, True), (60, False)]
+    assert [row.metrics for row in found] == [row.metrics for row in rows_of(plain, Evaluation)]
+    assert rows_of(run_dir, Start)[0].num_workers == 1
+    (log,) = (run_dir / FOLDER).glob("log*")
+    assert log.name == "log-0.txt" and "step 30" in log.read_text()  # by that host
+    left = [path.name for path in (run_dir / FOLDER).iterdir()]
+    assert sorted(left) == ["checkpoints", "log-0.txt", "owner"] and not list_checkpoints(run_dir / FOLDER)
+
+
+def test_a_host_that_is_silent_costs_the_run_no_scores(folder: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = config(folder, run_dir, total_steps=60, every=30, validation_hosts=1)
+    assert on_hosts(settings, (0,), patience_s=0.0) == [EXIT_OK], (tmp_path / "host-0.log").read_text()
+    found = sorted(rows_of(run_dir, Evaluation), key=lambda row: row.step)
+    assert [(row.step, row.beside) for row in found] == [(30, True), (60, False)]
+    assert "has given no sign of life for 0 s" in (tmp_path / "host-0.log").read_text()
+
+
+def test_a_job_without_a_host_that_trains_is_refused_before_it_starts(folder: Path, tmp_path: Path) -> None:
+    words = ["finetune", "classify", "--model", folder / "bert", "--data", folder / "train.tsv"]
+    words += ["--eval", folder / "train.tsv", "--run.dir", tmp_path / "run", "--run.validation-hosts", 1]
+    words += ["--run.validation-frequency", 30, "--dry-run"]
+    assert "leaves none of 1 hosts to train" in use_jobs.refused(*words)
+    ranks = WorkerRanks(rank=1, num_workers=4, local_rank=0, num_local_workers=2)
+    worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=1, launcher="mpirun")
+    with pytest.raises(UsageError, match="needs ranks host by host"):
+        part_of_training(worker, 1)
+
+
 def test_settings_that_do_not_go_together() -> None:
+    with pytest.raises(UsageError, match="two ways to evaluate beside training"):
+        RunOutputConfig(validation_beside=1, validation_hosts=1)
     with pytest.raises(UsageError, match=r"run\.validation_beside needs weights on disk"):
         RunOutputConfig(validation_beside=1, save=False)

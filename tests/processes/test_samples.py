@@ -17,6 +17,7 @@ from torch import nn
 from transformers import GPT2Config
 
 import finetune_made as made
+from forked import fork_process, free_port, wait_for
 from shoal import record
 from shoal.errors import EXIT_OK, UsageError
 from shoal.record import read_record
@@ -42,10 +43,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return jobs.prepare_small(folder)
 
 
-@pytest.fixture(autouse=True)
-def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the end of a run wait for its samples however busy the machine is."""
-    monkeypatch.setattr(samples, "_AT_END_S", 600.0)
+def run_patiently(config: Any) -> list[int | None]:
+    """Run a recipe on two workers; its end waits for the samples however busy the machine is."""
+    port = free_port()
+    return wait_for([fork_process(_work_patiently, config, rank, port) for rank in range(2)], 500.0)
+
+
+def _work_patiently(config: Any, rank: int, port: int) -> None:
+    samples._AT_END_S = 1e9
+    job_workers.work(config, rank, 2, port)
 
 
 def run_lm(
@@ -53,7 +59,7 @@ def run_lm(
 ) -> list[record.Samples]:
     """Run a language model whose files of prompts ``changes`` name, and return its samples."""
     config = jobs.small_lm_config(data, data.parent / "config.json", run_dir, **changes)
-    assert job_workers.run(config, 2) == [EXIT_OK] * 2, said(run_dir)
+    assert run_patiently(config) == [EXIT_OK] * 2, said(run_dir)
     assert list_checkpoints(run_dir / FOLDER) == []
     return [row for row in read_record(run_dir) if isinstance(row, record.Samples)]
 
@@ -92,7 +98,7 @@ def test_conversations_are_answered_by_a_checkpoint_as_by_the_export(tmp_path: P
         tmp_path / "model", tmp_path / "train.jsonl", (), tmp_path / "run",
         lora={"rank": rank}, run={"samples": (prompts,)},
     )  # fmt: skip
-    assert job_workers.run(config, 2) == [EXIT_OK] * 2
+    assert run_patiently(config) == [EXIT_OK] * 2
     (row,) = [row for row in read_record(tmp_path / "run") if isinstance(row, record.Samples)]
     wanted = use_jobs.lines(tmp_path, "predict", "lm", prompts, "--model", tmp_path / "run")
     assert (row.step, row.rows) == (12, wanted)

@@ -171,7 +171,7 @@ def with_known_batches(
     sections = _open_sections(config)
     if not sections:
         return config, command
-    parallel, num_hosts, num_local = getattr(config, "parallel", None), *launch.counts()
+    parallel, num_hosts, num_local = getattr(config, "parallel", None), *launch.counts(config.run.hosts_apart)
     if launch.on != "local":
         raise UsageError(
             f"{sections[0]}.micro_batch_size auto does not go with --on {launch.on}, whose hosts share one "
@@ -228,7 +228,7 @@ def settle_for(
     sections = _open_sections(config)
     if launch.nnodes == 1 or not sections:
         return None
-    num_hosts, num_local = launch.counts()
+    num_hosts, num_local = launch.counts(config.run.hosts_apart)
 
     def settle(group: HostGroup) -> list[str]:
         settled, settings = command, known

@@ -15,13 +15,14 @@ from cyclopts import App, Group, Parameter
 from shoal.cli import submit_checks
 from shoal.cli.settings import settings_from
 from shoal.decide.backend import Situation, planned_backend
+from shoal.env.worker import num_training_hosts
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch import kubernetes as pods
 from shoal.launch import kubernetes_manifest, remote, submissions
 from shoal.launch import sagemaker as training
 from shoal.launch import slurm as queue
 from shoal.launch.job_command import JobCommand, check_files, check_source, read_command
-from shoal.launch.job_size import check_use_of_helpers, option_of, usable_workers
+from shoal.launch.job_size import check_use_of_helpers, hosts_apart, option_of, usable_workers
 from shoal.launch.kubernetes import KubernetesJob
 from shoal.launch.remote import RemoteJob, RemoteStart
 from shoal.launch.sagemaker import SageMakerJob
@@ -122,7 +123,8 @@ def kubernetes(
     """
     parts = _read(command, job.helpers)
     if check:
-        count = usable_workers(job.hosts, job.workers_per_host or job.gpus_per_host or 1, job.global_batch)
+        per_host = job.workers_per_host or job.gpus_per_host or 1
+        count = usable_workers(job.hosts, per_host, job.global_batch, command)
         rule = submit_checks.inside_mount(job.mount, job.claim)
         submit_checks.check_command(parts, num_workers=count, reads_data=False, allow=rule)
     name = pods.job_name(job, command)
@@ -304,8 +306,9 @@ def _check_on_nodes(job: SlurmJob, command: Sequence[str]) -> list[str]:
     """Check a job of Slurm, whose files are here; return the description of its run."""
     parts = read_command([word.replace(queue.SEED, "0") for word in command])
     per_host = job.workers_per_host or job.gpus_per_host or 1
-    hosts = 1 if job.min_hosts is not None and job.global_batch is not None else job.hosts
-    count = usable_workers(hosts, per_host, job.global_batch)
+    least = 1 + hosts_apart(command)
+    hosts = least if job.min_hosts is not None and job.global_batch is not None else job.hosts
+    count = usable_workers(hosts, per_host, job.global_batch, command)
     description = submit_checks.check_command(
         parts, num_workers=count, reads_data=True, allow=submit_checks.shared_by_nodes(job.hosts)
     )
@@ -325,7 +328,7 @@ def _planned_backend(command: Sequence[str], job: SlurmJob, num_workers: int) ->
             requested=(option_of(command, "--distributed.backend") or "auto").lower(),
             on_gpu=bool(job.gpus_per_host) and option_of(command, "--distributed.device") != "cpu",
             num_workers=num_workers,
-            num_hosts=job.hosts,
+            num_hosts=job.hosts - hosts_apart(command),
             num_helpers=job.helpers,
             servers="" if mode == "off" else f"servers.mode {mode}",
         )
@@ -342,7 +345,9 @@ def _check_in_containers(job: SageMakerJob, parts: JobCommand, num_gpus: int) ->
     )
     submit_checks.check_command(
         parts,
-        num_workers=usable_workers(job.hosts, per_host, job.global_batch) if per_host else None,
+        num_workers=(
+            usable_workers(job.hosts, per_host, job.global_batch, parts.arguments) if per_host else None
+        ),
         reads_data=False,
         allow=rule,
     )
@@ -352,7 +357,7 @@ def _check_on_hosts(job: RemoteJob, parts: JobCommand) -> None:
     """Check a job on hosts whose files and GPUs are not known here."""
     count = None
     if job.workers_per_host is not None:
-        count = usable_workers(len(job.hosts), job.workers_per_host, job.global_batch)
+        count = usable_workers(len(job.hosts), job.workers_per_host, job.global_batch, parts.arguments)
     submit_checks.check_command(parts, num_workers=count, reads_data=False)
 
 
@@ -403,7 +408,11 @@ def _prediction(
     preset = option_of(own, "--preset") or RECIPES[recipe].preset
     model = workload_name(recipe, preset) if RECIPES[recipe].starts_from else f"{recipe}-{preset}"
     helping = f"{helpers}x{helper_machine}" if helper_machine and helpers else None
-    return answer.text_of(plan(model, f"{hosts}x{machine}", helping), [], compare=False)
+    num_apart = hosts_apart(own)
+    num_training = num_training_hosts(hosts, num_apart)
+    text = answer.text_of(plan(model, f"{num_training}x{machine}", helping), [], compare=False)
+    more = f"{num_apart} of {hosts} worker hosts evaluate; they are not in the cost above"
+    return f"{text}\n{more}" if num_apart else text
 
 
 def _in_catalog(instance: str | None) -> str | None:

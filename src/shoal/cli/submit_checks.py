@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.fill_memory import without
 from shoal.cli.train import settings_of
 from shoal.decide.batch import plan_batch
 from shoal.env.variables import child_environment
@@ -67,7 +68,8 @@ def check_command(
         _check_settings(words, num_workers, allow)
         if not reads_data or num_workers is None:
             return []
-        output = _run([*words, "--workers", str(num_workers), "--dry-run"])
+        alone = without(words, "--run.validation-hosts")  # on this host, as the workers that train
+        output = _run([*alone, "--workers", str(num_workers), "--run.validation-hosts", "0", "--dry-run"])
         return [f"# {line}" for line in output.rpartition("\n\n")[2].splitlines()]  # after the settings
     except UsageError as error:
         raise UsageError(f"{error} (--no-check submits it anyway)") from None

@@ -22,6 +22,7 @@ from shoal.decide.backend import Situation, planned_backend
 from shoal.env.launcher import worker_env
 from shoal.env.machine import num_gpus
 from shoal.env.settings import helpers
+from shoal.env.worker import WorkerEnv, part_of_training
 from shoal.errors import UsageError
 from shoal.recipes import RECIPES, main_of, recipe_of_command, script
 from shoal.recipes.memory import MemoryCount
@@ -294,7 +295,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     read_target(config.run.until, config.scores)  # a name that is not known is refused before workers start
     if run.plan is not None and run.plan.exists():  # the first host alone needs it
         read_planned(run.plan)
-    if run.samples:
+    if run.samples and run.evaluate is None:
         check_samples(name, run.samples, config.run.dir)
     command, settle = this_command(), None
     if worker_env() is None:
@@ -318,10 +319,22 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
             *module.check(config, num_workers, MemoryCount(launch.machines) if launch.dry_run else None),
             f"backend      {_planned_backend(config, launch, num_workers)}",
         ],
-        work=lambda worker: main_of(name, config)(config, worker),
+        work=lambda worker: work_as_host(name, config, worker),
         settle=settle,
         is_elastic=config.distributed.elastic is not None,
+        hosts_apart=run.hosts_apart,
     )
+
+
+def work_as_host(name: str, config: Any, worker: WorkerEnv) -> int:
+    """Train as a worker, or evaluate on a host that does not train; return the exit code."""
+    num_apart = config.run.hosts_apart
+    part = part_of_training(worker, num_apart) if num_apart else worker
+    if part is None:
+        from shoal.train.evaluation_host import serve_evaluations
+
+        return serve_evaluations(config.run.dir, worker, num_apart)
+    return main_of(name, config)(config, part)
 
 
 def _planned_backend(config: Any, launch: Launch, num_workers: int) -> str:
@@ -332,7 +345,7 @@ def _planned_backend(config: Any, launch: Launch, num_workers: int) -> str:
     """
     from shoal.train.run_dir import recorded_backend
 
-    num_hosts, num_local = launch.counts()
+    num_hosts, num_local = launch.counts(config.run.hosts_apart)
     device, num_here = config.distributed.device, num_local if launch.machines else num_gpus()
     servers = getattr(config, "servers", None)
     return planned_backend(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,6 +102,39 @@ def read_worker(
         launcher=launcher,
         store_file=_store_file(environ),
     )
+
+
+def num_training_hosts(num_hosts: int, num_validation_hosts: int) -> int:
+    """Return the hosts that train.
+
+    Raises:
+        UsageError: none is left.
+    """
+    if num_validation_hosts >= num_hosts:
+        raise UsageError(
+            f"run.validation_hosts {num_validation_hosts} leaves none of {num_hosts} hosts to train: start "
+            "the command on more, or use --run.validation-beside N, processes on the first host"
+        )
+    return num_hosts - num_validation_hosts
+
+
+def part_of_training(worker: WorkerEnv, num_validation_hosts: int) -> WorkerEnv | None:
+    """Return this worker of a job whose last hosts evaluate; ``None`` on one of those.
+
+    Raises:
+        UsageError: no host is left to train, or ranks are not numbered host by host.
+    """
+    ranks = worker.ranks
+    if ranks.rank % ranks.num_local_workers != ranks.local_rank:
+        raise UsageError(
+            f"run.validation_hosts needs ranks host by host, and rank {ranks.rank} is worker "
+            f"{ranks.local_rank} of its host: see the launcher's mapping, such as mpirun --map-by slot"
+        )
+    num_hosts = num_training_hosts(ranks.num_workers // ranks.num_local_workers, num_validation_hosts)
+    num_workers = num_hosts * ranks.num_local_workers
+    if ranks.rank >= num_workers:
+        return None
+    return replace(worker, ranks=replace(ranks, num_workers=num_workers))
 
 
 def _store_file(environ: Mapping[str, str]) -> Path | None:

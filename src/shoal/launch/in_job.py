@@ -30,6 +30,7 @@ from shoal.env.settings import HELPERS, PROGRESS_FILE, SECRET_FILE, TRANSPORT, h
 from shoal.env.slurm import SlurmStep, slurm_step, workers_first_node
 from shoal.env.torchrun import kubeflow_host
 from shoal.env.variables import child_environment, set_variables, without_brackets
+from shoal.env.worker import num_training_hosts
 from shoal.errors import (
     EXIT_FAILURE,
     EXIT_LOST,
@@ -42,7 +43,7 @@ from shoal.errors import (
 from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.host_rendezvous import await_workers_end
 from shoal.launch.job_folder import NEXT, JobFolder, usable_hosts
-from shoal.launch.job_size import check_counts, check_transport, check_use_of_helpers
+from shoal.launch.job_size import check_counts, check_transport, check_use_of_helpers, hosts_apart
 from shoal.launch.local import INTERFACE_VARIABLES, launch, parse_rendezvous
 from shoal.launch.stdin_secret import take_secret
 from shoal.launch.supervision import worker_variables
@@ -226,12 +227,15 @@ def _launch_host(
     """Start the workers of this host."""
     num_workers = options.workers or _num_gpus()
     num_offered = options.nnodes or (step.num_nodes if step else 1)
-    num_hosts = usable_hosts(num_offered, num_workers, options.global_batch)
+    num_apart = hosts_apart(command)
+    num_training = num_training_hosts(num_offered, num_apart)
+    num_training = usable_hosts(num_training, num_workers, options.global_batch)
+    num_hosts = num_training + num_apart
     number = step.node if step else options.node_rank or 0
     if num_hosts < num_offered and number == 0:
         print(
             f"shoal launch: {num_offered - num_hosts} of {num_offered} hosts stay idle: the global batch of "
-            f"{options.global_batch} divides over {num_hosts} × {num_workers} workers",
+            f"{options.global_batch} divides over {num_training} × {num_workers} workers",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     if number >= num_hosts:

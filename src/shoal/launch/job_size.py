@@ -6,12 +6,14 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
 
 from shoal.env.settings import check_helpers
+from shoal.env.worker import num_training_hosts
 from shoal.errors import UsageError
 from shoal.launch.job_folder import usable_hosts
 
@@ -75,13 +77,29 @@ class JobSize(Workers):
     """Name of the job; default: the command's first words."""
 
 
-def usable_workers(num_hosts: int, workers_per_host: int, global_batch: int | None) -> int:
+def usable_workers(
+    num_hosts: int, workers_per_host: int, global_batch: int | None, command: Sequence[str] = ()
+) -> int:
     """Return the workers of the largest number of hosts over whose workers a global batch divides.
 
+    Args:
+        num_hosts: of the job.
+        command: of a worker, which may keep hosts apart for evaluation.
+
     Raises:
-        UsageError: it does not divide over the workers of one host.
+        UsageError: it does not divide over the workers of one host, or no host is left to train.
     """
+    num_hosts = num_training_hosts(num_hosts, hosts_apart(command))
     return usable_hosts(num_hosts, workers_per_host, global_batch) * workers_per_host
+
+
+def hosts_apart(command: Sequence[str]) -> int:
+    """Return the hosts that a command, in its words or its file, keeps apart for evaluation."""
+    named = option_of(command, "--run.validation-hosts")
+    if named is not None:
+        return int(named) if named.isdecimal() else 0  # the command itself refuses it
+    number = _setting_in(option_of(command, "--config"), "run", "validation_hosts")
+    return number if isinstance(number, int) else 0
 
 
 def option(field: str) -> str:
@@ -124,23 +142,23 @@ def check_use_of_helpers(command: Sequence[str], num_helpers: int) -> None:
         UsageError: it names another backend than shoal.
     """
     if num_helpers:
-        named = option_of(command, "--distributed.backend") or _backend_in(option_of(command, "--config"))
-        check_helpers(named or "auto", num_helpers)
+        in_file = _setting_in(option_of(command, "--config"), "distributed", "backend")
+        named = option_of(command, "--distributed.backend") or in_file
+        check_helpers(named if isinstance(named, str) else "auto", num_helpers)
 
 
-def _backend_in(file: str | None) -> str | None:
-    """Return the backend that a file of settings names; ``None`` if it cannot be read here."""
+def _setting_in(file: str | None, section: str, name: str) -> object:
+    """Return a setting in a file; ``None`` if it is not there, or the file cannot be read here."""
     try:
-        section = tomllib.loads(Path(file or "").read_text(encoding="utf-8")).get("distributed")
+        values = tomllib.loads(Path(file or "").read_text(encoding="utf-8")).get(section)
     except (OSError, ValueError):  # the command itself says so
         return None
-    named = section.get("backend") if isinstance(section, dict) else None
-    return named if isinstance(named, str) else None
+    return values.get(name) if isinstance(values, dict) else None
 
 
 def option_of(command: Sequence[str], name: str) -> str | None:
     """Return the value of an option of a command, if it is given."""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
+    for word, following in pairwise([*command, ""]):
         if word == name and following:
             return following
         if word.startswith(f"{name}="):

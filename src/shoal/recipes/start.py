@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from shoal.env.launcher import worker_env
 from shoal.env.machine import num_gpus
-from shoal.env.worker import WorkerEnv
+from shoal.env.worker import WorkerEnv, num_training_hosts
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.emulated_job import Hosts
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
@@ -79,13 +79,23 @@ class Launch:
             )
         return machines
 
-    def counts(self) -> tuple[int, int]:
-        """Return the number of hosts, and of workers on each."""
+    def counts(self, hosts_apart: int = 0) -> tuple[int, int]:
+        """Return the number of hosts that train, and of workers on each.
+
+        Args:
+            hosts_apart: hosts that do not train.
+
+        Raises:
+            UsageError: none is left.
+        """
         if self.on == "emulated":
-            return required(self.emulated.hosts), self.workers or 1
-        if self.machines is not None:
-            return self.machines.count, self.workers or self.machines.instance.num_accelerators
-        return self.nnodes, self.workers or num_gpus() or 1
+            num_hosts, num_local = required(self.emulated.hosts), self.workers or 1
+        elif self.machines is not None:
+            num_hosts = self.machines.count
+            num_local = self.workers or self.machines.instance.num_accelerators
+        else:
+            num_hosts, num_local = self.nnodes, self.workers or num_gpus() or 1
+        return num_training_hosts(num_hosts, hosts_apart), num_local
 
 
 def start(
@@ -97,6 +107,7 @@ def start(
     work: Callable[[WorkerEnv], int],
     settle: Callable[[HostGroup], Sequence[str]] | None = None,
     is_elastic: bool = False,
+    hosts_apart: int = 0,
 ) -> int:
     """Do a worker's work if this process is one, else start the workers; return the exit code.
 
@@ -107,6 +118,7 @@ def start(
         work: what a worker does, given its environment.
         settle: as for :func:`shoal.launch.local.launch`.
         is_elastic: as there.
+        hosts_apart: the last hosts, whose workers do not train.
 
     Raises:
         UsageError: settings that cannot work together or with the data, or a job that uses ``run_dir``.
@@ -118,7 +130,7 @@ def start(
         from shoal.launch.worker import run_worker
 
         return run_worker(lambda: work(worker), run=run_dir)
-    num_hosts, num_local = options.counts()
+    num_hosts, num_local = options.counts(hosts_apart)
     hosts = ["emulated hosts", options.emulated.check(num_local)] if options.on == "emulated" else []
     lines = describe(num_hosts * num_local)
     if options.dry_run:

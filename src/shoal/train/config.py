@@ -103,6 +103,8 @@ class RunOutputConfig:
     validation_beside: int = 0
     """Processes on the first worker's host that evaluate during training; 0: training stops for
     evaluations."""
+    validation_hosts: int = 0
+    """Hosts, the last ones of the job, that evaluate during training instead of taking part in it."""
     samples: tuple[Path, ...] = ()
     """Files of inputs, such as prompts: at each evaluation, `shoal predict` computes their outputs beside
     training, on CPUs."""
@@ -124,27 +126,47 @@ class RunOutputConfig:
         require_positive("run", self, "log_frequency", "checkpoint_frequency", "keep_checkpoints")
         require_positive("run", self, "validation_samples", "evaluation_batch_size")
         require_positive("run", self, "validation_frequency", "validation_beside", "profile", least=0)
+        require_positive("run", self, "validation_hosts", least=0)
         for name in self.report_to:
             if name not in _TRACKERS:
                 raise UsageError(f"run.report_to {name!r} must be one of {', '.join(_TRACKERS)}")
-        if self.validation_beside and not self.save:
-            raise UsageError("run.validation_beside needs weights on disk: leave --run.no-save out")
+        if self.validation_beside and self.validation_hosts:
+            raise UsageError(
+                "run.validation_beside and run.validation_hosts are two ways to evaluate beside training: "
+                "leave one of them out"
+            )
+        if self.validation_hosts and not getattr(self, "validation_frequency", 1):
+            raise UsageError(
+                f"run.validation_hosts {self.validation_hosts} would have nothing to do before the end: set "
+                "--run.validation-frequency N"
+            )
+        beside = "run.validation_hosts" if self.validation_hosts else "run.validation_beside"
+        if self.evaluates_beside and not self.save:
+            raise UsageError(f"{beside} needs weights on disk: leave --run.no-save out")
         if self.samples and not self.save:
             raise UsageError("run.samples needs weights on disk: leave --run.no-save out")
-        if self.samples and getattr(self, "validation_frequency", 1) == 0:
-            raise UsageError("run.samples are made at evaluations: set --run.validation-frequency N")
         require_positive("run", self, "patience", least=0)
         if self.patience and self.keep_best is None:
             raise UsageError(f"run.patience {self.patience} needs a score: set --run.keep-best SCORE")
         if self.keep_best is not None and not self.save:
             raise UsageError("run.keep_best needs checkpoints: leave --run.no-save out")
-        if self.keep_best is not None and self.validation_beside:
+        if self.keep_best is not None and self.evaluates_beside:
             raise UsageError(
-                "run.keep_best does not go with run.validation_beside, whose scores come after the weights "
-                "have changed: leave one of them out"
+                f"run.keep_best does not go with {beside}, whose scores come after the weights have changed: "
+                "leave one of them out"
             )
         if self.until is not None and not getattr(self, "validation_frequency", 1):
             raise UsageError(f"run.until {self.until!r} needs evaluations: set --run.validation-frequency N")
+
+    @property
+    def evaluates_beside(self) -> bool:
+        """Return whether evaluations run beside training, in processes or on hosts of their own."""
+        return bool(self.validation_beside or self.validation_hosts)
+
+    @property
+    def hosts_apart(self) -> int:
+        """Return the hosts of the job that do not train."""
+        return 0 if self.evaluate is not None else self.validation_hosts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,15 +38,14 @@ from shoal.train.checkpoint_files import (
     step_of,
     write_best_step,
 )
-from shoal.train.config import required
+from shoal.train.config import RunOutputConfig, required
+from shoal.train.evaluation_host import FOLDER, SILENT_S, OtherHosts, scores_folder
 from shoal.train.reporting import RunLog, format_metrics
 from shoal.train.samples import Samples
 from shoal.train.side_process import end_command, start_command
 from shoal.train.stopping import Score, Scores, Target
 from shoal.train.world import World, run_on_all
 
-FOLDER = "beside"
-"""Folder of the run directory for evaluations beside training."""
 LOG = "log.txt"
 """File in it: the output of the evaluations."""
 
@@ -192,23 +191,27 @@ class Evaluations:
         scores = format_metrics(self._goal.scores_of(self.scores))
         return f"has reached its target {self._goal.target} ({scores})"
 
-    def open_beside(self, num_workers: int, inputs: Sequence[Path], step: int) -> None:
-        """Evaluate and compute samples beside training from now on. A collective.
+    def open_beside(self, output: RunOutputConfig, step: int) -> None:
+        """Evaluate and compute samples beside training from now on, as far as settings ask. A collective.
 
         Args:
-            num_workers: processes of an evaluation; 0: evaluate within training.
-            inputs: files whose samples are computed; empty: none.
+            output: the settings.
             step: the last step done; weights of later steps, of an earlier process group, are deleted.
 
         Raises:
             UsageError: another job uses the directory.
         """
-        if num_workers and self._directory is not None and self._beside is None:
+        if output.evaluates_beside and self._directory is not None and self._beside is None:
             self._beside = Beside(
-                self._directory, num_workers=num_workers, world=self._world, step=step, goal=self._goal
+                self._directory,
+                num_workers=output.validation_beside or self._world.ranks.num_local_workers,
+                num_hosts=output.validation_hosts,
+                world=self._world,
+                step=step,
+                goal=self._goal,
             )
-        if inputs and self._directory is not None and self._samples is None:
-            self._samples = Samples(self._directory, inputs, self._world)
+        if output.samples and self._directory is not None and self._samples is None:
+            self._samples = Samples(self._directory, output.samples, self._world)
 
     def sample(self, step: int, kept: Mapping[str, Any], log: RunLog | None) -> None:
         """Request the samples of a step, if the run has any. A collective."""
@@ -389,7 +392,8 @@ class Beside:
 
     Args:
         directory: of the run.
-        num_workers: processes of an evaluation.
+        num_workers: processes of an evaluation on this host.
+        num_hosts: hosts that evaluate instead, as long as they give signs of life.
         world: the workers of the training.
         step: the last step done; weights of later steps, of an earlier process group, are deleted.
         goal: the target of the run, if it has one; it gets the scores.
@@ -399,12 +403,20 @@ class Beside:
     """
 
     def __init__(
-        self, directory: Path, *, num_workers: int, world: World, step: int, goal: Goal | None
+        self,
+        directory: Path,
+        *,
+        num_workers: int,
+        num_hosts: int,
+        world: World,
+        step: int,
+        goal: Goal | None,
     ) -> None:
         self._run_dir, self._directory = directory, directory / FOLDER
         self._num_workers, self._goal, self._is_main = num_workers, goal, world.is_main
         self._left: deque[tuple[int, int]] = deque()  # step, samples
         self._child: subprocess.Popen[bytes] | None = None
+        self._hosts: OtherHosts | None = None
         self._out = self._directory / f"scores-{time.time_ns()}"  # an old evaluation may use another one
         if self._is_main:
             self._directory.mkdir(exist_ok=True)
@@ -412,6 +424,7 @@ class Beside:
         self._checkpointer = Checkpointer(self._directory, keep=_ALL)
         if self._is_main:
             self._take_over(step)
+            self._hosts = OtherHosts(self._directory, num_hosts) if num_hosts else None
 
     def _take_over(self, step: int) -> None:
         """Evaluate weights of an earlier process group, up to ``step``."""
@@ -440,8 +453,11 @@ class Beside:
         self._checkpointer.poll()
         if log is None or not self._is_main:
             return
+        if self._hosts is not None and self._left:
+            self._ask_hosts(self._hosts, log)
+            return
         if self._child is not None and self._child.poll() is not None:
-            self._collect(log, self._child.returncode)
+            self._collect(log, self._child.returncode, self._out, LOG)
         if self._child is None and self._left and not self._is_reached:
             path = checkpoint_path(self._directory, self._left[0][0])
             if is_checkpoint(path):
@@ -465,21 +481,45 @@ class Beside:
             self._child = None
         if self._is_main:
             shutil.rmtree(self._out, ignore_errors=True)
+        if self._hosts is not None:
+            self._hosts.close()
+
+    def _ask_hosts(self, hosts: OtherHosts, log: RunLog) -> None:
+        """Write the scores of an evaluation that has ended on another host."""
+        step, _ = self._left[0]
+        code = hosts.answer(step)
+        if code is not None:
+            out = scores_folder(self._directory, step)
+            self._collect(log, code, out, "log-*.txt")
+            shutil.rmtree(out, ignore_errors=True)
+            hosts.forget(step)
+        elif hosts.are_silent():
+            hosts.close()
+            self._hosts = None
+            log.progress.say(
+                f"an evaluation host has given no sign of life for {SILENT_S:.0f} s: evaluations run on this "
+                f"host from here on; its output: {self._directory / 'log-*.txt'}"
+            )
 
     def _start(self, path: Path) -> None:
         words = ["evaluate", "checkpoint", path, "--run", self._run_dir, "--out", self._out]
         words += ["--workers", self._num_workers]
         self._child = start_command(words, self._directory / LOG, nice=_NICE)
 
-    def _collect(self, log: RunLog, exit_code: int) -> None:
-        """Write the scores of the evaluation that has ended."""
+    def _collect(self, log: RunLog, exit_code: int, out: Path, output: str) -> None:
+        """Write the scores of the evaluation that has ended.
+
+        Args:
+            out: folder of its record.
+            output: file of its output, for a message.
+        """
         self._child = None
         step, samples = self._left.popleft()
-        rows = [row for row in self._results() if row.step == step] if exit_code == 0 else []
+        rows = [row for row in _results(out) if row.step == step] if exit_code == 0 else []
         if not rows:
             log.progress.say(
                 f"the evaluation of step {step:,} beside training failed (exit code {exit_code}); its "
-                f"output is in {self._directory / LOG}; training goes on"
+                f"output is in {self._directory / output}; training goes on"
             )
         for row in rows:
             log.write(replace(row, beside=True, samples=samples or row.samples, time_s=time.time()))
@@ -494,8 +534,9 @@ class Beside:
     def _is_reached(self) -> bool:
         return self._goal is not None and self._goal.reached is not None
 
-    def _results(self) -> list[record.Evaluation]:
-        return [row for row in record.read_record(self._out) if isinstance(row, record.Evaluation)]
+
+def _results(out: Path) -> list[record.Evaluation]:
+    return [row for row in record.read_record(out) if isinstance(row, record.Evaluation)]
 
 
 def models_of(kept: Mapping[str, Any]) -> dict[str, nn.Module]:

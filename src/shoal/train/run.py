@@ -107,7 +107,7 @@ _FOLLOW_STEPS = 8
 
 _NOTHING_BUT_SCORES: Mapping[str, Any] = {
     "save": False, "until": None, "keep_best": None, "patience": 0, "validation_beside": 0, "report_to": (),
-    "mlperf_log": None, "samples": (),
+    "mlperf_log": None, "samples": (), "validation_hosts": 0,
 }  # fmt: skip
 """Settings of a run that evaluates a checkpoint."""
 
@@ -544,8 +544,7 @@ class Run:
         advice = advice_on_shares(self._shares, setting, batch, section)
         if num_steps := self._settings.loop.overfit_steps:
             source = FirstSteps(source=source, num_steps=num_steps)
-        output = self._settings.output
-        self._evaluations.open_beside(output.validation_beside, output.samples, self.step)
+        self._evaluations.open_beside(self._settings.output, self.step)
         if self.directory is not None and not self.stopped:
             self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *advice, *notes])
         if phase is not None and self.log and self.step == since:
@@ -1037,6 +1036,7 @@ def _check_features(settings: Settings) -> None:
         "a model in stages or shards (parallel)": getattr(parallel, "splits", False),
         "finetune.at": getattr(finetune, "at", ()),
         "run.validation_beside": settings.output.validation_beside,
+        "run.validation_hosts": settings.output.validation_hosts,
         "run.samples": settings.output.samples,
     }
     if settings.distributed.elastic is not None and (named := [name for name in refused if refused[name]]):

@@ -141,6 +141,16 @@ def require_free(run_dir: Path) -> None:
             _judge(run_dir, seen)
 
 
+def owner_beat(run_dir: Path) -> tuple[bytes, int] | None:
+    """Return what changes while the owner of a run directory lives; ``None``: it has no owner now."""
+    folder = run_dir / FOLDER
+    with contextlib.suppress(OSError):
+        seen = _look(_file(folder, _newest(folder)))
+        if seen is not None and not (seen.owner is not None and seen.owner.released):
+            return seen.content, seen.changed_ns
+    return None
+
+
 # ----------------------------------------------------------------------------------------- owner files
 
 

@@ -70,6 +70,14 @@ def told(program: str, words: str, here: Path) -> str:
 
 
 @pytest.mark.parametrize("backend", JOBS)
+def test_a_job_without_a_host_that_trains_is_refused(backend: str) -> None:
+    data, folder = PLACES.get(backend, ("text", "run"))
+    words = TRAIN.format(data=data, run=folder)
+    said = refusal(JOBS[backend], f"shoal {words} --run.validation-hosts 2")
+    assert "run.validation_hosts 2 leaves none of 2 hosts to train" in said
+
+
+@pytest.mark.parametrize("backend", JOBS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_wrong_settings_are_found_whatever_starts_shoal(backend: str, program: str, here: Path) -> None:
     data, folder = PLACES.get(backend, ("text", "run"))

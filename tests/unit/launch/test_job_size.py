@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.errors import UsageError
 from shoal.launch.in_job import HostOptions
-from shoal.launch.job_size import Workers, check_use_of_helpers, name_of, option
+from shoal.launch.job_size import (
+    Workers,
+    check_use_of_helpers,
+    hosts_apart,
+    name_of,
+    option,
+    usable_workers,
+)
 from shoal.launch.kubernetes import KubernetesJob
 from shoal.launch.remote import RemoteJob
 from shoal.launch.sagemaker import SageMakerJob
@@ -85,3 +93,14 @@ def test_helpers_that_would_be_idle(words: tuple[str, ...], num_helpers: int, is
 )
 def test_the_name_of_a_command(command: tuple[str, ...], name: str) -> None:
     assert name_of(command) == name
+
+
+def test_hosts_that_evaluate_do_not_count_among_those_that_train(tmp_path: Path) -> None:
+    file = tmp_path / "lm.toml"
+    file.write_text("[run]\nvalidation_hosts = 2\n")
+    by_option, by_file = ["train", "lm", "--run.validation-hosts=1"], ["train", "lm", "--config", str(file)]
+    assert (hosts_apart(by_option), hosts_apart(by_file), hosts_apart(["train", "lm"])) == (1, 2, 0)
+    assert usable_workers(9, 8, 512, by_option) == 64  # 8 hosts of 9
+    assert usable_workers(9, 8, None, by_file) == 56
+    with pytest.raises(UsageError, match="validation_hosts 1 leaves none of 1 hosts to train"):
+        usable_workers(1, 8, None, by_option)
