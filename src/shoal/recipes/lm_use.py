@@ -143,8 +143,8 @@ def read_prompts(path: Path) -> list[Prompt]:
             text = messages[-1]["content"]
         if not isinstance(text, str):
             raise UsageError(
-                f"{path}, {location}: holds no string 'prompt' and no messages [{{role, content}}], but "
-                f"{', '.join(row) or 'nothing'}"
+                f"{path}, {location}: holds no string 'prompt', but {', '.join(row) or 'nothing'}; "
+                "messages are a list of objects with role and content, of which one is the user's"
             )
         name = own if isinstance(own, int | str) else number
         prompts.append(Prompt(id=name, text=text, messages=messages))
@@ -188,7 +188,9 @@ class use(Use):
         refuse_adapters(path)
         source = find_model(path)
         if source.checkpoint is not None and (recipe := recipe_of(required(source.run))) not in _RECIPES:
-            raise UsageError(f"--model {path} is of a run of {recipe}, and not of {' or '.join(_RECIPES)}")
+            raise UsageError(
+                f"--model {path} is of a run of {recipe}, and not of `shoal train lm` or `shoal finetune lm`"
+            )
         return source
 
     def read_model(self) -> None:
