@@ -164,8 +164,8 @@ def test_a_run_goes_on_in_other_layouts(
         wanted = tmp_path / "whole"
         assert jobs.run(lm("gpt2", data, models, wanted, optim=optim), 1) == [EXIT_OK]
     run_dir = tmp_path / "run"
-    second = {"pipeline": 2} if muon else {"shard": True}
-    for last, num_workers, parallel in ((3, 1, {}), (6, 2, {"pipeline": 2}), (9, 2, second), (12, 1, {})):
+    layouts = ((3, 1, {}), (6, 2, {"pipeline": 2}), (9, 2, {"shard": True}), (12, 1, {}))
+    for last, num_workers, parallel in layouts:
         config = lm(
             "gpt2", data, models, run_dir, parallel=parallel, optim=optim, run={"checkpoint_frequency": 3}
         )
@@ -206,10 +206,6 @@ def test_stages_start_with_the_weights_of_a_directory(
         (
             {"parallel": {"pipeline": 2}, "model": {"attention": "flash_attention_2"}},
             "attention flash_attention_2 does not go with parallel.pipeline",
-        ),
-        (
-            {"parallel": {"shard": True}, "optim": {"optimizer": "muon"}},
-            "muon does not go with parallel.shard: Muon reads whole matrices",
         ),
     ],
 )

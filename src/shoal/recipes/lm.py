@@ -190,11 +190,6 @@ class LmConfig:
         check_served(self.optim, self.servers)
         self.parallel.check(self)
         check_attention(self.model.attention, self.parallel)
-        if self.optim.optimizer == "muon" and self.parallel.shard:
-            raise UsageError(
-                "optim.optimizer muon does not go with parallel.shard: Muon reads whole matrices; choose "
-                "--optim.optimizer adamw, or leave parallel.shard out"
-            )
         if self.optim.optimizer == "muon" and self.servers.option:
             raise UsageError(
                 f"optim.optimizer muon with {self.servers.option}: servers update all weights by "

@@ -13,6 +13,7 @@ from torch.optim import Muon, Optimizer
 from shoal.optim.lamb import parameter_groups
 from shoal.optim.lr_schedules import RATE_KEY, set_learning_rate
 from shoal.optim.moments import check_options
+from shoal.optim.muon import ShardedMuon
 from shoal.train.optim_config import OptimizerConfig, VisionOptimizerConfig
 
 
@@ -78,7 +79,8 @@ def build_optimizers(
     chosen = [parameter for name, parameter in trained if name in matrices]
     groups = parameter_groups([each for each in trained if each[0] not in matrices], decay)
     groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
-    muon = Muon(chosen, lr=0.0, weight_decay=decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+    kind = ShardedMuon if any(isinstance(parameter, DTensor) for parameter in chosen) else Muon
+    muon = kind(chosen, lr=0.0, weight_decay=decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
     return {"optimizer": _made("adamw", groups, options), "muon": muon}
 
 
