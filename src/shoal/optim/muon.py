@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Muon
+from torch.optim import Muon, Optimizer
 
 _OPTIONS = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
@@ -62,5 +62,8 @@ def _orthogonalised(update: Tensor, group: dict[str, Any]) -> Tensor:
     change = torch.nn.Parameter(torch.zeros_like(update))
     change.grad = update
     options = {name: group[name] for name in _OPTIONS}
-    Muon([change], lr=float(group["lr"]), weight_decay=0.0, momentum=0.0, nesterov=False, **options).step()
+    optimizer: Optimizer = Muon(
+        [change], lr=float(group["lr"]), weight_decay=0.0, momentum=0.0, nesterov=False, **options
+    )
+    optimizer.step()
     return change.detach()
