@@ -283,7 +283,6 @@ def test_what_does_not_go_together_is_named(
             "servers.wait_for with run.log_frequency 1: all workers synchronize at",
         ),
         ({"mode": "bounded", "wait_for": 4}, {}, "wait_for 4 must be from 1 to 3 with 3 workers"),
-        (BACKUP, {"backend": "gloo"}, 'need a process group of backend "shoal"'),
     ],
 )
 def test_what_servers_cannot_do_is_named_by_all_workers(

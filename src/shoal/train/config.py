@@ -497,17 +497,23 @@ def precision_here(config: Any) -> tuple[str, str]:
 def check_combination(
     loop: LoopConfig, distributed: DistributedConfig, servers: ServersConfig, *, clip: str
 ) -> None:
-    """Check that the wire format, the parts of workers and the place of the optimizer's state go together.
+    """Check that backend, wire format, parts of workers and place of the optimizer's state go together.
 
     Raises:
-        UsageError: int8 with fp16; a format other than fp32 with clipping per worker or with servers that
-            update; unequal parts for workers that do not wait for each other; or a division of the
-            optimizer's state that servers have, or of which each worker needs its own.
+        UsageError: another backend than shoal with servers that update; int8 with fp16; a format other than
+            fp32 with clipping per worker or with servers that update; unequal parts for workers that do not
+            wait for each other; or a division of the optimizer's state that servers have, or of which each
+            worker needs its own.
     """
     if distributed.elastic is not None and (servers.option or loop.shard_optimizer):
         raise UsageError(
             f"distributed.elastic does not go with {servers.option or 'train.shard_optimizer'}: each worker "
             "has the whole state, which it gives to others; leave one of them out"
+        )
+    if servers.option and distributed.backend != "auto" and "shoal" not in distributed.backend:
+        raise UsageError(
+            f"{servers.option} with distributed.backend {distributed.backend}: servers belong to backend "
+            "shoal; leave --distributed.backend out"
         )
     if loop.shard_optimizer and servers.option:
         whose = "each worker's own" if servers.mode == "local" else "on the servers, divided among them"

@@ -80,6 +80,11 @@ def test_the_wire_and_the_shares_go_with_the_mode() -> None:
             check_combination(
                 LoopConfig(precision="fp32"), DistributedConfig(wire="bf16"), servers, clip="global"
             )
+        with pytest.raises(UsageError, match=r"distributed\.backend gloo: servers belong to backend shoal"):
+            check_combination(LoopConfig(), DistributedConfig(backend="gloo"), servers, clip="global")
+        check_combination(
+            LoopConfig(), DistributedConfig(backend="cpu:gloo,cuda:shoal"), servers, clip="global"
+        )
     by_speed = DistributedConfig(shares="by-speed")
     check_combination(LoopConfig(precision="fp32"), by_speed, sync, clip="global")
     with pytest.raises(UsageError, match="have equal parts"):
