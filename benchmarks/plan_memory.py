@@ -2,16 +2,23 @@
 
 The tracker (``MemTracker``) follows tensors without values through the forward and backward pass of a
 micro-batch of a recipe, with the gradients of earlier micro-batches in place; the optimizer's state is added
-as planned. Nothing is computed. Tensors claim to be on a GPU where there is one, else on the CPU, since
-torch's backward pass asks a GPU that exists even for such tensors. Layers that a GPU compiles keep less.
+as planned. Nothing is computed. Tensors claim to be on a GPU; where there is none, ``claimed_gpu.cc`` is
+compiled and preloaded, since torch's backward pass asks the driver about it. Layers that a GPU compiles keep
+less.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +32,7 @@ from shoal.decide.batch import BatchPlan
 from shoal.dropout import SampleDropout
 from shoal.models.encoder import full_sequences
 from shoal.models.step_memory import TYPES, FusedAttention, autocast_on, replace_weights
+from shoal.planner.hardware import Catalog
 from shoal.recipes import Sample, script
 from shoal.recipes.memory import memory_of
 from shoal.recipes.workloads import preset_settings
@@ -44,7 +52,8 @@ CASES = (
 """Recipe, preset and samples of a micro-batch."""
 QUICK = (("albert", "tiny", 8), ("t5", "tiny", 8))
 TARGET = 0.1
-DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0")
+HOST = Catalog().machines("1xp5.48xlarge")
 
 
 def inputs_for(sample: Sample, num_samples: int) -> dict[str, Any]:
@@ -66,8 +75,7 @@ def tracked_bytes(sample: Sample, num_samples: int, precision: str, state_bytes:
     model = copy.deepcopy(sample.model).train()
     if sample.recompute is not None:
         sample.recompute(model)
-    has_kernels = (DEVICE.type, precision) == ("cuda", "bf16")
-    with FakeTensorMode(allow_non_fake_inputs=True), assuming_kernels(has_kernels):
+    with FakeTensorMode(allow_non_fake_inputs=True), assuming_kernels(precision == "bf16"):
         replace_weights(model, DEVICE)
         inputs = inputs_for(sample, num_samples)
         weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -100,11 +108,29 @@ def measure(recipe: str, preset: str, num_samples: int, precision: str) -> tuple
     batch = BatchPlan(
         global_batch_size=num_samples, num_workers=1, micro_batch_size=num_samples, accumulation_steps=1
     )
-    planned = memory_of(sample, config, batch)
+    planned = memory_of(sample, config, batch, HOST)
     return planned.total_bytes, tracked_bytes(sample, num_samples, precision, planned.optimizer_bytes)
 
 
+def with_claimed_gpu() -> None:
+    """Start this program again, with what answers torch for a GPU that is not there."""
+    if torch.cuda.is_available():
+        return
+    preloaded = Path(os.environ.get("LD_PRELOAD", ""))
+    source = Path(__file__).with_name("claimed_gpu.cc")
+    if preloaded.stem == source.stem:  # this is the second start
+        shutil.rmtree(preloaded.parent)
+        return
+    library = Path(tempfile.mkdtemp(prefix="shoal-bench-")) / "claimed_gpu.so"
+    headers = Path(torch.__file__).parent / "include"
+    subprocess.run(
+        ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{headers}", "-o", library, source], check=True
+    )
+    os.execve(sys.executable, sys.orig_argv, os.environ | {"LD_PRELOAD": str(library)})
+
+
 def main() -> int:
+    with_claimed_gpu()
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--recipe", help="only the configurations of this one")
     bench = Benchmark("plan_memory", options=options)

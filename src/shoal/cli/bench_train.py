@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,14 +20,16 @@ from cyclopts import App, Parameter
 
 from shoal.bench.host_entry import matmul_flops_per_s
 from shoal.bench.step_timing import TrainBench, TrainResult
-from shoal.cli.fill_memory import find_largest, is_on_cpu
+from shoal.cli.fill_memory import find_largest, is_on_cpu, least_of_hosts, with_batch
 from shoal.cli.settings import settings_from, this_command
 from shoal.decide.batch import known_size
 from shoal.env.launcher import worker_env
 from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
+from shoal.launch.host_rendezvous import HostGroup
 from shoal.planner.hardware import peak_flops_per_s
 from shoal.recipes import RECIPES, script
+from shoal.recipes.memory import sample_bytes_of
 from shoal.recipes.start import Launch, start
 from shoal.recipes.workloads import flops_per_sample, model_to_finetune, with_new_model, workload_name
 from shoal.record import Start, Step, read_record
@@ -143,14 +146,25 @@ def _run(name: str, settings: Any, launch: Launch, options: TrainBench, *, title
         raise UsageError(f"the recipe {name} has no trial() and sample() to be timed with")
     if options.json is not None and not options.json.parent.is_dir():
         raise UsageError(f"{options.json}: the folder {options.json.parent} is not there; make it first")
-    command = this_command()
+    command, settle = this_command(), None
     if options.fill_memory:
         if worker_env() is not None:
             raise UsageError("--fill-memory starts its workers itself: start it without torchrun or mpirun")
         if launch.dry_run:
             print(f"would look for the largest micro-batch of {title}")
             return EXIT_OK
-        command = find_largest(command, options, unit=settings.unit, on_cpu=is_on_cpu(settings))
+        largest = partial(
+            find_largest,
+            command,
+            options,
+            unit=settings.unit,
+            on_cpu=is_on_cpu(settings),
+            sample_bytes=partial(_sample_bytes, name, settings, model),
+        )
+        if launch.nnodes == 1:
+            command = with_batch(command, largest())
+        else:
+            settle = partial(_least_batch, command, largest)
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         return start(
             launch,
@@ -158,7 +172,22 @@ def _run(name: str, settings: Any, launch: Launch, options: TrainBench, *, title
             run_dir=Path(folder),
             describe=lambda _: [f"would time {options.steps} steps of {title}"],
             work=lambda worker: measure(name, settings, worker, options, title=title, model=model),
+            settle=settle,
         )
+
+
+def _sample_bytes(name: str, settings: Any, model: str) -> float:
+    """Count the memory that a sample of a micro-batch adds."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        config = with_new_model(settings, Path(folder), model) if model else settings
+        return sample_bytes_of(script(name).sample(config), config)
+
+
+def _least_batch(command: list[str], largest: Callable[[], int], group: HostGroup) -> list[str]:
+    """Return the command with the least of the micro-batches that hosts find."""
+    size = least_of_hosts(group, "train", largest)
+    print(f"micro-batch of {size}: the least of all hosts", flush=True)
+    return with_batch(command, size)
 
 
 # ------------------------------------------------------------------------------------------------- settings

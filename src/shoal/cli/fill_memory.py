@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,38 +35,52 @@ SPARE = 0.1
 """Part of the memory that stays free: for fragments, and for longer samples than the trial's."""
 _OUT_OF_MEMORY = "out of memory"
 """In the message of a run that lacked memory (:func:`shoal.train.stopping.out_of_memory`)."""
-_OPTIONS = ("--json", "--memory", "--steps", "--warm-up")
+_OPTIONS = ("--json", "--memory", "--batch", "--steps", "--warm-up", "--nnodes", "--rdzv")
 _MEMORY_NEEDED = f"--fill-memory without a GPU needs the memory of a worker: --memory 8GB, or {MEMORY}=8GB"
 _LAST_LINES = 8
 
 
-def find_largest(command: Sequence[str], bench: TrainBench, *, unit: str, on_cpu: bool = False) -> list[str]:
-    """Return ``command`` with the largest micro-batch in place of ``--fill-memory``.
+def find_largest(
+    command: Sequence[str],
+    bench: TrainBench,
+    *,
+    unit: str,
+    on_cpu: bool = False,
+    sample_bytes: Callable[[], float] = lambda: 0.0,
+) -> int:
+    """Return the largest micro-batch that fits, by trials of ``command`` on this host alone.
 
     Args:
         command: of this process, with its options ``bench``.
         unit: plural name of the samples.
         on_cpu: the workers use no GPU, so their memory must be named; else a first trial tells it.
+        sample_bytes: counts the memory that a sample adds, from which the second trial follows.
 
     Raises:
         UsageError: no memory is named, and there is no GPU.
         ShoalError: a trial failed for another reason, or not even one sample fits.
     """
-    timed = without(command, "--memory", "--batch", flag="--fill-memory")
     memory, name = (bench.memory, "--memory") if bench.memory else (worker_memory(), MEMORY)
     memory_bytes = None if memory is None else parse_bytes(memory, name)
     if memory_bytes is None and on_cpu:
         raise UsageError(_MEMORY_NEEDED)
-    trials = _Trials(without(timed, *_OPTIONS), memory_bytes, unit)
+    trials = _Trials(without(command, *_OPTIONS, flag="--fill-memory"), memory_bytes, unit)
     limit_bytes = trials.limit_bytes()
-    largest = largest_that_fits(trials.peak_bytes, limit_bytes, most=bench.batch or MOST)
+    largest = largest_that_fits(
+        trials.peak_bytes, limit_bytes, most=bench.batch or MOST, sample_bytes=sample_bytes()
+    )
     if not largest:
         raise ShoalError(
             f"not one of the {unit} fits into {formatting.size(limit_bytes)}, {1 - SPARE:.0%} of the memory: "
             "name more --memory, or make the model or its samples smaller"
         )
     print(f"largest micro-batch: {largest} {unit}", flush=True)
-    return [*timed, "--batch", str(largest)]
+    return largest
+
+
+def with_batch(command: Sequence[str], size: int) -> list[str]:
+    """Return ``command`` with a micro-batch in place of ``--fill-memory``."""
+    return [*without(command, "--memory", "--batch", flag="--fill-memory"), "--batch", str(size)]
 
 
 def is_on_cpu(config: Any) -> bool:
@@ -233,24 +248,47 @@ def settle_for(
     def settle(group: HostGroup) -> list[str]:
         settled, settings = command, known
         for section in sections:
-            begun, error = _size_before(config.run.dir, section), None
-            try:
-                size = begun or _largest_size(
-                    recipe, settings, preset, section, num_workers=num_hosts * num_local, num_local=num_local
-                )
-            except ShoalError as caught:  # the others end too
-                size, error = 0, caught
-            own = {"size": size, "begun": int(begun is not None), "name": os.uname().nodename}
-            sizes = group.all_values(f"micro-batch/{section}", own, _SIZE, deadline_s=_TRIALS_DEADLINE_S)
-            if error is not None:
-                raise error
-            size = least_size(sizes, section)
+            largest = partial(
+                _largest_size,
+                recipe,
+                settings,
+                preset,
+                section,
+                num_workers=num_hosts * num_local,
+                num_local=num_local,
+            )
+            size = least_of_hosts(group, section, largest, begun=_size_before(config.run.dir, section))
             print(f"{section}.micro_batch_size {size}: the least of {num_hosts} hosts", flush=True)
             changed = replace(getattr(settings, section), micro_batch_size=size)
             settings, settled = replace(settings, **{section: changed}), _with_size(settled, section, size)
         return settled
 
     return settle
+
+
+def least_of_hosts(
+    group: HostGroup, section: str, largest: Callable[[], int], *, begun: int | None = None
+) -> int:
+    """Return the least of the sizes that hosts find.
+
+    Args:
+        section: of the settings, for the group's values and for messages.
+        largest: finds the size of this host.
+        begun: the size of the run that continues here, which is kept.
+
+    Raises:
+        ShoalError: this host, or another one, found none.
+    """
+    error = None
+    try:
+        size = begun or largest()
+    except ShoalError as caught:  # the others end too
+        size, error = 0, caught
+    own = {"size": size, "begun": int(begun is not None), "name": os.uname().nodename}
+    sizes = group.all_values(f"micro-batch/{section}", own, _SIZE, deadline_s=_TRIALS_DEADLINE_S)
+    if error is not None:
+        raise error
+    return least_size(sizes, section)
 
 
 def least_size(sizes: Sequence[Mapping[str, Any]], section: str) -> int:
@@ -266,7 +304,7 @@ def least_size(sizes: Sequence[Mapping[str, Any]], section: str) -> int:
     least = min(sizes, key=lambda each: int(each["size"]))
     if not begun and not least["size"]:
         raise ShoalError(
-            f"{section}.micro_batch_size auto could not be found on host {least['name']}, see its output"
+            f"the largest micro-batch of {section} could not be found on host {least['name']}, see its output"
         )
     return min(begun) if begun else int(least["size"])
 

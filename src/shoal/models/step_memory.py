@@ -5,8 +5,8 @@ precision of the run. So autocast's choices, the copies that it makes of weights
 is computed and activation checkpointing are those of the training. All storages that are alive at the end
 count, but weights, buffers and inputs.
 
-On CPUs, peaks are within 10 % of those of torch's ``MemTracker`` over forward and backward pass. On GPUs,
-compiled layers keep less than these.
+Peaks are within 10 % of those of torch's ``MemTracker`` over forward and backward pass. On GPUs, compiled
+layers keep less than these.
 """
 
 from __future__ import annotations

@@ -156,6 +156,14 @@ def memory_of(
     )
 
 
+def sample_bytes_of(sample: Sample, config: Any) -> float:
+    """Return the memory of a worker on this host that each sample of a micro-batch adds.
+
+    A stage of p keeps p micro-batches of a p-th of the layers: as much as the whole model of one.
+    """
+    return activations_of(sample, *precision_of(config, None)).sample_bytes
+
+
 def _counted(sample: Sample, config: Any, activations: Activations, precision: str, stages: int) -> Workload:
     """Return what memory depends on; layers are only counted where stages divide them."""
     from shoal.models.profile import StepProfile

@@ -17,7 +17,15 @@ from pathlib import Path
 import pytest
 
 from shoal.bench.step_timing import TrainBench
-from shoal.cli.fill_memory import find_largest, least_size, settle_for, share_and_limit, with_known_batches
+from shoal.cli.bench_train import _least_batch
+from shoal.cli.fill_memory import (
+    find_largest,
+    least_size,
+    settle_for,
+    share_and_limit,
+    with_batch,
+    with_known_batches,
+)
 from shoal.comm.tcp_store import listening_socket
 from shoal.decide.batch import plan_batch
 from shoal.errors import ShoalError, UsageError
@@ -33,7 +41,7 @@ TRIAL = """
 import json, sys
 words = sys.argv[1:]
 value = lambda name: words[words.index(name) + 1]
-assert "--fill-memory" not in words and "--memory" not in words and "--workers" in words, words
+assert not {"--fill-memory", "--memory", "--nnodes", "--rdzv"} & set(words) and "--workers" in words, words
 batch = int(value("--batch"))
 memory = 100 + 7 * batch
 if batch > 60:
@@ -56,21 +64,53 @@ def command(folder: Path, *words: str, device_mb: int | None = None) -> list[str
 @pytest.mark.parametrize(("memory", "found"), [("500MB", 50), ("120MB", 1), ("9GB", 60)])
 def test_a_tenth_of_the_memory_stays_free(tmp_path: Path, memory: str, found: int) -> None:
     what = TrainBench(fill_memory=True, memory=memory)
-    timed = find_largest(command(tmp_path, "--memory", memory), what, unit="images")
+    largest = find_largest(command(tmp_path, "--memory", memory), what, unit="images")
     limited = find_largest(command(tmp_path, "--batch", "12"), replace(what, batch=12), unit="images")
-    assert limited[-2:] == ["--batch", str(min(found, 12))] and limited.count("--batch") == 1
+    assert (largest, limited) == (found, min(found, 12))
+    timed = with_batch(command(tmp_path, "--memory", memory, "--batch", "70"), found)
     assert timed[2:] == ["--workers", "1", "--steps", "9", "--json", "mine.json", "--batch", str(found)]
+
+
+def test_the_second_trial_follows_from_the_memory_that_was_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = TrainBench(fill_memory=True, memory="500MB")
+    assert find_largest(command(tmp_path), what, unit="images", sample_bytes=lambda: 7e6) == 50
+    tried = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert tried[:2] == ["micro-batch of 1", "micro-batch of 50"], "100 + 7 a sample of 450 MB"
+
+
+def test_hosts_time_the_least_micro_batch_that_they_find(tmp_path: Path) -> None:
+    """The trials of each are on it alone: without the other hosts."""
+    with listening_socket("127.0.0.1", 0) as free:
+        port = int(free.getsockname()[1])
+    joined: list[HostGroup] = []
+
+    def on_host(memory: str) -> list[str]:
+        group = join_hosts(
+            host="127.0.0.1", port=port, num_hosts=2, num_workers=1, secret=b"of a test", deadline_s=60
+        )
+        joined.append(group)
+        words = command(tmp_path, "--memory", memory, "--nnodes", "2", "--rdzv", "a:1")
+        what = TrainBench(fill_memory=True, memory=memory)
+        return _least_batch(words, lambda: find_largest(words, what, unit="images"), group)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(on_host, ("500MB", "300MB"))
+        close_all(joined)
+    assert first == second and first[-2:] == ["--batch", "24"], "of 270 MB"
+    assert "--nnodes" in first and "--fill-memory" not in first
 
 
 def test_memory_is_that_of_the_gpu_or_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     what = TrainBench(fill_memory=True)
-    assert find_largest(command(tmp_path, device_mb=500), what, unit="images")[-1] == "50"
+    assert find_largest(command(tmp_path, device_mb=500), what, unit="images") == 50
     with pytest.raises(UsageError, match="without a GPU needs the memory of a worker"):
         find_largest(command(tmp_path), what, unit="images")
     monkeypatch.setenv("SHOAL_MEMORY", "400MB")
-    assert find_largest(command(tmp_path, device_mb=500), what, unit="images")[-1] == "37"
+    assert find_largest(command(tmp_path, device_mb=500), what, unit="images") == 37
 
 
 def test_a_cpu_without_a_named_memory_is_told_before_any_trial(
@@ -184,7 +224,7 @@ def test_several_hosts_take_the_least_of_their_sizes(tmp_path: Path, monkeypatch
         own, *others = pool.map(on_host, (None, 4, 8))
         close_all(joined)
     assert own == "not one fits"
-    assert all("auto could not be found on host" in str(each) for each in others)
+    assert all("could not be found on host" in str(each) for each in others)
 
 
 def close_all(joined: list[HostGroup]) -> None:

@@ -196,6 +196,7 @@ def test_a_plan_of_a_finetuning_is_what_its_command_trains(dry_run: DryRun) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FINETUNINGS)
 def test_every_plan_of_a_finetuning_is_what_its_command_trains(name: str, dry_run: DryRun) -> None:
     for cluster in CLUSTERS:
@@ -203,6 +204,7 @@ def test_every_plan_of_a_finetuning_is_what_its_command_trains(name: str, dry_ru
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("recipe", "preset"), PRESETS)
 def test_every_plan_is_what_its_command_trains(recipe: str, preset: str, dry_run: DryRun) -> None:
     for cluster in CLUSTERS:
