@@ -721,12 +721,13 @@ void bind_engine(nb::module_& m) {
   nb::class_<shoal::HelperServer>(m, "HelperServer")
       .def("__init__",
            [](shoal::HelperServer* self, const std::string& address, int port, const nb::bytes& secret,
-              int send_buffer_bytes, const std::string& fabric, std::size_t max_weight_bytes, int network_threads) {
+              int send_buffer_bytes, const std::string& fabric, std::size_t max_weight_bytes, int network_threads,
+              std::size_t max_sum_bytes) {
              new (self) shoal::HelperServer(address, port, secret_of(secret), send_buffer_bytes, fabric, 0,
-                                            shoal::HelperServer::kMaxGroups, max_weight_bytes, network_threads);
+                                            shoal::HelperServer::kMaxGroups, max_weight_bytes, network_threads, max_sum_bytes);
            },
            nb::arg("address"), nb::arg("port"), nb::arg("secret"), nb::arg("send_buffer_bytes"), nb::arg("fabric") = "",
-           nb::arg("max_weight_bytes") = 0, nb::arg("network_threads") = 1)
+           nb::arg("max_weight_bytes") = 0, nb::arg("network_threads") = 1, nb::arg("max_sum_bytes") = 0)
       .def_prop_ro("port", &shoal::HelperServer::port)
       .def("start", &shoal::HelperServer::start, Release())
       .def("stop", &shoal::HelperServer::stop, Release())

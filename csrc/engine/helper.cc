@@ -18,8 +18,8 @@ constexpr int kMaxRanks = 65535;
 
 HelperServer::HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
                            const std::string& fabric, std::uint64_t shuffle, std::size_t max_groups,
-                           std::size_t max_weight_bytes, int num_threads)
-    : max_groups_(max_groups), budget_(max_weight_bytes) {
+                           std::size_t max_weight_bytes, int num_threads, std::size_t max_sum_bytes)
+    : max_groups_(max_groups), budget_(max_weight_bytes), memory_(max_sum_bytes) {
   TransportOptions options;
   options.tcp.address = address;
   options.tcp.port = port;
@@ -78,6 +78,10 @@ std::string HelperServer::admit(int peer, std::uint32_t number, const Identity& 
     return "rank " + std::to_string(who.rank) + " of " + std::to_string(who.size) + ", host " + std::to_string(who.host) +
            " of " + std::to_string(who.num_hosts) + ", in group '" + who.group + "'";
   }
+  if (!memory().has_room_for(peer)) {
+    return "it has memory for the sums of " + std::to_string(memory_.most_processes()) +
+           " processes and no more; start another helper, or give this one more (shoal serve --sums-mib)";
+  }
   if (!groups_.count(number)) {
     if (groups_.size() >= max_groups_) return "it serves " + std::to_string(max_groups_) + " groups and no more; start another helper";
     open_group(number, who);
@@ -98,6 +102,7 @@ std::string HelperServer::admit(int peer, std::uint32_t number, const Identity& 
            " on host " + std::to_string(who.host);
   }
   group.members.try_emplace(peer, Member{who.rank, who.host});
+  members_changed_ = true;
   return "";
 }
 
@@ -127,13 +132,13 @@ void HelperServer::leave(Groups::iterator group, int peer, const std::string& wh
   left_.add(number);
   groups_.erase(group);
   num_groups_ = groups_.size();
-  group_ended_ = true;
+  group_ended_ = members_changed_ = true;
 }
 
 // What a group has kept goes back to the system: a helper may stay for weeks, on a host that others use.
 void HelperServer::give_memory_back() {
   if (!std::exchange(group_ended_, false)) return;
-  if (groups_.empty()) transport_->pool().clear();
+  transport_->pool().clear();
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
@@ -151,7 +156,7 @@ void HelperServer::drop_peer(int peer, const std::string& why) {
 
 void HelperServer::on_down(int peer, const std::string& why) {
   if (!processes_.remove(peer)) return;
-  accounts_.erase(peer);
+  memory_.forget(peer);
   stalled_.erase(peer);
   std::erase_if(awaits_, [peer](const auto& each) { return each.second == peer; });
   for (auto group = groups_.begin(); group != groups_.end();) {
@@ -163,10 +168,15 @@ void HelperServer::on_down(int peer, const std::string& why) {
 
 // ---- memory ---------------------------------------------------------------------------------------------
 
-HelperServer::Account& HelperServer::account_of(int peer) {
-  Account& account = accounts_[peer];
-  if (!account) account = std::make_shared<std::atomic<std::size_t>>(0);
-  return account;
+SumMemory& HelperServer::memory() {
+  if (!std::exchange(members_changed_, false)) return memory_;
+  std::vector<std::vector<int>> groups;
+  for (const auto& [number, group] : groups_) {
+    groups.emplace_back();
+    for (const auto& [peer, member] : group.members) groups.back().push_back(peer);
+  }
+  memory_.share(groups);
+  return memory_;
 }
 
 // Always: what a dropped peer has sent, since nothing of it is kept, small notices, contributions to chunks that others
@@ -176,22 +186,22 @@ bool HelperServer::admits(int peer, const FrameHeader& header) {
   if (!processes_.find(peer) || header.type == FrameType::supply || (!pushes && header.payload_bytes <= kMaxText)) return true;
   const auto group = groups_.find(header.group);
   const std::size_t to_begin = group == groups_.end() ? 0 : group->second.server->bytes_to_begin(header);
-  const std::size_t on_its_way = transport_->held_bytes(peer) + header.payload_bytes, bytes = *account_of(peer) + on_its_way + to_begin;
+  const std::size_t on_its_way = transport_->held_bytes(peer) + header.payload_bytes, most = memory().most_bytes(peer),
+                    bytes = memory_.held_bytes(peer) + on_its_way + to_begin;
   const bool is_begun = pushes && group != groups_.end() && to_begin == 0;
-  if (bytes <= kUsualBytes || (is_begun && on_its_way <= kMostBytes)) return true;
-  if (bytes <= kMostBytes && may_add_.erase(peer)) return true;
+  if (bytes <= memory_.usual_bytes(peer) || (is_begun && on_its_way <= most)) return true;
+  if (bytes <= most && may_add_.erase(peer)) return true;
   stalled_.insert(peer);
   awaits_.emplace(ChunkKey{header.group, header.seq, header.chunk}, peer);
   return false;
 }
 
-// Returns the payload, which the peer's account counts as long as somebody has it.
-Payload HelperServer::charged(int peer, std::size_t to_begin, const Payload& payload) {
-  const Account account = account_of(peer);
-  const std::size_t bytes = to_begin + payload.size();
-  *account += bytes;
-  const auto give_back = [account, bytes, owner = payload.owner()](const void*) { *account -= bytes; };
-  return payload.owned_by({static_cast<const void*>(payload.data()), give_back});
+// Results of a lost helper, and chunks over libfabric, are taken at once: nothing but an end of the group bounds them.
+void HelperServer::require_memory(int peer) {
+  if (!memory().exceeds(peer)) return;
+  throw GroupFailure(name_of(peer) + " and the others of its job have sent a helper " + std::to_string(memory_.job_bytes(peer) >> 20) +
+                     " MiB for sums that others have not added to, its part of the helper's memory; use more helpers, or give "
+                     "them more (shoal serve --sums-mib)");
 }
 
 void HelperServer::resume(int peer) {
@@ -206,7 +216,7 @@ void HelperServer::resume_stalled(const ChunkKey& begun) {
   const auto [first, last] = awaits_.equal_range(begun);
   for (auto each = first; each != last; ++each) peers.push_back(each->second);
   for (int peer : stalled_) {
-    if (*account_of(peer) + transport_->held_bytes(peer) < kUsualBytes / 2) peers.push_back(peer);
+    if (memory_.held_bytes(peer) + transport_->held_bytes(peer) < memory().usual_bytes(peer) / 2) peers.push_back(peer);
   }
   for (int peer : peers) resume(peer);
 }
@@ -234,10 +244,12 @@ void HelperServer::on_frame(int peer, const FrameHeader& header, Payload payload
 void HelperServer::on_data(int peer, const FrameHeader& header, Payload payload) {
   Group& group = groups_.at(header.group);
   const SumServer::Contributor from{peer, group.members.at(peer).host};
-  if (header.type == FrameType::push) payload = charged(peer, group.server->bytes_to_begin(header), payload);
+  const std::size_t to_begin = group.server->bytes_to_begin(header);
+  if (header.type != FrameType::copied) payload = memory_.charged(peer, to_begin, payload);
   std::string wrong;
   const std::uint64_t summed_before = group.server->num_summed();
   try {
+    require_memory(peer);
     if (header.type == FrameType::push) wrong = group.server->contribute(from, header, std::move(payload));
     if (header.type == FrameType::supply) wrong = group.server->supply(from, header, std::move(payload));
     if (header.type == FrameType::copied) wrong = group.server->confirm_copy(peer, header);

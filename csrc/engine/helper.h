@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "base/log.h"
+#include "engine/sum_memory.h"
 #include "engine/sum_server.h"
 #include "transport/identity.h"
 #include "transport/open.h"
@@ -19,18 +20,13 @@ class HelperServer : private Sink {
  public:
   static constexpr std::size_t kMaxGroups = 4096;
 
-  // Of one process's frames: what others have to add to, and what is on its way from it and to it. With more, its
-  // connections are read no further, but for chunks that others have begun, and one frame a tick: it may wait for the very
-  // frames behind, on other connections or of other groups. With the most, for such chunks only. An honest process has a
-  // window of 8 MiB under way in each group.
-  static constexpr std::size_t kUsualBytes = std::size_t{24} << 20, kMostBytes = std::size_t{40} << 20;
-
-  // Starts listening. `max_weight_bytes` bounds the weights that it keeps for all groups; 0: half of the memory.
+  // Starts listening. `max_weight_bytes` bounds the weights that it keeps for all groups, `max_sum_bytes` what waits for
+  // other processes; 0: half of the memory.
   // `num_threads` read and write its connections.
   // Throws std::runtime_error if it cannot.
   HelperServer(const std::string& address, int port, Bytes secret, int send_buffer_bytes,
                const std::string& fabric = "", std::uint64_t shuffle = 0, std::size_t max_groups = kMaxGroups,
-               std::size_t max_weight_bytes = 0, int num_threads = 1);
+               std::size_t max_weight_bytes = 0, int num_threads = 1, std::size_t max_sum_bytes = 0);
   ~HelperServer() override;
 
   int port() const { return transport_->port(); }
@@ -55,8 +51,6 @@ class HelperServer : private Sink {
   };
   using Groups = std::map<std::uint32_t, Group>;  // by number
 
-  // Bytes that a process holds here: any thread gives them back.
-  using Account = std::shared_ptr<std::atomic<std::size_t>>;
   using ChunkKey = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>;  // group, operation, chunk
 
   int on_introduction(const Introduction& who, std::string& why_not) override;
@@ -71,8 +65,8 @@ class HelperServer : private Sink {
   std::string admit(int peer, std::uint32_t number, const Identity& who);
   void open_group(std::uint32_t number, const Identity& who);
   void on_data(int peer, const FrameHeader& header, Payload payload);
-  Account& account_of(int peer);
-  Payload charged(int peer, std::size_t to_begin, const Payload& payload);
+  SumMemory& memory();
+  void require_memory(int peer);
   void resume(int peer);
   void resume_stalled(const ChunkKey& begun);
   void leave(Groups::iterator group, int peer, const std::string& why);
@@ -87,11 +81,12 @@ class HelperServer : private Sink {
 
   const std::size_t max_groups_;
   WeightBudget budget_;
+  SumMemory memory_;
+  bool members_changed_ = false;  // since it was shared out
   LineLimit lines_;
   Groups groups_;
   LeftGroups left_;
   Processes processes_;
-  std::map<int, Account> accounts_;      // by peer
   std::multimap<ChunkKey, int> awaits_;  // chunks of frames that were not admitted, and their peers
   std::set<int> stalled_;                // these peers
   std::set<int> may_add_;                // peers that have had no frame above the usual bytes since the last tick

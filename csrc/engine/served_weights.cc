@@ -1,13 +1,12 @@
 #include "engine/served_weights.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <span>
 #include <utility>
 
+#include "base/machine_memory.h"
 #include "engine/reduce.h"
 #include "engine/errors.h"
 #include "optim/adafactor.h"
@@ -32,11 +31,6 @@ std::string name_of_piece(const FrameHeader& header) {
 
 std::string too_early(const FrameHeader& header) {
   return "a " + std::string(name_of(header.kind)) + " of " + name_of_piece(header) + ", whose gradient has not come or needs none";
-}
-
-std::size_t half_of_memory() {
-  const auto pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGE_SIZE);
-  return pages > 0 && size > 0 ? static_cast<std::size_t>(pages) * static_cast<std::size_t>(size) / 2 : std::size_t{1} << 32;
 }
 
 bool needs_norms(Optimizer optimizer) { return optimizer >= Optimizer::lamb; }

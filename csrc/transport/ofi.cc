@@ -151,6 +151,14 @@ std::size_t OfiTransport::unsent_bytes(int peer, std::uint64_t mark) {
   return messages * message_bytes_;
 }
 
+std::size_t OfiTransport::held_bytes(int peer) const {
+  const auto found = links_.find(peer);
+  std::size_t bytes = tcp_.held_bytes(peer);
+  if (found == links_.end()) return bytes;
+  for (const Outgoing& frame : found->second.queue) bytes += frame.payload.size();
+  return bytes;
+}
+
 // ---- receiving ------------------------------------------------------------------------------------------
 
 std::vector<int> OfiTransport::wait_fds() {

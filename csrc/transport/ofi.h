@@ -44,7 +44,7 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
   void resume(int peer) override { tcp_.resume(peer); }
-  std::size_t held_bytes(int peer) const override { return tcp_.held_bytes(peer); }
+  std::size_t held_bytes(int peer) const override;
   BufferPool& pool() override { return tcp_.pool(); }
   void drop_data(std::uint32_t group, int peer) override;
   void write_queued() override { tcp_.write_queued(); }

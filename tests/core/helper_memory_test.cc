@@ -4,7 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "check.h"
+#include "engine/sum_memory.h"
 #include "engine_group.h"
 
 namespace helper_memory_test {
@@ -31,12 +33,16 @@ class Member : private shoal::Sink {
   void hang_up() { transport_.stop(); }
 
   void join(const std::string& group) {
+    const int before = num_joined_;
+    ask_to_join(group);
+    await([&] { return num_joined_ > before; }, "the helper takes the member");
+  }
+
+  void ask_to_join(const std::string& group) {
     FrameHeader header;
     header.type = FrameType::join;
     header.group = shoal::group_number(group);
-    const int before = num_joined_;
     send(header, shoal::join_payload({group, rank_, size_, rank_, size_}));
-    await([&] { return num_joined_ > before; }, "the helper takes the member");
   }
 
   void leave(const std::string& group) {
@@ -47,9 +53,9 @@ class Member : private shoal::Sink {
   }
 
   // Its contribution is (rank + 1) * (chunk + 1) in every element.
-  void push(const std::string& group, std::uint64_t chunk, std::size_t bytes = kChunkBytes) {
+  void push(const std::string& group, std::uint64_t chunk, std::size_t bytes = kChunkBytes, FrameType type = FrameType::push) {
     FrameHeader header;
-    header.type = FrameType::push;
+    header.type = type;
     header.group = shoal::group_number(group);
     header.host = static_cast<std::uint16_t>(rank_);
     header.needed = static_cast<std::uint16_t>(size_);
@@ -64,6 +70,12 @@ class Member : private shoal::Sink {
 
   std::size_t num_results() const { return num_results_; }
 
+  // What the helper has said to refuse it or to end a group.
+  std::string refusal() {
+    const shoal::MutexLock lock(mutex_);
+    return refusal_;
+  }
+
  private:
   static constexpr int kHelper = 0;
 
@@ -75,6 +87,10 @@ class Member : private shoal::Sink {
   void on_connected(int) override {}
   void on_frame(int, const FrameHeader& header, Payload payload) override {
     if (header.type == FrameType::join) ++num_joined_;
+    if (header.type == FrameType::leave || header.type == FrameType::fail) {
+      const shoal::MutexLock lock(mutex_);
+      refusal_ = shoal::text_of(payload);
+    }
     if (header.type != FrameType::result) return;
     float first = 0;
     if (payload.size()) std::memcpy(&first, payload.data(), sizeof first);
@@ -88,11 +104,14 @@ class Member : private shoal::Sink {
   const int rank_, size_;
   std::atomic<int> num_joined_{0};
   std::atomic<std::size_t> num_results_{0};
+  shoal::Mutex mutex_;
+  std::string refusal_ GUARDED_BY(mutex_);
   shoal::TcpTransport transport_;
 };
 
 struct Pair {
-  explicit Pair(const std::vector<std::string>& groups) {
+  explicit Pair(const std::vector<std::string>& groups, std::size_t max_sum_bytes = 0)
+      : helper("127.0.0.1", 0, kSecret, 0, "", 0, HelperServer::kMaxGroups, 0, 1, max_sum_bytes) {
     helper.start();
     for (int rank = 0; rank < 2; ++rank) {
       members.push_back(std::make_unique<Member>(rank, 2, helper.port()));
@@ -105,7 +124,7 @@ struct Pair {
     await([&] { return count_of(helper.counters(), "held_bytes") == 0; }, "the helper holds nothing");
   }
 
-  HelperServer helper{"127.0.0.1", 0, kSecret, 0};
+  HelperServer helper;
   std::vector<std::unique_ptr<Member>> members;
 };
 
@@ -115,7 +134,7 @@ TEST(helper_memory_of_a_flood_is_bounded) {
   Pair pair({"g"});
   for (std::uint64_t chunk = 0; chunk < kChunks; ++chunk) pair.members[0]->push("g", chunk);
   CHECK(!pair.members[0]->flush(1.0));
-  CHECK(count_of(pair.helper.counters(), "held_bytes") <= HelperServer::kMostBytes);
+  CHECK(count_of(pair.helper.counters(), "held_bytes") <= shoal::SumMemory::kMostBytes);
 
   Group others({"", {"a", "b"}, 0, {pair.helper.port()}, {2}}, {}, "others");
   others.each([](int, shoal::Engine& engine) {
@@ -162,6 +181,56 @@ TEST(helper_memory_of_who_hangs_up_is_given_back) {
   pair.members[1]->leave("g");
   await([&] { return count_of(pair.helper.counters(), "groups") == 0 && count_of(pair.helper.counters(), "held_bytes") == 0; },
         "the helper has given up the group");
+}
+
+TEST(helper_memory_is_shared_by_jobs_whatever_their_processes) {
+  shoal::SumMemory memory(112 << 20);
+  memory.share({{0, 1}, {3}, {1, 2}});
+  for (int peer : {0, 1, 2}) CHECK_EQ(memory.most_bytes(peer), std::size_t{24} << 20);
+  CHECK_EQ(memory.most_bytes(3), std::size_t{40} << 20);
+  CHECK_EQ(memory.job_bytes(0), std::size_t{72} << 20);
+  CHECK_EQ(memory.job_bytes(3), std::size_t{56} << 20);
+  memory.share({{0, 1}, {3}, {1, 2, 3}});
+  for (int peer : {0, 1, 2, 3}) CHECK_EQ(memory.most_bytes(peer), std::size_t{28} << 20);
+  memory.share({{0}});
+  CHECK_EQ(memory.most_bytes(0), shoal::SumMemory::kMostBytes);
+}
+
+// A job beyond its part may not go on once all is taken; another one may.
+TEST(helper_memory_of_a_job_ends_where_another_s_begins) {
+  shoal::SumMemory memory(64 << 20);
+  memory.share({{0, 1}, {2}});
+  const std::vector<std::byte> bytes(24 << 20);
+  std::vector<Payload> kept;
+  for (int peer : {0, 1, 2}) kept.push_back(memory.charged(peer, 0, {bytes.data(), bytes.size()}));
+  CHECK(memory.exceeds(0));
+  CHECK(!memory.exceeds(2));
+  kept.front() = {};
+  CHECK(!memory.exceeds(0));
+  CHECK_EQ(memory.held_bytes(0), 0u);
+  CHECK_EQ(memory.held_bytes(1), bytes.size());
+}
+
+TEST(helper_memory_is_for_no_more_processes_than_it_has_room_for) {
+  Pair pair({"g"}, 32 << 20);
+  Member third(0, 2, pair.helper.port());
+  third.ask_to_join("h");
+  await([&] { return !third.refusal().empty(); }, "the helper has answered");
+  CHECK_EQ(third.refusal(), "it refused: it has memory for the sums of 2 processes and no more; start another helper, or give "
+                            "this one more (shoal serve --sums-mib)");
+  pair.members[0]->push("g", 0);
+  pair.members[1]->push("g", 0);
+  pair.await_results(1);
+}
+
+// Results of a lost helper cannot wait, as others wait for them: the group ends.
+TEST(helper_memory_of_supplied_results_is_bounded) {
+  Pair pair({"g"}, 32 << 20);
+  for (std::uint64_t chunk = 0; chunk < 9; ++chunk) pair.members[0]->push("g", chunk, kChunkBytes, FrameType::supply);
+  for (auto& each : pair.members) await([&] { return !each->refusal().empty(); }, "the group has ended");
+  const std::string why = pair.members[1]->refusal();
+  CHECK(why.find("pid 1000 and the others of its job have sent a helper 32 MiB") != std::string::npos);
+  CHECK(why.find("--sums-mib") != std::string::npos);
 }
 
 }  // namespace helper_memory_test

@@ -7,7 +7,8 @@ import re
 import resource
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
 
@@ -101,6 +102,42 @@ def test_half_open_connections_keep_nobody_out() -> None:
                 assert_sums(group)
         finally:
             joined.set()
+
+
+MOST_MORE = 64 << 20
+"""Bytes that strangers may make a helper use."""
+LINGERING = 400
+"""Strangers of a flood that neither end nor go on."""
+
+
+def most_memory(pid: int) -> int:
+    """Return the most bytes that a process has had in memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+def test_a_flood_of_strangers_takes_little_of_a_helpers_memory() -> None:
+    with HelperProcess("h0") as helper, ExitStack() as lingering:
+        with Group(stream_until_told, "ab", helpers=[helper], pattern=HELPER_TAKES_PART) as group:
+            group.expect(0, "sum", count=2)
+            before = most_memory(helper.process.pid)
+            for number in range(LINGERING):
+                waiting = lingering.enter_context(stranger.dial(helper.address, helper.port))
+                waiting.sendall(stranger.MARK[: number % len(stranger.MARK)])
+
+            def intrude(number: int) -> None:
+                chance = random.Random(number)
+                stranger.intrude(chance, helper.address, helper.port, group=group.identity, secret=SECRET)
+
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(intrude, range(2 * NUM_STRANGERS)))
+            assert most_memory(helper.process.pid) <= before + MOST_MORE
+            group.expect(0, "sum", count=len(group.values(0, "sum")) + 5)
+            group.tell(0)
+            for rank in range(2):
+                group.expect(rank, "done")
+            assert_sums(group)
+            assert group.values(0, "events") == [[]]
 
 
 def test_a_helper_at_its_file_limit_says_so_and_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,6 @@ _MAX_BYTES = 1 << 40
 _UNINTERRUPTED_S = 0.5  # a wait in C++ returns to Python this often, for signals
 _Range = tuple[float, float, int]
 _RANGES: dict[str, _Range] = {
-    "min_window_bytes": (0, _MAX_BYTES, 1),
-    "window_bytes": (1, _MAX_BYTES, 1),
     "target_rtt_s": (1e-6, 3600.0, 0),
     "unexpected_bytes": (0, _MAX_BYTES, 1),
     "send_buffer_bytes": (0, 1 << 30, 1),

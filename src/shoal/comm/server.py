@@ -25,6 +25,7 @@ from shoal.errors import EXIT_OK, WARNING_SIGNALS, ShoalError, UsageError, endin
 
 DEFAULT_PORT = 7070
 _WAIT_S = 0.1
+_LEAST_SUMS_MIB = 16
 
 
 def serve(
@@ -36,6 +37,7 @@ def serve(
     transport: str | None = None,
     metrics: str | None = None,
     weights_mib: int = 0,
+    sums_mib: int = 0,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; return the exit code. SIGUSR1, SIGUSR2 and SIGHUP change nothing.
 
@@ -51,6 +53,8 @@ def serve(
             Prometheus; default: none.
         weights_mib: Maximum MiB of weights, optimizer state and options, where servers update weights
             (``shoal.train.servers.update``); 0: half of the host's memory.
+        sums_mib: Maximum MiB of sums that wait for other workers, at least 16 for each process; 0: half of
+            the host's memory.
 
     Raises:
         UsageError: there is no secret, or the transport, the place of the metrics or a number is malformed.
@@ -64,6 +68,10 @@ def serve(
         )
     if weights_mib < 0:
         raise UsageError(f"--weights-mib is {weights_mib}; it is at least 0")
+    if sums_mib < _LEAST_SUMS_MIB and sums_mib != 0:
+        raise UsageError(
+            f"--sums-mib is {sums_mib}; it is 0, or at least {_LEAST_SUMS_MIB} for each process of a job"
+        )
     fabric = fabric_providers(transport or settings.transport())
     core = native.core()
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -73,6 +81,7 @@ def serve(
     try:
         server = core.HelperServer(
             address, port, secret, 128 << 10, fabric, max_weight_bytes=weights_mib << 20,
+            max_sum_bytes=sums_mib << 20,
             network_threads=settings.network_threads() or threads_for(num_cores()),
         )  # fmt: skip
     except RuntimeError as error:
@@ -125,6 +134,11 @@ def main(argv: list[str] | None = None) -> int:
     option(
         "--weights-mib", type=int, default=0,
         help="MiB of weights, optimizer state and options to keep at most; 0: half of the host's memory",
+    )  # fmt: skip
+    option(
+        "--sums-mib", type=int, default=0,
+        help="MiB of sums that wait for other workers at most, 16 or more for each process; 0: half of the "
+        "host's memory",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
     print_any_character()
