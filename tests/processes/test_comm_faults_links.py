@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 from comm_group import BOUND_S, DEFAULTS, Group, expected, stream
 
 from shoal.launch.emulated import Cluster
+from shoal.launch.emulated_network import INTERFACE, hardware_address
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
@@ -111,3 +113,65 @@ def test_a_cut_that_is_mended_after_the_grace_was_a_death(cluster: Cluster) -> N
         for text in group.errors([1, 2, 3], since):
             assert f"{group.name(0)} was lost" in text
         group.errors([0], since, bound_s=BOUND_S)
+
+
+NOBODY = hardware_address("10.255.255.254")
+
+
+@contextmanager
+def deaf(cluster: Cluster, receiver: int, sender: int) -> Iterator[None]:
+    """Lose what one host sends to another one; what that one sends still arrives."""
+
+    def point_to(hardware: str) -> None:
+        neighbor = [cluster.address(receiver), "lladdr", hardware, "nud", "permanent", "dev", INTERFACE]
+        subprocess.run([*cluster.enter(sender), "ip", "neighbor", "replace", *neighbor], check=True)
+
+    point_to(NOBODY)
+    try:
+        yield
+    finally:
+        point_to(hardware_address(cluster.address(receiver)))
+
+
+@pytest.mark.parametrize("deaf_one", ["helper", "worker"])
+def test_a_helper_and_a_worker_that_reach_each_other_one_way_part(cluster: Cluster, deaf_one: str) -> None:
+    steps, pair = 60, (HOSTS + 1, 2)
+    receiver, sender = pair if deaf_one == "helper" else reversed(pair)
+    with Group(stream, PLACES, steps, COUNT, cluster=cluster) as group:
+        group.expect(1, "sum", count=10)
+        with deaf(cluster, receiver, sender):
+            for rank in range(group.size):
+                group.expect(rank, "done")
+                assert group.values(rank, "sum") == expected(PLACES, steps, COUNT)
+                assert "helper h1 was lost" in "\n".join(group.values(rank, "events")[0])
+
+
+def test_two_workers_that_reach_each_other_one_way_end_the_job_and_are_named(cluster: Cluster) -> None:
+    with Group(stream, PLACES, 100_000, COUNT, cluster=cluster) as group:
+        group.expect(0, "sum", count=5)
+        since = time.monotonic()
+        with deaf(cluster, 0, 2):
+            for text in group.errors(range(4), since):
+                assert "was lost" in text
+                assert group.name(0) in text or group.name(3) in text
+        assert_sums(group, max(len(group.values(rank, "sum")) for rank in range(4)), range(4))
+
+
+@pytest.mark.skipif(not shutil.which("iptables"), reason="packets are dropped by iptables")
+def test_links_that_lose_one_packet_of_a_hundred_change_no_bit(cluster: Cluster) -> None:
+    steps = 40
+    loses = ["INPUT", "-m", "statistic", "--mode", "random", "--probability", "0.01", "-j", "DROP"]
+
+    def on_all(action: str) -> None:
+        for host in range(HOSTS + HELPERS):
+            subprocess.run([*cluster.enter(host), "iptables", action, *loses], check=True)
+
+    on_all("-A")
+    try:
+        with Group(stream, PLACES, steps, COUNT, cluster=cluster) as group:
+            for rank in range(group.size):
+                group.expect(rank, "done")
+                assert group.values(rank, "sum") == expected(PLACES, steps, COUNT)
+                assert "was lost" not in "\n".join(group.values(rank, "events")[0])
+    finally:
+        on_all("-D")
