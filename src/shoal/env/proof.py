@@ -128,7 +128,7 @@ class ProvedListener:
         connection.settimeout(GREETING_S)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         send(connection, [self._protocol, nonce, b"secret" if self._secret else b"open"])
-        answer = receive(connection, _MAX_GREETING, until)
+        answer = receive(connection, _MAX_GREETING - _LENGTH.size, until)
         if len(answer) != 2 or len(answer[0]) != _NONCE_BYTES:
             return False
         if self._secret is not None and not hmac.compare_digest(
