@@ -269,9 +269,8 @@ class Run:
         self._kept: dict[str, Any] = {}
         self._training = _state_of_steps(self)
         if world.members is not None and directory is not None:
-            watched = target.names if target is not None else frozenset()
             self._training.workers = ChangingMembers(
-                self, world.members, lambda owner: take_over(self, watched, owner)
+                self, world.members, lambda owner: take_over(self, target, owner)
             )
         self._notes = [note for note in (precision.note, world.note) if note]
         self._restored: Restored | None = None
@@ -334,7 +333,6 @@ class Run:
         known = getattr(config, "scores", {}) if scores is None else scores
         target, score = read_target(output.until, known), read_best(output.keep_best, known)
         best = None if score is None else Best(score, output.patience)
-        names = target.names if target is not None else frozenset()
         directory = Path(directory or required(output.dir))
         stop = StopRequest()
         with ExitStack() as stack:
@@ -352,11 +350,7 @@ class Run:
             run = cls(world, directory, everything, precision=precision, stop=stop, target=target, best=best)
             stack.enter_context(run._stack)
 
-            def write_rows() -> None:
-                if world.is_main:
-                    run._writers.extend(open_writers(run._stack, directory, output, watched=names))
-
-            run_on_all(world.control, write_rows)
+            run_on_all(world.control, lambda: add_writers(run, target) if world.is_main else None)
             try:
                 with named_out_of_memory(run):
                     yield run
@@ -1006,16 +1000,27 @@ def _open_profiler(run: Run) -> StepProfiler | None:
     return run._stack.enter_context(closing(StepProfiler(run.directory, run.step, num_steps)))
 
 
-def take_over(run: Run, watched: frozenset[str], owner: str) -> None:
+def add_writers(run: Run, target: Target | None) -> None:
+    """Let the writers that the settings name have the rows of a run, too.
+
+    Args:
+        target: of the run.
+    """
+    assert run.directory is not None
+    watched = target.names if target is not None else frozenset()
+    run._writers += open_writers(run._stack, run.directory, run._settings.output, watched=watched)
+
+
+def take_over(run: Run, target: Target | None, owner: str) -> None:
     """Write the record of a run whose former first worker was lost.
 
     Args:
-        watched: names of the scores of the run's target.
+        target: of the run.
         owner: token of that worker as the owner of the run directory.
     """
     assert run.directory is not None
     run._stack.callback(own(run.directory, given_up=owner).release)
-    run._writers.extend(open_writers(run._stack, run.directory, run._settings.output, watched=watched))
+    add_writers(run, target)
     run.log = open_log(run, run.step + 1)
     run._evaluations.read(run.step)
 
