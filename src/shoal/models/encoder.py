@@ -340,7 +340,8 @@ class _PaddedLayout:
 
     def _by_head(self, layer: TransformerLayer, padded: Tensor) -> Tensor:
         """Return rows of all positions as ``[B, heads, S, d]``."""
-        return padded.view(self.num_sequences, self.max_seqlen, layer.num_heads, -1).transpose(1, 2)
+        num_columns = layer.query.out_features // layer.num_heads  # Inductor fails on -1 here
+        return padded.view(self.num_sequences, self.max_seqlen, layer.num_heads, num_columns).transpose(1, 2)
 
 
 _Layout = _PackedLayout | _PaddedLayout
