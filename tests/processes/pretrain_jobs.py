@@ -186,9 +186,8 @@ def small_lm_config(text: Path, source: Path, run_dir: Path, **changes: Any) -> 
 
 
 def changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
-    for section, values in changes.items():
-        config = replace(config, **{section: replace(getattr(config, section), **values)})  # type: ignore[type-var]
-    return config
+    sections = {section: replace(getattr(config, section), **values) for section, values in changes.items()}
+    return replace(config, **sections)  # type: ignore[type-var]
 
 
 def start(config: AnyConfig, num_workers: int) -> list[BaseProcess]:
