@@ -206,6 +206,6 @@ def test_any_number_of_workers_continues_a_sharded_run(tmp_path: Path, several: 
 
 
 def test_servers_that_keep_the_state_refuse_to_divide_it(tmp_path: Path) -> None:
-    assert train(tmp_path, 1, servers="sync") == [EXIT_USAGE]
+    assert train(tmp_path, 1, backend="shoal", servers="sync") == [EXIT_USAGE]
     said = (tmp_path / "worker-0.log").read_text()
     assert "servers.mode sync with train.shard_optimizer: the optimizer's state is on the servers" in said
