@@ -59,7 +59,9 @@ def dry_run(
     counted: dict[object, Activations] = {}
     count = memory.activations_of
 
-    def once(sample: Sample, precision: str, device_type: str = "cuda") -> Activations:
+    def once(
+        sample: Sample, precision: str, device_type: str = "cuda", *, has_kernels: bool | None = None
+    ) -> Activations:
         shapes = tuple(tuple(each.shape) for each in sample.inputs.values() if hasattr(each, "shape"))
         key = (
             type(sample.model),
@@ -68,9 +70,10 @@ def dry_run(
             shapes,
             precision,
             device_type,
+            has_kernels,
         )
         if key not in counted:
-            counted[key] = count(sample, precision, device_type)
+            counted[key] = count(sample, precision, device_type, has_kernels=has_kernels)
         return counted[key]
 
     monkeypatch.setattr(memory, "activations_of", once)
