@@ -236,12 +236,12 @@ class DryRun(Protocol):
     def machines(self) -> Any:
         """Planned hosts, as :class:`shoal.planner.hardware.Machines`; ``None``: this one."""
 
-    def memory_line(self, config: Any, *phases: tuple[Sample, BatchPlan], stages: int = 1) -> str:
+    def memory_line(self, config: Any, *phases: tuple[Sample, BatchPlan]) -> str:
         """Return the text about a worker's memory, in the phase that needs most, and about the hosts.
 
         Args:
+            config: the recipe's; of its stages, each keeps as many micro-batches as there are stages.
             phases: a sample of each, on which activations are counted, and its batch.
-            stages: equal stages of the pipeline; each keeps as many micro-batches as there are stages.
         """
         ...
 

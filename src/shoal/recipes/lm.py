@@ -689,7 +689,7 @@ def check(config: LmConfig, num_workers: int, dry_run: DryRun | None) -> list[st
         f"{config.data.block_length}, about {tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} "
         f"tokens of {config.data.path}",
         f"parameters   {full.num_parameters:,}",
-        dry_run.memory_line(config, (full, batch), stages=config.parallel.pipeline),
+        dry_run.memory_line(config, (full, batch)),
     ]
 
 

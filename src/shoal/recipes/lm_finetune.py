@@ -506,7 +506,7 @@ def check(config: LmFinetuneConfig, num_workers: int, dry_run: DryRun | None) ->
     return [
         *finetuning.describe(config, readers[0].num_examples, num_workers),
         f"parameters   {counted.num_parameters:,}, of which {counted.num_trainable:,} are trained",
-        dry_run.memory_line(config, (counted, plan.batch), stages=config.parallel.pipeline),
+        dry_run.memory_line(config, (counted, plan.batch)),
         *map(describe, readers),
     ]
 

@@ -495,5 +495,5 @@ def describe(
         squad.read_files(short_finetuning(config).data)
     lines = [*settings_lines(config), *lines, f"parameters   {num_parameters:,}"]
     if dry_run:
-        lines.append(dry_run.memory_line(config, *counted, stages=config.parallel.pipeline))
+        lines.append(dry_run.memory_line(config, *counted))
     return lines

@@ -85,10 +85,10 @@ class MemoryCount:
 
     machines: Machines | None = None
 
-    def memory_line(self, config: Any, *phases: tuple[Sample, BatchPlan], stages: int = 1) -> str:
+    def memory_line(self, config: Any, *phases: tuple[Sample, BatchPlan]) -> str:
         """Return the lines about memory; :class:`shoal.recipes.DryRun` has the arguments."""
         needed = max(
-            (memory_of(sample, config, batch, self.machines, stages=stages) for sample, batch in phases),
+            (memory_of(sample, config, batch, self.machines) for sample, batch in phases),
             key=lambda estimate: estimate.total_bytes,
         )
         lines = [f"memory       {needed}"]
@@ -126,25 +126,22 @@ def precision_of(config: Any, machines: Machines | None) -> tuple[str, str]:
     return machines.instance.precision(refuses_fp16=bool(no_fp16)), "cuda"
 
 
-def memory_of(
-    sample: Sample, config: Any, batch: BatchPlan, machines: Machines | None = None, *, stages: int = 1
-) -> Footprint:
+def memory_of(sample: Sample, config: Any, batch: BatchPlan, machines: Machines | None = None) -> Footprint:
     """Return the memory of a worker: weights, gradients, optimizer, activations.
 
     Args:
         batch: ``train.shard_optimizer`` and ``parallel.shard`` divide state among its workers, or replicas.
         machines: hosts of the catalog; ``None``: this one.
-        stages: of the pipeline.
     """
     precision, device_type = precision_of(config, machines)
     parallel = getattr(config, "parallel", StagesConfig())
-    has_kernels = False if stages > 1 and getattr(config, "explicit_stages", False) else None
+    has_kernels = False if parallel.pipeline > 1 and getattr(config, "explicit_stages", False) else None
     activations = activations_of(sample, precision, device_type, has_kernels=has_kernels)
     return footprint_of(
-        _counted(sample, config, activations, precision, stages),
+        _counted(sample, config, activations, precision, parallel.pipeline),
         Layout(
             global_batch=batch.global_batch_size,
-            stages=stages,
+            stages=parallel.pipeline,
             virtual=parallel.virtual_stages or 1,
             shard=parallel.shard,
             sharded_optimizer=config.train.shard_optimizer,

@@ -556,7 +556,7 @@ def check(config: T5Config, num_workers: int, dry_run: DryRun | None) -> list[st
         f"{sequences * spans.num_tokens / max(num_tokens, 1):,.1f} times the {num_tokens:,} tokens of "
         f"{config.data.path}",
         f"parameters   {config.model.num_parameters:,}",
-        *([dry_run.memory_line(config, (sample(config), batch), stages=stages)] if dry_run else []),
+        *([dry_run.memory_line(config, (sample(config), batch))] if dry_run else []),
         *predicted,
     ]
 

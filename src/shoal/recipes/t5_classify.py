@@ -121,6 +121,7 @@ class T5ClassifyConfig(FinetuneConfig):
 
     refuses_fp16: ClassVar[str] = "T5"
     equal_shares: ClassVar[bool] = True
+    explicit_stages: ClassVar[bool] = True
 
     data: T5DataConfig = field(default_factory=T5DataConfig)
     optim: T5ClassifyOptimConfig = field(default_factory=T5ClassifyOptimConfig)

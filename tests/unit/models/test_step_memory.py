@@ -68,7 +68,8 @@ def test_stages_of_t5_keep_matrices() -> None:
     config = replace(config, train=replace(config.train, precision="bf16"))
     batch = BatchPlan(global_batch_size=8, micro_batch_size=8, accumulation_steps=1, num_workers=1)
     counted = script("t5").sample(config)
-    one, two = (memory_of(counted, config, batch, hosts, stages=n).activations_bytes for n in (1, 2))
+    divided = replace(config, parallel=replace(config.parallel, pipeline=2))
+    one, two = (memory_of(counted, each, batch, hosts).activations_bytes for each in (config, divided))
     bf16, fp16 = (activations_of(counted, precision) for precision in ("bf16", "fp16"))
     assert one == bf16.of(8) and two == fp16.of(8, 1 / 2) > one / 2
     whole = catalog()["t5-small"][0]
