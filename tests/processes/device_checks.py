@@ -667,6 +667,45 @@ def check_served(rank: int, gpu: Gpu) -> None:
     assert side.staging.lane.counters()["bytes_to_device"] > 0
 
 
+def check_first_use_by_two_threads(rank: int) -> None:
+    """A thread that sends and one that receives, both for the first time, open one device, its two lanes."""
+    group = python_group(dist.group.WORLD)
+    opened: list[str] = []
+
+    def open_device(_: torch.device) -> Device:
+        opened.append("device")
+        time.sleep(0.2)
+        device = MemoryDevice()
+        open_lane = device.open_lane
+
+        def open_lane_slowly(*args: Any) -> Any:
+            opened.append("lane")
+            time.sleep(0.2)
+            return open_lane(*args)
+
+        device.open_lane = open_lane_slowly  # type: ignore[method-assign]
+        return device
+
+    group.devices["cpu"] = open_device
+    got = [torch.zeros(3) for _ in range(2)]
+    begin = threading.Barrier(2)
+
+    def receive() -> None:
+        begin.wait()
+        for each in got:
+            dist.recv(each, 1 - rank)
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    begin.wait()
+    for number in (1.0, 2.0):
+        dist.send(torch.full((3,), number), 1 - rank)
+    receiver.join()
+    assert [each.tolist() for each in got] == [[1.0] * 3, [2.0] * 3]
+    assert opened == ["device", "lane", "lane"]
+    del group.devices["cpu"]
+
+
 def check_no_servers(rank: int, gpu: Gpu) -> None:
     """Where all ranks share a host the error says so, and the group goes on."""
     gpu.stage_all()

@@ -23,6 +23,7 @@ from device_checks import (
     check_captures_beside_collectives,
     check_collectives,
     check_eight_bits,
+    check_first_use_by_two_threads,
     check_local,
     check_lost,
     check_messages,
@@ -121,6 +122,10 @@ def test_servers_update_weights_that_stay_on_the_device(check: Any, tmp_path: Pa
 def test_servers_update_weights_of_two_devices_in_each_host(tmp_path: Path) -> None:
     """Each device sends its whole gradients, and the ranks of a host add theirs before they leave it."""
     run_group(check_served, 4, tmp_path, FakeGpu(), hosts=tuple("aabb"), environment=PYTHON_GROUP)
+
+
+def test_threads_that_begin_together_share_a_device(tmp_path: Path) -> None:
+    run_group(check_first_use_by_two_threads, 2, tmp_path, hosts=("a", "b"), environment=PYTHON_GROUP)
 
 
 def test_servers_of_a_single_host_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -216,6 +217,7 @@ class ShoalProcessGroup(ProcessGroup):
         self._build = CollectiveBuilder(rank, size)
         self.operations = Operations(self.member, timeout)
         self.device_groups: dict[torch.device, DeviceGroup] = {}
+        self._opening = threading.Lock()
         self._splits = self._num_monitored = 0
 
     # ---- members ------------------------------------------------------------------------------------------
@@ -310,18 +312,20 @@ class ShoalProcessGroup(ProcessGroup):
         """Return the collectives on tensors of a device; ``None`` if the group's engine takes them."""
         if device.type not in self.devices:
             return None
-        if device not in self.device_groups:
-            if self.operations.is_closed:
-                raise CommError(
-                    f"collective on {device}: this process group has been shut down; make a new one"
-                )
-            store = PrefixStore(f"device/{len(self.device_groups)}/", self.member.store)
-            opened = self.devices[device.type](device)
-            group = DeviceGroup(opened, self.member, store, self.operations.timeout)
-            self.operations.resources.callback(group.stop)
-            self.operations.after_engine.callback(group.release)
-            self.device_groups[device] = group
-        return self.device_groups[device]
+        with self._opening:
+            if device not in self.device_groups:
+                self.device_groups[device] = self._open_device(device)
+            return self.device_groups[device]
+
+    def _open_device(self, device: torch.device) -> DeviceGroup:
+        if self.operations.is_closed:
+            raise CommError(f"collective on {device}: this process group has been shut down; make a new one")
+        store = PrefixStore(f"device/{len(self.device_groups)}/", self.member.store)
+        opened = self.devices[device.type](device)
+        group = DeviceGroup(opened, self.member, store, self.operations.timeout)
+        self.operations.resources.callback(group.stop)
+        self.operations.after_engine.callback(group.release)
+        return group
 
     # ---- collectives of the engine ------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class DeviceGroup:
             device, self,
             num_buffers=options.staging_buffers, buffer_bytes=max(options.staging_bytes, min_bytes),
         )  # fmt: skip
+        self._opening = threading.Lock()  # a thread may send while another one receives
         self._messages: MessageStaging | None = None
         self._stopped = threading.Event()
         self._knows_layout = False
@@ -117,8 +118,9 @@ class DeviceGroup:
         are sent when they have left it, and the order among the two is that of neither.
         """
         self._require_no_capture(operation)
-        if self._messages is None:
-            self._messages = MessageStaging(self._device, self)
+        with self._opening:
+            if self._messages is None:
+                self._messages = MessageStaging(self._device, self)
         operation.tag = ~operation.tag
         work = DeviceMessage(self._device, operation.kind, operation.result, self, idle)
         work.note_source(operation)
