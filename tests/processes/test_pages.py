@@ -30,7 +30,9 @@ def _blocks(page: str) -> list[str]:
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
     blocks = [re.sub("^    ", "", block, flags=re.M) for block in re.findall(r"(?:^ {4}.*\n)+", text, re.M)]
     return [
-        block for block in blocks if re.match("(shoal|python|torchrun) ", block) and not YOURS.search(block)
+        block
+        for block in blocks
+        if re.match("(shoal|python|torchrun|sha256sum) ", block) and not YOURS.search(block)
     ]
 
 
