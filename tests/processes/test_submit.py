@@ -58,7 +58,7 @@ def test_helpers_that_the_command_would_leave_idle_are_refused(tmp_path: Path, b
 
 
 def test_a_dry_run_for_slurm_names_the_backend_of_the_job(tmp_path: Path) -> None:
-    """Where Slurm's daemon is not, too."""
+    """It does so on hosts without Slurm's daemon too."""
     prepare_small(tmp_path).rename(tmp_path / "text")
     job = ("submit", "slurm", "--hosts", "2", "--gpus-per-host", "2", "--dry-run")
     for options, expected in (

@@ -69,7 +69,7 @@ class TrainResult:
     peak_memory_bytes: int
     """Peak of the main worker: allocated by torch on a GPU, else resident memory of the process."""
     alloc_retries: int | None = None
-    """How often torch had to free its cache on the main worker's GPU, which takes time."""
+    """Times that torch freed its cache on the main worker's GPU, which take long."""
     flops_per_sample: float
     """Matrix products of forward and backward for one sample; a multiply-add counts as two."""
     unit: str = "sequences"
