@@ -52,5 +52,7 @@ def test_shards_equal_one_process(tmp_path: Path) -> None:
     model = make_model()
     wanted = train(model, Muon(model.parameters(), **OPTIONS))  # type: ignore[arg-type]
     for rank in range(2):
-        for found, weight in zip(torch.load(tmp_path / f"weights-{rank}.pt"), wanted, strict=True):
+        for found, weight in zip(
+            torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True), wanted, strict=True
+        ):
             assert float((found - weight).abs().max()) <= 1e-6 * float(weight.abs().max())

@@ -423,7 +423,7 @@ def compiled(name: str, columns: int, absent: set[str], is_causal: bool, group: 
 
 
 ENCODER, CAUSAL, T5 = {"bias", "documents"}, {"bias", "num_keys"}, {"documents"}
-"""What these kinds of attention lack."""
+"""Features that these kinds of attention lack."""
 CODE: tuple[tuple[set[str], bool, int], ...] = (
     (ENCODER | {"keys", "num_keys"}, False, 1),
     (ENCODER | {"num_keys"}, False, 1),
