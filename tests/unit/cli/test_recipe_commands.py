@@ -203,7 +203,8 @@ def test_every_preset_can_be_shortened_and_stays_as_it_is_when_it_is_not() -> No
     ("recipe", "preset"),
     [
         ("albert", "xlarge"),
-        ("bert", "large-lans"),
+        # quick in test_a_dry_run_of_bert_shows_both_phases
+        pytest.param("bert", "large-lans", marks=pytest.mark.slow),
         *(pytest.param("albert", preset, marks=pytest.mark.slow) for preset in ("tiny", "base", "large")),
         *(pytest.param("bert", preset, marks=pytest.mark.slow) for preset in ("tiny", "base", "large")),
     ],

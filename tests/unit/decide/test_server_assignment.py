@@ -228,7 +228,7 @@ def test_the_pattern_goes_round_without_a_seam(
     for place, server in enumerate(pattern * 2, start=1):
         seen[server] += 1
         for other, part in parts.items():
-            assert abs(seen[other] - Fraction(part * place, len(pattern))) < 1
+            assert abs(seen[other] * len(pattern) - part * place) < len(pattern)
 
 
 def test_patterns_of_the_usual_clusters() -> None:
