@@ -67,6 +67,13 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def forked_pools() -> Iterator[None]:
+    """Fork the processes of pools that prepare data, from one that has loaded what they import."""
+    with importlib.import_module("forked_programs").forked_pools():
+        yield
+
+
 _LEFT_GROUP = "left its process group"
 
 

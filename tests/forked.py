@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
+    "boto3",
     "faster_coco_eval.core",
     "pytest",
     "tensorboardX",
@@ -32,6 +33,10 @@ PRELOADED = [
     "torchvision.io",
     "torchvision.transforms.v2.functional",
     "shoal.cli.app",
+    "shoal.cli.bench_train",
+    "shoal.cli.submit",
+    "shoal.cli.train",
+    "shoal.cli.use",
     "shoal.comm.backend",
     "shoal.data.coco.drawing",
     "shoal.data.coco.reader",
@@ -40,7 +45,9 @@ PRELOADED = [
     "shoal.data.images.prepare",
     "shoal.data.text.examples",
     "shoal.data.text.prepare",
+    "shoal.launch.emulated_job",
     "shoal.launch.host_rendezvous",
+    "shoal.launch.local",
     "shoal.models.causal",
     "shoal.models.detection.mask_rcnn",
     "shoal.models.pretraining",
@@ -56,6 +63,7 @@ PRELOADED = [
     "shoal.train.run",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "forked_programs",
     "preloaded",  # the last
 ]
 
@@ -66,14 +74,14 @@ _any = random.SystemRandom()
 
 def fork_process(function: Callable[..., None], *args: Any, daemon: bool = False) -> BaseProcess:
     """Start ``function(*args)`` in a process of its own, which may have children unless it is a daemon."""
-    _start_server()
+    start_server()
     process = _context.Process(target=_begin, args=(function, args), daemon=daemon)
     process.start()
     return process
 
 
 @functools.cache
-def _start_server() -> None:
+def start_server() -> None:
     """Start the process that forks the others; it finds modules beside this one by PYTHONPATH only."""
     given = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
@@ -123,8 +131,10 @@ def command(arguments: tuple[str, ...], files: list[Path], cwd: Path | None) -> 
     if cwd is not None:
         os.chdir(cwd)
     sys.argv = ["shoal", *arguments]
+    from forked_programs import fork_programs
     from shoal.cli.app import main
 
+    fork_programs()
     main()
 
 

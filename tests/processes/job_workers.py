@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import fork_process, free_port, wait_for
+from forked_programs import fork_programs
 from shoal.env.worker import WorkerEnv, WorkerRanks
 from shoal.launch.worker import run_worker
 from shoal.recipes import RECIPES, main_of
@@ -55,6 +56,7 @@ def _work(main: Callable[[WorkerEnv], int], directory: Path, worker: WorkerEnv) 
     log = (directory / f"worker-{worker.ranks.rank}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
+    fork_programs()
     run_worker(lambda: main(worker))
 
 

@@ -7,6 +7,7 @@ number over it at each step and agree so on stopping; without it they need no to
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ def work(folder: Path, orders: str, backend: str) -> int:
     agree = agree_over(backend) if backend else agree_by_file(folder)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     (folder / f"env-{rank}").write_text(" ".join(os.environ.get(name, "-") for name in names))
+    (folder / f"variables-{rank}").write_text(json.dumps(dict(os.environ)))
     print(f"worker {rank} says hello; terminal: {sys.stdout.isatty()}", flush=True)
     step = 0
     while step < 3 or "endless" in orders:

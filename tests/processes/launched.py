@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from forked import fork_process
+from forked_programs import fork_programs
 from shoal.errors import ShoalError
 from shoal.launch import local, supervision
 
@@ -65,6 +67,11 @@ class Launched:
 
     def pid_of(self, rank: int) -> int:
         return int((self.folder / f"pid-{rank}").read_text())
+
+    def variables_of(self, rank: int) -> dict[str, str]:
+        """Return the environment that a worker has; it writes it before its first step."""
+        variables: dict[str, str] = json.loads((self.folder / f"variables-{rank}").read_text())
+        return variables
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -137,6 +144,8 @@ def run_launcher(
     os.dup2(descriptor, 2)
     command = [sys.executable, str(JOB), "--dir", str(folder), "--orders", orders, "--backend", backend]
     supervision.AFTER_FAILURE_S = local.STOP_DEADLINE_S = GRACE_S
+    if backend:  # without, a worker starts without torch
+        fork_programs()
     try:
         code = local.launch(command, **options)  # type: ignore[arg-type]
     except ShoalError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import fork_process, wait_for
+from forked_programs import fork_programs
 
 # what a command line does with the errors of the package
 DRIVER = """
@@ -58,7 +59,9 @@ def run(command: list[str], *, most_bytes: int | None = None) -> subprocess.Comp
 
 def _run(words: list[str], said: Path, most_bytes: int | None) -> None:
     os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    if most_bytes is not None:
+    if most_bytes is None:
+        fork_programs()
+    else:  # its pools have the limit from this process
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     program, *sys.argv[1:] = words
     exec(program, {"__name__": "__main__"})

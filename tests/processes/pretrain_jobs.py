@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import job_workers
 
 from forked import wait_for
+from forked_programs import forked_pools
 from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig, T5ModelConfig
 from shoal.recipes.albert import AlbertConfig, DataConfig
@@ -78,17 +79,16 @@ def prepare_small(folder: Path) -> Path:
     """Prepare the small text and return the directory."""
     small_text(folder / "articles.txt")
     out = folder / "text"
-    prepare_text(
-        PrepareConfig(
-            sources=(str(folder / "articles.txt"),),
-            out=out,
-            tokenizer="wordpiece",
-            vocab_size=80,
-            validation=0.2,
-            processes=1,
-        ),
-        progress=False,
+    config = PrepareConfig(
+        sources=(str(folder / "articles.txt"),),
+        out=out,
+        tokenizer="wordpiece",
+        vocab_size=80,
+        validation=0.2,
+        processes=1,
     )
+    with forked_pools():
+        prepare_text(config, progress=False)
     return out
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from digits_recipe.digits import Digits
 from forked import command, fork_process, wait_for
+from forked_programs import find_recipes
 from shoal import recipes
 from shoal.record import Evaluation, Start, read_record
 
@@ -40,7 +41,7 @@ def with_package(folder: Path, arguments: tuple[str, ...], files: list[Path]) ->
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = str(folder)  # of the workers, which find the package themselves
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    recipes.RECIPES.update(recipes.installed())
+    find_recipes()
     command(arguments, files, folder.parent)
 
 

@@ -6,17 +6,17 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import shoal
 
 COLLECTIVES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shoal", "bench", "comm", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return shoal("bench", "comm", *arguments, deadline_s=240)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import use_jobs
 
 import finetune_made as made
 from forked import fork_process, free_port, wait_for
+from forked_programs import fork_programs
 from shoal.cli.train import work_as_host
 from shoal.env.worker import WorkerEnv, WorkerRanks, part_of_training
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
@@ -35,6 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 60 steps that evaluates within training."""
+    run_dir = tmp_path_factory.mktemp("plain") / "run"
+    assert jobs.run(config(folder, run_dir, total_steps=60, every=30)) == [EXIT_OK]
+    return run_dir
+
+
 def config(folder: Path, run_dir: Path, *, total_steps: int, every: int, **run: Any) -> ClassifyConfig:
     train = folder / "train.tsv"
     return made.classify_config(
@@ -51,9 +60,10 @@ def rows_of(run_dir: Path, kind: type[Any]) -> list[Any]:
     return [row for row in read_record(run_dir) if isinstance(row, kind)]
 
 
-def test_scores_have_the_bits_of_an_evaluation_within_training(folder: Path, tmp_path: Path) -> None:
-    plain, run_dir = tmp_path / "plain", tmp_path / "run"
-    assert jobs.run(config(folder, plain, total_steps=60, every=30)) == [EXIT_OK]
+def test_scores_have_the_bits_of_an_evaluation_within_training(
+    folder: Path, plain: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
     beside = config(folder, run_dir, total_steps=60, every=30, validation_beside=1)
     assert jobs.run(beside) == [EXIT_OK], (run_dir / "worker-0.log").read_text()
     found = sorted(rows_of(run_dir, Evaluation), key=lambda row: row.step)
@@ -113,13 +123,16 @@ def test_an_evaluation_that_fails_does_not_end_training(folder: Path, tmp_path: 
     assert "7" in (run_dir / FOLDER / "log.txt").read_text()
 
 
-def on_hosts(settings: ClassifyConfig, hosts: tuple[int, ...], patience_s: float = 1e9) -> list[int | None]:
+def on_hosts(
+    settings: ClassifyConfig, hosts: tuple[int, ...], patience_s: float = 1e9, *, forks: bool = True
+) -> list[int | None]:
     """Run these hosts of a job of two with a worker each, and return their exit codes."""
     port = free_port()
-    return wait_for([fork_process(be_host, settings, host, port, patience_s) for host in hosts], 500.0)
+    processes = [fork_process(be_host, settings, host, port, patience_s, forks) for host in hosts]
+    return wait_for(processes, 500.0)
 
 
-def be_host(settings: ClassifyConfig, host: int, port: int, patience_s: float) -> None:
+def be_host(settings: ClassifyConfig, host: int, port: int, patience_s: float, forks: bool) -> None:
     ranks = WorkerRanks(rank=host, num_workers=2, local_rank=0, num_local_workers=1)
     worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=port, launcher="test")
     assert settings.run.dir is not None
@@ -127,16 +140,18 @@ def be_host(settings: ClassifyConfig, host: int, port: int, patience_s: float) -
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
     evaluations.SILENT_S = evaluation_host.SILENT_S = patience_s
+    if forks:
+        fork_programs()
     sys.exit(work_as_host("classify", settings, worker))
 
 
 def test_a_host_of_its_own_gives_the_scores_of_an_evaluation_within_training(
-    folder: Path, tmp_path: Path
+    folder: Path, plain: Path, tmp_path: Path
 ) -> None:
-    plain, run_dir = tmp_path / "plain", tmp_path / "run"
-    assert jobs.run(config(folder, plain, total_steps=60, every=30)) == [EXIT_OK]
+    """With real programs; those of the other tests are forked."""
+    run_dir = tmp_path / "run"
     settings = config(folder, run_dir, total_steps=60, every=30, validation_hosts=1)
-    assert on_hosts(settings, (0, 1)) == [EXIT_OK] * 2, (tmp_path / "host-0.log").read_text()
+    assert on_hosts(settings, (0, 1), forks=False) == [EXIT_OK] * 2, (tmp_path / "host-0.log").read_text()
     found = sorted(rows_of(run_dir, Evaluation), key=lambda row: row.step)
     assert [(row.step, row.beside) for row in found] == [(30, True), (60, False)]
     assert [row.metrics for row in found] == [row.metrics for row in rows_of(plain, Evaluation)]

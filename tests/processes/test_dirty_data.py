@@ -24,7 +24,10 @@ from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
 
 REPORTS = data_dir() / "reports"
-pytestmark = pytest.mark.skipif(not REPORTS.is_dir(), reason="SHOAL_TEST_DATA has no reports")
+pytestmark = [
+    pytest.mark.skipif(not REPORTS.is_dir(), reason="SHOAL_TEST_DATA has no reports"),
+    pytest.mark.usefixtures("forked_pools"),
+]
 
 
 def prepare_coco(folder: Path, out: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ import pretrain_jobs as jobs
 import pytest
 from benchmarks.comm_links import cap_flows
 
-from forked import shoal
+from forked import command, fork_process, shoal, wait_for
+from forked_programs import FORKING
 from shoal.errors import EXIT_OK, EXIT_STOPPED, ShoalError
 from shoal.launch import emulated
 from shoal.launch.emulated import Cluster
@@ -235,7 +236,10 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("num_connections", [1, 4])
-def test_a_group_measures_how_many_connections_are_worth_it(num_connections: int) -> None:
+def test_a_group_measures_how_many_connections_are_worth_it(
+    num_connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated, "subprocess", FORKING)
     capped = num_connections > 1
     with Cluster(hosts=2, helpers=1, nic=None if capped else "100mbit") as cluster:
         if capped:
@@ -290,10 +294,6 @@ def test_hosts_go_although_their_keeper_was_killed() -> None:
 # ---- the commands ----------------------------------------------------------------------------------------
 
 
-def emulate(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SHOAL, "emulate", *arguments], capture_output=True, text=True, timeout=timeout)
-
-
 def test_gloo_sums_over_three_hosts(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
@@ -305,7 +305,7 @@ def test_gloo_sums_over_three_hosts(tmp_path: Path) -> None:
         "print('sum', int(x.sum()), flush=True)\n"
         "dist.destroy_process_group()\n"
     )
-    result = emulate("--hosts", "3", "--nic", "200mbit", "--", sys.executable, str(script))
+    result = shoal("emulate", "--hosts", "3", "--nic", "200mbit", "--", sys.executable, str(script))
     assert result.returncode == EXIT_OK, result.stderr
     assert result.stdout == f"sum {sum(range(100_000)) * 6}\n"  # once: rank 0's
 
@@ -313,7 +313,7 @@ def test_gloo_sums_over_three_hosts(tmp_path: Path) -> None:
 def test_exit_code_and_output_of_the_first_failure(tmp_path: Path) -> None:
     # rank 2 fails first, the others notice and fail after it
     job = "echo out $RANK; echo err $RANK >&2; [ $RANK = 2 ] || sleep 2; exit $((RANK + 5))"
-    result = emulate("--hosts", "3", "--log-dir", str(tmp_path / "logs"), "--", "bash", "-c", job)
+    result = shoal("emulate", "--hosts", "3", "--log-dir", str(tmp_path / "logs"), "--", "bash", "-c", job)
     assert result.returncode == 7
     assert result.stdout == "out 0\n"
     assert "worker 2 ended with exit code 7" in result.stderr
@@ -400,12 +400,14 @@ def test_training_on_emulated_hosts_stops_and_saves(tmp_path: Path) -> None:
         *("--run.log-frequency", "1", "--run.validation-frequency", "4000"),
         *("--on", "emulated", "--hosts", "2", "--nic", "200mbit"),
     ]
-    process = subprocess.Popen([*SHOAL, "train", "albert", *options], stderr=subprocess.PIPE, text=True)
+    files = [tmp_path / "out", tmp_path / "err"]
+    process = fork_process(command, ("train", "albert", *options), files, None)
     record = run_dir / "record.jsonl"
     await_true(lambda: record.is_file() and max(jobs.losses(run_dir), default=0) >= 3, 2 * DEADLINE_S)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == EXIT_STOPPED, err
+    process.terminate()
+    codes = wait_for([process], DEADLINE_S)
+    err = files[1].read_text()
+    assert codes == [EXIT_STOPPED], err
     assert "stopped at step" in err and "Traceback" not in err
     assert list((run_dir / "checkpoints").iterdir())
     assert (run_dir / "logs" / "worker-00001.err").is_file()
@@ -417,7 +419,7 @@ def test_a_pipeline_crosses_emulated_hosts(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     data = jobs.prepare_small(tmp_path / "text")
 
-    def command(run_dir: Path, *where: str) -> list[str]:
+    def words(run_dir: Path, *where: str) -> list[str]:
         return [
             *(*SHOAL, "train", "t5", "--preset", "tiny", "--data.path", str(data), "--run.dir", str(run_dir)),
             *("--model.vocab-size", "192", "--model.d-model", "32", "--model.d-ff", "64"),
@@ -426,10 +428,10 @@ def test_a_pipeline_crosses_emulated_hosts(tmp_path: Path) -> None:
         ]
 
     alone, spread = tmp_path / "alone", tmp_path / "spread"
-    subprocess.run(command(alone, "--workers", "1"), check=True, timeout=DEADLINE_S)
+    subprocess.run(words(alone, "--workers", "1"), check=True, timeout=DEADLINE_S)
     where = ("--on", "emulated", "--hosts", "4", "--helpers", "1", "--nic", "200mbit")
     subprocess.run(
-        command(spread, *where, "--parallel.pipeline", "2", "--distributed.backend", "shoal"),
+        words(spread, *where, "--parallel.pipeline", "2", "--distributed.backend", "shoal"),
         check=True,
         timeout=2 * DEADLINE_S,
     )

@@ -68,7 +68,7 @@ def test_on_one_host_only_backends_listen_and_on_loopback(
     job.await_file("step-0", "step-1")
     assert listening(job.pid) == set()
     assert [listening(job.pid_of(rank)) for rank in (0, 1)] == [expected] * 2
-    folder = Path(variables_of(job.pid_of(0))["SHOAL_STORE_FILE"]).parent
+    folder = Path(job.variables_of(0)["SHOAL_STORE_FILE"]).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     job.signal(signal.SIGTERM)
     assert job.wait() == EXIT_STOPPED
@@ -208,7 +208,7 @@ def test_a_stranger_at_a_running_job_runs_no_code(start: Launchers, tmp_path: Pa
     settings = {"num_workers": 1, "nnodes": 2, "rdzv": f"127.0.0.1:{free_port()}", "backend": backend}
     hosts = [start("endless", name=f"host-{index}", **settings) for index in range(2)]
     hosts[0].await_file("step-0", "step-1")
-    seen = run_stranger(int(variables_of(hosts[0].pid_of(0))["MASTER_PORT"]), tmp_path, 2)
+    seen = run_stranger(int(hosts[0].variables_of(0)["MASTER_PORT"]), tmp_path, 2)
     hosts[0].signal(signal.SIGTERM)
     assert [host.wait() for host in hosts] == [EXIT_STOPPED] * 2
     for host in hosts:

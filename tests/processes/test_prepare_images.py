@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from forked import shoal
+from forked_programs import FORKING
 from image_files import announcing, encoded, photo, pixels, tar_of, turned, write_folder
 from shoal.data.images.detect_source import detect_source
 from shoal.data.images.dry_run import dry_run
@@ -48,6 +49,7 @@ if __name__ == "__main__":
         print("error:", error, file=sys.stderr)
         sys.exit(error.exit_code)
 """
+pytestmark = pytest.mark.usefixtures("forked_pools")
 DEADLINE_S = 240
 CLASSES = ("ant", "bee", "cat", "dog")
 NUM_TRAIN, NUM_VALIDATION = 120, 10
@@ -153,7 +155,8 @@ print(json.dumps([[s["__key__"], s["jpg" if "jpg" in s else "png"].hex(), int(s[
 
 def test_webdataset_reads_the_same(whole: Path) -> None:
     urls = [str(whole / f"{info.name}.tar") for info in ImageManifest.load(whole).shards("train")]
-    done = subprocess.run([sys.executable, "-c", WEBDATASET, *urls], capture_output=True, check=True)
+    done = FORKING.run([sys.executable, "-c", WEBDATASET, *urls], capture_output=True)
+    assert done.returncode == 0, done.stderr
     found = {key: (bytes.fromhex(jpeg), label) for key, jpeg, label in json.loads(done.stdout)}
     assert found == stored(whole, "train")
 

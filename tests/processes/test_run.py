@@ -7,7 +7,6 @@ import math
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -316,24 +315,16 @@ def test_workers_have_their_own_rows(tmp_path: Path, data: Callable[[WorkerEnv],
         assert message in (tmp_path / "run" / f"worker-{rank}.log").read_text()
 
 
-def test_without_a_launcher_a_script_is_its_only_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _alone(directory: Path) -> None:
+    os.dup2(os.open(directory.with_suffix(".txt"), os.O_CREAT | os.O_WRONLY), 2)
     for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    program = (
-        f"from pathlib import Path; import test_run; test_run.script(Path({str(tmp_path / 'run')!r}), None)"
-    )
-    folders = ":".join(str(Path(__file__).parents[level]) for level in range(3))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": folders},
-    )
-    assert done.returncode == EXIT_OK, done.stderr
-    assert "world: 1 worker on 1 host" in done.stderr
+        os.environ.pop(name, None)
+    sys.exit(script(directory, None))
+
+
+def test_without_a_launcher_a_script_is_its_only_worker(tmp_path: Path) -> None:
+    assert wait_for([fork_process(_alone, tmp_path / "run")]) == [EXIT_OK]
+    assert "world: 1 worker on 1 host" in (tmp_path / "run.txt").read_text()
 
 
 SCRIPT = """

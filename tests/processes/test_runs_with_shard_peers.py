@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pretrain_jobs as jobs
 import pytest
 from image_jobs import prepare_small
 
+from forked import shoal
 from shoal.data.cache import OWN_FOLDER
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.shards import ImageShards, ImageShardWriter
@@ -21,7 +21,6 @@ from shoal.record import Reads, read_record
 from shoal.report import tables
 from shoal.report.runs import load_runs
 
-SHOAL = (sys.executable, "-m", "shoal")
 DEADLINE_S = 600.0
 HOSTS = 2
 
@@ -59,8 +58,7 @@ def options(data: Path, run_dir: Path) -> list[str]:
 
 
 def train(*words: str, recipe: str = "resnet50") -> subprocess.CompletedProcess[str]:
-    command = [*SHOAL, "train", recipe, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    return shoal("train", recipe, *words, deadline_s=DEADLINE_S)
 
 
 @needs_hosts

@@ -13,6 +13,7 @@ import use_jobs
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from forked_programs import forked_pools
 from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.data.text.shards import TextShards
 from shoal.errors import EXIT_OK, UsageError
@@ -46,13 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.weights = weights  # type: ignore[attr-defined]
     tokenizer = Tokenizer.from_file(str(folder / "made.json"))
     save(model, folder / "model", tokenizer=tokenizer_files(tokenizer, 0, 64))  # type: ignore[arg-type]
-    prepare_text(
-        PrepareConfig(
-            sources=(str(folder / "articles.txt"),), out=folder / "text", validation=0.2, processes=1,
-            tokenizer=str(folder / "made.json"), end_token=END,
-        ),
-        progress=False,
+    config = PrepareConfig(
+        sources=(str(folder / "articles.txt"),), out=folder / "text", validation=0.2, processes=1,
+        tokenizer=str(folder / "made.json"), end_token=END,
     )  # fmt: skip
+    with forked_pools():
+        prepare_text(config, progress=False)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return folder
 

@@ -37,15 +37,30 @@ def has_code(path: Path) -> bool:
 
 
 @cache
+def named_in(file: Path, known: frozenset[str]) -> tuple[frozenset[str], frozenset[Path]]:
+    """Return the modules of the package that a file imports or names, and its helpers in ``tests``."""
+    text = file.read_text(encoding="utf-8")
+    found = known.intersection(re.findall(r"\bshoal(?:\.\w+)+", text))  # as in "-m shoal.comm.server"
+    helpers = set()
+    for base, name in imported_names(ast.parse(text), file.stem, is_package=False):
+        found |= {base, f"{base}.{name}"} & known
+        for folder in (file.parent, TESTS, TESTS / "processes"):
+            helper = folder / f"{base}.py"
+            if helper.is_file() and not helper.name.startswith("test_"):
+                helpers.add(helper)
+    return found, frozenset(helpers)
+
+
+@cache
 def shoal_modules_of(test: Path, known: frozenset[str]) -> frozenset[str]:
     """Return the modules of the package that a test file imports or names, or its helpers in ``tests`` do."""
-    text = test.read_text(encoding="utf-8")
-    found = known.intersection(re.findall(r"\bshoal(?:\.\w+)+", text))  # as in "-m shoal.comm.server"
-    for base, name in imported_names(ast.parse(text), test.stem, is_package=False):
-        found |= {base, f"{base}.{name}"} & known
-        for helper in (test.parent / f"{base}.py", TESTS / f"{base}.py", TESTS / "processes" / f"{base}.py"):
-            if helper.is_file() and not helper.name.startswith("test_") and helper != test:
-                found |= shoal_modules_of(helper, known)
+    found: frozenset[str] = frozenset()
+    done, left = {test}, [test]
+    while left:
+        modules, helpers = named_in(left.pop(), known)
+        found |= modules
+        left += helpers - done
+        done |= helpers
     return found
 
 

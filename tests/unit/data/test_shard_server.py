@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from benchmarks.object_store import ObjectStore
 
+from forked_programs import FORKING
 from shoal.data import peers
 from shoal.data.cache import OWN_FOLDER, CacheConfig, ShardCache, total_counts
 from shoal.data.images.manifest import ImageManifest
@@ -58,7 +59,12 @@ def store(monkeypatch, tmp_path):
 
 
 class Job:
-    """Hosts of a job on this machine, each with a cache of its own and perhaps a server."""
+    """Hosts of a job on this machine, each with a cache of its own and perhaps a server.
+
+    Servers are forked with what they import, unless ``program`` starts them.
+    """
+
+    program = staticmethod(FORKING.Popen)
 
     def __init__(self, folder, num_bytes=1 << 20):
         self.folder, self.num_bytes = folder, num_bytes
@@ -69,7 +75,7 @@ class Job:
     def start(self, names, others=()):
         for name in names:
             command = [sys.executable, "-m", "shoal.data.shard_server", "--address", "127.0.0.1"]
-            self.processes[name] = subprocess.Popen(
+            self.processes[name] = self.program(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         ports = {name: int(process.stdout.readline()) for name, process in self.processes.items()}
@@ -142,6 +148,7 @@ def owned_by(job, shards, name):
 
 
 def test_the_storage_is_read_once_for_all_hosts(store, job):
+    job.program = subprocess.Popen
     job.start("abc")
     opened = [job.shards(own) for own in "abc" for _ in range(2)]  # two workers a host
     with ThreadPoolExecutor(6) as pool:
