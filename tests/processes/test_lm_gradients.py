@@ -5,6 +5,7 @@ In fp64 they are compared with the unsplit model, since transformers computes it
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_world import Made, Shared, Worker, run_worlds, worst_gradient
+from pipeline_world import NUM_PARTS, Made, Oracle, Shared, Worker, run_worlds, worst_gradient
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shoal.models.causal import CausalLM, MeanLoss
+from shoal.models.layers import blocks_of
+from shoal.pipelining import pipeline
 
 ROWS, LENGTH, VOCAB = 8, 12, 61
 MOST = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-12, 1e-12)}
@@ -108,3 +112,64 @@ def test_losses_and_gradients_are_those_of_transformers(num_workers: int, tmp_pa
         for case, (loss, gradient, name) in found.items():
             limits = MOST[torch.float64 if "float64" in case else torch.float32]
             assert loss <= limits[0] and gradient <= limits[1], (case, loss, gradient, name)
+
+
+def by_blocks(worker: Worker) -> dict[str, Any]:
+    """Train and evaluate in shards whose layers are gathered one at a time; return the errors by case.
+
+    Beside them are the layers that were gathered while a layer ran, and the weights that stayed gathered.
+    """
+    found, mesh = {}, worker.mesh(1, worker.size)
+    for name, dtype in itertools.product(("gpt2", "llama"), MOST):
+        wanted = Oracle(*packed(name, dtype))
+        for recomputes in (False, True):
+            model: Any
+            model, batch = packed(name, dtype)
+            if recomputes:
+                CausalLM(model.weights).recompute_activations()
+            blocks, gathered = blocks_of(model.weights), []
+            for number, block in enumerate(blocks):
+                block.register_forward_hook(partial(note_gathered, gathered, blocks, number))
+            rows = {n: v.chunk(worker.size)[worker.rank] for n, v in batch.items()}
+            stage = pipeline(
+                model, rows, mesh=mesh["pp"], data_parallel=mesh["dp"], microbatches=NUM_PARTS // worker.size,
+                schedule="1f1b", whole=True, blocks=blocks, shard=True,
+            )  # fmt: skip
+            loss = float(stage.step(**rows))
+            error, worst = worst_gradient(dict(stage.module.named_parameters()), wanted.gradients)
+            left = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+            again = float(stage.evaluate(**rows).loss)
+            left += [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+            found[f"{name} {dtype} recomputes={recomputes}"] = {
+                "loss": max(abs(loss - wanted.loss), abs(again - wanted.loss)) / wanted.loss,
+                "gradient": error,
+                "name": worst,
+                "gathered": gathered,
+                "left": left,
+            }
+            stage.close()
+    return found
+
+
+def note_gathered(
+    gathered: list[Any], blocks: list[nn.Module], number: int, block: nn.Module, inputs: Any, output: Any
+) -> None:
+    """Append the number of a layer that has run, and those of all layers that are gathered."""
+    whole = [k for k, each in enumerate(blocks) if not isinstance(next(each.parameters()), DTensor)]
+    gathered.append((number, whole))
+
+
+@pytest.mark.parametrize("num_workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_shards_gather_a_layer_at_a_time(num_workers: int, tmp_path: Path) -> None:
+    """A backward pass that computes a layer again has gathered the next one too."""
+    (world,) = run_worlds(tmp_path, partial(dict), [(num_workers, by_blocks)])
+    for found in world:
+        assert len(found) == 8
+        for case, result in found.items():
+            loss, gradient = MOST[torch.float64 if "float64" in case else torch.float32]
+            assert result["loss"] <= loss and result["gradient"] <= gradient, (case, result)
+            assert not result["left"], case
+            most = 2 if "recomputes=True" in case else 1
+            for number, whole in result["gathered"]:
+                assert number in whole and len(whole) <= most, (case, result["gathered"])
+            assert {number for number, _ in result["gathered"]} == set(range(4))

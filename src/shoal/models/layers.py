@@ -146,6 +146,13 @@ def fuse_activations(model: nn.Module) -> None:
                 setattr(module, name, fused_activation(child))
 
 
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a model of transformers that run one after the other, each in one call."""
+    names = model._no_split_modules or ()
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    return [layer for each in lists for layer in each if type(layer).__name__ in names]
+
+
 def recompute_layers(model: PreTrainedModel, current: Callable[[], SampleDropout | None]) -> None:
     """Recompute the layers of a model of transformers in the backward pass, with the forward pass's dropout.
 

@@ -85,6 +85,7 @@ def pipeline(
     shard: bool = False,
     modules: Sequence[Sequence[str]] | None = None,
     whole: bool = False,
+    blocks: Sequence[nn.Module] = (),
     cuts: Sequence[int] | None = None,
     cost: ModelCost | None = None,
     plan: PipelinePlan | None = None,
@@ -126,6 +127,8 @@ def pipeline(
         whole: where one rank has one stage, run the model itself instead of its graph, with the same numbers:
             nothing is exported, and the model's own ``compile`` serves it. Weights and mode of the stage are
             then those of ``model``, in which only dropout may be random.
+        blocks: modules of such a whole model, in their order, that ``shard`` gathers one at a time in each
+            micro-batch. Default: none; a stage is gathered for a step.
         cuts: units at which the second, third, ... stage begins, instead of choosing them.
         cost: cost of one micro-batch. Default: measured on the device, for a model on meta with arbitrary
             weights.
@@ -206,7 +209,7 @@ def pipeline(
     else:
         move_stages(own_device, mine)
     if shard and data_parallel is not None and data_parallel.size() > 1:
-        shard_stages(runners.values(), data_parallel, repeated(used_by), wire)
+        shard_stages(runners.values(), data_parallel, repeated(used_by), wire, blocks if is_whole else ())
     is_verified = verify or decided.schedule.name in SPLIT_BACKWARD
     return Pipeline(
         decided,

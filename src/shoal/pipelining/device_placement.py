@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shoal.errors import UsageError
 from shoal.pipelining.stage import StageModule, replace_tensors
@@ -79,12 +79,17 @@ def shard_stages(
     mesh: DeviceMesh,
     whole: Collection[str],
     wire: torch.dtype | type | None = None,
+    blocks: Sequence[nn.Module] = (),
 ) -> None:
     """Wrap each stage by FSDP2, with gradients summed over the replicas.
+
+    Without blocks a stage is gathered for a whole step, and its gradients are summed once in it. Blocks are
+    gathered one at a time in each pass of a micro-batch, and their gradients are summed in each.
 
     Args:
         whole: names of parameters that are not sharded.
         wire: dtype in which float32 gradients are sent; default: as they are.
+        blocks: modules of the only stage that are gathered alone.
 
     Raises:
         UsageError: it is not bf16.
@@ -99,8 +104,10 @@ def shard_stages(
         ignored = {parameter for name, parameter in own.items() if names.get(name, name) in whole}
         if ignored == set(own.values()):
             continue
-        fully_shard(runner, mesh=mesh, ignored_params=ignored)
-        runner.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # fully_shard has changed its class
-        runner.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-        if wire is not None:
-            runner.set_custom_reduce_scatter(Bf16ReduceScatter())  # type: ignore[operator]
+        # a runner that FSDP2 wraps is gathered by torch's pipeline runtime, with all blocks and for the step
+        for unit in (*blocks, runner.stage) if blocks else (runner,):
+            sharded: FSDPModule = fully_shard(unit, mesh=mesh, ignored_params=ignored)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            if wire is not None:
+                sharded.set_custom_reduce_scatter(Bf16ReduceScatter())  # type: ignore[arg-type]  # private class

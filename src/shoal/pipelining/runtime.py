@@ -190,6 +190,8 @@ class Pipeline:
                 last.outputs.clear()
             self._runtime(False).run(parts, None)
             self._set_mode(True)
+            for runner in self._runners.values():
+                runner.free()
             losses = (
                 []
                 if last is None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_unflatten
 
 from shoal.pipelining.loss import loss_of
@@ -54,6 +55,11 @@ class StageRunner(nn.Module):
             self.outputs.append(result)
             self.losses.append(loss)
         return (loss,)
+
+    def free(self) -> None:
+        """Free the weights that a pass without a backward pass has left gathered."""
+        if isinstance(self.stage, FSDPModule):
+            self.stage.reshard()
 
     def received(self) -> list[Tensor]:
         """Return meta tensors of the values that the stage receives in its current mode."""

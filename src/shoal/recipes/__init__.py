@@ -110,6 +110,8 @@ class Sample:
     """Turns on the activation checkpointing of the settings, which operations are counted without."""
     num_recomputed: int = 1
     """Layers that are recomputed one at a time."""
+    blocks: Sequence[Any] = ()
+    """Modules of the model that shards gather one at a time."""
     more_operations: int = 0
     """Kernels of a step that depend on data, which do not run on the meta device."""
     work_spread: float = 0.0
@@ -118,6 +120,13 @@ class Sample:
     @property
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.model.parameters())
+
+    @property
+    def gathered(self) -> float:
+        """Share of the parameters that are whole at a time in shards: of two blocks, and of no block."""
+        sizes = [sum(weight.numel() for weight in block.parameters()) for block in self.blocks]
+        left: int = sum(sorted(sizes)[:-2])
+        return 1 - left / self.num_parameters
 
     @property
     def num_trainable(self) -> int:

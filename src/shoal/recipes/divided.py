@@ -60,6 +60,8 @@ class Divided:
     """Returns counts of a held-out batch, which scores divide by."""
     check: Callable[[Pipeline, dict[str, Tensor]], None] = lambda stage, example: None
     """Checks the stages before they train, by evaluations of batches like the example."""
+    blocks: Sequence[nn.Module] = ()
+    """Modules of the network that shards gather one at a time where nothing else divides it."""
     fill: Callable[[nn.Module], object] | None = None
     """Loads the weights of a part of a network on meta; default: those of the network, or drawn ones."""
     targets: Callable[[Any], int] | None = None
@@ -97,7 +99,7 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
         run.num_parameters = sum(parameter.numel() for parameter in own.network.parameters())
         stage = open_stages(
             own.network, example, run, config.parallel, batch,
-            fill=own.fill, distributed=config.distributed, servers=config.servers,
+            blocks=own.blocks, fill=own.fill, distributed=config.distributed, servers=config.servers,
         )  # fmt: skip
         stack.callback(stage.close)
         own.check(stage, example)

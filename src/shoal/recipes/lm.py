@@ -390,6 +390,7 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
 
     from shoal.data.text.blocks import num_bytes, num_targets
     from shoal.models.causal import CausalLM, MeanLoss, new_causal
+    from shoal.models.layers import blocks_of
     from shoal.recipes.divided import Divided
     from shoal.recipes.stages import load_weights, read_stored
 
@@ -415,6 +416,7 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
 
     return Divided(
         network=network,
+        blocks=blocks_of(model.weights),
         train=train,
         held_out={"validation": held_out},
         limit=config.run.validation_samples,
@@ -716,6 +718,7 @@ def sample(config: LmConfig) -> Sample:
 def sample_of(weights: "PreTrainedModel", length: int, *, recomputes: bool, z_loss: float = 0.0) -> Sample:
     """Return two blocks of ``length`` tokens and a model on meta."""
     from shoal.models.causal import CausalLM
+    from shoal.models.layers import blocks_of
 
     return Sample(
         model=CausalLM(weights, z_loss=z_loss),
@@ -726,6 +729,7 @@ def sample_of(weights: "PreTrainedModel", length: int, *, recomputes: bool, z_lo
         relay_bytes=2.0 * length * weights.config.hidden_size,
         recompute=_recompute if recomputes else None,
         num_recomputed=weights.config.num_hidden_layers,
+        blocks=blocks_of(weights),
     )
 
 

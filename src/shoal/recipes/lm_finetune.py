@@ -266,6 +266,7 @@ def divide(config: LmFinetuneConfig, run: "Run") -> "Divided":
 
     from shoal.data.text.blocks import num_targets
     from shoal.models.causal import CausalLM, MeanLoss, new_causal
+    from shoal.models.layers import blocks_of
     from shoal.recipes.divided import Divided
     from shoal.recipes.stages import load_weights, read_stored
 
@@ -284,6 +285,7 @@ def divide(config: LmFinetuneConfig, run: "Run") -> "Divided":
     network = MeanLoss(model)
     return Divided(
         network=network,
+        blocks=blocks_of(model.weights),
         train=training,
         held_out={reader.data.path.stem: reader for reader in held_out},
         num_samples={reader.data.path.stem: len(reader.data) for reader in held_out},

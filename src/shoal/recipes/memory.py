@@ -150,6 +150,7 @@ def memory_of(sample: Sample, config: Any, batch: BatchPlan, machines: Machines 
         num_micro_batches=batch.accumulation_steps,
         replicas=batch.num_workers,
         precision=precision,
+        gathered=sample.gathered if parallel.pipeline == 1 else 1.0,
     )
 
 

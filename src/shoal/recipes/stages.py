@@ -51,6 +51,7 @@ def open_stages(
     parallel: StagesConfig,
     batch: BatchPlan,
     *,
+    blocks: Sequence[nn.Module] = (),
     fill: Callable[[nn.Module], object] | None = None,
     distributed: DistributedConfig,
     servers: ServersConfig,
@@ -62,6 +63,7 @@ def open_stages(
             unless it is the only stage.
         example: one replica's batch, on the CPU.
         batch: its ``num_workers`` are the replicas.
+        blocks: modules of the model that shards gather one at a time where it is the only stage.
         fill: loads the weights of a part of a model that is on the meta device; default: weights drawn from
             the run's seed, the same in every layout.
         distributed: the wire format of the replicas' gradients.
@@ -92,6 +94,7 @@ def open_stages(
         seed=run.seed,
         device=run.world.device,
         whole=True,
+        blocks=blocks,
         initialise=None if fill is None else _buffers_of(model),
         autocast=run.precision.dtype,
         wire=_WIRES[distributed.wire],

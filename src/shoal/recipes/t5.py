@@ -280,6 +280,7 @@ def open_model(config: T5Config, run: "Run", train: "SpanReader", batch: BatchPl
     import numpy as np
     import torch
 
+    from shoal.models.layers import blocks_of
     from shoal.models.t5 import MODEL_INPUTS
     from shoal.recipes.stages import load_weights, open_stages
 
@@ -293,6 +294,7 @@ def open_model(config: T5Config, run: "Run", train: "SpanReader", batch: BatchPl
         run,
         config.parallel,
         batch,
+        blocks=blocks_of(model.weights),
         fill=None if weights is None else lambda part: load_weights(part, model, weights),
         distributed=config.distributed,
         servers=config.servers,
@@ -581,6 +583,7 @@ def sample(config: T5Config) -> Sample:
 
 def sample_of(model: "T5", inputs: "Mapping[str, Tensor]") -> Sample:
     """Return a sample of a T5, with the loss of ``labels`` for ``input_ids``."""
+    from shoal.models.layers import blocks_of
 
     def loss(model: "nn.Module", inputs: "Mapping[str, Tensor]") -> "Tensor":
         # without the mask, whose values meta tensors do not have; the shapes are the same
@@ -596,6 +599,7 @@ def sample_of(model: "T5", inputs: "Mapping[str, Tensor]") -> Sample:
         sequence_length=length,
         # stages of the decoder also pass on the encoder's output
         relay_bytes=2.0 * (length + inputs["labels"].shape[1]) * model.weights.config.d_model,
+        blocks=blocks_of(model.weights),
     )
 
 

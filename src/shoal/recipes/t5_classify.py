@@ -263,6 +263,7 @@ def divided(
     """
     import numpy as np
 
+    from shoal.models.layers import blocks_of
     from shoal.recipes.stages import load_weights, open_stages
 
     rows = np.arange(batch.worker_batch_size) % len(training)
@@ -272,6 +273,7 @@ def divided(
         run,
         config.parallel,
         batch,
+        blocks=blocks_of(model.weights),
         fill=None if config.model.from_scratch else lambda part: load_weights(part, model, source),
         distributed=config.distributed,
         servers=config.servers,

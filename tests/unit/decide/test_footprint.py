@@ -18,7 +18,7 @@ WORKLOAD = Workload(
 )
 
 
-def of(made: Workload, replicas: int = 1, **layout: Any) -> Footprint:
+def of(made: Workload, replicas: int = 1, gathered: float = 1.0, **layout: Any) -> Footprint:
     """The memory of a device, with four micro-batches of three samples."""
     return footprint_of(
         made,
@@ -27,6 +27,7 @@ def of(made: Workload, replicas: int = 1, **layout: Any) -> Footprint:
         num_micro_batches=4,
         replicas=replicas,
         precision="bf16",
+        gathered=gathered,
     )
 
 
@@ -41,6 +42,9 @@ def test_what_a_layout_divides() -> None:
     assert of(WORKLOAD, 4, sharded_optimizer=True).optimizer_bytes == 8 * 250  # 200 + 50, or 150 + 100
     whole = of(WORKLOAD, 4, shard=True)
     assert (whole.weights_bytes, whole.gradients_bytes, whole.optimizer_bytes) == (5_000, 5_000, 2_000)
+    layers = of(WORKLOAD, 4, gathered=0.7, shard=True)
+    assert (layers.weights_bytes, layers.gradients_bytes, layers.optimizer_bytes) == (3_800, 3_800, 2_000)
+    assert of(WORKLOAD, 4, gathered=0.7) == of(WORKLOAD, 4)
     halves = of(WORKLOAD, 2, stages=2)  # equal FLOPs: two layers each, 700 numbers in the second
     assert (halves.weights_bytes, halves.optimizer_bytes) == (2_800, 5_600)
     assert halves.activations_bytes == (10 + 2 * 3 * 100) / 2

@@ -46,6 +46,12 @@ def test_presets_have_the_sizes_of_the_published_models(name: str) -> None:
     assert lm.sample(preset_settings("lm", name)).num_parameters == PARAMETERS[name]
 
 
+def test_shards_gather_two_layers_and_what_is_in_no_layer() -> None:
+    layer = 2 * 2048 * (2048 + 512) + 3 * 2048 * 8192 + 2 * 2048
+    left = 14 * layer / PARAMETERS["llama-1b"]
+    assert lm.sample(preset_settings("lm", "llama-1b")).gathered == pytest.approx(1 - left, rel=1e-12)
+
+
 @pytest.mark.parametrize("name", lm.PRESETS)
 def test_the_files_of_a_preset_are_those_of_its_model(name: str) -> None:
     settings = preset_settings("lm", name)
