@@ -40,11 +40,8 @@ def overlaps(boxes: Tensor, classes: Tensor, iou_threshold: float) -> Tensor:
     words = triton.cdiv(count, _BITS.value)
     bits = torch.empty(groups, count, words, dtype=torch.int32, device=boxes.device)
     grid = (triton.cdiv(words, _WORDS.value), triton.cdiv(count, _ROWS.value), groups)
-    if bits.numel():
-        with torch.cuda.device_of(boxes):
-            _overlaps[grid](
-                boxes.contiguous(), classes.contiguous(), bits, count, words, iou_threshold, **_EXACT
-            )  # fmt: skip
+    dense = (boxes.contiguous(), classes.contiguous())
+    _launch(_overlaps, grid, *dense, bits, count, words, iou_threshold, **_EXACT)
     return bits
 
 
@@ -58,12 +55,8 @@ def keep(bits: Tensor, there: Tensor) -> Tensor:
     kept = torch.empty_like(there, memory_format=torch.contiguous_format)
     groups, count, words = bits.shape
     columns = triton.next_power_of_2(max(words, 1))
-    if bits.numel():
-        with torch.cuda.device_of(bits):
-            _keep[(groups,)](
-                bits, there.contiguous().view(torch.uint8), kept.view(torch.uint8), count, words, columns,
-                num_warps=min(max(columns // 64, 1), 16),
-            )  # fmt: skip
+    flags = (there.contiguous().view(torch.uint8), kept.view(torch.uint8))
+    _launch(_keep, (groups,), bits, *flags, count, words, columns, num_warps=min(max(columns // 64, 1), 16))
     return kept
 
 
@@ -75,16 +68,12 @@ def match(
     matches = torch.empty(num_images, num_anchors, dtype=torch.int64, device=objects.device)
     highest = torch.zeros(num_images, most, dtype=torch.float32, device=objects.device)
     shared = 0 if len(anchors) == 1 else num_anchors
-    common = (objects.contiguous(), num_objects.contiguous(), anchors.contiguous(), highest)
+    dense = (objects.contiguous(), num_objects.contiguous(), anchors.contiguous())
+    common = (*dense, highest, most, num_anchors, shared)
     grid = (triton.cdiv(num_anchors, _ANCHORS.value), num_images)
-    if matches.numel():
-        with torch.cuda.device_of(objects):
-            if allow_low_quality:
-                _highest[grid](*common, most, num_anchors, shared, **_EXACT)
-            _match[grid](
-                *common, matches, most, num_anchors, shared, high, low, LOW_QUALITY=allow_low_quality,
-                **_EXACT,
-            )  # fmt: skip
+    if allow_low_quality:
+        _launch(_highest, grid, *common, **_EXACT)
+    _launch(_match, grid, *common, matches, high, low, LOW_QUALITY=allow_low_quality, **_EXACT)
     return matches
 
 
@@ -99,7 +88,7 @@ def pool(pyramid: Sequence[Tensor], regions: Tensor, level: Tensor, size: int, f
         first_stride: of the first level, in pixels.
     """
     out = pyramid[0].new_empty(len(regions), pyramid[0].shape[1], size, size)
-    _on_levels(_pool, pyramid, out, regions, level, first_stride)
+    _pool_levels(pyramid, out, regions, level, first_stride, is_backward=False)
     return out
 
 
@@ -108,36 +97,44 @@ def pool_backward(
 ) -> list[Tensor]:
     """Return the gradients of the levels, from that of the pooled features; sums are in float32."""
     sums = [torch.zeros_like(one, dtype=torch.float32) for one in like]
-    _on_levels(_pool_backward, sums, grad.contiguous(), regions, level, first_stride)
+    _pool_levels(sums, grad.contiguous(), regions, level, first_stride, is_backward=True)
     return [one.to(features.dtype) for one, features in zip(sums, like, strict=True)]
 
 
-def _on_levels(
-    kernel: Any, pyramid: Sequence[Tensor], pooled: Tensor, regions: Tensor, level: Tensor, first_stride: int
+def _pool_levels(
+    pyramid: Sequence[Tensor],
+    pooled: Tensor,
+    regions: Tensor,
+    level: Tensor,
+    first_stride: int,
+    *,
+    is_backward: bool,
 ) -> None:
+    """Pool the levels, each for its regions, or add the gradients of pooled features to them."""
     num_regions, channels, size, _ = pooled.shape
     block = min(triton.next_power_of_2(channels), 64)
-    grid = (num_regions, triton.cdiv(channels, block))
-    if not num_regions:
-        return
-    with torch.cuda.device_of(regions):
-        for number, features in enumerate(pyramid):
-            kernel[grid](
-                features, pooled, regions.contiguous(), level, number, 1 / (first_stride << number), channels,
-                *features.shape[2:], *features.stride(), SIZE=size, CHANNELS=block,
-            )  # fmt: skip
+    grid, dense = (num_regions, triton.cdiv(channels, block)), regions.contiguous()
+    for number, features in enumerate(pyramid):
+        _launch(
+            _pool, grid, dense, features, pooled, level, number, 1 / (first_stride << number), channels,
+            *features.shape[2:], *features.stride(), SIZE=size, CHANNELS=block, BACKWARD=is_backward,
+        )  # fmt: skip
 
 
 def project(masks: Tensor, places: Tensor, images: Tensor, boxes: Tensor, sizes: Tensor, size: int) -> Tensor:
     """Compute ``masks.project_masks``."""
     out = torch.empty(len(boxes), size, size, dtype=torch.float32, device=boxes.device)
-    if out.numel():
-        with torch.cuda.device_of(boxes):
-            _project[(len(boxes), triton.cdiv(size**2, _PIXELS.value))](
-                masks.contiguous(), places.contiguous(), images.contiguous(), boxes.contiguous(),
-                sizes.contiguous(), out, masks.shape[1], SIZE=size,
-            )  # fmt: skip
+    grid = (len(boxes), triton.cdiv(size**2, _PIXELS.value))
+    dense = (each.contiguous() for each in (boxes, masks, places, images, sizes))
+    _launch(_project, grid, *dense, out, masks.shape[1], SIZE=size)
     return out
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Queue a kernel on the device of its first argument, unless there is nothing to do."""
+    if all(grid):
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid](*arguments, **options)
 
 
 @triton.jit
@@ -219,12 +216,19 @@ def _keep(bits, there, kept, count, words, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _highest(objects, num_objects, anchors, highest, most, num_anchors, shared):
-    """Find the highest IoU of each object with any anchor."""
-    image = tl.program_id(1)
+def _anchors_of(anchors, image, num_anchors, shared):
+    """Return the numbers of this program's anchors, whether they are there, and their corners."""
     anchor = tl.program_id(0) * _ANCHORS + tl.arange(0, _ANCHORS)
     inside = anchor < num_anchors
     a0, a1, a2, a3 = _corners_where(anchors + (image.to(tl.int64) * shared + anchor) * 4, inside)
+    return anchor, inside, a0, a1, a2, a3
+
+
+@triton.jit
+def _highest(objects, num_objects, anchors, highest, most, num_anchors, shared):
+    """Find the highest IoU of each object with any anchor."""
+    image = tl.program_id(1)
+    _, inside, a0, a1, a2, a3 = _anchors_of(anchors, image, num_anchors, shared)
     for number in range(0, tl.load(num_objects + image)):
         b0, b1, b2, b3 = _corners(objects + (image * most + number) * 4)
         iou = tl.where(inside, _iou(b0, b1, b2, b3, a0, a1, a2, a3), 0.0)
@@ -233,13 +237,11 @@ def _highest(objects, num_objects, anchors, highest, most, num_anchors, shared):
 
 @triton.jit
 def _match(
-    objects, num_objects, anchors, highest, matches, most, num_anchors, shared, high, low,
+    objects, num_objects, anchors, highest, most, num_anchors, shared, matches, high, low,
     LOW_QUALITY: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(1)
-    anchor = tl.program_id(0) * _ANCHORS + tl.arange(0, _ANCHORS)
-    inside = anchor < num_anchors
-    a0, a1, a2, a3 = _corners_where(anchors + (image.to(tl.int64) * shared + anchor) * 4, inside)
+    anchor, inside, a0, a1, a2, a3 = _anchors_of(anchors, image, num_anchors, shared)
     best = tl.full((_ANCHORS,), -1.0, tl.float32)
     which = tl.zeros((_ANCHORS,), tl.int64)
     is_best_of_object = tl.zeros((_ANCHORS,), tl.int1)
@@ -257,16 +259,18 @@ def _match(
 
 
 @triton.jit
-def _samples(low, high, position, sub, limit, SIZE: tl.constexpr):
-    """Return the two cells of a level that sample ``sub`` of two at ``position`` lies between, and parts."""
+def _samples(low, high, position, sub, num_samples, limit, SIZE: tl.constexpr):
+    """Return the first of two cells that a sample at ``position`` lies between, and the weights of both.
+
+    It is the sample ``sub`` of so many; there are ``limit`` cells, and none has a weight for one beyond them.
+    """
     cell = tl.maximum(high - low, 1.0) / SIZE
-    at = low + position * cell + (sub + 0.5) * cell / 2
+    at = low + (position + (sub + 0.5) / num_samples) * cell
     inside = (at >= -1.0) & (at <= limit)
     at = tl.maximum(at, 0.0)
     first = tl.minimum(at.to(tl.int32), limit - 1)
     rest = tl.where(first < limit - 1, at - first, 0.0)
-    second = tl.minimum(first + 1, limit - 1)
-    return first, second, tl.where(inside, 1 - rest, 0.0), tl.where(inside, rest, 0.0)
+    return first, tl.where(inside, 1 - rest, 0.0), tl.where(inside, rest, 0.0)
 
 
 @triton.jit
@@ -280,9 +284,10 @@ def _region(regions, row, scale):
 
 @triton.jit
 def _pool(
-    features, pooled, regions, level, LEVEL, scale, channels, height, width, stride_b, stride_c, stride_h,
-    stride_w, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    regions, features, pooled, level, LEVEL, scale, channels, height, width, stride_b, stride_c, stride_h,
+    stride_w, SIZE: tl.constexpr, CHANNELS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
+    """Write the means of four samples a bin; or add the gradients of such means to those of the features."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = (channel < channels)[None, :]
@@ -291,56 +296,26 @@ def _pool(
         base = features + image * stride_b + channel[None, :] * stride_c
         for begin in range(0, SIZE * SIZE, _BINS):
             bins = begin + tl.arange(0, _BINS)
+            of_bins = pooled + (row * channels + channel[None, :]) * SIZE * SIZE + bins[:, None]
+            is_bin = is_channel & (bins < SIZE * SIZE)[:, None]
             total = tl.zeros((_BINS, CHANNELS), tl.float32)
+            if BACKWARD:
+                total += tl.load(of_bins, mask=is_bin, other=0.0) / 4
             for sample in range(0, 4):
-                top, bottom, of_top, of_bottom = _samples(y1, y2, bins // SIZE, sample // 2, height, SIZE)
-                left, right, of_left, of_right = _samples(x1, x2, bins % SIZE, sample % 2, width, SIZE)
+                top, of_top, of_bottom = _samples(y1, y2, bins // SIZE, sample // 2, 2, height, SIZE)
+                left, of_left, of_right = _samples(x1, x2, bins % SIZE, sample % 2, 2, width, SIZE)
                 for corner in tl.static_range(4):
-                    y, of_y = (top, of_top) if corner < 2 else (bottom, of_bottom)
-                    x, of_x = (left, of_left) if corner % 2 == 0 else (right, of_right)
+                    y, of_y = (top, of_top) if corner < 2 else (top + 1, of_bottom)
+                    x, of_x = (left, of_left) if corner % 2 == 0 else (left + 1, of_right)
                     at = base + (y * stride_h + x * stride_w)[:, None]
                     weight = tl.where(bins < SIZE * SIZE, of_y * of_x, 0.0)[:, None]
-                    total += tl.load(at, mask=is_channel & (weight > 0), other=0.0).to(tl.float32) * weight
-            out = pooled + (row * channels + channel[None, :]) * SIZE * SIZE + bins[:, None]
-            tl.store(out, total / 4, mask=is_channel & (bins < SIZE * SIZE)[:, None])
-
-
-@triton.jit
-def _pool_backward(
-    sums, grads, regions, level, LEVEL, scale, channels, height, width, stride_b, stride_c, stride_h,
-    stride_w, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_channel = (channel < channels)[None, :]
-    if tl.load(level + row) == LEVEL:
-        image, x1, y1, x2, y2 = _region(regions, row, scale)
-        base = sums + image * stride_b + channel[None, :] * stride_c
-        for begin in range(0, SIZE * SIZE, _BINS):
-            bins = begin + tl.arange(0, _BINS)
-            of_pooled = grads + (row * channels + channel[None, :]) * SIZE * SIZE + bins[:, None]
-            grad = tl.load(of_pooled, mask=is_channel & (bins < SIZE * SIZE)[:, None], other=0.0) / 4
-            for sample in range(0, 4):
-                top, bottom, of_top, of_bottom = _samples(y1, y2, bins // SIZE, sample // 2, height, SIZE)
-                left, right, of_left, of_right = _samples(x1, x2, bins % SIZE, sample % 2, width, SIZE)
-                for corner in tl.static_range(4):
-                    y, of_y = (top, of_top) if corner < 2 else (bottom, of_bottom)
-                    x, of_x = (left, of_left) if corner % 2 == 0 else (right, of_right)
-                    at = base + (y * stride_h + x * stride_w)[:, None]
-                    weight = tl.where(bins < SIZE * SIZE, of_y * of_x, 0.0)[:, None]
-                    part = grad.to(tl.float32) * weight
-                    tl.atomic_add(at, part, mask=is_channel & (weight > 0), sem="relaxed")
-
-
-@triton.jit
-def _mask_samples(low, high, position, sub, num_samples, limit, SIZE: tl.constexpr):
-    cell = tl.maximum(high - low, 1.0) / SIZE
-    at = low + (position + (sub + 0.5) / num_samples) * cell
-    inside = (at >= -1.0) & (at <= limit)
-    at = tl.maximum(at, 0.0)
-    first = tl.minimum(at.to(tl.int64), limit - 1)
-    rest = tl.where(first < limit - 1, at - first, 0.0)
-    return first, tl.where(inside, 1 - rest, 0.0), tl.where(inside, rest, 0.0)
+                    is_read = is_channel & (weight > 0)
+                    if BACKWARD:
+                        tl.atomic_add(at, total * weight, mask=is_read, sem="relaxed")
+                    else:
+                        total += tl.load(at, mask=is_read, other=0.0).to(tl.float32) * weight
+            if not BACKWARD:
+                tl.store(of_bins, total / 4, mask=is_bin)
 
 
 @triton.jit
@@ -350,7 +325,7 @@ def _bit(masks, y, x, height, width, last):
 
 
 @triton.jit
-def _project(masks, places, images, boxes, sizes, out, num_bytes, SIZE: tl.constexpr):
+def _project(boxes, masks, places, images, sizes, out, num_bytes, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * _PIXELS + tl.arange(0, _PIXELS)
     start, top, left, height = _corners(places + row * 5)
@@ -363,9 +338,9 @@ def _project(masks, places, images, boxes, sizes, out, num_bytes, SIZE: tl.const
     last = num_bytes - 1 - start
     total = tl.zeros((_PIXELS,), tl.float32)
     for sub_y in range(0, num_y):
-        y, of_y, of_next_y = _mask_samples(y1, y2, pixel // SIZE, sub_y, num_y, limit_y, SIZE)
+        y, of_y, of_next_y = _samples(y1, y2, pixel // SIZE, sub_y, num_y, limit_y, SIZE)
         for sub_x in range(0, num_x):
-            x, of_x, of_next_x = _mask_samples(x1, x2, pixel % SIZE, sub_x, num_x, limit_x, SIZE)
+            x, of_x, of_next_x = _samples(x1, x2, pixel % SIZE, sub_x, num_x, limit_x, SIZE)
             total += of_y * of_x * _bit(bits, y - top, x - left, height, width, last)
             total += of_y * of_next_x * _bit(bits, y - top, x + 1 - left, height, width, last)
             total += of_next_y * of_x * _bit(bits, y + 1 - top, x - left, height, width, last)
