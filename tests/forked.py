@@ -138,19 +138,29 @@ def command(arguments: tuple[str, ...], files: list[Path], cwd: Path | None) -> 
     main()
 
 
-def torchrun(*command: str, output: Path, deadline_s: float = 120) -> tuple[int | None, str]:
-    """Run ``torchrun --standalone --nproc-per-node 2 COMMAND``; return its exit code and what all wrote."""
-    process = fork_process(_torchrun, command, output)
+def torchrun(
+    *command: str, output: Path, deadline_s: float = 120, forks: bool = False
+) -> tuple[int | None, str]:
+    """Run ``torchrun --standalone --nproc-per-node 2 COMMAND``; return its exit code and what all wrote.
+
+    Args:
+        forks: its workers are forked, not started as programs.
+    """
+    process = fork_process(_torchrun, command, output, forks)
     (code,) = wait_for([process], deadline_s)
     return code, output.read_text()
 
 
-def _torchrun(command: tuple[str, ...], output: Path) -> None:
+def _torchrun(command: tuple[str, ...], output: Path, forks: bool) -> None:
     descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     from torch.distributed.run import main
 
+    if forks:
+        from forked_programs import fork_workers_of_torchrun
+
+        fork_workers_of_torchrun()
     main(["--standalone", "--nproc-per-node", "2", *command])
 
 

@@ -58,6 +58,13 @@ def forked_pools() -> Iterator[None]:
         yield
 
 
+def fork_workers_of_torchrun() -> None:
+    """Let torchrun in this process fork its workers."""
+    fork_programs()
+    handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    mock.patch(f"{handler}.Popen", lambda args, **options: start(args, **options)).start()
+
+
 def start(command: Sequence[str], **options: Any) -> Any:
     """Fork a Python program, on an emulated host too; start any other."""
     namespaces = [word.partition("=")[2] for word in command if word.startswith(("--net=", "--uts="))]
@@ -214,7 +221,7 @@ def become(words: Sequence[str]) -> None:
     if named := os.environ.get("PYTHONPATH"):
         sys.path[:0] = named.split(os.pathsep)
         find_recipes()
-    first, *rest = words
+    first, *rest = [word for word in words[:1] if word != "-u"] + list(words[1:])
     if first == "-m":
         sys.argv = rest[:]
         sys.path.insert(0, str(Path.cwd()))
@@ -223,6 +230,6 @@ def become(words: Sequence[str]) -> None:
         sys.argv = ["-c", *rest[1:]]
         exec(rest[0], {"__name__": "__main__"})
     else:
-        sys.argv = list(words)
+        sys.argv = [first, *rest]
         sys.path.insert(0, str(Path(first).parent))
         runpy.run_path(first, run_name="__main__")

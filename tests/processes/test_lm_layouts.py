@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +80,28 @@ def assert_same_run(found: Path, wanted: Path, *, most: float = SAME) -> None:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2 stages": (2, {"pipeline": 2}),
     "2 stages x 2 replicas": (4, {"pipeline": 2}),
     "2 shards": (2, {"shard": True}),
     "2 x 2 shards": (4, {"pipeline": 2, "shard": True}),
     "2 x 2 virtual stages": (2, {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved"}),
     "8 workers, 2 stages x 4 shards": (8, {"pipeline": 2, "shard": True, "micro_batches": 3}),
 }
-SLOW = {"2 x 2 virtual stages", "8 workers, 2 stages x 4 shards"}
+QUICK = {
+    ("2 stages x 2 replicas", "gpt2"),
+    ("2 x 2 shards", "llama"),
+    ("2 shards", "gpt2"),
+    ("2 shards", "llama"),
+}
+"""Each layout with one of the models, each model in stages; layouts do not look at the kind of model."""
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in LAYOUTS],
+    ("layout", "name"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in product(LAYOUTS, ("gpt2", "llama"))
+    ],
 )
 def test_every_layout_trains_what_one_worker_trains(
     layout: str, name: str, data: Path, models: Path, whole: dict[str, Path], tmp_path: Path
@@ -127,7 +137,12 @@ def test_shards_recompute_activations(
 
 
 @pytest.mark.parametrize(
-    "layout", ["2 stages x 2 replicas", "2 shards", pytest.param("2 x 2 shards", marks=pytest.mark.slow)]
+    "layout",
+    [
+        "2 stages",
+        "2 shards",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("2 stages x 2 replicas", "2 x 2 shards")),
+    ],
 )
 def test_a_killed_run_in_parts_continues_bitwise(
     layout: str, data: Path, models: Path, tmp_path: Path

@@ -69,8 +69,9 @@ def test_sigterm_to_the_launcher_saves_and_the_same_command_continues(data: Path
 
 
 def test_under_torchrun_the_same_command_joins(data: Path, tmp_path: Path) -> None:
+    """Its workers are forked; those of ``test_the_same_workers_join_under_torchrun`` are programs."""
     command = ["-m", "shoal", *settings(data, tmp_path / "run", 3)]
-    code, said = torchrun(*command, output=tmp_path / "said")
+    code, said = torchrun(*command, output=tmp_path / "said", forks=True)
     assert code == EXIT_OK, said
     (start,) = [row for row in read_record(tmp_path / "run") if isinstance(row, Start)]
     assert start.num_workers == 2

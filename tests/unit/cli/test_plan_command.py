@@ -124,7 +124,7 @@ def test_the_torch_here_is_compared_with_the_gpus(
     (tmp_path / "version.py").write_text(f"__version__ = '9.9'\ncuda: Optional[str] = '{built}'\n")
     where = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr("shoal.cli.plan.find_spec", lambda name: where)
-    assert typed(monkeypatch, "t5-3b", "--cluster", hosts) == EXIT_OK
+    assert typed(monkeypatch, "t5-small", "--cluster", hosts) == EXIT_OK
     text = capsys.readouterr().out
     assert said in text and ("the torch here" in text) == bool(said)
     assert ("fp32, since T5 overflows in fp16" in text) == ("p3dn" in hosts)
@@ -239,7 +239,7 @@ def test_a_price_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_helpers_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "plan.json"
-    words = ("bert-large", "--cluster", "8xp3dn.24xlarge", "--helpers", "auto", "--json", str(file))
+    words = ("bert-base", "--cluster", "8xp3dn.24xlarge", "--helpers", "auto", "--json", str(file))
     assert typed(monkeypatch, *words) == EXIT_OK
     tree = json.loads(file.read_text())
     with_helpers = {each["helpers"]: each["total_s"] for each in tree["plans"] if each["helpers"]}
